@@ -30,32 +30,15 @@ from roll.models.expert_parallel import exchange
 from roll.models.layouts import AttentionPattern, PackedSequences, PromptParts
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 
-def heads_for_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """(s / n, b, heads, dim) of each of n ranks to (s, b, heads / n, dim): the whole sequence, some heads."""
-    chunk, rows, heads, dim = tensor.shape
+def _heads_for_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """(b, heads, s / n, dim) of each of n ranks to (b, heads / n, s, dim): the whole sequence, some heads."""
+    rows, heads, chunk, dim = tensor.shape
     ranks = group.size()
-    parts = tensor.reshape(chunk, rows, ranks, heads // ranks, dim).permute(2, 0, 1, 3, 4)
-    return exchange(parts, None, None, group).view(ranks * chunk, rows, heads // ranks, dim)
-
-
-def sequence_for_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The inverse of :func:`heads_for_sequence`."""
-    length, rows, heads, dim = tensor.shape
-    ranks = group.size()
-    received = exchange(tensor.reshape(ranks, length // ranks, rows, heads, dim), None, None, group)
-    return received.permute(1, 2, 0, 3, 4).reshape(length // ranks, rows, ranks * heads, dim)
-
-
-def divisible_heads(tensor: Tensor, query_heads: int, group: ProcessGroup) -> Tensor:
-    """Keys or values (s / n, b, heads, dim) with heads that n ranks can share evenly.
-
-    Where there are fewer than ranks, each query head brings its own copy.
-    """
-    heads = tensor.shape[2]
-    return tensor if heads % group.size() == 0 else tensor.repeat_interleave(query_heads // heads, 2)
+    parts = tensor.permute(2, 0, 1, 3).reshape(chunk, rows, ranks, heads // ranks, dim).permute(2, 0, 1, 3, 4)
+    return exchange(parts, None, None, group).view(ranks * chunk, rows, heads // ranks, dim).permute(1, 2, 0, 3)
 
 
 def sum_of_parts(part: Tensor, group: ProcessGroup) -> Tensor:
@@ -174,7 +157,14 @@ def use_layout_attention(model: PreTrainedModel, key: str) -> None:
     from transformers import AttentionInterface
 
     text_config, neutral = model.config.get_text_config(), "1" if key.endswith("ulysses_size") else "false"
-    _check_full_attention(text_config, key, neutral)
+    kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention"}
+    if getattr(text_config, "layer_types", None) is None and getattr(text_config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    if kinds:
+        raise ValueError(
+            f"{key}: this {text_config.model_type} model has layers of type {', '.join(sorted(kinds))}; it works "
+            f"only where every layer is full_attention. Set {key}: {neutral}"
+        )
     if not getattr(model, "_supports_attention_backend", False) or (
         text_config._attn_implementation not in _REPLACEABLE
     ):
@@ -257,14 +247,15 @@ def layout_attention(
         raise ValueError(f"{type(module).__name__} computes attention with {what}, which no layout without padding has")
     if context_group is None:
         return _attend(query, key, value, attention_pattern, scaling), None
-    heads = query.shape[1]
-    by_token = [tensor.permute(2, 0, 1, 3) for tensor in (query, key, value)]
-    whole = [
-        heads_for_sequence(divisible_heads(tensor, heads, context_group), context_group).permute(1, 2, 0, 3)
-        for tensor in by_token
-    ]
+    ranks, (rows, heads, chunk, dim) = context_group.size(), query.shape
+    if key.shape[1] % ranks:  # fewer key-value heads than ranks, say: each query head brings its own copy
+        key, value = _repeated(query, key, value)
+    whole = [_heads_for_sequence(tensor, context_group) for tensor in (query, key, value)]
     output = _attend(whole[0], whole[1], whole[2], attention_pattern, scaling).transpose(0, 1)
-    return sequence_for_heads(output, context_group).transpose(0, 1).contiguous(), None
+    # Back: (s, b, heads / n, dim) of some heads to (s / n, b, heads, dim), this rank's chunk of the sequence.
+    received = exchange(output.reshape(ranks, chunk, rows, heads // ranks, dim), None, None, context_group)
+    own = received.permute(1, 2, 0, 3, 4).reshape(chunk, rows, heads, dim)
+    return own.transpose(0, 1).contiguous(), None
 
 
 def _attend(
@@ -331,14 +322,3 @@ def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     """Keys and values with each head (dimension 1) as often as there are query heads for it."""
     times = query.shape[1] // key.shape[1]
     return (key, value) if times == 1 else (key.repeat_interleave(times, 1), value.repeat_interleave(times, 1))
-
-
-def _check_full_attention(config: PretrainedConfig, key: str, neutral: str) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
-        kinds = {"sliding_attention"}
-    if kinds:
-        raise ValueError(
-            f"{key}: this {config.model_type} model has layers of type {', '.join(sorted(kinds))}; it works "
-            f"only where every layer is full_attention. Set {key}: {neutral}"
-        )

@@ -44,7 +44,9 @@ def incomplete(
     for name, stored, expected in mismatched:
         parts.append(f"holds {name} of shape {list(stored)}, and the model has {list(expected)}")
         break
-    more = [] if overridden else [name for name in unexpected if _is_one_more(name, model)]
+    # One more: the model has a module of this name, with parameters, but for the number of a layer.
+    known = {_NUMBER.sub("#", name.rpartition(".")[0]) for name, _ in model.named_parameters()}
+    more = [name for name in unexpected if not overridden and _NUMBER.sub("#", name.rpartition(".")[0]) in known]
     if missing and unexpected:
         parts.append(f"holds {_some(unexpected)}, which the model does not have")
     elif more:
@@ -55,13 +57,6 @@ def incomplete(
         "download the folder again, or save the bare model (no wrapper, adapters merged) by save_pretrained"
     )
     return f"{'; it '.join(parts)}: config.json describes another model. To mend it, {remedy}"
-
-
-def _is_one_more(name: str, model: PreTrainedModel) -> bool:
-    """The model has a module of this name, with parameters, but for the number of a layer."""
-    parent = _NUMBER.sub("#", name.rpartition(".")[0])
-    known = {_NUMBER.sub("#", own.rpartition(".")[0]) for own, _ in model.named_parameters()}
-    return parent in known
 
 
 def _some(names: Collection[str]) -> str:

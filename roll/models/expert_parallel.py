@@ -54,7 +54,9 @@ class ExpertMesh:
             The layers' experts, which are to be sharded over :attr:`sharding`, each as a unit of its own.
         """
         for layer in layers:
-            own = self._own_experts(layer.num_experts)
+            size, index = layer.num_experts // self.mesh.size(0), self.mesh.get_local_rank("ep")
+            assert size * self.mesh.size(0) == layer.num_experts, "checked with the configuration"
+            own = slice(size * index, size * (index + 1))
             for name, parameter in list(layer.experts.named_parameters(recurse=False)):
                 part = nn.Parameter(parameter.detach()[own].clone(), requires_grad=parameter.requires_grad)
                 setattr(layer.experts, name, part)
@@ -62,12 +64,6 @@ class ExpertMesh:
             experts.num_experts = own.stop - own.start
             experts.forward = DispatchedExperts(experts, own, layer.num_experts, self.mesh.get_group("ep"))
         return [layer.experts for layer in layers]
-
-    def _own_experts(self, number: int) -> slice:
-        size = number // self.mesh.size(0)
-        assert size * self.mesh.size(0) == number, "checked with the configuration"
-        begin = size * self.mesh.get_local_rank("ep")
-        return slice(begin, begin + size)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """A parameter (or what has its form: a gradient, a moment) as a shard of all experts, of the same memory."""
@@ -87,7 +83,13 @@ def row_runs(tensor: DTensor) -> list[slice]:
     for mesh_dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
             assert placement.dim == 0, placement
-            runs = [part for run in runs for part in _chunks(run, tensor.device_mesh.size(mesh_dim))]
+            number, parts = tensor.device_mesh.size(mesh_dim), []
+            for run in runs:
+                # As torch.chunk: all but the last ones have the same size, and the last ones may be empty.
+                size = -(-(run.stop - run.start) // number)
+                ends = [min(run.start + size * index, run.stop) for index in range(number + 1)]
+                parts += [slice(begin, end) for begin, end in pairwise(ends)]
+            runs = parts
     return runs
 
 
@@ -102,14 +104,8 @@ def own_rows(tensor: Tensor) -> slice:
     return row_runs(tensor)[index]
 
 
-def _chunks(run: slice, number: int) -> list[slice]:
-    size = -(-(run.stop - run.start) // number)
-    ends = [min(run.start + size * index, run.stop) for index in range(number + 1)]
-    return [slice(begin, end) for begin, end in pairwise(ends)]
-
-
 @contextmanager
-def substituted(experts: Any, name: str, tensor: Tensor) -> Iterator[None]:
+def substituted(experts: nn.Module, name: str, tensor: Tensor) -> Iterator[None]:
     """A module finds ``tensor`` under the name of a parameter, for the length of a block."""
     held = experts.__dict__.get(name)  # FSDP1 keeps a gathered parameter there
     experts.__dict__[name] = tensor  # before the parameter of that name, which stays where it is
@@ -133,7 +129,7 @@ class DispatchedExperts:
         group: the ranks that hold the others.
     """
 
-    def __init__(self, experts: Any, own: slice, num_experts: int, group: ProcessGroup) -> None:
+    def __init__(self, experts: nn.Module, own: slice, num_experts: int, group: ProcessGroup) -> None:
         self._experts, self._forward, self._own = experts, experts.forward, own
         self.num_experts, self.group = num_experts, group
         self._adapters: dict[str, tuple[Tensor, Tensor, float]] = {}

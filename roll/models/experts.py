@@ -12,7 +12,7 @@ logits, weights and indices of the chosen experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,8 @@ from roll.models.routes import replayed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+RouterOutput = Tensor | tuple[Tensor, ...]
+"""Logits, or logits, weights and indices of the chosen experts."""
 EXPERTS = "experts"
 """The attribute of a sparse layer that holds its experts, in every family."""
 SELECTION_BIAS = "e_score_correction_bias"
@@ -66,13 +68,19 @@ def sparse_layers(model: PreTrainedModel) -> list[SparseLayer]:
         if number < 2:
             continue
         assert isinstance(experts, nn.Module)
-        routers = [child for child in block.children() if child is not experts and _is_router(child, number)]
+        weights = {child: getattr(child, "weight", None) for child in block.children() if child is not experts}
+        routers = [
+            child
+            for child, weight in weights.items()
+            if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] == number
+        ]
         if len(routers) != 1:
             raise ValueError(
                 f"model_args.model_name_or_path: {name} of this {model.config.model_type} model holds {number} experts "
                 f"and {len(routers)} modules with a weight of ({number}, hidden): its router cannot be recognised"
             )
-        found.append(SparseLayer(name, block, routers[0], experts, number, _top_k(model, routers[0])))
+        top_k = getattr(routers[0], "top_k", None) or getattr(model.config, "num_experts_per_tok", None) or 1
+        found.append(SparseLayer(name, block, routers[0], experts, number, int(top_k)))
     return found
 
 
@@ -83,23 +91,13 @@ def _num_experts(experts: nn.Module) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def _is_router(module: nn.Module, num_experts: int) -> bool:
-    weight = getattr(module, "weight", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[0] == num_experts
-
-
-def _top_k(model: PreTrainedModel, router: nn.Module) -> int:
-    config: Any = model.config
-    return int(getattr(router, "top_k", None) or getattr(config, "num_experts_per_tok", None) or 1)
-
-
 def choose_kernel(model: PreTrainedModel, grouped: bool | None) -> None:
     """Compute fused experts by one grouped matrix product or by a loop over them; None: as the model does itself."""
     if grouped is not None:
         model.set_experts_implementation("grouped_mm" if grouped else "eager")
 
 
-def chosen_experts(output: Any, top_k: int) -> tuple[Tensor, Tensor]:
+def chosen_experts(output: RouterOutput, top_k: int) -> tuple[Tensor, Tensor]:
     """Logits (T, E) and chosen experts, int64 (T, k), from what a router returned."""
     if isinstance(output, Tensor):
         logits = output.flatten(0, -2)
@@ -123,7 +121,7 @@ class RoutingRecorder:
         for index, layer in enumerate(layers):
             layer.router.register_forward_hook(partial(self._on_router, index))
 
-    def _on_router(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
+    def _on_router(self, index: int, module: nn.Module, args: object, output: RouterOutput) -> RouterOutput:
         if self._forced is not None:
             output = _redirected(output, self._forced)
         elif self.routes is not None:
@@ -158,7 +156,7 @@ class RoutingRecorder:
             self._forced = None
 
 
-def _redirected(output: Any, experts: Tensor) -> Any:
+def _redirected(output: RouterOutput, experts: Tensor) -> RouterOutput:
     """A router's output with other choices; weights keep their gradients."""
     if isinstance(output, Tensor):
         # The layer chooses by itself: far above what a router computes.
@@ -176,19 +174,22 @@ class _AllExperts(nn.ModuleList):
     _next: int
     _idle: list[Tensor]
 
-    def begin(self, hidden: Tensor) -> None:
+    def note_call(self, index: int, module: nn.Module, args: object) -> None:
+        if getattr(self, "_token", None) is not None:
+            self._called.add(index)
+
+    def around(self, forward: Callable[..., Any], hidden: Tensor, *args: object, **keywords: object) -> Any:
+        """The layer's ``forward``, and to its output a zero that depends on each expert that was not chosen."""
         self._token, self._zero = hidden.flatten(0, -2)[:1], hidden.new_zeros(())
         self._called, self._next, self._idle = set(), 0, []
-
-    def finish(self) -> Tensor:
-        """A zero that depends on each expert that was not chosen."""
+        output = forward(hidden, *args, **keywords)
         self._run_idle(len(self))
-        assert self._token is not None
         # A product, as above: it keeps a tensor for the backward pass, so the recomputation of a checkpointed layer
         # goes on to here on every rank. Where the last expert is an idle one it would otherwise stop inside that.
         parts = [*self._idle, (self._token * self._zero).sum()]
         self._token, self._idle = None, []
-        return torch.stack(parts).sum()
+        idle = torch.stack(parts).sum()
+        return (output[0] + idle, *output[1:]) if isinstance(output, tuple) else output + idle
 
     def _run_idle(self, end: int) -> None:
         """Call the experts before ``end`` that have not been called, on one token, times zero."""
@@ -215,21 +216,10 @@ def run_every_expert(layers: Sequence[SparseLayer]) -> None:
     for layer in layers:
         if isinstance(layer.experts, nn.ModuleList):
             layer.experts.__class__ = _AllExperts
-            for index, expert in enumerate(layer.experts):
-                expert.register_forward_pre_hook(partial(_note_call, layer.experts, index))
-            layer.block.forward = partial(_with_all_experts, layer.block.forward, layer.experts)
-
-
-def _note_call(experts: Any, index: int, module: nn.Module, args: Any) -> None:
-    if getattr(experts, "_token", None) is not None:
-        experts._called.add(index)
-
-
-def _with_all_experts(forward: Any, experts: Any, hidden: Tensor, *args: Any, **keywords: Any) -> Any:
-    experts.begin(hidden)
-    output = forward(hidden, *args, **keywords)
-    idle = experts.finish()
-    return (output[0] + idle, *output[1:]) if isinstance(output, tuple) else output + idle
+            experts: Any = layer.experts
+            for index, expert in enumerate(experts):
+                expert.register_forward_pre_hook(partial(experts.note_call, index))
+            layer.block.forward = partial(experts.around, layer.block.forward)
 
 
 @dataclass(frozen=True)

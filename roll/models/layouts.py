@@ -85,7 +85,7 @@ AttentionPattern = PromptParts | PackedSequences
 
 @dataclass(frozen=True)
 class ImageTokens(_OnDevice):
-    """The tokens of a layout that stand for parts of images. Each distinct image is there once."""
+    """The placeholder tokens of a layout, which features of images replace. Each distinct image is there once."""
 
     pixel_values: Tensor
     """float32 (patches, patch_dim), of I images, one after another."""

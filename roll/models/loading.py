@@ -93,14 +93,6 @@ class TensorFiles:
             digest.update(samples[name])
         return digest.hexdigest()
 
-    def read(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU, in float32.
-
-        Raises:
-            ValueError: the folder lacks it.
-        """
-        return self.read_rows(name, slice(None)).float()
-
     def read_rows(self, name: str, rows: slice) -> torch.Tensor:
         """``tensor[rows]`` along the first dimension, on the CPU, in the type of the file; nothing else is read.
 
@@ -321,7 +313,13 @@ def build_on_meta(
     if unused:
         logger.warning("%s: the model has no use for %s", args.model_name_or_path, ", ".join(sorted(unused)))
     _compute_buffers(model)
-    _read_generation_config(model, str(args.model_name_or_path))
+    if model.can_generate():
+        from transformers import GenerationConfig
+
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(str(args.model_name_or_path))
+        except OSError:
+            logger.debug("%s has no generation configuration: it follows from the model's", args.model_name_or_path)
     freeze_modules(model, args.freeze_module_prefix)
     return MetaModel(model.eval(), files, layout, head, not_stored, seed)
 
@@ -383,13 +381,3 @@ def _compute_buffers(model: PreTrainedModel) -> None:
                 setattr(module, name, torch.empty_like(buffer, device="cpu"))
     # Parameters are still on meta, where initialisation does nothing.
     model.initialize_weights()
-
-
-def _read_generation_config(model: PreTrainedModel, name_or_path: str) -> None:
-    from transformers import GenerationConfig
-
-    if model.can_generate():
-        try:
-            model.generation_config = GenerationConfig.from_pretrained(name_or_path)
-        except OSError:
-            logger.debug("%s has no generation configuration: it follows from the model's", name_or_path)

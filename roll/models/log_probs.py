@@ -206,31 +206,20 @@ def _head_log_probs(
     wanted: TopTokens | None = None,
     comparisons: tuple[TargetDistributions, ...] = (),
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | Named:
-    if wanted is not None or comparisons:
-        return _head_distributions(head, hidden, targets, temperature, outputs, wanted, comparisons)
-    return token_log_probs(
-        hidden,
-        head.weight,
-        targets,
-        bias=head.bias,
-        temperature=temperature,
-        with_entropy="entropy" in outputs,
-        with_sum_of_squares="sum_of_squares" in outputs,
-        excluded=_excluded(head, hidden.device),
-    )
-
-
-def _head_distributions(
-    head: nn.Linear,
-    hidden: Tensor,
-    targets: Tensor,
-    temperature: float,
-    outputs: Collection[str],
-    wanted: TopTokens | None,
-    comparisons: tuple[TargetDistributions, ...],
-) -> Named:
-    """Tensors (N, ...) by name: those of ``wanted``, or of the comparison with ``comparisons`` and ``outputs``."""
+    """Outputs of :func:`token_log_probs`; tensors (N, ...) by name where whole distributions are wanted: those of
+    ``wanted``, or of the comparison with ``comparisons`` and ``outputs``."""
     excluded = _excluded(head, hidden.device)
+    if wanted is None and not comparisons:
+        return token_log_probs(
+            hidden,
+            head.weight,
+            targets,
+            bias=head.bias,
+            temperature=temperature,
+            with_entropy="entropy" in outputs,
+            with_sum_of_squares="sum_of_squares" in outputs,
+            excluded=excluded,
+        )
     chunk = HeadMemory.for_device(hidden.device).chunk_tokens(head.weight.shape[0])
 
     def logits_of(some: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -121,7 +121,10 @@ def source_name(name: str) -> str:
 def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> Tensor:
     """``W + scaling * B A``, computed in float32, in the type of W; of each expert where W is (E, out, in)."""
     if weight.ndim == 3:
-        return torch.baddbmm(weight.float(), *_factors(down, up, len(weight)), alpha=scaling).to(weight.dtype)
+        # B (E, out, r) and A (E, r, in) of each expert.
+        ups = up.float().unflatten(1, (-1, len(weight))).permute(2, 0, 1)
+        downs = down.float().unflatten(0, (len(weight), -1))
+        return torch.baddbmm(weight.float(), ups, downs, alpha=scaling).to(weight.dtype)
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scaling).to(weight.dtype)
 
 
@@ -138,11 +141,6 @@ def merged_rows(rows: Tensor, first: int, shape: Sequence[int], down: Tensor, up
     return torch.addmm(rows.float(), own_up.float(), own_down.float(), alpha=scaling).to(rows.dtype)
 
 
-def _factors(down: Tensor, up: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """B (E, out, r) and A (E, r, in) of each expert, in float32."""
-    return up.float().unflatten(1, (-1, num_experts)).permute(2, 0, 1), down.float().unflatten(0, (num_experts, -1))
-
-
 class Adapters:
     """The adapters of one model."""
 
@@ -150,8 +148,12 @@ class Adapters:
         self._config = config
         named = dict(model.named_modules())
         # Kept as objects: a sharding backend may rename modules, it does not replace them.
-        self._switches = [module for module in named.values() if hasattr(module, "disable_adapters")]
-        self.scalings = {_adapted(path, m): m.scaling[ADAPTER] for path, m in named.items() if hasattr(m, "lora_A")}
+        self._switches: list[Any] = [module for module in named.values() if hasattr(module, "disable_adapters")]
+        adapting: dict[str, Any] = {path: module for path, module in named.items() if hasattr(module, "lora_A")}
+        self.scalings = {
+            base_name(f"{path}.{getattr(module, _TENSOR, 'weight')}"): module.scaling[ADAPTER]
+            for path, module in adapting.items()
+        }
         """The factor of ``B A`` for every adapted weight."""
 
     @property
@@ -164,15 +166,13 @@ class Adapters:
         """The base model as it was loaded, for the length of a block without gradients."""
         # peft's own switch also turns requires_grad off and on, which a backend that has sharded the parameters may
         # meet at the wrong moment; without gradients the flag is all that matters.
-        self._switch(off=True)
+        for module in self._switches:
+            module._disable_adapters = True
         try:
             yield
         finally:
-            self._switch(off=False)
-
-    def _switch(self, off: bool) -> None:
-        for module in self._switches:
-            module._disable_adapters = off
+            for module in self._switches:
+                module._disable_adapters = False
 
     def merged(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[MergedWeight]:
         """The tensors of the model without adapters, in the order of ``named``: all tensors of this one.
@@ -210,11 +210,6 @@ class Adapters:
         trains, self._config.inference_mode = self._config.inference_mode, True
         self._config.save_pretrained(str(folder))
         self._config.inference_mode = trains
-
-
-def _adapted(path: str, module: Any) -> str:
-    """The weight that a module of peft adapts, under the name that the base has."""
-    return base_name(f"{path}.{getattr(module, _TENSOR, 'weight')}")
 
 
 def adapter_file_name(name: str) -> str:
@@ -278,8 +273,9 @@ def _new_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> Any:
         whole.append(_VALUE_HEAD)
     _check_whole_modules(model, whole, "model_args.additional_target")
     modules, experts = _targets(model, args.lora_target, whole, "model_args.lora_target")
+    classifies = "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else "TOKEN_CLS"
     return peft.LoraConfig(
-        task_type=_task_type(model),
+        task_type=classifies if _is_value_model(model) else "CAUSAL_LM",  # the class of peft that loads it again
         target_modules=modules,
         target_parameters=experts,
         r=args.lora_rank,
@@ -313,13 +309,6 @@ def _loaded_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> A
     config.inference_mode = False
     config.lora_dropout = args.lora_dropout
     return config
-
-
-def _task_type(model: PreTrainedModel) -> str:
-    """Class of peft that loads the adapter again."""
-    if not _is_value_model(model):
-        return "CAUSAL_LM"
-    return "SEQ_CLS" if type(model).__name__.endswith("ForSequenceClassification") else "TOKEN_CLS"
 
 
 def _is_value_model(model: PreTrainedModel) -> bool:
@@ -426,7 +415,11 @@ def _target_modules(
     if is_pattern(target):
         matches = {str(target): [name for name in names if re.fullmatch(str(target), name)]}
     else:
-        matches = {wanted: [name for name in names if _is_meant(name, wanted)] for wanted in names_of(target)}
+        matches = {}
+        for wanted in names_of(target):
+            # Modules of the vision tower are meant only where the target says so.
+            in_tower = "visual" in wanted.split(".")
+            matches[wanted] = [n for n in names if _is_named(n, wanted) and (in_tower or not _in_tower(n))]
     for wanted, found in matches.items():
         _refuse_experts(model, wanted, found, where)
         if not found:
@@ -478,11 +471,6 @@ def _adaptable(model: PreTrainedModel, whole: Sequence[str]) -> list[str]:
 
 def _in_tower(name: str) -> bool:
     return name.startswith(f"{VISION_TOWER}.")
-
-
-def _is_meant(name: str, target: str) -> bool:
-    """Modules of the vision tower are meant only where the target says so."""
-    return _is_named(name, target) and (not _in_tower(name) or "visual" in target.split("."))
 
 
 def _is_named(name: str, target: str) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +62,7 @@ def _keep_mode(module: nn.Module, mode: bool = True) -> nn.Module:
 
 
 @torch.no_grad()
-def find_noise(model: Any, input_ids: Tensor) -> Noise:
+def find_noise(model: nn.Module, input_ids: Tensor) -> Noise:
     """
     Args:
         model: a small copy, in evaluation mode, in which it is left; the attributes of ``zeroed`` are 0.
@@ -88,7 +87,7 @@ def find_noise(model: Any, input_ids: Tensor) -> Noise:
     return Noise(frozenset(pinned), frozenset(zeroed))
 
 
-def _is_noisy(model: Any, modules: list[nn.Module], input_ids: Tensor, wanted: Tensor) -> bool:
+def _is_noisy(model: nn.Module, modules: list[nn.Module], input_ids: Tensor, wanted: Tensor) -> bool:
     for module in modules:
         module.training = True
     found = False
@@ -102,7 +101,7 @@ def _is_noisy(model: Any, modules: list[nn.Module], input_ids: Tensor, wanted: T
     return found
 
 
-def _zeroed(model: Any, modules: list[nn.Module], input_ids: Tensor, wanted: Tensor) -> list[str]:
+def _zeroed(model: nn.Module, modules: list[nn.Module], input_ids: Tensor, wanted: Tensor) -> list[str]:
     """Set to 0 what may be a probability and has no part in evaluation; the attributes' names."""
     names = [name for name, value in vars(modules[0]).items() if isinstance(value, float) and 0 < value <= 1]
     kept = []

@@ -32,12 +32,9 @@ def longest_alike(rotary: Any) -> int:
     """Rows of up to so many tokens have the same angles."""
     parameters = rotary.config.rope_parameters
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
-    lengths = [part["original_max_position_embeddings"] for part in parts if _is_longrope(part)]
-    return int(min([*lengths, rotary.original_max_seq_len]))
-
-
-def _is_longrope(part: Any) -> bool:
-    return part.get("rope_type") == "longrope" and "original_max_position_embeddings" in part
+    longropes = [part for part in parts if part.get("rope_type") == "longrope"]
+    lengths = [part.get("original_max_position_embeddings") for part in longropes]
+    return int(min([*filter(None, lengths), rotary.original_max_seq_len]))
 
 
 def choose_by_row(rotary: Any) -> None:

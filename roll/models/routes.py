@@ -10,10 +10,9 @@ Replay takes over *choices* only: weights come from the live logits of the chose
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from roll.models.layouts import TokenLayout
 
@@ -65,7 +64,7 @@ def with_prompts_of_leaders(column: Tensor, input_ids: Tensor, response_mask: Te
     return column
 
 
-def replayed(output: Any, routes: Tensor, router: Any, by_sigmoid: bool) -> tuple[Any, Tensor]:
+def replayed(output: object, routes: Tensor, router: nn.Module, by_sigmoid: bool) -> tuple[tuple[Tensor, ...], Tensor]:
     """A router's output with recorded choices, and (replayed, missing, changed) tokens, int64 (3,).
 
     Args:
@@ -92,15 +91,13 @@ def replayed(output: Any, routes: Tensor, router: Any, by_sigmoid: bool) -> tupl
                 "router_replay.mode: disabled"
             )
         missing = (routes == MISSING).any(-1)
-        counts = torch.stack([known.sum(), missing.sum(), (_sets(chosen) != _sets(live.long())).any(-1).sum()])
+        # Changed: another set of experts, in whatever order.
+        changed = (chosen.sort(-1).values != live.long().sort(-1).values).any(-1)
+        counts = torch.stack([known.sum(), missing.sum(), changed.sum()])
     return (logits, again.to(weights.dtype), chosen.to(live.dtype)), counts
 
 
-def _sets(choices: Tensor) -> Tensor:
-    return choices.sort(-1).values
-
-
-def _weights(logits: Tensor, chosen: Tensor, router: Any, by_sigmoid: bool) -> Tensor:
+def _weights(logits: Tensor, chosen: Tensor, router: nn.Module, by_sigmoid: bool) -> Tensor:
     """Weights of chosen experts: gathered from all scores, never from those of the live choice only, whose gradients
     would be zero elsewhere."""
     scores = logits.float().sigmoid() if by_sigmoid else logits.float().softmax(-1)

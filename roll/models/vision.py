@@ -82,13 +82,6 @@ class ImagePool:
     lengths: Tensor
     """int64 (I,): features of each."""
 
-    def intervals(self, config: PretrainedConfig) -> list[float | None]:
-        """Positions from one time of each to the next; None: each time has a start of its own."""
-        return [
-            interval(image, processing, getattr(config.vision_config, "tokens_per_second", 1))
-            for image, processing in self.images
-        ]
-
     def attach(self, layout: TokenLayout, columns: dict[str, Tensor]) -> TokenLayout:
         """A layout with its images and the positions of its tokens, from the columns of its rows."""
         real, sources = layout.sources >= 0, layout.sources.clamp(min=0)
@@ -120,7 +113,15 @@ def with_images(batch: dict[str, Any], config: PretrainedConfig) -> tuple[dict[s
             vision tokens, or images for a model that reads none.
     """
     columns: dict[str, Tensor] = {name: column for name, column in batch.items() if name != IMAGES}
-    _check_responses(columns, vision_token_ids(config))
+    excluded = vision_token_ids(config)
+    if excluded:
+        impossible = torch.isin(columns["input_ids"], torch.tensor(excluded)) & columns["response_mask"].bool()
+        for row, column in impossible.nonzero()[:1].tolist():
+            token = int(columns["input_ids"][row, column])
+            raise ValueError(
+                f"the response in row {row} of the batch has token {token}, a placeholder of an image or of its ends: "
+                "its probability is 0, for no policy samples it; leave such tokens to prompts"
+            )
     rows = [row if row is not None and row.images else None for row in batch.get(IMAGES, ())]
     if not any(rows):
         return columns, None
@@ -136,19 +137,20 @@ def with_images(batch: dict[str, Any], config: PretrainedConfig) -> tuple[dict[s
     _check_counts(types, rows)
     features = torch.full_like(ids, -1)
     features[placeholders] = torch.cat(of_row)
+    # Positions from one time of an image or video to the next; None: each time has a start of its own.
+    per_second = getattr(config.vision_config, "tokens_per_second", 1)
+    intervals: list[float | None] = []
+    for image, processing in pool.images:
+        if not isinstance(image, EncodedVideo):
+            intervals.append(1.0)
+        else:
+            intervals.append(None if image.timed else per_second * image.seconds_per_grid(processing))
     merge_size = config.vision_config.spatial_merge_size
-    columns[POSITIONS] = rope_positions(features, mask, pool.grids, merge_size, pool.intervals(config))
+    columns[POSITIONS] = rope_positions(features, mask, pool.grids, merge_size, intervals)
     columns[PROMPT_KEYS] = torch.where(features >= 0, -1 - features, ids)
     # Nothing depends on a row without a response.
     columns[FEATURES] = features.masked_fill(~columns["response_mask"].any(1)[:, None], -1)
     return columns, pool
-
-
-def interval(image: Seen, processing: ImageProcessing, tokens_per_second: float) -> float | None:
-    """Positions from one time of an image or video to the next; None: each time has a start of its own."""
-    if not isinstance(image, EncodedVideo):
-        return 1.0
-    return None if image.timed else tokens_per_second * image.seconds_per_grid(processing)
 
 
 def rope_positions(
@@ -162,7 +164,7 @@ def rope_positions(
         mask: bool (B, L).
         grids: int64 (I, 3), of the images whose features are counted.
         merge_size: patches along one side of a feature.
-        intervals: of each image, see :func:`interval`.
+        intervals: positions from one time of each image to the next; None: each time has a start of its own.
     """
     within, steps = [], []
     sides = (grids // torch.tensor([1, merge_size, merge_size])).tolist()
@@ -202,18 +204,6 @@ def _distinct(rows: Sequence[VisionInputs | None]) -> tuple[ImagePool, list[Tens
     nothing = torch.empty(0, dtype=torch.int64)
     features = [torch.cat([parts[index] for index in places]) if places else nothing for places in of_row]
     return ImagePool(tuple(images), torch.stack(grids), torch.tensor(lengths)), features
-
-
-def _check_responses(columns: dict[str, Tensor], excluded: Sequence[int]) -> None:
-    if not excluded:
-        return
-    impossible = torch.isin(columns["input_ids"], torch.tensor(excluded)) & columns["response_mask"].bool()
-    for row, column in impossible.nonzero()[:1].tolist():
-        token = int(columns["input_ids"][row, column])
-        raise ValueError(
-            f"the response in row {row} of the batch has token {token}, a placeholder of an image or of its ends: its "
-            "probability is 0, for no policy samples it; leave such tokens to prompts"
-        )
 
 
 def _check_counts(types: Tensor, rows: Sequence[VisionInputs | None]) -> None:

@@ -26,6 +26,7 @@ from roll.models.layouts import (
     shared_prompt_layout,
 )
 from roll.models.log_probs import ResponseModel
+from tests.models.builders import tiny
 
 VOCABULARY = 40
 
@@ -174,22 +175,8 @@ def test_rows_of_different_prompts_stay_rows() -> None:
     assert shared_prompt_layout(input_ids, mask).pattern is None
 
 
-def _model(kind: str, **options: Any) -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.2,
-        **options,
-    )
-    return getattr(transformers, f"{kind}ForCausalLM")(config).double()
+def _model(kind: str, head: str = "CausalLM", **options: Any) -> Any:
+    return tiny(kind, head, hidden_size=32, intermediate_size=40, initializer_range=0.2, **options).double()
 
 
 def _outputs(model: Any, layout: TokenLayout, seed: int) -> dict[str, torch.Tensor]:
@@ -239,12 +226,7 @@ def test_layouts_change_no_log_prob_and_no_gradient(name: str, kind: str, checkp
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_change_no_value(name: str) -> None:
-    from transformers import AutoModelForTokenClassification
-
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(AutoModelForTokenClassification.from_config(_model("Qwen2").config).double())
+    models = [_model("Qwen2", "TokenClassification") for _ in range(2)]
     use_layout_attention(models[1], "use_prefix_sharing")
     input_ids = torch.tensor([[5, 6, 7, 8, 1, 2, 3], [5, 6, 7, 8, 2, 1, 0], [5, 6, 7, 8, 3, 3, 3]])
     mask = torch.tensor([[False] * 4 + [True] * 3] * 3)

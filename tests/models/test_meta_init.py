@@ -15,17 +15,9 @@ from safetensors.torch import load_file, save_file
 from roll.config.roles import ModelArguments
 from roll.models.build import HeadName, build_model, has_tied_embeddings
 from roll.models.loading import MetaModel, build_on_meta
+from tests.models.builders import tiny
 from tests.strategies.moe_models import write_moe
 
-SIZES = {
-    "vocab_size": 40,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -37,11 +29,7 @@ LLAMA3_ROPE = {
 
 
 def write(folder: Path, family: str = "Qwen2", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | options))
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+    model = tiny(family, **options).to(dtype)
     model.generation_config.temperature, model.generation_config.do_sample = 0.7, True
     model.save_pretrained(folder, max_shard_size="8KB")
     return folder
@@ -150,17 +138,12 @@ def build_on_meta_after(
 def test_what_must_be_converted_is_left_to_from_pretrained(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     torch.save(read(write(tmp_path / "old")).state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text((tmp_path / "old" / "config.json").read_text())
-    reasons = {
-        tmp_path: "there are no safetensors files",
-    }
-    for folder, reason in reasons.items():
-        with caplog.at_level(logging.INFO, "roll.models.loading"):
-            caplog.clear()
-            assert build_on_meta(ModelArguments(str(folder)), "causal_lm") is None
-        assert caplog.messages == [f"{folder} is loaded whole by every rank: {reason}"]
-        assert all(
-            not parameter.is_meta for parameter in build_model(ModelArguments(str(folder)), "causal_lm").parameters()
-        )
+    args = ModelArguments(str(tmp_path))
+    with caplog.at_level(logging.INFO, "roll.models.loading"):
+        caplog.clear()
+        assert build_on_meta(args, "causal_lm") is None
+    assert caplog.messages == [f"{tmp_path} is loaded whole by every rank: there are no safetensors files"]
+    assert not any(parameter.is_meta for parameter in build_model(args, "causal_lm").parameters())
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from roll.algorithms.reward_models import end_scores, scoring_batch
 from roll.models.attention import use_layout_attention
 from roll.models.layouts import TokenLayout, packed_layout, row_layout, shared_prompt_layout
 from roll.models.log_probs import ResponseModel
+from tests.models.builders import tiny
 
 PAD = EOS = 2
 LAYOUTS = {"rows": row_layout, "packed": packed_layout, "shared": shared_prompt_layout}
@@ -20,20 +20,9 @@ LAYOUTS = {"rows": row_layout, "packed": packed_layout, "shared": shared_prompt_
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(1)
-    config = Qwen2Config(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        num_labels=1,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        initializer_range=0.4,
-    )
-    made = Qwen2ForSequenceClassification(config).eval()
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    ends = {"num_labels": 1, "pad_token_id": PAD, "eos_token_id": EOS}
+    made = tiny("Qwen2", "SequenceClassification", 1, vocab_size=32, initializer_range=0.4, **heads, **ends).eval()
     use_layout_attention(made, "use_remove_padding")
     return made
 

@@ -10,24 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from roll.config.roles import ModelArguments
 from roll.models.build import enable_gradient_checkpointing, tile_mlp_layers
-
-SIZES = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "intermediate_size": 100,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.1,
-}
+from tests.models.builders import tiny
 
 
 def build(family: str, **options: Any) -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**(SIZES | options))
-    return getattr(transformers, f"{family}ForCausalLM")(config)
+    return tiny(family, **{"vocab_size": 50, "intermediate_size": 100, "initializer_range": 0.1} | options)
 
 
 def loss_and_gradients(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
