@@ -13,6 +13,7 @@ from roll.translation.placement import (
     check_experts,
     device_count,
     devices,
+    fit_engines,
     put_batches,
     put_devices,
     put_engine,
@@ -24,7 +25,7 @@ from roll.translation.placement import (
     put_token_budgets,
 )
 from roll.translation.rules import Dialect, Draft
-from roll.translation.sampling import put_group_filter, put_overlong, put_truncated
+from roll.translation.sampling import put_group_filter, put_overlong, put_truncated, put_zero_variance
 
 FILE = re.compile(r"\.\w+$|[*?\[}]$|/$|^hub:")
 TRACKERS_WITH_PROJECT = {"wandb", "swanlab", "trackio"}
@@ -234,6 +235,7 @@ def put_reward_model(draft: Draft) -> bool:
 STEPS: tuple[Callable[[Draft], None], ...] = (
     put_strategies,
     put_options,
+    fit_engines,
     put_engine,
     put_devices,
     check_experts,
@@ -251,6 +253,7 @@ STEPS: tuple[Callable[[Draft], None], ...] = (
     put_data,
     put_reward,
     put_group_filter,
+    put_zero_variance,
     put_overlong,
     put_truncated,
     put_tracking,

@@ -25,7 +25,7 @@ NAMES = "SkyRL or verl"
 KEPT_PREFIXES = ("CUDA_", "NCCL_", "WANDB_", "SWANLAB_", "HF_", "RAY_", "VLLM_", "TOKENIZERS_", "PYTORCH_", "TORCH_")
 """Variables that stay in the environment: they mean the same to our runs."""
 OF_A_TOOL = ("VERL_", "SKYRL_")
-NEWER_EXAMPLES = "examples/train/"
+NEWER_EXAMPLES = re.compile(r"examples[./]train[./]")
 """Folder in which the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
 BLANKS = {"model": "MODEL_PATH", "train_files": "TRAIN_FILES", "val_files": "VAL_FILES"}
 """Facts that a script may leave for its reader to fill in, and the variables that take them."""
@@ -160,7 +160,7 @@ def dialect_of(source: Source) -> Dialect:
         rule = f"is no key of {NAMES}{hint}"
         raise ConfigError([Problem(key, source.keys.get(key), rule, has_value=key in source.keys)])
     found = [name for name, score in scores.items() if score == best]
-    if SKYRL.name in found and source.launcher.startswith(NEWER_EXAMPLES):
+    if SKYRL.name in found and NEWER_EXAMPLES.match(source.launcher):
         return SKYRL
     return DIALECTS[found[0]]
 
@@ -283,11 +283,14 @@ def _check_program(source: Source, dialect: Dialect, draft: Draft) -> None:
     if not source.from_module:
         return
     meaning = next((facts for pattern, facts in dialect.programs if re.fullmatch(pattern, source.launcher)), None)
-    if meaning is None:
-        rule = f"is a program of its own: what it trains is in its code, not in keys of {dialect.title}"
-        draft.problems.add("(program)", source.launcher, rule)
-    else:
+    if meaning is not None:
         draft.facts |= meaning
+        return
+    rule = f"is a program of its own: what it trains is in its code, not in keys of {dialect.title}"
+    if re.search(r"\.main_(?:gen|eval)\w*$", source.launcher):
+        rule = "generates or scores responses and trains nothing: roll evaluate does both (docs/evaluation.md)"
+    # Its keys are its own too: no word about them.
+    raise ConfigError([Problem("(program)", source.launcher, rule)])
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,15 @@ steps of samples.
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 
 from roll.config.words.rows import OPTIONS
 from roll.translation.families import strategy_of, written_strategy
 from roll.translation.rules import Draft
+
+WEIGHTS_PER_DEVICE = 64
+"""Gigabytes of weights that an engine can hold on each device: 0.8 of 80 GB, with the rest for its cache."""
 
 
 def put_strategies(draft: Draft) -> None:
@@ -101,12 +105,7 @@ def put_engine_devices(draft: Draft, trainers: int, together: bool, next_free: i
     size, engines = math.prod(engine_ranks(draft)), draft.get("engines")
     per_node = int(draft.get("gpus.actor", "gpus", default=trainers))
     if size > per_node and trainers > per_node:
-        rule = (
-            f"makes engines of {size} devices, which would span two nodes of {per_node}: an engine lies within one here"
-        )
-        tensor = int(draft.get("engine_tensor", default=1))
-        draft.refuse("engine_tensor", rule, max(1, per_node * tensor // size))
-        return
+        return  # fit_engines has refused it
     wanted = trainers if engines is None else engines * size
     if draft.states("engine_gpus"):
         wanted = int(draft.facts["engine_gpus"]) * int(draft.get("engine_nodes", default=1))
@@ -156,12 +155,56 @@ def devices(start: int, count: int) -> str:
 
 
 def put_run_ahead(draft: Draft) -> None:
-    """Generation one step ahead of training, on separate devices."""
-    if draft.facts.get("one_step_off"):
-        draft.put("async_generation_ratio", 1, "colocate")
-        draft.put("partial_rollout", False, "colocate")
-        draft.put("enable_old_logprobs_recompute", True, "colocate")
-        draft.remark(["colocate"], "their program generates a batch while it trains on the one before")
+    """Generation ahead of training, on separate devices.
+
+    SkyRL's fully asynchronous trainer holds ``max_staleness_steps`` + 1 batches at one version of the weights, as
+    ``async_generation_ratio`` does here (docs/async.md), and updates the weights between two tokens.
+    """
+    fully = draft.facts.get("fully_async") or draft.facts.get("runs_ahead")
+    if not fully and not draft.facts.get("one_step_off"):
+        draft.without_effect("the run is synchronous", "staleness", "runs_ahead")
+        return
+    because = ("colocate", "staleness", "runs_ahead")
+    draft.put("async_generation_ratio", int(draft.value_of("staleness")) if fully else 1, *because)
+    draft.put("partial_rollout", bool(fully), *because)
+    draft.put("enable_old_logprobs_recompute", True, *because)
+    text = "steps ahead" if fully else "a batch while it trains on the one before"
+    draft.remark(because, f"their program generates {text}")
+
+
+def fit_engines(draft: Draft) -> None:
+    """Make engines that would span nodes smaller and more of them: an engine lies within one node here.
+
+    How many devices share a model changes no sample. Engines whose weights do not fit on one node, by the size in the
+    model's name, and sizes that nodes do not divide are refused.
+    """
+    size, trainers = math.prod(engine_ranks(draft)), device_count(draft, "actor")
+    per_node = int(draft.get("gpus.actor", "gpus", default=trainers))
+    if size <= per_node or trainers <= per_node:
+        return
+    rule = f"makes engines of {size} devices, which would span two nodes of {per_node}: an engine lies within one here"
+    tensor = int(draft.get("engine_tensor", default=1))
+    # Two bytes a parameter in bf16; the first size of a name such as 235B-A22B is that of all experts.
+    named = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", str(draft.get("model", default="")).lower().rpartition("/")[2])
+    share = 2 * float(named[1]) / per_node if named else 0
+    too_many, rest = divmod(size, per_node)
+    if share > WEIGHTS_PER_DEVICE:
+        rule += f", and {share:.0f} GB of weights a device leave no room for the cache: such a model has no translation"
+        draft.refuse("engine_tensor", rule)
+    elif rest or size // math.gcd(size, too_many) > per_node:
+        draft.refuse("engine_tensor", rule, max(1, per_node * tensor // size))
+    else:
+        left = too_many
+        for name in ("engine_pipeline", "engine_data", "engine_tensor"):
+            ranks = int(draft.get(name, default=1))
+            common = math.gcd(ranks, left)
+            draft.facts[name], left = ranks // common, left // common
+        if (engines := draft.get("engines")) is not None:
+            draft.facts["engines"] = engines * too_many
+        text = f"engines of {size} devices would span nodes of {per_node}: {too_many} times as many engines of "
+        draft.remark(
+            ["engine_tensor"], f"{text}{per_node} sample the same here, with less memory for the cache of each"
+        )
 
 
 def put_engine(draft: Draft) -> None:

@@ -25,7 +25,8 @@ SCRIPT_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 """In a script a name without dots is a variable; among bare keys one in small letters may be their key."""
 LAUNCH = re.compile(r"\s-m\s+[\w.]+|\.(?:sh|py)\s")
 UNSET = re.compile(r"\$\{oc\.env:(\w+)\}")
-KEY_VALUE = re.compile(r"[+~]{0,2}[A-Za-z_][\w./@-]*=", re.DOTALL)
+KEY_VALUE = re.compile(r"[+]{0,2}[A-Za-z_][\w./@-]*=", re.DOTALL)
+DELETION = re.compile(r"~[A-Za-z_][\w./@-]*(?:=|$)")
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 HOUSEKEEPING = {
     *("set", "cd", "mkdir", "source", ".", "echo", "ray", "sleep", "pip", "conda", "ulimit", "export", "unset"),
@@ -278,9 +279,15 @@ def _read_arguments(words: list[str], source: Source) -> list[Problem]:
                 source.left_out.append(f"{flag} {value}")
         elif word in ("...", "\\", "--"):
             source.left_out.append(word)
+        elif DELETION.match(word):
+            # Hydra takes out the key or section that came before; nothing then states it.
+            name = flag.lstrip("~")
+            for key in [key for key in source.keys if key == name or key.startswith(f"{name}.")]:
+                del source.keys[key]
+            source.left_out.append(word)
         elif KEY_VALUE.match(word):
             override = parse_override(word)
-            source.keys[flag.lstrip("+~")] = value if override is None else override.value()
+            source.keys[flag.lstrip("+")] = value if override is None else override.value()
         else:
             mistakes.append(Problem(COMMAND, word, "must be key=value", "trainer.strategy=fsdp2"))
     return mistakes

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from roll.translation.rules import Draft
 
 DAPO_SCORES = 0.5
 """DAPO's mathematics is scored with -1 and 1 in verl, with 0 and 1 here: half the distance between right and wrong."""
+BINARY_RULES = {"gsm8k_rule", "math_rule"}
+"""Rewards whose scores are 0 and 1."""
 WITH_PENALTY = ("score", "seq_reward", "seq_final_reward")
 """Metrics of ``filter_groups`` that contain the over-long punishment."""
 WEIGHTS = ("is_level", "is_bound", "is_normalized")
@@ -205,6 +208,20 @@ def put_group_filter(draft: Draft) -> None:
         draft.put(f"rewards.{name}.query_filter_config.type", "std_filter", "filter_on")
 
 
+def put_zero_variance(draft: Draft) -> None:
+    """SkyRL's filter of groups without spread: ``difficulty_mask`` where scores are 0 and 1, so that the mean tells."""
+    if not draft.get("zero_variance"):
+        return
+    rules = {str(value) for key, value in draft.keys.items() if re.fullmatch(r"rewards\.\w+\.worker_cls", key)}
+    # There it also looks at the responses that are left in the loss alone, and keeps groups of a single one.
+    others = draft.facts.get("episodes") or draft.get("mask_truncated") or int(draft.get("samples", default=1)) < 2
+    if others or not rules or not rules <= BINARY_RULES:
+        rule = "looks at the spread of a group, and difficulty_mask at its mean: the same for two or more scores of 0 "
+        rule += "and 1, without apply_overlong_filtering"
+        draft.refuse("zero_variance", rule, False)
+    draft.put("difficulty_mask", True, "zero_variance")
+
+
 def put_overlong(draft: Draft) -> None:
     """DAPO's soft punishment of responses near the length limit."""
     facts = ("overlong_len", "overlong_factor", "max_response")
@@ -222,7 +239,8 @@ def put_overlong(draft: Draft) -> None:
         return
     factor = float(draft.value_of("overlong_factor"))
     files = [str(name).lower() for name in draft.get("train_files", default=[])]
-    if files and all("dapo" in name for name in files) and draft.get("reward_file") is None:
+    is_dapo = draft.raw.get("reward") == "aime" or (files and all("dapo" in name for name in files))
+    if is_dapo and draft.get("reward_file") is None:
         factor *= DAPO_SCORES
         draft.remark(["overlong_factor"], "halved: this data is scored with -1 and 1 there, with 0 and 1 by math_rule")
     draft.put("overlong_buffer_length", int(draft.value_of("overlong_len")), "overlong_on", "overlong_len")

@@ -75,6 +75,8 @@ def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts:
         "positive": lambda value: whole(value) > 0,
     }
     facts = FACTS | {"masks_drop_tokens": name == "skyrl_train"}
+    # Programs of its examples whose keys describe them completely.
+    examples = r"examples\.train\." if name == "skyrl" else r"examples\.(?!train\.)"
     sections = read_table("skyrl", conversions, texts)
     return Dialect(
         name,
@@ -83,7 +85,13 @@ def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts:
         "trainer.policy.model.path",
         facts,
         prepare=prepare,
-        programs=((rf"{package}\.entrypoints\.main_\w+", {}),),
+        programs=(
+            (rf"{package}\.entrypoints\.main_(?!gen)\w+", {}),
+            (rf"{examples}(?:algorithms\.)?dapo\.main_dapo", {"overlong_on": True}),
+            (rf"{examples}async\.main_\w+", {"one_step_off": True}),
+            (rf"{examples}fully_async\.main_\w+", {"fully_async": True}),
+            (rf"{examples}(?:algorithms\.)?dapo\.main_dapo_fully_async", {"fully_async": True, "overlong_on": True}),
+        ),
     )
 
 

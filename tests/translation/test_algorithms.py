@@ -610,7 +610,7 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (SKYRL, MASKS[2] | {"off_policy_correction.tis_ratio_type": "sequence"}, "ratio of the sequence"),
     (SKYRL, {"loss_reduction": "token_mean_legacy"}, "micro-batches"),
     (SKYRL, {"dynamic_sampling.type": "replace"}, "never by copies"),
-    (SKYRL, {"zero_variance_filter": True}, "difficulty_mask: true is the same"),
+    (SKYRL, {"zero_variance_filter": True, "generator.n_samples_per_prompt": 1}, "two or more scores of 0 and 1"),
     (SKYRL, {"generator.apply_overlong_filtering": True}, "token_mean without use_kl_loss"),
 ]
 

@@ -224,8 +224,77 @@ def test_an_option_of_the_engine_with_a_key_of_its_own(translated: Translate) ->
     load(translated(text), QUICKSTART)
 
 
-def test_an_engine_over_two_nodes_is_refused_with_the_largest_that_fits(translated: Translate) -> None:
-    wide = f"{VERL} trainer.nnodes=2 actor_rollout_ref.rollout.tensor_model_parallel_size="
-    with pytest.raises(ConfigError, match=r"would span two nodes of 8: .*tensor_model_parallel_size: 8"):
-        translated(f"{wide}16")
-    load(translated(f"{wide}8"), QUICKSTART)
+@pytest.mark.parametrize("sizes", ["tensor_parallel_size=16", "tensor_parallel_size=8 {}.pipeline_parallel_size=2"])
+def test_an_engine_over_two_nodes_becomes_two_engines(sizes: str, translated: Translate) -> None:
+    engine = "generator.inference_engine"
+    nodes = " ".join(f"trainer.placement.{role}_num_{what}" for role in ("policy", "ref") for what in ("nodes=2",))
+    gpus = " ".join(f"trainer.placement.{role}_num_gpus_per_node=8" for role in ("policy", "ref"))
+    text = f"{SKYRL} {nodes} {gpus} {engine}.num_engines=1 {engine}.{sizes.format(engine)}"
+    translation = translated(text)
+    assert translation.keys[f"{OPTIONS}.tensor_parallel_size"] == 8
+    assert translation.keys["actor_infer.num_gpus_per_worker"] == 8
+    assert translation.keys["actor_infer.device_mapping"] == "list(range(0,16))"
+    assert any("2 times as many engines of 8" in note.text for note in translation.notes)
+    load(translation, QUICKSTART)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "message"),
+    [("m", 12, "for example tensor_model_parallel_size: 8"), ("o/Big-671B-Instruct", 16, "168 GB of weights a device")],
+)
+def test_an_engine_that_fits_no_node_is_refused(model: str, size: int, message: str, translated: Translate) -> None:
+    text = VERL.replace("path=m ", f"path={model} ")
+    with pytest.raises(ConfigError, match=f"would span two nodes of 8: .*{message}"):
+        translated(f"{text} trainer.nnodes=3 actor_rollout_ref.rollout.tensor_model_parallel_size={size}")
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "expected"),
+    [
+        ("async.main_async", "", {"async_generation_ratio": 1, "partial_rollout": False}),
+        (
+            "fully_async.main_fully_async",
+            "trainer.fully_async.max_staleness_steps=3",
+            {"async_generation_ratio": 3, "partial_rollout": True},
+        ),
+        (
+            "algorithms.dapo.main_dapo",
+            "trainer.placement.colocate_all=true trainer.algorithm.overlong_buffer_len=64 environment.env_class=aime",
+            {"overlong_buffer_length": 64, "overlong_penalty_factor": 0.5},
+        ),
+    ],
+)
+def test_programs_of_skyrls_examples(program: str, words: str, expected: dict[str, Any], translated: Translate) -> None:
+    text = SKYRL.replace("skyrl.train.entrypoints.main_base", f"examples.train.{program}")
+    translation = translated(
+        f"{text} trainer.placement.colocate_all=false generator.inference_engine.num_engines=4 {words}"
+    )
+    assert expected.items() <= translation.keys.items()
+    load(translation, QUICKSTART)
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        ("skyrl.train.entrypoints.main_generate", "roll evaluate"),
+        ("verl.trainer.main_generation", "roll evaluate"),
+        ("examples.train.llm_as_a_judge.main_llm_judge", "package `skyrl`$"),
+    ],
+)
+def test_other_programs_are_refused_without_a_word_about_their_keys(
+    module: str, message: str, translated: Translate
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        translated(f"python -m {module} data.train_data=[x.parquet] data.output_path=y")
+    assert "1 mistake" in str(error.value)
+
+
+def test_hydras_deletions_take_back_what_came_before(translated: Translate) -> None:
+    text = f"{VERL} actor_rollout_ref.rollout.val_kwargs.n=4 ~actor_rollout_ref.rollout.val_kwargs ~critic"
+    assert translated(text).keys.items() == translated(VERL).keys.items()
+
+
+def test_a_filter_of_groups_without_spread(translated: Translate) -> None:
+    text = f"{SKYRL} generator.n_samples_per_prompt=4 trainer.algorithm.zero_variance_filter=true"
+    assert translated(text).keys["difficulty_mask"] is True
+    load(translated(text), QUICKSTART)
