@@ -6,10 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from roll.report.diagnosis import diagnose
-from roll.report.evidence import Finding
 from roll.report.page import MAX_SAMPLES, write_page
 from roll.report.run_files import REPORT_NAME, read_run
 
@@ -70,15 +70,12 @@ def diagnosis(words: Sequence[str]) -> int:
     run = read_run(arguments.run)
     findings = diagnose(run)
     if arguments.json:
-        found = [finding.as_dict() for finding in findings]
-        text = json.dumps(found, indent=2, ensure_ascii=False)
+        text = json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False)
     else:
-        nothing = f"{run.name}: no rule found anything wrong in {len(run.steps)} steps"
-        text = "\n\n".join(map(_as_text, findings)) if findings else nothing
+        parts = []
+        for one in findings:
+            seen = [f"  - {line}" for line in one.evidence]
+            parts.append("\n".join([f"{one.title}  ({one.cause})", *seen, f"  remedy: {one.remedy}"]))
+        text = "\n\n".join(parts) or f"{run.name}: no rule found anything wrong in {len(run.steps)} steps"
     sys.stdout.write(text + "\n")
     return 1 if findings else 0
-
-
-def _as_text(finding: Finding) -> str:
-    seen = [f"  - {line}" for line in finding.evidence]
-    return "\n".join([f"{finding.title}  ({finding.cause})", *seen, f"  remedy: {finding.remedy}"])

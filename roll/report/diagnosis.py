@@ -178,7 +178,14 @@ def length_hacking(facts: Facts) -> Finding | None:
     if len(lengths) < 2 * LEAST_STEPS or not facts.groups:
         return None
     first, last = ends(lengths)
-    related = correlation(point for members in facts.groups for point in _centred(members))
+    # Around the means of each group: prompts differ in length and difficulty, which says nothing about the reward.
+    points: list[tuple[float, float]] = []
+    for members in facts.groups:
+        known = [(float(sample.length), float(sample.score)) for sample in members if sample.score is not None]
+        if len(known) >= 2:
+            length, score = fmean(x for x, _ in known), fmean(y for _, y in known)
+            points += [(x - length, y - score) for x, y in known]
+    related = correlation(points)
     change = last / max(first, 1e-9) - 1
     grows = related > 0.7 and change > 0.15
     shrinks = related < -0.7 and change < -0.3
@@ -194,14 +201,6 @@ def length_hacking(facts: Facts) -> Finding | None:
         "take length out of the reward (judges prefer long responses), use an aggregation without length bias "
         "(loss_agg_mode), or punish over-long responses (overlong_buffer)",
     )
-
-
-def _centred(members: list[Sample]) -> list[tuple[float, float]]:
-    known = [(float(s.length), float(s.score)) for s in members if s.score is not None]
-    if len(known) < 2:
-        return []
-    length, score = fmean(x for x, _ in known), fmean(y for _, y in known)
-    return [(x - length, y - score) for x, y in known]
 
 
 def truncation(facts: Facts) -> Finding | None:
@@ -248,7 +247,7 @@ def straggler(facts: Facts) -> Finding | None:
     """A rank that the others wait for. Ranks that compute together wait for one another inside their calls, and the one
     that begins late has the *shorter* call: their process times decide (with ``memory_steps``), the length of calls
     only where no process time was measured."""
-    step = facts.typical("time/step_total") or 0.0
+    step = median(facts.values("time/step_total") or [0.0])
     found: list[tuple[float, Finding]] = []
     measured: set[str] = set()
     remedy = "look at that host and process: other jobs, threads, preparation of data, its log and timeline"

@@ -7,7 +7,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
 from typing import Any
@@ -65,11 +65,6 @@ class Facts:
         names = {name for row in self.run.steps for name in row if re.fullmatch(pattern, name)}
         return {name: found for name in sorted(names) if (found := self.values(name))}
 
-    def typical(self, name: str) -> float | None:
-        """The median over the steps; None where no step has it."""
-        found = self.values(name)
-        return median(found) if found else None
-
     def setting(self, key: str, default: Any = None) -> Any:
         """A key of the configuration, by its dotted path."""
         value: Any = self.run.config
@@ -78,10 +73,6 @@ class Facts:
                 return default
             value = value[part]
         return value
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.run.steps)
 
     @property
     def outcome(self) -> str:
@@ -192,13 +183,11 @@ class Finding:
     evidence: tuple[str, ...]
     remedy: str
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def typical_of(facts: Facts, name: str) -> str:
-    value = facts.typical(name)
-    return "unknown" if value is None else f"{value:.3g}"
+    """The median of a metric over the steps, as a text."""
+    values = facts.values(name)
+    return f"{median(values):.3g}" if values else "unknown"
 
 
 def quoted(text: str, most: int = 160) -> str:

@@ -61,8 +61,11 @@ def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
     static = resources.files("roll.report") / "static"
     script, style = ((static / name).read_text(encoding="utf-8") for name in ("report.js", "report.css"))
     labels = run_labels(runs)
+    allowed_script, allowed_style = (
+        base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii") for text in (script, style)
+    )
     policy = (
-        f"default-src 'none'; script-src 'sha256-{_sha256(script)}'; style-src 'sha256-{_sha256(style)}'; "
+        f"default-src 'none'; script-src 'sha256-{allowed_script}'; style-src 'sha256-{allowed_style}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
     title = html.escape(", ".join(labels))
@@ -80,7 +83,8 @@ def _write(out: TextIO, runs: Sequence[Run], max_samples: int) -> int:
         for block, payload in enumerate(_thinned(run, index, max_samples // len(runs))):
             _data(out, f"s{number}-{block}", payload)
         _json(out, f"i{number}", index.columns())
-        _json(out, f"p{number}", _images(run))
+        # Small copies of the images of prompts by name, PNG in base64.
+        _json(out, f"p{number}", {name: data for one in run.blocks() for name, data in one.get("images", {}).items()})
         _json(out, f"m{number}", metric_columns(run))
         _json(out, f"t{number}", _timeline(run))
         about.append(_about(run, label) | {"samples": index.size, "left_out": index.left_out})
@@ -115,7 +119,7 @@ def _about(run: Run, label: str) -> dict[str, Any]:
         "steps": len(run.steps),
         "panels": [asdict(panel) for panel in run.panels],
         "config": flattened(run.config),
-        "findings": [finding.as_dict() for finding in diagnose(run)],
+        "findings": [asdict(finding) for finding in diagnose(run)],
     }
 
 
@@ -139,18 +143,13 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
             found |= flattened(value, f"{name}.")
-        else:
-            found[name] = value if _is_strict_json(value) else str(value)
+            continue
+        try:
+            json.dumps(value, default=str, allow_nan=False)
+            found[name] = value
+        except ValueError:  # NaN or an infinity, which browsers do not parse
+            found[name] = str(value)
     return found
-
-
-def _is_strict_json(value: Any) -> bool:
-    """False for what holds NaN or an infinity, which browsers do not parse."""
-    try:
-        json.dumps(value, default=str, allow_nan=False)
-    except ValueError:
-        return False
-    return True
 
 
 def _timeline(run: Run) -> dict[str, Any]:
@@ -240,11 +239,6 @@ class _Index:
         return {"size": self.size, "columns": self._columns, "words": words}
 
 
-def _images(run: Run) -> dict[str, str]:
-    """Small copies of the images of prompts by name, PNG in base64."""
-    return {name: data for block in run.blocks() for name, data in block.get("images", {}).items()}
-
-
 def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
     """The blocks that the page gets, entered into the index."""
     sizes = [len(block["samples"]) for block in run.blocks()]
@@ -271,10 +265,6 @@ def _json(out: TextIO, name: str, value: Any) -> None:
 
 def _data(out: TextIO, name: str, payload: bytes) -> None:
     out.write(f'<script type="text/plain" id="{name}">{base64.b64encode(payload).decode("ascii")}</script>\n')
-
-
-def _sha256(text: str) -> str:
-    return base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
 
 
 def write_report(output_dir: Path) -> None:

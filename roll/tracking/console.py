@@ -173,7 +173,7 @@ class ProgressReporter:
         return parts
 
 
-class _Bar:
+class _Bar(Live):
     """Two lines that stay at the bottom of the terminal: the bar with the time left, and the numbers of the last step.
 
     Two, because the numbers alone fill a terminal of usual width, and a bar next to them would be squeezed to nothing.
@@ -184,17 +184,11 @@ class _Bar:
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"), console=console
         )
         self._task = self._progress.add_task("", total=total, completed=done)
-        self._live = Live(self._progress, console=console, refresh_per_second=4)
-
-    def start(self) -> None:
-        self._live.start()
-
-    def stop(self) -> None:
-        self._live.stop()
+        super().__init__(self._progress, console=console, refresh_per_second=4)
 
     def show(self, done: int, pace: str, numbers: str) -> None:
         self._progress.update(self._task, completed=done, description=pace)
-        self._live.update(Group(self._progress, Text(numbers)))
+        self.update(Group(self._progress, Text(numbers)))
 
 
 def phase_label(metric: str) -> str:

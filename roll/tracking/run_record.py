@@ -100,7 +100,7 @@ class SampleLog:
             if resume_step is None:
                 path.replace(path.with_name(f"{path.name}.previous"))
             else:
-                _keep(path, lambda step: step <= resume_step)
+                _cut_after(path, resume_step)
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
 
     def append(self, block: Mapping[str, Any]) -> None:
@@ -209,11 +209,11 @@ def _seek_magic(file: BinaryIO, begin: int) -> bool:
     return False
 
 
-def _keep(path: Path, wanted: Callable[[int], bool]) -> None:
+def _cut_after(path: Path, resume_step: int) -> None:
     kept = path.with_name(f"{path.name}.kept")
     with open(kept, "wb") as file:
         for step, data, _ in _frames(path):
-            if wanted(step):
+            if step <= resume_step:
                 file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -339,7 +339,16 @@ class WorkerCalls:
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
     """The driver's lines, in order; [] where there is no file."""
-    return [row for row in _lines(path) if _is_step(row)]
+    return [
+        row
+        for row in _lines(path)
+        # A line may be damaged and still be JSON.
+        if isinstance(row, dict)
+        and isinstance(row.get("step"), int)
+        and all(isinstance(row.get(key), int | float) for key in ("begin", "end"))
+        and isinstance(row.get("phases"), list)
+        and all(map(_is_span, row["phases"]))
+    ]
 
 
 def read_calls(folder: Path, since: float = 0.0) -> list[WorkerCalls]:
@@ -351,7 +360,7 @@ def read_calls(folder: Path, since: float = 0.0) -> list[WorkerCalls]:
         for row in _lines(path):
             if isinstance(row, dict) and isinstance(row.get("rank"), int) and "role" in row:
                 who = row
-            elif _is_span(row, 3) and row[2] >= since:
+            elif _is_span(row) and row[2] >= since:
                 spans.append((str(row[0]), float(row[1]), float(row[2])))
         if who and spans:
             devices = tuple(who["devices"]) if isinstance(who.get("devices"), list) else ()
@@ -361,20 +370,9 @@ def read_calls(folder: Path, since: float = 0.0) -> list[WorkerCalls]:
     return found
 
 
-def _is_span(row: Any, length: int) -> bool:
-    """A list whose second and third entries are times."""
-    return isinstance(row, list) and len(row) == length and all(isinstance(time, int | float) for time in row[1:3])
-
-
-def _is_step(row: Any) -> bool:
-    """A whole row of the driver's; another one may be damaged."""
-    return (
-        isinstance(row, dict)
-        and isinstance(row.get("step"), int)
-        and all(isinstance(row.get(key), int | float) for key in ("begin", "end"))
-        and isinstance(row.get("phases"), list)
-        and all(_is_span(span, 3) for span in row["phases"])
-    )
+def _is_span(row: object) -> bool:
+    """Test for a name and two times."""
+    return isinstance(row, list) and len(row) == 3 and all(isinstance(time, int | float) for time in row[1:])
 
 
 def _lines(path: Path) -> Iterator[Any]:

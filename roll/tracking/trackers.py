@@ -79,21 +79,20 @@ class TensorBoardTracker(Tracker):
         self._writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
 
 
+# No text may end its cell or row, or start markup.
+_ESCAPES = str.maketrans({"&": "&amp;", "<": "&lt;", "|": "&#124;", "\n": "<br>"})
+
+
 def _markdown_table(rows: SampleTable) -> str:
     if not rows:
         return ""
     columns = list(rows[0])
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(_markdown_cell(row.get(column)) for column in columns) + " |" for row in rows]
+    for row in rows:
+        values = [row.get(column) for column in columns]
+        cells = [f"{value:.4g}" if isinstance(value, float) else str(value).translate(_ESCAPES) for value in values]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _markdown_cell(value: object) -> str:
-    """Text as it is, in a form that cannot end the cell or the row or start markup."""
-    text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    for character, escaped in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("\n", "<br>")):
-        text = text.replace(character, escaped)
-    return text
 
 
 _STEP = "global_step"
@@ -247,12 +246,10 @@ def _installed(package: str) -> Any:
 def _table(module: Any, rows: SampleTable) -> Any:
     """Rows as the ``Table`` of W&B or Trackio."""
     columns = list(rows[0])
-    return module.Table(columns=columns, data=[[_table_cell(row.get(column)) for column in columns] for row in rows])
-
-
-def _table_cell(value: Any) -> str | float | bool | None:
+    cells = [[row.get(column) for column in columns] for row in rows]
     # A table's column has one type; what is neither number nor text is shown as text.
-    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+    data = [[value if isinstance(value, str | int | float | None) else str(value) for value in row] for row in cells]
+    return module.Table(columns=columns, data=data)
 
 
 _ONLINE_OPTIONS = frozenset({"log_dir", "project", "name", "notes", "tags", "group", "mode"})
@@ -321,8 +318,9 @@ def tracker_options(track_with: str | Sequence[str], tracker_kwargs: Mapping[str
 
 
 def _options_of(name: str, names: Sequence[str], tracker_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    own = _given(tracker_kwargs.get(name) or {})
-    shared = _given({key: value for key, value in tracker_kwargs.items() if key not in OPTIONS})
+    # Options that are left empty count as absent.
+    own = {key: value for key, value in (tracker_kwargs.get(name) or {}).items() if value not in (None, "")}
+    shared = {key: value for key, value in tracker_kwargs.items() if key not in OPTIONS and value not in (None, "")}
     understood = frozenset().union(*(OPTIONS[other] for other in names))
     for key in (*shared, *own):
         where = "tracker_kwargs" if key in shared else f"tracker_kwargs.{name}"
@@ -335,11 +333,6 @@ def _options_of(name: str, names: Sequence[str], tracker_kwargs: Mapping[str, An
             known = ", ".join(sorted(understood if key in shared else OPTIONS[name])) or "no options"
             raise ValueError(f"{where}.{key}: not an option of {' or '.join(names)}, which take {known}")
     return {key: value for key, value in {**shared, **own}.items() if key in OPTIONS[name]}
-
-
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the options that were left empty."""
-    return {key: value for key, value in options.items() if value not in (None, "")}
 
 
 def _build(name: str, options: dict[str, Any], run: TrackedRun) -> Tracker:
