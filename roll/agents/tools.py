@@ -119,7 +119,10 @@ class ToolBox:
             return ToolResult(f"Error: {type(error).__name__}: {error}"[: self._max_result], True)
         if not isinstance(value, ToolResult):
             value = ToolResult(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
-        return replace(value, text=_shortened(value.text, self._max_result))
+        text, half = value.text, self._max_result // 2
+        if len(text) > self._max_result:
+            text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+        return replace(value, text=text)
 
 
 def tool_messages(calls: Sequence[ToolCall], identities: Sequence[str], results: Sequence[ToolResult]) -> list[Message]:
@@ -198,7 +201,11 @@ class McpServer:
         except TimeoutError:
             raise ToolError(f"{self._title} did not answer within {self._start_timeout:g} s") from None
         except Exception as error:
-            raise ToolError(f"{self._title} cannot be used: {_first_reason(error)}") from error
+            # MCP's client runs in task groups: the reason is the innermost exception.
+            reason: BaseException = error
+            while isinstance(reason, BaseExceptionGroup):
+                reason = reason.exceptions[0]
+            raise ToolError(f"{self._title} cannot be used: {type(reason).__name__}: {reason}") from error
         missing = set(self._names) - {tool.name for tool in listed}
         if missing:
             there = ", ".join(tool.name for tool in listed)
@@ -344,17 +351,3 @@ def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     if unknown and tool.parameters.get("additionalProperties") is not True and not isinstance(tool.function, _McpCall):
         return f"{tool.name} has no argument {', '.join(sorted(unknown))}"
     return None
-
-
-def _shortened(text: str, limit: int) -> str:
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
-
-
-def _first_reason(error: BaseException) -> str:
-    """The innermost exception of a group, in words."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"

@@ -151,7 +151,8 @@ class VerlAgent:
         episode: Episode,
         once: bool,
     ) -> None:
-        budget, schemas = self._options.response_length, [schema_of(tool) for tool in tools.values()]
+        options = self._options
+        budget, schemas = options.response_length, [schema_of(tool) for tool in tools.values()]
         interaction, kwargs = self._interaction(row) if not once else (None, {})
         if interaction is not None:
             await interaction.start_interaction(data.request_id, **kwargs)
@@ -159,21 +160,30 @@ class VerlAgent:
             response = await model.chat(data.messages, tools=schemas, most_behind_prompt=budget)
             data.messages.append(response.message)
             data.assistant_turns += 1
-            if once or self._turns_are_over(data) or model.tokens_behind_prompt(response.call) >= budget:
+            if once or model.tokens_behind_prompt(response.call) >= budget:
+                return
+            # 0 and None: no limit of turns.
+            if options.max_assistant_turns and data.assistant_turns >= options.max_assistant_turns:
+                return
+            if options.max_user_turns and data.user_turns >= options.max_user_turns:
                 return
             begin = time.perf_counter()
             try:
                 if response.parsed.calls:
                     data.messages += await self._results(response, data, tools, episode)
                     data.user_turns += 1
-                elif interaction is None or await self._interact(interaction, kwargs, data):
+                    continue
+                if interaction is None:
+                    return
+                over, content, score, _ = await interaction.generate_response(data.request_id, data.messages, **kwargs)
+                data.user_turns += 1
+                data.messages.append({"role": "user", "content": content})
+                if score is not None:
+                    data.turn_scores.append(float(score))
+                if over:
                     return
             finally:
                 episode.seconds.environment += time.perf_counter() - begin
-
-    def _turns_are_over(self, data: AgentData) -> bool:
-        most_own, most_others = self._options.max_assistant_turns, self._options.max_user_turns
-        return bool((most_own and data.assistant_turns >= most_own) or (most_others and data.user_turns >= most_others))
 
     async def _results(
         self, response: Response, data: AgentData, tools: Mapping[str, Any], episode: Episode
@@ -225,15 +235,6 @@ class VerlAgent:
         half = most // 2
         return f"{text[:half]}...{mark}...{text[-half:]}"
 
-    async def _interact(self, interaction: Any, kwargs: Mapping[str, Any], data: AgentData) -> bool:
-        """Add the interaction's message to the conversation; returns whether it ends the episode."""
-        over, content, score, _ = await interaction.generate_response(data.request_id, data.messages, **kwargs)
-        data.user_turns += 1
-        data.messages.append({"role": "user", "content": content})
-        if score is not None:
-            data.turn_scores.append(float(score))
-        return bool(over)
-
     def _interaction(self, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """The row's interaction and its arguments; None without any.
 
@@ -279,8 +280,11 @@ def _with_images(messages: Sequence[Message], row: Mapping[str, Any], column: st
     Raises:
         ValueError: an image that cannot be read, or more or fewer of them than places.
     """
-    reader, source = ImageReader(None, column), SourceRow(Path("custom_envs"), _index(row), dict(row))
-    images = [reader.encoded(source, value, number) for number, value in enumerate(row[column])]
+    number = 0
+    with contextlib.suppress(TypeError, ValueError, OverflowError):  # the column may hold anything
+        number = int(row.get("index", 0))
+    reader, source = ImageReader(None, column), SourceRow(Path("custom_envs"), number, dict(row))
+    images = [reader.encoded(source, value, place) for place, value in enumerate(row[column])]
     marks = sum(str(message["content"]).count(IMAGE_MARK) for message in messages)
     if marks != len(images):
         raise ValueError(f"column {column}: has {len(images)} images, and the conversation {marks} times {IMAGE_MARK}")
@@ -296,13 +300,6 @@ def _with_images(messages: Sequence[Message], row: Mapping[str, Any], column: st
             ]
         shown.append({**message, "content": content})
     return shown
-
-
-def _index(row: Mapping[str, Any]) -> int:
-    """The number of a row for messages; the column ``index`` may hold anything."""
-    with contextlib.suppress(TypeError, ValueError, OverflowError):
-        return int(row["index"]) if "index" in row else 0
-    return 0
 
 
 def schema_of(tool: Any) -> Message:
@@ -326,7 +323,10 @@ def _built(key: str, path: str | None) -> Any:
     if path is None:
         return None
     names, function = REGISTRIES[key]
-    registries = [name for name in names if _is_there(name)]
+    registries = []
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):  # a parent package is missing
+            registries += [name] * (importlib.util.find_spec(name) is not None)
     if not registries:
         rule = f"its classes are built by verl, and {names[0]} is not here: pip install verl (0.7 has both registries)"
         raise AgentOptionError(f"agent_config.{key}: {rule}")
@@ -334,10 +334,3 @@ def _built(key: str, path: str | None) -> Any:
         return getattr(importlib.import_module(registries[0]), function)(path)
     except Exception as error:
         raise AgentOptionError(f"agent_config.{key}: {path}: {type(error).__name__}: {error}") from error
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False

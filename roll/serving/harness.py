@@ -11,11 +11,11 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from roll.config.installation import install_command
 from roll.config.reading.errors import ConfigError, Problem
@@ -89,16 +89,14 @@ def lm_eval_metrics(output: Path) -> dict[str, float]:
     files = sorted(output.rglob("results_*.json"), key=lambda file: file.stat().st_mtime)
     if not files:
         raise DataError(f"lm_eval has left no results in {output}")
-    results = json.loads(files[-1].read_text(encoding="utf-8"))["results"]
-    return dict(_flat(results))
-
-
-def _flat(results: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    for task, metrics in results.items():
+    found: dict[str, float] = {}
+    for task, metrics in json.loads(files[-1].read_text(encoding="utf-8"))["results"].items():
         for name, value in metrics.items():
             metric, _, filtered = name.partition(",")
             if isinstance(value, int | float) and not isinstance(value, bool) and "sample" not in metric:
-                yield f"{task}/{metric}" + (f"/{filtered}" if filtered not in ("", "none") else ""), float(value)
+                suffix = f"/{filtered}" if filtered not in ("", "none") else ""
+                found[f"{task}/{metric}{suffix}"] = float(value)
+    return found
 
 
 def inspect_metrics(output: Path) -> dict[str, float]:

@@ -323,10 +323,6 @@ def settled_text(tokenizer: PreTrainedTokenizerBase, params: SamplingParams, tok
     bytes are missing, and without what may be the beginning of a stop string."""
     text = visible_text(str(tokenizer.decode(list(token_ids), skip_special_tokens=True)), params)
     text = text.rstrip(UNFINISHED_CHARACTER)
-    longest = max((_overlap(text, stop) for stop in params.stop_strings), default=0)
+    begun = (stop[:size] for stop in params.stop_strings for size in range(1, len(stop) + 1))
+    longest = max((len(part) for part in begun if text.endswith(part)), default=0)
     return text[: len(text) - longest]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of ``text`` that ``stop`` begins with."""
-    return next((size for size in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:size])), 0)
