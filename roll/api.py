@@ -98,7 +98,7 @@ def _relative_to(folder: str, entry: Any) -> Any:
     return f"{os.path.relpath(name, folder)}{at}{package}"
 
 
-def plain(value: Any, key: str = "") -> Any:
+def plain(value: object, key: str = "") -> Any:
     """The value as YAML has it, with dotted paths for functions and classes.
 
     Raises:
@@ -137,7 +137,7 @@ def _words(overrides: Overrides) -> Iterator[str]:
         yield f"{key}={_literal(plain(value, key))}"
 
 
-def _literal(value: Any) -> str:
+def _literal(value: object) -> str:
     """A value in the grammar of hydra's overrides."""
     if isinstance(value, str):
         # Backslashes count as such only before a quotation mark.

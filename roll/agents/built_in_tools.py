@@ -240,7 +240,7 @@ class ToolSet:
         self._box = None
 
 
-def _read_spec(spec: Any) -> tuple[str, Any]:
+def _read_spec(spec: object) -> tuple[str, Any]:
     if isinstance(spec, str):
         return (spec, {}) if spec in KINDS else ("function", spec)
     if isinstance(spec, Mapping) and len(spec) == 1:
@@ -264,7 +264,7 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
         raise ToolError(f"{kind} needs the option {missing[0]!r}")
 
 
-def load_function(path: Any, key: str) -> Callable[..., Any]:
+def load_function(path: object, key: str) -> Callable[..., Any]:
     """Import the function or class at a dotted path.
 
     Raises:

@@ -229,7 +229,7 @@ def note_metrics(episode: Episode, turns: Sequence[Turn]) -> None:
     episode.metrics |= {name: AGGREGATIONS[modes.get(name, "mean")](found) for name, found in values.items()}
 
 
-def _raw_text(content: Any) -> str:
+def _raw_text(content: object) -> str:
     """
     Raises:
         ValueError: an image, which has no place within a response.

@@ -102,12 +102,12 @@ class ChatImages:
         return {"type": "image", "image": found.digest}
 
 
-def has_images(content: Any) -> bool:
+def has_images(content: object) -> bool:
     """True for the content of a message that is a list with an image in it."""
     return isinstance(content, list | tuple) and any(map(is_image, content))
 
 
-def is_image(part: Any) -> bool:
+def is_image(part: object) -> bool:
     """True for a part of a content that is an image, in the form of chat templates or of OpenAI."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
@@ -119,7 +119,7 @@ def digests(messages: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             yield from (part["image"] for part in message["content"] if is_image(part))
 
 
-def content_text(content: Any, image: str = IMAGE_NAMED) -> str:
+def content_text(content: object, image: str = IMAGE_NAMED) -> str:
     """The content of a message as one text, with ``image`` in place of each image."""
     if content is None or isinstance(content, str):
         return content or ""

@@ -147,7 +147,7 @@ class Session:
         except TemplateError as error:
             raise BadRequest(f"messages: {error}") from error
 
-    async def post(self, body: Any) -> None:
+    async def post(self, body: object) -> None:
         """Take the body of ``POST /reward``.
 
         Raises:

@@ -45,7 +45,7 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     return value if not allowed or _is_of(value, allowed - {"string"}) else text
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """Names of the JSON types that a schema allows; empty: any."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
@@ -65,7 +65,7 @@ def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     return {name for name in _JSON_TYPES if any(_is_of(value, {name}) for value in values)}
 
 
-def _is_of(value: Any, types: set[str]) -> bool:
+def _is_of(value: object, types: set[str]) -> bool:
     if isinstance(value, bool):
         return "boolean" in types
     if isinstance(value, float) and value.is_integer() and "integer" in types:

@@ -104,14 +104,14 @@ def without_nulls(message: Message) -> Message:
     return kept | {"tool_calls": [_present(call) for call in calls]} if calls else kept
 
 
-def _present(call: Any) -> Any:
+def _present(call: object) -> Any:
     """A call without keys that are null; nulls among its arguments are the caller's."""
     if not isinstance(call, Mapping):
         return call
     return {key: _present(one) if key == "function" else one for key, one in call.items() if one is not None}
 
 
-def is_conversation(value: Any) -> bool:
+def is_conversation(value: object) -> bool:
     """A list of messages, as verl keeps under ``prompt``."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "role" in one for one in value)
 
@@ -123,7 +123,7 @@ def require(source: SourceRow, column: str) -> Any:
     return source.row[column]
 
 
-def check_messages(source: SourceRow, column: str, value: Any) -> None:
+def check_messages(source: SourceRow, column: str, value: object) -> None:
     example = '[{"role": "user", "content": "..."}]'
     if not isinstance(value, list) or not value:
         raise DataError(f"{source.place}: {column} must be a non-empty list of messages such as {example}")
@@ -213,7 +213,7 @@ def build_filter(setting: str | Mapping[str, Any] | None) -> Keep | None:
     return keep
 
 
-def holds(source: SourceRow, column: str, condition: Any) -> bool:
+def holds(source: SourceRow, column: str, condition: object) -> bool:
     """The value is equal, one of a list, or within ``{min, max}`` (both included).
 
     Raises:
@@ -270,7 +270,7 @@ def filter_source(setting: str | Mapping[str, Any] | None) -> Any:
     return [setting, inspect.getsource(module)]
 
 
-def with_system(messages: list[Message], system: Any) -> list[Message]:
+def with_system(messages: list[Message], system: object) -> list[Message]:
     """The messages with a system message in front, where ``system`` is a non-empty text and there is none yet."""
     if not isinstance(system, str) or not system or messages[0]["role"] in ("system", "developer"):
         return messages

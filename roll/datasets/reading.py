@@ -174,7 +174,7 @@ def parse_json_lines(path: Path, lines: Iterable[str]) -> Numbered:
             yield number, expect_object(path, number, row, line)
 
 
-def expect_object(path: Path, number: int, row: Any, text: str) -> Row | DataError:
+def expect_object(path: Path, number: int, row: object, text: str) -> Row | DataError:
     """The row that was read from JSON ``text``, or why it is none."""
     if not isinstance(row, dict):
         return DataError(f"{path}, row {number}: expected a JSON object such as {{...}}, found {type(row).__name__}")

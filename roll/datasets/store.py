@@ -24,7 +24,7 @@ MARK = "\x00roll"
 _ESCAPED_MARK = json.dumps(MARK)[1:-1]
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, default=_encode)
 
 
@@ -47,7 +47,7 @@ _CODECS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 _DECODERS = {kind.__name__.lower(): decode for kind, (_, decode) in _CODECS.items()}
 
 
-def _encode(value: Any) -> dict[str, Any]:
+def _encode(value: object) -> dict[str, Any]:
     # A datetime is a date too: the more special type comes first in the table.
     for kind, (encode, _) in _CODECS.items():
         if isinstance(value, kind):

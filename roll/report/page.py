@@ -258,7 +258,7 @@ def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
         yield payload
 
 
-def _json(out: TextIO, name: str, value: Any) -> None:
+def _json(out: TextIO, name: str, value: object) -> None:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
     _data(out, name, zlib.compress(text.encode("utf-8", "replace"), 6))
 

@@ -198,7 +198,7 @@ def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
 
 
-def _check_tree(body: Any) -> None:
+def _check_tree(body: object) -> None:
     """
     Raises:
         BadRequest: nested too deep, or a text with half a surrogate pair, which no tokenizer takes.

@@ -71,7 +71,7 @@ class Callbacks:
         """True if one of them has the method."""
         return any(hasattr(one, hook) for one in self._callbacks)
 
-    def call(self, hook: str, *values: Any) -> None:
+    def call(self, hook: str, *values: object) -> None:
         """Call the method of all that have it.
 
         Raises:

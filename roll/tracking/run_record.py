@@ -147,7 +147,7 @@ def frame(block: Mapping[str, Any]) -> bytes:
     return _FRAME.pack(_MAGIC, int(block["step"]), len(payload), zlib.crc32(payload)) + payload
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> Any:
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, Mapping):
@@ -295,7 +295,7 @@ class _LineFile:
         self._file: IO[str] = open(path, mode, encoding="utf-8", buffering=buffering)  # noqa: SIM115 (for the whole run)
         self._failed = False
 
-    def write(self, row: Any) -> None:
+    def write(self, row: object) -> None:
         try:
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:

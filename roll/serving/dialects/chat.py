@@ -37,7 +37,7 @@ _SERVED = (
 )
 
 
-def read_chat(body: Any, model: str | None = None) -> ChatRequest:
+def read_chat(body: object, model: str | None = None) -> ChatRequest:
     """The body of ``POST /v1/chat/completions``.
 
     Args:
@@ -80,7 +80,7 @@ def _template_kwargs(fields: Fields) -> dict[str, Any]:
     return kwargs
 
 
-def _read_message(message: Any, in_episode: bool) -> Message:
+def _read_message(message: object, in_episode: bool) -> Message:
     """A message with its content as one text. In an episode it may have images, as ``data:`` URIs, and keeps only the
     fields that templates use: client libraries add others."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -106,7 +106,7 @@ def _read_call(call: Any) -> Message:
     return call_of(call.get("id", ""), function["name"], function.get("arguments"))
 
 
-def _is_image(part: Any) -> bool:
+def _is_image(part: object) -> bool:
     value = part.get("image_url") if isinstance(part, Mapping) and part.get("type") == "image_url" else None
     url = value.get("url") if isinstance(value, Mapping) else value
     return isinstance(url, str) and url.startswith("data:")

@@ -27,7 +27,7 @@ class CompletionRequest(ModelRequest):
     log-probs of the prompt."""
 
 
-def read_completion(body: Any, model: str) -> CompletionRequest:
+def read_completion(body: object, model: str) -> CompletionRequest:
     """The body of ``POST /v1/completions``; a prompt is a text or a list of token ids, or a list of either.
 
     Raises:
@@ -53,11 +53,11 @@ def read_completion(body: Any, model: str) -> CompletionRequest:
     return CompletionRequest(prompts, echo, of_prompt, log_probs=log_probs is not None, **shared)
 
 
-def _prompts(prompt: Any) -> list[str | list[int]]:
+def _prompts(prompt: str | list[Any] | None) -> list[str | list[int]]:
     if isinstance(prompt, str) or (prompt and all(map(is_id, prompt))):
         return [prompt]
     valid = prompt and all(isinstance(p, str) or (isinstance(p, list) and all(map(is_id, p)) and p) for p in prompt)
-    if not valid:
+    if prompt is None or not valid:
         raise BadRequest("prompt: is needed: a text, a list of token ids, or a list of either", "prompt")
     if len(prompt) > MAX_PROMPTS:
         raise BadRequest(f"prompt: a request may have {MAX_PROMPTS} prompts at most, not {len(prompt)}", "prompt")

@@ -88,7 +88,7 @@ class Fields:
         BadRequest: no object, an unknown field, a value of a field that is not available, or another model.
     """
 
-    def __init__(self, body: Any, known: Collection[str], model: str | None = None) -> None:
+    def __init__(self, body: object, known: Collection[str], model: str | None = None) -> None:
         if not isinstance(body, Mapping):
             raise BadRequest("the body must be a JSON object")
         self._body = body
@@ -204,6 +204,6 @@ class Fields:
         return tuple(ids)
 
 
-def is_id(token: Any) -> bool:
+def is_id(token: object) -> bool:
     """True for a number that may be the id of a token."""
     return isinstance(token, int) and not isinstance(token, bool)

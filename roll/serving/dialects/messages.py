@@ -34,7 +34,7 @@ _UNREADABLE = "INVALID_JSON"
 """Key under which Anthropic's documentation wraps arguments that are not an object, which inputs must be."""
 
 
-def read_messages(body: Any, counting: bool = False) -> ChatRequest:
+def read_messages(body: object, counting: bool = False) -> ChatRequest:
     """The body of ``POST /v1/messages``.
 
     Args:

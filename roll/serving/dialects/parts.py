@@ -59,13 +59,13 @@ class Reply:
         return message | {"tool_calls": self.calls} if self.calls else message
 
 
-def read_role(message: Any) -> Any:
+def read_role(message: object) -> Any:
     """The role of a message, ``system`` for a developer's; None without a message."""
     role = message.get("role") if isinstance(message, Mapping) else None
     return "system" if role == "developer" else role
 
 
-def joined_texts(parts: Any, kinds: Sequence[str] = ("text",), field_name: str = "messages") -> str:
+def joined_texts(parts: object, kinds: Sequence[str] = ("text",), field_name: str = "messages") -> str:
     """A content that is a text, or a list of parts of the given types with a text each.
 
     Raises:
@@ -83,7 +83,7 @@ def joined_texts(parts: Any, kinds: Sequence[str] = ("text",), field_name: str =
     return "".join(texts)
 
 
-def call_of(identity: Any, name: str, arguments: Any) -> Message:
+def call_of(identity: object, name: str, arguments: object) -> Message:
     """A call of an earlier response, its arguments as a mapping where they are a JSON object, else as they are."""
     if isinstance(arguments, str):
         try:
@@ -111,7 +111,7 @@ def named_tools(messages: list[Message]) -> list[Message]:
     return messages
 
 
-def tool_schema(tool: Any, kind: str = "function", parameters: str = "parameters") -> Message:
+def tool_schema(tool: object, kind: str = "function", parameters: str = "parameters") -> Message:
     """The schema of a function, without the fields that only its interface knows; it may be in a field ``function``.
 
     Args:
@@ -133,7 +133,7 @@ def tool_schema(tool: Any, kind: str = "function", parameters: str = "parameters
     return {"type": "function", "function": function}
 
 
-def read_tool_choice(choice: Any, tools: Sequence[Message]) -> dict[str, Any]:
+def read_tool_choice(choice: object, tools: Sequence[Message]) -> dict[str, Any]:
     """The arguments of :class:`ChatRequest` that say whether a tool is called, from OpenAI's ``tool_choice``.
 
     Raises:

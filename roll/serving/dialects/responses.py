@@ -35,7 +35,7 @@ _HINTS = frozenset({*HINTS, "context_management", "include", "reasoning", "text"
 _TEXTS = ("input_text", "output_text", "text")
 
 
-def read_responses(body: Any, earlier: Mapping[str, list[Message]]) -> ChatRequest:
+def read_responses(body: object, earlier: Mapping[str, list[Message]]) -> ChatRequest:
     """The body of ``POST /v1/responses``.
 
     Args:
