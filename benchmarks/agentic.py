@@ -253,7 +253,7 @@ async def _steps(engines: Engines, ratio: float, steps: int) -> float:
             await asyncio.sleep(TRAINING_SECONDS)
         return (loop.time() - begin) / steps
     codec: Any = EpisodeCodec(players)
-    scheduler: AsyncScheduler[EpisodeGroup]
+    scheduler: AsyncScheduler[Task, EpisodeGroup]
     scheduler = AsyncScheduler(client, flow, ReplayBuffer(RunAhead.of(ratio, groups, 0), codec), 1 << 20, 1e9)
     going = asyncio.create_task(scheduler.keep_going())
     for step in range(steps + 1):

@@ -1,24 +1,29 @@
-"""Base of every pipeline's rollout: the client of the policy's engines, the event loop, validation."""
+"""The rollout phase of every pipeline whose policy learns from its own samples, synchronous or ahead of training."""
 
 from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
 from asyncio import Task
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
-from roll.config.plan.plan import RolePlan
+import numpy as np
+
+from roll.config.plan.plan import RolePlan, RunAhead
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
 from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.sample_records import Notes
 from roll.protocol import DataProto
-from roll.protocol.metrics import Mean, Metrics
-from roll.rollout.engines import SLICE_SECONDS, EngineClient
-from roll.rollout.groups import GroupT
+from roll.protocol.metrics import Max, Mean, Metrics
+from roll.rollout.engines import EngineClient
+from roll.rollout.flow import GroupFlow
+from roll.rollout.groups import GroupT, ItemT
+from roll.rollout.replay import GroupCodec, ReplayBuffer
 from roll.rollout.routing import build_router
-from roll.rollout.scheduling import AsyncScheduler
+from roll.rollout.scheduling import AsyncScheduler, RolloutResult, collected
 from roll.tracking import SampleTable
 
 ValidationT = TypeVar("ValidationT")
@@ -66,48 +71,154 @@ def between_turns(driver: DriverLoop, engines: EngineClient, transfer: Callable[
     return metrics
 
 
-class EngineRollout(ABC, Generic[ValidationT]):
+class RolloutSource(ABC, Generic[ItemT, GroupT, ValidationT]):
+    """Origin of a pipeline's groups, and what is made of them: all that differs between rollouts."""
+
+    flow: GroupFlow[ItemT, GroupT]
+    codec: GroupCodec[ItemT, GroupT]
+    filter_key = "query_filter_config"
+    """Key of the configuration that the groups' filter comes from, for messages."""
+    filtered_metric = "scheduler/filtered_query_count"
+    """Metric of groups that filters rejected."""
+
+    def begin(self, step: int) -> None:
+        """Called before the groups of step ``step`` are collected."""
+
+    @abstractmethod
+    def batch(self, groups: list[GroupT], driver: DriverLoop) -> tuple[DataProto, Metrics]:
+        """The samples of a step as a batch, and their metrics; ``driver`` runs whatever has to be generated besides."""
+
+    @abstractmethod
+    def table(self, groups: Sequence[GroupT]) -> SampleTable:
+        """Samples for people."""
+
+    @abstractmethod
+    def notes(self, groups: Sequence[GroupT]) -> Notes:
+        """Values of samples that their batch does not hold."""
+
+    @abstractmethod
+    def validation(self) -> Coroutine[Any, Any, ValidationT]:
+        """Answer and score everything that a validation asks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values beyond the number of draws."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken; it holds ``num_drawn``, too."""
+
+    def close(self, driver: DriverLoop) -> None:
+        """End whatever it has started, and the loop; a second call does nothing."""
+        driver.close()
+
+
+class EngineRollout(Generic[ItemT, GroupT, ValidationT]):
     """Has the policy's engines make the samples of a step.
 
     Everything that generates or scores is a coroutine on the event loop of the driver, which runs whenever the driver
-    waits: for the samples of a step here, or for other roles.
-
-    Args:
-        slice_seconds: see :class:`~roll.rollout.engines.EngineClient`.
-        router: name of the router where the configuration leaves it open.
+    waits: for the samples of a step here, or for other roles. With ``async_generation_ratio`` above 0 a scheduler
+    makes groups of later steps there while models learn; else a step's groups are begun in :meth:`collect`.
     """
 
     def __init__(
         self,
         config: PolicyRunConfig,
         plan: PolicyPlan,
-        actor_infer: Cluster,
-        slice_seconds: float = SLICE_SECONDS,
-        router: str | None = None,
+        engines: EngineClient,
+        source: RolloutSource[ItemT, GroupT, ValidationT],
     ) -> None:
-        role = plan.roles["actor_infer"]
-        self._engines = engine_client(config, role, actor_infer, slice_seconds, router)
+        self._config, self._plan, self._engines, self._source = config, plan, engines, source
         self._busy_before = 0.0
         self._validation: Task[ValidationT] | None = None
         self.notes: Callable[[], Notes] = list
         """Values of the last :meth:`collect`'s samples that its batch does not hold."""
         self.driver = DriverLoop()
+        self._ahead: AsyncScheduler[ItemT, GroupT] | None = None
+        if plan.is_async:
+            ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
+            self._ahead = AsyncScheduler(
+                engines,
+                source.flow,
+                ReplayBuffer(ahead, source.codec),
+                config.max_steps,
+                config.rpc_timeout,
+                in_flight=config.partial_rollout,
+                takes_turns=plan.engines_take_turns,
+                rejected_by=source.filter_key,
+            )
+            self._ledger_before = self._ahead.buffer.counts()
+            self.driver.spawn(self._ahead.keep_going())
         gc.freeze()  # modules, data and plans live as long as the run: no collection has to look through them
 
-    @abstractmethod
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
         """A step's samples as a batch, a function that tabulates them for people, and the metrics of the rollout."""
+        self._source.begin(step)
+        groups, metrics = self._collected() if self._ahead is None else self._collected_ahead(self._ahead, step)
+        busy = self._engines.busy_seconds - self._busy_before
+        self._busy_before = self._engines.busy_seconds
+        batch, more = self._source.batch(groups, self.driver)
+        tokens, sampled = (float(batch.batch[name].sum()) for name in ("attention_mask", "response_mask"))
+        metrics |= {
+            "system/samples": Mean(len(batch)),
+            "system/tokens": Mean(tokens),
+            "system/actor_infer/response/tps_dp": Mean(sampled / busy if busy else 0.0),
+            # Engines that were lost, and requests that others took over, since the run began (or was continued).
+            "scheduler/engines": Mean(self._engines.num_engines),
+            "scheduler/engine_deaths": Mean(self._engines.num_deaths),
+            "scheduler/reissued": Mean(self._engines.num_reissued),
+        }
+        self.notes = partial(self._source.notes, groups)
+        return batch, partial(self._source.table, groups), metrics | more
 
-    @abstractmethod
-    def validation(self) -> Coroutine[Any, Any, ValidationT]:
-        """Answer and score everything that a validation asks."""
+    def _collected(self) -> tuple[list[GroupT], Metrics]:
+        """Groups that are begun for this step; the engines have nothing left to do afterwards."""
+        self._busy_before = self._engines.busy_seconds
+        plan, source = self._plan, self._source
+
+        async def collect() -> RolloutResult[GroupT]:
+            count, additional, deadline = plan.prompts_per_step, plan.num_additional_prompts, self._config.rpc_timeout
+            result = await collected(source.flow, count, additional, deadline, source.filter_key)
+            await self._engines.drain()
+            return result
+
+        result = self.driver.run(collect())
+        return result.groups, {
+            "scheduler/collect_query_count": Mean(result.num_drawn),
+            "scheduler/query_use_count": Mean(len(result.groups)),
+            source.filtered_metric: Mean(result.num_filtered),
+            "scheduler/aborted_query_count": Mean(result.num_aborted),
+        }
+
+    def _collected_ahead(self, scheduler: AsyncScheduler[ItemT, GroupT], step: int) -> tuple[list[GroupT], Metrics]:
+        """Groups that were begun up to some steps ago, and metrics of those drawn since the last step."""
+        groups = self.driver.run(scheduler.collect(step))
+        before, now = self._ledger_before, scheduler.buffer.counts()
+        self._ledger_before = now
+        counts: Metrics = {
+            "scheduler/collect_query_count": Mean(now["drawn"] - before["drawn"]),
+            "scheduler/query_use_count": Mean(len(groups)),
+            self._source.filtered_metric: Mean(now["filtered"] - before["filtered"]),
+            "scheduler/stale_query_count": Mean(now["stale"] - before["stale"]),
+            "scheduler/generating_query_count": Mean(now["generating"]),
+            "scheduler/waiting_query_count": Mean(now["scoring"] + now["ready"]),
+        }
+        samples = [versions for group in groups for versions in self._source.codec.versions(group)]
+        return groups, counts | staleness_metrics(samples, step)
 
     def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
         """Bring the engines to ``version`` of the weights by ``transfer``, which needs them between two turns."""
-        return between_turns(self.driver, self._engines, transfer)
+        if self._ahead is None:
+            return between_turns(self.driver, self._engines, transfer)
+        self.driver.run(self._ahead.pause())
+        metrics = transfer()
+        self._ahead.exchanged(version)
+        return metrics
 
     def validate(self) -> ValidationT:
-        """Answer and score the prompts of every set, before anything else."""
+        """Answer and score the prompts of every set, before anything else: what the engines have in flight continues
+        afterwards."""
+        if self._ahead is not None:
+            self.driver.run(self._ahead.free_engines())
         self.begin_validation()
         return self.finish_validation()
 
@@ -115,7 +226,7 @@ class EngineRollout(ABC, Generic[ValidationT]):
         """Queue the prompts of every set after what the engines have to do. Call :meth:`finish_validation`
         before the next exchange of weights."""
         assert self._validation is None, "one validation at a time"
-        self._validation = self.driver.spawn(self.validation())
+        self._validation = self.driver.spawn(self._source.validation())
 
     def finish_validation(self) -> ValidationT:
         """Wait for what :meth:`begin_validation` began."""
@@ -126,79 +237,42 @@ class EngineRollout(ABC, Generic[ValidationT]):
 
     def close(self) -> None:
         """Cancel what is in flight; before the clusters end."""
-        self.driver.close()
+        self._source.close(self.driver)
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and arrays."""
+        """Plain values and arrays. Engines that run ahead are interrupted for it, and continue at once."""
+        return self._state(None if self._ahead is None else self.driver.run(self._ahead.state_dict()))
 
     def state_between_steps(self) -> dict[str, Any]:
-        """Like :meth:`state_dict`, without interrupting the engines."""
-        return self.state_dict()
+        """Like :meth:`state_dict`, without interrupting the engines: samples are as an engine last reported them."""
+        return self._state(None if self._ahead is None else self._ahead.state_between_steps())
 
-    @abstractmethod
+    def _state(self, ahead: dict[str, Any] | None) -> dict[str, Any]:
+        state = {"num_drawn": self._source.flow.next_order, **self._source.state_dict()}
+        return state if ahead is None else {**state, "ahead": ahead}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken."""
-
-    def _size_metrics(self, samples: int, sampled: float, others: float) -> Metrics:
-        """Samples and tokens of the step, and what the engines did since the last one."""
-        busy = self._engines.busy_seconds - self._busy_before
-        self._busy_before = self._engines.busy_seconds
-        return {
-            "system/samples": Mean(samples),
-            "system/tokens": Mean(sampled + others),
-            "system/actor_infer/response/tps_dp": Mean(sampled / busy if busy else 0.0),
-        }
-
-    def _loss_metrics(self) -> Metrics:
-        """Engines that were lost, and requests that others took over, since the run began (or was continued)."""
-        return {
-            "scheduler/engines": Mean(self._engines.num_engines),
-            "scheduler/engine_deaths": Mean(self._engines.num_deaths),
-            "scheduler/reissued": Mean(self._engines.num_reissued),
-        }
+        """Continue where ``state`` was taken; the checkpoint of a synchronous run has nothing in flight."""
+        self._source.flow.next_order = int(state["num_drawn"])
+        self._source.load_state_dict(state)
+        if self._ahead is not None:
+            if "ahead" in state:
+                self.driver.run(self._ahead.load_state_dict(state["ahead"]))
+            self._ledger_before = self._ahead.buffer.counts()
 
 
-class RunsAhead(EngineRollout[ValidationT], Generic[ValidationT, GroupT]):
-    """Asynchronous rollout, mixed into a pipeline's rollout phase: a scheduler makes groups while models learn."""
+def staleness_metrics(samples: Sequence[Sequence[tuple[int, int]]], step: int) -> Metrics:
+    """Steps by which the weights that sampled are older than those that are trained, by sample and by token.
 
-    _ahead: AsyncScheduler[GroupT]
-    _filtered_key = "scheduler/filtered_query_count"
-    """Metric of groups that filters rejected."""
-
-    def _run_ahead(self, scheduler: AsyncScheduler[GroupT]) -> None:
-        """Start ``scheduler``, which works whenever the driver waits."""
-        self._ahead = scheduler
-        self._ledger_before = scheduler.buffer.counts()
-        self.driver.spawn(scheduler.keep_going())
-
-    def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
-        self.driver.run(self._ahead.pause())
-        result = transfer()
-        self._ahead.exchanged(version)
-        return result
-
-    def validate(self) -> ValidationT:
-        """Like the base class, after the engines have been freed: what they have in flight continues afterwards."""
-        self.driver.run(self._ahead.free_engines())
-        return super().validate()
-
-    def _collected_ahead(self, step: int) -> tuple[list[GroupT], Metrics]:
-        """The step's groups, and metrics of the prompts drawn since the last step."""
-        groups = self.driver.run(self._ahead.collect(step))
-        before, now = self._ledger_before, self._ahead.buffer.counts()
-        self._ledger_before = now
-        return groups, {
-            "scheduler/collect_query_count": Mean(now["drawn"] - before["drawn"]),
-            "scheduler/query_use_count": Mean(len(groups)),
-            self._filtered_key: Mean(now["filtered"] - before["filtered"]),
-            "scheduler/stale_query_count": Mean(now["stale"] - before["stale"]),
-            "scheduler/generating_query_count": Mean(now["generating"]),
-            "scheduler/waiting_query_count": Mean(now["scoring"] + now["ready"]),
-        }
-
-    def _take_up(self, state: dict[str, Any]) -> None:
-        """Continue with what was in flight; the checkpoint of a synchronous run has nothing in flight."""
-        if "ahead" in state:
-            self.driver.run(self._ahead.load_state_dict(state["ahead"]))
-        self._ledger_before = self._ahead.buffer.counts()
+    Args:
+        samples: of each sample, or episode, the versions of its tokens, each with its number of tokens.
+    """
+    sampled = [versions for versions in samples if versions]
+    oldest = np.array([step - min(version for version, _ in versions) for versions in sampled])
+    lags = np.array([(step - version, count) for versions in sampled for version, count in versions])
+    return {
+        "scheduler/version_lag/mean": Mean(float((lags[:, 0] * lags[:, 1]).sum()), float(lags[:, 1].sum())),
+        "scheduler/version_lag/max": Max(float(oldest.max())),
+        "scheduler/off_policy_ratio": Mean(float((oldest > 0).sum()), len(oldest)),
+        "scheduler/partial_ratio": Mean(float(sum(len(versions) > 1 for versions in sampled)), len(sampled)),
+    }

@@ -23,11 +23,12 @@ from roll.methods.policy import PolicyMethod
 from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.batches import RecordedBatch, RecordedRollouts
 from roll.pipelines.clusters import Clusters, ClusterStarter, StartingClusters
-from roll.pipelines.engine_rollout import EngineRollout
+from roll.pipelines.engine_rollout import EngineRollout, RolloutSource, engine_client
 from roll.pipelines.files import export_model
 from roll.pipelines.model_calls import answers, start_computing, update_model
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, RunContext, moves_states
 from roll.protocol import DataProto
+from roll.rollout.engines import SLICE_SECONDS, EngineClient
 from roll.strategies.base import Output
 from roll.weight_sync.sender import WeightSync, sync_options
 from roll.workers.training import TrainWorker
@@ -44,9 +45,14 @@ R = TypeVar("R")
 class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
     """A run, from start to summary."""
 
-    rollout: EngineRollout[ValidationT]
+    source: RolloutSource[Any, Any, ValidationT]
+    rollout: EngineRollout[Any, Any, ValidationT]
     tokenizer: PreTrainedTokenizerBase
     clusters: Clusters
+    slice_seconds = SLICE_SECONDS
+    """See :class:`~roll.rollout.engines.EngineClient`."""
+    router: str | None = None
+    """Name of the router where the configuration leaves it open."""
 
     def __init__(self, loaded: LoadedConfig[ConfigT], plan: PlanT, recorded: RecordedRollouts) -> None:
         self.loaded = loaded
@@ -97,8 +103,8 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         """Read the prompts or tasks, and set ``tokenizer``."""
 
     @abstractmethod
-    def build_rollout(self) -> EngineRollout[ValidationT]:
-        """The rollout, on top of clusters and data."""
+    def build_source(self, engines: EngineClient) -> RolloutSource[Any, Any, ValidationT]:
+        """The rollout's source, on top of clusters and data."""
 
     @abstractmethod
     def build_method(self) -> PolicyMethod:
@@ -106,10 +112,14 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
 
     def connect(self) -> None:
         """Build the phases on top of clusters and data."""
-        self.rollout = self.build_rollout()
+        config, plan = self.config, self.plan
+        role, cluster = plan.roles["actor_infer"], self.clusters.actor_infer
+        engines = engine_client(config, role, cluster, self.slice_seconds, self.router)
+        self.source = self.build_source(engines)
+        self.rollout = EngineRollout(config, plan, engines, self.source)
         self.context.at_end(self.rollout.close)
         self.method = self.build_method()
-        options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
+        options = sync_options(config, config.weight_sync, config.actor_infer, plan)
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
 
     def train_one_step(self, step: int) -> None:

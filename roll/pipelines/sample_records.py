@@ -6,8 +6,9 @@ import base64
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +31,44 @@ if TYPE_CHECKING:
     from roll.agents.conversation import Call
     from roll.agents.episode import EpisodeGroup
 
-Notes = Sequence[Mapping[str, Any]]
-"""Further values of a batch's samples (by row) or episodes (by number): keys of a sample, and of a prompt under
-``prompt``."""
+
+@dataclass(slots=True)
+class RecordedSample:
+    """A sample of a block, but for its prompt and its tokens. Each field has the key that it gets in the file, where
+    None and empty dicts are left out; :mod:`roll.tracking.run_record` describes them."""
+
+    group: Annotated[str | None, "g"] = None
+    kind: Annotated[str | None, "k"] = None
+    score: Annotated[float | None, "s"] = None
+    reward: Annotated[float | None, "r"] = None
+    metrics: Annotated[dict[str, Any] | None, "m"] = None
+    error: Annotated[object, "e"] = None
+    finish_reason: Annotated[object, "f"] = None
+    outcome: Annotated[object, "o"] = None
+    role: Annotated[str | None, "role"] = None
+    images: Annotated[list[str] | None, "i"] = None
+    num_sampled: Annotated[int | None, "n"] = None
+    text: Annotated[str | None, "x"] = None
+    given: Annotated[list[list[int]] | None, "c"] = None
+    turns: Annotated[list[list[float]] | None, "u"] = None
+    log_probs: Annotated[list[int] | None, "l"] = None
+    mismatch: Annotated[list[int] | None, "q"] = None
+    reference: Annotated[list[int] | None, "h"] = None
+    advantages: Annotated[float | list[float] | None, "a"] = None
+    experts: Annotated[list[list[int] | None] | None, "y"] = None
+    version: Annotated[int | list[list[int]] | None, "w"] = None
+
+    def encoded(self) -> dict[str, Any]:
+        """The keys of the file with their values."""
+        values = ((key, getattr(self, name)) for name, key in _KEYS.items())
+        return {key: value for key, value in values if value is not None and value != {}}
+
+
+_KEYS = {name: hint.__metadata__[0] for name, hint in get_type_hints(RecordedSample, include_extras=True).items()}
+
+Notes = Sequence[tuple[dict[str, Any], RecordedSample]]
+"""Values of a batch's samples (by row) or episodes (by number) that the batch does not hold: keys of the prompt, and
+fields of the sample."""
 
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
 THUMBNAIL = 128
@@ -45,35 +81,39 @@ _MAX_TEXT = 20_000
 
 def sample_notes(groups: Sequence[SampleGroup]) -> Notes:
     """One entry a row of :func:`roll.rollout.groups.build_batch`."""
-    found = []
+    found: list[tuple[dict[str, Any], RecordedSample]] = []
     for group in groups:
-        prompt = {"text": group.prompt.prompt_text[:_MAX_TEXT], "truth": _short(group.prompt.ground_truth)}
+        prompt: dict[str, Any] = {
+            "text": group.prompt.prompt_text[:_MAX_TEXT],
+            "truth": _short(group.prompt.ground_truth),
+        }
         if group.prompt.vision is not None:
             prompt["images"] = list(group.prompt.vision.file_names)
         for reward in group.rewards:
-            found.append({"prompt": prompt, "m": dict(reward.metrics), "e": reward.error})
+            found.append((prompt, RecordedSample(metrics=dict(reward.metrics), error=reward.error)))
     return found
 
 
 def episode_notes(groups: Sequence[EpisodeGroup]) -> Notes:
     """One entry an episode, in the order of ``episode_ids``."""
     return [
-        {
-            "prompt": {"truth": None, "seed": episode.task.seed} | _images_seen("images", episode.calls[:1]),
-            "m": {name: float(value) for name, value in episode.metrics.items()},
-            "e": episode.error,
-            "o": episode.outcome,
-            **_images_seen("i", episode.calls),
-        }
+        (
+            {"seed": episode.task.seed, "images": _images_seen(episode.calls[:1])},
+            RecordedSample(
+                metrics={name: float(value) for name, value in episode.metrics.items()},
+                error=episode.error,
+                outcome=episode.outcome,
+                images=_images_seen(episode.calls),
+            ),
+        )
         for group in groups
         for episode in group.episodes
     ]
 
 
-def _images_seen(key: str, calls: Sequence[Call]) -> dict[str, Any]:
-    """Names of the images that calls were shown, each once; nothing without any."""
-    names = list(dict.fromkeys(image.file_name for call in calls for image in call.images))
-    return {key: names} if names else {}
+def _images_seen(calls: Sequence[Call]) -> list[str] | None:
+    """Names of the images that calls were shown, each once; None without any."""
+    return list(dict.fromkeys(image.file_name for call in calls for image in call.images)) or None
 
 
 class SampleRecorder:
@@ -137,28 +177,24 @@ class SampleRecorder:
             columns[Output.ROUTES] = last_layer[rows].numpy()
         if trainer_log_probs is not None:
             columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
-        fields = _Rows(columns, self._settings.max_tokens)
+        of_rows = _Rows(columns, self._settings.max_tokens)
         objects = {name: batch.non_tensor_batch.get(name) for name in _OBJECTS}
         about = notes()
         for place, row in enumerate(rows.tolist()):
-            number = row if fields.episodes is None else fields.episodes[place]
-            note = about[number] if number < len(about) else {}
+            number = row if of_rows.episodes is None else of_rows.episodes[place]
+            known, sample = about[number] if number < len(about) else ({}, RecordedSample())
             words = {name: None if column is None else column[row] for name, column in objects.items()}
-            prompt, prompt_ids = dict(note.get("prompt", {})), fields.prompt_ids(place)
+            prompt, prompt_ids = dict(known), of_rows.prompt_ids(place)
             prompt |= {"id": words["prompt_id"], "domain": words["domain"], "tag": words["tag"]}
             if "text" not in prompt:
                 prompt["text"] = self._text(prompt_ids)
             elif "images" not in prompt:
                 prompt["decoded"] = block.read_back(str(words["prompt_id"]), prompt["text"], prompt_ids, self._text)
-            sample = {
-                "e": note.get("e"),
-                "o": note.get("o"),
-                "f": words["finish_reason"],
-                "role": words["role"],
-                "i": note.get("i"),
-            }
-            sample["m"] = {name: _number(value) for name, value in note.get("m", {}).items()}
-            block.add(prompt, sample | fields.sample(place), fields.response_ids(place))
+            numbers = {name: _number(value) for name, value in (sample.metrics or {}).items()}
+            # Rows of one episode share its note.
+            sample = replace(sample, metrics=numbers, finish_reason=words["finish_reason"], role=words["role"])
+            of_rows.fill(place, sample)
+            block.add(prompt, sample, of_rows.response_ids(place))
         self._append(block.finished())
         if IMAGES in batch.non_tensor_batch:
             self._show(step, batch.non_tensor_batch[IMAGES][rows])
@@ -202,16 +238,16 @@ class SampleRecorder:
                 "truth": _short(row.get("ground_truth")),
                 "images": row.get("images"),
             }
-            sample = {
-                "g": str(row.get("prompt_id", number)),
-                "s": _number(row.get("score")),
-                "m": dict(row["metrics"]) if row.get("metrics") else None,
-                "e": row.get("error"),
-                "f": row.get("finish_reason"),
-                "o": row.get("outcome"),
-                "n": row.get("response_tokens"),
-                "x": str(row.get("response", ""))[:_MAX_TEXT],
-            }
+            sample = RecordedSample(
+                group=str(row.get("prompt_id", number)),
+                score=_number(row.get("score")),
+                metrics=dict(row["metrics"]) if row.get("metrics") else None,
+                error=row.get("error"),
+                finish_reason=row.get("finish_reason"),
+                outcome=row.get("outcome"),
+                num_sampled=row.get("response_tokens"),
+                text=str(row.get("response", ""))[:_MAX_TEXT],
+            )
             block.add(prompt, sample)
         self._append(block.finished())
 
@@ -230,7 +266,7 @@ class SampleRecorder:
                 "tag": row.tag,
                 "images": names,
             }
-            block.add(prompt, {"g": row.row_id, "n": len(response)}, response)
+            block.add(prompt, RecordedSample(group=row.row_id, num_sampled=len(response)), response)
         self._append(block.finished())
         self._show(step, [row.vision for row in rows[: self._settings.max_samples_per_step]])
 
@@ -258,12 +294,12 @@ class SampleRecorder:
             kinds = scores or ["chosen", "rejected"]
             for kind, ids in zip(kinds, row.responses, strict=True):
                 place += 1
-                sample: dict[str, Any] = {"g": row.row_id, "k": kind, "n": len(ids)}
+                sample = RecordedSample(group=row.row_id, kind=kind, num_sampled=len(ids))
                 if row.margin is not None:
-                    sample["m"] = {"margin": row.margin}
+                    sample.metrics = {"margin": row.margin}
                 if reference is not None:
                     log_probs = reference[place][mask[place]].numpy()
-                    sample["h"] = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
+                    sample.reference = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
                 block.add(prompt, sample, ids)
         self._append(block.finished())
 
@@ -315,8 +351,8 @@ class _Block:
         self._read_back: dict[tuple[str, str], str | None] = {}
         """By prompt what its ids say, where that is not its text."""
 
-    def add(self, prompt: Mapping[str, Any], sample: Mapping[str, Any], ids: Sequence[int] | None = None) -> None:
-        """A sample; what is None is left out.
+    def add(self, prompt: Mapping[str, Any], sample: RecordedSample, ids: Sequence[int] | None = None) -> None:
+        """A sample; what is None in its prompt is left out.
 
         Args:
             ids: tokens after the prompt.
@@ -325,7 +361,7 @@ class _Block:
         if key not in self._places:
             self._places[key] = len(self._prompts)
             self._prompts.append({name: value for name, value in prompt.items() if value not in (None, "")})
-        kept = {name: value for name, value in sample.items() if value is not None and value != {}}
+        kept = sample.encoded()
         if ids is not None:
             self._ids.append(np.asarray(ids[: self._max_tokens], dtype=np.int64))
             kept["t"] = len(self._ids) - 1
@@ -393,39 +429,35 @@ class _Rows:
         ids: list[int] = self._columns["input_ids"][row, self._begins[row] : self._behind[row]].tolist()
         return ids
 
-    def sample(self, row: int) -> dict[str, Any]:
-        """Fields of :mod:`roll.tracking.run_record`."""
+    def fill(self, row: int, sample: RecordedSample) -> None:
+        """Set the fields of ``sample`` that the batch holds."""
         columns, begin, end = self._columns, self._begins[row], self._ends[row]
-        sample: dict[str, Any] = {
-            "g": str(int(columns["group_ids"][row])),
-            "s": _number(columns["scores"][row]),
-            "n": self._counts[row],
-        }
+        sample.group = str(int(columns["group_ids"][row]))
+        sample.score, sample.num_sampled = _number(columns["scores"][row]), self._counts[row]
         if "response_level_rewards" in columns:
-            sample["r"] = _number(columns["response_level_rewards"][row])
+            sample.reward = _number(columns["response_level_rewards"][row])
         if end <= begin:
-            return sample
+            return
         here = slice(begin, end)
-        sample["l"] = self._log_probs[row][here]
+        sample.log_probs = self._log_probs[row][here]
         if self._counts[row] < self._behind[row] - begin:
-            sample["c"] = _runs(~self._mask[row, here]) or None
+            sample.given = _runs(~self._mask[row, here]) or None
         if self._mismatch is not None:
-            sample["q"] = self._mismatch[row][here]
+            sample.mismatch = self._mismatch[row][here]
         if self._advantage is not None:
             same = self._advantage[row]
             if same == same:
-                sample["a"] = float(f"{same:.5g}")
+                sample.advantages = float(f"{same:.5g}")
             else:
-                sample["a"] = [float(f"{value:.4g}") for value in columns["advantages"][row, here].tolist()]
+                sample.advantages = [float(f"{value:.4g}") for value in columns["advantages"][row, here].tolist()]
         version = self._version[row]
-        sample["w"] = (
+        sample.version = (
             version if version >= 0 else _versions(columns["weight_versions"][row, here][self._mask[row, here]])
         )
         if Output.ROUTES in columns:
-            sample["y"] = _routes(columns[Output.ROUTES][row, here])
+            sample.experts = _routes(columns[Output.ROUTES][row, here])
         if "turn_ids" in columns:
-            sample["u"] = _turns(columns["turn_ids"][row, here], columns["turn_rewards"][row, here])
-        return sample
+            sample.turns = _turns(columns["turn_ids"][row, here], columns["turn_rewards"][row, here])
 
 
 def _routes(chosen: NDArray[Any]) -> list[list[int] | None] | None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from roll.environments.off_loop import in_own_process
 from roll.protocol.images import EncodedImage
 from roll.protocol.vision import VisionInputs
 from roll.rollout.engines import EngineClient, Generation
-from roll.rollout.flow import GroupFlow
+from roll.rollout.flow import GroupFlow, GroupInFlight
+from roll.rollout.groups import Drawn
 from roll.rollout.replay import State, progress_state, with_progress
 from roll.rollout.rewarding import SampleQuarantine
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
@@ -172,15 +174,6 @@ class EpisodeSettings:
     """The filter; a group without a single sample is never kept."""
 
 
-@dataclass(frozen=True)
-class OpenTask:
-    """A task that a group of episodes works on."""
-
-    order: int
-    """Position in the order in which tasks were drawn."""
-    task: Task
-
-
 @dataclass(slots=True)
 class _Member:
     """One episode of a group."""
@@ -191,21 +184,19 @@ class _Member:
     """None: it is not over."""
 
 
-@dataclass(slots=True)
-class _OpenGroup:
-    one: OpenTask
+@dataclass(eq=False, slots=True)
+class _OpenGroup(GroupInFlight[Task]):
     members: dict[int, _Member] = field(default_factory=dict)
 
     @property
-    def order(self) -> int:
-        return self.one.order
-
-    @property
     def label(self) -> str:
-        return f"{self.one.task.tag}, seed {self.one.task.seed}"
+        return f"{self.drawn.item.tag}, seed {self.drawn.item.seed}"
+
+    def state(self) -> State:
+        return {"members": {str(index): _member_state(member) for index, member in self.members.items()}}
 
 
-class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
+class EpisodeFlow(GroupFlow[Task, EpisodeGroup]):
     """Groups of episodes in flight: a coroutine each, and one for each of their episodes. Episodes do not wait for each
     other: each continues when its own response or observation is there.
 
@@ -214,8 +205,6 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         first_draw: how many tasks were drawn before; continues the count of draws.
         quarantine: takes the tasks whose environments fail at every attempt.
     """
-
-    _open_type = OpenTask
 
     def __init__(
         self,
@@ -238,27 +227,13 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         """Episodes since the beginning, by what became of them: ``ended``, ``retried`` (an attempt that failed) and
         ``cancelled`` (not needed any more)."""
 
-    def take_up(
-        self, begun: Sequence[tuple[OpenTask, Mapping[str, Any]]], scoring: Sequence[EpisodeGroup] = ()
-    ) -> None:
-        """Continue groups of an earlier process: their environments are led through the recorded responses."""
-        assert not scoring, "episodes bring their rewards"
-        for one, progress in begun:
-            self._start_group(one, progress)
-
-    def progress_state(self) -> dict[int, State]:
-        """By number, what the groups in flight have so far."""
-        return {
-            group.order: {"members": {str(index): _member_state(one) for index, one in group.members.items()}}
-            for group in self._begun.values()
-        }
-
     @property
     def _moves(self) -> tuple[int, int]:
         return self._engines.num_turns, self._num_attempts
 
-    def _start_group(self, one: OpenTask, progress: Mapping[str, Any] | None = None) -> None:
-        group = _OpenGroup(one)
+    def _start_group(self, drawn: Drawn[Task], progress: Mapping[str, Any] | None = None) -> None:
+        """Run the task's episodes; environments of an earlier process are led through the recorded responses."""
+        group = _OpenGroup(drawn)
         self._begin(group, self._run(group, progress["members"] if progress else {}))
 
     def _ended(self, group: EpisodeGroup) -> None:
@@ -267,7 +242,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
     async def _run(self, group: _OpenGroup, recorded: Mapping[str, State]) -> tuple[EpisodeGroup, bool]:
         async with self._slots:
             episodes = await self._members(group, recorded)
-        played = EpisodeGroup(group.order, group.one.task, episodes)
+        played = EpisodeGroup(group.drawn.order, group.drawn.item, episodes)
         return played, any(one.calls for one in episodes) and self._settings.keeps(played)
 
     async def _members(self, group: _OpenGroup, recorded: Mapping[str, State]) -> list[Episode]:
@@ -301,7 +276,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
             await asyncio.sleep(0)  # their requests are withdrawn in this pass
 
     async def _episode(self, group: _OpenGroup, index: int, recorded: State | None) -> Episode:
-        task, settings = group.one.task, self._settings
+        task, settings = group.drawn.item, self._settings
         player = self._players[task.tag]
         member = _Member(EngineSampler(self._engines, "", player.params))
         group.members[index] = member
@@ -311,7 +286,7 @@ class EpisodeFlow(GroupFlow[_OpenGroup, EpisodeGroup]):
         first = int(recorded["attempt"]) if recorded is not None else 0
         for attempt in range(first, settings.retries + 1):
             calls = recorded["calls"] if recorded is not None and attempt == first else None
-            name = f"{settings.name}{group.order}.{index}" + (f".{attempt}" if attempt else "")
+            name = f"{settings.name}{group.drawn.order}.{index}" + (f".{attempt}" if attempt else "")
             member.attempt = attempt
             member.sampler = EngineSampler(self._engines, name, player.params, calls)
             model = Model(member.sampler, player.template, player.tool_format, player.limits, player.thinking)
@@ -392,32 +367,23 @@ class EpisodeCodec:
     players: Mapping[str, Player]
     no_progress: State = field(default_factory=lambda: {"members": {}})
 
-    def oldest_version(self, group: EpisodeGroup, begun: int) -> int:
-        versions = [version for episode in group.episodes for call in episode.calls for version in call.versions]
-        return min(versions, default=begun)
+    def versions(self, group: EpisodeGroup) -> list[list[tuple[int, int]]]:
+        tokens = (chain.from_iterable(call.versions for call in episode.calls) for episode in group.episodes)
+        return [sorted(Counter(versions).items()) for versions in tokens]
 
     def is_scored(self, group: EpisodeGroup) -> bool:
         return True
 
-    def open_state(self, one: OpenTask) -> State:
-        return _task_state(one.task) | {"order": one.order}
+    def item_state(self, item: Task) -> State:
+        return {"tag": item.tag, "seed": item.seed, "row": json.dumps(dict(item.row), default=str)}
 
-    def open_from(self, state: Mapping[str, Any]) -> OpenTask:
-        return OpenTask(int(state["order"]), _task_from(state))
+    def item_from(self, state: Mapping[str, Any]) -> Task:
+        return Task(state["tag"], int(state["seed"]), json.loads(state["row"]))
 
     def group_state(self, group: EpisodeGroup) -> State:
-        episodes = [episode_state(episode) for episode in group.episodes]
-        return _task_state(group.task) | {"order": group.order, "episodes": episodes}
+        return self.item_state(group.task) | {"episodes": [episode_state(episode) for episode in group.episodes]}
 
-    def group_from(self, state: Mapping[str, Any]) -> EpisodeGroup:
-        task = _task_from(state)
-        episodes = [episode_from(one, task, self.players[task.tag]) for one in state["episodes"]]
-        return EpisodeGroup(int(state["order"]), task, episodes)
-
-
-def _task_state(task: Task) -> State:
-    return {"tag": task.tag, "seed": task.seed, "row": json.dumps(dict(task.row), default=str)}
-
-
-def _task_from(state: Mapping[str, Any]) -> Task:
-    return Task(state["tag"], int(state["seed"]), json.loads(state["row"]))
+    def group_from(self, order: int, state: Mapping[str, Any]) -> EpisodeGroup:
+        task = self.item_from(state)
+        episodes = [episode_from(episode, task, self.players[task.tag]) for episode in state["episodes"]]
+        return EpisodeGroup(order, task, episodes)

@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 from roll.config.roles import GeneratingArguments
 from roll.datasets.types import PromptRow
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import GroupFilter
-from roll.rollout.groups import Group, GroupT, OpenPrompt, SampleGroup
+from roll.rollout.groups import Drawn, Group, GroupT, ItemT, SampleGroup
 from roll.rollout.loops import RolloutContext, RolloutLoop, SingleTurn, join_requests
 from roll.rollout.replay import NO_PROGRESS, progress_state
 from roll.rollout.rewarding import RewardClient
@@ -84,22 +84,23 @@ class Progress(Generic[GroupT]):
     rejected: list[GroupT] = field(default_factory=list)
 
 
-class Begun(Protocol):
+@dataclass(eq=False, slots=True)
+class GroupInFlight(ABC, Generic[ItemT]):
     """A group whose coroutine is running."""
 
-    @property
-    def order(self) -> int:
-        """Position in the order in which groups were drawn."""
+    drawn: Drawn[ItemT]
 
     @property
+    @abstractmethod
     def label(self) -> str:
         """For messages."""
 
+    @abstractmethod
+    def state(self) -> dict[str, Any] | None:
+        """Progress of its samples; None: they are complete."""
 
-BegunT = TypeVar("BegunT", bound=Begun)
 
-
-class GroupFlow(ABC, Generic[BegunT, GroupT]):
+class GroupFlow(ABC, Generic[ItemT, GroupT]):
     """Groups in flight: a coroutine each, which a subclass begins.
 
     Args:
@@ -110,13 +111,11 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
 
     _unit = "group"
     """Name of what is drawn, for messages."""
-    _open_type: ClassVar[type[Any]]
-    """Holds what was drawn with its number (:class:`~roll.rollout.replay.Open`)."""
 
-    def __init__(self, name: str, draw: Callable[[int], Sequence[Any]], first_draw: int) -> None:
+    def __init__(self, name: str, draw: Callable[[int], Sequence[ItemT]], first_draw: int) -> None:
         self._name = name
         self._draw = draw
-        self._begun: dict[asyncio.Task[tuple[GroupT, bool]], BegunT] = {}
+        self._begun: dict[asyncio.Task[tuple[GroupT, bool]], GroupInFlight[ItemT]] = {}
         self._progress: Progress[GroupT] = Progress()
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
@@ -135,26 +134,33 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
         """Numbers that change when anything moves."""
 
     @abstractmethod
-    def _start_group(self, one: Any, progress: Mapping[str, Any] | None = None) -> None:
-        """Begin the group of one that was drawn, from where ``progress`` left it."""
+    def _start_group(self, drawn: Drawn[ItemT], progress: Mapping[str, Any] | None = None) -> None:
+        """Begin the group of a prompt or task, from where ``progress`` left it."""
 
-    @abstractmethod
-    def take_up(self, begun: Sequence[tuple[Any, Mapping[str, Any]]], scoring: Sequence[GroupT]) -> None:
+    def _start_scoring(self, group: GroupT) -> None:
+        """Score a complete group of an earlier process."""
+        raise AssertionError(f"{self._name} brings the rewards of its group")
+
+    def resume(self, begun: Sequence[tuple[Drawn[ItemT], Mapping[str, Any]]], scoring: Sequence[GroupT] = ()) -> None:
         """Continue groups of an earlier process: those begun, each with its progress, and those to be scored."""
+        for drawn, progress in begun:
+            self._start_group(drawn, progress)
+        for group in scoring:
+            self._start_scoring(group)
 
-    @abstractmethod
     def progress_state(self) -> dict[int, dict[str, Any]]:
         """By number, what the groups that are not complete have so far."""
+        states = ((group.drawn.order, group.state()) for group in self._begun.values())
+        return {order: state for order, state in states if state is not None}
 
-    def start(self, count: int) -> list[Any]:
+    def start(self, count: int) -> list[Drawn[ItemT]]:
         """Draw ``count`` times and begin a group for each; those begun, fewer where there is nothing more to draw."""
-        drawn = self._draw(count)
+        drawn = [Drawn(self.next_order + index, item) for index, item in enumerate(self._draw(count))]
         self.exhausted = self.exhausted or len(drawn) < count
-        begun = [self._open_type(self.next_order + index, one) for index, one in enumerate(drawn)]
         self.next_order += len(drawn)
-        for one in begun:
+        for one in drawn:
             self._start_group(one)
-        return begun
+        return drawn
 
     def take(self) -> Progress[GroupT]:
         """Events since the last call.
@@ -195,7 +201,7 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
     async def abort(self, orders: Iterable[int] | None = None) -> None:
         """Cancel these groups (None: all), wait until their coroutines have ended, and forget them."""
         unwanted = None if orders is None else set(orders)
-        tasks = [task for task, begun in self._begun.items() if unwanted is None or begun.order in unwanted]
+        tasks = [task for task, begun in self._begun.items() if unwanted is None or begun.drawn.order in unwanted]
         for task in tasks:
             del self._begun[task]
             task.cancel()
@@ -204,7 +210,7 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
             if late:
                 raise RuntimeError(f"{self._name} goes on {CANCELLED_SECONDS:g} s after it was cancelled: {late}")
 
-    def _begin(self, begun: BegunT, coroutine: Coroutine[Any, Any, tuple[GroupT, bool]]) -> None:
+    def _begin(self, begun: GroupInFlight[ItemT], coroutine: Coroutine[Any, Any, tuple[GroupT, bool]]) -> None:
         """Run a coroutine that gives a group, and whether it is accepted."""
         task = asyncio.create_task(coroutine)
         self._begun[task] = begun
@@ -240,7 +246,7 @@ class GroupFlow(ABC, Generic[BegunT, GroupT]):
             outer: Any = task.get_coro()
             frame = getattr(outer.cr_await, "cr_frame", None) or outer.cr_frame  # of the loop, if it is in it
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "its end"
-            lines.append(f"  {self._unit} {begun.order} ({begun.label}) waits at {place}")
+            lines.append(f"  {self._unit} {begun.drawn.order} ({begun.label}) waits at {place}")
         return "\n".join(lines)
 
 
@@ -299,25 +305,28 @@ class GroupSettings:
         return keep is None or keep(group.scores())
 
 
-@dataclass(slots=True)
-class _Prompt:
-    """A prompt in flight."""
-
-    one: OpenPrompt
+@dataclass(eq=False, slots=True)
+class _Prompt(GroupInFlight[PromptRow]):
     context: RolloutContext
+    is_own: bool
+    """A loop of the user's own answers it."""
     is_scored: bool = False
     """Its samples are complete, and it waits for their rewards."""
 
     @property
-    def order(self) -> int:
-        return self.one.order
-
-    @property
     def label(self) -> str:
-        return self.one.prompt.prompt_id
+        return self.drawn.item.prompt_id
+
+    def state(self) -> dict[str, Any] | None:
+        """Samples of its request as an engine last got or gave them. A user's own loop starts over:
+        coroutines do not outlive their process."""
+        if self.is_scored or self.is_own:
+            return None if self.is_scored else {}
+        in_flight = self.context.in_flight
+        return progress_state(in_flight[0].request) if in_flight else NO_PROGRESS
 
 
-class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
+class PromptFlow(GroupFlow[PromptRow, SampleGroup]):
     """Prompts in flight, between being drawn and being accepted or rejected: a coroutine each.
 
     Args:
@@ -326,7 +335,6 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
     """
 
     _unit = "prompt"
-    _open_type = OpenPrompt
 
     def __init__(
         self,
@@ -344,38 +352,26 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
         self._is_own = loop is not None
         super().__init__(f"{type(self._loop).__name__}.answer", draw, first_draw)
 
-    def _start_group(self, one: OpenPrompt, progress: Mapping[str, Any] | None = None) -> None:
-        prompt = _Prompt(one, self._context(one, progress))
+    def _start_group(self, drawn: Drawn[PromptRow], progress: Mapping[str, Any] | None = None) -> None:
+        """Answer a prompt, from where ``progress`` left its samples; a user's own loop starts over."""
+        prompt = _Prompt(drawn, self._context(drawn, None if self._is_own else progress), self._is_own)
         if not self._is_own:
             prompt.context._on_scoring = partial(self._generated, prompt)
-        self._begin(prompt, self._answer(one, prompt.context))
+        self._begin(prompt, self._answer(drawn, prompt.context))
 
-    def take_up(self, begun: Sequence[tuple[OpenPrompt, Mapping[str, Any]]], scoring: Sequence[SampleGroup]) -> None:
-        """Continue prompts and groups of an earlier run: samples from where they were, scoring from its beginning. A
-        user's own loop starts over: coroutines do not outlive their process."""
-        assert not (self._is_own and scoring), "a loop's groups are scored when they are complete"
-        for one, progress in begun:
-            self._start_group(one, None if self._is_own else progress)
-        for group in scoring:
-            one = OpenPrompt(group.order, group.prompt)
-            context = self._context(one)
-            self._begin(_Prompt(one, context, is_scored=True), self._score(group, context))
-
-    def progress_state(self) -> dict[int, dict[str, Any]]:
-        """By number, what the prompts that are being answered had when their requests were last given to an engine, or
-        recalled from it."""
-        return {prompt.order: self._state_of(prompt) for prompt in self._begun.values() if not prompt.is_scored}
+    def _start_scoring(self, group: SampleGroup) -> None:
+        assert not self._is_own, "a loop's groups are scored when they are complete"
+        drawn = Drawn(group.order, group.prompt)
+        context = self._context(drawn)
+        self._begin(_Prompt(drawn, context, False, is_scored=True), self._score(group, context))
 
     @property
     def _moves(self) -> tuple[int, int]:
         return self._engines.num_turns, self._rewards.num_calls
 
-    def _context(self, one: OpenPrompt, progress: Mapping[str, Any] | None = None) -> RolloutContext:
-        settings = self._settings
-        params = settings.params_of(one.order)
-        return RolloutContext(
-            one.order, settings.group_size, params, self._engines, self._rewards, progress, one.prompt
-        )
+    def _context(self, drawn: Drawn[PromptRow], progress: Mapping[str, Any] | None = None) -> RolloutContext:
+        size, params = self._settings.group_size, self._settings.params_of(drawn.order)
+        return RolloutContext(drawn.order, size, params, self._engines, self._rewards, progress, drawn.item)
 
     def _ended(self, group: SampleGroup) -> None:
         if self._is_own:
@@ -387,46 +383,40 @@ class PromptFlow(GroupFlow[_Prompt, SampleGroup]):
             self._progress.generated.append(group)
             self._changed.set()
 
-    async def _answer(self, one: OpenPrompt, context: RolloutContext) -> tuple[SampleGroup, bool]:
+    async def _answer(self, drawn: Drawn[PromptRow], context: RolloutContext) -> tuple[SampleGroup, bool]:
         """A prompt's group, and whether it is accepted."""
         has_waited = asyncio.get_running_loop().create_future() if self._is_own else None
         if has_waited is not None:
             asyncio.get_running_loop().call_soon(has_waited.cancel)
         try:
-            group = await self._loop.answer(one.prompt, context)
+            group = await self._loop.answer(drawn.item, context)
         finally:
             context.close()
         if has_waited is not None and not has_waited.done():
             raise ValueError(f"{self._name} ended without waiting for anything: no sample was generated")
         if group is None:
-            return SampleGroup(one.order, one.prompt, join_requests(str(one.order), [])), False
+            return SampleGroup(drawn.order, drawn.item, join_requests(str(drawn.order), [])), False
         if self._is_own:
-            self._check(one, group)
+            self._check(drawn, group)
         return group, self._settings.keeps(group)
 
     async def _score(self, group: SampleGroup, context: RolloutContext) -> tuple[SampleGroup, bool]:
         group = await context.compute_rewards(group)
         return group, self._settings.keeps(group)
 
-    def _check(self, one: OpenPrompt, group: SampleGroup) -> None:
+    def _check(self, drawn: Drawn[PromptRow], group: SampleGroup) -> None:
         """
         Raises:
             ValueError: a group that a loop of the user's own has put together otherwise than it may.
         """
         size = self._settings.group_size
-        if len(group.rewards) != group.num_samples or group.num_samples != size or group.order != one.order:
+        if len(group.rewards) != group.num_samples or group.num_samples != size or group.order != drawn.order:
             raise ValueError(
                 f"{self._name} gave a group of {group.num_samples} samples with {len(group.rewards)} rewards; "
                 f"it must have {size} of each: use context.group and context.compute_rewards"
             )
-        if group.prompt.token_ids != one.prompt.token_ids or group.finished.request_id != str(group.order):
+        if group.prompt.token_ids != drawn.item.token_ids or group.finished.request_id != str(group.order):
             raise ValueError(
                 f"{self._name} gave a group that context.group did not make of its prompt; its samples would be "
                 "trained after another context than they were sampled with"
             )
-
-    def _state_of(self, prompt: _Prompt) -> dict[str, Any]:
-        if self._is_own:
-            return {}
-        in_flight = prompt.context.in_flight
-        return progress_state(in_flight[0].request) if in_flight else NO_PROGRESS

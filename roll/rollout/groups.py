@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -144,13 +144,16 @@ class EngineReport:
     """Prompt tokens since the last report, and those of them that the engine's prefix cache had."""
 
 
+ItemT = TypeVar("ItemT")
+
+
 @dataclass(frozen=True)
-class OpenPrompt:
-    """A prompt that engines are at work on."""
+class Drawn(Generic[ItemT]):
+    """A prompt or task with the number of its draw."""
 
     order: int
-    """Position in the order in which prompts were drawn."""
-    prompt: PromptRow
+    """Position in the order in which items were drawn."""
+    item: ItemT
 
 
 @dataclass(slots=True)

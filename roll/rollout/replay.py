@@ -12,7 +12,7 @@ import numpy as np
 from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
-from roll.rollout.groups import FinishedGroup, GroupT, OpenPrompt, SampleGroup
+from roll.rollout.groups import Drawn, FinishedGroup, GroupT, ItemT, SampleGroup
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample
 
 FindPrompt = Callable[[str, str], PromptRow]
@@ -22,37 +22,29 @@ NO_PROGRESS: State = {"partial": [], "finished": []}
 """State of a request that has no tokens yet."""
 
 
-class Open(Protocol):
-    """A group that is drawn and not complete."""
-
-    @property
-    def order(self) -> int:
-        """Position in the order in which groups were drawn."""
-
-
-class GroupCodec(Protocol[GroupT]):
-    """Bookkeeping of the groups that a buffer holds."""
+class GroupCodec(Protocol[ItemT, GroupT]):
+    """Bookkeeping of the groups that a buffer holds, each of a prompt or task (``ItemT``)."""
 
     @property
     def no_progress(self) -> State:
         """State of a group of which nothing is there yet."""
 
-    def oldest_version(self, group: GroupT, begun: int) -> int:
-        """The weights that the oldest token of a group was sampled with; ``begun`` where nothing says so."""
+    def versions(self, group: GroupT) -> list[list[tuple[int, int]]]:
+        """Of each sample, or episode, the versions of the weights that sampled it, each with its number of tokens."""
 
     def is_scored(self, group: GroupT) -> bool:
         """A complete group has its rewards."""
 
-    def open_state(self, one: Any) -> State:
-        """State of what was drawn, as plain values and arrays."""
+    def item_state(self, item: ItemT) -> State:
+        """State of a prompt or task, as plain values."""
 
-    def open_from(self, state: Mapping[str, Any]) -> Any:
-        """The inverse of :meth:`open_state`."""
+    def item_from(self, state: Mapping[str, Any]) -> ItemT:
+        """The inverse of :meth:`item_state`."""
 
     def group_state(self, group: GroupT) -> State:
-        """State of a complete group, as plain values and arrays."""
+        """State of a complete group beyond its number, as plain values and arrays."""
 
-    def group_from(self, state: Mapping[str, Any]) -> GroupT:
+    def group_from(self, order: int, state: Mapping[str, Any]) -> GroupT:
         """The inverse of :meth:`group_state`."""
 
 
@@ -140,17 +132,17 @@ class PromptCodec:
     find: FindPrompt
     no_progress: State = field(default_factory=lambda: NO_PROGRESS)
 
-    def oldest_version(self, group: SampleGroup, begun: int) -> int:
-        return min((version for spans in group.finished.weight_versions for version, _, _ in spans), default=begun)
+    def versions(self, group: SampleGroup) -> list[list[tuple[int, int]]]:
+        return [[(version, end - first) for version, first, end in spans] for spans in group.finished.weight_versions]
 
     def is_scored(self, group: SampleGroup) -> bool:
         return bool(group.rewards)
 
-    def open_state(self, one: OpenPrompt) -> State:
-        return _prompt_state(one.prompt) | {"order": one.order}
+    def item_state(self, item: PromptRow) -> State:
+        return {"domain": item.domain, "prompt_id": item.prompt_id}
 
-    def open_from(self, state: Mapping[str, Any]) -> OpenPrompt:
-        return OpenPrompt(int(state["order"]), self._prompt(state))
+    def item_from(self, state: Mapping[str, Any]) -> PromptRow:
+        return self.find(state["domain"], state["prompt_id"])
 
     def group_state(self, group: SampleGroup) -> State:
         finished = group.finished
@@ -159,9 +151,8 @@ class PromptCodec:
             lengths = np.array([len(routes) for routes in finished.routes])
             optional |= {"routes": np.concatenate(finished.routes), "routes_lengths": lengths}
         return {
-            **_prompt_state(group.prompt),
+            **self.item_state(group.prompt),
             **optional,
-            "order": group.order,
             "token_ids": finished.token_ids,
             "log_probs": finished.log_probs,
             "lengths": finished.lengths,
@@ -171,9 +162,9 @@ class PromptCodec:
             "rewards": [asdict(result) for result in group.rewards],
         }
 
-    def group_from(self, state: Mapping[str, Any]) -> SampleGroup:
+    def group_from(self, order: int, state: Mapping[str, Any]) -> SampleGroup:
         finished = FinishedGroup(
-            request_id=str(state["order"]),
+            request_id=str(order),
             token_ids=state["token_ids"],
             log_probs=state["log_probs"],
             lengths=state["lengths"],
@@ -184,38 +175,30 @@ class PromptCodec:
             routes=[] if "routes" not in state else np.split(state["routes"], np.cumsum(state["routes_lengths"])[:-1]),
         )
         rewards = [RewardResult(**result) for result in state["rewards"]]
-        return SampleGroup(int(state["order"]), self._prompt(state), finished, rewards)
-
-    def _prompt(self, state: Mapping[str, Any]) -> PromptRow:
-        return self.find(state["domain"], state["prompt_id"])
-
-
-def _prompt_state(prompt: PromptRow) -> State:
-    return {"domain": prompt.domain, "prompt_id": prompt.prompt_id}
+        return SampleGroup(order, self.item_from(state), finished, rewards)
 
 
 @dataclass(frozen=True)
-class Held:
+class Held(Generic[ItemT]):
     """A group that engines or rewards are at work on."""
 
-    one: Any
-    """The prompts drawn."""
+    drawn: Drawn[ItemT]
     version: int
     """The weights that it was begun with: no token is older."""
 
 
-class ReplayBuffer(Generic[GroupT]):
+class ReplayBuffer(Generic[ItemT, GroupT]):
     """Groups by their state: being generated, being scored, ready to be trained on. Pure bookkeeping.
 
     Every group goes ``begin -> generated -> scored`` and leaves by :meth:`take`, by a filter, or for its age. Steps
     take the oldest first.
     """
 
-    def __init__(self, ahead: RunAhead, codec: GroupCodec[GroupT]) -> None:
+    def __init__(self, ahead: RunAhead, codec: GroupCodec[ItemT, GroupT]) -> None:
         self.ahead = ahead
         self.codec = codec
         self.ledger = Ledger()
-        self._generating: dict[int, Held] = {}
+        self._generating: dict[int, Held[ItemT]] = {}
         self._scoring: dict[int, tuple[GroupT, int]] = {}
         self._ready: dict[int, tuple[GroupT, int]] = {}
 
@@ -228,20 +211,21 @@ class ReplayBuffer(Generic[GroupT]):
         return len(self._ready)
 
     @property
-    def generating(self) -> dict[int, Held]:
+    def generating(self) -> dict[int, Held[ItemT]]:
         """By order of drawing."""
         return dict(self._generating)
 
-    def begin(self, one: Open, version: int) -> None:
+    def begin(self, drawn: Drawn[ItemT], version: int) -> None:
         """A group was drawn and begun."""
-        assert one.order not in self._generating, f"group {one.order} was begun before"
-        self._generating[one.order] = Held(one, version)
+        assert drawn.order not in self._generating, f"group {drawn.order} was begun before"
+        self._generating[drawn.order] = Held(drawn, version)
         self.ledger.drawn += 1
 
     def generated(self, group: GroupT) -> None:
         """All samples of a group are there."""
         begun = self._generating.pop(group.order)
-        self._scoring[group.order] = (group, self.codec.oldest_version(group, begun.version))
+        versions = (version for sample in self.codec.versions(group) for version, _ in sample)
+        self._scoring[group.order] = (group, min(versions, default=begun.version))
 
     def scored(self, group: GroupT, accepted: bool) -> bool:
         """The rewards of a group are there; False where the group was given up in the meantime."""
@@ -302,20 +286,26 @@ class ReplayBuffer(Generic[GroupT]):
         """Everything held, as plain values and arrays.
 
         Args:
-            progress: of every group that is being generated (:meth:`~roll.rollout.flow.PromptFlow.progress_state`).
+            progress: of every group that is being generated (:meth:`~roll.rollout.flow.GroupFlow.progress_state`).
         """
         assert progress.keys() == self._generating.keys(), "every unfinished group has its request"
         complete = self._scoring | self._ready
         return {
             "ledger": asdict(self.ledger),
             "unfinished": [
-                self.codec.open_state(held.one) | {"version": held.version, "progress": progress[order]}
+                self.codec.item_state(held.drawn.item)
+                | {"order": order, "version": held.version, "progress": progress[order]}
                 for order, held in self._generating.items()
             ],
-            "complete": [self.codec.group_state(group) | {"version": version} for group, version in complete.values()],
+            "complete": [
+                self.codec.group_state(group) | {"order": order, "version": version}
+                for order, (group, version) in complete.items()
+            ],
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> tuple[list[tuple[Any, Mapping[str, Any]]], list[GroupT]]:
+    def load_state_dict(
+        self, state: Mapping[str, Any]
+    ) -> tuple[list[tuple[Drawn[ItemT], Mapping[str, Any]]], list[GroupT]]:
         """Hold what was held.
 
         Returns:
@@ -324,11 +314,11 @@ class ReplayBuffer(Generic[GroupT]):
         self.ledger = Ledger(**state["ledger"])
         unfinished = []
         for entry in state["unfinished"]:
-            one = self.codec.open_from(entry)
-            self._generating[one.order] = Held(one, int(entry["version"]))
-            unfinished.append((one, entry["progress"]))
+            drawn = Drawn(int(entry["order"]), self.codec.item_from(entry))
+            self._generating[drawn.order] = Held(drawn, int(entry["version"]))
+            unfinished.append((drawn, entry["progress"]))
         for entry in state["complete"]:
-            group = self.codec.group_from(entry)
+            group = self.codec.group_from(int(entry["order"]), entry)
             place = self._ready if self.codec.is_scored(group) else self._scoring
             place[group.order] = (group, int(entry["version"]))
         self.check()

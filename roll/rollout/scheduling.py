@@ -10,7 +10,7 @@ from typing import Any, Generic
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.filters import GroupFilter
 from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, Progress, PromptFlow, Rejections
-from roll.rollout.groups import GroupT, SampleGroup
+from roll.rollout.groups import GroupT, ItemT, SampleGroup
 from roll.rollout.loops import RolloutLoop
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.rewarding import RewardClient
@@ -29,7 +29,7 @@ class RolloutResult(Generic[GroupT]):
 
 
 async def collected(
-    flow: GroupFlow[Any, GroupT],
+    flow: GroupFlow[ItemT, GroupT],
     count: int,
     num_additional: int,
     deadline: float,
@@ -117,7 +117,7 @@ class RolloutScheduler:
         return await collected(flow, num_prompts, num_additional, self._deadline)
 
 
-class AsyncScheduler(Generic[GroupT]):
+class AsyncScheduler(Generic[ItemT, GroupT]):
     """Begins groups as the buffer has room for them, and hands out the groups of each step.
 
     :meth:`keep_going` runs in the background: groups continue, and others begin, whenever the event loop runs.
@@ -135,8 +135,8 @@ class AsyncScheduler(Generic[GroupT]):
     def __init__(
         self,
         engines: EngineClient,
-        flow: GroupFlow[Any, GroupT],
-        buffer: ReplayBuffer[GroupT],
+        flow: GroupFlow[ItemT, GroupT],
+        buffer: ReplayBuffer[ItemT, GroupT],
         num_steps: int,
         deadline: float,
         in_flight: bool = True,
@@ -231,7 +231,7 @@ class AsyncScheduler(Generic[GroupT]):
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken; before the first :meth:`collect`."""
         self._engines.hold()
-        self._flow.take_up(*self.buffer.load_state_dict(state))
+        self._flow.resume(*self.buffer.load_state_dict(state))
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -267,5 +267,5 @@ class AsyncScheduler(Generic[GroupT]):
         needed = (self._num_steps - self._version) * ahead.prompts_per_step + ahead.num_additional
         count = min(ahead.capacity, needed) - self._taken_at_version - self.buffer.num_held
         if count > 0:
-            for one in self._flow.start(count):
-                self.buffer.begin(one, self._version)
+            for drawn in self._flow.start(count):
+                self.buffer.begin(drawn, self._version)

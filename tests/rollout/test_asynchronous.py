@@ -21,7 +21,7 @@ from roll.distributed import DriverLoop, WorkerDied
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupSettings, PromptFlow, RolloutExhausted
-from roll.rollout.groups import OpenPrompt, SampleGroup
+from roll.rollout.groups import Drawn, SampleGroup
 from roll.rollout.loops import RolloutLoop
 from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import RewardClient
@@ -230,7 +230,7 @@ def test_a_fraction_of_each_batch_is_begun_ahead(bench: Any, ratio: float, behin
     begun: dict[int, int] = {}
     begin = one.scheduler.buffer.begin
 
-    def note(opened: OpenPrompt, version: int) -> None:
+    def note(opened: Drawn[PromptRow], version: int) -> None:
         begun[opened.order] = version
         begin(opened, version)
 

@@ -163,7 +163,7 @@ def test_what_was_sampled_is_trained_behind_what_it_was_sampled_with(
     if stored:
         rows = {group.prompt.prompt_id: group.prompt for group in result.groups}
         codec = PromptCodec(lambda _, name: rows[name])
-        result.groups[:] = [codec.group_from(codec.group_state(group)) for group in result.groups]
+        result.groups[:] = [codec.group_from(group.order, codec.group_state(group)) for group in result.groups]
     calls = {0: (0, 1, 4), 1: (0, 1, 2), 2: (3,)}  # the calls whose tokens a sample of the group is made of
     wanted = calls if earlier_rounds else {sample: rounds[-1:] for sample, rounds in calls.items()}
     for index, (order, columns) in enumerate(rows_of(result)):

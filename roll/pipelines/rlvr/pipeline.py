@@ -11,14 +11,13 @@ from roll.distributed import ResourceManager
 from roll.methods.policy import PolicyMethod
 from roll.pipelines.batches import RecordedRollouts
 from roll.pipelines.clusters import Clusters, StartingClusters, start_clusters
-from roll.pipelines.engine_rollout import EngineRollout
-from roll.pipelines.files import dumped_table
 from roll.pipelines.policy_pipeline import PolicyPipeline
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
 from roll.pipelines.rlvr.data import load_data
 from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.rollout import AsyncRolloutPhase, RolloutPhase, Validation
+from roll.pipelines.rlvr.rollout import PromptSource, Validation
 from roll.protocol.metrics import Mean
+from roll.rollout.engines import EngineClient
 from roll.serving.harness import HarnessOptions, run_program
 from roll.serving.server import FrontOptions, HttpFront
 
@@ -40,9 +39,8 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         self.data = load_data(self.config, self.plan)
         self.tokenizer = self.data.tokenizer
 
-    def build_rollout(self) -> EngineRollout[Validation]:
-        phase = AsyncRolloutPhase if self.plan.is_async else RolloutPhase
-        return phase(self.config, self.plan, self.clusters, self.data)
+    def build_source(self, engines: EngineClient) -> PromptSource:
+        return PromptSource(self.config, self.plan, self.clusters, self.data, engines)
 
     def build_method(self) -> PolicyMethod:
         return PolicyMethod(self.config, self.plan.norm_types, self.plan.max_new_tokens)
@@ -85,4 +83,4 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         metrics, answered = validation.report()
         self.context.record_validation(metrics | self.by_harness, step)
         for name, groups in answered.items():
-            self.context.dump_samples("validation", step, partial(dumped_table, groups, self.plan.dump_dir), name)
+            self.context.dump_samples("validation", step, partial(self.source.table, groups), name)

@@ -5,38 +5,38 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from roll.config.plan.plan import RunAhead
 from roll.config.rewards import model_inputs
 from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
+from roll.distributed import DriverLoop
 from roll.methods.opd_rows import DatasetResponses, TeacherPrompts, is_off_policy
 from roll.methods.policy_plan import is_taught
 from roll.pipelines.clusters import Clusters
-from roll.pipelines.engine_rollout import EngineRollout, RunsAhead
+from roll.pipelines.engine_rollout import RolloutSource
 from roll.pipelines.files import dumped_table, pad_token_id
 from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.plan import RLVRPlan, ValidationSet
-from roll.pipelines.sample_records import sample_notes
+from roll.pipelines.sample_records import Notes, sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
+from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
 from roll.rollout.flow import DrawPrompts, GroupSettings, PromptFlow, greedy, sampling_params
 from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
-from roll.rollout.loops import rollout_loops
-from roll.rollout.replay import PromptCodec, ReplayBuffer
+from roll.rollout.loops import RolloutLoop, rollout_loops
+from roll.rollout.replay import PromptCodec
 from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
-from roll.rollout.scheduling import AsyncScheduler, RolloutResult, RolloutScheduler
+from roll.rollout.scheduling import RolloutScheduler
 from roll.strategies.engines.requests import SamplingParams
 from roll.tracking import SampleTable
 
@@ -135,16 +135,17 @@ def draw_from(rows: Sequence[PromptRow]) -> DrawPrompts:
     return lambda count: list(islice(remaining, count))
 
 
-class RolloutPhase(EngineRollout[Validation]):
-    """Draws prompts, has them answered and scored, and counts the draws, on which seeds and order depend."""
+class PromptSource(RolloutSource[PromptRow, SampleGroup, Validation]):
+    """Prompts in the seeded order of their data, answered by the engines and scored by the rewards."""
 
-    def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
-        super().__init__(config, plan, clusters.actor_infer)
+    def __init__(
+        self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData, engines: EngineClient
+    ) -> None:
         self._config = config
         self._plan = plan
         self._data = data
+        self._engines = engines
         self._pad_token_id = pad_token_id(data.tokenizer)
-        self._dump_dir = plan.dump_dir
         quarantine = SampleQuarantine(plan.log_dir)
         scorer = None
         if clusters.reward_model is not None:
@@ -152,118 +153,76 @@ class RolloutPhase(EngineRollout[Validation]):
             scorer = ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns, quarantine)
         self._rewards = RewardClient(clusters.rewards, scorer, quarantine)
         self._validation_plan = ValidationPlan(plan.validation_sets, data.validation, config.val_batch_size)
-        self._scheduler = RolloutScheduler(self._engines, self._rewards, config.seed, deadline=config.rpc_timeout)
+        self._scheduler = RolloutScheduler(engines, self._rewards, config.seed, deadline=config.rpc_timeout)
         self._params = sampling_params(config.actor_infer.generating_args, plan.max_new_tokens)
-        self._filters = {
+        filters = {
             name: build_filter(section.query_filter_config.type, section.query_filter_config.filter_args)
             for name, section in config.rewards.items()
         }
         path = config.user_defined_rollout_loop_cls
-        self._loop = None if path is None else rollout_loops.resolve(path)()
+        loop: RolloutLoop | None = None if path is None else rollout_loops.resolve(path)()
         self._dataset_responses = None
         if config.lmbda < 1.0 and is_taught(config):
-            self._dataset_responses = DatasetResponses(
+            loop = self._dataset_responses = DatasetResponses(
                 config.actor_train.data_args, config.lmbda, data.tokenizer, plan.max_new_tokens
             )
-            self._loop = self._dataset_responses
         self._teacher_prompts = None
         if config.opd_teacher_prompt is not None and is_taught(config):
             data_args = config.actor_train.data_args
             templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)
             template = config.opd_teacher_prompt
             self._teacher_prompts = TeacherPrompts(template, data_args, templates, data.tokenizer)
-        self.num_drawn = 0
-        """Prompts drawn since the run began."""
+        settings = GroupSettings(plan.group_size, self._params, config.seed, filters)
+        self.flow = PromptFlow(engines, self._rewards, data.sampler.next_batch, settings, 0, loop)
+        self.codec = PromptCodec(data.sampler.find)
 
-    def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
-        groups, metrics = self._groups_of(step)
-        batch = build_batch(groups, self._pad_token_id)
+    def begin(self, step: int) -> None:
+        if self._dataset_responses is not None:
+            self._dataset_responses.version = step
+
+    def batch(self, groups: list[SampleGroup], driver: DriverLoop) -> tuple[DataProto, Metrics]:
+        batch, metrics = build_batch(groups, self._pad_token_id), reward_metrics(groups)
         if self._teacher_prompts is not None:
             self._teacher_prompts.add_columns(batch, groups)
-        metrics |= self._sizes(groups) | self._loss_metrics() | reward_metrics(groups) | self._death_metrics()
+        if self._dataset_responses is not None:
+            sampled = [not is_off_policy(group.order, self._config.lmbda) for group in groups]
+            metrics["opd/on_policy_share"] = Mean(sum(sampled), len(sampled))
+        quarantine = self._rewards.quarantine
+        if quarantine.num_deaths:  # since the run began; nothing before the first
+            metrics["scheduler/reward_worker_deaths"] = Mean(quarantine.num_deaths)
+            metrics["scheduler/set_aside_samples"] = Mean(quarantine.num_samples)
         if self._config.reward_weights:
             batch.batch["reward_components"] = reward_components(groups, list(self._config.reward_weights))
         if self._plan.needs_greedy_baseline:
-            metrics |= self._add_greedy_baseline(batch, groups)
-        self.notes = partial(sample_notes, groups)
-        return batch, partial(dumped_table, groups, self._dump_dir), metrics
+            batch.batch.update(greedy_baseline(groups, driver.run(self._greedy([group.prompt for group in groups]))))
+            # Samples whose baseline cannot be scored lose their own score, since their advantage is unknown.
+            scores = batch.batch["baseline_scores"]
+            batch.batch["scores"] = batch.batch["scores"].masked_fill(scores.isnan(), float("nan"))
+            scored = scores[~scores.isnan()]
+            metrics["critic/baseline_score/mean"] = Mean(float(scored.sum()), len(scored))
+        return batch, metrics
 
-    def _death_metrics(self) -> Metrics:
-        """Reward workers that were replaced, and quarantined samples, since the run began; nothing before the first."""
-        quarantine = self._rewards.quarantine
-        if not quarantine.num_deaths:
-            return {}
-        return {
-            "scheduler/reward_worker_deaths": Mean(quarantine.num_deaths),
-            "scheduler/set_aside_samples": Mean(quarantine.num_samples),
-        }
-
-    def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
-        self._busy_before = self._engines.busy_seconds
-        if self._dataset_responses is not None:
-            self._dataset_responses.version = step
-        result = self._collected(
-            draw=self._data.sampler.next_batch,
-            num_prompts=self._plan.prompts_per_step,
-            group_size=self._plan.group_size,
-            params=self._params,
-            first_draw=self.num_drawn,
-            filters=self._filters,
-            num_additional=self._plan.num_additional_prompts,
-            loop=self._loop,
-        )
-        self.num_drawn += result.num_drawn
-        shares: Metrics = {}
-        if self._dataset_responses is not None:
-            sampled = [not is_off_policy(group.order, self._config.lmbda) for group in result.groups]
-            shares["opd/on_policy_share"] = Mean(sum(sampled), len(sampled))
-        return result.groups, shares | {
-            "scheduler/collect_query_count": Mean(result.num_drawn),
-            "scheduler/query_use_count": Mean(len(result.groups)),
-            "scheduler/filtered_query_count": Mean(result.num_filtered),
-            "scheduler/aborted_query_count": Mean(result.num_aborted),
-        }
-
-    def _collected(self, **options: Any) -> RolloutResult[SampleGroup]:
-        """See :meth:`RolloutScheduler.collect`; the engines have nothing left to do afterwards."""
-
-        async def collect() -> RolloutResult[SampleGroup]:
-            result = await self._scheduler.collect(**options)
-            await self._engines.drain()
-            return result
-
-        return self.driver.run(collect())
-
-    def _sizes(self, groups: list[SampleGroup]) -> Metrics:
-        tokens = float(sum(group.finished.sampled.sum() for group in groups))
-        unsampled = sum(group.finished.lengths.sum() for group in groups) - tokens
-        prompt_tokens = sum(len(group.prompt.token_ids) * group.num_samples for group in groups) + float(unsampled)
-        return self._size_metrics(sum(group.num_samples for group in groups), tokens, prompt_tokens)
-
-    def _add_greedy_baseline(self, batch: DataProto, groups: list[SampleGroup]) -> Metrics:
-        """Answer the prompts of ``groups`` again, greedily. Samples whose baseline cannot be scored lose their own
-        score, since their advantage is unknown."""
-        prompts = [group.prompt for group in groups]
+    async def _greedy(self, prompts: list[PromptRow]) -> list[SampleGroup]:
+        """The greedy response to each of ``prompts``; the engines have nothing left to do afterwards."""
         params = greedy(self._plan.max_new_tokens, self._params)
-        baselines = self._collected(
-            draw=draw_from(prompts), num_prompts=len(prompts), group_size=1, params=params, first_draw=0
-        ).groups
-        batch.batch.update(greedy_baseline(groups, baselines))
-        scores = batch.batch["baseline_scores"]
-        batch.batch["scores"] = batch.batch["scores"].masked_fill(scores.isnan(), float("nan"))
-        scored = scores[~scores.isnan()]
-        return {"critic/baseline_score/mean": Mean(float(scored.sum()), len(scored))}
+        result = await self._scheduler.collect(draw_from(prompts), len(prompts), 1, params, first_draw=0)
+        await self._engines.drain()
+        return result.groups
+
+    def table(self, groups: Sequence[SampleGroup]) -> SampleTable:
+        return dumped_table(groups, self._plan.dump_dir)
+
+    def notes(self, groups: Sequence[SampleGroup]) -> Notes:
+        return sample_notes(groups)
 
     def validation(self) -> Coroutine[Any, Any, Validation]:
         """Answer and score the prompts of every set."""
         return validate(self._validation_plan, self._scheduler)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"num_drawn": self.num_drawn, "sampler": self._data.sampler.state_dict()}
+        return {"sampler": self._data.sampler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.num_drawn = int(state["num_drawn"])
         self._data.sampler.load_state_dict(state["sampler"])
 
 
@@ -288,57 +247,3 @@ def reward_metrics(groups: list[SampleGroup]) -> Metrics:
                 numbers[name].append(number)
         metrics |= {f"reward/{domain}/{name}": Mean(sum(n), len(n)) for name, n in numbers.items()}
     return metrics
-
-
-class AsyncRolloutPhase(RunsAhead[Validation, SampleGroup], RolloutPhase):
-    """Like :class:`RolloutPhase`, ahead of training by up to ``async_generation_ratio`` steps."""
-
-    def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
-        super().__init__(config, plan, clusters, data)
-        settings = GroupSettings(plan.group_size, self._params, config.seed, self._filters)
-        ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
-        self._flow = PromptFlow(self._engines, self._rewards, data.sampler.next_batch, settings, 0, self._loop)
-        scheduler = AsyncScheduler(
-            self._engines,
-            self._flow,
-            ReplayBuffer(ahead, PromptCodec(data.sampler.find)),
-            config.max_steps,
-            config.rpc_timeout,
-            in_flight=config.partial_rollout,
-            takes_turns=plan.engines_take_turns,
-        )
-        self._run_ahead(scheduler)
-
-    def _groups_of(self, step: int) -> tuple[list[SampleGroup], Metrics]:
-        groups, metrics = self._collected_ahead(step)
-        return groups, metrics | staleness_metrics(groups, step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and arrays. Engines are interrupted for it and continue at once."""
-        ahead = self.driver.run(self._ahead.state_dict())
-        self.num_drawn = self._flow.next_order
-        return super().state_dict() | {"ahead": ahead}
-
-    def state_between_steps(self) -> dict[str, Any]:
-        """Like :meth:`state_dict`, without interrupting the engines: samples are as an engine last reported them."""
-        self.num_drawn = self._flow.next_order
-        return super().state_dict() | {"ahead": self._ahead.state_between_steps()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._flow.next_order = self.num_drawn
-        self._take_up(state)
-
-
-def staleness_metrics(groups: Sequence[SampleGroup], step: int) -> Metrics:
-    """Steps by which the weights that sampled are older than those that are trained, by sample and by token."""
-    samples = [spans for group in groups for spans in group.finished.weight_versions]
-    oldest = np.array([step - spans[0][0] for spans in samples])
-    lags = np.array([(step - version, end - start) for spans in samples for version, start, end in spans])
-    tokens = float(lags[:, 1].sum())
-    return {
-        "scheduler/version_lag/mean": Mean(float((lags[:, 0] * lags[:, 1]).sum()), tokens),
-        "scheduler/version_lag/max": Max(float(oldest.max())),
-        "scheduler/off_policy_ratio": Mean(float((oldest > 0).sum()), len(oldest)),
-        "scheduler/partial_ratio": Mean(float(sum(len(spans) > 1 for spans in samples)), len(samples)),
-    }
