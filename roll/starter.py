@@ -36,7 +36,7 @@ REWARD_COLUMNS = {"instruction_id_list": "ifeval", "test_cases": "code_sandbox"}
 
 @dataclass(frozen=True)
 class Start:
-    """What the command line and the data say."""
+    """Facts from the command line and the data."""
 
     kind: str
     model: str

@@ -30,7 +30,7 @@ FLOORS = {
     },
     4: {"methods", "workers", "report"},
     5: {"pipelines"},
-    6: {"api", "cli", "clients", "doctor", "evaluate", "preflight", "rehearsal", "replay", "translation"},
+    6: {"api", "cli", "clients", "doctor", "evaluate", "preflight", "rehearsal", "replay", "starter", "translation"},
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}
 STRANGERS = {("algorithms", "strategies"), ("strategies", "algorithms")}

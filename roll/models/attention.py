@@ -30,7 +30,7 @@ from roll.models.expert_parallel import exchange
 from roll.models.layouts import AttentionPattern, PackedSequences, PromptParts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 def _heads_for_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
