@@ -24,10 +24,10 @@ from rich.console import Console
 from roll import __version__, api, preflight
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import NAMES, definition_of
-from roll.config.plan.render import filled_in, render_plan
+from roll.config.plan.render import effective_yaml, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem, did_you_mean
-from roll.config.reading.masking import dump_yaml, masked_text
+from roll.config.reading.masking import masked_text
 from roll.preflight import check_parts, dequantise_models, find_models, require_packages
 
 EXIT_CONFIG = 2
@@ -276,7 +276,7 @@ def check(arguments: argparse.Namespace) -> int:
     if found.config is None:
         raise ConfigError(found.problems)
     if arguments.resolved:
-        sys.stdout.write(dump_yaml(found.config.resolved) + filled_in(found.config))
+        sys.stdout.write(effective_yaml(found.config))
     else:
         found.show(Console(emoji=False))
     return 0
@@ -384,7 +384,7 @@ def build_parser(keys: Any = None) -> argparse.ArgumentParser:
         command.add_argument(
             "--resolved",
             action="store_true",
-            help="print the effective YAML and, as comments, what the plan fills in; secrets masked",
+            help="print the effective YAML, with planned values and defaults in force as comments; secrets masked",
         )
         command.add_argument("--skip-files", action="store_true", help="do not ask whether data and models exist")
         command.add_argument("--gpu", help="refuse what cannot fit on this accelerator, a name as of roll rehearse")

@@ -50,6 +50,12 @@ class LoadedConfig(Generic[C]):
     callbacks: tuple[Any, ...] = ()
     """Objects as of :class:`roll.tracking.callbacks.Callback`."""
 
+    def is_written(self, key: str) -> bool:
+        """Return whether the file or the command line has the key, also in a section under another name."""
+        first, dot, rest = key.partition(".")
+        aliases = (name for name, own in self.pipeline.section_aliases.items() if own == first)
+        return any(_is_written(self.resolved, f"{name}{dot}{rest}") for name in (first, *aliases))
+
 
 def load_config(
     config_class: type[C] | None,

@@ -17,10 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from roll.config.checks.base import unwritable
 from roll.config.loader import LoadedConfig
+from roll.config.plan.render import effective_yaml
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked, masked_text
 from roll.config.reading.yaml_files import shown
@@ -386,9 +385,8 @@ class RunOutputs:
         """Write the effective configuration, and log its warnings."""
         for warning in self._loaded.warnings:
             logger.warning("%s", warning)
-        text = yaml.safe_dump(masked(self._loaded.resolved), sort_keys=False, allow_unicode=True)
         self._plan.output_dir.mkdir(parents=True, exist_ok=True)
-        (self._plan.output_dir / RESOLVED_CONFIG).write_text(text, encoding="utf-8")
+        (self._plan.output_dir / RESOLVED_CONFIG).write_text(effective_yaml(self._loaded), encoding="utf-8")
 
     def dump(self, name: str, step: int, table: Callable[[], SampleTable]) -> None:
         """Write a step's samples into ``rollout_dump_dir``, which there is."""

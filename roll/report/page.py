@@ -119,6 +119,7 @@ def _about(run: Run, label: str) -> dict[str, Any]:
         "steps": len(run.steps),
         "panels": [asdict(panel) for panel in run.panels],
         "config": flattened(run.config),
+        "defaults": run.about.get("defaults") or {},
         "findings": [asdict(finding) for finding in diagnose(run)],
     }
 

@@ -16,8 +16,9 @@ import yaml
 
 from roll.config.loader import LoadedConfig
 from roll.config.pipelines import Panel
+from roll.config.plan.render import defaults_in_force
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reading.masking import masked_text
+from roll.config.reading.masking import masked, masked_text
 from roll.config.run import RESOLVED_CONFIG
 from roll.tracking.records import METRICS_NAME, read_metrics
 from roll.tracking.run_record import (
@@ -61,11 +62,12 @@ class RunFiles:
             "ended": None if outcome is None else time.time(),
             "outcome": None if outcome is None else masked_text(outcome)[:4000],
             "panels": [asdict(panel) for panel in pipeline.panels],
+            "defaults": masked(defaults_in_force(self.loaded)),
         }
         part = path.with_name(f"{path.name}.part")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(about, indent=1), encoding="utf-8")
+            part.write_text(json.dumps(about, indent=1, default=str), encoding="utf-8")
             part.replace(path)
         except OSError as error:
             logger.error("%s was not written; the report will not know how the run ended: %s", path, error)

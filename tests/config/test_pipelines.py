@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll import cli
+from roll import __version__, cli
 from roll.config.pipelines import NAMES, PIPELINES, definitions
 from roll.config.reading.schema import known_keys, nested_section, type_hints
 from roll.config.roles import WorkerConfig
@@ -114,3 +114,28 @@ def test_resolved_says_what_the_plan_fills_in(
     assert "# actor_infer.strategy_args.strategy_config.max_model_len: 256\n" in filled_in
     assert "# actor_train.model_args.model_name_or_path: owner/model\n" in filled_in
     assert "# rewards.math.max_concurrency: 1\n" in filled_in and "hidden" not in text
+
+
+def test_resolved_says_which_defaults_are_in_force(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those that the run reads and nobody wrote. Loaded again, the text is the same configuration."""
+    monkeypatch.chdir(tmp_path)
+    changes = {"critic_warmup": 3, "actor_train.training_args.weight_decay": 0.1, "loss": {"name": "vespo", "k_pos": 2}}
+    Path("good.yaml").write_text(yaml.safe_dump(changed(changes)))
+    assert cli.main(["check", "good.yaml", "--skip-files", "--resolved"]) == 0
+    text = capsys.readouterr().out
+    *_, defaults = text.partition(f"# Defaults of roll {__version__}:\n")
+    keys = {line.removeprefix("# ").partition(": ")[0] for line in defaults.splitlines()}
+    assert {"gamma", "actor_train.training_args.adam_beta1", "loss.k_neg", "rewards.math.timeout"} <= keys
+    written = {"rollout_batch_size", "actor_train.training_args.weight_decay", "loss.k_pos", "loss"}
+    unread = {
+        "dual_clip_loss",
+        "actor_infer.training_args.weight_decay",
+        "reference.infer_batch_size.x",
+        "critic.device_mapping",
+    }
+    assert not keys & (written | unread)
+    Path("again.yaml").write_text(text)
+    assert cli.main(["check", "again.yaml", "--skip-files", "--resolved"]) == 0
+    assert capsys.readouterr().out == text

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 import yaml
@@ -12,11 +13,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from roll import __version__
+from roll.config.checks.keys import default_of, has_use, roles_of, sections_of, unmet_condition
 from roll.config.loader import LoadedConfig
 from roll.config.pipelines import PipelineDefinition
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.reading.errors import count
-from roll.config.reading.masking import masked, masked_text
+from roll.config.reading.fields import Choice
+from roll.config.reading.masking import dump_yaml, masked, masked_text
+from roll.config.reading.schema import rules_of
 from roll.config.strategies.registry import generation_strategies
 
 WIDEST_DEVICE_TABLE = 8
@@ -122,15 +127,62 @@ def steps_sentence(plan: Plan, validation: str) -> str:
     return "; ".join(parts)
 
 
-def filled_in(loaded: LoadedConfig[Any]) -> str:
-    """Comment lines of YAML: every key of a role's section that the plan changed, with the value that workers get."""
-    lines = []
+def defaults_in_force(loaded: LoadedConfig[Any]) -> dict[str, Any]:
+    """Keys that were not written and that the run reads, each with its default, in the order of the sections.
+
+    Left out are nulls and empty values, whose meaning is in the documentation of the key, and roles that this run does
+    not have.
+    """
+    config, pipeline = loaded.config, loaded.pipeline
+    facts = pipeline.effective(config)
+    roles = {name: role for name, role in roles_of(config) if not hasattr(config, name) or name in loaded.plan.roles}
+    found: dict[str, Any] = {}
+    for path, section in sections_of(config, ""):
+        role = next((name for name in roles if path == name or path.startswith(f"{name}.")), None)
+        if role is None and any(path == name or path.startswith(f"{name}.") for name, _ in roles_of(config)):
+            continue
+        for item in fields(section) if not isinstance(section, Choice) else ():
+            key, value = f"{path}.{item.name}" if path else item.name, getattr(section, item.name)
+            if isinstance(value, Choice):
+                table = rules_of(item).table
+                own = fields(table[value.name].options) if table is not None and value.name in table else ()
+                found |= {f"{key}.{one.name}": default_of(one) for one in own if one.name not in value.options}
+                value = value.name
+            holds_sections = is_dataclass(value) or (isinstance(value, dict) and any(map(is_dataclass, value.values())))
+            names = (key.removesuffix(item.name) + name for name in (item.name, *rules_of(item).aliases))
+            if value in (None, {}, [], ()) or holds_sections or any(map(loaded.is_written, names)):
+                continue
+            if unmet_condition(item, section, config, facts) is not None:
+                continue
+            if role is None or has_use(key.removeprefix(f"{role}."), role, roles[role], config, pipeline):
+                found[key] = value
+    return found
+
+
+def effective_yaml(loaded: LoadedConfig[Any]) -> str:
+    """The configuration as YAML that loads again, secrets masked. Comments say what was not written: the values that
+    the plan filled in, by role, and the defaults in force."""
     written = loaded.pipeline.started(loaded.config)
-    for name, role in loaded.plan.roles.items():
-        for key, value in differences(asdict(written[name]), asdict(role.section)):
-            shown = yaml.safe_dump(masked({key.rpartition(".")[2]: value}), default_flow_style=True, width=math.inf)
-            lines.append(f"# {name}.{key}: {shown.strip()[1:-1].partition(': ')[2]}\n")
-    return "".join(["\n# Filled in by the plan, by role:\n", *lines]) if lines else ""
+    planned = {
+        f"{name}.{key}": value
+        for name, role in loaded.plan.roles.items()
+        for key, value in differences(asdict(written[name]), asdict(role.section))
+    }
+    defaults = {key: value for key, value in defaults_in_force(loaded).items() if key not in planned}
+    parts = [dump_yaml(loaded.resolved)]
+    for title, values in (("Filled in by the plan, by role", planned), (f"Defaults of roll {__version__}", defaults)):
+        if values:
+            parts += [f"\n# {title}:\n", *(f"# {key}: {_scalar(key, value)}\n" for key, value in values.items())]
+    return "".join(parts)
+
+
+def _scalar(key: str, value: Any) -> str:
+    """A value on one line of YAML, masked as its key asks for."""
+    last = key.rpartition(".")[2]
+    shown = yaml.safe_dump(
+        masked({last: json.loads(json.dumps(value, default=str))}), default_flow_style=True, width=math.inf
+    )
+    return shown.strip()[1:-1].partition(": ")[2]
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -688,9 +688,11 @@ function timelineOf(run) {
 // Configuration
 
 function configPage() {
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
-  const shown = (run, key) => (key in run.config ? (typeof run.config[key] === "string" ? run.config[key] : JSON.stringify(run.config[key])) : "(not set)");
-  const differs = (key) => new Set(runs.map((run) => shown(run, key))).size > 1;
+  const keys = [...new Set(runs.flatMap((run) => [...Object.keys(run.config), ...Object.keys(run.defaults)]))].sort();
+  const text = (value) => (typeof value === "string" ? value : JSON.stringify(value));
+  const value = (run, key) => (key in run.config ? text(run.config[key]) : key in run.defaults ? text(run.defaults[key]) : "(not set)");
+  const shown = (run, key) => [value(run, key), key in run.config || !(key in run.defaults) ? "" : el("span", { class: "quiet" }, " default")];
+  const differs = (key) => new Set(runs.map((run) => value(run, key))).size > 1;
   const table = el("table", { class: "facts config" });
   const only = el("input", { type: "checkbox", id: "config-differences", checked: runs.length > 1 });
   const input = el("input", { type: "search", placeholder: "part of a key", id: "config-filter" });
