@@ -18,6 +18,7 @@ from pathlib import Path
 from roll.config.data import DataArguments
 from roll.config.loader import copy_recipes
 from roll.config.model_files import is_installed, model_folder, model_number
+from roll.config.names import RULE_OF_COLUMN
 from roll.config.reading.errors import ConfigError, Problem
 from roll.datasets.columns import Columns
 from roll.datasets.forms import form_of, read_ground_truth
@@ -30,8 +31,6 @@ ROWS = 500
 SAMPLING = "{temperature: 1.0, top_p: 1.0, top_k: -1}"
 SAMPLES = 256
 """Samples of a step of GRPO: 32 prompts of 8."""
-REWARD_COLUMNS = {"instruction_id_list": "ifeval", "test_cases": "code_sandbox"}
-"""Rules that read a column of their own in place of the ground truth."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +260,7 @@ def reward_of(row: SourceRow, data: str) -> str:
     Raises:
         ConfigError: nothing in them says what a right response is.
     """
-    found = next((rule for column, rule in REWARD_COLUMNS.items() if row.row.get(column) is not None), None)
+    found = next((rule for column, rule in RULE_OF_COLUMN.items() if row.row.get(column) is not None), None)
     if found is None and read_ground_truth(row.row) is None:
         columns = ", ".join(sorted(row.row))
         rule = f"its rows have no ground truth (columns {columns}): name a reward of your own with --reward"
@@ -328,7 +327,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="roll init", description="Write a first configuration for a model and a data file, or copy the recipes."
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    kinds = parser.add_subparsers(dest="kind", required=True)
     texts = {
         "grpo": "reinforcement learning from verifiable rewards",
         "sft": "supervised learning from demonstrations",

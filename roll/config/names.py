@@ -102,3 +102,5 @@ WHY_PLANNED = {
 PUBLISHED_WORKERS = ("ActorWorker", "ActorPGWorker", "CriticWorker", "InferWorker")
 """Worker classes of ROLL's published files that stand for a role's own worker here."""
 PUBLISHED_PREFIX = "roll.pipeline."
+RULE_OF_COLUMN = {"instruction_id_list": "ifeval", "test_cases": "code_sandbox"}
+"""Reward rules that read a column of their own in place of the ground truth."""

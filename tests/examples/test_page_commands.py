@@ -39,9 +39,10 @@ def test_every_block_says_whether_it_is_run() -> None:
 
 def test_flags_of_commands_exist() -> None:
     """Of every line that begins with ``roll``, run or not: ``docs/commands.md`` is written from the parsers."""
-    help_of = {}
+    help_of: dict[str, str] = {}
     for section in re.split(r"^## ", (ROOT / "docs/commands.md").read_text(encoding="utf-8"), flags=re.M)[1:]:
-        help_of[section.split()[1] if section.startswith("roll ") else ""] = section
+        name = section.split()[1] if section.startswith("roll ") else ""
+        help_of[name] = help_of.get(name, "") + section
     wrong = []
     for block in BLOCKS:
         for line in block.text.replace("\\\n", " ").splitlines():

@@ -27,13 +27,14 @@ def messages(role: Any) -> list[str]:
 
 
 def refused_with_swapped_chunks(role: Any) -> str:
-    """Each rank gets the heads of the other's chunk back: right on one rank, wrong on two."""
-    exchange = attention.sequence_for_heads
+    """The ranks' chunks of the sequence are put together in the wrong order: right on one rank, wrong on two."""
+    exchange = attention._heads_for_sequence
 
     def swapped(tensor: Tensor, group: Any) -> Tensor:
-        return exchange(tensor.flip(0).contiguous(), group).flip(0)
+        whole = exchange(tensor, group)
+        return whole.roll(whole.shape[2] // 2, dims=2)
 
-    with mock.patch.object(attention, "sequence_for_heads", swapped):
+    with mock.patch.object(attention, "_heads_for_sequence", swapped):
         return jobs.refused(role)
 
 
