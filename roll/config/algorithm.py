@@ -112,7 +112,7 @@ class PPOConfig:
     """Passes over a rollout batch."""
     shuffle_mini_batches: bool = False
     """Shuffle the samples before every pass; false: mini-batches of consecutive samples, the same in every pass."""
-    adv_estimator: str = setting("gae", choices=ADV_ESTIMATORS, dotted_path=True, example="grpo")
+    adv_estimator: str = setting("gae", choices=ADV_ESTIMATORS, dotted_path=True, plugins="estimators", example="grpo")
     """Advantage estimator: ``gae`` (needs a critic), ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
     loss: Choice = field(
         default=Choice("ppo"),
@@ -121,6 +121,7 @@ class PPOConfig:
             flat=FLAT_NAMES,
             choices=POLICY_LOSSES,
             dotted_path=True,
+            plugins="losses",
             aliases=("pg_variant",),
         ),
     )

@@ -17,6 +17,7 @@ from roll.config.checks.keys import refuse_unavailable
 from roll.config.checks.unknown_keys import name_unknown
 from roll.config.pipelines import NAMES, PIPELINES, PipelineDefinition, definition_of, definitions, own_definition
 from roll.config.plan.plan import Plan
+from roll.config.plugins import dotted_path, offered
 from roll.config.reading.compose import Composed, compose_file
 from roll.config.reading.errors import ConfigError, Notice, Problem, Problems, closest
 from roll.config.reading.fields import DOTTED_PATH
@@ -180,7 +181,7 @@ def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Pro
         problems.add("pipeline", named, f"must be one of {', '.join(NAMES)}", marked or "rlvr")
     elif expected is not None and named is not None and named != expected:
         problems.add("pipeline", named, f"this launcher runs {expected}; use the launcher of {named}", expected)
-    elif isinstance(named, str) and "." in named:
+    elif isinstance(named, str) and ("." in named or named in offered("pipelines")):
         return _own_definition(named, problems)
     elif pipeline is None:
         problems.missing("pipeline", f"cannot be told from the file: it must be one of {', '.join(NAMES)}", "rlvr")
@@ -193,7 +194,8 @@ def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Pro
 
 
 def _own_definition(path: Any, problems: Problems) -> PipelineDefinition | None:
-    """The user's pipeline at a dotted path; None for anything else."""
+    """The user's pipeline at a dotted path, or under a name that a package offers; None for anything else."""
+    path = dotted_path("pipelines", path) if isinstance(path, str) and path not in NAMES else path
     if not isinstance(path, str) or "." not in path:
         return None
     if not DOTTED_PATH.fullmatch(path):

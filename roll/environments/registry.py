@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from roll.config.plugins import dotted_path, offered
 from roll.config.reading.errors import did_you_mean
 from roll.environments.base import Environment
 from roll.environments.off_loop import says_instant
@@ -104,9 +105,9 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
     """
     if env_type in BUILT_IN:
         return _load(*BUILT_IN[env_type])
-    module, _, attribute = env_type.replace(":", ".").rpartition(".")
+    module, _, attribute = dotted_path("environments", env_type).replace(":", ".").rpartition(".")
     if not module:
-        known = sorted(BUILT_IN)
+        known = sorted((*BUILT_IN, *offered("environments")))
         hint = did_you_mean(env_type, known)
         raise EnvironmentOptionError(
             f"env_type {env_type!r} is not known; {hint}known: {', '.join(known)}; {', '.join(_ADAPTERS)} with an id, "

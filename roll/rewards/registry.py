@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS, REWARDS, BuiltInReward
+from roll.config.plugins import dotted_path, offered
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.schema import Mismatch, convert
 from roll.rewards.base import RewardFunction, RewardNameError, RewardOptionError, RewardRule
@@ -48,7 +49,8 @@ def resolve_name(worker_cls: str) -> str:
     """
     if worker_cls in REWARDS:
         return worker_cls
-    known = ", ".join(reward_names())
+    known = ", ".join((*reward_names(), *offered("rewards")))
+    worker_cls = dotted_path("rewards", worker_cls)
     class_name = worker_cls.rpartition(".")[2]
     if worker_cls.startswith(_PUBLISHED_PREFIX) or class_name == worker_cls:
         if class_name in PUBLISHED_REWARDS:

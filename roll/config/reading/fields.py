@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from roll.config.plugins import Group
+
 
 class Row(Protocol):
     """A row of a table."""
@@ -119,6 +121,8 @@ class FieldRules:
     """Allowed names; rows that are added to a :class:`Table` later are allowed as well."""
     dotted_path: bool = False
     """With ``choices``: a dotted path ``package.module.name`` is allowed too (a user's own function or class)."""
+    plugins: Group | None = None
+    """With ``dotted_path``: names that installed packages offer stand for theirs."""
     endings: tuple[str, ...] = ()
     """With ``choices``: the name of a file with one of these endings is allowed too."""
     aliases: tuple[str, ...] = ()

@@ -96,7 +96,7 @@ class CustomEnvConfig:
     ``textarena:ID``, ``skyrl:ID``, ``openenv:URL``; or the dotted path of a class of your own."""
     env_config: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment; checked by the environment itself."""
-    agent: str | None = setting(None, choices=AGENTS, dotted_path=True)
+    agent: str | None = setting(None, choices=AGENTS, dotted_path=True, plugins="agents")
     """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools, until it answers),
     ``black_box`` (a program that speaks to the policy over HTTP), ``verl`` (the policy with tools and interactions of
     verl's files, in verl's loop), or the dotted path of a coroutine ``run(task, model)`` of your own."""

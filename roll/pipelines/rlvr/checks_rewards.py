@@ -16,6 +16,7 @@ from roll.config.names import (
     WHY_PLANNED,
 )
 from roll.config.plan.planning import shares_devices
+from roll.config.plugins import offered
 from roll.config.reading.errors import closest
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.rewards import (
@@ -159,9 +160,10 @@ def check_reward_name(key: str, section: str, name: str | None, checks: Checks) 
     published = name.startswith(PUBLISHED_PREFIX) or class_name == name
     if name in PLANNED_REWARDS.values() or (published and class_name in PLANNED_REWARDS):
         checks.problems.not_available(path, name, *WHY_PLANNED[PLANNED_REWARDS.get(class_name, name)])
-    elif published and name not in REWARDS and class_name not in PUBLISHED_REWARDS:
-        nearest = closest(class_name, (*REWARDS, *PUBLISHED_REWARDS)) or next(iter(REWARDS))
-        rule = f"must be one of {', '.join(REWARDS)}, or the dotted path of your own function"
+    elif published and name not in (*REWARDS, *offered("rewards")) and class_name not in PUBLISHED_REWARDS:
+        known = (*REWARDS, *offered("rewards"))
+        nearest = closest(class_name, (*known, *PUBLISHED_REWARDS)) or next(iter(REWARDS))
+        rule = f"must be one of {', '.join(known)}, or the dotted path of your own function"
         checks.add(path, name, rule, nearest)
     elif not published and not DOTTED_PATH.fullmatch(name):
         checks.add(

@@ -1,0 +1,1 @@
+"""Names for roll's configurations; pyproject.toml says which."""

@@ -1,0 +1,32 @@
+"""``loss: {name: reinforce_clipped, bound: 5}`` and ``adv_estimator: centred``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions
+from roll.algorithms.losses import register_policy_loss
+from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.policy_losses import LossInputs
+
+
+@dataclass(frozen=True)
+class ClippedOptions:
+    bound: float = 2.0
+    """Greatest weight of a token."""
+
+
+@register_policy_loss("reinforce_clipped", options=ClippedOptions)
+def reinforce_clipped(inputs: LossInputs, options: ClippedOptions, metrics: MetricBuilder) -> Tensor:
+    """-min(ratio, bound) A log pi, the weight without gradient; (B, L)."""
+    weight = inputs.log_ratio.detach().exp().clamp(max=options.bound)
+    metrics.mean("actor/weight", (weight * inputs.mask).sum(), inputs.num_tokens)
+    return -weight * inputs.advantages * inputs.log_probs
+
+
+def centred(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """Rewards minus the mean of the batch, the same for every token of a response; and the returns."""
+    rewards = inputs.response_rewards
+    return inputs.spread(rewards - rewards.mean()), inputs.spread(rewards)
