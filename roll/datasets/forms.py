@@ -121,7 +121,8 @@ def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
         isinstance(talked, list) and is_dialogue(talked) and is_assistants(talked[-1])
     )
     if own_response == DataArguments().response and own_response not in row and not answered:
-        found = next((name for name in ANSWERS if row.get(name) is not None), None)
+        answers = ("answer", *ANSWERS) if question == "question" else ANSWERS
+        found = next((name for name in answers if row.get(name) is not None), None)
         if found is not None and is_dialogue(row[found]):
             completion = found if data_args.messages is None and is_dialogue(row.get("prompt", row[found])) else None
         elif isinstance(row.get(found or ""), str):

@@ -37,10 +37,11 @@ class DistillConfig(DivergenceConfig, SupervisedConfig):
     """Both terms also count the prompt's tokens (all but the first, which nothing predicts)."""
     system_key: str | None = None
     """Column of the system message of rows that have none in their ``messages``; null: ``data_args.system_prompt``."""
-    question_key: str = "question"
-    """Column of the question, where ``student.data_args`` names neither ``messages`` nor ``prompt``."""
-    answer_key: str = "answer"
-    """Column of the response, where ``student.data_args`` names none."""
+    question_key: str | None = None
+    """Column of the question, where ``student.data_args`` names neither ``messages`` nor ``prompt``; null: as the first
+    row has it."""
+    answer_key: str | None = None
+    """Column of the response, where ``student.data_args`` names none; null: as the first row has it."""
     teacher_cache: str | None = None
     """Folder of the teacher's log-probs by row: read where they are there, written where the teacher computed them, so
     that one pass of the teacher serves many epochs and students. null: none."""
@@ -82,7 +83,8 @@ class Distill(SupervisedDefinition):
     def training_data(self, config: DistillConfig) -> DataArguments:
         own, columns = config.student.data_args, DataArguments()
         prompt = own.prompt if own.messages is not None else own.prompt or config.question_key
-        response = own.response if own.response != columns.response or own.messages is not None else config.answer_key
+        named = own.response != columns.response or own.messages is not None
+        response = own.response if named else config.answer_key or own.response
         return replace(own, prompt=prompt, response=response)
 
     def check_keys(self, config: DistillConfig, checks: Checks) -> None:

@@ -12,7 +12,9 @@ import pytest
 import yaml
 
 from roll import __version__, cli
+from roll.config.loader import load_config
 from roll.config.pipelines import NAMES, PIPELINES, definitions
+from roll.config.plan.render import defaults_in_force, effective_yaml
 from roll.config.reading.schema import known_keys, nested_section, type_hints
 from roll.config.roles import WorkerConfig
 from tests.config.good import changed, load
@@ -114,6 +116,19 @@ def test_resolved_says_what_the_plan_fills_in(
     assert "# actor_infer.strategy_args.strategy_config.max_model_len: 256\n" in filled_in
     assert "# actor_train.model_args.model_name_or_path: owner/model\n" in filled_in
     assert "# rewards.math.max_concurrency: 1\n" in filled_in and "hidden" not in text
+
+
+def test_a_default_of_several_lines_is_one_line_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``separator: "\\n"`` of reward models, whose configuration a resumed run and the report read back."""
+    monkeypatch.chdir(tmp_path)
+    rm = {"pipeline": "rm", "pretrain": "owner/model", "sequence_length": 64, "max_steps": 1, "score_input": "tokens"}
+    role = {"data_args": {"file_name": "a.jsonl"}, "strategy_args": {"strategy_name": "fsdp2_train"}}
+    rm |= {"loss_type": "process", "reward_train": role | {"device_mapping": [0]}}
+    Path("rm.yaml").write_text(yaml.safe_dump(rm))
+    loaded = load_config(None, "rm.yaml", check_files=False)
+    text = effective_yaml(loaded)
+    assert any("\n" in str(value) for value in defaults_in_force(loaded).values())
+    assert yaml.safe_load(text) == loaded.resolved
 
 
 def test_resolved_says_which_defaults_are_in_force(

@@ -179,10 +179,9 @@ def effective_yaml(loaded: LoadedConfig[Any]) -> str:
 def _scalar(key: str, value: Any) -> str:
     """A value on one line of YAML, masked as its key asks for."""
     last = key.rpartition(".")[2]
-    shown = yaml.safe_dump(
-        masked({last: json.loads(json.dumps(value, default=str))}), default_flow_style=True, width=math.inf
-    )
-    return shown.strip()[1:-1].partition(": ")[2]
+    plain = masked({last: json.loads(json.dumps(value, default=str))})
+    shown = yaml.safe_dump(plain, default_flow_style=True, width=math.inf).strip()[1:-1].partition(": ")[2]
+    return json.dumps(plain[last], ensure_ascii=False) if "\n" in shown else shown  # a line break, as JSON writes it
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
