@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -278,7 +277,7 @@ def check_first_rows(loaded: LoadedConfig[Any]) -> None:
         ConfigError: a row that cannot be used.
     """
     from roll.datasets.forms import form_of
-    from roll.datasets.reading import data_files, stream_rows
+    from roll.datasets.reading import data_files, first_row
     from roll.datasets.types import DataError
 
     problems = []
@@ -288,8 +287,7 @@ def check_first_rows(loaded: LoadedConfig[Any]) -> None:
         for name in local if data_args.on_bad_row == "raise" else ():
             try:
                 for path in data_files(name):
-                    with closing(stream_rows([path])) as rows:
-                        first = next(rows)
+                    first = first_row(path)
                     read(form_of(data_args, first)(first))
             except DataError as error:
                 problems.append(Problem(f"{key}.file_name", name, str(error), source=shown(loaded.source)))

@@ -1,7 +1,7 @@
 """``roll init``: a first configuration for a model and a data file, or a copy of the recipes.
 
 The file is written from what the data hold: the reward from the ground truth of the first row, the lengths from the
-first rows. It sets what a first run has reasons to change, about twenty keys, each with a comment.
+first rows. It sets what a first run has reasons to change, about twenty keys.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from roll.config.data import DataArguments
 from roll.config.loader import copy_recipes
@@ -22,15 +25,31 @@ from roll.config.names import RULE_OF_COLUMN
 from roll.config.reading.errors import ConfigError, Problem
 from roll.datasets.columns import Columns
 from roll.datasets.forms import form_of, read_ground_truth
+from roll.datasets.preferences import PROMPT_COLUMNS
 from roll.datasets.reading import SourceRow, data_files, stream_rows
 from roll.datasets.sft import read_demonstration
 from roll.datasets.types import DataError
 
 ROWS = 500
 """First rows whose lengths are measured."""
+TEMPLATE = 32
+"""Tokens that a chat template adds to a prompt."""
 SAMPLING = "{temperature: 1.0, top_p: 1.0, top_k: -1}"
-SAMPLES = 256
-"""Samples of a step of GRPO: 32 prompts of 8."""
+GROUP = 8
+"""Samples of a prompt, or episodes of a task."""
+AT_A_TIME = 4
+"""Rows of a micro-batch of a policy."""
+
+
+ENVIRONMENTS = """\
+custom_envs:
+  lake:                           # or an environment of your own: env_type: my_games.Maze
+    env_type: frozen_lake
+    env_config: {{size: 4, max_steps: 8}}
+    max_steps: 8
+    max_tokens_per_step: 64
+train_env_manager: {{num_env_groups: {tasks}, group_size: {group}, tags: [lake]}}  # tasks of a step, episodes of each
+val_env_manager: {{num_env_groups: 32, group_size: 1, tags: [lake]}}"""
 
 
 @dataclass(frozen=True)
@@ -56,10 +75,14 @@ class Start:
     def engine(self) -> str:
         return "vllm" if self.gpus and is_installed("vllm") else "hf_infer"
 
-    def training(self, rate: str, batch: int, most: int = 4) -> str:
-        """``training_args`` for optimizer steps of ``batch`` rows, ``most`` of them at a time on a device."""
+    def whole(self, count: int) -> int:
+        """At least ``count``, and as many for each device."""
         ranks = max(1, self.gpus)
-        accumulated = -(-batch // (most * ranks))
+        return -(-count // ranks) * ranks
+
+    def training(self, rate: str, batch: int, most: int) -> str:
+        """``training_args`` for optimizer steps of ``batch`` rows, ``most`` of them at a time on a device."""
+        accumulated = batch // (most * max(1, self.gpus))
         return (
             f"{{learning_rate: {rate}, per_device_train_batch_size: {most}, "
             f"gradient_accumulation_steps: {accumulated}}}"
@@ -72,6 +95,13 @@ class Start:
 
     def data_section(self, key: str, file: str) -> str:
         return f"{key}: {{file_name: {quoted(file)}}}"
+
+    def held_out(self, *lines: str) -> list[str]:
+        """The section of the validation, where there is one."""
+        if not self.validation:
+            return []
+        own = [self.data_section("data_args", self.validation), *lines]
+        return ["\n".join(["validation:", *(f"  {line}" for line in own)])]
 
     def head(self, pipeline: str, *lines: str) -> str:
         """The keys of every pipeline, and ``lines`` of its own."""
@@ -93,56 +123,48 @@ class Start:
 
 def quoted(text: str) -> str:
     """A scalar of YAML, in flow mappings too."""
-    return text if re.fullmatch(r"[\w./:@+-]+", text) else json.dumps(text)
+    plain = re.fullmatch(r"[\w./:@+-]+", text) and yaml.safe_load(text) == text
+    return text if plain else json.dumps(text)
 
 
 def grpo(start: Start) -> str:
-    validation = (
-        ["", "validation:", f"  {start.data_section('data_args', start.validation)}"] if start.validation else []
-    )
-    return "\n".join(
-        [
-            start.head(
-                "rlvr",
-                f"pretrain: {quoted(start.model)}",
-                "rollout_batch_size: 32            # prompts of a step",
-                "num_return_sequences_in_group: 8  # samples of a prompt, compared with one another",
-                f"prompt_length: {start.prompt_length}                # tokens; longer prompts are left out",
-                f"response_length: {start.response_length}",
-                "adv_estimator: grpo",
-                "ppo_epochs: 1",
-            ),
-            "",
-            start.role(
-                "actor_train",
-                "fsdp2_train",
-                f"training_args: {start.training('1.0e-6', SAMPLES)}  # one optimizer step a batch",
-                start.data_section("data_args", start.data),
-            ),
-            "",
-            start.role("actor_infer", start.engine, f"generating_args: {SAMPLING}"),
-            "",
-            "rewards:",
-            f"  {start.reward.rpartition('.')[2]}:",
-            f"    worker_cls: {start.reward}",
-            *validation,
-        ]
-    )
+    prompts = start.whole(32)
+    training = start.training("1.0e-6", prompts * GROUP, AT_A_TIME)
+    parts = [
+        start.head(
+            "rlvr",
+            f"pretrain: {quoted(start.model)}",
+            f"rollout_batch_size: {prompts}            # prompts of a step",
+            f"num_return_sequences_in_group: {GROUP}  # samples of a prompt, compared with one another",
+            f"prompt_length: {start.prompt_length}                # tokens; longer prompts are left out",
+            f"response_length: {start.response_length}",
+            "adv_estimator: grpo",
+            "ppo_epochs: 1",
+        ),
+        start.role(
+            "actor_train",
+            "fsdp2_train",
+            f"training_args: {training}  # one optimizer step a batch",
+            start.data_section("data_args", start.data),
+        ),
+        start.role("actor_infer", start.engine, f"generating_args: {SAMPLING}"),
+        f"rewards:\n  {start.reward.rpartition('.')[2]}:\n    worker_cls: {start.reward}",
+    ]
+    return "\n\n".join([*parts, *start.held_out(f"generating_args: {SAMPLING}")])
 
 
 def supervised(start: Start, pipeline: str, role: str, *lines: str, rate: str = "1.0e-5", more: str = "") -> str:
-    """A method that learns from the rows alone; ``more`` is appended to the section of its role."""
-    length = start.prompt_length + start.response_length
+    """A method that learns from the rows alone; ``more`` goes into the section of its role."""
+    length, batch = start.prompt_length + start.response_length, 2 * start.whole(16)
     learner = start.role(
         role,
         "fsdp2_train",
         *([more] if more else []),
-        f"training_args: {start.training(rate, 32, 2)}  # 32 rows an optimizer step",
+        f"training_args: {start.training(rate, batch, 2)}  # {batch} rows an optimizer step",
         start.data_section("data_args", start.data),
     )
-    validation = [f"\nvalidation:\n  {start.data_section('data_args', start.validation)}"] if start.validation else []
     head = start.head(pipeline, *lines, f"sequence_length: {length}              # tokens; longer rows are left out")
-    return "\n".join([head, "", learner, *validation])
+    return "\n\n".join([head, learner, *start.held_out()])
 
 
 def sft(start: Start) -> str:
@@ -168,32 +190,23 @@ def distill(start: Start) -> str:
 
 
 def agent(start: Start) -> str:
-    return "\n".join(
-        [
-            start.head(
-                "agentic",
-                f"pretrain: {quoted(start.model)}",
-                "rollout_batch_size: 64            # episodes of a step",
-                "val_batch_size: 32",
-                "sequence_length: 2048             # tokens of an episode",
-                "adv_estimator: grpo",
-                "ppo_epochs: 1",
-            ),
-            "",
-            "custom_envs:",
-            "  lake:                           # or an environment of your own: env_type: my_games.Maze",
-            "    env_type: frozen_lake",
-            "    env_config: {size: 4, max_steps: 8}",
-            "    max_steps: 8",
-            "    max_tokens_per_step: 64",
-            "train_env_manager: {num_env_groups: 8, group_size: 8, tags: [lake]}  # 8 tasks, 8 episodes of each",
-            "val_env_manager: {num_env_groups: 32, group_size: 1, tags: [lake]}",
-            "",
-            start.role("actor_train", "fsdp2_train", f"training_args: {start.training('1.0e-6', 64)}"),
-            "",
-            start.role("actor_infer", start.engine, f"generating_args: {SAMPLING}"),
-        ]
-    )
+    tasks = start.whole(8)
+    training = start.training("1.0e-6", tasks * GROUP, AT_A_TIME)
+    parts = [
+        start.head(
+            "agentic",
+            f"pretrain: {quoted(start.model)}",
+            f"rollout_batch_size: {tasks * GROUP}            # episodes of a step",
+            "val_batch_size: 32",
+            "sequence_length: 2048             # tokens of an episode",
+            "adv_estimator: grpo",
+            "ppo_epochs: 1",
+        ),
+        ENVIRONMENTS.format(tasks=tasks, group=GROUP),
+        start.role("actor_train", "fsdp2_train", f"training_args: {training}"),
+        start.role("actor_infer", start.engine, f"generating_args: {SAMPLING}"),
+    ]
+    return "\n\n".join(parts)
 
 
 KINDS: dict[str, Callable[[Start], str]] = {
@@ -224,23 +237,32 @@ def first_rows(file: str) -> list[SourceRow]:
 def lengths(kind: str, rows: Sequence[SourceRow], count: Callable[[str], int]) -> tuple[int, int]:
     """Tokens of the longest prompt and response of ``rows``, rounded up to powers of two; a policy's own responses may
     be twice as long as those that the data show, or 512 tokens."""
-    columns = Columns.of(DataArguments(), rows[0]) if kind not in ("dpo", "rm") else None
     prompts, responses = [64], [64]
     for source in rows:
-        if columns is None:
-            texts = [str(source.row.get(name, "")) for name in ("chosen", "rejected")]
-            prompts.append(count(str(source.row.get("prompt", ""))) + 32)
-            responses.append(max(map(count, texts)))
+        if kind in ("dpo", "rm"):
+            # A conversation as a response has its prompt in it.
+            sides = [source.row[name] for name in ("chosen", "rejected")]
+            prompt = next((source.row[name] for name in PROMPT_COLUMNS if name in source.row), "")
+            responses.append(max(count(side if isinstance(side, str) else text_of(side)) for side in sides))
+            prompts.append(count(prompt if isinstance(prompt, str) else text_of(prompt)) + TEMPLATE)
             continue
-        messages = columns.read_messages(source)
+        columns = Columns.of(DataArguments(), source)
         if kind == "grpo":
-            shown = source.row.get("solution")
+            messages, shown = columns.read_messages(source), source.row.get("solution")
             responses.append(2 * count(shown) if isinstance(shown, str) else 512)
         else:
             messages, text = read_demonstration(columns, source)
             responses.append(count(text))
-        prompts.append(count("".join(str(message["content"]) for message in messages)) + 32)  # and the template
-    return tuple(1 << (max(found) - 1).bit_length() for found in (prompts, responses))  # type: ignore[return-value]
+        prompts.append(count(text_of(messages)) + TEMPLATE)
+    return power_of_two(max(prompts)), power_of_two(max(responses))
+
+
+def text_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(str(message.get("content", "")) for message in messages)
+
+
+def power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
 
 
 def token_counter(model: str) -> Callable[[str], int]:

@@ -42,7 +42,7 @@ def start(world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
-@pytest.mark.parametrize("gpus", ["0", "4"])
+@pytest.mark.parametrize("gpus", ["0", "3", "8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_passes_the_check_without_a_note(
     kind: str, gpus: str, start: Any, capsys: pytest.CaptureFixture[str]

@@ -8,10 +8,10 @@ from typing import Any
 from published import PrepareOptions, difficulty, one_of, others, prompt_columns, text_of
 
 from roll.datasets.columns import check_messages, require
+from roll.datasets.forms import last_boxed
 from roll.datasets.prompts import read_ground_truth
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
-from roll.rewards.answers import last_boxed
 
 MATH_TAG = "math"
 MATH_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."

@@ -13,9 +13,10 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from roll.config.data import DataArguments
+from roll.datasets.columns import require
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 
@@ -33,14 +34,15 @@ SPEAKERS = {
 }
 """Roles by the names that ShareGPT's files have in ``from``."""
 DIALOGUES = ("conversations", "conversation", "dialogue")
-QUESTIONS = ("question", "problem", "query", "instruction", "input")
+ALPACA = "instruction"
+QUESTIONS = ("question", "problem", "query", ALPACA, "input")
 ANSWERS = ("response", "completion", "output", "answer")
 """Columns of a prompt and of a response, for rows that have none under the usual names."""
 FOREIGN_TRUTHS = ("reward_model", "reward_spec")
 """Columns in which the data sets of other projects keep the ground truth."""
-MARK = "####"
-"""In front of the result at the end of GSM8K's answers."""
-BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_MARKED = re.compile(r"####[ \t]*([^\n]+)")
+MAX_BOXES = 16
+"""Boxes tried from the end: a text of unclosed boxes, as degenerate models write, must not take quadratic time."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,7 @@ class RowForm:
     dialogue: str | None = None
     """Column that becomes ``messages``."""
     question: str | None = None
-    """Column that becomes ``prompt``, or with :attr:`alpaca` a part of ``messages``."""
-    alpaca: bool = False
-    """``input``, ``system`` and ``history`` belong to the prompt."""
+    """Column that becomes ``prompt``; :data:`ALPACA` becomes ``messages``, with ``input``, ``system``, ``history``."""
     response: tuple[str, str] | None = None
     """Column of the response, and the name it gets."""
     completion: str | None = None
@@ -66,23 +66,26 @@ class RowForm:
         """The row with the columns of the form.
 
         Raises:
-            DataError: a turn of an unknown speaker, or a ground truth that the pattern does not find.
+            DataError: a row that lacks a column of the form, a turn of an unknown speaker, or a ground truth that the
+                pattern does not find.
         """
         row = {name: turns(source, value) if is_sharegpt(value) else value for name, value in source.row.items()}
+        source = replace(source, row=row)
         if self.dialogue is not None:
-            row["messages"] = row.pop(self.dialogue)
+            row["messages"] = require(source, self.dialogue)
+            del row[self.dialogue]
         if self.completion is not None:
-            prompt, completion = row.pop("prompt", None), row.pop(self.completion)
-            row["messages"] = [*prompt, *completion] if isinstance(prompt, list) else completion
-        if self.alpaca:
-            row["messages"] = alpaca_messages(row)
-        elif self.question is not None and self.question in row:
-            row["prompt"] = row[self.question]
+            row["messages"] = [*row.pop("prompt", ()), *require(source, self.completion)]
+            del row[self.completion]
+        if self.question == ALPACA:
+            row["messages"] = alpaca_messages(source)
+        elif self.question is not None:
+            row["prompt"] = require(source, self.question)
         if self.response is not None and self.response[0] in row:
             row.setdefault(self.response[1], row[self.response[0]])
         if self.truth is not None and row.get(self.truth) is not None:
             row["ground_truth"] = found_truth(source, self.truth, row[self.truth], self.pattern)
-        return replace(source, row=row)
+        return source
 
     def __str__(self) -> str:
         """Where each column comes from."""
@@ -91,14 +94,14 @@ class RowForm:
             parts.append(f"messages from {self.dialogue}")
         if self.completion is not None:
             parts.append(f"messages from prompt and {self.completion}")
-        if self.alpaca:
+        if self.question == ALPACA:
             parts.append("messages from instruction, input, system and history")
         elif self.question is not None:
             parts.append(f"prompt from {self.question}")
         if self.response is not None:
             parts.append(f"{self.response[1]} from {self.response[0]}")
         if self.truth is not None:
-            how = f"by {self.pattern!r}" if self.pattern else f"after {MARK}, in the last box, or all of it"
+            how = f"by {self.pattern!r}" if self.pattern else "after ####, in the last box, or all of it"
             parts.append(f"ground_truth from {self.truth} ({how})")
         return ", ".join(parts)
 
@@ -117,9 +120,7 @@ def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
         question = None if dialogue else next((name for name in QUESTIONS if isinstance(row.get(name), str)), None)
     own_response, response = data_args.response, None
     talked = row.get(data_args.messages or dialogue or "messages")
-    answered = isinstance(talked, str) or (
-        isinstance(talked, list) and is_dialogue(talked) and is_assistants(talked[-1])
-    )
+    answered = isinstance(talked, str) or (is_dialogue(talked) and is_assistants(talked[-1]))
     if own_response == DataArguments().response and own_response not in row and not answered:
         answers = ("answer", *ANSWERS) if question == "question" else ANSWERS
         found = next((name for name in answers if row.get(name) is not None), None)
@@ -128,7 +129,7 @@ def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
         elif isinstance(row.get(found or ""), str):
             response = (str(found), own_response)
     truth, pattern = truth_column(data_args, first)
-    return RowForm(dialogue, question, question == "instruction", response, completion, truth, pattern)
+    return RowForm(dialogue, question, response, completion, truth, pattern)
 
 
 def read_ground_truth(row: Row) -> Any:
@@ -157,7 +158,7 @@ def truth_column(data_args: DataArguments, first: SourceRow) -> tuple[str | None
         return None, None
     if isinstance(row.get("answer"), str | int | float):
         return "answer", None
-    boxed = isinstance(row.get("solution"), str) and BOX.search(row["solution"])
+    boxed = isinstance(row.get("solution"), str) and last_boxed(row["solution"]) is not None
     return ("solution" if boxed else None), None
 
 
@@ -165,29 +166,53 @@ def found_truth(source: SourceRow, column: str, value: Any, pattern: str | None)
     """The ground truth in a column's value."""
     if not isinstance(value, str):
         return value
-    if pattern is not None:
-        found = list(re.finditer(pattern, value))
-        if not found:
-            raise DataError(
-                f"{source.place}: data_args.ground_truth.pattern {pattern!r} finds nothing in {column}: {value[-80:]!r}"
-            )
-        return found[-1][found[-1].re.groups and 1].strip()
-    if MARK in value:
-        return value.rpartition(MARK)[2].strip().replace(",", "")
-    return last_box(value) or value
+    if pattern is None:
+        marked = last_marked(value)
+        # GSM8K's thousands have commas, which an exact comparison would not know.
+        return last_boxed(value) or value if marked is None else re.sub(r"(?<=\d),(?=\d{3})", "", marked)
+    found = list(re.finditer(pattern, value))
+    if not found:
+        raise DataError(
+            f"{source.place}: data_args.ground_truth.pattern {pattern!r} finds nothing in {column}: {value[-80:]!r}"
+        )
+    last = found[-1]
+    return (last[1] if last.re.groups and last[1] is not None else last[0]).strip()
 
 
-def last_box(text: str) -> str | None:
-    r"""The content of the last ``\boxed{}``, braces counted; None: there is none, or it is not closed."""
-    begins = [match.end() for match in BOX.finditer(text)]
-    if not begins:
-        return None
-    depth = 1
-    for place in range(begins[-1], len(text)):
-        depth += (text[place] == "{") - (text[place] == "}")
-        if not depth:
-            return text[begins[-1] : place]
+def last_boxed(text: str) -> str | None:
+    r"""The contents of the last complete ``\boxed{...}`` or ``\fbox{...}``, braces balanced; also ``\boxed 5``."""
+    position = len(text)
+    for _ in range(MAX_BOXES):
+        position = max(text.rfind("\\boxed", 0, position), text.rfind("\\fbox", 0, position))
+        if position < 0:
+            return None
+        content = _box_at(text, text.index("box", position) + (5 if text[position + 1] == "b" else 3))
+        if content is not None:
+            return content
     return None
+
+
+def _box_at(text: str, start: int) -> str | None:
+    """The braced group (or the bare word) that begins at ``start``."""
+    while start < len(text) and text[start] == " ":
+        start += 1
+    if start >= len(text) or text[start] != "{":
+        word = re.match(r"[^\s$.,]+", text[start:])
+        return word.group() if word else None
+    depth = 0
+    for position in range(start, len(text)):
+        character = text[position]
+        if character in "{}" and text[position - 1] != "\\":
+            depth += 1 if character == "{" else -1
+            if depth == 0:
+                return text[start + 1 : position].strip()
+    return None
+
+
+def last_marked(text: str) -> str | None:
+    """Text after the last ``####`` on its line."""
+    found = _MARKED.findall(text)
+    return found[-1].strip() if found else None
 
 
 def is_assistants(turn: Mapping[str, Any]) -> bool:
@@ -195,7 +220,7 @@ def is_assistants(turn: Mapping[str, Any]) -> bool:
     return SPEAKERS.get(speaker) == "assistant"
 
 
-def is_dialogue(value: Any) -> bool:
+def is_dialogue(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
 
 
@@ -217,11 +242,18 @@ def turns(source: SourceRow, value: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def alpaca_messages(row: Row) -> list[dict[str, Any]]:
+def alpaca_messages(source: SourceRow) -> list[dict[str, Any]]:
     """The conversation of Alpaca's columns, as LLaMA-Factory documents them: ``history`` has earlier pairs of question
-    and answer, ``input`` follows the instruction after a line break."""
+    and answer, ``input`` follows the instruction after a line break.
+
+    Raises:
+        DataError: no instruction, or a history that is no list of pairs.
+    """
+    row, asked = source.row, require(source, ALPACA)
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for asked, answered in row.get("history") or ():
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+    for pair in row.get("history") or ():
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise DataError(f"{source.place}: history must be a list of pairs [question, answer], found {pair!r}")
+        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
     further = row.get("input")
-    return [*messages, {"role": "user", "content": "\n".join([row["instruction"], *([further] if further else [])])}]
+    return [*messages, {"role": "user", "content": f"{asked}\n{further}" if further else asked}]

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -88,6 +89,12 @@ def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Gener
             raise DataError(f"{path}: cannot be read: {error}") from error
         if not found:
             raise DataError(f"{path}: no rows in it")
+
+
+def first_row(path: Path) -> SourceRow:
+    """The first row of a file; ``DataError`` as :func:`stream_rows`."""
+    with closing(stream_rows([path])) as rows:
+        return next(rows)
 
 
 def expand(name: str) -> list[Path]:

@@ -89,7 +89,7 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: 
         model = _copy_of(config, role, head)
         tried = None if model is None else _by_itself(model, head)
         # Ranks that share rows take the same path, or one would wait for another's part.
-        if not _agreed(tried is not None, context_group) or model is None or tried is None:
+        if not agreed(tried is not None, context_group) or model is None or tried is None:
             logger.warning("%s: not self-tested, since no small copy of a %s model works", where, config.model_type)
             return untried
         untouched, noise, wanted = tried
@@ -138,8 +138,8 @@ def _copy_of(config: PretrainedConfig, role: WorkerConfig, head: HeadName) -> Pr
     return small_model(config, head, implementation, args.trust_remote_code, Divided(width))
 
 
-def _agreed(holds: bool, group: ProcessGroup | None) -> bool:
-    """Collective. It holds on every rank of the group."""
+def agreed(holds: bool, group: ProcessGroup | None) -> bool:
+    """Collective. It holds on every rank of the group; None: this rank alone."""
     if group is None:
         return holds
     flag = torch.tensor(int(holds), device=current_platform().device())

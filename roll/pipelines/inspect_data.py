@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from itertools import cycle, groupby, pairwise
 from math import ceil
 from pathlib import Path
@@ -22,7 +21,7 @@ from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftDa
 from roll.datasets.columns import Columns
 from roll.datasets.forms import form_of
 from roll.datasets.preferences import JudgedDataset, JudgedRow
-from roll.datasets.reading import SourceRow, data_files, stream_rows
+from roll.datasets.reading import SourceRow, data_files, first_row
 from roll.pipelines.files import load_tokenizer
 
 if TYPE_CHECKING:
@@ -55,9 +54,7 @@ def inspect_data(
         dataset = one.read(tokenizer)
         console.print(Rule(Text(one.name)))
         for path in data_files(one.data_args.file_name or []):
-            with closing(stream_rows([path])) as rows:
-                form = str(form_of(one.data_args, next(rows)))
-            if form:
+            if form := str(form_of(one.data_args, first_row(path))):
                 console.print(Text(f"{path} is read as: {form}"))
         console.print(Text(str(dataset.counts)), counts_table(dataset.counts), sep="\n")
         for remark in one.remarks(dataset.counts):

@@ -12,7 +12,8 @@ from typing import Any
 
 import regex  # type: ignore[import-untyped]
 
-from roll.rewards.answers import after_thought, last_boxed, parse_number
+from roll.datasets.forms import last_boxed
+from roll.rewards.answers import after_thought, parse_number
 from roll.rewards.base import RewardOptionError
 
 MAX_ANSWER = 50_000

@@ -20,12 +20,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import ClassVar, Literal
 
+from roll.datasets.forms import last_boxed, last_marked
 from roll.rewards.answers import (
     NUMERAL,
     after_thought,
     isolated_number,
-    last_boxed,
-    last_marked,
     other_notation,
     parse_number,
     stated_answer,

@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from roll.rewards.answers import after_thought, last_boxed, tagged_answer
+from roll.datasets.forms import last_boxed
+from roll.rewards.answers import after_thought, tagged_answer
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.text_rules import repeated_share
 

@@ -13,7 +13,8 @@ from typing import ClassVar, Literal
 
 import regex  # type: ignore[import-untyped]
 
-from roll.rewards.answers import NUMERAL, after_thought, last_boxed, last_marked, parse_number, tagged_answer
+from roll.datasets.forms import last_boxed, last_marked
+from roll.rewards.answers import NUMERAL, after_thought, parse_number, tagged_answer
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.thoughts import opened_thought, split_thought
 

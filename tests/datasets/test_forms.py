@@ -10,7 +10,7 @@ import pytest
 from roll.config.data import DataArguments
 from roll.datasets.assistant_turns import read_dialogue
 from roll.datasets.columns import Columns
-from roll.datasets.forms import form_of, last_box, read_ground_truth
+from roll.datasets.forms import form_of, last_boxed, read_ground_truth
 from roll.datasets.reading import SourceRow
 from roll.datasets.sft import read_demonstration
 from roll.datasets.types import DataError
@@ -30,6 +30,7 @@ PROMPTS = {
         {"problem": "2 + 3?", "solution": r"So \boxed{1}, no: $\boxed{\frac{1}{2}}$.", "level": "1"},
         r"\frac{1}{2}",
     ),
+    "math with braces": ({"problem": "2 + 3?", "solution": r"So $\boxed{\left\{ 5 \right.}$"}, r"\left\{ 5 \right."),
     "math with answer": ({"problem": "2 + 3?", "solution": r"So \boxed{5}.", "answer": "5"}, "5"),
     "question and number": ({"question": "2 + 3?", "answer": 5}, 5),
     "alpaca": ({"instruction": "2 + 3?", "input": "", "output": "5"}, None),
@@ -87,6 +88,21 @@ def test_every_turn_of_sharegpt() -> None:
         read({"conversations": [{"from": "narrator", "value": "Once"}]})
 
 
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ({"instruction": "2 + 3?", "output": "5"}, {"output": "5"}),
+        ({"conversations": [{"from": "human", "value": "2 + 3?"}]}, {"conversation": []}),
+        ({"question": "2 + 3?", "answer": "5"}, {"question": None, "answer": "5"}),
+        ({"instruction": "2 + 3?", "output": "5"}, {"instruction": "And?", "history": [["2 + 3?"]], "output": "5"}),
+    ],
+)
+def test_a_later_row_of_another_form_is_named(first: dict[str, Any], later: dict[str, Any]) -> None:
+    form = form_of(DataArguments(), SourceRow(Path("data.jsonl"), 1, first))
+    with pytest.raises(DataError, match=r"data\.jsonl, row 2: "):
+        form(SourceRow(Path("data.jsonl"), 2, later))
+
+
 def test_a_named_column_and_a_pattern() -> None:
     row = {"question": "2 + 3?", "result": "Answer: 4. Answer: 5.", "answer": "6"}
     assert read_ground_truth(read(row, ground_truth="result")[1].row) == "Answer: 4. Answer: 5."
@@ -101,8 +117,17 @@ def test_a_named_column_and_a_pattern() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "box"),
-    [(r"\boxed{a{b}c}", "a{b}c"), (r"\boxed{1} \fbox {2}", "2"), (r"\boxed{open", None), ("none", None)],
+    ("text", "content"),
+    [
+        (r"\boxed{a{b}c}", "a{b}c"),
+        (r"\boxed{1} \boxed{2", "1"),
+        (r"\fbox{3}", "3"),
+        (r"\boxed 5.", "5"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{}", ""),
+        ("boxed{1}", None),
+        (r"\boxed", None),
+    ],
 )
-def test_boxes(text: str, box: str | None) -> None:
-    assert last_box(text) == box
+def test_boxes(text: str, content: str | None) -> None:
+    assert last_boxed(text) == content

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from roll.rewards import RewardResult, RewardSample, build_reward
-from roll.rewards.answers import after_thought, isolated_number, last_boxed, stated_answer
+from roll.rewards.answers import after_thought, isolated_number, stated_answer
 from roll.rewards.base import RewardFunction
 from roll.rewards.math_rule import MathVerifier, Verdict
 from roll.rewards.verifier_child import ANSWER_SECONDS
@@ -209,23 +209,6 @@ def test_closing_leaves_no_process() -> None:
     helper = rule._verifier._process  # type: ignore[attr-defined]
     rule.close()
     assert helper.poll() is not None
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"\boxed{a{b}c}", "a{b}c"),
-        (r"\boxed{1} \boxed{2", "1"),
-        (r"\fbox{3}", "3"),
-        (r"\boxed 5.", "5"),
-        (r"\boxed{\{1\}}", r"\{1\}"),
-        (r"\boxed{}", ""),
-        ("boxed{1}", None),
-        (r"\boxed", None),
-    ],
-)
-def test_boxes(text: str, content: str | None) -> None:
-    assert last_boxed(text) == content
 
 
 @pytest.mark.parametrize(

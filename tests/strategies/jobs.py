@@ -3,6 +3,7 @@ separate experts."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -170,6 +171,19 @@ def count_collectives(role: WorkerConfig, bucket_bytes: int) -> tuple[int, int]:
 
 def export(role: WorkerConfig, path: Path, value: bool = False) -> None:
     started(role, value=value).save_hf(path)
+
+
+def started_with_messages(role: WorkerConfig, logger: str, **options: Any) -> tuple[Any, list[str]]:
+    """The strategy, and what a logger said from INFO on while it started."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    source = logging.getLogger(logger)
+    source.setLevel(logging.INFO)
+    source.addHandler(handler)
+    strategy = started(role, **options)
+    source.removeHandler(handler)
+    return strategy, messages
 
 
 def train_and_save(role: WorkerConfig, batch: TensorBatch, path: Path, steps: int = 2) -> dict[str, Any]:

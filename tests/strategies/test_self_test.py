@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 from unittest import mock
 
@@ -15,15 +14,7 @@ from tests.strategies import jobs
 
 def messages(role: Any) -> list[str]:
     """Of the self-test at the start."""
-    found: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("roll.models.self_test")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    jobs.started(role)
-    logger.removeHandler(handler)
-    return found
+    return jobs.started_with_messages(role, "roll.models.self_test")[1]
 
 
 def refused_with_swapped_chunks(role: Any) -> str:

@@ -104,6 +104,9 @@ def check_player(key: str, section: CustomEnvConfig, checks: Checks) -> None:
         checks.note(f"{key}.agent_config", "has no effect without agent, tools or command")
     if section.data_args is not None:
         check_data_files(f"{key}.data_args", section.data_args, checks)
+        if section.data_args.ground_truth is not None:
+            rule = "is not read here: tasks get rows as they are; agent_config.verifier.answer_key names the column"
+            checks.add(f"{key}.data_args.ground_truth", section.data_args.ground_truth, rule, "~")
 
 
 def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Checks) -> None:

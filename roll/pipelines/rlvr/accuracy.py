@@ -14,11 +14,10 @@ from functools import cache, partial
 
 import numpy as np
 
+from roll.datasets.forms import last_boxed, last_marked
 from roll.rewards.answers import (
     after_thought,
     isolated_number,
-    last_boxed,
-    last_marked,
     parse_number,
     stated_answer,
     tagged_answer,

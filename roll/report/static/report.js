@@ -276,7 +276,7 @@ function comparison(all) {
     }
     table.append(el("tr", {}, el("th", {}, `${name}, step ${last}`), cells));
   }
-  return el("div", { class: "wide" }, el("h2", {}, "Comparison"), table, el("p", { class: "quiet" }, "At the last step that all of them have, with 95% intervals: a validation's own; of other metrics over the last ten steps. Differences are taken as of independent runs, and are bold where their interval does not contain 0."));
+  return el("div", { class: "wide" }, el("h2", {}, "Comparison"), table, el("p", { class: "quiet" }, "At the last step that all runs have, with 95% intervals: those of the validation, and for other metrics those of the mean over the last ten steps. Differences treat the runs as independent; bold where the interval excludes 0."));
 }
 
 function overview() {

@@ -30,7 +30,7 @@ from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.models.build import quiet_transformers
-from roll.models.self_test import Rows, difference_of, layouts_of, plain_values, rows_of
+from roll.models.self_test import Rows, agreed, difference_of, layouts_of, plain_values, rows_of
 from roll.models.small import Divided, small_model
 from roll.platforms import current_platform
 from roll.strategies.base import ModelHead, ModelStrategy, Output
@@ -185,7 +185,7 @@ def _built(setting: _Setting, build: Build, copied: _Copy, folder: Path) -> Mode
         part = build(*setting)
     except Exception as error:  # of Megatron's own checks, in many types, or of a full disk
         problem = f"no part of a small copy can be built: {error!r}"
-    if not _agreed(part is not None) or part is None:
+    if not agreed(part is not None, dist.group.WORLD) or part is None:
         raise _Uncomputed(problem)
     return part
 
@@ -203,9 +203,9 @@ def _fault(part: ModelStrategy, copied: _Copy) -> str | None:
         fault = difference_of(part.forward(batch, [output])[output], copied.wanted, str(output))
     except Exception as error:  # of kernels and of Megatron's own checks, in many types
         problem = error
-    if not _agreed(problem is None):
+    if not agreed(problem is None, dist.group.WORLD):
         raise _Uncomputed(f"a small copy cannot be computed: {problem or 'on another rank'!r}")
-    return None if _agreed(fault is None) else fault or f"gives other {output} on another rank"
+    return None if agreed(fault is None, dist.group.WORLD) else fault or f"gives other {output} on another rank"
 
 
 def _other_settings(role: WorkerConfig, options: MegatronStrategyConfig) -> Iterator[tuple[str, _Setting]]:
@@ -221,10 +221,3 @@ def _other_settings(role: WorkerConfig, options: MegatronStrategyConfig) -> Iter
         text = " and ".join(f"{key}: false" for key in keys)
         unpacked = replace(role, use_prefix_sharing=False, use_sequence_packing=False, use_remove_padding=False)
         yield f"set {text}", (unpacked, options)
-
-
-def _agreed(holds: bool) -> bool:
-    """Collective. It holds on every rank."""
-    flag = torch.tensor(int(holds), device=current_platform().device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)

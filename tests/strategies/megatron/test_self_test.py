@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -13,14 +12,7 @@ from tests.strategies import jobs
 
 def started(role: Any, value: bool = False) -> tuple[list[str], bool]:
     """Messages of the self-test, and whether the random state is left as it was seeded."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("roll.strategies.megatron.self_test")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    strategy = jobs.started(role, value=value)
-    logger.removeHandler(handler)
+    strategy, messages = jobs.started_with_messages(role, "roll.strategies.megatron.self_test", value=value)
     state = torch.get_rng_state()
     torch.manual_seed(strategy.seed + strategy.rank_info.dp_rank)
     return messages, torch.equal(torch.get_rng_state(), state)
