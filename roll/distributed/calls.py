@@ -267,6 +267,9 @@ class DriverLoop:
         self._loop = loop or asyncio.new_event_loop()
         self._waited_for: asyncio.Future[Any] | None = None
         self._failure: BaseException | None = None
+        self._left: list[BaseException] = []
+        """Signals' exceptions that have left the loop already, out of the middle of a task."""
+        self._loop.set_exception_handler(self._report)
         self._threads.current = self
 
     @classmethod
@@ -294,13 +297,29 @@ class DriverLoop:
         if self._failure is not None:
             waited_for.cancel()
         try:
-            return self._loop.run_until_complete(waited_for)
+            return self._run(waited_for)
         except asyncio.CancelledError:
             if self._failure is None:
                 raise
             raise self._failure from None
         finally:
             self._waited_for = None
+
+    def _run(self, waited_for: asyncio.Future[R]) -> R:
+        """Run the loop until ``waited_for`` is done.
+
+        A signal's handler may raise in the middle of any task. The exception leaves the loop at once, and would leave
+        it again through each task that waits for that one, whenever the loop runs next: while a checkpoint is written
+        because of the signal. It is raised once.
+        """
+        while True:
+            try:
+                return self._loop.run_until_complete(waited_for)
+            except (SystemExit, KeyboardInterrupt) as error:
+                is_of_this = waited_for.done() and not waited_for.cancelled() and waited_for.exception() is error
+                if is_of_this or error not in self._left:
+                    self._left.append(error)
+                    raise
 
     def spawn(self, coroutine: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         """Run a coroutine whenever the loop runs. Its failure ends what the driver waits for."""
@@ -310,10 +329,15 @@ class DriverLoop:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None and self._failure is None:
+        if error is not None and error not in self._left and self._failure is None:
             self._failure = error
             if self._waited_for is not None:
                 self._waited_for.cancel()
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Nothing is said of tasks that a signal has ended: nobody asks for their results any more."""
+        if context.get("exception") not in self._left:
+            loop.default_exception_handler(context)
 
     def close(self) -> None:
         """Cancel everything that is not done; a second call does nothing."""
@@ -321,8 +345,8 @@ class DriverLoop:
             return
         self._threads.current = None
         try:
-            self._loop.run_until_complete(self._end_all())
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+            self._run(self._loop.create_task(self._end_all()))
+            self._run(self._loop.create_task(self._loop.shutdown_asyncgens()))
         finally:
             self._loop.close()
 
