@@ -78,8 +78,9 @@ def _load_mapping(data: dict[str, Any], words: tuple[str, ...], check_files: boo
     """By way of a file, so that hydra composes it like any other."""
     with tempfile.TemporaryDirectory(prefix="roll-config-") as folder:
         file = Path(folder) / "run.yaml"
-        defaults = [_relative_to(folder, entry) for entry in data.get("defaults", ())]
-        written = {**data, "defaults": defaults} if defaults else data
+        files = data.get("defaults")
+        entries = [_relative_to(folder, entry) for entry in files] if isinstance(files, list) else files
+        written = {**data, "defaults": entries} if entries else data
         file.write_text(yaml.safe_dump(written, sort_keys=False, allow_unicode=True), encoding="utf-8")
         try:
             loaded: LoadedConfig[Any] = loader.load_config(None, file, None, words, check_files=check_files)

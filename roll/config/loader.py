@@ -15,10 +15,12 @@ from typing import Any, Generic, TypeVar, cast
 from roll.config.checks.base import Checks
 from roll.config.checks.keys import refuse_unavailable
 from roll.config.checks.unknown_keys import name_unknown
+from roll.config.defaults import with_learning_defaults
 from roll.config.pipelines import NAMES, PIPELINES, PipelineDefinition, definition_of, definitions, own_definition
 from roll.config.plan.plan import Plan
 from roll.config.plugins import dotted_path, offered
-from roll.config.reading.compose import Composed, compose_file
+from roll.config.policy import PolicyRunConfig
+from roll.config.reading.compose import DEFAULT_SETS, Composed, compose_file
 from roll.config.reading.errors import ConfigError, Notice, Problem, Problems, closest
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.legacy_keys import dead_keys
@@ -106,7 +108,9 @@ def load_composed(
         config=cast(C, config),
         pipeline=pipeline,
         plan=plan,
-        resolved=composed.data,
+        resolved=composed.data
+        if composed.defaults == DEFAULT_SETS[0]
+        else {"defaults": composed.defaults, **composed.data},
         warnings=tuple(problems.named_notices()),
         source=composed.source.file,
     )
@@ -129,6 +133,8 @@ def _load(
     config: RunConfig = build(cls, values)
     name_unknown(reader.unknown, config, pipeline, problems)
     checks = Checks(problems, lambda key: _is_written(written, key), check_files, pipeline, source.is_own)
+    if isinstance(config, PolicyRunConfig) and composed.defaults == DEFAULT_SETS[0] and not problems.errors:
+        config = with_learning_defaults(config, pipeline, checks.written)
     pipeline.check(config, checks)
     if problems.errors:
         return None

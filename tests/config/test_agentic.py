@@ -70,7 +70,7 @@ def test_what_a_plan_says(tmp_path: Path) -> None:
     plan = loaded.plan
     assert loaded.pipeline.name == "agentic" and isinstance(plan, AgenticPlan)
     assert (plan.prompts_per_step, plan.group_size, plan.samples_per_step) == (8, 8, 64)
-    assert plan.training["actor_train"].optimizer_steps_per_step == 2
+    assert plan.training["actor_train"].optimizer_steps_per_step == 1
     assert plan.validation is not None and plan.validation.groups_by_tag == {"lake": 16, "box": 16}
     lake, box = plan.entries["lake"], plan.entries["box"]
     assert (lake.turns, lake.new_tokens, lake.context, lake.samples) == (5, 32, "append", "trajectory")
@@ -78,7 +78,7 @@ def test_what_a_plan_says(tmp_path: Path) -> None:
     facts = dict(agentic_facts(plan))
     assert facts["episodes"].startswith("8 tasks x 8 = 64 episodes a step, at most 10,240 new tokens")
     (sentence,) = dict(batch_facts(plan)).values()
-    assert sentence.startswith("64 episodes, at most 64 rows; 2 optimizer steps of 32")
+    assert sentence.startswith("64 episodes, at most 64 rows; 1 optimizer step of 64")
 
 
 @pytest.mark.parametrize(

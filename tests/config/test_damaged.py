@@ -134,7 +134,6 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
         "leaves no log-probs of the trainer before the update",
     ),
     # devices and strategies
-    ({"actor_train.device_mapping": GONE}, "actor_train.device_mapping", "is needed"),
     ({"actor_infer.device_mapping": None}, "actor_infer.device_mapping", "is needed"),
     ({"actor_train.device_mapping": []}, "actor_train.device_mapping", "at least one device"),
     ({"actor_train.device_mapping": [0, 0]}, "actor_train.device_mapping", "device 0 more than once"),

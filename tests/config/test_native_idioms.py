@@ -130,7 +130,7 @@ def test_native_file_means_what_its_author_meant() -> None:
     assert (options.fsdp_size, options.param_dtype) == (2, "bf16")
     assert plan.roles["rewards.math_rule"].worker_cls == "math_rule"
     assert plan.roles["rewards.math_rule"].world_size == 8
-    assert "hydra" not in loaded.resolved and "defaults" not in loaded.resolved
+    assert "hydra" not in loaded.resolved and loaded.resolved["defaults"] == "roll"
 
 
 @pytest.mark.usefixtures("native")

@@ -21,7 +21,10 @@ from tests.config.good import GOOD_SFT, changed, load, mistakes
 
 CRITIC = {
     "adv_estimator": "gae",
-    "critic": {"device_mapping": [0, 1], "training_args": {"per_device_train_batch_size": 16}},
+    "critic": {
+        "device_mapping": [0, 1],
+        "training_args": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
+    },
 }
 
 

@@ -18,6 +18,7 @@ from roll.config.checks.keys import default_of, has_use, roles_of, sections_of, 
 from roll.config.loader import LoadedConfig
 from roll.config.pipelines import PipelineDefinition
 from roll.config.plan.plan import Plan, RolePlan
+from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import count
 from roll.config.reading.fields import Choice
 from roll.config.reading.masking import dump_yaml, masked, masked_text
@@ -33,10 +34,20 @@ def render_plan(loaded: LoadedConfig[Any], console: Console) -> None:
     nodes = f"{count(plan.num_nodes, 'node')} x {count(plan.num_devices_per_node, 'device')}"
     console.print(line(f"{plan.exp_name}  ", "bold", f"{plan.pipeline} pipeline, {nodes}  ({loaded.source})"))
     console.print(role_table(plan))
-    for label, text in facts(loaded.pipeline, plan):
+    for label, text in [*facts(loaded.pipeline, plan), *default_facts(loaded)]:
         console.print(line(f"{label:<12}", "bold", text), soft_wrap=True)
     for notice in loaded.warnings:
         console.print(line(f"{'note':<12}", "yellow", str(notice)), soft_wrap=True)
+
+
+def default_facts(loaded: LoadedConfig[Any]) -> list[tuple[str, str]]:
+    """Whose defaults a policy has."""
+    if not isinstance(loaded.config, PolicyRunConfig):
+        return []
+    is_rolls = loaded.resolved.get("defaults") == "roll"
+    return [
+        ("defaults", "ROLL's (a group of 1, top_p 0.7, top_k 50 ...)" if is_rolls else "of GRPO, as verl's and TRL's")
+    ]
 
 
 def line(label: str, style: str, text: str) -> Text:

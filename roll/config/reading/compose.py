@@ -8,8 +8,10 @@ import argparse
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -23,6 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 from roll.config.reading.errors import Problems, closest
 from roll.config.reading.yaml_files import SourceFile, readable, yaml_problem
 
+DEFAULT_SETS = ("learning", "roll")
+"""Values of ``defaults`` other than hydra's list of files."""
+_SET_ASIDE = "_set_of_defaults_"
 OVERRIDE_RULE = "must be key=value (or +key=value, or ~key to take a key out)"
 COMPOSITION_ERRORS = (
     *(HydraException, OmegaConfBaseException, ValueError, TypeError, KeyError),
@@ -41,6 +46,9 @@ class Composed:
     """Top-level names that some ``${...}`` refers to, in any file, be its section replaced by another one or not."""
     derived: frozenset[str] = frozenset()
     """Top-level names whose own value refers to another."""
+    defaults: str = DEFAULT_SETS[0]
+    """The set of defaults that the file has: as it says, and ROLL's for a file with a ``hydra`` section
+    (:mod:`roll.config.defaults`)."""
 
 
 def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Composed:
@@ -50,18 +58,25 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
     unreadable = [one for one in source.files() if not readable(one, problems)]
     if unreadable:
         return Composed({}, source)
+    named = source.default_set and source.default_set.name
+    if named is not None and named not in DEFAULT_SETS:
+        problems.add(
+            "defaults", named, f"must be one of {', '.join(DEFAULT_SETS)}, or a list of files", DEFAULT_SETS[0]
+        )
     try:
         with (
             warnings.catch_warnings(),
-            initialize_config_dir(config_dir=str(file.parent.resolve()), version_base="1.3", job_name="roll"),
+            _hydra_folder(source) as folder,
+            initialize_config_dir(config_dir=folder, version_base="1.3", job_name="roll"),
         ):
             # A file without _self_ in its defaults is meant to override them, which is what hydra then does.
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
             config = compose(config_name=file.stem, overrides=words)
+        defaults = named or ("roll" if source.files_with("hydra") else DEFAULT_SETS[0])
         written = dict(_interpolations(config, ""))
         texts = [*written.values(), *(file.read_text(encoding="utf-8") for file in source.files())]
         names = frozenset(name for text in texts for name in re.findall(r"\$\{\s*(\w+)", text))
-        return Composed(_resolve(config, problems), source, names, frozenset(written))
+        return Composed(_resolve(config, problems), source, names, frozenset(written), defaults)
     except MissingConfigException as error:
         rule = f"there is no {error.missing_cfg_file}.yaml in {file.parent} or in a folder named there"
         problems.add("defaults", error.missing_cfg_file, rule)
@@ -72,6 +87,21 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
     except COMPOSITION_ERRORS as error:
         problems.missing("(composition)", _first_lines(error) or str(error.__cause__ or type(error).__name__))
         return Composed({}, source)
+
+
+@contextmanager
+def _hydra_folder(source: SourceFile) -> Iterator[str]:
+    """The folder that hydra reads the file from: its own, or one with a copy that does not name a set of defaults,
+    where hydra expects a list of files."""
+    if source.default_set is None:
+        yield str(source.file.parent.resolve())
+        return
+    lines = source.file.read_text(encoding="utf-8").splitlines(keepends=True)
+    number, column = source.default_set.line, source.default_set.column
+    lines[number] = f"{lines[number][:column]}{_SET_ASIDE}{lines[number][column + len('defaults') :]}"
+    with TemporaryDirectory() as folder:
+        (Path(folder) / source.file.name).write_text("".join(lines), encoding="utf-8")
+        yield folder
 
 
 def _hydra_word(text: str, folder: Path, source: SourceFile, problems: Problems) -> str | None:
@@ -135,7 +165,7 @@ def _resolve(config: DictConfig, problems: Problems) -> dict[str, Any]:
         broken.append(path)
     data = OmegaConf.to_container(config, resolve=True)
     assert isinstance(data, dict)
-    plain = {str(key): value for key, value in data.items() if key not in ("hydra", "defaults")}
+    plain = {str(key): value for key, value in data.items() if key not in ("hydra", "defaults", _SET_ASIDE)}
     for path in broken:
         _drop(plain, path)
     return plain

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,15 @@ def yaml_problem(error: yaml.YAMLError, file: Path) -> tuple[str, str]:
 COMMAND_LINE = "command line"
 
 
+@dataclass(frozen=True)
+class DefaultSet:
+    """``defaults: NAME``, and where the key is, both from 0."""
+
+    name: str
+    line: int
+    column: int
+
+
 class SourceFile:
     """A configuration file with the files of its ``defaults:`` and the overrides given on the command line."""
 
@@ -152,6 +162,18 @@ class SourceFile:
         if isinstance(value, dict):
             for name, inner in value.items():
                 self.add_override(f"{key}.{name}", inner)
+
+    @cached_property
+    def default_set(self) -> DefaultSet | None:
+        """The scalar at ``defaults``; None: there is none, or hydra's list."""
+        try:
+            root = compose_nodes(self.file.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, ValueError, OSError):
+            return None
+        for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
+            if key.value == "defaults" and isinstance(value, yaml.ScalarNode):
+                return DefaultSet(value.value, key.start_mark.line, key.start_mark.column)
+        return None
 
     def place_of(self, key: str) -> str:
         """``file:line`` of the key, or of the nearest section above it that is written."""
