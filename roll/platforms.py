@@ -200,6 +200,11 @@ PLATFORMS: dict[str, type[Platform]] = {
 }
 
 _CUDA_OR_ROCM_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
+_CPU_QUOTAS = (
+    ("/sys/fs/cgroup/cpu.max",),
+    ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+)
+"""Files with a quota and its period; "max" or -1: no quota."""
 _NPU_FILES = ("/dev/davinci[0-9]*",)
 
 
@@ -219,6 +224,20 @@ def current_platform() -> Platform:
     if name not in PLATFORMS:
         raise ValueError(f"{PLATFORM_ENV}={name!r}: must be one of {', '.join(PLATFORMS)}; unset it to detect")
     return PLATFORMS[name]()
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: those of its affinity mask, and in a container no more than its share (cgroup
+    v2 ``cpu.max`` or v1 ``cpu.cfs_quota_us``)."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for files in _CPU_QUOTAS:
+        try:
+            quota, period = " ".join(Path(file).read_text() for file in files).split()
+        except (OSError, ValueError):
+            continue
+        if quota.isdigit():
+            cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
 
 
 def use_cpu_below(devices: int) -> None:

@@ -50,7 +50,7 @@ from roll.distributed.ray_node import (
 )
 from roll.distributed.restarts import DONE, supervised
 from roll.distributed.signals import ENDING, ending
-from roll.platforms import current_platform
+from roll.platforms import current_platform, usable_cores
 
 if TYPE_CHECKING:
     from ray._private.node import Node
@@ -59,11 +59,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORKER_DEFAULTS = {
-    # One thread a worker: several workers share the host's cores, and intra-op threads that fight cost more than they
-    # bring. `system_envs` overrides it.
-    "OMP_NUM_THREADS": "1",
+    # Several workers share the host's cores: threads that spin while they wait take them from one another.
+    "OMP_WAIT_POLICY": "passive",
     "TOKENIZERS_PARALLELISM": "false",
 }
+_MOST_THREADS = 16
+"""Of a worker on a CPU host: matrices of models that a CPU can train are too small for more."""
 
 RAY_SETTINGS = {
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
@@ -104,6 +105,13 @@ class RayRuntime:
     """Outlives this process where that ends hard."""
     actor_envs: Mapping[str, str] = field(default_factory=dict)
     """Variables that each actor must be given: those of the processes of a Ray that the caller had started."""
+
+
+def _worker_threads(num_devices: int) -> int:
+    """Threads of each worker: on a CPU host the cores of its device (roles on one device compute in turns); else 1."""
+    if current_platform().device_type != "cpu":
+        return 1
+    return max(1, min(usable_cores() // num_devices, _MOST_THREADS))
 
 
 @contextlib.contextmanager
@@ -150,7 +158,8 @@ def ray_runtime(
     log_dir = log_dir or (Path(os.environ[LOG_DIR_ENV]) if os.environ.get(LOG_DIR_ENV) else None)
     exported = {**(system_envs or {}), **({LOG_DIR_ENV: str(log_dir.resolve())} if log_dir else {})}
     mark = uuid.uuid4().hex
-    defaults = {**WORKER_DEFAULTS, **RAY_SETTINGS, MARK_ENV: mark}
+    threads = {"OMP_NUM_THREADS": str(_worker_threads(num_devices_per_node))}
+    defaults = {**WORKER_DEFAULTS, **threads, **RAY_SETTINGS, MARK_ENV: mark}
     inherited = {name: value for name, value in defaults.items() if name not in os.environ} | exported
     has_ray = ray.is_initialized()
     auth = contextlib.nullcontext() if has_ray else _private_auth(nodes)

@@ -7,10 +7,12 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from roll import platforms
 from roll.platforms import (
     PLATFORM_ENV,
     PLATFORMS,
@@ -142,3 +144,26 @@ def test_accelerator_memory():
     stats = platform.memory_stats()
     assert stats["peak"] - stats["used"] >= 64 * MEBIBYTE
     assert stats["total"] > stats["peak"]
+
+
+@pytest.mark.parametrize(
+    ("contents", "cores"),
+    [
+        ({"cpu.max": "200000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.cfs_quota_us": "300000\n", "cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, 8),
+        ({}, 8),
+    ],
+)
+def test_cores_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: dict[str, str], cores: int
+) -> None:
+    """A container with two of eight cores sees eight in its affinity mask."""
+    for name, text in contents.items():
+        (tmp_path / name).write_text(text)
+    quotas = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+    monkeypatch.setattr(platforms, "_CPU_QUOTAS", tuple(tuple(str(tmp_path / name) for name in one) for one in quotas))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert platforms.usable_cores() == cores
