@@ -133,7 +133,7 @@ def _load(
     config: RunConfig = build(cls, values)
     name_unknown(reader.unknown, config, pipeline, problems)
     checks = Checks(problems, lambda key: _is_written(written, key), check_files, pipeline, source.is_own)
-    if isinstance(config, PolicyRunConfig) and composed.defaults == DEFAULT_SETS[0] and not problems.errors:
+    if isinstance(config, PolicyRunConfig) and composed.defaults == DEFAULT_SETS[0]:
         config = with_learning_defaults(config, pipeline, checks.written)
     pipeline.check(config, checks)
     if problems.errors:
