@@ -339,6 +339,12 @@ def _value_schema(item: Field[Any], hint: Any, definitions: dict[str, Any]) -> d
         sections = [_choice_schema(row, definitions) for row in rules.table.rows if row.options is not None]
         own = {"type": "object", "properties": {"name": {"type": "string", "pattern": DOTTED_PATH.pattern}}}
         return {"anyOf": [{"type": "string"}, *sections, own, INTERPOLATION]}
+    if item.name == "strategy_name":
+        return {"anyOf": [{"enum": [name for backend in BACKENDS.rows for name in backend.strategies]}, INTERPOLATION]}
+    if isinstance(hint, type) and is_dataclass(hint):
+        # In place of anyOf, whose mistakes would be those of the section, not of a key in it.
+        section, others = _type_schemas(hint, definitions)
+        return {"if": {"type": "object"}, "then": section, "else": {"anyOf": [others, INTERPOLATION]}}
     options = list(_type_schemas(hint, definitions))
     if rules.or_one:
         options += _type_schemas(mapped_section(hint), definitions)
