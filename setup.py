@@ -89,8 +89,9 @@ EXTRAS = {
     # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
     "swanlab": ["swanlab>=0.10"],
     "trackio": ["trackio>=0.40"],
+    "mlflow": ["mlflow>=3"],
     "prometheus": ["prometheus-client>=0.20"],
-    "trackers": ["wandb>=0.20", "swanlab>=0.10", "trackio>=0.40", "prometheus-client>=0.20"],
+    "trackers": ["wandb>=0.20", "swanlab>=0.10", "trackio>=0.40", "mlflow>=3", "prometheus-client>=0.20"],
     "gpu": ["deepspeed==0.19.8", "megatron-core==0.16.1", "peft==0.21.2", "vllm==0.32.0"],
     "test": [
         "anthropic==2.12.0",

@@ -58,6 +58,7 @@ class Tool:
 TOOLS = {
     "init": Tool("roll.starter", "write a first configuration for a model and a data file, or copy the recipes"),
     "evaluate": Tool("roll.evaluate", "ask models and checkpoints the validation prompts of a file"),
+    "sweep": Tool("roll.sweep", "run every combination of several values of keys, and name the best"),
     "chat": Tool("roll.serving.chat", "talk to a model in the terminal"),
     "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
     "rehearse": Tool(
@@ -72,7 +73,7 @@ TOOLS = {
 
 GROUPS = {
     "first steps": ("init", "check", "plan", "inspect-data", "explain", "translate"),
-    "runs": ("run", "evaluate", "serve", "chat"),
+    "runs": ("run", "sweep", "evaluate", "serve", "chat"),
     "afterwards": ("report", "diagnose", "replay", "export"),
     "sizes and hosts": ("rehearse", "doctor"),
     "editors and shells": ("schema", "completion"),

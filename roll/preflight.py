@@ -48,7 +48,13 @@ from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, requested_
 from roll.config.strategies.registry import BACKENDS, typed_strategy_config
 from roll.platforms import current_platform
 
-TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "trackio": "trackio", "prometheus": "prometheus_client"}
+TRACKERS = {
+    "wandb": "wandb",
+    "swanlab": "swanlab",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "prometheus": "prometheus_client",
+}
 """By tracker: its package, of the same name at the index."""
 
 
@@ -261,11 +267,11 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
     try:
         tracker_options(loaded.config.track_with, kwargs)
     except ValueError as error:
-        shown_kwargs = masked(kwargs)
-        problem = Problem(
-            "tracker_kwargs", shown_kwargs, str(error), source=shown(loaded.source), has_value=bool(kwargs)
-        )
-        raise ConfigError([problem]) from error
+        key, value = "tracker_kwargs", masked(kwargs)
+        if str(error).startswith("track_with: "):
+            key, value = "track_with", loaded.config.track_with
+        rule = str(error).removeprefix("track_with: ")
+        raise ConfigError([Problem(key, value, rule, source=shown(loaded.source), has_value=bool(value))]) from error
 
 
 def check_first_rows(loaded: LoadedConfig[Any]) -> None:

@@ -30,7 +30,19 @@ FLOORS = {
     },
     4: {"methods", "workers", "report"},
     5: {"pipelines"},
-    6: {"api", "cli", "clients", "doctor", "evaluate", "preflight", "rehearsal", "replay", "starter", "translation"},
+    6: {
+        "api",
+        "cli",
+        "clients",
+        "doctor",
+        "evaluate",
+        "preflight",
+        "rehearsal",
+        "replay",
+        "starter",
+        "sweep",
+        "translation",
+    },
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}
 STRANGERS = {("algorithms", "strategies"), ("strategies", "algorithms")}
@@ -43,6 +55,7 @@ OPTIONAL = {
     "gguf",
     "wandb",
     "swanlab",
+    "mlflow",
     "tensordict",
     "trl",
 }

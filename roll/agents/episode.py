@@ -13,7 +13,7 @@ from roll.agents.call_openings import call_opening, choose_opening
 from roll.agents.chat_ids import ChatTemplate, Message, Thinking
 from roll.agents.conversation import Call, Conversations
 from roll.agents.images import BlindPolicyError
-from roll.agents.tool_calls import ParsedResponse, parse_response
+from roll.agents.tool_calls import ParsedResponse, function_calls, parse_response
 from roll.rewards.thoughts import opened_thought
 
 if TYPE_CHECKING:
@@ -330,10 +330,8 @@ class Model:
         prompt = self.conversations.prompt_ids(call)
         opened = opened_thought(self.text_of(prompt[: len(prompt) - call.opening][-_TAIL:]))
         parsed = parse_response(text, self._tool_format, call.tools or self._template.tools, opened)
-        functions = [{"name": one.name, "arguments": one.arguments} for one in parsed.calls]
-        if demanded is not None and not functions:
-            # The tool has been called, with arguments that cannot be parsed: the client gets them as text.
-            functions = [{"name": demanded, "arguments": self.text_of(ids, ended=True).strip() or {}}]
+        functions = function_calls(parsed, demanded, self.text_of(ids, ended=True).strip())
+        if functions and not parsed.calls:
             parsed = replace(parsed, content="")
         message: Message = {"role": "assistant", "content": text}
         if functions:

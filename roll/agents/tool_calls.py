@@ -54,6 +54,17 @@ def parse_response(
     return parsed
 
 
+def function_calls(parsed: ParsedResponse, demanded: str | None = None, written: str = "") -> list[dict[str, Any]]:
+    """The calls of a response as messages have them: each a ``name`` and ``arguments``.
+
+    Args:
+        demanded: the tool whose call the response was forced to begin. It has been called even where the arguments
+            cannot be parsed, which are then ``written``, a text.
+    """
+    found = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
+    return found or ([] if demanded is None else [{"name": demanded, "arguments": written or {}}])
+
+
 def detect_format(chat_template: str) -> str:
     """The format that a chat template writes calls in; ``hermes`` where it has none of its own."""
     for mark, name in _MARKS:

@@ -23,10 +23,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from roll.checkpoint.folders import atomic_folder
+from roll.checkpoint.hub import add_card, check_repository, push
 from roll.checkpoint.trained_model import TrainedModel, config_error, find_trained
 from roll.config.installation import install_command
 from roll.config.losses import SCORE_INPUT, SCORE_INPUT_DEFAULT
 from roll.config.reading.errors import ConfigError
+from roll.config.reading.masking import masked_text
 from roll.config.run import RESOLVED_CONFIG
 from roll.models.build import DTYPES, auto_class, checked_config
 from roll.models.loading import TensorFiles
@@ -222,8 +224,13 @@ def model_outputs(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def main(words: Sequence[str]) -> int:
     """Exit status 0, or 1 where the comparison fails."""
-    options = build_parser().parse_args(words)
+    parser = build_parser()
+    options = parser.parse_args(words)
+    if options.public and options.push is None:
+        parser.error("--public goes with --push")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if options.push is not None:
+        check_repository(options.push)
     trained = find_trained(options.checkpoint, options.role, options.model)
     output = options.output or Path(f"{trained.folder.parent.name}-{trained.folder.name}-{options.to}")
     if output.exists():
@@ -232,6 +239,8 @@ def main(words: Sequence[str]) -> int:
         dtype = _dtype(options, trained)
         with atomic_folder(output) as folder:
             difference = _write(trained, options.to, folder, dtype, options)
+            if options.push is not None:
+                add_card(trained, options.to, folder, options.push)
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
@@ -239,6 +248,12 @@ def main(words: Sequence[str]) -> int:
         return 1
     compared = "not compared" if difference is None else f"log-probs differ from the checkpoint's by {difference:.2g}"
     logger.info("%s: %s of %s, %s", output, options.to, trained.folder, compared)
+    if options.push is not None:
+        try:
+            logger.info("pushed to %s", push(output, options.push, options.public))
+        except OSError as error:
+            logger.error("%s is kept, and could not be pushed: %s", output, masked_text(str(error)))
+            return 1
     return 0
 
 
@@ -286,5 +301,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dtype", help="hf: bf16, fp16, fp32 (default: the model's); gguf: f32, f16 (default), bf16, q8_0"
     )
+    parser.add_argument("--push", metavar="REPO", help="upload it to the Hugging Face hub (HF_TOKEN) with a model card")
+    parser.add_argument("--public", action="store_true", help="of a new repository that --push makes: not private")
     parser.add_argument("--no-check", action="store_true", help="write only: the comparison needs the model in memory")
     return parser

@@ -27,7 +27,7 @@ LR_SCHEDULERS = tuple(LR_SCHEDULER_OPTIONS)
 DECAYING_SCHEDULERS = tuple(name for name in LR_SCHEDULERS if not name.startswith("constant"))
 """Those that read ``min_lr_ratio``."""
 ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
-TRACKERS = ("tensorboard", "stdout", "jsonl", "prometheus", "wandb", "swanlab", "trackio", "ml_tracker")
+TRACKERS = ("tensorboard", "stdout", "jsonl", "prometheus", "wandb", "swanlab", "trackio", "mlflow", "ml_tracker")
 UNPUBLISHED_TRACKERS = {"ml_tracker": "tensorboard"}
 """Trackers of ROLL's files that are not public, and what writes the metrics in their place."""
 

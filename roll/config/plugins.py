@@ -14,7 +14,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Literal
 
-Group = Literal["rewards", "environments", "agents", "losses", "estimators", "pipelines"]
+Group = Literal["rewards", "environments", "agents", "losses", "estimators", "pipelines", "trackers"]
 
 
 @cache

@@ -85,9 +85,13 @@ class RunConfig:
     """The record of samples that ``roll report`` and ``roll diagnose`` read."""
     report_at_end: bool = True
     """Write ``report.html`` into ``output_dir`` when the run ends, however it ends."""
-    track_with: str | list[str] = field(default="tensorboard", metadata=rules(choices=TRACKERS, example="tensorboard"))
+    track_with: str | list[str] = field(
+        default="tensorboard",
+        metadata=rules(choices=TRACKERS, dotted_path=True, plugins="trackers", example="tensorboard"),
+    )
     """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``prometheus``, ``wandb``, ``swanlab``,
-    ``trackio``; ``ml_tracker`` of ROLL's files, which is not public, is taken as ``tensorboard``."""
+    ``trackio``, ``mlflow``, or the dotted path of your own subclass of ``roll.tracking.Tracker``; ``ml_tracker`` of
+    ROLL's files, which is not public, is taken as ``tensorboard``."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the tracker, such as ``log_dir`` or ``project``. Keys and tokens come from the environment."""
     save_steps: int = setting(50, ge=-1)

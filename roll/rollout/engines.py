@@ -162,6 +162,11 @@ class EngineClient:
         return given + sum(num_unfinished(request) for request in self._waiting.values())
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that no engine has been given."""
+        return len(self._waiting)
+
+    @property
     def is_working(self) -> bool:
         """A turn of an engine is in flight."""
         return any(engine.turn is not None for engine in self._engines)

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,13 +19,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from roll.serving.dialects.chat import read_chat
+from roll.agents.chat_ids import ChatTemplate
+from roll.serving.dialects.chat import chat_events, read_chat
 from roll.serving.dialects.completions import CompletionRequest, read_completion
 from roll.serving.dialects.fields import MAX_TOP_LOG_PROBS, ModelRequest
 from roll.serving.dialects.parts import ChatRequest
 from roll.serving.http import answered, event_stream, is_same, key_of, models_response, read_json, while_connected
+from roll.serving.metrics import CONTENT_TYPE, exposition
 from roll.serving.refusals import BadRequest, wrong_key
 from roll.serving.service import EngineService
+from roll.serving.tools import CallReader
 from roll.serving.writing import Answers, LiveResponse, Writer
 from roll.strategies.engines.requests import PromptScore
 
@@ -68,12 +71,13 @@ class Endpoint:
         self._reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
 
     def app(self) -> Starlette:
-        """The routes; all but ``/health`` need the key."""
+        """The routes; all but ``/health`` and ``/metrics`` need the key."""
         models = answered(self.models, self._admit)
         completions, chat = answered(self.completions, self._admit), answered(self.chat_completions, self._admit)
         return Starlette(
             routes=[
                 Route("/health", self.health),
+                Route("/metrics", self.metrics),
                 Route("/v1/models", models),
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chat, methods=["POST"]),
@@ -99,12 +103,22 @@ class Endpoint:
             state["reason"] = str(failure)
         return JSONResponse(state, 200 if failure is None else 503)
 
+    async def metrics(self, request: Request) -> Response:
+        """Counts and latencies for Prometheus."""
+        service = self._service
+        running = service.num_open - service.num_waiting
+        text = exposition(service.counts, service.latencies, running, service.num_waiting, service.num_engines)
+        return Response(text, media_type=CONTENT_TYPE)
+
     async def models(self, request: Request, in_turn: InTurn) -> Response:
         return models_response([self._model], self._began)
 
     async def chat_completions(self, request: Request, in_turn: InTurn) -> Response:
         parsed = read_chat(await read_json(request, in_turn), self._model)
-        return await self._respond(request, parsed, [await in_turn(self._chat_prompt, parsed)], in_turn)
+        prompt, calls = await in_turn(self._chat_prompt, parsed)
+        if calls is not None:
+            (prompt,) = await while_connected(request, calls.demand(prompt, partial(self._next_token, parsed)))
+        return await self._respond(request, parsed, [prompt], in_turn, calls)
 
     async def completions(self, request: Request, in_turn: InTurn) -> Response:
         parsed = read_completion(await read_json(request, in_turn), self._model)
@@ -118,7 +132,12 @@ class Endpoint:
             self._check_prompt_scores(prompts, parsed.params.top_log_probs)
         return await self._respond(request, parsed, prompts, in_turn)
 
-    def _chat_prompt(self, parsed: ChatRequest) -> list[int]:
+    async def _next_token(self, parsed: ChatRequest, prompt: list[int]) -> int:
+        params = replace(parsed.params, max_new_tokens=1, min_new_tokens=0, stop_strings=(), top_log_probs=0)
+        return int((await self._service.generate(prompt, params)).token_ids[0])
+
+    def _chat_prompt(self, parsed: ChatRequest) -> tuple[list[int], CallReader | None]:
+        """The prompt's ids; and what reads the calls of its responses, where there may be any."""
         if not self._tokenizer.chat_template:
             raise BadRequest("messages: the model has no chat template; use /v1/completions", "messages")
         for name in parsed.template_kwargs:
@@ -126,16 +145,18 @@ class Endpoint:
                 rule = "is not for clients to say; only variables of the model's own chat template are"
                 raise BadRequest(f"chat_template_kwargs: {name!r} {rule}"[:300], "chat_template_kwargs")
         try:
-            text: Any = self._tokenizer.apply_chat_template(
-                [dict(message) for message in parsed.messages],
-                add_generation_prompt=parsed.add_generation_prompt,
-                tokenize=False,
-                **parsed.template_kwargs,
-            )
+            template = ChatTemplate(self._tokenizer, tools=parsed.tools, arguments=dict(parsed.template_kwargs))
+            text = template.render(parsed.messages, parsed.add_generation_prompt)
+            if parsed.tools and text == template.with_tools(()).render(parsed.messages, parsed.add_generation_prompt):
+                raise BadRequest("tools: the model's chat template does not write any", "tools")
+            prompt = self._encoded(text, "messages", add_special_tokens=False)
+            offers = bool(parsed.tools) and parsed.parse_calls
+            return prompt, CallReader(self._tokenizer, template, parsed, prompt) if offers else None
+        except BadRequest:
+            raise
         except Exception as error:  # templates raise what they like for conversations that they do not support
             rule = f"the chat template fails: {type(error).__name__}: {error}"
             raise BadRequest(f"messages: {rule}", "messages") from error
-        return self._encoded(text, "messages", add_special_tokens=False)
 
     def _encoded(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
         encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
@@ -149,9 +170,14 @@ class Endpoint:
         return token_ids
 
     async def _respond(
-        self, request: Request, parsed: ModelRequest, prompts: Sequence[Sequence[int]], in_turn: InTurn
+        self,
+        request: Request,
+        parsed: ModelRequest,
+        prompts: Sequence[Sequence[int]],
+        in_turn: InTurn,
+        calls: CallReader | None = None,
     ) -> Response:
-        if parsed.stream:
+        if parsed.stream and calls is None:
             # The head is sent once there are first tokens, so that what an engine refuses has the status for it.
             live = LiveResponse(self._service, self._tokenizer, parsed, prompts)
             try:
@@ -163,7 +189,7 @@ class Endpoint:
         groups = await while_connected(
             request, *(self._service.generate(prompt, parsed.params, parsed.num_samples) for prompt in prompts)
         )
-        writer, echoed, scored = Writer(self._tokenizer, parsed), None, None
+        writer, echoed, scored = Writer(self._tokenizer, parsed, calls), None, None
         # The engines have accepted these prompts: they refuse prompts that are too long or have unknown ids.
         if isinstance(parsed, CompletionRequest) and parsed.echo:
             echoed = [PromptScore([], [])] * len(prompts)
@@ -172,9 +198,11 @@ class Endpoint:
         if isinstance(parsed, CompletionRequest) and parsed.prompt_log_probs is not None:
             scored = await self._prompt_scores(prompts, parsed.prompt_log_probs)
         answers = Answers(prompts, groups, echoed, scored)
-        if scored is None:
+        if parsed.stream:  # what is a call shows at its end
+            return event_stream(chat_events(await in_turn(writer.body, answers), parsed.include_usage))
+        if scored is None and calls is None:
             return JSONResponse(writer.body(answers))
-        # Many log-probs at many positions: written in a thread, so that other requests need not wait.
+        # Calls to parse, or many log-probs at many positions: in a thread, so that other requests need not wait.
         response: Response = await in_turn(lambda: JSONResponse(writer.body(answers)))
         return response
 

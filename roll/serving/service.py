@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EngineClient, Generation, Listener
 from roll.rollout.groups import FinishedGroup
+from roll.serving.metrics import Latencies, ServiceCounts
 from roll.serving.refusals import BadRequest, Overloaded, Unavailable
 from roll.strategies.engines.requests import GenerationRequest, PromptScore, SamplingParams
-
-
-@dataclass
-class ServiceCounts:
-    """Requests since the start, by outcome."""
-
-    finished: int = 0
-    refused: int = 0
-    turned_away: int = 0
-    """For lack of room."""
-    cancelled: int = 0
-    """The client had disconnected."""
 
 
 class EngineService:
@@ -46,6 +35,7 @@ class EngineService:
         self._awake = asyncio.Event()
         self._awake.set()
         self.counts = ServiceCounts()
+        self.latencies = Latencies()
 
     @property
     def failure(self) -> Exception | None:
@@ -56,6 +46,11 @@ class EngineService:
     def num_open(self) -> int:
         """Requests in flight, those held by a pause included."""
         return len(self._in_flight) + self._num_held
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in flight that no engine works on."""
+        return self._engines.num_waiting + self._num_held
 
     @property
     def num_engines(self) -> int:
@@ -80,6 +75,7 @@ class EngineService:
             self.counts.turned_away += 1
             raise Overloaded(f"{self.num_open} requests are in flight, which is the most")
         self._num_held += 1
+        arrived = time.perf_counter()
         try:
             await self._awake.wait()
         finally:
@@ -102,6 +98,9 @@ class EngineService:
             self.counts.refused += 1
             raise BadRequest(group.error)
         self.counts.finished += 1
+        self.counts.prompt_tokens += len(prompt_token_ids)
+        self.counts.generation_tokens += int(group.lengths.sum())
+        self.latencies.add(time.perf_counter() - arrived)
         return group
 
     async def prompt_score(self, prompt_token_ids: Sequence[int], top: int) -> PromptScore:

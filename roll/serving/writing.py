@@ -10,12 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from roll.rollout.groups import FinishedGroup
-from roll.serving.dialects.chat import chunk, closing
+from roll.serving.dialects.chat import chat_message, chunk, closing
 from roll.serving.dialects.fields import ModelRequest
 from roll.serving.dialects.parts import ChatRequest, head, usage_of
 from roll.serving.http import event
 from roll.serving.refusals import Refusal
 from roll.serving.service import EngineService
+from roll.serving.tools import CallReader
 from roll.strategies.engines.requests import GenerationOutput, PromptScore, SamplingParams, visible_text
 
 if TYPE_CHECKING:
@@ -79,10 +80,16 @@ class Answers:
 
 
 class Writer:
-    """The bodies and events of the response to one request."""
+    """The bodies and events of the response to one request.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, request: ModelRequest) -> None:
-        self._tokenizer, self._request = tokenizer, request
+    Args:
+        calls: of a request that offers tools, whose response is not streamed token by token.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, request: ModelRequest, calls: CallReader | None = None
+    ) -> None:
+        self._tokenizer, self._request, self._calls = tokenizer, request, calls
         self.chat = isinstance(request, ChatRequest)
         """A chat completion; False: a completion."""
         prefix, kind = ("chatcmpl-", "chat.completion") if self.chat else ("cmpl-", "text_completion")
@@ -128,6 +135,10 @@ class Writer:
         }
         if self.chat:
             body["message"] = {"role": "assistant", "content": choice.text}
+            if self._calls is not None:
+                called = self._calls.read(choice.token_ids, choice.finish_reason)
+                body["message"] = chat_message(called.content, called.reasoning, called.calls)
+                body["finish_reason"] = "tool_calls" if called.calls else choice.finish_reason
         else:
             echo = "" if choice.echoed is None else str(self._tokenizer.decode(choice.prompt_token_ids))
             body["text"] = echo + choice.text

@@ -37,7 +37,7 @@ def plot_run(metrics_path: Path, image_path: Path, title: str, panels: Sequence[
     from matplotlib.figure import Figure
 
     rows = read_metrics(metrics_path)
-    drawn = [(panel, series) for panel in panels if (series := _series(panel, rows))]
+    drawn = [(panel, series) for panel in panels if (series := series_of(panel, rows))]
     phases = _phases(rows)
     count = len(drawn) + bool(phases)
     columns = min(3, max(count, 1))
@@ -59,7 +59,8 @@ def plot_run(metrics_path: Path, image_path: Path, title: str, panels: Sequence[
 Series = dict[str, tuple[list[int], list[float]]]
 
 
-def _series(panel: Panel, rows: Sequence[dict[str, Any]]) -> Series:
+def series_of(panel: Panel, rows: Sequence[dict[str, Any]]) -> Series:
+    """Steps and values of the metrics that a panel shows, by name."""
     present = dict.fromkeys(name for row in rows for name in row)
     names = [name for key in panel.keys for name in present if _matches(key, name)]
     result: Series = {}

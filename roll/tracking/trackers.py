@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import time
 import uuid
@@ -14,7 +15,11 @@ from typing import Any, ClassVar
 
 from roll.config.installation import install_command
 from roll.config.names import UNPUBLISHED_TRACKERS
+from roll.config.pipelines import find_own_modules
+from roll.config.plugins import dotted_path, offered
 from roll.config.reading.errors import did_you_mean
+from roll.config.reading.fields import DOTTED_PATH
+from roll.tracking.mlflow import MlflowTracker
 from roll.tracking.prometheus import PrometheusTracker
 from roll.tracking.records import CompositeTracker, JsonlTracker, SampleTable, StdoutTracker, Tracker
 
@@ -258,6 +263,7 @@ OPTIONS: dict[str, frozenset[str]] = {
     "wandb": _ONLINE_OPTIONS | {"entity"},
     "swanlab": _ONLINE_OPTIONS | {"workspace"},
     "trackio": frozenset({"log_dir", "project", "name", "group", "space_id", "server_url"}),
+    "mlflow": frozenset({"log_dir", "project", "name", "notes", "tags", "tracking_uri"}),
     "ml_tracker": _ONLINE_OPTIONS,
     "prometheus": frozenset({"host", "port"}),
     "stdout": frozenset(),
@@ -290,7 +296,8 @@ def build_trackers(
     """Build the trackers that ``track_with`` names, and always the run's own record (``metrics.jsonl``) before them.
 
     ``tracker_kwargs`` holds options for all of them, each tracker taking those it understands; a key that is the name
-    of a tracker holds options of that one alone.
+    of a tracker holds options of that one alone. A tracker of one's own, by dotted path or the name of an installed
+    package, is a subclass of :class:`Tracker` that is built as ``MyTracker(run, **options)``.
 
     Raises:
         ValueError: an unknown tracker, an option that none of the trackers understands, or a key given in the YAML.
@@ -303,6 +310,41 @@ def build_trackers(
     return CompositeTracker(trackers)
 
 
+def own_tracker(name: str) -> type[Tracker]:
+    """The class of a tracker that does not come with this package.
+
+    Args:
+        name: a dotted path, or a name that an installed package offers.
+
+    Raises:
+        ValueError: no such name, nothing that can be imported, or no complete subclass of :class:`Tracker`.
+    """
+    path = dotted_path("trackers", name).replace(":", ".")
+    if not DOTTED_PATH.fullmatch(path):
+        known = sorted((*OPTIONS, *offered("trackers")))
+        hint = did_you_mean(name, known, "; did you mean {}?")
+        raise ValueError(f"track_with: {name!r} is no tracker; there are {', '.join(known)}{hint}")
+    find_own_modules()
+    module, _, attribute = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"track_with: {name!r} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Tracker)) or inspect.isabstract(found):
+        raise ValueError(f"track_with: {name!r} must be a subclass of roll.tracking.Tracker with log and log_samples")
+    return found
+
+
+def _understood(name: str) -> frozenset[str] | None:
+    """The options of a tracker; None: any."""
+    if name in OPTIONS:
+        return OPTIONS[name]
+    _, *options = inspect.signature(own_tracker(name)).parameters.values()
+    if any(option.kind is option.VAR_KEYWORD for option in options):
+        return None
+    return frozenset(option.name for option in options)
+
+
 def tracker_options(track_with: str | Sequence[str], tracker_kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The options of each tracker that ``track_with`` names, checked; nothing is started.
 
@@ -310,34 +352,50 @@ def tracker_options(track_with: str | Sequence[str], tracker_kwargs: Mapping[str
         ValueError: as :func:`build_trackers`.
     """
     names = [track_with] if isinstance(track_with, str) else list(dict.fromkeys(track_with))
-    for name in names:
-        if name not in OPTIONS:
-            hint = did_you_mean(name, OPTIONS, "; did you mean {}?")
-            raise ValueError(f"track_with: {name!r} is no tracker; there are {', '.join(sorted(OPTIONS))}{hint}")
-    return {name: _options_of(name, names, tracker_kwargs) for name in names}
-
-
-def _options_of(name: str, names: Sequence[str], tracker_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    understood = {name: _understood(name) for name in names}
     # Options that are left empty count as absent.
-    own = {key: value for key, value in (tracker_kwargs.get(name) or {}).items() if value not in (None, "")}
-    shared = {key: value for key, value in tracker_kwargs.items() if key not in OPTIONS and value not in (None, "")}
-    understood = frozenset().union(*(OPTIONS[other] for other in names))
-    for key in (*shared, *own):
-        where = "tracker_kwargs" if key in shared else f"tracker_kwargs.{name}"
+    given = {dotted_path("trackers", key): value for key, value in tracker_kwargs.items() if value not in (None, "")}
+    shared = {key: value for key, value in given.items() if key not in OPTIONS and key not in names}
+    own = {name: {k: v for k, v in given.get(name, {}).items() if v not in (None, "")} for name in names}
+    _check_options("tracker_kwargs", shared, understood)
+    for name in names:
+        _check_options(f"tracker_kwargs.{name}", own[name], {name: understood[name]})
+    options = {
+        name: {key: value for key, value in {**shared, **own[name]}.items() if known is None or key in known}
+        for name, known in understood.items()
+    }
+    for name in options.keys() - OPTIONS.keys():
+        try:
+            inspect.signature(own_tracker(name)).bind(None, **options[name])
+        except TypeError as error:
+            raise ValueError(f"tracker_kwargs: {name}(run, ...): {error}") from error
+    return options
+
+
+def _check_options(where: str, options: Mapping[str, Any], understood: Mapping[str, frozenset[str] | None]) -> None:
+    """
+    Raises:
+        ValueError: a secret, or an option that none of the trackers understands.
+    """
+    known = frozenset().union(*(taken or () for taken in understood.values()))
+    for key in options:
         if key in _SECRETS:
             raise ValueError(
                 f"{where}.{key}: secrets do not belong in a configuration, which is logged and copied; set the "
                 f"environment variable {_SECRETS[key]} and remove this line"
             )
-        if key not in (understood if key in shared else OPTIONS[name]):
-            known = ", ".join(sorted(understood if key in shared else OPTIONS[name])) or "no options"
-            raise ValueError(f"{where}.{key}: not an option of {' or '.join(names)}, which take {known}")
-    return {key: value for key, value in {**shared, **own}.items() if key in OPTIONS[name]}
+        if key not in known and None not in understood.values():
+            names = " or ".join(understood)
+            raise ValueError(
+                f"{where}.{key}: not an option of {names}, which take {', '.join(sorted(known)) or 'no options'}"
+            )
 
 
 def _build(name: str, options: dict[str, Any], run: TrackedRun) -> Tracker:
     if name == "stdout":
         return StdoutTracker()
+    if name not in OPTIONS:
+        return own_tracker(name)(run, **options)  # type: ignore[call-arg]
     if name == "prometheus":
         return PrometheusTracker(run.exp_name, run.log_dir / name, **options)
     log_dir = options.pop("log_dir", None)
@@ -349,6 +407,8 @@ def _build(name: str, options: dict[str, Any], run: TrackedRun) -> Tracker:
     options = {"project": "roll", "name": run.exp_name, **options, "resume_step": run.resume_step}
     if name == "trackio":
         return TrackioTracker(Path(log_dir) if log_dir else None, run.config, **options)
+    if name == "mlflow":
+        return MlflowTracker(folder, run.config, **options)
     if name == "wandb":
         return WandbTracker(folder, run.config, **options)
     return SwanLabTracker(folder, run.config, **options)

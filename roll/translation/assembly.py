@@ -28,7 +28,7 @@ from roll.translation.rules import Dialect, Draft
 from roll.translation.sampling import put_group_filter, put_overlong, put_truncated, put_zero_variance
 
 FILE = re.compile(r"\.\w+$|[*?\[}]$|/$|^hub:")
-TRACKERS_WITH_PROJECT = {"wandb", "swanlab", "trackio"}
+TRACKERS_WITH_PROJECT = {"wandb", "swanlab", "trackio", "mlflow"}
 GSM8K = "gsm8k"
 FUNCTION_FILE = "roll.rewards.function_file.score"
 BY_SOURCE = {

@@ -159,7 +159,7 @@ LOGGERS = {
     "swanlab": "swanlab",
     "trackio": "trackio",
     "file": "jsonl",
-    "mlflow": "jsonl",
+    "mlflow": "mlflow",
     "clearml": "jsonl",
     "vemlp_wandb": "wandb",
 }

@@ -38,6 +38,8 @@ def roll(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[s
 NAMES = {
     "rewards.math.worker_cls": "right_sum",
     "adv_estimator": "centred",
+    "track_with": ["jsonl", "csv"],
+    "tracker_kwargs": {"csv": {"file_name": "numbers.csv"}},
     "loss": {"name": "reinforce_clipped", "bound": 5},
 }
 
@@ -47,6 +49,10 @@ def test_names_of_a_package_are_names_of_the_configuration(site: Path, tmp_path:
     (tmp_path / "good.yaml").write_text(yaml.safe_dump(changed(NAMES)))
     done = roll(site, tmp_path, "check", "good.yaml", "--skip-files")
     assert done.returncode == 0, done.stderr
+    wrong_option = {**NAMES, "tracker_kwargs": {"csv": {"file": "numbers.csv"}}}
+    (tmp_path / "option.yaml").write_text(yaml.safe_dump(changed(wrong_option)))
+    done = roll(site, tmp_path, "check", "option.yaml", "--skip-files")
+    assert done.returncode == 2 and "CsvTracker, which take file_name" in done.stderr, done.stderr
     wrong = {"loss": {"name": "reinforce_clipped", "bond": 5}, "rewards.math.worker_cls": "right_sun"}
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(changed(wrong)))
     done = roll(site, tmp_path, "check", "wrong.yaml", "--skip-files")
@@ -70,6 +76,7 @@ def test_they_train(site: Path, tiny: Any, tmp_path: Path) -> None:  # noqa: F81
     done = roll(site, tmp_path, "run", "run.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = (tmp_path / "out/logs/metrics.jsonl").read_text()
+    assert ",actor/weight," in (tmp_path / "out/logs/numbers.csv").read_text()
     assert "actor/weight" in metrics and "reward/digits/lines" in metrics
     game = {"custom_envs.game.env_type": "parity", "custom_envs.game.env_config": {}, "max_steps": 1}
     (tmp_path / "play.yaml").write_text(yaml.safe_dump(changed(game, agentic_settings(world, tmp_path / "played"))))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
@@ -18,8 +20,10 @@ from roll.checkpoint.contents import FORMAT, STATE_NAME, ModelContents
 from roll.checkpoint.tensors import WEIGHT, Piece, Pieces
 from roll.config.installation import install_command
 from roll.config.roles import WorkerConfig
+from roll.tracking import TrackedRun, build_trackers
 from tests.strategies import jobs
 from tests.strategies.samples import TensorBatch, plain_model, policy_loss
+from tests.support.hub_server import hub
 
 ADAPTERS = {"lora_target": ["q_proj", "o_proj"], "lora_rank": 4, "lora_alpha": 8}
 
@@ -88,6 +92,69 @@ def test_a_reward_model_is_exported_as_a_sequence_classifier(untied_model, tmp_p
     assert written.keys() == trained.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in trained.items())
     assert cli.main(["export", str(checkpoint), "--to", "gguf", "--output", str(tmp_path / "gguf")]) == 2
+
+
+RUN: dict[str, Any] = {
+    "pipeline": "rlvr",
+    "seed": 3,
+    "pretrain": "Qwen/Qwen2.5-0.5B",
+    "adv_estimator": "grpo",
+    "actor_train": {"data_args": {"file_name": ["hub:openai/gsm8k", "/home/me/more.jsonl"]}},
+    "validation": {"data_args": {"file_name": "test.jsonl"}},
+}
+PANELS = [{"title": "Validation accuracy", "keys": ["val/*/accuracy"]}, {"title": "Nothing", "keys": ["nothing"]}]
+TOKEN = "hf_" + "q7" * 17
+
+
+@pytest.mark.parametrize("public", [False, True], ids=["private", "public"])
+def test_an_export_is_pushed_with_a_model_card_of_its_run(tied_model, tmp_path, monkeypatch, caplog, capfd, public):
+    run, output = tmp_path / "run", tmp_path / "out"
+    checkpoint_of(tied_model, run / "checkpoints", changed(tied_model))
+    (run / "config.yaml").write_text(yaml.safe_dump(RUN))
+    (run / "record").mkdir()
+    (run / "record/run.json").write_text(json.dumps({"pipeline": "rlvr", "log_dir": "logs", "panels": PANELS}))
+    tracker = build_trackers("jsonl", {}, TrackedRun(run / "logs", "run", {}))
+    for step, accuracy in ((0, 0.25), (5, 0.5), (9, 0.75)):
+        tracker.log({"val/all/accuracy": accuracy}, step)
+    tracker.close()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    caplog.set_level(logging.DEBUG)
+    with hub(TOKEN) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        words = ["export", str(run), "--output", str(output), "--dtype", "fp32", "--push", "me/my-model"]
+        assert cli.main([*words, *(["--public"] if public else [])]) == 0
+    assert server.repositories["me/my-model"].get("private") is not public
+    files = server.files["me/my-model"]
+    assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
+    assert yaml.safe_load(files["training_config.yaml"]) == RUN
+    _, head, card = files["README.md"].decode().split("---\n", 2)
+    described = yaml.safe_load(head)
+    assert (described["base_model"], described["datasets"]) == ("Qwen/Qwen2.5-0.5B", ["openai/gsm8k"])
+    assert (described["library_name"], described["tags"]) == ("transformers", ["roll", "rlvr", "grpo"])
+    assert "| `val/all/accuracy` | 0.25 (step 0) | 0.75 (step 9) |" in card
+    assert "| data | openai/gsm8k, more.jsonl |" in card and "/home/me" not in card and "test.jsonl" not in card
+    assert "| steps | 7 |" in card and "roll run training_config.yaml" in card
+    assert (
+        TOKEN not in caplog.text + "".join(capfd.readouterr()) and f"pushed to {server.url}/me/my-model" in caplog.text
+    )
+
+
+def test_a_push_that_is_refused_keeps_the_export(tied_model, tmp_path, monkeypatch, caplog, capsys):
+    checkpoint = checkpoint_of(tied_model, tmp_path, changed(tied_model))
+    words = ["export", str(checkpoint), "--output", str(tmp_path / "out"), "--dtype", "fp32", "--no-check", "--push"]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    assert cli.main([*words, "me/my-model"]) == 2 and "HF_TOKEN" in capsys.readouterr().err
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert cli.main([*words, "a/b/c"]) == 2 and "a/b/c" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    with hub("another") as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        assert cli.main([*words, "me/my-model"]) == 1
+    assert "is kept, and could not be pushed: " in caplog.text and "401" in caplog.text and TOKEN not in caplog.text
+    assert (tmp_path / "out/model.safetensors").is_file() and not server.files
 
 
 def test_nothing_is_kept_of_an_export_that_is_another_model(tied_model, tmp_path, monkeypatch):

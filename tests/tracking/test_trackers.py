@@ -188,6 +188,48 @@ def test_log_dir_of_the_yaml_gets_the_experiments_name(tmp_path: Path, nested: b
     assert curves(tmp_path / "board" / "demo") == {"loss": [(0, 1.0)]}
 
 
+class Lines(Tracker):
+    """A tracker of one's own."""
+
+    def __init__(self, run: TrackedRun, path: str, decimals: int = 2) -> None:
+        self.path, self.decimals, self.title = Path(path), decimals, run.exp_name
+
+    def log(self, metrics: Any, step: int) -> None:
+        numbers = " ".join(f"{name}={value:.{self.decimals}f}" for name, value in metrics.items())
+        with open(self.path, "a") as file:
+            file.write(f"{self.title} {step} {numbers}\n")
+
+    def log_samples(self, name: str, rows: Any, step: int) -> None: ...
+
+
+OWN = f"{__name__}.Lines"
+
+
+def test_a_tracker_of_ones_own_gets_the_run_and_its_options(tmp_path: Path) -> None:
+    own = {"path": str(tmp_path / "own.txt"), "decimals": 1}
+    tracker = build(tmp_path, ["tensorboard", OWN], {"log_dir": str(tmp_path / "board"), OWN: own})
+    tracker.log({"loss@mean": 0.25, "b": 2.0}, 3)
+    tracker.close()
+    assert (tmp_path / "own.txt").read_text() == "demo 3 loss=0.2 b=2.0\n"
+    assert set(curves(tmp_path / "board" / "demo")) == {"loss", "b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        (OWN, {}, r"Lines\(run, \.\.\.\): missing a required argument: 'path'"),
+        (OWN, {"pth": "x"}, r"tracker_kwargs\.pth: not an option of .*Lines, which take decimals, path"),
+        (f"{__name__}.Line", {}, r"track_with: '.*\.Line' cannot be imported"),
+        ("no_such_module.Lines", {}, "track_with: 'no_such_module.Lines' cannot be imported"),
+        (f"{__name__}.curves", {}, "must be a subclass of roll.tracking.Tracker"),
+        ("roll.tracking.Tracker", {}, "must be a subclass of roll.tracking.Tracker with log and log_samples"),
+    ],
+)
+def test_mistakes_about_a_tracker_of_ones_own(tmp_path: Path, name: str, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, name, kwargs)
+
+
 class FailingTracker(Tracker):
     def log(self, metrics: Any, step: int) -> None: ...
 
@@ -209,13 +251,13 @@ def test_one_tracker_that_cannot_close_does_not_keep_the_others_open(
     assert curves(tmp_path) == {"loss": [(0, 1.0)]}
 
 
-@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio"])
+@pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio", "mlflow"])
 def test_online_tracker_says_what_is_missing(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the package: the extra to install. With it: the variable to set. Never a prompt."""
     for variable in ("WANDB_API_KEY", "SWANLAB_API_KEY", "WANDB_MODE", "SWANLAB_MODE"):
         monkeypatch.delenv(variable, raising=False)
-    if name == "trackio":
-        monkeypatch.setitem(sys.modules, "trackio", None)
+    if name in ("trackio", "mlflow"):  # they need no key
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises((ModuleNotFoundError, ValueError)) as raised:
@@ -261,3 +303,35 @@ def test_trackio_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
 def records(trackio: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = trackio.SQLiteStorage.get_run_records("roll")
     return found
+
+
+@pytest.mark.parametrize("own_store", [False, True], ids=["database of the run", "file store"])
+def test_mlflow_goes_on_in_the_same_run(tmp_path: Path, own_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    if not own_store:
+        pytest.importorskip("sqlalchemy")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    store = (tmp_path / "store").as_uri() if own_store else f"sqlite:///{tmp_path}/logs/mlflow/mlflow.db"
+    kwargs = {"tags": ["grpo"], "notes": "n", "project": "maths"} | ({"tracking_uri": store} if own_store else {})
+    config = {"seed": 1, "actor_train": {"lr": 1e-6, "long": "x" * 9000}, "many": {str(n): n for n in range(120)}}
+    for steps, resume_step in (((0,), None), ((0, 1), None), ((2,), 1)):
+        tracker = build_trackers("mlflow", kwargs, TrackedRun(tmp_path / "logs", "demo", config, resume_step))
+        for step in steps:
+            tracker.log({"val/pass@8": step / 2, "loss": math.nan}, step)
+        tracker.log_samples("train", [{"prompt": "é", "score": 1.0}], steps[-1])
+        tracker.close()
+    client = mlflow.MlflowClient(store)
+    experiment = client.get_experiment_by_name("maths")
+    runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time ASC"])
+    courses = [[(m.step, m.value) for m in client.get_metric_history(r.info.run_id, "val/pass_at_8")] for r in runs]
+    assert sorted(courses) == [[(0, 0.0)], [(0, 0.0), (1, 0.5), (2, 1.0)]]
+    run = client.get_run((tmp_path / "logs/mlflow/run-id").read_text())
+    assert (run.info.run_name, run.info.status, run.data.tags["grpo"]) == ("demo", "FINISHED", "")
+    assert run.data.params["actor_train.lr"] == "1e-06" and run.data.params["many.119"] == "119"
+    found = [file.path for file in client.list_artifacts(run.info.run_id, "samples/train")]
+    assert found == ["samples/train/1.json", "samples/train/2.json"]
+    text = Path(client.download_artifacts(run.info.run_id, found[1], str(tmp_path))).read_text()
+    assert json.loads(text) == [{"prompt": "é", "score": 1.0}]
+    assert not (tmp_path / "mlruns").exists()

@@ -161,7 +161,7 @@ def test_routes_come_from_an_engine_that_returns_them(translated: Translate) -> 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (f"{VERL} trainer.logger=['console','mlflow','file']", {"track_with": ["stdout", "jsonl"]}),
+        (f"{VERL} trainer.logger=['console','mlflow','file']", {"track_with": ["stdout", "mlflow", "jsonl"]}),
         (f"{VERL} trainer.logger=[vemlp_wandb]", {"track_with": ["wandb"]}),
         (f"{VERL} reward.reward_manager.name=gdpo", {}),
         (f"{VERL} actor_rollout_ref.model.enable_activation_offloading=true", {}),

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 import dacite
 
-from roll.config.plugins import dotted_path, offered
+from roll.config.plugins import Group, dotted_path, offered
 from roll.config.reading.errors import Problems, closest, closest_value
 from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, Choice, FieldRules
 from roll.config.reading.legacy_keys import dead_keys, dead_words
@@ -346,8 +346,8 @@ def convert_field(value: Any, hint: Any, rules: FieldRules) -> Any:
             raise Mismatch(str(error), rules.example) from None
     if value == "None" and rules.choices is not None and NoneType in get_args(hint):
         value = None
-    if rules.plugins is not None and isinstance(value, str) and value not in (rules.choices or ()):
-        value = dotted_path(rules.plugins, value)
+    if rules.plugins is not None:
+        value = _with_paths(value, rules.plugins, rules.choices or ())
     try:
         result = convert(value, hint)
     except Mismatch as error:
@@ -355,6 +355,13 @@ def convert_field(value: Any, hint: Any, rules: FieldRules) -> Any:
     for entry in result if isinstance(result, list) else [result]:
         _check_rules(entry, rules)
     return result
+
+
+def _with_paths(value: Any, group: Group, built_in: Collection[str]) -> Any:
+    """A name, or a list of names, with the paths of those that installed packages offer."""
+    if isinstance(value, list):
+        return [_with_paths(entry, group, built_in) for entry in value]
+    return dotted_path(group, value) if isinstance(value, str) and value not in built_in else value
 
 
 def _check_rules(value: Any, rules: FieldRules) -> None:
@@ -366,7 +373,7 @@ def _check_rules(value: Any, rules: FieldRules) -> None:
         if rules.endings and value.endswith(rules.endings):
             return
         also = f", {', '.join(offered(rules.plugins))} (installed)" if rules.plugins and offered(rules.plugins) else ""
-        also += ", or the dotted path of your own function" if rules.dotted_path else ""
+        also += ", or the dotted path of your own function or class" if rules.dotted_path else ""
         also += f", or a file ({', '.join(rules.endings)})" if rules.endings else ""
         is_word = any(meaning.ours for meaning in meanings_of(value))
         also += f"; roll explain {value} names the keys for it" if is_word else ""

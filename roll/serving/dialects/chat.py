@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from roll.serving.dialects.fields import BASIC, LIMITS, MAX_NUMBER, SERVED, Fields
@@ -33,7 +34,7 @@ HINTS = frozenset({"prompt_cache_key", "prompt_cache_retention", "reasoning_effo
 _IN_EPISODE = (*BASIC, *HINTS, "messages", "tool_choice", "tools")
 _SERVED = (
     *(*SERVED, "add_generation_prompt", "chat_template_kwargs", "logprobs", "messages", "parallel_tool_calls"),
-    "top_logprobs",
+    *("response_format", "tool_choice", "tools", "top_logprobs"),
 )
 
 
@@ -53,15 +54,34 @@ def read_chat(body: object, model: str | None = None) -> ChatRequest:
     if top and not log_probs:
         raise BadRequest("top_logprobs: needs logprobs: true", "top_logprobs")
     tools = [tool_schema(tool) for tool in fields.get("tools", list, [])]
+    choice = read_tool_choice(fields.get("tool_choice", (str, dict), "auto"), tools)
+    json_schema = None if in_episode else _json_schema(fields.get("response_format", dict, {}))
+    if json_schema is not None and tools and choice["parse_calls"]:
+        raise BadRequest("response_format: goes without tools, or with tool_choice: none", "response_format")
     return ChatRequest(
         named_tools(messages),
         tools,
-        **fields.shared(*LIMITS, top_log_probs=top),
-        **read_tool_choice(fields.get("tool_choice", (str, dict), "auto"), tools),
+        **fields.shared(*LIMITS, top_log_probs=top, json_schema=json_schema),
+        **choice,
+        parallel_calls=fields.get("parallel_tool_calls", bool, True),
         log_probs=log_probs,
         template_kwargs=_template_kwargs(fields),
         add_generation_prompt=fields.get("add_generation_prompt", bool, True),
     )
+
+
+def _json_schema(response_format: Mapping[str, Any]) -> str | None:
+    """The JSON schema, as a text, of what a response must be; None: any text."""
+    name, kind = "response_format", response_format.get("type", "text")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise BadRequest(f"{name}: type must be text, json_object or json_schema, not {kind!r}"[:300], name)
+    if kind == "text":
+        return None
+    inside = response_format.get("json_schema") if kind == "json_schema" else {"schema": {"type": "object"}}
+    schema = inside.get("schema") if isinstance(inside, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise BadRequest(f"{name}: json_schema must be an object with a name and a schema", name)
+    return json.dumps(schema, ensure_ascii=False)
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
@@ -112,16 +132,19 @@ def _is_image(part: object) -> bool:
     return isinstance(url, str) and url.startswith("data:")
 
 
+def chat_message(content: str, reasoning: str, calls: Sequence[Message]) -> Message:
+    """The message of a response, with thinking and calls as fields of their own."""
+    message: Message = {"role": "assistant", "content": content or (None if calls else "")}
+    if calls:
+        message["tool_calls"] = [
+            call | {"function": {"name": call["function"]["name"], "arguments": arguments_text(call)}} for call in calls
+        ]
+    return message | {"reasoning_content": reasoning} if reasoning else message
+
+
 def chat_body(reply: Reply) -> dict[str, Any]:
     """A chat completion."""
-    message: Message = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
-    if reply.calls:
-        message["tool_calls"] = [
-            call | {"function": {"name": call["function"]["name"], "arguments": arguments_text(call)}}
-            for call in reply.calls
-        ]
-    if reply.reasoning:
-        message["reasoning_content"] = reply.reasoning
+    message = chat_message(reply.content, reply.reasoning, reply.calls)
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
     usage = usage_of(reply.prompt_tokens, reply.completion_tokens)
     return head("chatcmpl-", "chat.completion", reply.model) | {"choices": [choice], "usage": usage}
@@ -129,16 +152,18 @@ def chat_body(reply: Reply) -> dict[str, Any]:
 
 def chat_events(body: Mapping[str, Any], include_usage: bool) -> Iterator[bytes]:
     """A chat completion as a stream."""
-    (choice,) = body["choices"]
-    message = choice["message"]
-    deltas: list[Message] = [{"role": "assistant", "content": ""}]
-    if "reasoning_content" in message:
-        deltas.append({"reasoning_content": message["reasoning_content"]})
-    deltas += [{"content": piece} for piece in pieces(message["content"] or "")]
-    deltas += [{"tool_calls": [{"index": index} | call]} for index, call in enumerate(message.get("tool_calls", ()))]
     begun = head("chatcmpl-", "chat.completion.chunk", body["model"])
-    yield from (chunk(begun, {"delta": delta}) for delta in deltas)
-    yield chunk(begun, {"delta": {}}, choice["finish_reason"])
+    for choice in body["choices"]:
+        message, index = choice["message"], {"index": choice["index"]}
+        deltas: list[Message] = [{"role": "assistant", "content": ""}]
+        if "reasoning_content" in message:
+            deltas.append({"reasoning_content": message["reasoning_content"]})
+        deltas += [{"content": piece} for piece in pieces(message["content"] or "")]
+        deltas += [{"tool_calls": [{"index": at} | call]} for at, call in enumerate(message.get("tool_calls", ()))]
+        yield from (chunk(begun, {**index, "delta": delta}) for delta in deltas)
+        # What a request may add to a sample comes with its end.
+        added = {name: choice[name] for name in ("logprobs", "token_ids") if choice.get(name) is not None}
+        yield chunk(begun, {**index, "delta": {}, **added}, choice["finish_reason"])
     yield from closing(begun, body["usage"] if include_usage else None)
 
 

@@ -139,6 +139,7 @@ class Fields:
         top_log_probs: int = 0,
         top_field: str = "top_logprobs",
         num_prompts: int = 1,
+        json_schema: str | None = None,
     ) -> dict[str, Any]:
         """Arguments of :class:`ModelRequest`.
 
@@ -147,6 +148,7 @@ class Fields:
             default_tokens: the most tokens where none is given.
             stop: the field with stop strings.
             top_field: the field that sets ``top_log_probs``.
+            json_schema: of the response; None: any text.
 
         Raises:
             BadRequest: a value of a wrong type or out of range.
@@ -173,6 +175,7 @@ class Fields:
             include_stop_str_in_output=self.get("include_stop_str_in_output", bool, False),
             top_log_probs=top_log_probs,
             seed=self.get("seed", int, None),
+            json_schema=json_schema,
         )
         try:
             check_sampling_params(params, "request")

@@ -30,6 +30,8 @@ class ChatRequest(ModelRequest):
     """Messages at the beginning that belong to this request alone, not to the conversation: instructions."""
     parse_calls: bool = True
     """False: the response is a text, also where the model writes a call."""
+    parallel_calls: bool = True
+    """False: of several calls in a response the first counts."""
     must_call: tuple[str, ...] = ()
     """Tools of which the response must call one."""
     tool_choice: Any = "auto"
@@ -129,6 +131,8 @@ def tool_schema(tool: object, kind: str = "function", parameters: str = "paramet
     if not isinstance(name, str) or not name:
         raise BadRequest("tools: each must have a name", "tools")
     schema = tool.get(parameters) or {"type": "object", "properties": {}}
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("properties") or {}, Mapping):
+        raise BadRequest(f"tools: {parameters} of {name!r} must be a JSON schema of an object"[:300], "tools")
     function = {"name": name, "description": tool.get("description") or "", "parameters": schema}
     return {"type": "function", "function": function}
 

@@ -51,6 +51,8 @@ class SamplingParams:
     """Number of most probable tokens reported at each position, with their log-probs."""
     seed: int | None = None
     """Sample i of the request draws from the stream (seed, i), whatever else is in the batch; None: engine's own."""
+    json_schema: str | None = None
+    """JSON schema, as a text, that the response follows: every token is sampled among those that can continue it."""
 
     def normalised(self) -> SamplingParams:
         """With 0 for no ``top_k``, and without filters for a greedy sample: it is the most likely token of the plain
@@ -236,6 +238,13 @@ MAX_PENALTY = 100.0
 MAX_STOP_TOKENS = 1024
 MAX_SHOWN = 100
 _INT32 = 1 << 31
+
+
+def check_plain(request: GenerationRequest, engine: str) -> None:
+    """Raise ValueError for a request that ``engine`` does not serve since its responses follow a grammar."""
+    if request.params.json_schema is not None:
+        rule = f"{engine} samples without a grammar; serve the model with strategy_name: vllm"
+        raise ValueError(f"response_format: is not available here: {rule}")
 
 
 def check_sampling_params(params: SamplingParams, name: str) -> None:

@@ -15,6 +15,7 @@ from roll.strategies.engines.requests import (
     GenerationRequest,
     PartialSample,
     StopStringMatcher,
+    check_plain,
     check_request,
     continued,
     stream_key,
@@ -141,6 +142,7 @@ class GenerationEngine:
         taken = set(self._unfinished)
         for request in requests:
             check_request(request, taken, self._max_model_len, self._decoder.vocab_size)
+            check_plain(request, "hf_infer")
             name = f"request {request.request_id!r}"
             self._decoder.check_images(name, request.prompt_token_ids, request.vision)
             taken.add(request.request_id)

@@ -22,6 +22,7 @@ from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
     StopStringMatcher,
+    check_plain,
     check_request,
     stream_key,
 )
@@ -96,6 +97,7 @@ class SglangStrategy(PackagedEngine):
         taken = {sample.request.request_id for sample in self._following}
         for request in requests:
             check_request(request, taken, self._max_model_len, self._vocab_size)
+            check_plain(request, "sglang")
             if request.vision is not None:
                 raise ValueError(f"request {request.request_id!r}: has images; hf_infer and vllm take them")
             taken.add(request.request_id)

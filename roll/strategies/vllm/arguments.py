@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import vllm
 from vllm.outputs import CompletionOutput
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
@@ -191,6 +191,7 @@ def sampling_params(
         detokenize=bool(params.stop_strings),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        structured_outputs=None if params.json_schema is None else StructuredOutputsParams(json=params.json_schema),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -336,3 +337,37 @@ def target_columns(folder: Path) -> dict[str, float]:
         "own": own - mine,
     }
     return {name: float(values[response].abs().max()) for name, values in gap.items()}
+
+
+def all_of(started: GenerationStrategy) -> list[GenerationOutput]:
+    outputs = []
+    while started.num_unfinished:
+        outputs += started.step()
+    return outputs
+
+
+def following_a_schema(folder: Path) -> dict[str, Any]:
+    """Responses of an untrained model to requests with a JSON schema, alone and beside plain ones."""
+    started = shared_engine(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    fields = {"properties": {"a": {"enum": ["x", "yy"]}}, "required": ["a"], "additionalProperties": False}
+    schema = json.dumps({"type": "object", **fields})
+    held = SamplingParams(40, seed=3, json_schema=schema)
+    plain = GenerationRequest("plain", [5, 6, 7], replace(held, json_schema=None), 2)
+    started.add_requests([plain])
+    alone = {(one.request_id, one.sample_index): one.token_ids for one in all_of(started)}
+    started.add_requests([GenerationRequest("held", [5, 6, 7], held, 4), plain])
+    outputs = all_of(started)
+    refused = ""
+    try:
+        started.add_requests([GenerationRequest("bad", [5], replace(held, json_schema='{"type": "nothing"}'))])
+    except Exception as error:  # vLLM's own, which the worker reports as this request's
+        refused = str(error)
+    texts = [
+        (tokenizer.decode(one.token_ids, skip_special_tokens=True), one.finish_reason)
+        for one in outputs
+        if one.request_id == "held"
+    ]
+    same = all(alone["plain", one.sample_index] == one.token_ids for one in outputs if one.request_id == "plain")
+    log_probs = [value for one in outputs if one.request_id == "held" for value in one.log_probs]
+    return {"texts": texts, "same": same, "refused": refused, "log_probs": log_probs}

@@ -87,3 +87,16 @@ def test_log_probs_of_prompts(in_engine_process, folders):
 def test_columns_of_a_teacher_are_those_of_the_model_itself(in_engine_process, folders):
     found = in_engine_process(cases.target_columns, folders["qwen3"])
     assert found.pop("ids") == 0 and max(found.values()) < 2e-5, found
+
+
+def test_responses_follow_a_json_schema(in_engine_process, folders):
+    """Of a model that knows nothing of JSON; neighbours draw what they would have drawn."""
+    found = in_engine_process(cases.following_a_schema, folders["qwen2"])
+    assert found["same"] and len(found["texts"]) == 4
+    wholes = ('{"a":"x"}', '{"a":"yy"}')
+    for text, reason in found["texts"]:  # a schema allows any space between its parts
+        written = "".join(text.split())
+        assert written in wholes if reason == "stop" else any(whole.startswith(written) for whole in wholes), text
+    assert all(-1000 < value <= 0 for value in found["log_probs"])
+    assert max(found["log_probs"]) > -1e-6, "where the schema leaves one token its probability is 1"
+    assert "nothing" in found["refused"]
