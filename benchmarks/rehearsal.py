@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import re
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -206,6 +207,20 @@ def _cells(row: Row) -> str:
     return "| " + " | ".join([*cells, f"{row.error:+.1%}", f"{row.own_error:+.0%}"]) + " |"
 
 
+SUMMARY_HEAD = "| strategy | steps of | measured (MiB) | error | of the model alone |"
+
+
+def summary(found: Sequence[Row]) -> Iterator[str]:
+    """Rows of the page's table: of each strategy the range over its models and ranks."""
+    for strategy in dict.fromkeys(row.strategy for row in found):
+        own = [row for row in found if row.strategy == strategy]
+        steps = ", ".join(f"{row.model} on {row.ranks}" for row in own)
+        sizes, errors = [row.measured / MIB for row in own], [row.error for row in own]
+        of_model = [row.own_error for row in own]
+        ranges = (f"{min(errors):+.1%} to {max(errors):+.1%}", f"{min(of_model):+.0%} to {max(of_model):+.0%}")
+        yield f"| {strategy} | {steps} | {min(sizes):,.0f} to {max(sizes):,.0f} | {' | '.join(ranges)} |"
+
+
 RECIPE_HEAD = "| recipe | weights | devices | peak (GiB) | in the phase | without offload (GiB) | step, at least (s) |"
 
 
@@ -252,8 +267,9 @@ def main() -> None:
         return
     os.environ |= {} if args.glibc else RETURNING
     print(HEAD + "\n|" + "---|" * (HEAD.count("|") - 1), flush=True)
-    table = [HEAD, "|" + "---|" * (HEAD.count("|") - 1), *map(_cells, rows(args))]
+    found = rows(args)
     if args.write:
+        table = [SUMMARY_HEAD, "|" + "---|" * (SUMMARY_HEAD.count("|") - 1), *summary(found)]
         write_between("measured", "\n".join(table))
 
 

@@ -335,7 +335,9 @@ def page_lines(table: Table) -> Iterator[str]:
     summary = ", ".join(f"{number} of {len(counts)} {text}" for text, number in rows.items() if number)
     yield f"`python benchmarks/reproduce.py {table.name}` runs this table again. Of its rows, {summary}."
     yield ""
-    by_seed = f"{table.figures[table.judged].heading}, by seed"
+    seeds = {tuple(sorted(row.recorded(table.judged))) for row in table.rows} - {()}
+    named = f" {', '.join(map(str, *seeds))}" if len(seeds) == 1 else ""
+    by_seed = f"{table.figures[table.judged].heading}, by seed{named}"
     yield f"| {' | '.join([*table.heads, *(figure.heading for figure in table.figures.values()), by_seed])} |"
     yield "|" + "---|" * (len(table.heads) + len(table.figures) + 1)
     for row in table.rows:
@@ -345,7 +347,8 @@ def page_lines(table: Table) -> Iterator[str]:
             cells.append(f"{fmean(values.values()):{figure.format}}" if values else "")
         judged = table.figures[table.judged].format
         each = sorted(row.recorded(table.judged).items())
-        yield f"| {' | '.join([*cells, ', '.join(f'{seed}: {value:{judged}}' for seed, value in each)])} |"
+        own = ", ".join(f"{value:{judged}}" if named else f"{seed}: {value:{judged}}" for seed, value in each)
+        yield f"| {' | '.join([*cells, own])} |"
 
 
 def update_page(table: Table) -> Path:

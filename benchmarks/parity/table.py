@@ -74,6 +74,24 @@ def markdown(rows: Iterable[Row]) -> str:
     return "\n".join(lines)
 
 
+def summary(rows: Iterable[Row]) -> str:
+    """The largest figures of each strategy over its layouts, batches and both steps: the page's table."""
+    by_strategy: dict[str, list[Row]] = {}
+    for row in rows:
+        by_strategy.setdefault(row.strategy, []).append(row)
+    heads = ["strategy", "layouts"]
+    heads += [f"{dtype} {name}" for dtype in BOUNDS for name in ("loss", "gradient norm", "log-probs")]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for strategy, found in by_strategy.items():
+        cells = [strategy, "; ".join(dict.fromkeys(row.layout for row in found))]
+        for dtype in BOUNDS:
+            errors = [one for row in found for one in row.errors.get(dtype, ())]
+            for name in ("loss", "grad_norm", "log_probs"):
+                cells.append(f"{max(getattr(one, name) for one in errors):.0e}" if errors else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def insert(page: Path, table: str) -> None:
     """Put the table between its markers.
 

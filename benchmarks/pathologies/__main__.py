@@ -85,27 +85,36 @@ def is_done(output: Path, seed: int | None) -> bool:
     return file.is_file() and json.loads(file.read_text(encoding="utf-8"))["seed"] == seed
 
 
-def table(results: Sequence[tuple[Case, list[Finding]]]) -> str:
-    """As it stands in the page."""
+def counts(results: Sequence[tuple[Case, list[Finding]]]) -> str:
+    """How often the rules are right, and the runs in which they are not."""
     sick = [(case, found) for case, found in results if case.cause is not None]
     healthy = [(case, found) for case, found in results if case.cause is None]
-    right = sum(bool(found) and found[0].cause == case.cause for case, found in sick)
-    silent = sum(not found for _, found in healthy)
-    lines = [
-        f"The right cause is named first in {right} of {len(sick)} runs with a seeded pathology; nothing is named in "
-        f"{silent} of {len(healthy)} healthy runs.",
-        "",
-        "| what is wrong | cause | named first | also named |",
-        "|---|---|---|---|",
-    ]
-    for case, found in sick:
-        first = f"`{found[0].cause}`" if found else "nothing"
-        more = ", ".join(f"`{finding.cause}`" for finding in found[1:])
-        lines.append(f"| {case.what} | `{case.cause}` | {first} | {more} |")
-    lines += ["", "| healthy run | steps | named |", "|---|---|---|"]
-    for case, found in healthy:
-        lines.append(f"| {case.what} | {case.steps} | {', '.join(f'`{f.cause}`' for f in found) or 'nothing'} |")
-    return "\n".join(lines)
+    wrong = [f"{case.what}: {first(found)}, not `{case.cause}`" for case, found in sick if not is_right(case, found)]
+    loud = [f"{case.what}: {first(found)}" for case, found in healthy if found]
+    text = (
+        f"The right cause is named first in {len(sick) - len(wrong)} of {len(sick)} runs with a seeded pathology; "
+        f"nothing is named in {len(healthy) - len(loud)} of {len(healthy)} healthy runs."
+    )
+    return "\n".join([text, *(f"- {line}" for line in (*wrong, *loud))])
+
+
+def is_right(case: Case, found: list[Finding]) -> bool:
+    return bool(found) and found[0].cause == case.cause
+
+
+def first(found: list[Finding]) -> str:
+    return f"`{found[0].cause}`" if found else "nothing"
+
+
+def table(results: Sequence[tuple[Case, list[Finding]]]) -> str:
+    """As it is in the page."""
+    lines = [counts(results), "", "| what is wrong | named first | also named |", "|---|---|---|"]
+    for case, found in results:
+        if case.cause is not None:
+            more = ", ".join(f"`{finding.cause}`" for finding in found[1:])
+            lines.append(f"| {case.what} | {first(found)} | {more} |")
+    healthy = [f"{case.what} ({case.steps} steps)" for case, _ in results if case.cause is None]
+    return "\n".join([*lines, "", f"Healthy runs: {'; '.join(healthy)}."])
 
 
 def keep_record(name: str, output: Path) -> None:
@@ -128,7 +137,9 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--output", type=Path, help="default: output/pathologies, with the seed if one is named")
     parser.add_argument("--write", action="store_true", help="put the table into docs/diagnosis.md, and the records")
-    parser.add_argument("--held-out", action="store_true", help="put the table into that page as one of held-out runs")
+    parser.add_argument(
+        "--held-out", action="store_true", help="put the counts into that page, as those of held-out runs"
+    )
     parser.add_argument("--seed", type=int, help="of all runs, in place of each one's own: rules not fitted to them")
     parser.add_argument("--again", action="store_true", help="diagnose the runs that are there already, make none")
     parser.add_argument("--fresh", action="store_true", help="make runs again that are there")
@@ -147,7 +158,7 @@ def main() -> None:
     text = table(results)
     sys.stdout.write(f"\n{text}\n")
     if arguments.held_out:
-        put_into_page(f"Seed {arguments.seed}. {text}", *HELD_OUT)
+        put_into_page(f"Seed {arguments.seed}. {counts(results)}", *HELD_OUT)
     if arguments.write:
         put_into_page(text, BEGIN, END)
         for case, _ in results:

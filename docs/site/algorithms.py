@@ -1,15 +1,13 @@
 """The index of algorithms, from the registries: ``python docs/site/algorithms.py`` writes the page and its curves.
 
-A row is a name that the YAML may say: the first sentence of its function's docstring, the papers that docstring or the
-row of the page about it names, the function's file, and what the tiny example learned with it
-(``benchmarks/reproduce.py algorithms``): accuracy before and after, and the course of the score for those runs whose
-course was recorded.
+A row is a name that the YAML may say: the page that defines it, the function's file, and what the tiny example learned
+with it (``benchmarks/reproduce.py algorithms``): accuracy before and after, and the course of the score for those runs
+whose course was recorded.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,11 +21,10 @@ PAGE = ROOT / "docs/algorithm-index.md"
 CURVES = ROOT / "docs/images/curves"
 HEAD = """# Index of algorithms
 
-Every name that the registries have, one row each. `python docs/site/algorithms.py` writes this page. The last column is
-what the recipe of that name learns on the tiny example in 40 steps (accuracy before and after, mean over the seeds of
-[the table](algorithms.md#recipes)); a curve is the mean score of a step, each seed a line, from 0 to 1.
+Every name that the registries have; it links to its definition and papers. `python docs/site/algorithms.py` writes this
+page. The last column is what the recipe of that name learns on the tiny example in 40 steps (accuracy before and after,
+mean over the seeds of [the table](algorithms.md#recipes)); a curve is the mean score of a step, each seed a line.
 """
-ARXIV = re.compile(r"\b(\d{4}\.\d{5})\b")
 WIDTH, HEIGHT = 120, 32
 COLOURS = ("#3f51b5", "#e65100", "#00796b", "#ad1457", "#5d4037")
 
@@ -74,55 +71,16 @@ def page() -> str:
     for family in families():
         parts += [
             f"## {family.title}: `{family.key}`",
-            "| name | definition | papers | code | learns |\n|---|---|---|---|---|",
+            "| name | code | learns |\n|---|---|---|",
         ]
         parts[-1] += "".join(f"\n{row(family, name, function)}" for name, function in family.functions.items())
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 def row(family: Family, name: str, function: Callable[..., Any]) -> str:
-    page = family.page.partition("#")[0]
-    found = dict.fromkeys(papers(function, page, name))
-    links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in found)
     file = Path(inspect.getsourcefile(function) or "").resolve().relative_to(ROOT)
     defined = function.__name__ if function.__name__.isidentifier() else "in a table"
-    cells = [
-        f"[`{name}`]({family.page})",
-        definition(function, page, name),
-        links,
-        f"[`{defined}`](../{file})",
-        learned(family.key, name),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def definition(function: Callable[..., Any], page: str, name: str) -> str:
-    """The first sentence, without its source; else what the module's docstring or the page's table has."""
-    text = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
-    sentence = re.split(r"[;,(]?\s*\(?arXiv|; \d{4}\.\d{5}|\.(?:\s|$)", text, maxsplit=1)[0].strip()
-    sentence += ")" * (sentence.count("(") - sentence.count(")"))
-    listed = re.search(rf"^ +{re.escape(name)} +(\S.*?)(?:  |$)", sys.modules[function.__module__].__doc__ or "", re.M)
-    if listed and not sentence:
-        sentence = listed[1]
-    return (sentence or cells_on_page(page, name)[1]).replace("|", "\\|")
-
-
-def papers(function: Callable[..., Any], page: str, name: str) -> list[str]:
-    """Numbers at arXiv in the docstring, in the module's list of names, or in the page's row."""
-    text = inspect.getdoc(function) or ""
-    listed = re.search(rf"^ +{re.escape(name)} +(\S.*)$", sys.modules[function.__module__].__doc__ or "", re.M)
-    for source in (text, listed[1] if listed else "", " ".join(cells_on_page(page, name))):
-        if found := ARXIV.findall(source):
-            return found
-    return []
-
-
-def cells_on_page(page: str, name: str) -> list[str]:
-    """Those of the page's table row of that name."""
-    for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines():
-        if re.match(rf"\| [^|]*`{re.escape(name)}`", line):
-            return [cell.strip() for cell in line.strip("| ").split(" | ")]
-    return ["", ""]
+    return f"| [`{name}`]({family.page}) | [`{defined}`](../{file}) | {learned(family.key, name)} |"
 
 
 @cache

@@ -326,7 +326,7 @@ EXPERTS = (
 )
 
 vision = in_file("strategies/test_vision.py")
-NO_TOWER = Other("no: Megatron Core has no vision tower of these families")
+NO_TOWER = Other("no")
 
 
 def with_images(name: str, *cases: str) -> Feature:
@@ -386,16 +386,24 @@ FEATURES = (*NUMBERS, *BATCHES, *LAYOUTS, *MEMORY, *STATE, *EXPERTS, *VISION)
 
 def shown(cell: Cell) -> str:
     """The cell's text; where a test stands behind it, with a link to its file that bears the test's name."""
-    if not isinstance(cell, Yes):
-        return cell.text
-    file, _, name = cell.test.partition("::")
-    return f'[{cell.text}](../tests/{file} "{name}")'
+    return link(cell.text, cell.test) if isinstance(cell, Yes) else cell.text
+
+
+def link(text: str, test: str) -> str:
+    file, _, name = test.partition("::")
+    return f'[{text}](../tests/{file} "{name}")'
 
 
 def table() -> str:
     """The rows as Markdown."""
     lines = ["| | " + " | ".join(f"`{name}_*`" for name in STRATEGIES) + " |", "|---" * (len(STRATEGIES) + 1) + "|"]
-    lines += [f"| {row.name} | " + " | ".join(shown(cell) for cell in row.cells) + " |" for row in FEATURES]
+    for row in FEATURES:
+        tests = {cell.test for cell in row.cells if isinstance(cell, Yes)}
+        # A test that every cell names is linked once, by the row's name.
+        name, cells = row.name, [shown(cell) for cell in row.cells]
+        if len(tests) == 1:
+            name, cells = link(row.name, tests.pop()), [cell.text for cell in row.cells]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.parity.layouts import LAYOUTS
 from benchmarks.parity.measure import Errors
-from benchmarks.parity.table import BEGIN, BOUNDS, END, Row, compare, insert, markdown
+from benchmarks.parity.table import BEGIN, BOUNDS, END, Row, compare, insert, markdown, summary
 
 CHECKED = {"fsdp2": "HSDP 2x2", "deepspeed": "ZeRO-3 offload, 2 ranks", "megatron": "TP2 x PP2"}
 """One layout of each: padded in float32; packed, the harder of the two, in both types."""
@@ -39,6 +39,9 @@ def test_a_number_out_of_bounds_is_named():
     (line,) = row.violations()
     assert line.startswith("fsdp2 2 ranks, packed, fp32 after 5 steps") and "1.1e-05" in line
     assert "| fsdp2 | 2 ranks | packed | 0e+00 / 0e+00 | 1e-06 / 1e-05 |" in markdown([row])
+    assert "| fsdp2 | 2 ranks; 1 rank | 2e-06 | 1e-05 | 1e-06 | 0e+00 | 1e-06 | 1e-06 |" in summary(
+        [row, replace(row, layout="1 rank", errors=row.errors | {"fp32": [good, replace(good, loss=2e-6)]})]
+    )
 
 
 def test_the_table_replaces_the_one_between_the_markers(tmp_path):
