@@ -148,24 +148,27 @@ class LossDenominators:
     """The constant length of ``seq-mean-token-sum-norm``, in tokens (``loss_norm_length``)."""
     group_tokens: Tensor | None = None
     """float64 (G,): masked tokens of each prompt; None where the mode does not need groups."""
+    rows: float = 0.0
+    """Rows, those without a masked token as well."""
 
 
 def denominators_of(mask: Tensor, sequence_tokens: Tensor | None = None) -> Tensor:
-    """This rank's part, to be summed over ranks: bool (B, L) -> float64 (2,) = (tokens, samples).
+    """This rank's part, to be summed over ranks: bool (B, L) -> float64 (3,) = (tokens, samples, rows).
 
     With ``sequence_tokens`` int64 (B,), each row is the share of a sample that its tokens are of the trajectory's.
     """
+    rows = mask.new_tensor(len(mask), dtype=torch.float64)
     if sequence_tokens is None:
-        return torch.stack([mask.sum(), mask.any(-1).sum()]).double()
+        return torch.stack([mask.sum().double(), mask.any(-1).sum().double(), rows])
     tokens = mask.sum(-1).double()
-    return torch.stack([tokens.sum(), (tokens / sequence_tokens.clamp(min=1)).sum()])
+    return torch.stack([tokens.sum(), (tokens / sequence_tokens.clamp(min=1)).sum(), rows])
 
 
 def denominators_from(summed: Tensor, norm_length: float | None = None) -> LossDenominators:
     """The inverse of :func:`denominators_of` after the sum over ranks: one transfer from the device."""
-    tokens, samples = summed.tolist()
+    tokens, samples, rows = summed.tolist()
     # Both are counts: the shares of a trajectory's rows add up to 1 but for rounding.
-    return LossDenominators(tokens, float(round(samples)), norm_length)
+    return LossDenominators(tokens, float(round(samples)), norm_length, rows=rows)
 
 
 def group_tokens_of(mask: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Policy losses of SkyRL's package ``skyrl`` that differ from those of the same name here.
+"""Policy losses of SkyRL's package ``skyrl`` that differ from those of the same name here, and its older mean.
 
 For the losses by covariance it multiplies the advantages with the weight that ``loss_agg_mode`` gives to their row
 before the loss sees them, and sums what that returns.  For losses that are proportional to the advantage this is the
@@ -16,12 +16,33 @@ import torch
 from torch import Tensor
 
 from roll.algorithms import policy_losses
+from roll.algorithms.aggregation import LossDenominators
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LOG_RATIO_BOUND, ClippedCovariance, LossInputs, with_options
 from roll.config.algorithm import PPOConfig
 from roll.config.policy_losses import KlCovOptions
 
 Options = TypeVar("Options")
+
+
+def sequence_mean(mask: Tensor, denominators: LossDenominators, *, sequence_tokens: Tensor | None = None) -> Tensor:
+    """Row weights of ``loss_agg_mode``, 1 / (n_i R): bool (B, L) -> float64 (B,).
+
+    ``seq-mean-token-mean`` whose R counts rows without a masked token as well, such as those that ``max_len_mask``
+    leaves out of the loss.
+    """
+    tokens = mask.sum(-1) if sequence_tokens is None else sequence_tokens
+    return 1.0 / (tokens.double().clamp(min=1) * max(denominators.rows, 1.0))
+
+
+def token_mean_legacy(mask: Tensor, denominators: LossDenominators) -> Tensor:
+    """Row weights of ``loss_agg_mode``: bool (B, L) -> float64 (B,).
+
+    The mean over the tokens of each micro-batch, averaged over micro-batches by their rows; a token of a micro-batch
+    with short responses weighs more than one of another.
+    """
+    share = len(mask) / max(denominators.rows, 1.0)
+    return mask.new_full((len(mask),), share, dtype=torch.float64) / mask.sum().clamp(min=1)
 
 
 @with_options(ClippedCovariance)

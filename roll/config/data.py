@@ -111,7 +111,8 @@ class DataArguments:
     id: str = "id"
     """Column of the row's identity."""
     prompt: str | None = None
-    """Column of the plain prompt text; excludes ``messages``."""
+    """Column of the plain prompt text, or a dotted name of an entry of a column (``extra_info.question``), as in
+    ``response`` and ``messages``; excludes ``messages``."""
     response: str = "solution"
     """Column of the demonstrated response in supervised training."""
     messages: str | None = None

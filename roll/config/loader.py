@@ -127,7 +127,7 @@ def _load(
     cls = pipeline.config_class
     know_keys(declared_secrets(cls))
     written = with_own_names(data, pipeline, problems)
-    reader = SchemaReader(problems, composed.referenced, source.is_own)
+    reader = SchemaReader(problems, composed.referenced, source.is_own, source.rank)
     values = reader.read(cls, written, "")
     refuse_unavailable(written, problems)
     config: RunConfig = build(cls, values)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from roll.config.data import DataArguments
+from roll.datasets.assistant_turns import parsed
 from roll.datasets.columns import require
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
@@ -61,6 +62,8 @@ class RowForm:
     """Column of the ground truth."""
     pattern: str | None = None
     """Regular expression that finds the ground truth in it; None: the text after ``####``, the last box, or all."""
+    entries: tuple[str, ...] = ()
+    """Dotted names of entries of columns, such as ``extra_info.question``, which become columns."""
 
     def __call__(self, source: SourceRow) -> SourceRow:
         """The row with the columns of the form.
@@ -71,6 +74,7 @@ class RowForm:
         """
         row = {name: turns(source, value) if is_sharegpt(value) else value for name, value in source.row.items()}
         source = replace(source, row=row)
+        row.update((name, entry_of(source, name)) for name in self.entries)
         if self.dialogue is not None:
             row["messages"] = require(source, self.dialogue)
             del row[self.dialogue]
@@ -112,6 +116,9 @@ def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
     Raises:
         DataError: ``data_args.ground_truth`` names a column that the row does not have.
     """
+    named = (data_args.messages, data_args.prompt, data_args.response)
+    entries = tuple(name for name in named if name and name not in first.row and name.partition(".")[0] in first.row)
+    first = replace(first, row={**first.row, **{name: entry_of(first, name) for name in entries}})
     row = first.row
     dialogue = question = completion = None
     free = data_args.messages is None and data_args.prompt is None and not {"messages", "prompt", "text"} & row.keys()
@@ -129,7 +136,24 @@ def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
         elif isinstance(row.get(found or ""), str):
             response = (str(found), own_response)
     truth, pattern = truth_column(data_args, first)
-    return RowForm(dialogue, question, response, completion, truth, pattern)
+    return RowForm(dialogue, question, response, completion, truth, pattern, entries)
+
+
+def entry_of(source: SourceRow, name: str) -> Any:
+    """The entry of a column that a dotted name leads to; the column may be the JSON text of a section.
+
+    Raises:
+        DataError: a row without that entry.
+    """
+    column, *path = name.split(".")
+    value = require(source, column)
+    value = parsed(source, column, value) if isinstance(value, str) else value
+    for key in path:
+        if not isinstance(value, Mapping) or key not in value:
+            found = ", ".join(map(str, value)) if isinstance(value, Mapping) else f"a {type(value).__name__}"
+            raise DataError(f"{source.place}: {name} names an entry {key!r}, found {found}")
+        value = value[key]
+    return value
 
 
 def read_ground_truth(row: Row) -> Any:

@@ -91,6 +91,16 @@ def free_room(folder: Path) -> str:
 
 
 @contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file or folder in a system's error that names none, as that of a write without room."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def needing_room(folder: Path) -> Iterator[None]:
     """Say what is missing where the block fails for want of room.
 
@@ -105,7 +115,8 @@ def needing_room(folder: Path) -> Iterator[None]:
             raise
         refused = OutputRefused(
             f"the disk takes no more of what the run writes: {reason}; {free_room(folder)}. Make room there, or raise "
-            f"the quota or the limit of file sizes (ulimit -f), then go on from the newest checkpoint\n{error}"
+            f"the quota or the limit of file sizes (ulimit -f), then run again, from the newest checkpoint where "
+            f"there is one (resume_from_checkpoint=true)\n{error}"
         )
         for note in getattr(error, "__notes__", ()):
             refused.add_note(note)

@@ -9,11 +9,13 @@ the plain model's logits for that row alone.  Code that comes with a model is te
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +101,10 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: 
         for name in layouts_of(role):
             other = copy.deepcopy(untouched)
             noise.silence(other)
-            differences[name] = _difference(other, role, head, name, trains, wanted, context_group)
+            compare = partial(_difference, other, role, head, name, trains, wanted)
+            differences[name] = _alone(compare) if context_group is None else _together(compare, context_group)
+            if context_group is not None and differences[name] is not None:
+                break
     _judge(role, where, model, differences)
     logger.info(
         "%s: self-test of %s passed in %.2f s%s",
@@ -145,6 +150,39 @@ def agreed(holds: bool, group: ProcessGroup | None) -> bool:
     flag = torch.tensor(int(holds), device=current_platform().device())
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag)
+
+
+Compare = Callable[[ProcessGroup | None], str | None]
+
+
+def _alone(compare: Compare) -> str | None:
+    """The fault in words, an exception of the pass being one; None where there is none."""
+    try:
+        return compare(None)
+    except (*FAILURES, ValueError) as error:
+        return f"fails with {type(error).__name__}: {error}"
+
+
+def _together(compare: Compare, context_group: ProcessGroup) -> str | None:
+    """Collective. As :func:`_alone`, by ranks that share rows.
+
+    They have a group of their own for the pass: a rank that raises closes its connections, and what the others wait for
+    ends at once (with Gloo; NCCL's wait until the driver, which hears of the first failure, ends them). The first
+    failure is that of all, by the store.
+    """
+    backend, ranks = dist.get_backend(context_group), dist.get_process_group_ranks(context_group)
+    group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    key, failure = f"self-test of {group.group_name}", None
+    try:
+        return compare(group)
+    except Exception as error:
+        failure = f"fails on rank {dist.get_rank()} with {type(error).__name__}: {error}"
+        return str(dist.distributed_c10d._get_default_store().compare_set(key, "", failure), "utf-8")
+    finally:
+        dist.destroy_process_group(group)
+        del group
+        if failure is not None:
+            gc.collect()  # Frames of the pass hold the group, and its connections with it.
 
 
 @dataclass(frozen=True)
@@ -289,7 +327,7 @@ def _difference(
     wanted: Computed,
     group: ProcessGroup | None,
 ) -> str | None:
-    """The fault of a layout, in words; None where there is none. ``model`` is changed as the role's own."""
+    """The difference of a layout, in words; None where there is none. ``model`` is changed as the role's own."""
     rows = rows_of(model)
     key = uses_layout_attention(role)
     if key is not None:
@@ -304,13 +342,10 @@ def _difference(
         layout = padded(layout, sequences, length + -length % group.size()).chunk(group.rank(), group.size())
         layout = layout.to(current_platform().device())
         torch.nn.Module.to(model, layout.input_ids.device)
-    try:
-        values = layout.scatter(ResponseModel(model, group)(layout, (output,))[output], rows.ids.shape)
-        if group is not None:
-            values = sum_of_parts(values, group)
-        gradient = _gradient(model, values) if trains else None
-    except (*FAILURES, ValueError) as error:
-        return f"fails with {type(error).__name__}: {error}"
+    values = layout.scatter(ResponseModel(model, group)(layout, (output,))[output], rows.ids.shape)
+    if group is not None:
+        values = sum_of_parts(values, group)
+    gradient = _gradient(model, values) if trains else None
     if group is not None and gradient is not None:
         dist.all_reduce(gradient, group=group)
     values, gradient = values.detach().cpu(), None if gradient is None else gradient.cpu()

@@ -26,6 +26,7 @@ from roll.config.reading.yaml_files import shown
 from roll.config.run import RESOLVED_CONFIG
 from roll.distributed import Cluster, Interrupted, ResourceManager, ray_runtime
 from roll.distributed.actor import Profiling
+from roll.distributed.failures import naming
 from roll.distributed.guard import Guard
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
@@ -85,9 +86,10 @@ def sole_writer(folder: Path, source: Any) -> Iterator[None]:
             raise ConfigError([problem]) from None
         except OSError as error:  # A file system without locks.
             logger.warning("%s cannot be locked (%s): two runs there would write over each other", folder, error)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with naming(folder / LOCK):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
         yield
 
 
@@ -119,11 +121,14 @@ class RunLifetime:
         with ExitStack() as stack:
             # Prompts, responses and configurations are nobody else's: not on a shared host's disk either.
             stack.callback(os.umask, os.umask(0o077))
-            if os.environ.get("RANK", "0") == "0":
+            is_first_node = os.environ.get("RANK", "0") == "0"
+            if is_first_node:
                 stack.enter_context(sole_writer(self.plan.output_dir, self._loaded.source))
             setup_logging(log_dir)
             stack.enter_context(self._curves_at_end())
-            # Before any other file: on the further nodes of a run this does not return.
+            if is_first_node:
+                self._open_files(stack)
+            # On the further nodes of a run this does not return.
             runtime = stack.enter_context(
                 ray_runtime(
                     self.plan.num_devices_per_node,
@@ -136,13 +141,7 @@ class RunLifetime:
             self._guard = runtime.guard
             supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin
-            self._outputs.write_config()
-            last_step = None if self._resume is None else self._resume.step - 1
-            tracked = self._outputs.tracked_run(last_step)
-            self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, tracked)
-            stack.callback(self._tracker.close)
             stack.callback(self._checkpoints.manager.close)
-            self._begin_record(stack)
             resources = ResourceManager(
                 self.plan.num_devices_per_node, self.plan.num_nodes, system_envs=runtime.actor_envs
             )
@@ -162,10 +161,18 @@ class RunLifetime:
             self._interruption.end()
             self._shut_down(graceful=True)
 
-    def _begin_record(self, stack: ExitStack) -> None:
-        """Open the files that reports are made from."""
-        folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
+    def _open_files(self, stack: ExitStack) -> None:
+        """Write the configuration, and open trackers and the files that reports are made from.
+
+        Before Ray starts, so that what a full disk refuses is said at once.
+        """
+        self._outputs.write_config()
         last_step = None if self._resume is None else self._resume.step - 1
+        tracked = self._outputs.tracked_run(last_step)
+        with naming(self.plan.log_dir):
+            self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, tracked)
+        stack.callback(self._tracker.close)
+        folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
         self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
         log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
         watches = self._callbacks.has("on_samples")
@@ -386,7 +393,9 @@ class RunOutputs:
         for warning in self._loaded.warnings:
             logger.warning("%s", warning)
         self._plan.output_dir.mkdir(parents=True, exist_ok=True)
-        (self._plan.output_dir / RESOLVED_CONFIG).write_text(effective_yaml(self._loaded), encoding="utf-8")
+        path = self._plan.output_dir / RESOLVED_CONFIG
+        with naming(path):
+            path.write_text(effective_yaml(self._loaded), encoding="utf-8")
 
     def dump(self, name: str, step: int, table: Callable[[], SampleTable]) -> None:
         """Write a step's samples into ``rollout_dump_dir``, which there is."""

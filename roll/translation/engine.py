@@ -8,19 +8,21 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import yaml
+
 from roll.config.loader import LoadedConfig
-from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.errors import ConfigError, Problem, closest
 from roll.config.strategies.registry import strategy_keys
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.assembly import assemble, find_roles
 from roll.translation.families import find_family, strategy_of
 from roll.translation.reading import UNSET, Source
 from roll.translation.rules import ROLES, Dialect, Draft, Rule
-from roll.translation.sft import SKYRL_SFT, VERL_SFT
+from roll.translation.sft import SKYRL_SFT, VERL_FSDP_SFT, VERL_SFT
 from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
 from roll.translation.verl import VERL
 
-DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL, VERL_SFT, SKYRL_SFT)}
+DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL, VERL_SFT, VERL_FSDP_SFT, SKYRL_SFT)}
 NAMES = "SkyRL or verl"
 KEPT_PREFIXES = ("CUDA_", "NCCL_", "WANDB_", "SWANLAB_", "HF_", "RAY_", "VLLM_", "TOKENIZERS_", "PYTORCH_", "TORCH_")
 """Variables that stay in the environment: they mean the same to our runs."""
@@ -107,9 +109,10 @@ def translate(
     known = _defaults(dialect, explicit) if whole else {}
     matches = {key: _match(key, value, dialect, draft) for key, value in {**known, **explicit}.items()}
     draft.explicit = {match.rule.fact for key, match in matches.items() if match and key in explicit} - {""}
-    for name, value in source.environment.items():
-        if name.startswith(OF_A_TOOL) and name not in dialect.rules:
-            draft.problems.add(name, value, _unknown(name, dialect))
+    own = [name for name in source.environment if name.startswith(OF_A_TOOL) and name not in dialect.rules]
+    for name in own:
+        if closest(name, [known for known in dialect.rules if known.isupper()]):
+            draft.problems.add(name, source.environment[name], _unknown(name, dialect))
     if draft.problems.errors:
         raise ConfigError(draft.problems.errors)
     found = {key: match for key, match in matches.items() if match}
@@ -135,7 +138,7 @@ def translate(
         (*changes, *notes),
         tuple(source.left_out),
         tuple(name for name in (*source.unset, *BLANKS.values()) if name in written),
-        tuple(source.remarks),
+        (*source.remarks, *(f"left out: {name} is no variable that {dialect.title} is known to read" for name in own)),
     )
 
 
@@ -199,18 +202,28 @@ def facts_of(recipe: LoadedConfig[RLVRConfig]) -> dict[str, Any]:
 
 
 def _flat(explicit: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """Sections written as one value (``a={b: 1}``) as the keys within them, where the dialect knows those alone."""
+    """Sections written as one value (``a={b: 1}``, in YAML or JSON) as the keys within them, where the dialect knows
+    those alone."""
     flat: dict[str, Any] = {}
     for key, value in explicit.items():
-        if (
-            isinstance(value, Mapping)
-            and dialect.find(key) is None
-            and any(name.startswith(f"{key}.") for name in dialect.rules)
-        ):
-            flat |= _flat({f"{key}.{name}": entry for name, entry in value.items()}, dialect)
-        else:
+        section = None
+        if dialect.find(key) is None and any(name.startswith(f"{key}.") for name in dialect.rules):
+            section = _section(value)
+        if section is None:
             flat[key] = value
+        else:
+            flat |= _flat({f"{key}.{name}": entry for name, entry in section.items()}, dialect)
     return flat
+
+
+def _section(value: Any) -> Mapping[str, Any] | None:
+    """A section, or text that holds one; None: another value."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = yaml.safe_load(value)
+        except yaml.YAMLError:
+            return None
+    return value if isinstance(value, Mapping) else None
 
 
 def _unknown(key: str, dialect: Dialect) -> str:

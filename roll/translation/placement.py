@@ -278,6 +278,10 @@ def put_accumulation(draft: Draft, role: str, section: str, mini: Fraction, micr
     if draft.facts.get("ranks_round_down") and (total / ranks).denominator != 1 and total > ranks:
         total = Fraction(total // ranks * ranks)
         text += f", of which {total // ranks} go to each of {ranks} ranks there: {total}"
+    own = total / ranks
+    if own.denominator == 1 and own % micro and not str(draft.get("aggregation")).endswith("token_mean_legacy"):
+        micro = next(size for size in range(micro, 0, -1) if own % size == 0)
+        text += f", {own} a rank, which larger micro-batches do not divide"
     steps = total / (micro * ranks)
     because = (f"mini.{role}", f"micro.{role}", "micro", f"micro_of_all.{role}")
     if steps.denominator != 1:

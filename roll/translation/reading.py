@@ -130,7 +130,8 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     left_out = dict.fromkeys(_short(other) for other in recording.commands if other is not command)
     source.left_out = list(left_out)[:MAX_LEFT_OUT]
     if recording.went_on:
-        text = "the script ended before its launch, for files that are not here: its checks were passed over"
+        text = "the script ended before its launch, for files or nodes that are not here: its checks were passed over, "
+        text += "and the first node was taken"
         source.remarks.append(text)
     return source
 

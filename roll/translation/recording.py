@@ -55,7 +55,9 @@ FILE_TOOLS = "chmod cp ln mkdir mv rm rmdir touch"
 """Real within the scratch folder, and successful elsewhere."""
 WRAPPERS = "env nice nohup numactl nsys setsid srun stdbuf sudo taskset time timeout unbuffer mpirun"
 """Commands that start the command after their own options."""
-SILENT = "sleep nvidia-smi rocm-smi npu-smi nproc hostname scontrol which tee uvx pip pip3 conda git curl wget"
+ENVIRONMENTS = "apptainer conda hatch mamba micromamba pdm pixi poetry singularity"
+"""Commands whose ``run`` or ``exec`` starts the command after their own options."""
+SILENT = "sleep nvidia-smi rocm-smi npu-smi nproc hostname scontrol which tee uvx pip pip3 git curl wget"
 
 NOT_SET = "variable_not_set_"
 """Computing with a marker ends in bash's complaint about this word with the name after it."""
@@ -82,8 +84,14 @@ command_not_found_handle() { "$ROLL_BASE/.bin/unknown" "$@"; return 0; }
 """
 _GO_ON = r"""
 exit() { if ((${1:-0} == 0)); then builtin exit 0; fi; return 0; }
+shopt -s compat43
+sleep() { break 2>/dev/null; return 0; }
 """
-"""For a second try, since the files that a script checks before its launch are missing here."""
+"""For a second try, since the files that a script checks before its launch are missing here, and what it waits for in a
+loop never comes. In bash 4.3 ``break`` in a function ends the caller's loop."""
+_FIRST_NODE = {re.compile(r"(?:\w+_)?(?:RANK|PROCID|NODEID|NODE_ID|NODE_INDEX)"): "0"}
+_FIRST_NODE |= {re.compile(r"(?:\w+_)?(?:MASTER|HEAD|LEADER)_?(?:NODE_?)?(?:ADDR|ADDRESS|IP|HOST|NODE)?"): "localhost"}
+"""Values that a cluster gives the node that starts the run, for the second try."""
 
 _NAME = r"[A-Za-z_]\w*"
 _USED = re.compile(rf"\$(?:\{{({_NAME})\}}|({_NAME}))")
@@ -103,6 +111,7 @@ _EXPANSION = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|\$\w+")
 _COMPUTED = re.compile(rf".*\b{NOT_SET}(\w+).*")
 _REDIRECTION = re.compile(r"(?<![<>&\d-])((?:[12&])?>>?\|?)[ \t]*(?![&>(])(\"[^\"\n]*\"|'[^'\n]*'|[^\s;&|()<>]+)")
 _ERREXIT = re.compile(r"^(\s*set\s+-)(\w+)", re.MULTILINE)
+_DEMANDED = re.compile(rf"\$\{{({_NAME}):?\?[^}}]*\}}")
 _UNSET_MARK = re.compile(r"/?__UNSET_([A-Za-z_0-9]+?)__")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -205,7 +214,9 @@ def unset_names(texts: Sequence[str]) -> list[str]:
 
 
 def calm(text: str) -> str:
-    """The text without ``set -e`` and ``-u``, and with output going nowhere: its folders are not here."""
+    """The text without ``set -e``, ``-u`` and ``${NAME:?...}``, and with output going nowhere: its folders are not
+    here."""
+    text = _DEMANDED.sub(lambda match: f"${{{match[1]}:-{marker(match[1])}}}", text)
     text = _ERREXIT.sub(lambda match: match[1] + (re.sub("[eu]", "", match[2]) or "+e"), text)
     return _REDIRECTION.sub(lambda match: f"{match[1]}/dev/null" if "/dev/" not in match[2] else match[0], text)
 
@@ -319,10 +330,12 @@ def driver(
     every_shell = _EVERY_SHELL + every_shell + (_GO_ON if go_on else "")
     # The real interpreter works out what `python3 -c` prints; it is in the sandbox as well.
     named = {"DESCRIPTOR": str(DESCRIPTOR), "DEVICES": str(DEVICES), "PYTHON": sys.executable}
-    named |= {"WRAPPERS": "|".join(WRAPPERS.split()), "FILE_TOOLS": "|".join(FILE_TOOLS.split())}
+    lists = {"WRAPPERS": WRAPPERS, "ENVIRONMENTS": ENVIRONMENTS, "FILE_TOOLS": FILE_TOOLS}
+    named |= {name: "|".join(words.split()) for name, words in lists.items()}
     stand_in = re.sub("@([A-Z_]+)@", lambda match: named[match[1]], _STAND_IN)
     lines += [_put(".bin/every-shell", every_shell), f"stand_in={shlex.quote(stand_in)}"]
-    names = shlex.join([*LAUNCHERS, "bash", "sh", "unknown", *FILE_TOOLS.split(), *WRAPPERS.split(), *SILENT.split()])
+    groups = (FILE_TOOLS, WRAPPERS, ENVIRONMENTS, SILENT)
+    names = shlex.join([*LAUNCHERS, "bash", "sh", "unknown", *" ".join(groups).split()])
     lines += [
         _links(".bin", TEXT_TOOLS.split()),
         _links(".tools", (*FILE_TOOLS.split(), "sleep", "env", "cat", "bash")),
@@ -335,7 +348,8 @@ def driver(
     own = {"ROLL_BASE": "$ROLL_BASE", "ROLL_TOOLS": "$ROLL_BASE/.tools", "TMPDIR": "$ROLL_BASE"}
     own |= {"PATH": "$ROLL_BASE/.bin", "BASH_ENV": "$ROLL_BASE/.bin/every-shell"}
     lines += [f'export {name}="{value}"' for name, value in own.items()]
-    lines += [f"export {name}={shlex.quote(marker(name))}" for name in unset]
+    given = {name: value for name in unset for one, value in _FIRST_NODE.items() if go_on and one.fullmatch(name)}
+    lines += [f"export {name}={shlex.quote(given.get(name) or marker(name))}" for name in unset]
     lines += [f"export {_UNSET.format(name)}={shlex.quote(f'1 {NOT_SET}{name}')}" for name in unset]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
     lines += ['cd "$ROLL_BASE/root"', f'exec "$ROLL_TOOLS/bash" {shlex.join([script, *arguments])}']

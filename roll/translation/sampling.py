@@ -193,6 +193,10 @@ def mask_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
     return rules
 
 
+MEANS = ("loss_agg_mode", "kl_loss_agg_mode", "value_loss_agg_mode")
+COUNTING_MEAN = "roll.algorithms.skyrl_losses.sequence_mean"
+
+
 def put_group_filter(draft: Draft) -> None:
     """Dynamic sampling: groups whose scores are all the same are replaced."""
     if not draft.get("filter_on"):
@@ -252,9 +256,11 @@ def put_truncated(draft: Draft) -> None:
     if not draft.states("mask_truncated"):
         return
     masks = bool(draft.facts["mask_truncated"])
-    if masks and (draft.value_of("aggregation") != "token-mean" or draft.get("kl_loss")):
-        rule = "counts such responses in every mean over responses there, also in that of the KL loss; here "
-        rule += "max_len_mask leaves them out of it: token_mean without use_kl_loss is the same"
-        draft.refuse("mask_truncated", rule, False)
+    for key in [key for key in draft.keys if masks and key in MEANS]:
+        if draft.keys[key] == "seq-mean-token-mean":  # that there counts the responses that are left out
+            draft.put(key, COUNTING_MEAN, "mask_truncated", "aggregation")
+        elif draft.keys[key] in ("seq-mean-token-sum-norm", "prompt-mean"):
+            rule = "counts such responses in the number of responses or prompts there; here max_len_mask leaves them "
+            draft.refuse("mask_truncated", f"{rule}out of it: token_mean and sequence_mean are the same", False)
     if masks or not draft.whole:
         draft.put("max_len_mask", masks, "mask_truncated")

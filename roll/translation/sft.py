@@ -1,8 +1,9 @@
-"""Supervised runs of verl (``verl.trainer.sft_trainer``) and SkyRL (``skyrl.train.main_sft``).
+"""Supervised runs of verl (``verl.trainer.sft_trainer``, the older ``fsdp_sft_trainer``) and SkyRL
+(``skyrl.train.main_sft``).
 
 Their keys of model, optimizer and backend are those of a policy under shorter names, so the rules are those of its
-table: only data, steps and defaults have tables of their own (``verl_sft.table``, ``skyrl_sft.table``). Both take the
-mean over the answers' tokens of a whole optimizer step, as here.
+table: only data, steps and defaults have tables of their own (``*_sft.table``). All take the mean over the answers'
+tokens of a whole optimizer step, as here; the oldest versions that of each micro-batch.
 """
 
 from __future__ import annotations
@@ -85,6 +86,23 @@ def find_verl_run(draft: Draft) -> None:
     draft.put("train_on", "assistant", "messages")
 
 
+def put_columns(draft: Draft, section: str) -> None:
+    """The conversation, or the columns of one question and its answer, whose entries have dotted names here."""
+    if draft.get("conversations", default=True):
+        draft.put(f"{section}.data_args.messages", str(draft.get("messages", default="messages")), "messages")
+        unread = ("prompt_column", "response_column", "prompt_entries", "response_entries")
+        draft.without_effect("rows are conversations", *unread)
+        return
+    draft.without_effect("without multiturn.enable rows have a question and an answer", "messages")
+    for name in ("prompt", "response"):
+        column, entries = draft.get(f"{name}_column"), draft.get(f"{name}_entries", default=[])
+        keys = column if isinstance(column, list) else [column]
+        if len(keys) > 1:
+            draft.refuse(f"{name}_column", "must be one column")
+        dotted = ".".join(map(str, (keys[0], *entries)))
+        draft.put(f"{section}.data_args.{name}", dotted, f"{name}_column", f"{name}_entries")
+
+
 def find_skyrl_run(draft: Draft) -> None:
     """Names of data sets with their splits, and the end of the run."""
     for files, splits in (("train_files", "train_splits"), ("val_files", "val_splits")):
@@ -129,7 +147,7 @@ def put_run(draft: Draft) -> None:
     for fact, section in (("train_files", SECTION), ("val_files", "validation")):
         if draft.get(fact):
             draft.put(f"{section}.data_args.file_name", draft.facts[fact], fact)
-            draft.put(f"{section}.data_args.messages", str(draft.get("messages", default="messages")), "messages")
+            put_columns(draft, section)
     if draft.get("steps"):
         draft.put("max_steps", int(draft.facts["steps"]), "steps")
         draft.without_effect("the number of steps counts", "passes_over_data")
@@ -156,8 +174,20 @@ STEPS = (
 )
 
 
-def _dialect(name: str, title: str, source: Dialect, names: Mapping[str, str], program: str, **rest: Any) -> Dialect:
+def _dialect(
+    name: str,
+    title: str,
+    source: Dialect,
+    names: Mapping[str, str],
+    program: str,
+    successor: Dialect | None = None,
+    **rest: Any,
+) -> Dialect:
     own = read_table(name, {"splits": splits})
+    if successor is not None:
+        taken = {spelling for section in own for rule in section.rules for spelling in rule.spellings}
+        kept = (rule for rule in successor.sections[0].rules if taken.isdisjoint(rule.spellings))
+        own = (*own, Section(f"{title}: rules of its successor", tuple(kept)))
     return Dialect(
         name,
         title,
@@ -183,8 +213,26 @@ VERL_SFT = _dialect(
             for name in ("fsdp_config", "megatron", "veomni", "torchtitan", "automodel_config")
         },
         "trainer.": "trainer.",
+        "VERL_": "VERL_",
     },
-    r"verl\.trainer\.(?:fsdp_)?sft_trainer(?:_ray)?",
+    r"verl\.trainer\.sft_trainer(?:_ray)?",
+    prepare=find_verl_run,
+    empty_is_false=True,
+)
+VERL_FSDP_SFT = _dialect(
+    "verl_fsdp_sft",
+    "Older SFT of verl",
+    VERL,
+    {
+        "actor_rollout_ref.model.": "model.",
+        "actor_rollout_ref.actor.optim.": "optim.",
+        "actor_rollout_ref.actor.fsdp_config.": "model.fsdp_config.",
+        "actor_rollout_ref.actor.ulysses_": "ulysses_",
+        "trainer.": "trainer.",
+        "VERL_": "VERL_",
+    },
+    r"verl\.trainer\.fsdp_sft_trainer",
+    successor=VERL_SFT,
     prepare=find_verl_run,
     empty_is_false=True,
 )

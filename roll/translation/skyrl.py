@@ -34,8 +34,8 @@ REDUCTIONS = {
     "sequence_mean": "seq-mean-token-mean",
     "seq_mean_token_sum_norm": "seq-mean-token-sum-norm",
     "prompt_mean": "prompt-mean",
+    "token_mean_legacy": "roll.algorithms.skyrl_losses.token_mean_legacy",
 }
-OTHER_REDUCTIONS = {"token_mean_legacy": "it depends on how a batch is split into micro-batches"}
 OTHER_FILTERS = {"replace": "groups without signal are replaced by new ones here, never by copies of others"}
 FACTS: dict[str, Any] = {
     "dual_names": ("dual_clip",),
@@ -69,7 +69,7 @@ def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts:
     conversions = {
         "estimator": one_of(ESTIMATORS),
         "loss": one_of(losses, OTHER_LOSSES),
-        "reduction": one_of(REDUCTIONS, OTHER_REDUCTIONS),
+        "reduction": one_of(REDUCTIONS),
         "group_filter": one_of({"filter": True, None: False, "null": False}, OTHER_FILTERS),
         "environment": lambda value: ENVIRONMENTS.get(str(value), f"skyrl:{value}"),
         "positive": lambda value: whole(value) > 0,
@@ -87,7 +87,7 @@ def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts:
         prepare=prepare,
         programs=(
             (rf"{package}\.entrypoints\.main_(?!gen)\w+", {}),
-            (rf"{examples}(?:algorithms\.)?dapo\.main_dapo", {"overlong_on": True}),
+            (rf"{examples}(?:(?:algorithms\.)?dapo\.main|tis_correction\.main_tis)_dapo", {"overlong_on": True}),
             (rf"{examples}async\.main_\w+", {"one_step_off": True}),
             (rf"{examples}fully_async\.main_\w+", {"fully_async": True}),
             (rf"{examples}(?:algorithms\.)?dapo\.main_dapo_fully_async", {"fully_async": True, "overlong_on": True}),

@@ -57,14 +57,30 @@ case $name in
     scontrol) echo localhost ;;
     which) [[ -n ${1-} ]] && echo "/usr/bin/$1" ;;
     nvidia-smi)
-        for ((i = 0; i < @DEVICES@; i++)); do
-            case "$*" in
-                *--query-gpu=count*) echo @DEVICES@ ;;
-                *--query-gpu=memory*) echo 81559 ;;
-                *--query-gpu*) echo "NVIDIA H100 80GB HBM3" ;;
-                *) echo "GPU $i: NVIDIA H100 80GB HBM3" ;;
+        first=0 last=@DEVICES@ fields=
+        while (($#)); do
+            case $1 in
+                -i|--id) first=$2 last=$(($2 + 1)) ;;
+                --query-gpu=*) fields=${1#*=} ;;
             esac
+            shift
+        done
+        for ((i = first; i < last; i++)); do
+            [[ -n $fields ]] || echo "GPU $i: NVIDIA H100 80GB HBM3"
+            answers=
+            for field in ${fields//,/ }; do
+                case $field in
+                    index) answer=$i ;;
+                    count) answer=@DEVICES@ ;;
+                    memory.used|utilization*|temperature*|power*) answer=0 ;;
+                    memory*) answer=81559 ;;
+                    *) answer="NVIDIA H100 80GB HBM3" ;;
+                esac
+                answers+=${answers:+, }$answer
+            done
+            [[ -z $fields ]] || echo "$answers"
         done ;;
+    @ENVIRONMENTS@) case ${1-} in run|exec) start_behind_options "$@" ;; esac; write_down "$@" ;;
     @WRAPPERS@) start_behind_options "$@"; write_down "$@" ;;
     @FILE_TOOLS@) "$ROLL_TOOLS/$name" "$@" 2>/dev/null; exit 0 ;;
     *) write_down "$@" ;;

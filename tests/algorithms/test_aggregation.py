@@ -121,3 +121,20 @@ def test_unknown_mode_and_missing_length_are_named() -> None:
         aggregate(torch.ones(1, 1), mask, "seq-mean-token-sum-norm", LossDenominators(1.0, 1.0))
     with pytest.raises(ValueError, match=r"prompt-mean.*group_ids"):
         aggregate(torch.ones(1, 1), mask, "prompt-mean", LossDenominators(1.0, 1.0))
+
+
+def test_skyrls_older_mean_is_one_of_each_micro_batch() -> None:
+    """Means over the tokens of two micro-batches of two rows, one of which the loss leaves out."""
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]]).bool()
+    loss = torch.arange(12.0).view(4, 3)
+    parts = denominators_of(mask[:2]) + denominators_of(mask[2:])
+    denominators = denominators_from(parts)
+    assert (denominators.samples, denominators.rows) == (3.0, 4.0)
+    shares = [aggregate(loss[rows], mask[rows], f"{SKYRL}.token_mean_legacy", denominators) for rows in HALVES]
+    assert sum(shares) == (loss[:2][mask[:2]].mean() + loss[2:][mask[2:]].mean()) / 2
+    shares = [aggregate(loss[rows], mask[rows], f"{SKYRL}.sequence_mean", denominators) for rows in HALVES]
+    assert sum(shares) == (loss[0].mean() + loss[1, 0] + loss[2, :2].mean()) / 4
+
+
+SKYRL = "roll.algorithms.skyrl_losses"
+HALVES = (slice(0, 2), slice(2, 4))

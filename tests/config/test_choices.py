@@ -89,3 +89,22 @@ def test_every_option_is_explained_completed_and_in_the_schema() -> None:
     assert [entry["properties"]["name"]["enum"][0] for entry in sections] == [
         row.name for row in POLICY_LOSSES.rows if row.options is not None
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "expected"),
+    [
+        ({"pg_variant": "cispo"}, ["loss=vespo"], Choice("vespo")),
+        ({"loss": "cispo"}, ["pg_variant=vespo"], Choice("vespo")),
+        ({}, ["loss=cispo", "pg_variant=vespo"], Choice("vespo")),
+        ({"pg_variant": "cispo"}, ["loss={name: vespo, k_pos: 2.5}"], VESPO),
+        ({f"{TRAIN}.pg_variant": "cispo"}, ["loss=vespo"], Choice("vespo")),
+        ({"loss": "cispo"}, [f"{TRAIN}.pg_variant=vespo"], Choice("vespo")),
+        ({"loss": {"name": "vespo", "k_pos": 1.5}}, ["vespo_k_pos=2.5"], VESPO),
+        ({"pg_variant": "vespo", "vespo_k_pos": 1.5}, ["loss={name: vespo, k_pos: 2.5}"], VESPO),
+    ],
+)
+def test_of_two_spellings_the_one_on_the_command_line_counts(
+    settings: dict[str, Any], overrides: list[str], expected: Choice, tmp_path: Path
+) -> None:
+    assert load(tmp_path, changed(settings), *overrides).config.loss == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,17 @@ def test_prompts_and_ground_truths(row: dict[str, Any], truth: Any) -> None:
     columns, source = read(row)
     assert columns.read_messages(source) == QUESTION
     assert read_ground_truth(source.row) == truth
+
+
+def test_entries_of_a_column_have_dotted_names() -> None:
+    section = {"question": "2 + 3?", "answer": {"text": "It is 5"}}
+    names = {"prompt": "extra_info.question", "response": "extra_info.answer.text"}
+    for written in (section, json.dumps(section)):
+        columns, source = read({"prompt": "another", "extra_info": written}, **names)
+        assert read_demonstration(columns, source) == (QUESTION, "It is 5")
+    with pytest.raises(DataError, match=r"extra_info\.query names an entry 'query', found question, answer"):
+        read({"extra_info": section}, prompt="extra_info.query")
+    assert read({"extra_info.question": "2 + 3?"}, prompt="extra_info.question")[0].prompt == "extra_info.question"
 
 
 DEMONSTRATIONS = {

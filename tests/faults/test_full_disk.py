@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 import torch
 from PIL import Image
 
+from roll.distributed.failures import OutputRefused, needing_room
 from roll.methods.teacher_cache import TeacherCache
 from roll.pipelines.batches import BatchRecorder, RecordedRollouts
 from roll.pipelines.files import write_images
@@ -25,7 +27,7 @@ from roll.tracking import METRICS_NAME, read_metrics
 from roll.tracking.records import CompositeTracker, JsonlTracker
 from tests.pipelines.conftest import Run
 from tests.support.disks import largest_file
-from tests.support.tiny_runs import training_args
+from tests.support.tiny_runs import TinyWorld, load_changed, sft_settings, training_args
 
 
 def test_a_line_without_room_is_lost_and_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,3 +150,11 @@ def test_a_checkpoint_without_room_is_lost_and_no_step(run: Run) -> None:
     log = (finished.logs / "run.log").read_text()
     assert "the disk is full: the checkpoint after 4 steps is lost, and the run goes on without it" in log
     assert sum(row.get("system/lost_checkpoints", 0) for row in finished.steps) == 1
+
+
+def test_a_run_without_room_for_its_first_file_says_which_before_ray_starts(world: TinyWorld, tmp_path: Path) -> None:
+    loaded = load_changed(sft_settings(world, tmp_path / "out"), {})
+    refused = pytest.raises(OutputRefused, match=r"File too large; .* GB are free in .*\n.*/out/config\.yaml'")
+    with largest_file(1000), refused, needing_room(loaded.plan.output_dir):
+        loaded.pipeline.run(loaded)
+    assert not ray.is_initialized()

@@ -473,7 +473,7 @@ def skyrl_actor(batch: Responses, settings: Settings) -> Tensor:
     weighs = name not in ("clip_cov", "kl_cov")
     loss = losses[name]() * (skyrl_weights(batch, settings) if weighs else 1.0)
     mode = get("loss_reduction", "token_mean")
-    if mode == "token_mean":
+    if mode in ("token_mean", "token_mean_legacy"):  # the batch is one micro-batch
         total = mean(loss, batch.mask)
     elif mode == "prompt_mean":
         prompts = [batch.group == number for number in batch.group.unique()]

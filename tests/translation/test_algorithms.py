@@ -407,6 +407,9 @@ SKYRL_CASES: list[Settings] = [
     ),
     {"loss_reduction": "seq_mean_token_sum_norm", "max_seq_len": 40},
     {"generator.apply_overlong_filtering": True, **NO_KL, "use_entropy_loss": True},
+    {"generator.apply_overlong_filtering": True, **NO_KL, "loss_reduction": "token_mean_legacy"},
+    {"generator.apply_overlong_filtering": True, "loss_reduction": "sequence_mean", "kl_loss_coef": 0.2},
+    {"generator.apply_overlong_filtering": True, "kl_loss_coef": 0.2},
     {"use_tis": True, "tis_imp_ratio_cap": 1.1},
     {"off_policy_correction.tis_ratio_type": "token"},
     {"off_policy_correction.tis_ratio_type": "sequence", "off_policy_correction.sequence_tis_ratio_clip_high": 1.2},
@@ -608,10 +611,9 @@ REFUSED: list[tuple[str, Settings, str]] = [
     (SKYRL, MASKS[3], "out of the number of tokens"),
     (SKYRL, {"advantage_estimator": "maxrl", **NO_KL, "use_kl_in_reward": True}, "before maxrl compares"),
     (SKYRL, MASKS[2] | {"off_policy_correction.tis_ratio_type": "sequence"}, "ratio of the sequence"),
-    (SKYRL, {"loss_reduction": "token_mean_legacy"}, "micro-batches"),
     (SKYRL, {"dynamic_sampling.type": "replace"}, "never by copies"),
     (SKYRL, {"zero_variance_filter": True, "generator.n_samples_per_prompt": 1}, "two or more scores of 0 and 1"),
-    (SKYRL, {"generator.apply_overlong_filtering": True}, "token_mean without use_kl_loss"),
+    (SKYRL, {"generator.apply_overlong_filtering": True, "loss_reduction": "prompt_mean"}, "responses or prompts"),
 ]
 
 

@@ -50,6 +50,23 @@ FEATURES = {
     "data checked for": (f'[ -f /data/none.parquet ] || {{ echo "no data"; exit 1; }}\n{RUN} {BATCH}=200', 200),
     "missing folder": (f"set -e\ncd /work/none\nsource /opt/none/activate\n{RUN} {BATCH}=208", 208),
     "data prepared before": (f"python3 examples/data_preprocess/gsm8k.py --local_dir d\n{RUN} {BATCH}=216", 216),
+    "environment's run": (f"conda activate rl\nconda run -n rl python -m verl.trainer.main_ppo {BATCH}=20", 20),
+    "free devices": (
+        "free=()\nfor i in {0..7}; do\n  used=$(nvidia-smi -i $i --query-gpu=memory.used --format=csv,noheader)\n"
+        '  [ "$used" -lt 2000 ] && free+=($i)\ndone\n'
+        f"{RUN} {BATCH}=$((${{#free[@]}} * 4))",
+        32,
+    ),
+    "demanded variable": (f': "${{KEY:?set it}}"\n{RUN} {BATCH}=28 trainer.experiment_name=${{KEY:?}}', 28),
+    "first node": (
+        f'if [ "$(hostname)" == "$MASTER_ADDR" ]; then {RUN} {BATCH}=36\nelse ray start --address $MASTER_ADDR; fi',
+        36,
+    ),
+    "rank": (f'if [ "$NODE_RANK" == 0 ]; then {RUN} {BATCH}=44; fi', 44),
+    "waiting for nodes": (
+        f'while true; do [ "$(ray status | grep -c node_)" -eq 4 ] && break; sleep 9; done\n{RUN} {BATCH}=52',
+        52,
+    ),
     "eval": (f"line='{RUN} {BATCH}=224'\neval $line", 224),
 }
 

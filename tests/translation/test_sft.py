@@ -14,6 +14,10 @@ VERL = (
     "torchrun --standalone --nnodes=1 --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=t.parquet "
     "data.val_files=v.parquet model.path=Qwen/Qwen3-8B trainer.logger=console "
 )
+OLD_VERL = (
+    "torchrun --standalone --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.train_files=t.parquet "
+    "data.val_files=v.parquet model.partial_pretrain=Qwen/Qwen3-4B "
+)
 SKYRL = (
     "uv run --isolated --extra fsdp -m skyrl.train.main_sft model.path=Qwen/Qwen2.5-0.5B-Instruct max_length=512 "
     "placement.num_gpus_per_node=4 logger=console dataset_name=yahma/alpaca-cleaned "
@@ -70,6 +74,36 @@ CASES: list[tuple[str, dict[str, Any]]] = [
             "sft_train.strategy_args.strategy_name": "fsdp2_train",
             "sft_train.device_mapping": "list(range(0,4))",
             "sft_train.model_args.ulysses_size": 2,
+        },
+    ),
+    (  # the older trainer's defaults, and a question and its answer in entries of one column
+        f"VERL_LOGGING_LEVEL=INFO VERL_HOME=/v {OLD_VERL} data.prompt_key=extra_info data.response_key=extra_info "
+        "+data.prompt_dict_keys=[question] +data.response_dict_keys=[answer] data.micro_batch_size=8",
+        {
+            "sft_train.data_args.prompt": "extra_info.question",
+            "validation.data_args.response": "extra_info.answer",
+            "sft_train.data_args.messages": None,
+            "sft_train.strategy_args.strategy_name": "fsdp2_train",
+            f"{ARGUMENTS}.learning_rate": 1e-5,
+            f"{ARGUMENTS}.adam_beta2": 0.95,
+            f"{ARGUMENTS}.warmup_ratio": 0.1,
+            f"{ARGUMENTS}.lr_scheduler_type": "cosine",
+            f"{ARGUMENTS}.per_device_train_batch_size": 2,
+            f"{ARGUMENTS}.gradient_accumulation_steps": 32,
+            "sft_train.use_remove_padding": False,
+        },
+    ),
+    (
+        f"{OLD_VERL} data.multiturn.enable=true data.multiturn.messages_key=turns ulysses_sequence_parallel_size=2 "
+        "use_remove_padding=True model.fsdp_config.model_dtype=bf16 optim.warmup_steps_ratio=0.2 model.lora_rank=8",
+        {
+            "sft_train.data_args.messages": "turns",
+            "sft_train.data_args.prompt": None,
+            "sft_train.model_args.ulysses_size": 2,
+            "sft_train.model_args.lora_rank": 8,
+            f"{OPTIONS}.master_dtype": "bf16",
+            f"{ARGUMENTS}.warmup_ratio": 0.2,
+            "train_on": "assistant",
         },
     ),
     (  # their defaults: Megatron on 2 x 2 ranks, which leaves one

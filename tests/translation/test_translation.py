@@ -43,16 +43,21 @@ def test_an_unknown_key_is_refused_with_the_nearest(translated: Translate) -> No
     assert "VERL_ENABLE_PARAM_OFLOAD" in refusal(translated, f"VERL_ENABLE_PARAM_OFLOAD=1 {VERL}")
 
 
+def test_a_scripts_own_variables_and_sections_in_json(translated: Translate) -> None:
+    options = """generator.inference_engine.engine_init_kwargs='{"max_model_len": 4096, "a": {"b": 1}}'"""
+    translation = translated(f"SKYRL_ROOT=/r {SKYRL} {options}")
+    assert any("left out: SKYRL_ROOT is no variable" in remark for remark in translation.remarks)
+    prefix = "actor_infer.strategy_args.strategy_config"
+    assert translation.keys[f"{prefix}.max_model_len"] == 4096
+    assert translation.keys[f"{prefix}.engine_args.a"] == {"b": 1}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("trainer.strategy=fsdp3", "known: deepspeed, fsdp, fsdp2, megatron; the nearest is fsdp"),
         ("algorithm.adv_estimator=grpoo", "the nearest is grpo"),
         ("trainer.use_sample_packing=true trainer.remove_microbatch_padding=false", "is another spelling of"),
-        (
-            "trainer.micro_train_batch_size_per_gpu=7",
-            "512 samples an optimizer step do not divide into micro-batches of 7",
-        ),
         ("VERL_ENABLE_PARAM_OFFLOAD=yes actor_rollout_ref.actor.deepspeed.zero_stage=3", "must be 0 or 1"),
         ("trainer.logger=[mlfow]", "the nearest is mlflow"),
         ("generator.max_turns=5", "several turns, tools and agents have no translation"),
@@ -591,7 +596,17 @@ def test_mini_batches_of_skyrl_are_whole_samples_of_a_rank(translated: Translate
     assert any("of which 2 go to each of 8 ranks there: 16" in note.text for note in translation.notes)
     plan = load(translation, QUICKSTART).plan
     assert plan.training["actor_train"].mini_batch_size == 16  # type: ignore[attr-defined]
-    assert "do not divide into micro-batches of 3" in refusal(translated, f"{text}3")
+    assert translated(f"{text}3").keys == translation.keys  # a rank has 2
+
+
+def test_a_micro_batch_that_does_not_divide_becomes_a_smaller_one(translated: Translate) -> None:
+    text = "trainer.micro_train_batch_size_per_gpu=7"
+    translation = translated(text)
+    prefix = "actor_train.training_args"
+    assert translation.keys[f"{prefix}.per_device_train_batch_size"] == 4
+    assert any("a rank, which larger micro-batches do not divide" in note.text for note in translation.notes)
+    text = f"{text} trainer.algorithm.loss_reduction=token_mean_legacy"
+    assert "do not divide into micro-batches of 7" in refusal(translated, text)
 
 
 def test_images_and_an_engine_that_is_not_tested_with_them(translated: Translate) -> None:

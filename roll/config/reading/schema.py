@@ -166,15 +166,18 @@ class SchemaReader:
         problems: Problems,
         referenced: Collection[str] = (),
         is_own: Callable[[str], bool] = lambda key: True,
+        rank: Callable[[str], int] = lambda key: 0,
     ) -> None:
         """
         Args:
             referenced: keys that a ``${...}`` reads, which makes a dead key of use.
             is_own: as of :class:`roll.config.checks.base.Checks`.
+            rank: of two spellings of one thing, the one of higher rank counts; of the same rank both may not be there.
         """
         self.problems = problems
         self.referenced = referenced
         self.is_own = is_own
+        self.rank = rank
         self.unknown: list[Unknown] = []
 
     def read(self, cls: type, data: Any, path: str) -> dict[str, Any]:
@@ -187,6 +190,7 @@ class SchemaReader:
             return {}
         hints, items, aliases = type_hints(cls), {item.name: item for item in fields(cls)}, aliases_of(cls)
         values: dict[str, Any] = {}
+        data = self._newest_spellings(data, aliases, path)
         for item in fields(cls):
             if rules_of(item).table is not None:
                 values[item.name], data = self._read_choice(item, data)
@@ -207,6 +211,17 @@ class SchemaReader:
                 continue
             self._read_field(values, items[name], hints[name], value, full)
         return values
+
+    def _newest_spellings(self, data: Mapping[str, Any], aliases: Mapping[str, str], path: str) -> Mapping[str, Any]:
+        """The section without spellings of a key that another one, written later, replaces."""
+        groups: dict[str, list[str]] = {}
+        for key in data:
+            groups.setdefault(aliases.get(str(key), str(key)), []).append(key)
+        replaced = set()
+        for keys in groups.values():
+            ranks = {key: self.rank(f"{path}.{key}" if path else str(key)) for key in keys}
+            replaced |= {key for key in keys if ranks[key] < max(ranks.values())}
+        return {key: value for key, value in data.items() if key not in replaced}
 
     def _read_field(self, values: dict[str, Any], item: Field[Any], hint: Any, value: Any, path: str) -> None:
         rules = rules_of(item)
@@ -255,6 +270,7 @@ class SchemaReader:
         # A role's key without a value leaves the decision to the one at the top.
         flat = {path: pair for path, pair in flat.items() if "." not in path or pair[1] is not None}
         chosen = {path: value for path, (place, value) in flat.items() if place.option == "name"}
+        chosen = {path: value for path, value in chosen.items() if self.rank(path) >= self.rank(key)}
         name_key, name = next(iter(chosen.items()), (key, section.get("name", default.name)))
         section.pop("name", None)
         try:
@@ -268,7 +284,7 @@ class SchemaReader:
             if place.option is None:
                 options.update(self._read_options(row, value, path))
             elif place.option != "name":
-                self._read_flat(options, table[place.row], place.option, path, value, f"{name_key}: {name}", name)
+                self._read_flat(options, table[place.row], place.option, path, value, f"{name_key}: {name}", name, key)
         return Choice(name, options), left
 
     def _read_options(self, row: Any, value: Any, path: str) -> dict[str, Any]:
@@ -285,7 +301,15 @@ class SchemaReader:
         return options
 
     def _read_flat(
-        self, options: dict[str, Any], owner: Any, option: str, path: str, value: Any, choice: str, name: str
+        self,
+        options: dict[str, Any],
+        owner: Any,
+        option: str,
+        path: str,
+        value: Any,
+        choice: str,
+        name: str,
+        section: str,
     ) -> None:
         """Add an option under a flat name if the chosen row has it; the value is checked in any case."""
         item = next(item for item in fields(owner.options) if item.name == option)
@@ -293,7 +317,11 @@ class SchemaReader:
         self._read_field(read, item, type_hints(owner.options)[option], value, path)
         # A function of the package that is chosen by its path may share the options of the row it is named after.
         reads = name in owner.names or ("." in name and name.endswith(owner.name))
-        if reads and option in options and "." not in path and options[option] != read.get(option, value):
+        written, flat = self.rank(f"{section}.{option}"), self.rank(path)
+        is_double = option in options and "." not in path and options[option] != read.get(option, value)
+        if reads and is_double and written > flat:
+            return
+        if reads and is_double and written == flat:
             rule = f"is another spelling of the option {option}, which is set too: keep one of them"
             self.problems.add(path, value, rule)
         elif reads:

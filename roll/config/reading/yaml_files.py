@@ -197,6 +197,11 @@ class SourceFile:
             return True
         return any(path in lines for file, lines in self._files if file == self.file)
 
+    def rank(self, key: str) -> int:
+        """Place of the key, or of one below it, among the overrides, from 1; 0: it is in a file."""
+        places = (place for place, one in enumerate(self._overrides, start=1) if f"{one}.".startswith(f"{key}."))
+        return max(places, default=0)
+
     def _is_overridden_below(self, path: str) -> bool:
         return any(key.startswith(f"{path}.") for key in self._overrides)
 

@@ -9,7 +9,14 @@ from functools import cache
 
 from roll.config.words.rows import read_rows
 
-PROJECTS = {"words": "", "verl": "verl", "skyrl": "SkyRL", "verl_sft": "verl", "skyrl_sft": "SkyRL"}
+PROJECTS = {
+    "words": "",
+    "verl": "verl",
+    "skyrl": "SkyRL",
+    "verl_sft": "verl",
+    "verl_fsdp_sft": "verl",
+    "skyrl_sft": "SkyRL",
+}
 """The tables and whose keys they hold. What the first says of a word, the others do not."""
 
 
