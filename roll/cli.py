@@ -66,6 +66,7 @@ TOOLS = {
     ),
     "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
     "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
+    "bisect-logprobs": Tool("roll.bisect", "say where the log-probs of engine and trainer part: layer and operation"),
     "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
     "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
     "translate": Tool("roll.translation.command", "turn a launch of verl or SkyRL into this project's keys"),
@@ -74,7 +75,7 @@ TOOLS = {
 GROUPS = {
     "first steps": ("init", "check", "plan", "inspect-data", "explain", "translate"),
     "runs": ("run", "sweep", "evaluate", "serve", "chat"),
-    "afterwards": ("report", "diagnose", "replay", "export"),
+    "afterwards": ("report", "diagnose", "replay", "bisect-logprobs", "export"),
     "sizes and hosts": ("rehearse", "doctor"),
     "editors and shells": ("schema", "completion"),
 }
@@ -180,6 +181,7 @@ def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     from roll.datasets.types import DataError
     from roll.distributed.failures import NodeError, NotFinite, OutputRefused, RayLost, RemoteError, needing_room
     from roll.distributed.restarts import FAILED, REWIND, WRONG, supervised
+    from roll.pipelines.strict import LogProbsDiffer
     from roll.rollout.flow import RolloutExhausted, RolloutStalled
 
     try:
@@ -191,7 +193,7 @@ def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     except ConfigError as error:  # of the environment, or of what this host gives
         supervised.tell(end=WRONG)
         return refuse(error)
-    except (DataError, RolloutExhausted, OutputRefused) as error:  # These alone a restart would repeat.
+    except (DataError, RolloutExhausted, OutputRefused, LogProbsDiffer) as error:  # These alone a restart would repeat.
         supervised.tell(end=WRONG)
         show_error(error)
     except (RayLost, NodeError, RemoteError, RolloutStalled) as error:

@@ -32,6 +32,7 @@ FLOORS = {
     5: {"pipelines"},
     6: {
         "api",
+        "bisect",
         "cli",
         "clients",
         "doctor",

@@ -101,6 +101,11 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     """Routing of requests over generation engines."""
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     """Weight sync from the trainer to the engines."""
+    strict_on_policy: bool = False
+    """On a CPU, ``hf_infer`` and the trainer compute every token to the same bits, whatever is computed with it: their
+    log-probs are equal, ratios of samples of the current weights are exactly 1, and the trainer computes none before
+    the update. The first token that differs ends the run; ``strict_on_policy.json`` in ``output_dir`` says what was
+    compared."""
     async_generation_ratio: float = setting(0.0, ge=0)
     """Steps that generation may run ahead of training, fractions meant exactly; 0: synchronous. Above 0 ``actor_infer``
     generates while others compute if it has devices of its own; on shared ones (``partial_rollout`` only) a step stops

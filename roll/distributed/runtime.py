@@ -107,7 +107,7 @@ class RayRuntime:
     """Variables that each actor must be given: those of the processes of a Ray that the caller had started."""
 
 
-def _worker_threads(num_devices: int) -> int:
+def worker_threads(num_devices: int) -> int:
     """Threads of each worker: on a CPU host the cores of its device (roles on one device compute in turns); else 1."""
     if current_platform().device_type != "cpu":
         return 1
@@ -158,7 +158,7 @@ def ray_runtime(
     log_dir = log_dir or (Path(os.environ[LOG_DIR_ENV]) if os.environ.get(LOG_DIR_ENV) else None)
     exported = {**(system_envs or {}), **({LOG_DIR_ENV: str(log_dir.resolve())} if log_dir else {})}
     mark = uuid.uuid4().hex
-    threads = {"OMP_NUM_THREADS": str(_worker_threads(num_devices_per_node))}
+    threads = {"OMP_NUM_THREADS": str(worker_threads(num_devices_per_node))}
     defaults = {**WORKER_DEFAULTS, **threads, **RAY_SETTINGS, MARK_ENV: mark}
     inherited = {name: value for name, value in defaults.items() if name not in os.environ} | exported
     has_ray = ray.is_initialized()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from roll.algorithms.aggregation import (
 from roll.algorithms.losses import ActorLossOptions, actor_loss, value_loss
 from roll.algorithms.policy_losses import LossInputs
 from roll.methods.base import MODEL_COLUMNS, POLICY_COLUMNS, Loss, Totals
-from roll.protocol.metrics import Metrics
+from roll.protocol.metrics import Metrics, Sum
 from roll.strategies.base import Output, TensorBatch
 
 LOSS_COLUMNS = (
@@ -33,6 +34,37 @@ LOSS_COLUMNS = (
     "turn_ids",
     "sequence_tokens",
 )
+
+SAME_WEIGHTS = "same_weights"
+"""Column, bool (B, L): tokens whose log-probs must be the engine's to the last bit (``strict_on_policy``)."""
+COMPARED_TOKENS = "actor/strict_on_policy_tokens"
+UNEQUAL = re.compile(
+    r"the log-prob of token (?P<position>\d+) is (?P<trainer>\S+) in the trainer and (?P<engine>\S+) in the engine, in "
+    r"the sequence \[(?P<sequence>[\d, ]+)\]"
+)
+"""Text of an error about the first token whose log-probs differ."""
+
+
+def compare_with_engine(log_probs: Tensor, batch: TensorBatch) -> Metrics:
+    """Count the tokens of ``SAME_WEIGHTS``; nothing without that column.
+
+    Raises:
+        RuntimeError: of one of them ``log_probs`` (B, L) is not what the engine had; in the words of ``UNEQUAL``.
+    """
+    same = batch.get(SAME_WEIGHTS)
+    if same is None:
+        return {}
+    sampled = batch["rollout_log_probs"]
+    different = (same & (log_probs.detach() != sampled)).nonzero()
+    if len(different):
+        row, position = different[0].tolist()
+        sequence = batch["input_ids"][row][batch["attention_mask"][row].bool()].tolist()
+        own, other = float(log_probs[row, position]), float(sampled[row, position])
+        raise RuntimeError(
+            f"the log-prob of token {position} is {own!r} in the trainer and {other!r} in the engine, in the sequence "
+            f"{sequence}"
+        )
+    return {COMPARED_TOKENS: Sum(float(same.sum()))}
 
 
 @dataclass(frozen=True)
@@ -70,7 +102,7 @@ class PolicyLoss(SampledLoss):
     old_is_rollout: bool = False
     """Its old log-probs are the engine's."""
     prefix: str = field(default="actor/", kw_only=True)
-    columns: ClassVar[tuple[str, ...]] = (*POLICY_COLUMNS, *LOSS_COLUMNS)
+    columns: ClassVar[tuple[str, ...]] = (*POLICY_COLUMNS, *LOSS_COLUMNS, SAME_WEIGHTS)
 
     @property
     def modes(self) -> Collection[str | None]:
@@ -93,8 +125,9 @@ class PolicyLoss(SampledLoss):
         )
 
     def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        compared = compare_with_engine(outputs[Output.LOG_PROBS], batch)
         result = actor_loss(self.inputs(outputs, batch), self.options, self.denominators(totals))
-        return result.loss, result.metrics
+        return result.loss, result.metrics | compared
 
 
 @dataclass(frozen=True)

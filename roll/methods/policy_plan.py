@@ -9,6 +9,7 @@ from typing import Any
 from roll.config.algorithm import estimator
 from roll.config.corrections import correction_options
 from roll.config.lora import adapter_rank, uses_lora
+from roll.config.names import INVARIANT_ATTENTION
 from roll.config.pipelines import Panel
 from roll.config.plan.plan import Plan, RunAhead, TrainingPlan
 from roll.config.plan.planning import training_plan
@@ -165,7 +166,9 @@ def is_async(config: PolicyRunConfig) -> bool:
 def engine_log_probs_as_old(config: PolicyRunConfig) -> bool:
     """The engine's log-probs stand in for the trainer's before the update: where those are forbidden, and in
     asynchronous runs, whose samples come from older weights, unless a correction compares both or something else needs
-    the trainer's."""
+    the trainer's. With ``strict_on_policy`` they are the trainer's."""
+    if config.strict_on_policy:
+        return not (config.enable_old_logprobs_recompute or needs_old_distribution(config))
     if config.force_disable_old_logprobs_recompute:
         return uses_old_log_probs(config) or not corrects_old_log_probs(config)
     return is_async(config) and not (config.train_infer_correction or trainer_is_old(config))
@@ -223,6 +226,15 @@ def needs_old_distribution(config: PolicyRunConfig) -> bool:
 
 def needs_greedy_baseline(config: PolicyRunConfig) -> bool:
     return estimator(config.adv_estimator).needs_greedy
+
+
+def finished_policy(name: str, role: WorkerConfig, config: PolicyRunConfig) -> WorkerConfig:
+    """The section of the policy or its engines as their workers get it; other roles' as it is."""
+    if name == "actor_infer":
+        role = with_adapter(role, config)
+    if config.strict_on_policy and name in ("actor_infer", "actor_train"):
+        role = replace(role, model_args=replace(role.model_args, attn_implementation=INVARIANT_ATTENTION))
+    return role
 
 
 def with_adapter(role: WorkerConfig, config: PolicyRunConfig) -> WorkerConfig:

@@ -15,7 +15,7 @@ Shared prompts: prompts attend to themselves; each response part attends to its 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -140,6 +140,7 @@ def _split(tensor: Tensor, prompt_parts: PromptParts) -> tuple[Tensor, Tensor]:
     )
 
 
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionPattern | None, float | None], Tensor]
 ATTENTION_NAME = "roll_layouts"
 _REPLACEABLE = ("sdpa", "flash_attention_2")
 _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
@@ -153,6 +154,14 @@ def use_layout_attention(model: PreTrainedModel, key: str) -> None:
 
     Raises:
         ValueError: a model with layers other than full causal attention, or that does not take an attention function.
+    """
+    replace_attention(model, key, ATTENTION_NAME, layout_attention)
+
+
+def replace_attention(model: PreTrainedModel, key: str, name: str, function: Callable[..., Any]) -> None:
+    """Make ``model`` compute attention by ``function``, which transformers will know as ``name``.
+
+    Args and raises as :func:`use_layout_attention`.
     """
     from transformers import AttentionInterface
 
@@ -172,14 +181,14 @@ def use_layout_attention(model: PreTrainedModel, key: str) -> None:
             f"{key}: needs a model whose attention can be replaced, with model_args.attn_implementation: sdpa; "
             f"{type(model).__name__} runs {text_config._attn_implementation}. Set {key}: {neutral}"
         )
-    AttentionInterface.register(ATTENTION_NAME, layout_attention)
+    AttentionInterface.register(name, function)
     # Unknown to the registry of masks, this name also keeps the model from building a mask.
     # A vision tower keeps its own: patches of an image see each other both ways.
-    model.set_attn_implementation(ATTENTION_NAME if text_config is model.config else {"text_config": ATTENTION_NAME})
+    model.set_attn_implementation(name if text_config is model.config else {"text_config": name})
     # A value model's body has a configuration of its own; none may be left out, or it would ignore the layout.
     body: Any = model if text_config is model.config else model.base_model.language_model
     configs: list[Any] = [module.config for module in body.modules() if hasattr(module, "config")]
-    assert all(config._attn_implementation == ATTENTION_NAME for config in configs)
+    assert all(config._attn_implementation == name for config in configs)
 
 
 def check_context_size(config: PretrainedConfig, context_size: int) -> None:
@@ -221,6 +230,7 @@ def layout_attention(
     attention_pattern: AttentionPattern | None = None,
     context_group: ProcessGroup | None = None,
     dropout: float = 0.0,
+    attend: Attend | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention in which ``attention_pattern`` says who sees whom. No dropout, no mask of the caller's.
@@ -232,6 +242,7 @@ def layout_attention(
         key, value: (S, key-value heads, T, head_dim).
         scaling: of the scores; None: head_dim ** -0.5.
         attention_pattern: None: each of the S sequences is causal.
+        attend: computes attention of queries, keys, values and pattern, with this scaling; None: torch's kernels.
 
     Returns:
         (S, T, heads, head_dim), and None for the weights.
@@ -245,13 +256,14 @@ def layout_attention(
     if attention_mask is not None or dropout:
         what = "a mask of its own" if attention_mask is not None else f"dropout of {dropout}"
         raise ValueError(f"{type(module).__name__} computes attention with {what}, which no layout without padding has")
+    attend = attend or _attend
     if context_group is None:
-        return _attend(query, key, value, attention_pattern, scaling), None
+        return attend(query, key, value, attention_pattern, scaling), None
     ranks, (rows, heads, chunk, dim) = context_group.size(), query.shape
     if key.shape[1] % ranks:  # fewer key-value heads than ranks, say: each query head brings its own copy
         key, value = _repeated(query, key, value)
     whole = [_heads_for_sequence(tensor, context_group) for tensor in (query, key, value)]
-    output = _attend(whole[0], whole[1], whole[2], attention_pattern, scaling).transpose(0, 1)
+    output = attend(whole[0], whole[1], whole[2], attention_pattern, scaling).transpose(0, 1)
     # Back: (s, b, heads / n, dim) of some heads to (s / n, b, heads, dim), this rank's chunk of the sequence.
     received = exchange(output.reshape(ranks, chunk, rows, heads // ranks, dim), None, None, context_group)
     own = received.permute(1, 2, 0, 3, 4).reshape(chunk, rows, heads, dim)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from roll.config.lora import frozen_by, names_of
 from roll.config.model_files import lacks_flash_attention, model_folder
+from roll.config.names import INVARIANT_ATTENTION
 from roll.config.roles import ModelArguments
 from roll.config.weight_files import file_of_each_tensor, stored_shapes
 from roll.models.completeness import incomplete
@@ -304,7 +305,11 @@ def attention_implementation(args: ModelArguments) -> str | None:
     else ``eager`` (gpt-oss). Likewise for flash attention where its package is missing: torch brings a flash kernel of
     its own."""
     name = args.attn_implementation
-    return None if name in (None, "auto") or lacks_flash_attention(name) else _ATTENTION_NAMES.get(name, name)
+    return (
+        None
+        if name in (None, "auto", INVARIANT_ATTENTION) or lacks_flash_attention(name)
+        else _ATTENTION_NAMES.get(name, name)
+    )
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, args: ModelArguments) -> None:

@@ -16,7 +16,7 @@ all of them are small (a tiny vocabulary), they are kept instead, which saves th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MethodType
@@ -26,10 +26,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
+from torch.nn.functional import linear
 
+from roll.models import invariant
 from roll.models.attention import arriving
 from roll.models.distributions import Named, chunked, compared, top_tokens
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
+from roll.models.invariant import computes_invariantly
 from roll.models.layouts import TargetDistributions, TokenLayout, TopTokens
 from roll.models.rotary import choose_by_row, dependent_rotaries, set_row_lengths
 from roll.models.vision import reads_images, text_inputs
@@ -37,6 +40,10 @@ from roll.protocol.vision import vision_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""``x @ weight.T + bias``."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ def token_log_probs(
     with_sum_of_squares: bool = False,
     excluded: Tensor | None = None,
     memory: HeadMemory | None = None,
+    product: Product = linear,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probability of ``targets[i]`` under ``softmax((weight @ hidden[i] + bias) / temperature)``.
 
@@ -84,6 +92,7 @@ def token_log_probs(
         with_sum_of_squares: also return the sums of the squared probabilities of the whole vocabulary.
         excluded: int64, token ids of probability 0: what cannot be sampled. None of the targets is one of them.
         memory: None: what suits the device.
+        product: computes logits from hidden states, weight and bias.
 
     Returns:
         float32 (N,) log-probs, entropies or None, sums of squares or None. The first two carry gradients to hidden,
@@ -95,7 +104,7 @@ def token_log_probs(
     chunk = memory.chunk_tokens(weight.shape[0])
     keep = torch.is_grad_enabled() and 4 * hidden.shape[0] * weight.shape[0] <= memory.kept_bytes
     return _TokenLogProbs.apply(
-        hidden, weight, bias, targets, temperature, with_entropy, with_sum_of_squares, excluded, chunk, keep
+        hidden, weight, bias, targets, temperature, with_entropy, with_sum_of_squares, excluded, chunk, keep, product
     )
 
 
@@ -104,18 +113,20 @@ EXCLUDED_LOGIT = -1e30
 
 
 def _log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, excluded: Tensor | None
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, excluded: Tensor | None, product: Product
 ) -> Tensor:
     """float32 (n, V) log-softmax of one chunk."""
-    logits = _logits(hidden, weight, bias, excluded)
+    logits = _logits(hidden, weight, bias, excluded, product)
     if temperature != 1.0:
         logits = logits.div_(temperature)
     return torch.log_softmax(logits, dim=-1)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, excluded: Tensor | None) -> Tensor:
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, excluded: Tensor | None, product: Product = linear
+) -> Tensor:
     """float32 (n, V) of one chunk."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).to(_math_dtype(hidden))
+    logits = product(hidden, weight, bias).to(_math_dtype(hidden))
     return logits if excluded is None else logits.index_fill_(1, excluded, EXCLUDED_LOGIT)
 
 
@@ -125,14 +136,16 @@ def _math_dtype(hidden: Tensor) -> torch.dtype:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, with_entropy, with_squares, excluded, chunk, keep):  # type: ignore[no-untyped-def]
+    def forward(  # type: ignore[no-untyped-def]
+        ctx, hidden, weight, bias, targets, temperature, with_entropy, with_squares, excluded, chunk, keep, product
+    ):
         log_probs = hidden.new_empty(hidden.shape[0], dtype=_math_dtype(hidden))
         entropy = torch.empty_like(log_probs) if with_entropy else None
         squares = torch.empty_like(log_probs) if with_squares else None
         kept: list[Tensor] = []
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            table = _log_softmax(hidden[rows], weight, bias, temperature, excluded)
+            table = _log_softmax(hidden[rows], weight, bias, temperature, excluded, product)
             log_probs[rows] = table.gather(1, targets[rows, None])[:, 0]
             if entropy is not None:
                 entropy[rows] = -(table.exp().mul_(table)).sum(-1)
@@ -141,7 +154,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if keep:
                 kept.append(table)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, *kept)
-        ctx.temperature, ctx.excluded, ctx.chunk = temperature, excluded, chunk
+        ctx.chunk, ctx.of_logits = chunk, (temperature, excluded, product)
         ctx.set_materialize_grads(False)
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -157,7 +170,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if need_bias else None
         for index, start in enumerate(range(0, hidden.shape[0], ctx.chunk)):
             rows = slice(start, start + ctx.chunk)
-            table = kept[index] if kept else _log_softmax(hidden[rows], weight, bias, ctx.temperature, ctx.excluded)
+            table = kept[index] if kept else _log_softmax(hidden[rows], weight, bias, *ctx.of_logits)
             grad_logits = _grad_logits(
                 table,
                 targets[rows],
@@ -165,8 +178,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[rows],
                 None if entropy is None else entropy[rows],
             )
-            if ctx.temperature != 1.0:
-                grad_logits.div_(ctx.temperature)
+            if ctx.of_logits[0] != 1.0:
+                grad_logits.div_(ctx.of_logits[0])
             grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
@@ -174,7 +187,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), hidden[rows])
             if grad_bias is not None:
                 grad_bias.add_(grad_logits.sum(0))
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 7
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 8
 
 
 def _grad_logits(
@@ -208,7 +221,7 @@ def _head_log_probs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | Named:
     """Outputs of :func:`token_log_probs`; tensors (N, ...) by name where whole distributions are wanted: those of
     ``wanted``, or of the comparison with ``comparisons`` and ``outputs``."""
-    excluded = _excluded(head, hidden.device)
+    excluded, product = _excluded(head, hidden.device), getattr(head, _PRODUCT, linear)
     if wanted is None and not comparisons:
         return token_log_probs(
             hidden,
@@ -219,11 +232,12 @@ def _head_log_probs(
             with_entropy="entropy" in outputs,
             with_sum_of_squares="sum_of_squares" in outputs,
             excluded=excluded,
+            product=product,
         )
     chunk = HeadMemory.for_device(hidden.device).chunk_tokens(head.weight.shape[0])
 
     def logits_of(some: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _logits(some, weight, bias, excluded)
+        return _logits(some, weight, bias, excluded, product)
 
     if wanted is not None:
         with torch.no_grad():
@@ -235,6 +249,8 @@ def _head_log_probs(
 
 _EXCLUDED = "excluded_ids"
 """Attribute of an output matrix: the token ids of probability 0."""
+_PRODUCT = "product"
+"""Attribute of an output matrix: the function that multiplies with it, where that is not torch's."""
 
 
 def _excluded(head: nn.Module, device: torch.device) -> Tensor | None:
@@ -287,6 +303,8 @@ class ResponseModel(nn.Module):
             choose_by_row(rotary)
         for head in output_matrices(language_model):
             setattr(head, _EXCLUDED, vision_token_ids(language_model.config))
+            if computes_invariantly(language_model):
+                setattr(head, _PRODUCT, invariant.linear)
             # A method of the output matrix's own module, so that a backend with that module in a unit of its own can
             # gather it first.
             head.log_probs = MethodType(_head_log_probs, head)

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from roll.config.roles import WorkerConfig
 from roll.models.attention import sum_of_parts, use_layout_attention
 from roll.models.build import HeadName, attention_implementation, checked_config, enable_gradient_checkpointing
+from roll.models.invariant import is_invariant, make_invariant
 from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, shared_prompt_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise, find_noise
@@ -330,7 +331,9 @@ def _difference(
     """The difference of a layout, in words; None where there is none. ``model`` is changed as the role's own."""
     rows = rows_of(model)
     key = uses_layout_attention(role)
-    if key is not None:
+    if is_invariant(role.model_args):
+        make_invariant(model)
+    elif key is not None:
         use_layout_attention(model, key)
     if trains:
         enable_gradient_checkpointing(model, role.model_args)

@@ -27,6 +27,7 @@ from roll.pipelines.engine_rollout import EngineRollout, RolloutSource, engine_c
 from roll.pipelines.files import export_model
 from roll.pipelines.model_calls import answers, start_computing, update_model
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, RunContext, moves_states
+from roll.pipelines.strict import Certificate
 from roll.protocol import DataProto
 from roll.rollout.engines import SLICE_SECONDS, EngineClient
 from roll.strategies.base import Output
@@ -51,6 +52,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
     clusters: Clusters
     slice_seconds = SLICE_SECONDS
     """See :class:`~roll.rollout.engines.EngineClient`."""
+    certificate: Certificate | None = None
     router: str | None = None
     """Name of the router where the configuration leaves it open."""
 
@@ -119,6 +121,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         self.rollout = EngineRollout(config, plan, engines, self.source)
         self.context.at_end(self.rollout.close)
         self.method = self.build_method()
+        self.certificate = Certificate(config, plan) if config.strict_on_policy else None
         options = sync_options(config, config.weight_sync, config.actor_infer, plan)
         self.weight_sync = WeightSync(self.clusters.actor_train, self.clusters.actor_infer, options)
 
@@ -203,7 +206,8 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         """Keep samples for reports; before the models learn, so that a step that fails has them too."""
         notes = list if self.recorded.replays else self.rollout.notes
         trainer = batch.batch["old_log_probs"] if self.plan.needs_old_log_probs else None
-        every = self.config.sample_log.mismatch_steps
+        # With a certificate the trainer's log-probs are the engine's.
+        every = self.config.sample_log.mismatch_steps if self.certificate is None else 0
         if trainer is None and every and step % every == 0 and not self.recorded.replays:
             with self.context.phase("sample_log"):
                 self.residency.bring({"actor_train": WEIGHTS})
@@ -220,8 +224,14 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 if role == "actor_train" and warms_up:
                     continue
                 self.residency.bring({role: TRAINING})
-                training = self.plan.training[role]
-                self.context.record(update_model(batch, self.clusters.of(role), loss, training, seed))
+                compared = self.certificate if role == "actor_train" else None
+                if compared is not None:
+                    compared.mark(batch, step)
+                with nullcontext() if compared is None else compared.judging(self.loaded, step):
+                    metrics = update_model(batch, self.clusters.of(role), loss, self.plan.training[role], seed)
+                self.context.record(metrics)
+                if compared is not None:
+                    compared.add(metrics)
 
     def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
         """Repeat the step of a recorded batch, without engines and rewards.
@@ -313,6 +323,8 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         if checkpoint is None:
             return 0
         self.load_state_dict(self.context.load_state(checkpoint))
+        if self.certificate is not None:
+            self.certificate.go_on()
         return checkpoint.step
 
     def restore_models(self) -> Checkpoint | None:

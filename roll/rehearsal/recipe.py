@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.losses import RANKS, is_unpaired
+from roll.config.names import INVARIANT_ATTENTION
 from roll.config.pipelines import GENERATES, SCORES
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.policy import PolicyRunConfig
@@ -222,8 +223,11 @@ def _task(loaded: Any, name: str) -> Task:
     scores = is_rm or loaded.pipeline.task_of(role.key, role.section) is SCORES
     head = ModelHead.VALUE if name == "critic" else ModelHead.SCORE if scores else ModelHead.CAUSAL_LM
     compared, given = _teaching(loaded, name)
+    args = role.section.model_args
+    if args.attn_implementation == INVARIANT_ATTENTION:  # of CPUs; accelerators run their own kernels
+        args = replace(args, attn_implementation=None)
     return Task(
-        role=role.section,
+        role=replace(role.section, model_args=args),
         world_size=role.world_size,
         dp_size=role.dp_size,
         prompt=role.sequence_length - response,

@@ -10,6 +10,7 @@ import torch
 
 from roll.distributed import Dispatch, register
 from roll.methods.base import Loss, Totals
+from roll.methods.losses import SAME_WEIGHTS
 from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
@@ -48,6 +49,8 @@ class TrainWorker(ModelWorker):
                 minimised = partial(watched_loss, loss=partial(loss, totals=total))
                 found = self.strategy.train_step(share, minimised, loss.outputs, loss.temperature, loss.comparisons)
                 metrics.append(prefixed(found, loss.prefix))
+                for later in shares:  # the next one is computed with other weights
+                    later.pop(SAME_WEIGHTS, None)
         return merge_metrics(metrics)
 
     @register(Dispatch.DP_MP_COMPUTE, columns=loss_columns)

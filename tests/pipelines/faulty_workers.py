@@ -37,6 +37,15 @@ def wait_for_ever() -> None:
         time.sleep(1)
 
 
+class OtherArithmetic(GenerationWorker):
+    """Norms of the engine are not quite the model's."""
+
+    @register(Dispatch.ONE_TO_ALL)
+    def initialize(self) -> None:
+        super().initialize()
+        self.engine._decoder._epsilon *= 1.1  # type: ignore[attr-defined]
+
+
 class FaultyEngine(GenerationWorker):
     """Does something wrong to the weights that it is sent, as :meth:`be_faulty` says."""
 

@@ -35,6 +35,7 @@ from roll.pipelines.policy_checks import (
     check_weight_sync,
     note_distribution,
 )
+from roll.pipelines.strict_checks import check_strict
 
 
 def check_agentic(config: AgenticConfig, checks: Checks) -> None:
@@ -63,6 +64,7 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     note_distribution(config, checks)
     check_template_file("global_template", config.global_template, checks)
     check_weight_sync(config, checks)
+    check_strict(config, checks)
     check_resume(config, checks)
     check_recorded_rollouts(config, checks)
     check_judge(config, checks)

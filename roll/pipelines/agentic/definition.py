@@ -43,6 +43,7 @@ from roll.pipelines.agentic.config import (
 from roll.pipelines.agentic.plan import REWARD, AgenticPlan, agentic_facts, batch_facts, model_roles, plan_agentic
 from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_functions
 from roll.pipelines.policy_checks import check_transport
+from roll.pipelines.strict_checks import check_strict_host
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -153,6 +154,7 @@ class Agentic(PipelineDefinition):
 
     def check_host(self, loaded: LoadedConfig[AgenticConfig]) -> None:
         check_transport(loaded)
+        check_strict_host(loaded)
         check_chat_template(loaded)
 
     def own_functions(self, loaded: LoadedConfig[AgenticConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:

@@ -23,10 +23,10 @@ from roll.config.strategies.registry import generation_strategies, with_engine_s
 from roll.methods.opd_keys import TEACHER, teacher_roles
 from roll.methods.policy_plan import (
     PolicyPlan,
+    finished_policy,
     policy_plan,
     policy_roles,
     policy_training_plans,
-    with_adapter,
 )
 from roll.methods.teachers import finished_teacher
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig, Samples
@@ -315,7 +315,7 @@ def finished(config: AgenticConfig, name: str, section: WorkerConfig) -> WorkerC
         return finished_teacher(section, config.sequence_length)
     if section.strategy_args.strategy_name in generation_strategies():
         section = with_cache_length(section, config.sequence_length)
-    return with_adapter(section, config) if name == "actor_infer" else section
+    return finished_policy(name, section, config)
 
 
 def plan_agentic(definition: PipelineDefinition, config: AgenticConfig, exp_name: str, written: Written) -> AgenticPlan:

@@ -34,6 +34,7 @@ from roll.pipelines.policy_checks import (
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
 from roll.pipelines.rlvr.plan import max_new_tokens, sharing_roles, started_roles
+from roll.pipelines.strict_checks import check_strict
 
 PROBABILITY_TOLERANCE = 1e-6
 SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
@@ -68,6 +69,7 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_async(config, checks)
     note_sampling(config, checks)
     check_weight_sync(config, checks)
+    check_strict(config, checks)
     check_resume(config, checks)
     check_recorded_rollouts(config, checks)
     note_unread(config, options, checks)

@@ -65,6 +65,7 @@ from roll.pipelines.rlvr.plan import (
     reward_pretrain,
     reward_roles,
 )
+from roll.pipelines.strict_checks import check_strict_host
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -237,6 +238,7 @@ class RLVR(PipelineDefinition):
 
     def check_host(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_transport(loaded)
+        check_strict_host(loaded)
 
     def own_functions(self, loaded: LoadedConfig[RLVRConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
         yield from policy_functions(loaded.config)

@@ -27,11 +27,11 @@ from roll.config.strategies.registry import generation_strategies, with_engine_s
 from roll.methods.opd_keys import TEACHER, teacher_roles
 from roll.methods.policy_plan import (
     PolicyPlan,
+    finished_policy,
     needs_greedy_baseline,
     policy_plan,
     policy_roles,
     policy_training_plans,
-    with_adapter,
 )
 from roll.methods.teachers import finished_teacher
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationSetConfig
@@ -187,7 +187,7 @@ def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig)
         return finished_teacher(section, longest)
     if section.strategy_args.strategy_name in generation_strategies():
         section = with_cache_length(section, longest)
-    return with_adapter(section, config) if name == "actor_infer" else section
+    return finished_policy(name, section, config)
 
 
 def judge_roles(config: RLVRConfig) -> set[str]:

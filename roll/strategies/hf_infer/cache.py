@@ -99,6 +99,7 @@ class DecodeSlots:
             the batch, and their positions lie past every length.
         offsets: int64 (size,), on the cache's device: what a row's rotary position is ahead of its cache position;
             None: nothing, as in prompts of text.
+        multiple: so many places, or a multiple, are read; the cache has as many.
     """
 
     def __init__(
@@ -107,12 +108,13 @@ class DecodeSlots:
         positions: torch.Tensor,
         lengths: np.ndarray,
         offsets: torch.Tensor | None = None,
+        multiple: int = 1,
     ) -> None:
         self._data = cache.data
         self._states = cache.states
         self._count = len(lengths)
         self.size = len(positions)
-        self.end = int(lengths.max())
+        self.end = -(-int(lengths.max()) // multiple) * multiple
         self._ragged = bool((lengths != self.end).any())
         self.positions = positions
         self.rotary_positions = positions if offsets is None else positions + offsets
@@ -129,7 +131,7 @@ class DecodeSlots:
         held = []
         for part, new in zip(self._data[layer], (keys, values), strict=True):
             head_dim = part.shape[-1]
-            part.view(-1, head_dim).index_copy_(0, self._flat_index, new.reshape(-1, head_dim))
+            part.view(-1, head_dim).index_copy_(0, self._flat_index, new.reshape(-1, head_dim).to(part.dtype))
             held.append(part[: self.size, :, : self.end])
         return held[0], held[1]
 

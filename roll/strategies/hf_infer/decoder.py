@@ -7,8 +7,9 @@ views of these, so loading a weight by its Hugging Face name changes what is com
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from roll.models import invariant
 from roll.models.experts import RoutingRecorder
+from roll.models.invariant import KEYS, computes_invariantly
+from roll.models.log_probs import Product
 from roll.protocol.vision import VisionInputs
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 
@@ -70,6 +74,12 @@ class Decoder(ABC):
         self.device = model.device
         self.dtype = model.dtype
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
+        self.is_invariant = computes_invariantly(model)
+        """A token's log-probs are those of a trainer with ``strict_on_policy``, to the last bit."""
+        self.key_multiple = KEYS if self.is_invariant else 1
+        """Keys that a decoding step reads are as many as a multiple of this."""
+        self.cache_dtype = torch.float32 if self.is_invariant else self.dtype
+        """Of keys and values; that of attention, which would convert all of them in every step."""
         self.routing: RoutingRecorder | None = None
         """Set where experts' choices are recorded."""
         self.chosen: np.ndarray | None = None
@@ -181,11 +191,13 @@ _FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausal
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # those that do not change with the length
 
 
-def is_fusable(model: nn.Module) -> bool:
+def is_fusable(model: Any) -> bool:
     """True for a model that :class:`FusedDecoder` computes."""
     config: Any = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        return False
+    if computes_invariantly(model) and config.intermediate_size % invariant.ELEMENTS:
         return False
     return type(model).__name__ in _FAMILIES and config.hidden_act == "silu" and rope in _STATIC_ROPE
 
@@ -194,13 +206,16 @@ def is_fusable(model: nn.Module) -> bool:
 class _Linear:
     weight: torch.Tensor
     bias: torch.Tensor | None
+    product: Product
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return self.product(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
 class _Layer:
+    name: str
+    """Of the model's module."""
     input_norm: torch.Tensor
     qkv: _Linear
     query_norm: torch.Tensor | None
@@ -228,11 +243,14 @@ class FusedDecoder(Decoder):
         self._num_kv_heads = int(config.num_key_value_heads)
         self._epsilon = float(config.rms_norm_eps)
         self._scale = self._head_dim**-0.5
-        self._layers = [_fuse_layer(layer) for layer in body.layers]
+        product = invariant.linear if computes_invariantly(model) else linear
+        self._layers = [_fuse_layer(f"model.layers.{i}", layer, product) for i, layer in enumerate(body.layers)]
+        self.watch: Callable[[str, torch.Tensor], None] | None = None
+        """Given what each operation computes, by the names of :mod:`roll.strategies.hf_infer.tracing`."""
         super().__init__(model)
         self._embedding = body.embed_tokens.weight.detach()
         self._final_norm = body.norm.weight.detach()
-        self._head = _Linear(model.lm_head.weight.detach(), _detached(model.lm_head.bias))
+        self._head = _Linear(model.lm_head.weight.detach(), _detached(model.lm_head.bias), product)
         positions = torch.arange(max_model_len, device=self.device)[None]
         cos, sin = body.rotary_emb(torch.zeros(1, dtype=self.dtype, device=self.device), positions)
         sin = sin[0].clone()
@@ -270,16 +288,18 @@ class FusedDecoder(Decoder):
         x = F.embedding(grid.tokens, self._embedding)
         positions = F.pad(places, (0, len(grid.positions) - len(places)))
         cos, sin = self._cos[positions], self._sin[positions]
-        queried = torch.arange(grid.longest, device=self.device) + begins[:, None]
-        hidden = torch.arange(keys_values.shape[4], device=self.device) > queried[:, None, :, None]
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+        mask = None
+        if not self.is_invariant:
+            queried = torch.arange(grid.longest, device=self.device) + begins[:, None]
+            hidden = torch.arange(keys_values.shape[4], device=self.device) > queried[:, None, :, None]
+            mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
         for index, layer in enumerate(self._layers):
             heads = self._heads(layer, x, cos, sin)
             _, keys, values = self._split(heads)
             for part, new in zip(keys_values[index], (keys, values), strict=True):
-                part[rows, :, places] = new[: len(rows)]
+                part[rows, :, places] = new[: len(rows)].to(part.dtype)
             queries, _, _ = self._split(grid.pad(heads).transpose(1, 2))
-            x = self._attend(index, grid, x, queries, keys_values[index, 0], keys_values[index, 1], mask)
+            x = self._attend(index, grid, x, queries, keys_values[index, 0], keys_values[index, 1], mask, begins)
         return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
 
     def _attend(
@@ -291,12 +311,16 @@ class FusedDecoder(Decoder):
         keys: torch.Tensor,
         values: torch.Tensor,
         mask: torch.Tensor | None = None,
+        begins: torch.Tensor | int = 0,
     ) -> torch.Tensor:
         """The output of layer ``index`` for a grid of prompts: after the last layer, of their last tokens only."""
         has_groups = self._num_heads != self._num_kv_heads
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=has_groups
-        )
+        if self.is_invariant:
+            mixed = invariant.attention(queries, keys, values, self._scale, begins)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=has_groups
+            )
         mixed = grid.unpad(mixed.transpose(1, 2).flatten(2))
         if index == len(self._layers) - 1:
             x, mixed = x[grid.last], mixed[grid.last]
@@ -309,12 +333,29 @@ class FusedDecoder(Decoder):
         for index, layer in enumerate(self._layers):
             queries, keys, values = self._split(self._heads(layer, x, cos, sin))
             all_keys, all_values = slots.append(index, keys, values)
-            x = self._finish_layer(layer, x, decode_attention(queries, all_keys, all_values, bias, self._scale))
+            if self.is_invariant:
+                mixed = self._invariant_step(queries, all_keys, all_values, bias)
+            else:
+                mixed = decode_attention(queries, all_keys, all_values, bias, self._scale)
+            x = self._finish_layer(layer, x, mixed)
         return self._logits(x)
+
+    def _invariant_step(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """:func:`decode_attention` with the operations of :mod:`roll.models.invariant`."""
+        seen = queries.new_zeros(1, keys.shape[2]) if bias is None else bias
+        mixed = invariant.attention(queries[:, :, None], keys, values, self._scale, bias=seen[:, None, None])
+        return mixed.flatten(1)
 
     def _heads(self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotated queries and keys, and values: (N, num_heads + 2 * num_kv_heads, head_dim)."""
-        heads = layer.qkv(self._rms_norm(x, layer.input_norm)).unflatten(-1, (-1, self._head_dim))
+        normed = self._rms_norm(x, layer.input_norm)
+        heads = layer.qkv(normed).unflatten(-1, (-1, self._head_dim))
+        if self.watch is not None:
+            self.watch(f"{layer.name}.input_layernorm out", normed)
+            for name, part in zip("qkv", self._split(heads), strict=True):
+                self.watch(f"{layer.name}.self_attn.{name}_proj out", part.flatten(1))
         rotated = heads[:, : -self._num_kv_heads]
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
@@ -322,7 +363,10 @@ class FusedDecoder(Decoder):
             rotated.copy_(torch.cat((queries, keys), 1))
         half = self._head_dim // 2
         swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
-        rotated.mul_(cos).addcmul_(swapped, sin)
+        if self.is_invariant:  # rounded after each operation, as transformers computes it
+            rotated.mul_(cos).add_(swapped.mul_(sin))
+        else:
+            rotated.mul_(cos).addcmul_(swapped, sin)
         return heads
 
     def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -330,15 +374,46 @@ class FusedDecoder(Decoder):
         return queries, keys, values
 
     def _finish_layer(self, layer: _Layer, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        x = layer.output(mixed).add_(x)
-        gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, -1)
-        return layer.down(F.silu(gate).mul_(up)).add_(x)
+        out = layer.output(mixed)
+        if self.watch is not None:
+            self.watch(f"{layer.name}.self_attn.o_proj in", mixed)
+            self.watch(f"{layer.name}.self_attn.o_proj out", out)
+        x = out.add_(x)
+        normed = self._rms_norm(x, layer.mlp_norm)
+        gate, up = layer.gate_up(normed).chunk(2, -1)
+        if self.watch is not None:
+            self.watch(f"{layer.name}.post_attention_layernorm out", normed)
+            self.watch(f"{layer.name}.mlp.gate_proj out", gate)
+            self.watch(f"{layer.name}.mlp.up_proj out", up)
+        active = F.silu(gate).mul_(up)
+        out = layer.down(active)
+        if self.watch is not None:
+            self.watch(f"{layer.name}.mlp.down_proj in", active)
+            self.watch(f"{layer.name}.mlp.down_proj out", out)
+        return out.add_(x)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        return self._head(self._rms_norm(x, self._final_norm))
+        normed = self._rms_norm(x, self._final_norm)
+        if self.watch is not None:
+            self.watch("model.norm out", normed)
+        return self._head(normed)
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self.is_invariant and x.dtype != torch.float32:
+            wide = x.float()  # rounded before the weight, as transformers does
+            scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._epsilon)
+            return weight * (wide * scale).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self._epsilon)
+
+
+def filled_tokens(count: int) -> int:
+    """Rows that so many tokens of prompts are computed in."""
+    return round_up(count, 16 if count <= 256 else 128)
+
+
+def filled_prompts(count: int) -> int:
+    """Rows that the last tokens of so many prompts are computed in."""
+    return round_up(count, 8)
 
 
 class _PromptGrid:
@@ -353,14 +428,14 @@ class _PromptGrid:
         self.num_prompts, self.longest = len(prompts), int(counts.max())
         self._num_tokens = int(counts.sum())
         # Filled up to a few sizes with copies of a token, whose results nobody reads (the engine's _decode says why).
-        filler = round_up(self._num_tokens, 16 if self._num_tokens <= 256 else 128) - self._num_tokens
+        filler = filled_tokens(self._num_tokens) - self._num_tokens
         flat = [token for prompt in prompts for token in prompt] + [prompts[0][0]] * filler
         positions = torch.cat([torch.arange(length) for length in counts.tolist()] + [torch.zeros(filler).long()])
         first_cell = (torch.arange(self.num_prompts) * self.longest).repeat_interleave(counts)
         cells = positions.clone()
         cells[: self._num_tokens] += first_cell
         rows = torch.arange(self.num_prompts).repeat_interleave(counts)
-        last = F.pad(counts.cumsum(0) - 1, (0, round_up(self.num_prompts, 8) - self.num_prompts))
+        last = F.pad(counts.cumsum(0) - 1, (0, filled_prompts(self.num_prompts) - self.num_prompts))
         self.tokens, self.rows = torch.tensor(flat).to(device), rows.to(device)
         self.positions, self._cells, self.last = positions.to(device), cells.to(device), last.to(device)
 
@@ -377,36 +452,37 @@ class _PromptGrid:
         return x.flatten(0, 1).index_select(0, self._cells)
 
 
-def _fuse_layer(layer: Any) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
+def _fuse_layer(name: str, layer: Any, product: Product) -> _Layer:
+    attention, mlp, fuse = layer.self_attn, layer.mlp, partial(_fuse, product)
     has_norms = hasattr(attention, "q_norm")
     return _Layer(
+        name=name,
         input_norm=layer.input_layernorm.weight.detach(),
-        qkv=_fuse(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=fuse(attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=attention.q_norm.weight.detach() if has_norms else None,
         key_norm=attention.k_norm.weight.detach() if has_norms else None,
-        output=_fuse(attention.o_proj),
+        output=fuse(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=_fuse(mlp.gate_proj, mlp.up_proj),
-        down=_fuse(mlp.down_proj),
+        gate_up=fuse(mlp.gate_proj, mlp.up_proj),
+        down=fuse(mlp.down_proj),
     )
 
 
-def _fuse(*modules: nn.Linear) -> _Linear:
+def _fuse(product: Product, *modules: nn.Linear) -> _Linear:
     """One matrix of several that take the same input; their parameters become views of its rows."""
     if len(modules) == 1:
-        return _Linear(modules[0].weight.detach(), _detached(modules[0].bias))
+        return _Linear(modules[0].weight.detach(), _detached(modules[0].bias), product)
     sizes = [module.out_features for module in modules]
     weight = torch.cat([module.weight.detach() for module in modules])
     for module, part in zip(modules, weight.split(sizes), strict=True):
         module.weight.data = part
     biases = [_detached(module.bias) for module in modules]
     if biases[0] is None:
-        return _Linear(weight, None)
+        return _Linear(weight, None, product)
     bias = torch.cat([part for part in biases if part is not None])
     for module, part in zip(modules, bias.split(sizes), strict=True):
         module.bias.data = part
-    return _Linear(weight, bias)
+    return _Linear(weight, bias, product)
 
 
 def _detached(tensor: Any) -> torch.Tensor | None:

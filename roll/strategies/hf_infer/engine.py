@@ -272,11 +272,12 @@ class GenerationEngine:
 
     def _new_sampler(self) -> Sampler:
         decoder = self._decoder
-        return Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids)
+        return Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids, decoder.is_invariant)
 
     def _new_cache(self) -> SlotCache:
         decoder = self._decoder
-        return SlotCache(decoder.cache_shape, self._rows.capacity, self._max_model_len, decoder.dtype, decoder.device)
+        length = round_up(self._max_model_len, decoder.key_multiple)
+        return SlotCache(decoder.cache_shape, self._rows.capacity, length, decoder.cache_dtype, decoder.device)
 
     def _admit(self) -> torch.Tensor | None:
         """Start queued samples in free rows, first come first served; the logits of their first tokens."""
@@ -372,7 +373,8 @@ class GenerationEngine:
         ahead = None
         if offsets.any():
             ahead = torch.from_numpy(np.pad(offsets, (0, padded - size))).to(device)
-        slots = DecodeSlots(self._cache, torch.from_numpy(positions).to(device), self._rows.lengths[:size], ahead)
+        places, multiple = torch.from_numpy(positions).to(device), self._decoder.key_multiple
+        slots = DecodeSlots(self._cache, places, self._rows.lengths[:size], ahead, multiple)
         logits = self._decoder.decode(tokens, slots)[:size]
         if self._decoder.chosen is not None:
             self._rows.add_routes(self._decoder.chosen[:size])

@@ -226,11 +226,18 @@ class Sampler:
 
     Args:
         masked_token_ids: never sampled: their probability is 0.
+        in_logs: log-probs are computed as a trainer does, not as logarithms of probabilities.
     """
 
     def __init__(
-        self, rows: RunningRows, vocab_size: int, device: torch.device, masked_token_ids: Sequence[int] = ()
+        self,
+        rows: RunningRows,
+        vocab_size: int,
+        device: torch.device,
+        masked_token_ids: Sequence[int] = (),
+        in_logs: bool = False,
     ) -> None:
+        self._in_logs = in_logs
         self._masked = torch.tensor(masked_token_ids, device=device) if masked_token_ids else None
         self._rows = rows
         self._vocab_size = vocab_size
@@ -281,8 +288,9 @@ class Sampler:
             distribution = logits.log_softmax(-1)
             log_probs, tokens = distribution.max(-1)
         else:
-            tokens, probs = self._draw(logits, settings)
-            log_probs = probs.gather(1, tokens[:, None])[:, 0].log()
+            tokens, probs, logs = self._draw(logits, settings)
+            index = tokens[:, None]
+            log_probs = (probs.gather(1, index).log() if logs is None else logs.gather(1, index))[:, 0]
             distribution = probs
         if settings.most_top:
             self._record_top(distribution if settings.all_greedy else distribution.log(), settings.most_top)
@@ -292,19 +300,23 @@ class Sampler:
         host = torch.stack((tokens.double(), log_probs.double())).cpu().numpy()
         return host[0].astype(np.int64), host[1]
 
-    def _draw(self, logits: torch.Tensor, settings: _Settings) -> tuple[torch.Tensor, torch.Tensor]:
+    def _draw(
+        self, logits: torch.Tensor, settings: _Settings
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Tokens, probabilities (size, vocab_size), and with ``in_logs`` their logarithms."""
         rows = self._rows
         scaled = logits if settings.temperature is None else logits / settings.temperature[:, None]
         if settings.filters:
             threshold = filter_threshold(scaled, settings.top_k, settings.top_p, settings.min_p)
             scaled = scaled.masked_fill(scaled < threshold[:, None], -torch.inf)
-        probs = scaled.softmax(-1)
+        logs = scaled.log_softmax(-1) if self._in_logs else None
+        probs = scaled.softmax(-1) if logs is None else logs.exp()
         draws = uniforms(rows.stream_keys[: rows.size], rows.generated[: rows.size])
         # Of a row that is not finite any token does: its log-prob says so.
         tokens = invert_cumulative(probs, torch.from_numpy(draws).to(self._device)).clamp_(0, self._vocab_size - 1)
         if settings.greedy is not None:
             tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
-        return tokens, probs
+        return tokens, probs, logs
 
     def _record_top(self, log_probs: torch.Tensor, count: int) -> None:
         """Record the most probable tokens of the rows that ask for them."""

@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.models.build import attention_implementation
+from roll.models.build import DTYPES, attention_implementation
+from roll.models.invariant import is_invariant, make_invariant
+from roll.models.layouts import packed_layout, row_layout
+from roll.models.log_probs import ResponseModel
 from roll.models.self_test import FAILURES, ROUNDING, changed_logits
 from roll.models.small import ORIGINAL_LENGTH, VOCABULARY, WINDOW, original_length, small_model
 from roll.models.vision import reads_images
@@ -56,14 +59,25 @@ def check_engine(
         if model is None:
             logger.warning("%s: not self-tested, since no small copy of a %s model works", where, config.model_type)
             return False
-        plain = copy.deepcopy(model)
+        plain, trained = copy.deepcopy(model), None
         try:
+            if is_invariant(args):
+                torch.nn.Module.to(model, DTYPES[args.dtype])
+                make_invariant(model)
+                trained = ResponseModel(copy.deepcopy(model))
             outputs = _generated(make, model, _length(config, model.config, max_model_len))
         except FAILURES as error:
             raise ValueError(
                 f"{where}: hf_infer cannot decode a small copy of this model: {error!r}; {_OTHERS}"
             ) from error
-        off = max(_difference(plain, prompt, output) for prompt, output in outputs)
+        if trained is not None and (unequal := _unequal(trained, outputs)):
+            raise ValueError(
+                f"{where}: of {unequal} tokens of a small copy of this {config.model_type} model, the log-probs of "
+                "hf_infer are not those of a trainer to the last bit; set strict_on_policy: false, or use another "
+                "family (Qwen, Llama, Mistral)"
+            )
+        is_rounded = trained is not None and DTYPES[args.dtype] is not torch.float32
+        off = 0.0 if is_rounded else max(_difference(plain, prompt, output) for prompt, output in outputs)
     if not off <= ROUNDING:
         raise ValueError(
             f"{where}: log-probs of a small copy of this {config.model_type} model, decoded with a cache by hf_infer, "
@@ -98,6 +112,22 @@ def _generated(
     while engine.num_unfinished:
         outputs += engine.step()
     return [(prompts[int(output.request_id)], output) for output in outputs]
+
+
+@torch.no_grad()
+def _unequal(model: ResponseModel, outputs: list[tuple[list[int], GenerationOutput]]) -> int:
+    """Tokens whose log-probs differ from those of a trainer's pass over all rows in any bit: padded and packed."""
+    sizes = [(len(prompt), len(prompt) + len(output.token_ids)) for prompt, output in outputs]
+    ids = torch.zeros(len(sizes), max(end for _, end in sizes), dtype=torch.int64)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    sampled = torch.zeros(ids.shape)
+    for row, ((begin, end), (prompt, output)) in enumerate(zip(sizes, outputs, strict=True)):
+        ids[row, :end] = torch.tensor([*prompt, *output.token_ids])
+        mask[row, begin:end] = True
+        sampled[row, begin:end] = torch.tensor(output.log_probs)
+    layouts = (row_layout(ids, mask), packed_layout(ids, mask))
+    found = [layout.scatter(model(layout, ("log_probs",))["log_probs"], ids.shape) for layout in layouts]
+    return int(sum((values != sampled).sum() for values in found))
 
 
 @torch.no_grad()

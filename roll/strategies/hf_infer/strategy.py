@@ -22,6 +22,7 @@ from roll.models.build import (
     load_config,
 )
 from roll.models.experts import RoutingRecorder, sparse_layers
+from roll.models.invariant import check_processor, is_invariant, make_invariant
 from roll.models.layouts import TokenLayout
 from roll.models.rotary import dependent_rotaries, longest_alike
 from roll.models.stored import StoredLayout
@@ -238,6 +239,17 @@ def _before_angles_change(written: int | None, max_model_len: int, config: Pretr
     return alike
 
 
+def check_strict_copy(role: WorkerConfig) -> None:
+    """Try ``strict_on_policy`` with a small copy of the role's model, and this processor.
+
+    Raises:
+        ValueError: log-probs that are not equal; see also :func:`~roll.models.invariant.check_processor`.
+    """
+    config = checked_config(role.model_args, "causal_lm")
+    check_processor(empty_model(config, "causal_lm"), DTYPES[role.model_args.dtype])
+    check_engine(role, config, longest_sequence(None, config, str(role.model_args.model_name_or_path)), create_decoder)
+
+
 def create_decoder(model: Any, max_model_len: int) -> Decoder:
     """The fused decoder where the model's family allows it, the generic one elsewhere.
 
@@ -274,6 +286,9 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
     model: Any
     if load_format != "dummy":
         model = build_model(args, "causal_lm", dtype)
+        if is_invariant(role.model_args):
+            make_invariant(model)
+            check_processor(model, dtype)
         return model.to(device)
     config = load_config(args)
     model = auto_class(config, "causal_lm").from_config(

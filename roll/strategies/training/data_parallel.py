@@ -24,6 +24,7 @@ from roll.config.strategies.registry import typed_strategy_config
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model, checked_config
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
+from roll.models.invariant import check_processor, is_invariant, make_invariant
 from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
 from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel
@@ -116,7 +117,10 @@ class DataParallelStrategy(GatheredWeights):
         language_model = self._build_language_model(storage_dtype)
         noise.silence(language_model)
         key = uses_layout_attention(self.role)
-        if key is not None:
+        if is_invariant(self.role.model_args):
+            make_invariant(language_model)
+            check_processor(language_model, self.compute_dtype)
+        elif key is not None:
             use_layout_attention(language_model, key)
         self._prepare_experts(language_model)
         self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ CONFIGS: dict[str, Any] = {
 
 def build_model(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=dtype).eval().requires_grad_(False)
     for parameter in model.parameters():  # biases and norms start as constants, which would hide mistakes
         if parameter.dim() == 1:
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -1,0 +1,280 @@
+"""Operations whose result for a token does not depend on what else is computed with it, for ``strict_on_policy``.
+
+An engine computes a token in a prompt or in a decoding step, a trainer in padded, packed or shared rows.  Both sum the
+same products, but kernels choose the order of a sum by the shape of the whole batch, so log-probs differ by rounding
+("Defeating Nondeterminism in LLM Inference", Thinking Machines Lab, 2025).  What was measured on x86 CPUs (torch 2.13):
+
+* Norms, rotary angles, softmax and log-softmax give each row the same bits in every batch.  So does SiLU where a row
+  has a multiple of 32 elements: what is left at the end of a tensor is computed by other code.
+* A matrix product gives a row the same bits for 8 rows or more, in float32 and bfloat16, if it is oneDNN's; the BLAS of
+  ``F.linear`` does not with several threads.  Few rows take another kernel.
+* In the product of queries and keys a column is the same where their number is a multiple of 16; a sum over keys is the
+  same, with zeros after the last key, up to 128 keys.  The fused attention kernels of torch divide rows and keys by the
+  lengths of the whole call.
+
+So there are two operations here: :func:`linear`, with a least number of rows, and :func:`attention`, in float32, whose
+keys are filled up to a multiple of 16 and whose values are summed in blocks of 128 keys, one after another; activations
+are those of torch, on filled-up rows.  Gradients flow through all of them and need no fixed order.
+:func:`check_processor` repeats the measurement where it has to hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from roll.config.names import INVARIANT_ATTENTION
+from roll.models.attention import layout_attention, replace_attention
+from roll.models.layouts import AttentionPattern, PackedSequences, PromptParts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from roll.config.roles import ModelArguments
+
+KEY = "strict_on_policy"
+ROWS = 8
+"""Rows of a product are filled up to a multiple of this in attention, elsewhere to this at least."""
+KEYS = 16
+"""Keys are filled up to a multiple of this."""
+FEW_ROWS = 4
+"""A decoding step of so many query heads for a key head, or fewer, is filled up to this."""
+ELEMENTS = 32
+"""Elements of a row of activations are filled up to a multiple of this."""
+BLOCK = 128
+"""Keys whose values are summed by one product."""
+
+
+def is_invariant(args: ModelArguments) -> bool:
+    """A role with these arguments computes with the operations of this module."""
+    return args.attn_implementation == INVARIANT_ATTENTION
+
+
+def computes_invariantly(model: PreTrainedModel) -> bool:
+    """:func:`make_invariant` has changed the model."""
+    name: str | None = model.config.get_text_config()._attn_implementation
+    return name == INVARIANT_ATTENTION
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` for x of shape (..., in) and weight (out, in), float32 or bfloat16."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out: Tensor = _Linear.apply(x, weight, bias)
+        return out
+    return _product(x, weight, bias)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    count = len(rows)
+    if count < ROWS:
+        rows = F.pad(rows, (0, 0, 0, ROWS - count))
+    out = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return out[:count].view(*x.shape[:-1], len(weight))
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x.detach(), weight.detach(), None if bias is None else bias.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        need_x, need_weight, need_bias = ctx.needs_input_grad
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        return (
+            (flat @ weight).view_as(x) if need_x else None,
+            flat.T @ x.reshape(-1, x.shape[-1]) if need_weight else None,
+            flat.sum(0) if need_bias else None,
+        )
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None = None,
+    starts: Tensor | int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Softmax attention, computed in float32.
+
+    Args:
+        query: (S, heads, Q, head_dim).
+        key: (S, key-value heads, T, head_dim); consecutive query heads share a key head.
+        value: (S, key-value heads, T, value_dim).
+        scaling: of the scores; None: head_dim ** -0.5.
+        starts: query q sees the keys up to number ``starts + q``: a number, or int64 (S,).
+        bias: (S or 1, 1, 1, T), added to the scores in place of what ``starts`` says.
+
+    Returns:
+        (S, heads, Q, value_dim), in the type of the queries.
+    """
+    sequences, heads, count, dim = query.shape
+    kv_heads, length = key.shape[1:3]
+    more, group = -length % KEYS, heads // kv_heads
+    key, value = (F.pad(part, (0, 0, 0, more)) if more else part for part in (key.float(), value.float()))
+    rows = (query.float() * (dim**-0.5 if scaling is None else scaling)).reshape(sequences, kv_heads, group, count, dim)
+    # Rows of zeros: query heads in a decoding step, else queries.
+    more_heads = -group % (ROWS if group > FEW_ROWS else FEW_ROWS) if count == 1 else 0
+    more_queries = 0 if count == 1 else -count % ROWS
+    rows = F.pad(rows, (0, 0, 0, more_queries, 0, more_heads)) if more_heads or more_queries else rows
+    shape = rows.shape[:4]
+    scores = torch.bmm(rows.flatten(0, 1).flatten(1, 2), key.flatten(0, 1).transpose(1, 2)).view(*shape, -1)
+    if bias is None:
+        last = torch.as_tensor(starts, device=query.device).view(-1, 1) + torch.arange(shape[3], device=query.device)
+        hidden = torch.arange(length + more, device=query.device) > last[..., None]
+        weights = scores.masked_fill_(hidden[:, None, None], -torch.inf).softmax(-1)
+    else:
+        seen = F.pad(bias, (0, more), value=-torch.inf) if more else bias
+        weights = F.pad((scores[:, :, :group] + seen[:, None]).softmax(-1), (0, 0, 0, 0, 0, more_heads))
+    weights, values = weights.flatten(0, 1).flatten(1, 2), value.flatten(0, 1)
+    out = torch.bmm(weights[..., :BLOCK], values[:, :BLOCK])
+    for begin in range(BLOCK, length + more, BLOCK):
+        block = slice(begin, begin + BLOCK)
+        out = torch.baddbmm(out, weights[..., block], values[:, block])
+    return out.view(*shape, -1)[:, :, :group, :count].reshape(sequences, heads, count, -1).to(query.dtype)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Compute a layer, as transformers calls it: an engine's step with its own mask, or a pass over a layout."""
+    if attention_mask is not None:
+        return attention(query, key, value, scaling, bias=attention_mask).transpose(1, 2).contiguous(), None
+    return layout_attention(module, query, key, value, None, scaling, attend=_in_layout, **keywords)
+
+
+def _in_layout(
+    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | None, scaling: float | None
+) -> Tensor:
+    """(S, Q, heads, head_dim); the keys may begin with those of a prefix."""
+    match pattern:
+        case None:
+            out = attention(query, key, value, scaling, key.shape[2] - query.shape[2])
+        case PackedSequences():
+            lengths = list(pattern.lengths)
+            parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+            out = torch.cat([attention(*part, scaling) for part in parts], 2)
+        case PromptParts():
+            out = _with_prompts(query, key, value, pattern, scaling)
+    return out.transpose(1, 2).contiguous()
+
+
+def _with_prompts(query: Tensor, key: Tensor, value: Tensor, parts: PromptParts, scaling: float | None) -> Tensor:
+    """Each response attends to a row of its prompt's keys and its own, with no gap between them."""
+    prompt_lengths = torch.tensor([own[0] for own in parts.lengths[: len(parts.prompts)]], device=query.device)
+    before = prompt_lengths[parts.prompt_of_part][:, None]
+    places = torch.arange(parts.prompts.shape[1] + parts.parts.shape[1], device=query.device)[None]
+    in_prompt = parts.prompts[parts.prompt_of_part].gather(
+        1, places.clamp(max=parts.prompts.shape[1] - 1).expand(len(before), -1)
+    )
+    in_part = parts.parts.gather(1, (places - before).clamp(0, parts.parts.shape[1] - 1))
+    rows = torch.where(places < before, in_prompt, in_part)
+
+    def taken(tensor: Tensor, index: Tensor) -> Tensor:
+        return tensor[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1)
+
+    prompts = [taken(tensor, parts.prompts) for tensor in (query, key, value)]
+    of_prompts = attention(prompts[0], prompts[1], prompts[2], scaling)
+    of_parts = attention(taken(query, parts.parts), taken(key, rows), taken(value, rows), scaling, starts=before[:, 0])
+    flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in (of_prompts, of_parts)])
+    return flat.index_select(0, parts.restore)[None].transpose(1, 2)
+
+
+def make_invariant(model: PreTrainedModel) -> None:
+    """Compute attention, linear layers (adapters included) and activations of ``model`` with the operations of this
+    module, in place.
+
+    Raises:
+        ValueError: a model with other layers than full causal attention, or whose attention cannot be replaced.
+    """
+    replace_attention(model, KEY, INVARIANT_ATTENTION, _attend)
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if isinstance(module, nn.Linear):
+            module.forward = MethodType(_linear_forward, module)  # type: ignore[method-assign]
+        elif hasattr(module, "lora_A") and hasattr(module, "base_layer"):
+            module.forward = MethodType(_adapted_forward, module)
+        elif type(module).__module__ in _ACTIVATIONS:
+            module.forward = partial(_filled, module.forward)
+
+
+_ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
+
+
+def _filled(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    more = -x.shape[-1] % ELEMENTS
+    return activation(F.pad(x, (0, more)))[..., : x.shape[-1]] if more else activation(x)
+
+
+def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x, self.weight, self.bias)
+
+
+def _adapted_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """With ``W + scaling * B A``, as the engine is sent it: ``W x + scaling * B (A x)`` is rounded otherwise."""
+    from roll.models.lora import ADAPTER, merged_weight
+
+    base = self.get_base_layer()
+    if self.disable_adapters:
+        return linear(x, base.weight, base.bias)
+    down, up = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+    return linear(x, merged_weight(base.weight, down, up, self.scaling[ADAPTER]), base.bias)
+
+
+@torch.no_grad()
+def check_processor(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Compute rows of random numbers in batches of several sizes: with the shape of every matrix of ``model``, and in
+    its attention, in the type that it is computed in.
+
+    Raises:
+        ValueError: a row that is not the same in all of them; the message has the operation and the sizes.
+    """
+    threads = f"{torch.get_num_threads()} threads (system_envs: {{OMP_NUM_THREADS: '1'}} sets them)"
+    where = f"{KEY}: true does not work on this processor with {threads}: "
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        raise ValueError(f"{where}this build of torch has no oneDNN")
+    random = torch.Generator().manual_seed(0)
+    shapes = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)}
+    for outputs, inputs in sorted(shapes):
+        x = torch.randn(96, inputs, generator=random).to(dtype)
+        weight = (torch.randn(outputs, inputs, generator=random) * inputs**-0.5).to(dtype)
+        whole = linear(x, weight)
+        for count in (1, 3, 9, 40):
+            if not torch.equal(linear(x[-count:], weight), whole[-count:]):
+                raise ValueError(f"{where}a row times a matrix of {inputs} x {outputs} is another one in {count} rows")
+    config = model.config.get_text_config()
+    width = getattr(config, "intermediate_size", None) or config.hidden_size
+    x = torch.randn(2**17 // width + 9, width + -width % ELEMENTS, generator=random).to(dtype)
+    if not torch.equal(F.silu(x)[-3:], F.silu(x[-3:].clone())):
+        raise ValueError(f"{where}the activation of a row is another one in {len(x)} rows")
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    length = 2 * BLOCK + 9
+    query = torch.randn(2, heads, length, dim, generator=random).to(dtype)
+    key, value = torch.randn(2, 2, kv_heads, length, dim, generator=random).to(dtype).unbind()
+    whole = attention(query, key, value)
+    for end in (1, 5, KEYS + 1, BLOCK, BLOCK + 1, length - 1):
+        for begin in {0, end // 2, end - 1}:
+            some = slice(begin, end)
+            found = attention(query[1:, :, some], key[1:, :, :end], value[1:, :, :end], starts=begin)
+            if not torch.equal(found, whole[1:, :, some]):
+                raise ValueError(f"{where}attention of tokens {begin} to {end} is another one than in a longer row")

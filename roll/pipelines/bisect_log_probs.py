@@ -1,0 +1,297 @@
+"""Where the log-probs of a configuration's engine and trainer part.
+
+Engine and trainer are built in this process, as a worker builds them, with the trainer's weights in both.  The engine
+answers some prompts of the data; the trainer computes the same tokens.  With ``hf_infer`` and a trainer of Hugging Face
+modules what single operations compute for a sequence is compared as well, in the order of computation.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from roll.config.loader import LoadedConfig
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.roles import WorkerConfig
+
+if TYPE_CHECKING:
+    from roll.strategies.base import ModelStrategy
+    from roll.strategies.engines.base import GenerationStrategy
+    from roll.strategies.engines.requests import GenerationOutput, SamplingParams
+    from roll.strategies.hf_infer.tracing import Trace
+
+ENGINE, TRAINER = "actor_infer", "actor_train"
+_AFTER = "the output matrix or the log-softmax: all operations before them agree"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_REASONS = {"o_proj in": "attention", "down_proj in": "the activation", "norm in": "the sum of the residual"}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sampled response, and its log-probs by both."""
+
+    prompt: list[int]
+    response: list[int]
+    engine: list[float]
+    trainer: list[float]
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first token of the response whose log-probs differ."""
+        pairs = enumerate(zip(self.engine, self.trainer, strict=True))
+        return next((index for index, (one, other) in pairs if one != other), None)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first operation whose results differ."""
+
+    operation: str
+    """Name of the module, with ``in`` or ``out``."""
+    position: int
+    """First token of the sequence for which it differs."""
+    difference: float
+    """Largest absolute difference."""
+    before: str | None
+    """The operation before it, whose results are equal; None: it is the first."""
+
+    def __str__(self) -> str:
+        name, _, side = self.operation.rpartition(" ")
+        layer = _LAYER.search(name)
+        where = f"layer {layer.group(1)}, {name}" if layer else name
+        if side == "in":
+            reason = next((text for end, text in _REASONS.items() if self.operation.endswith(end)), "what is before it")
+            where += f" (its input: {reason}, after {self.before})"
+        return f"{where}: first at token {self.position}, by up to {self.difference:.3g}"
+
+
+def parting(trainer: Trace, engine: Trace) -> Parting | None:
+    """The first operation, in the trainer's order, that gives some token other bits; None: all that both have agree."""
+    before = None
+    for name, rows in trainer.items():
+        others = engine.get(name, {})
+        common = sorted(rows.keys() & others.keys())
+        different = [position for position in common if not bool((rows[position] == others[position]).all())]
+        if different:
+            largest = max(float((rows[one].float() - others[one].float()).abs().max()) for one in different)
+            return Parting(name, different[0], largest, before)
+        before = name if common else before
+    return None
+
+
+def by_layer(trainer: Trace, engine: Trace) -> dict[str, tuple[int, int, float]]:
+    """Of each layer: compared numbers' rows, those that differ, and the largest absolute difference."""
+    found: dict[str, tuple[int, int, float]] = {}
+    for name, rows in trainer.items():
+        layer = _LAYER.search(name)
+        key = f"layer {layer.group(1)}" if layer else name.rpartition(" ")[0]
+        compared, different, largest = found.get(key, (0, 0, 0.0))
+        for position in rows.keys() & engine.get(name, {}).keys():
+            off = float((rows[position].float() - engine[name][position].float()).abs().max())
+            compared, different, largest = compared + 1, different + (off != 0.0), max(largest, off)
+        if compared:
+            found[key] = compared, different, largest
+    return found
+
+
+class Pair:
+    """The engine and the trainer of a configuration on one rank, with equal weights.
+
+    Raises:
+        ConfigError: a role that one rank cannot compute.
+    """
+
+    def __init__(self, loaded: LoadedConfig[Any]) -> None:
+        import torch
+
+        from roll.distributed.runtime import worker_threads
+        from roll.strategies.base import ALL_WEIGHTS
+        from roll.strategies.factory import create_generation_strategy, create_strategy
+
+        self.loaded = loaded
+        trained, engine = (_on_one_rank(loaded.plan.roles[name].section) for name in (TRAINER, ENGINE))
+        threads = worker_threads(loaded.plan.num_devices_per_node)
+        environment = {"OMP_NUM_THREADS": threads} | dict(loaded.config.system_envs) | trained.system_envs
+        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        try:
+            self.trainer: ModelStrategy = create_strategy(trained, seed=loaded.config.seed)
+            self.trainer.initialize()
+            self.engine: GenerationStrategy = create_generation_strategy(engine, loaded.config.seed)
+            self.engine.initialize()
+        except ValueError as error:
+            raise ConfigError([Problem("bisect-logprobs", None, f"one rank cannot compute this: {error}")]) from error
+        self.engine.start_weight_update(0)
+        for bucket in self.trainer.named_full_weights(2**28, ALL_WEIGHTS):
+            self.engine.update_weights(dict(bucket))
+        self.engine.finish_weight_update()
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        from roll.rollout.flow import sampling_params
+
+        return sampling_params(self.loaded.plan.roles[ENGINE].section.generating_args, max_new_tokens)
+
+    def sample(self, prompts: Sequence[list[int]], count: int, max_new_tokens: int) -> list[GenerationOutput]:
+        """Answers to all prompts, the same in each call."""
+        from roll.strategies.engines.requests import GenerationRequest
+
+        params = self.params(max_new_tokens)
+        requests = [
+            GenerationRequest(str(index), list(prompt), replace(params, seed=index), count)
+            for index, prompt in enumerate(prompts)
+        ]
+        self.engine.add_requests(requests)
+        outputs: list[GenerationOutput] = []
+        while self.engine.num_unfinished:
+            outputs += self.engine.step()
+        return sorted(outputs, key=lambda one: (int(one.request_id), one.sample_index))
+
+    def compute(self, rows: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
+        """The trainer's log-probs of each response."""
+        import torch
+
+        from roll.strategies.base import Output
+
+        width = max(len(prompt) + len(response) for prompt, response in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.int64)
+        masks = torch.zeros(2, len(rows), width, dtype=torch.bool)
+        for row, (prompt, response) in enumerate(rows):
+            end = len(prompt) + len(response)
+            ids[row, :end] = torch.tensor([*prompt, *response])
+            masks[0, row, :end], masks[1, row, len(prompt) : end] = True, True
+        batch = {"input_ids": ids, "attention_mask": masks[0], "response_mask": masks[1]}
+        found = self.trainer.forward(batch, [Output.LOG_PROBS], temperature)[Output.LOG_PROBS]
+        return [found[row, len(p) : len(p) + len(r)].tolist() for row, (p, r) in enumerate(rows)]
+
+    def samples(self, prompts: Sequence[list[int]], count: int, max_new_tokens: int) -> list[Sample]:
+        outputs = self.sample(prompts, count, max_new_tokens)
+        rows = [(list(prompts[int(one.request_id)]), list(one.token_ids)) for one in outputs]
+        computed = self.compute(rows, self.params(1).temperature or 1.0)
+        return [
+            Sample(prompt, response, list(one.log_probs), own)
+            for (prompt, response), one, own in zip(rows, outputs, computed, strict=True)
+        ]
+
+    @property
+    def has_operations(self) -> bool:
+        """True if the results of single operations can be compared."""
+        from roll.strategies.hf_infer import HfInferStrategy
+        from roll.strategies.training.data_parallel import DataParallelStrategy
+
+        return isinstance(self.engine, HfInferStrategy) and isinstance(self.trainer, DataParallelStrategy)
+
+    def traces(
+        self, samples: Sequence[Sample], chosen: Sample, prompts: Sequence[list[int]], count: int, max_new_tokens: int
+    ) -> tuple[Trace, Trace]:
+        """Operations of trainer and engine for one of the samples, computed with the others as before."""
+        from roll.strategies.hf_infer import tracing
+
+        engine, trainer = (tracing.Recorder([*chosen.prompt, *chosen.response]) for _ in range(2))
+        running: Any = self.engine
+        with tracing.watching_engine(running._running_engine(), engine):
+            self.sample(prompts, count, max_new_tokens)
+        strategy: Any = self.trainer
+        with tracing.watching_trainer(strategy, trainer):
+            self.compute([(one.prompt, one.response) for one in samples], self.params(1).temperature or 1.0)
+        return trainer.trace, engine.trace
+
+
+def _on_one_rank(role: WorkerConfig) -> WorkerConfig:
+    return replace(role, device_mapping=(role.device_mapping or [0])[:1], world_size=1)
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, as backends need one."""
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        yield
+        return
+    own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    before = {name: os.environ.get(name) for name in own}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= own
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def prompts_of(loaded: LoadedConfig[Any], count: int) -> list[list[int]]:
+    """The first prompts of the training data.
+
+    Raises:
+        ConfigError: a pipeline that reads no prompts.
+    """
+    from roll.datasets import PromptDataset
+    from roll.pipelines.files import load_tokenizer
+
+    sets = loaded.pipeline.readable_sets(loaded)
+    args = loaded.plan.roles[TRAINER].section.model_args if TRAINER in loaded.plan.roles else None
+    dataset = None
+    if args is not None and ENGINE in loaded.plan.roles and "train" in sets:
+        dataset = sets["train"].read(load_tokenizer(args.model_name_or_path, args.trust_remote_code))
+    if not isinstance(dataset, PromptDataset):
+        rule = "needs a pipeline that samples answers to prompts of a file (rlvr)"
+        raise ConfigError([Problem("pipeline", loaded.pipeline.name, rule, has_value=True)])
+    rows = [row for rows in dataset.by_domain().values() for row in rows[:count]]
+    return [list(row.token_ids) for row in rows[:count]]
+
+
+def locate(loaded: LoadedConfig[Any], sequence: Sequence[int], position: int) -> str:
+    """Say in which operation engine and trainer part for a sequence of a run, with the weights that the run began
+    with: its tokens before ``position`` as a prompt, and half of them with sampled tokens after them."""
+    count, longest = 2, max(2, min(32, len(sequence) - position))
+    prompts = [list(sequence[:position]), list(sequence[: max(1, position // 2)])]
+    with one_rank():
+        pair = Pair(loaded)
+        samples = pair.samples(prompts, count, longest)
+        chosen = next((one for one in samples if one.first_difference is not None), None)
+        if chosen is None:
+            return "no operation that shows with the weights that the run began with: both agree on this sequence then"
+        return str(parting(*pair.traces(samples, chosen, prompts, count, longest)) or _AFTER)
+
+
+def show(pair: Pair, prompts: Sequence[list[int]], count: int, max_new_tokens: int) -> int:
+    """Print what differs; the exit status."""
+    console = Console(emoji=False, markup=False, highlight=False, soft_wrap=True)
+    samples = pair.samples(prompts, count, max_new_tokens)
+    pairs = [pair for one in samples for pair in zip(one.engine, one.trainer, strict=True)]
+    off = [abs(engine - trainer) for engine, trainer in pairs]
+    unequal = sum(one != 0.0 for one in off)
+    console.print(
+        f"{len(pairs)} tokens of {len(samples)} samples: {unequal} log-probs differ, by {max(off, default=0.0):.3g} at "
+        f"most and {sum(off) / max(1, len(off)):.3g} in the mean"
+    )
+    chosen = next((one for one in samples if one.first_difference is not None), None)
+    if chosen is None:
+        return 0
+    index = chosen.first_difference or 0
+    console.print(
+        f"first: token {index} of a response of {len(chosen.response)} tokens to a prompt of {len(chosen.prompt)}: "
+        f"{chosen.engine[index]!r} in the engine, {chosen.trainer[index]!r} in the trainer"
+    )
+    if not pair.has_operations:
+        console.print("operations are compared between hf_infer and fsdp2, fsdp or deepspeed only")
+        return 1
+    trainer, engine = pair.traces(samples, chosen, prompts, count, max_new_tokens)
+    console.print(f"they part in {parting(trainer, engine) or _AFTER}")
+    table = Table("", "compared", "different", "largest difference")
+    for name, (compared, different, largest) in by_layer(trainer, engine).items():
+        table.add_row(name, str(compared), str(different), f"{largest:.3g}")
+    console.print(table)
+    return 1

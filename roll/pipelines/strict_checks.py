@@ -1,0 +1,117 @@
+"""Refusals of what ``strict_on_policy`` cannot compute with the same bits on both sides. Torch-free until a start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from roll.config.checks.base import Checks
+from roll.config.model_files import model_config, needed
+from roll.config.policy import PolicyRunConfig
+from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.yaml_files import shown
+
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
+
+KEY = "strict_on_policy"
+ENGINE = "hf_infer"
+TRAINERS = ("fsdp2_train", "fsdp_train", "deepspeed_train")
+
+
+def check_strict(config: PolicyRunConfig, checks: Checks) -> None:
+    """Refuse what cannot be computed with the same bits on both sides."""
+    if not config.strict_on_policy:
+        return
+    for key, value, rule, works in _obstacles(config):
+        if not checks.broken(key):
+            checks.add(key, value, f"{rule} ({KEY}: true)", works)
+    for name, role in (("actor_train", config.actor_train), ("actor_infer", config.actor_infer)):
+        if role.model_args.attn_implementation not in (None, "auto"):
+            checks.note(f"{name}.model_args.attn_implementation", f"has no effect with {KEY}: true")
+        path = role.model_args.model_name_or_path or config.pretrain
+        model = model_config(path)
+        kinds = [] if model is None else _unlike_plain_attention(model)
+        if kinds:
+            rule = f"must be a model of text whose layers are full attention and dense; this one has {kinds[0]} ({KEY})"
+            key = f"{name}.model_args.model_name_or_path" if role.model_args.model_name_or_path else "pretrain"
+            checks.add(key, path, rule, "Qwen/Qwen2.5-0.5B-Instruct")
+
+
+def _obstacles(config: PolicyRunConfig) -> Iterator[tuple[str, Any, str, Any]]:
+    """Key, value, rule and a value that works."""
+    trainer, engine = config.actor_train, config.actor_infer
+    own, other = trainer.strategy_args.strategy_name, engine.strategy_args.strategy_name
+    if other != ENGINE:
+        yield "actor_infer.strategy_args.strategy_name", other, "computes with kernels of its own", ENGINE
+    if own not in TRAINERS:
+        rule = f"computes with layers of its own, which are not the engine's; {', '.join(TRAINERS)} work"
+        yield "actor_train.strategy_args.strategy_name", own, rule, TRAINERS[0]
+    dtype, computed = trainer.model_args.dtype, trainer.strategy_args.strategy_config.get("param_dtype")
+    for name, role in (("actor_train", trainer), ("actor_infer", engine)):
+        if role.model_args.dtype == "fp16":
+            yield f"{name}.model_args.dtype", "fp16", "must be bf16 or fp32", "bf16"
+    if computed not in (None, dtype):
+        key = "actor_train.strategy_args.strategy_config.param_dtype"
+        yield key, computed, f"must be model_args.dtype, {dtype}, which the engine computes in", dtype
+    if trainer.model_args.model_config_kwargs != engine.model_args.model_config_kwargs:
+        key = "actor_infer.model_args.model_config_kwargs"
+        wanted = trainer.model_args.model_config_kwargs
+        yield key, engine.model_args.model_config_kwargs, "must be actor_train's", wanted
+    if config.weight_sync.lora == "adapter":
+        yield "weight_sync.lora", "adapter", "must be merged: the trainer computes with the merged weights", "merged"
+    if engine.strategy_args.strategy_config.get("in_flight_update") == "keep":
+        key = "actor_infer.strategy_args.strategy_config.in_flight_update"
+        yield key, "keep", "leaves keys and values of older weights in the cache", "recompute"
+    if config.train_infer_correction:
+        yield "train_infer_correction", config.train_infer_correction, "must be null: nothing is left to correct", "~"
+    if config.rollout_mock.enable and config.rollout_mock.mode == "mock":
+        yield "rollout_mock.mode", "mock", "reads samples of other weights", "dump"
+    yield from _changed_distributions(config)
+
+
+def _changed_distributions(config: PolicyRunConfig) -> Iterator[tuple[str, Any, str, Any]]:
+    drawn = config.actor_infer.generating_args
+    for name, value, changes, works in (
+        ("top_p", drawn.top_p, drawn.top_p < 1, 1.0),
+        ("top_k", drawn.top_k, drawn.top_k > 0, 0),
+        ("min_p", drawn.min_p, drawn.min_p > 0, 0),
+        ("repetition_penalty", drawn.repetition_penalty, drawn.repetition_penalty != 1, 1.0),
+        ("min_new_tokens", drawn.min_new_tokens, drawn.min_new_tokens > 0, 0),
+    ):
+        if changes:
+            yield f"actor_infer.generating_args.{name}", value, "changes the distribution that is sampled from", works
+
+
+def _unlike_plain_attention(model: Mapping[str, Any]) -> list[str]:
+    """Parts of a model that are computed by other operations, in words."""
+    text = model.get("text_config") or model
+    kinds = set(text.get("layer_types") or ()) - {"full_attention"}
+    if text.get("layer_types") is None and text.get("sliding_window") and text.get("use_sliding_window", True):
+        kinds = {"sliding_attention"}
+    return [*needed(model), *(f"layers of type {kind}" for kind in sorted(kinds))]
+
+
+def check_strict_host(loaded: LoadedConfig[Any]) -> None:
+    """Try the mode with a small copy of the model.
+
+    Raises:
+        ConfigError: devices other than a CPU, or a family whose log-probs are not equal.
+    """
+    config = loaded.config
+    if not config.strict_on_policy:
+        return
+    from roll.platforms import current_platform
+
+    device_type, rule = current_platform().device_type, None
+    if device_type != "cpu":
+        rule = f"is for CPUs; this host's devices are of type {device_type}, so set it to false"
+    else:
+        from roll.strategies.hf_infer.strategy import check_strict_copy
+
+        try:
+            check_strict_copy(loaded.plan.roles["actor_infer"].section)
+        except ValueError as error:
+            rule = f"does not work here: {error}"
+    if rule is not None:
+        raise ConfigError([Problem(KEY, True, rule, source=shown(loaded.source), has_value=True)])

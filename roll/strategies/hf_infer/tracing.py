@@ -1,0 +1,153 @@
+"""Results of single operations of an engine and a trainer for the tokens of one sequence, by the names of a model's
+modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from roll.models.layouts import TokenLayout
+from roll.models.lora import base_name
+from roll.strategies.base import TensorBatch
+from roll.strategies.hf_infer.decoder import FusedDecoder, PromptStates, filled_prompts, filled_tokens
+from roll.strategies.hf_infer.engine import GenerationEngine
+from roll.strategies.training.data_parallel import DataParallelStrategy
+
+Trace = dict[str, dict[int, Tensor]]
+"""By operation (``<module> in`` and ``<module> out``), in the order of computation: by position its row."""
+
+_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|^module\.|language_model\.(?=model\.|lm_head)")
+_INSIDE_ADAPTER = re.compile(r"\.(base_layer|lora_\w+)(\.|$)")
+
+
+class Recorder:
+    """Keeps the rows of one sequence.
+
+    Args:
+        sequence: its tokens.
+    """
+
+    def __init__(self, sequence: Sequence[int]) -> None:
+        self.sequence = list(sequence)
+        self.trace: Trace = {}
+        self.places: list[list[tuple[int, int]]] = []
+        """Where the sequence's tokens are in the pass that is being computed: (row of flattened tokens, position), for
+        every number of rows that its operations may have."""
+        self.counts: list[int] = []
+
+    def locate(self, count: int, places: list[tuple[int, int]]) -> None:
+        """Operations on ``count`` rows have the sequence's tokens at ``places``."""
+        self.counts.append(count)
+        self.places.append(places)
+
+    def forget(self) -> None:
+        self.counts, self.places = [], []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        rows = tensor.detach().flatten(0, -2) if tensor.ndim > 1 else tensor.detach()
+        if len(rows) in self.counts:
+            held = self.trace.setdefault(name, {})
+            held |= {position: rows[row].clone() for row, position in self.places[self.counts.index(len(rows))]}
+
+    def begins_with(self, tokens: Sequence[int]) -> bool:
+        """``tokens`` are a beginning of the sequence."""
+        return self.sequence[: len(tokens)] == list(tokens)
+
+
+@contextmanager
+def watching_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Record inputs and outputs of the modules that compute something themselves."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            path = base_name(f"{_WRAPPERS.sub('', name)}.").rstrip(".")
+            is_adapted = hasattr(module, "lora_A")
+            if not path or _INSIDE_ADAPTER.search(name) or (any(module.children()) and not is_adapted):
+                continue
+            stack.callback(module.register_forward_hook(partial(_record, recorder, path)).remove)
+        yield
+
+
+def _record(recorder: Recorder, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    for side, value in (("in", inputs[0] if inputs else None), ("out", output)):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            recorder.add(f"{path} {side}", value)
+
+
+@contextmanager
+def watching_engine(engine: GenerationEngine, recorder: Recorder) -> Iterator[None]:
+    """Record the operations of an engine's decoder, of rows that compute the sequence or a beginning of it."""
+    decoder: Any = engine._decoder
+    plain = {name: getattr(decoder, name) for name in ("prefill", "decode")}
+
+    def prefill(prompts: Sequence[Sequence[int]], images: Any = None) -> PromptStates:
+        recorder.forget()
+        longest, flat, grid, last = max(map(len, prompts)), 0, [], []
+        tokens = []
+        for row, prompt in enumerate(prompts):
+            if recorder.begins_with(prompt):
+                tokens += [(flat + position, position) for position in range(len(prompt))]
+                grid += [(row * longest + position, position) for position in range(len(prompt))]
+                last.append((row, len(prompt) - 1))
+            flat += len(prompt)
+        if isinstance(decoder, FusedDecoder):
+            recorder.locate(filled_tokens(flat), tokens)
+            recorder.locate(filled_prompts(len(prompts)), last)
+        else:
+            recorder.locate(len(prompts) * longest, grid)
+        states: PromptStates = plain["prefill"](prompts, images)
+        return states
+
+    def decode(tokens: Tensor, slots: Any) -> Tensor:
+        recorder.forget()
+        rows = [(row, engine._rows.token_ids(row)) for row in range(len(engine._rows.samples))]
+        known = [(row, len(ids) - 1) for row, ids in rows if recorder.begins_with(ids)]
+        recorder.locate(slots.size, known)
+        logits: Tensor = plain["decode"](tokens, slots)
+        return logits
+
+    decoder.prefill, decoder.decode = prefill, decode
+    try:
+        if isinstance(decoder, FusedDecoder):
+            decoder.watch = recorder.add
+            yield
+        else:
+            with watching_modules(decoder.model, recorder):
+                yield
+    finally:
+        del decoder.prefill, decoder.decode
+        decoder.watch = None
+
+
+@contextmanager
+def watching_trainer(strategy: DataParallelStrategy, recorder: Recorder) -> Iterator[None]:
+    """Record the operations of a trainer's model, in any layout; of a shared prompt only with its first response."""
+    plain, replaced = strategy._outputs, cast("Any", strategy)
+
+    def outputs(layout: TokenLayout, names: Any, temperature: float, shape: torch.Size) -> TensorBatch:
+        recorder.forget()
+        found: dict[int, list[tuple[int, int]]] = {}
+        for flat, (source, token) in enumerate(
+            zip(layout.sources.flatten().tolist(), layout.input_ids.flatten().tolist(), strict=True)
+        ):
+            row, position = divmod(source, shape[1])
+            known = position < len(recorder.sequence) and recorder.sequence[position] == token
+            if source >= 0:
+                found.setdefault(row, []).append((flat, position if known else -1))
+        whole = [places for places in found.values() if all(position >= 0 for _, position in places)]
+        end = len(recorder.sequence) - 2
+        places = next((places for places in whole if any(position == end for _, position in places)), [])
+        recorder.locate(layout.input_ids.numel(), places)
+        return plain(layout, names, temperature, shape)
+
+    replaced._outputs = outputs
+    try:
+        with watching_modules(strategy.model.language_model, recorder):
+            yield
+    finally:
+        del replaced._outputs

@@ -1,0 +1,111 @@
+"""Runs with ``strict_on_policy``: engine and trainer give every token the same log-prob, to the last bit."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from roll.pipelines.strict import CERTIFICATE, LogProbsDiffer
+from tests.support.tiny_runs import FinishedRun, training_args
+
+STRICT = {"strict_on_policy": True}
+TWO_RANKS = {"actor_train.device_mapping": [0, 1], "actor_train.training_args": training_args(4, 2)}
+BF16 = {"actor_train.model_args.dtype": "bf16", "actor_infer.model_args.dtype": "bf16"}
+LORA = {"actor_train.model_args.lora_target": "all-linear"}
+PACKED = {"actor_train.use_sequence_packing": True, "actor_train.sequence_packing_args.algorithm": "load_balance"}
+SHARED = {"actor_train.use_prefix_sharing": True}
+
+
+def trained_by(strategy: str, **options: Any) -> dict[str, Any]:
+    return {"actor_train.strategy_args": {"strategy_name": strategy, "strategy_config": options}}
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "two ranks, packed, bf16": TWO_RANKS | PACKED | BF16,
+    "shared prompts, bf16": SHARED | BF16,
+    "another temperature": {"actor_infer.generating_args.temperature": 0.7},
+    "sequences over ranks": TWO_RANKS | {"actor_train.model_args.ulysses_size": 2},
+    "gradient checkpointing": {"actor_train.model_args.disable_gradient_checkpointing": False},
+    "fsdp, bf16": TWO_RANKS | BF16 | trained_by("fsdp_train"),
+    "ZeRO-1, bf16": TWO_RANKS | BF16 | trained_by("deepspeed_train", zero_stage=1),
+    "ZeRO-2": TWO_RANKS | trained_by("deepspeed_train", zero_stage=2),
+    "ZeRO-3, bf16": TWO_RANKS | BF16 | trained_by("deepspeed_train", zero_stage=3),
+    "LoRA, two ranks, bf16": TWO_RANKS | LORA | BF16,
+    "LoRA, ZeRO-3": TWO_RANKS | LORA | trained_by("deepspeed_train", zero_stage=3),
+    "LoRA, fsdp": TWO_RANKS | LORA | trained_by("fsdp_train"),
+}
+
+
+def certificate(run: FinishedRun) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run.output / CERTIFICATE).read_text())
+    return found
+
+
+def check_equal(run: FinishedRun, steps: int) -> None:
+    """Every sampled token was compared, and every one had the same bits."""
+    assert run.values("actor/train_infer_log_diff_abs_max") == [0.0] * steps
+    assert run.values("actor/train_infer_kl_k3") == [0.0] * steps
+    facts = certificate(run)
+    sampled = sum(run.values("actor/strict_on_policy_tokens"))
+    assert (facts["equal"], facts["steps"], facts["tokens"], facts["tokens_of_older_weights"]) == (
+        True,
+        steps,
+        sampled,
+        0,
+    )
+    assert sampled > 50 * steps
+    assert not any(name.startswith("time/old_log_probs") for row in run.steps for name in row), "the pass is left out"
+
+
+def test_a_run_in_float32(run):
+    check_equal(run(STRICT), 2)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_the_first_token_that_differs_ends_the_run(run, tmp_path, ranks):
+    faulty = {"actor_infer.worker_cls": "tests.pipelines.faulty_workers.OtherArithmetic"}
+    with pytest.raises(LogProbsDiffer, match=r"in step 0 the log-prob of token \d+ of a sample is .* they part in no"):
+        run(STRICT | faulty | (TWO_RANKS if ranks == 2 else {}), output=tmp_path)
+    facts = certificate(FinishedRun(tmp_path))
+    first = facts["first_difference"]
+    assert (facts["equal"], facts["steps"], first["step"]) == (False, 0, 0)
+    assert first["trainer"] != first["engine"] and first["trainer"] == pytest.approx(first["engine"], abs=1e-3)
+    assert len(first["sequence"]) > first["position"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", RUNS)
+def test_every_trainer_and_layout(run, name):
+    check_equal(run(STRICT | RUNS[name]), 2)
+
+
+@pytest.mark.long
+def test_tokens_of_older_weights_are_counted_and_not_compared(run):
+    finished = run(STRICT | {"async_generation_ratio": 1, "max_steps": 5})
+    facts = certificate(finished)
+    assert facts["equal"] and facts["steps"] == 5
+    assert facts["tokens"] > 50 and facts["tokens_of_older_weights"] > 50
+
+
+@pytest.mark.long
+def test_conversations_with_a_prefix_cache(run):
+    cached = {"actor_infer.strategy_args.strategy_config": {"prefix_cache_tokens": 65536}}
+    check_equal(run(STRICT | cached | {"max_steps": 2}, "agentic"), 2)
+
+
+@pytest.mark.long
+def test_a_resumed_run_goes_on_counting(run, tmp_path):
+    run(STRICT | {"save_steps": 1, "max_steps": 1}, output=tmp_path)
+    resumed = run(STRICT | {"max_steps": 3, "resume_from_checkpoint": True}, output=tmp_path)
+    facts = certificate(resumed)
+    assert facts["equal"] and facts["steps"] == 3
+    assert facts["tokens"] == sum(resumed.values("actor/strict_on_policy_tokens"))
+
+
+@pytest.mark.long
+def test_only_the_first_pass_over_a_batch_is_compared(run):
+    finished = run(STRICT | {"ppo_epochs": 2})
+    assert certificate(finished)["equal"]
+    assert max(finished.values("actor/train_infer_log_diff_abs_max")) > 0
