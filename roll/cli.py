@@ -412,7 +412,7 @@ def build_parser(keys: Any = None) -> argparse.ArgumentParser:
     completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     lines = ["Train language models by reinforcement."]
     for title, names in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  {name:<16}{commands.choices[name].description}" for name in names)]
+        lines += ["", f"{title}:", *(f"  {name:<17}{commands.choices[name].description}" for name in names)]
     parser.description, parser.epilog = "\n".join(lines), EXAMPLES
     return parser
 
