@@ -17,7 +17,8 @@ def main(words: Sequence[str]) -> int:
     Raises:
         ConfigError: a mistake in the configuration, or a pair that one process cannot compute.
     """
-    parser = argparse.ArgumentParser(prog="roll bisect-logprobs", description="where engine and trainer part")
+    description = "say where the log-probs of engine and trainer part"
+    parser = argparse.ArgumentParser(prog="roll bisect-logprobs", description=description)
     parser.add_argument("config", help="YAML file, also relative to examples/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the configuration")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of the data (default: 4)")

@@ -26,7 +26,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "two ranks, packed, bf16": TWO_RANKS | PACKED | BF16,
     "shared prompts, bf16": SHARED | BF16,
     "another temperature": {"actor_infer.generating_args.temperature": 0.7},
-    "sequences over ranks": TWO_RANKS | {"actor_train.model_args.ulysses_size": 2},
+    "sequences over ranks": TWO_RANKS
+    | {"actor_train.model_args.ulysses_size": 2, "actor_train.training_args": training_args(8, 2)},
     "gradient checkpointing": {"actor_train.model_args.disable_gradient_checkpointing": False},
     "fsdp, bf16": TWO_RANKS | BF16 | trained_by("fsdp_train"),
     "ZeRO-1, bf16": TWO_RANKS | BF16 | trained_by("deepspeed_train", zero_stage=1),
