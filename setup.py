@@ -50,6 +50,7 @@ BASE = [
     "xxhash>=3.5",
     "datasets>=5.0",
     "pyarrow>=20",
+    "protobuf>=5.29",
     "math-verify>=0.9",
     "tensorboard>=2.20",
     "matplotlib>=3.9",
@@ -115,6 +116,8 @@ EXTRAS = {
         "ruff==0.17.5",
         "selenium>=4.40",
         "smolagents==1.26.0",
+        # The client that drives `roll serve-training`; the service itself does not need it.
+        "tinker==0.38.0",
         # Its copies of published chat templates; nothing of it is imported.
         "trl==1.16.0",
     ],

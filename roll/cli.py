@@ -59,6 +59,7 @@ TOOLS = {
     "init": Tool("roll.starter", "write a first configuration for a model and a data file, or copy the recipes"),
     "evaluate": Tool("roll.evaluate", "ask models and checkpoints the validation prompts of a file"),
     "sweep": Tool("roll.sweep", "run every combination of several values of keys, and name the best"),
+    "serve-training": Tool("roll.training_service.command", "train LoRA adapters for clients of the tinker SDK"),
     "chat": Tool("roll.serving.chat", "talk to a model in the terminal"),
     "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
     "rehearse": Tool(
@@ -74,7 +75,7 @@ TOOLS = {
 
 GROUPS = {
     "first steps": ("init", "check", "plan", "inspect-data", "explain", "translate"),
-    "runs": ("run", "sweep", "evaluate", "serve", "chat"),
+    "runs": ("run", "sweep", "evaluate", "serve", "serve-training", "chat"),
     "afterwards": ("report", "diagnose", "replay", "bisect-logprobs", "export"),
     "sizes and hosts": ("rehearse", "doctor"),
     "editors and shells": ("schema", "completion"),

@@ -42,6 +42,7 @@ FLOORS = {
         "replay",
         "starter",
         "sweep",
+        "training_service",
         "translation",
     },
 }

@@ -1,0 +1,224 @@
+"""Requests that wait for the one thread that computes, and their results until the client has them.
+
+Requests of a model are computed in the order of their ``seq_id``, whatever order they arrive in; models and sampling
+sessions take turns, so that one with a thousand requests delays another by one. A request that is sent again (the
+client has lost the answer) is the same request. Everything but the computation happens on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll.serving.refusals import Overloaded, Refusal
+from roll.training_service.checkpoints import missing
+
+logger = logging.getLogger(__name__)
+
+MAX_RESULTS, MAX_RESULT_BYTES = 20_000, 1 << 30
+"""Results that are kept for clients that ask again; the oldest leave first."""
+WAIT_SECONDS = 30.0
+"""Most seconds that a question for a result waits; the limit of the client is 45."""
+MAX_GROUP = 64
+"""Samples requests of one sampling session that the engine works on together."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a request has failed; ``user``: another request may do better."""
+
+    message: str
+    user: bool = True
+
+    @property
+    def body(self) -> dict[str, str]:
+        """``RequestFailedResponse`` of the SDK."""
+        return {"error": self.message, "category": "user" if self.user else "server"}
+
+
+Result = bytes | dict[str, Any] | Failure
+"""A protobuf message, a JSON body, or a failure."""
+
+
+@dataclass(eq=False)
+class Job:
+    """A request under way or done."""
+
+    request_id: str
+    compute: Callable[[], Result] | None
+    """Runs in the computing thread; None for a part of a group."""
+    group: tuple[Callable[[Sequence[Any]], dict[str, Result]], Any] | None = None
+    """A function that computes many such requests together, and this one's argument."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    result: Result | None = None
+
+
+@dataclass
+class _Line:
+    """Requests of a model or a sampling session."""
+
+    next_seq: int | None = None
+    """Of a model, the number of the request that is next; None: any order."""
+    waiting: dict[int, Job | None] = field(default_factory=dict)
+    """By number; None: refused, and passed over."""
+    ready: deque[Job] = field(default_factory=deque)
+
+
+class Queue:
+    """The lines of all models and sampling sessions.
+
+    Args:
+        max_open: requests of one line that wait; further ones are turned away with status 429.
+    """
+
+    def __init__(self, max_open: int) -> None:
+        self._max_open = max_open
+        self._lines: OrderedDict[str, _Line] = OrderedDict()
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._bytes = 0
+        self._wakes = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="computing")
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def open_line(self, name: str, next_seq: int | None) -> None:
+        """Begin a line; ``next_seq``: number of its first request, None for one without order."""
+        self._lines.setdefault(name, _Line(next_seq))
+
+    def close_line(self, name: str) -> None:
+        """End a line; what waits in it fails."""
+        line = self._lines.pop(name, None)
+        for job in [*line.waiting.values(), *line.ready] if line is not None else ():
+            if job is not None:
+                self._finish(job, Failure(f"{name} has been unloaded"))
+
+    def find(self, request_id: str) -> Job | None:
+        """A request that was accepted before."""
+        return self._jobs.get(request_id)
+
+    def add(self, line_name: str, seq_id: int | None, job: Job) -> None:
+        """Accept a request.
+
+        Raises:
+            Refusal: no such line. Overloaded: too many wait.
+        """
+        line = self._line(line_name)
+        if len(line.waiting) + len(line.ready) >= self._max_open:
+            raise Overloaded(f"{line_name}: {self._max_open} requests wait, which is the most")
+        self._jobs[job.request_id] = job
+        if line.next_seq is None or seq_id is None:
+            line.ready.append(job)
+            self._wakes.set()
+        else:
+            self._place(line, seq_id, job)
+
+    def skip(self, line_name: str, seq_id: int) -> None:
+        """Pass over the number of a request that is refused: later ones do not wait for it."""
+        line = self._lines.get(line_name)
+        if line is not None and line.next_seq is not None and seq_id >= line.next_seq:
+            self._place(line, seq_id, None)
+
+    def _line(self, name: str) -> _Line:
+        line = self._lines.get(name)
+        if line is None:
+            raise missing(f"model or sampling session {name}: it was unloaded, or the service was started again")
+        return line
+
+    def _place(self, line: _Line, seq_id: int, job: Job | None) -> None:
+        assert line.next_seq is not None
+        if seq_id < line.next_seq:
+            if job is not None:
+                self._finish(job, Failure(f"seq_id: {seq_id} is past; the model's next request is {line.next_seq}"))
+            return
+        line.waiting.setdefault(seq_id, job)
+        while line.next_seq in line.waiting:
+            found = line.waiting.pop(line.next_seq)
+            line.next_seq += 1
+            if found is not None:
+                line.ready.append(found)
+        self._wakes.set()
+
+    async def result(self, request_id: str) -> Result | None:
+        """A result, waited for; None: not done yet.
+
+        Raises:
+            Refusal: an unknown request (404), or one whose result is no longer kept (410).
+        """
+        job = self._jobs.get(request_id)
+        if job is None:
+            raise missing(f"request {request_id[:200]}: its result is no longer kept, or the service was started again")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(job.done.wait(), WAIT_SECONDS)
+        return job.result
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            jobs = self._next()
+            if not jobs:
+                self._wakes.clear()
+                await self._wakes.wait()
+                continue
+            results = await loop.run_in_executor(self._thread, _computed, jobs)
+            for job in jobs:
+                self._finish(job, results[job.request_id])
+
+    def _next(self) -> list[Job]:
+        """The first request of the line whose turn it is, with those that are computed together with it."""
+        for name, line in list(self._lines.items()):
+            if line.ready:
+                self._lines.move_to_end(name)
+                jobs = [line.ready.popleft()]
+                while jobs[0].group is not None and line.ready and len(jobs) < MAX_GROUP:
+                    jobs.append(line.ready.popleft())
+                return jobs
+        return []
+
+    def _finish(self, job: Job, result: Result) -> None:
+        job.result, job.compute, job.group = result, None, None
+        job.done.set()
+        self._bytes += _size(result)
+        while len(self._jobs) > MAX_RESULTS or self._bytes > MAX_RESULT_BYTES:
+            name, old = next(iter(self._jobs.items()))
+            if old.result is None or old is job:
+                break
+            self._bytes -= _size(old.result)
+            del self._jobs[name]
+
+    async def close(self) -> None:
+        """Compute nothing more."""
+        self._task.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _size(result: Result) -> int:
+    return len(result) if isinstance(result, bytes) else 256
+
+
+def _computed(jobs: Sequence[Job]) -> dict[str, Result]:
+    """Results by request; runs in the computing thread."""
+    try:
+        if jobs[0].group is not None:
+            function = jobs[0].group[0]
+            return function([job.group[1] for job in jobs if job.group is not None])
+        assert jobs[0].compute is not None
+        return {jobs[0].request_id: jobs[0].compute()}
+    except (ValueError, Refusal) as error:
+        failure = Failure(str(error))
+    except Exception as error:  # fails these requests only; details go to the log
+        logger.exception("request %s has failed", jobs[0].request_id)
+        failure = Failure(f"the request has failed ({type(error).__name__}); see the server's log", user=False)
+    return {job.request_id: failure for job in jobs}
+
+
+def encoded(result: Result) -> tuple[bytes, bool]:
+    """Body of a result, and whether it is protobuf."""
+    if isinstance(result, bytes):
+        return result, True
+    return json.dumps(result.body if isinstance(result, Failure) else result).encode(), False

@@ -1,0 +1,141 @@
+"""Samples of the base model and of saved adapters, by the ``hf_infer`` engine in this process.
+
+The engine holds a copy of the base model, into whose weights the adapter that samples next is merged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from roll.config.roles import StrategyArguments, WorkerConfig
+from roll.models.lora import merged_weight
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, SamplingParams
+from roll.strategies.hf_infer import HfInferStrategy
+from roll.training_service.adapters import ADAPTER_FILE, AdapterWeights, Base
+from roll.training_service.wire import LENGTH, STOP, sample_output
+
+_PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+MAX_SAMPLES = 1024
+"""Samples of one request."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """A request for samples of one prompt."""
+
+    request_id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    num_samples: int
+    prompt_log_probs: bool
+    prompt_top: int
+    last_n: int | None
+    """Prompt tokens that are scored; None: all but the first."""
+
+
+class Sampler:
+    """The engine, and the adapter that is in it.
+
+    Args:
+        folder: where an engine's copy of a model with tied embeddings is written.
+    """
+
+    def __init__(self, base: Base, max_seqs: int, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        path = str(base.args.model_name_or_path)
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=base.args.trust_remote_code)
+        if base.was_tied:
+            base.save(folder)
+            tokenizer.save_pretrained(str(folder))
+            path = str(folder)
+        options = {"max_num_seqs": max_seqs, "max_model_len": base.max_length}
+        args = replace(base.args, model_name_or_path=path)
+        role = WorkerConfig(name="sampler", model_args=args, strategy_args=StrategyArguments("hf_infer", options))
+        self._base, self._engine = base, HfInferStrategy(role)
+        self._engine.initialize()
+        self._versions = itertools.count(1)
+        self._key: str | None = None
+        self._adapted: set[str] = set()
+
+    def use(self, key: str | None, read: Callable[[], AdapterWeights] | None) -> None:
+        """Sample with an adapter from now on, known by ``key`` and read if it is another; None: the base model."""
+        if key == self._key:
+            return
+        merged = {} if read is None else dict(self._merged(read()))
+        self._engine.start_weight_update(next(self._versions))
+        restored = {name: self._base.weight(name) for name in self._adapted - merged.keys()}
+        self._engine.update_weights({**restored, **merged})
+        self._engine.finish_weight_update()
+        self._key, self._adapted = key, set(merged)
+
+    def _merged(self, weights: AdapterWeights) -> Iterator[tuple[str, Tensor]]:
+        for name, down in weights.tensors.items():
+            if name.endswith(_DOWN):
+                stem = name.removesuffix(_DOWN)
+                weight = f"{stem.removeprefix(_PREFIX)}.weight"
+                own = self._base.weight(weight)
+                up = weights.tensors[stem + _UP].to(own.device)
+                yield weight, merged_weight(own, down.to(own.device), up, weights.scaling)
+
+    def sample(self, requests: Sequence[SampleRequest]) -> dict[str, bytes | str]:
+        """``SampleResponse`` of each request, or why it has failed."""
+        answers: dict[str, bytes | str] = {}
+        outputs: dict[str, list[GenerationOutput]] = {}
+        for request in requests:
+            try:
+                own = GenerationRequest(request.request_id, request.prompt, request.params, request.num_samples)
+                self._engine.add_requests([own])
+                outputs[request.request_id] = []
+            except ValueError as error:
+                answers[request.request_id] = str(error)
+        while self._engine.num_unfinished:
+            try:
+                finished = self._engine.step()
+            except Exception:
+                self._engine.recover()
+                raise
+            for output in finished:
+                outputs[output.request_id].append(output)
+            for request_id, why in self._engine.take_failures().items():
+                answers[request_id] = why
+        for request in requests:
+            if request.request_id not in answers:
+                answers[request.request_id] = self._answer(request, outputs[request.request_id])
+        return answers
+
+    def _answer(self, request: SampleRequest, outputs: list[GenerationOutput]) -> bytes:
+        outputs.sort(key=lambda output: output.sample_index)
+        top = request.params.top_log_probs
+        samples = [
+            (STOP if one.finish_reason == "stop" else LENGTH, one.token_ids, one.log_probs, one.top_log_probs)
+            for one in outputs
+        ]
+        if not request.prompt_log_probs and not request.prompt_top:
+            return sample_output(samples, top, None, (), 0)
+        score = PromptScore([], [])
+        if len(request.prompt) > 1:
+            score = self._engine.prompt_score(request.prompt, request.prompt_top)
+        log_probs = np.array([np.nan, *score.log_probs], np.float32)
+        tops: list[Sequence[tuple[int, float]]] = [(), *score.top]
+        if request.last_n is not None:
+            log_probs[: -request.last_n] = np.nan
+            tops[: -request.last_n] = [()] * (len(tops) - request.last_n)
+        own = log_probs if request.prompt_log_probs else None
+        return sample_output(samples, top, own, tops, request.prompt_top)
+
+
+def read_adapter(folder: Path) -> AdapterWeights:
+    """The adapter of a checkpoint."""
+    from safetensors.torch import load_file
+
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return AdapterWeights(load_file(folder / ADAPTER_FILE), config["lora_alpha"] / config["r"])
