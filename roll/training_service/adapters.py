@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 LORA_ALPHA = 32
 """The scale of an adapter is this divided by its rank."""
-MICRO_BATCH_TOKENS = 4096
+MICRO_BATCH_TOKENS = 1024
 """Tokens of a forward pass, padding included; a longer datum has a pass of its own."""
 HEAD_ROWS = 512
 """Positions whose logits are in memory at a time."""
