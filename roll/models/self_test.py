@@ -156,10 +156,10 @@ def agreed(holds: bool, group: ProcessGroup | None) -> bool:
 Compare = Callable[[ProcessGroup | None], str | None]
 
 
-def _alone(compare: Compare) -> str | None:
+def _alone(compare: Compare, group: ProcessGroup | None = None) -> str | None:
     """The fault in words, an exception of the pass being one; None where there is none."""
     try:
-        return compare(None)
+        return compare(group)
     except (*FAILURES, ValueError) as error:
         return f"fails with {type(error).__name__}: {error}"
 
@@ -167,23 +167,24 @@ def _alone(compare: Compare) -> str | None:
 def _together(compare: Compare, context_group: ProcessGroup) -> str | None:
     """Collective. As :func:`_alone`, by ranks that share rows.
 
-    They have a group of their own for the pass: a rank that raises closes its connections, and what the others wait for
-    ends at once (with Gloo; NCCL's wait until the driver, which hears of the first failure, ends them). The first
-    failure is that of all, by the store.
+    With Gloo they have a group of their own for the pass: a rank that raises closes its connections, and what the
+    others wait for ends at once. The first failure is that of all, by the store. With NCCL the others wait until the
+    driver, which hears of the first failure, ends them.
     """
-    backend, ranks = dist.get_backend(context_group), dist.get_process_group_ranks(context_group)
-    group = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-    key, failure = f"self-test of {group.group_name}", None
+    if dist.get_backend(context_group) != "gloo":
+        return _alone(compare, context_group)
+    # Where nothing failed the group stays: a later one would get its name, and find the addresses that it left behind.
+    group = dist.new_group(dist.get_process_group_ranks(context_group), use_local_synchronization=True)
     try:
         return compare(group)
     except Exception as error:
+        key = f"self-test of {group.group_name}"
         failure = f"fails on rank {dist.get_rank()} with {type(error).__name__}: {error}"
-        return str(dist.distributed_c10d._get_default_store().compare_set(key, "", failure), "utf-8")
-    finally:
-        dist.destroy_process_group(group)
-        del group
-        if failure is not None:
-            gc.collect()  # Frames of the pass hold the group, and its connections with it.
+        first = dist.distributed_c10d._get_default_store().compare_set(key, "", failure)
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()  # Frames of the pass hold the group, and its connections with it.
+    return str(first, "utf-8")
 
 
 @dataclass(frozen=True)
