@@ -114,6 +114,13 @@ def worker_threads(num_devices: int) -> int:
     return max(1, min(usable_cores() // num_devices, _MOST_THREADS))
 
 
+def _absent_here(num_devices: int, mark: str) -> dict[str, str]:
+    """Variables of the workers that this process's environment does not set."""
+    threads = {"OMP_NUM_THREADS": str(worker_threads(num_devices))}
+    wanted = {**WORKER_DEFAULTS, **threads, **RAY_SETTINGS, MARK_ENV: mark}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
 @contextlib.contextmanager
 def ray_runtime(
     num_devices_per_node: int,
@@ -158,9 +165,7 @@ def ray_runtime(
     log_dir = log_dir or (Path(os.environ[LOG_DIR_ENV]) if os.environ.get(LOG_DIR_ENV) else None)
     exported = {**(system_envs or {}), **({LOG_DIR_ENV: str(log_dir.resolve())} if log_dir else {})}
     mark = uuid.uuid4().hex
-    threads = {"OMP_NUM_THREADS": str(worker_threads(num_devices_per_node))}
-    defaults = {**WORKER_DEFAULTS, **threads, **RAY_SETTINGS, MARK_ENV: mark}
-    inherited = {name: value for name, value in defaults.items() if name not in os.environ} | exported
+    inherited = _absent_here(num_devices_per_node, mark) | exported
     has_ray = ray.is_initialized()
     auth = contextlib.nullcontext() if has_ray else _private_auth(nodes)
     with auth, _environment({**DRIVER_SETTINGS, **exported}), ending.handled():
