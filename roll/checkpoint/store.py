@@ -84,7 +84,15 @@ class ObjectStore:
             if not fs.exists(root):
                 return []
             folders = [str(entry["name"]).rstrip("/") for entry in fs.ls(root, detail=True)]
-            return [posixpath.basename(one) for one in folders if fs.exists(f"{one}/{MANIFEST_NAME}")]
+            return [posixpath.basename(one) for one in folders if self._is_whole(one)]
+
+    def _is_whole(self, folder: str) -> bool:
+        """Return whether the folder's manifest has been written: some stores (HDFS) make a file before its contents."""
+        fs, _ = self._opened
+        try:
+            return bool(fs.size(f"{folder}/{MANIFEST_NAME}"))
+        except FileNotFoundError:
+            return False
 
     def put(self, folder: Path) -> None:
         """Copy a checkpoint, replacing one of its name.

@@ -60,10 +60,11 @@ def test_a_run_goes_on_elsewhere_from_what_was_copied(url: str, tmp_path: Path, 
 
 def test_what_was_never_finished_is_no_checkpoint(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     manager = CheckpointManager(tmp_path / "here", upload_dir=url, async_upload=False, keep_local_file=False)
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         write(manager, step)
     fs, root = fsspec.core.url_to_fs(url)
     fs.rm_file(f"{root}/checkpoint-3/{MANIFEST_NAME}")
+    fs.pipe_file(f"{root}/checkpoint-4/{MANIFEST_NAME}", b"")  # made, and not written to yet
     with fs.open(f"{root}/checkpoint-2/actor_train/deep/weights", "w") as file:
         file.write("changed no 2 ")
     with caplog.at_level(logging.WARNING):
