@@ -56,7 +56,7 @@ def with_learning_defaults(config: P, pipeline: PipelineDefinition, written: Wri
     if config.critic is None:
         config = _filled(config, "adv_estimator", "grpo", written)
     if estimator(config.adv_estimator).norm == ("group", "group"):
-        config = _filled(config, config.group_key, GROUP, written)
+        config = _filled(config, config.group_key, _group_size(config, written), written)
     for section in ("actor_infer", "train_env_manager", "validation"):
         for key, value in SAMPLING.items():
             config = _filled(config, f"{section}.generating_args.{key}", value, written)
@@ -74,6 +74,17 @@ def with_learning_defaults(config: P, pipeline: PipelineDefinition, written: Wri
             whole: dict[str, Any] = {name: _in_one_step(role, name, config.samples_per_step, written)}
             config = replace(config, **whole)
     return config
+
+
+def _group_size(config: PolicyRunConfig, written: Written) -> int:
+    """:data:`GROUP`; of episodes as many as divide the batch that was written among its tasks."""
+    manager = getattr(config, "train_env_manager", None)
+    if manager is None or not written("rollout_batch_size"):
+        return GROUP
+    episodes, tasks = config.samples_per_step, manager.num_env_groups
+    if written("train_env_manager.num_env_groups") and episodes % tasks == 0:
+        return episodes // tasks
+    return next(size for size in range(GROUP, 0, -1) if episodes % size == 0)
 
 
 def _filled(section: S, path: str, value: object, written: Written) -> S:

@@ -87,6 +87,28 @@ def test_what_is_written_decides_about_the_rest(tmp_path: Path, words: list[str]
     assert loaded.config.actor_train.training_args.learning_rate == expected.get("rate", 1e-6)
 
 
+@pytest.mark.parametrize(
+    ("written", "group"),
+    [
+        ("rollout_batch_size: 64", 8),
+        ("rollout_batch_size: 12", 6),
+        ("{rollout_batch_size: 2, train_env_manager: {num_env_groups: 2}}", 1),
+        ("{rollout_batch_size: 64, train_env_manager: {num_env_groups: 4}}", 16),
+        ("{rollout_batch_size: 64, train_env_manager: {group_size: 2}}", 2),
+    ],
+)
+def test_groups_of_episodes_divide_the_batch(tmp_path: Path, written: str, group: int) -> None:
+    text = """
+pipeline: agentic
+pretrain: owner/model
+custom_envs: {lake: {env_type: frozen_lake}}
+train_env_manager: {tags: [lake]}
+actor_train: {strategy_args: {strategy_name: fsdp2_train}}
+actor_infer: {strategy_args: {strategy_name: hf_infer}}
+"""
+    assert read(tmp_path, whole(text, written)).plan.group_size == group
+
+
 def test_a_critic_means_gae(tmp_path: Path) -> None:
     loaded = read(tmp_path, whole(SMALLEST, "critic: {strategy_args: {strategy_name: fsdp2_train}}"))
     assert (loaded.config.adv_estimator, loaded.plan.group_size) == ("gae", 1)
