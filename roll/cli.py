@@ -239,16 +239,30 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
     return Supervisor(command, policy, loaded.plan.log_dir, is_whole, say).run()
 
 
+def server_key(host: str, variable: str | None, may: str) -> str:
+    """The key that clients of a server must send: the value of ``--api-key-env``; empty: none.
+
+    Args:
+        may: what whoever reaches the port may do, in words.
+
+    Raises:
+        ConfigError: no such variable in the environment; another address than loopback without a key.
+    """
+    key = os.environ.get(variable or "", "")
+    if variable and not key:
+        raise ConfigError([Problem("--api-key-env", variable, "no such variable in the environment")])
+    if host not in LOOPBACK and not key:
+        rule = f"who reaches this port may {may}: name the variable that holds a token by --api-key-env"
+        raise ConfigError([Problem("--host", host, rule)])
+    return key
+
+
 def serve(arguments: argparse.Namespace) -> int:
     """Serve the engines of a role over HTTP, until interrupted."""
     loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides, check_files=False)
     require_packages(loaded)
     dequantise_models(loaded, say)
-    if arguments.api_key_env and not os.environ.get(arguments.api_key_env):
-        raise ConfigError([Problem("--api-key-env", arguments.api_key_env, "no such variable in the environment")])
-    if arguments.host not in LOOPBACK and not arguments.api_key_env:
-        rule = "who reaches this port may use the engines: name the variable that holds a token by --api-key-env"
-        raise ConfigError([Problem("--host", arguments.host, rule)])
+    key = server_key(arguments.host, arguments.api_key_env, "use the engines")
     from roll.distributed.failures import RayLost, RemoteError
     from roll.distributed.signals import Interrupted
     from roll.pipelines.serve import ServeOptions
@@ -259,7 +273,7 @@ def serve(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         model=arguments.model_name,
-        api_key=os.environ.get(arguments.api_key_env or "", ""),
+        api_key=key,
         max_open_requests=arguments.max_open_requests,
     )
     try:

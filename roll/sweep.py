@@ -1,7 +1,7 @@
 """``roll sweep CONFIG key=a,b,c ...``: a run for every combination of values, by Ray Tune.
 
 A trial is ``roll run`` in a process and a folder of its own. Tune starts as many at a time as there are devices for
-them, hears of the metric from their ``metrics.jsonl``, and with ``--scheduler asha`` ends the worse ones early.
+them, reads the metric from their ``metrics.jsonl``, and with ``--scheduler asha`` ends the worse ones early.
 """
 
 from __future__ import annotations

@@ -165,6 +165,20 @@ async def while_connected(request: Request, *work: Coroutine[Any, Any, T]) -> li
             task.cancel()
 
 
+async def read_bytes(request: Request) -> bytes:
+    """The body of a request, read no further than it may be long.
+
+    Raises:
+        BadRequest: it is too long (status 413).
+    """
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > MAX_BODY:
+            raise BadRequest(f"the body is longer than {MAX_BODY} bytes", status=413)
+    return bytes(content)
+
+
 async def read_json(request: Request, in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread) -> Any:
     """The body of a request, read no further than it may be long, and parsed in another thread.
 
@@ -172,15 +186,11 @@ async def read_json(request: Request, in_thread: Callable[..., Awaitable[Any]] =
         BadRequest: it is too long (status 413), or has more parts than can be parsed in a moment; it is no JSON, nested
             too deep, or has text that is no Unicode.
     """
-    content = bytearray()
-    async for piece in request.stream():
-        content += piece
-        if len(content) > MAX_BODY:
-            raise BadRequest(f"the body is longer than {MAX_BODY} bytes", status=413)
+    content = await read_bytes(request)
     if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS or content.count(b",") > MAX_VALUES:
         rule = f"the body has more than {MAX_CONTAINERS} lists and objects, or {MAX_VALUES} values"
         raise BadRequest(rule, status=413)
-    return await in_thread(_parse_json, bytes(content))
+    return await in_thread(_parse_json, content)
 
 
 def _parse_json(content: bytes) -> Any:

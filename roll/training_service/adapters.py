@@ -179,6 +179,7 @@ class Tenant:
         self._names = [name for name, _ in self.adapters.own(named)]
         self._parameters = [parameter for _, parameter in named]
         self._optimizer = torch.optim.AdamW(self._parameters, foreach=False)
+        self._lacks_a_pass = False
 
     def forward_backward(
         self, data: Sequence[Datum], name: str, options: Mapping[str, float | str], backward: bool
@@ -231,18 +232,29 @@ class Tenant:
             results.append(torch.cat(parts))
         return results
 
+    def miss_pass(self) -> None:
+        """A backward pass has failed: the next step, which may be on its way already, would lack its gradient."""
+        self._lacks_a_pass = True
+
     def optim_step(self, options: AdamOptions) -> dict[str, float]:
         """AdamW on the sum of the gradients since the last step.
 
         Raises:
-            ValueError: no gradient, or one that is not finite, which is dropped: the weights stay as they are.
+            ValueError: no gradient, or one that is not whole or not finite, which is dropped: the weights stay as they
+                are.
         """
+        if self._lacks_a_pass:
+            self._drop_gradients()
+            raise ValueError(
+                "optim_step: a forward_backward since the last step has failed; the gradient of the others is dropped, "
+                "the weights are unchanged"
+            )
         if all(parameter.grad is None for parameter in self._parameters):
             raise ValueError("optim_step: there is no gradient; call forward_backward first")
         limit = options.grad_clip_norm or torch.inf
         norm = float(nn.utils.clip_grad_norm_(self._parameters, limit, foreach=False))
         if not torch.isfinite(torch.tensor(norm)):
-            self._optimizer.zero_grad()
+            self._drop_gradients()
             raise ValueError(
                 f"optim_step: the norm of the gradient is {norm}; it is dropped, the weights are unchanged"
             )
@@ -256,6 +268,10 @@ class Tenant:
         self._optimizer.step()
         self._optimizer.zero_grad()
         return {"grad_norm": norm, "learning_rate": options.learning_rate}
+
+    def _drop_gradients(self) -> None:
+        self._optimizer.zero_grad()
+        self._lacks_a_pass = False
 
     def weights(self) -> AdapterWeights:
         """A copy of the adapter."""
@@ -300,7 +316,7 @@ class Tenant:
                 self._optimizer.state[own] = {
                     key: value if key == "step" else value.to(own.device) for key, value in found.items()
                 }
-        self._optimizer.zero_grad()
+        self._drop_gradients()
 
 
 ADAPTER_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "optimizer.safetensors"

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from roll.serving.http import MAX_BODY, answered, is_same, key_of, read_json
+from roll.serving.http import answered, is_same, key_of, read_bytes, read_json
 from roll.serving.refusals import BadRequest, Refusal, wrong_key
 from roll.training_service.adapters import LoraOptions
 from roll.training_service.checkpoints import SCHEME, expiry
@@ -196,12 +196,7 @@ class Endpoint:
         return JSONResponse({"type": "unload_model", "model_id": model_id, "request_id": f"{model_id}:0"})
 
     async def forward_backward(self, request: Request) -> Response:
-        content = bytearray()
-        async for piece in request.stream():
-            content += piece
-            if len(content) > MAX_BODY:
-                raise BadRequest(f"the body is longer than {MAX_BODY} bytes", status=413)
-        body, coding = bytes(content), request.headers.get("content-encoding", "identity")
+        body, coding = await read_bytes(request), request.headers.get("content-encoding", "identity")
         if request.headers.get("content-type") != PROTOBUF or coding not in ("identity", "zstd"):
             raise BadRequest(f"the body must be {PROTOBUF}, as it is or in the coding zstd", status=415)
         parsed = await asyncio.to_thread(lambda: read_pass(decompressed(body) if coding == "zstd" else body))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import secrets
 import threading
 from collections.abc import Sequence
@@ -96,18 +95,12 @@ def read_options(arguments: argparse.Namespace) -> Options:
     Raises:
         ConfigError: every mistake.
     """
-    from roll.cli import LOOPBACK
+    from roll.cli import server_key
 
-    variable = arguments.api_key_env
-    key = os.environ.get(variable or "", "")
-    if variable and not key:
-        raise ConfigError([Problem("--api-key-env", variable, "no such variable in the environment")])
+    key = server_key(arguments.host, arguments.api_key_env, "train and sample")
     if key and not key.startswith("tml-"):
         rule = "the variable's value must begin with tml-, or the SDK does not send it"
-        raise ConfigError([Problem("--api-key-env", variable, rule, "tml-" + "x" * 8)])
-    if arguments.host not in LOOPBACK and not key:
-        rule = "who reaches this port may train and sample: name the variable that holds a key by --api-key-env"
-        raise ConfigError([Problem("--host", arguments.host, rule)])
+        raise ConfigError([Problem("--api-key-env", arguments.api_key_env, rule, "tml-" + "x" * 8)])
     for flag in ("max_length", "max_models", "max_open_requests", "max_num_seqs"):
         value = getattr(arguments, flag)
         if value is not None and value < 1:

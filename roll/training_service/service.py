@@ -200,11 +200,17 @@ class Service:
         return request_id
 
     def forward_backward(self, request: PassRequest) -> str:
+        backward = not request.forward_only
+
         def computed(tenant: Tenant) -> Result:
-            if request.problem is not None:
-                raise ValueError(request.problem)
-            backward = not request.forward_only
-            return pass_output(*tenant.forward_backward(request.data, request.loss, request.options, backward))
+            try:
+                if request.problem is not None:
+                    raise ValueError(request.problem)
+                return pass_output(*tenant.forward_backward(request.data, request.loss, request.options, backward))
+            except Exception:
+                if backward:
+                    tenant.miss_pass()
+                raise
 
         return self._queue(request.model_id, request.seq_id, computed)
 

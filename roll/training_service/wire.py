@@ -73,7 +73,7 @@ def _messages() -> dict[str, Any]:
                 made.type = getattr(kinds, f"TYPE_{kind.upper()}")
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    return message_factory.GetMessageClassesForFiles([file.name], pool) and {
+    return {
         message.name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"roll_tinker.{message.name}"))
         for message in file.message_type
     }

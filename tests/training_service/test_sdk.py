@@ -281,6 +281,23 @@ def test_losses_that_are_refused(loss: str, config: Any, message: str, connect: 
     assert after.result().metrics["loss:sum"] > 0
 
 
+def test_a_step_is_not_taken_without_a_pass_that_has_failed(connect: Connect) -> None:
+    """Nor where the others have a gradient; then training goes on, from the weights of before."""
+    client = connect().create_lora_training_client(NAME, rank=RANK, seed=SEED).result()
+    before = client.forward(data("cross_entropy"), "cross_entropy").result().metrics["loss:sum"]
+    client.forward_backward(data("cross_entropy"), "cross_entropy")
+    refused = client.forward_backward(data("cross_entropy"), "importance_sampling")
+    step = client.optim_step(types.AdamParams(learning_rate=0.02))
+    with pytest.raises(tinker.RequestFailedError, match="needs logprobs"):
+        refused.result()
+    with pytest.raises(tinker.RequestFailedError, match="since the last step has failed"):
+        step.result()
+    assert client.forward(data("cross_entropy"), "cross_entropy").result().metrics["loss:sum"] == before
+    client.forward_backward(data("cross_entropy"), "cross_entropy")
+    client.optim_step(types.AdamParams(learning_rate=0.02)).result()
+    assert client.forward(data("cross_entropy"), "cross_entropy").result().metrics["loss:sum"] < before
+
+
 def test_requests_that_are_refused_at_once_do_not_hold_up_later_ones(connect: Connect) -> None:
     client = connect().create_lora_training_client(NAME, rank=RANK).result()
     with pytest.raises(tinker.BadRequestError, match="inflight sampling clients are not served"):
