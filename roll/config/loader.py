@@ -20,7 +20,7 @@ from roll.config.pipelines import NAMES, PIPELINES, PipelineDefinition, definiti
 from roll.config.plan.plan import Plan
 from roll.config.plugins import dotted_path, offered
 from roll.config.policy import PolicyRunConfig
-from roll.config.reading.compose import DEFAULT_SETS, Composed, compose_file
+from roll.config.reading.compose import LEARNING, Composed, compose_file
 from roll.config.reading.errors import ConfigError, Notice, Problem, Problems, closest
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.legacy_keys import dead_keys
@@ -108,9 +108,7 @@ def load_composed(
         config=cast(C, config),
         pipeline=pipeline,
         plan=plan,
-        resolved=composed.data
-        if composed.defaults == DEFAULT_SETS[0]
-        else {"defaults": composed.defaults, **composed.data},
+        resolved=composed.effective,
         warnings=tuple(problems.named_notices()),
         source=composed.source.file,
     )
@@ -133,7 +131,7 @@ def _load(
     config: RunConfig = build(cls, values)
     name_unknown(reader.unknown, config, pipeline, problems)
     checks = Checks(problems, lambda key: _is_written(written, key), check_files, pipeline, source.is_own)
-    if isinstance(config, PolicyRunConfig) and composed.defaults == DEFAULT_SETS[0]:
+    if isinstance(config, PolicyRunConfig) and composed.defaults == LEARNING:
         config = with_learning_defaults(config, pipeline, checks.written)
     pipeline.check(config, checks)
     if problems.errors:

@@ -15,9 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
-
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import WorkerConfig
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
     from roll.strategies.hf_infer.tracing import Trace
 
 ENGINE, TRAINER = "actor_infer", "actor_train"
-_AFTER = "the output matrix or the log-softmax: all operations before them agree"
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _REASONS = {"o_proj in": "attention", "down_proj in": "the activation", "norm in": "the sum of the residual"}
 
@@ -85,6 +81,11 @@ def parting(trainer: Trace, engine: Trace) -> Parting | None:
             return Parting(name, different[0], largest, before)
         before = name if common else before
     return None
+
+
+def parting_in_words(trainer: Trace, engine: Trace) -> str:
+    """:func:`parting`, also where all operations agree and the log-probs do not."""
+    return str(parting(trainer, engine) or "the output matrix or the log-softmax: all operations before them agree")
 
 
 def by_layer(trainer: Trace, engine: Trace) -> dict[str, tuple[int, int, float]]:
@@ -231,27 +232,6 @@ def one_rank() -> Iterator[None]:
                     os.environ[name] = value
 
 
-def prompts_of(loaded: LoadedConfig[Any], count: int) -> list[list[int]]:
-    """The first prompts of the training data.
-
-    Raises:
-        ConfigError: a pipeline that reads no prompts.
-    """
-    from roll.datasets import PromptDataset
-    from roll.pipelines.files import load_tokenizer
-
-    sets = loaded.pipeline.readable_sets(loaded)
-    args = loaded.plan.roles[TRAINER].section.model_args if TRAINER in loaded.plan.roles else None
-    dataset = None
-    if args is not None and ENGINE in loaded.plan.roles and "train" in sets:
-        dataset = sets["train"].read(load_tokenizer(args.model_name_or_path, args.trust_remote_code))
-    if not isinstance(dataset, PromptDataset):
-        rule = "needs a pipeline that samples answers to prompts of a file (rlvr)"
-        raise ConfigError([Problem("pipeline", loaded.pipeline.name, rule, has_value=True)])
-    rows = [row for rows in dataset.by_domain().values() for row in rows[:count]]
-    return [list(row.token_ids) for row in rows[:count]]
-
-
 def locate(loaded: LoadedConfig[Any], sequence: Sequence[int], position: int) -> str:
     """Say in which operation engine and trainer part for a sequence of a run, with the weights that the run began
     with: its tokens before ``position`` as a prompt, and half of them with sampled tokens after them."""
@@ -263,35 +243,4 @@ def locate(loaded: LoadedConfig[Any], sequence: Sequence[int], position: int) ->
         chosen = next((one for one in samples if one.first_difference is not None), None)
         if chosen is None:
             return "no operation that shows with the weights that the run began with: both agree on this sequence then"
-        return str(parting(*pair.traces(samples, chosen, prompts, count, longest)) or _AFTER)
-
-
-def show(pair: Pair, prompts: Sequence[list[int]], count: int, max_new_tokens: int) -> int:
-    """Print what differs; the exit status."""
-    console = Console(emoji=False, markup=False, highlight=False, soft_wrap=True)
-    samples = pair.samples(prompts, count, max_new_tokens)
-    pairs = [pair for one in samples for pair in zip(one.engine, one.trainer, strict=True)]
-    off = [abs(engine - trainer) for engine, trainer in pairs]
-    unequal = sum(one != 0.0 for one in off)
-    console.print(
-        f"{len(pairs)} tokens of {len(samples)} samples: {unequal} log-probs differ, by {max(off, default=0.0):.3g} at "
-        f"most and {sum(off) / max(1, len(off)):.3g} in the mean"
-    )
-    chosen = next((one for one in samples if one.first_difference is not None), None)
-    if chosen is None:
-        return 0
-    index = chosen.first_difference or 0
-    console.print(
-        f"first: token {index} of a response of {len(chosen.response)} tokens to a prompt of {len(chosen.prompt)}: "
-        f"{chosen.engine[index]!r} in the engine, {chosen.trainer[index]!r} in the trainer"
-    )
-    if not pair.has_operations:
-        console.print("operations are compared between hf_infer and fsdp2, fsdp or deepspeed only")
-        return 1
-    trainer, engine = pair.traces(samples, chosen, prompts, count, max_new_tokens)
-    console.print(f"they part in {parting(trainer, engine) or _AFTER}")
-    table = Table("", "compared", "different", "largest difference")
-    for name, (compared, different, largest) in by_layer(trainer, engine).items():
-        table.add_row(name, str(compared), str(different), f"{largest:.3g}")
-    console.print(table)
-    return 1
+        return parting_in_words(*pair.traces(samples, chosen, prompts, count, longest))

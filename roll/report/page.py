@@ -29,6 +29,7 @@ from roll.config.reading.errors import ConfigError
 from roll.report.diagnosis import diagnose
 from roll.report.run_files import REPORT_NAME, Run, read_run
 from roll.tracking.plots import plot_run
+from roll.tracking.records import flattened
 from roll.tracking.run_record import decoded
 
 logger = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ def _about(run: Run, label: str) -> dict[str, Any]:
         "ended": run.about.get("ended"),
         "steps": len(run.steps),
         "panels": [asdict(panel) for panel in run.panels],
-        "config": flattened(run.config),
+        "config": {key: _shown(value) for key, value in flattened(run.config)},
         "defaults": run.about.get("defaults") or {},
         "findings": [asdict(finding) for finding in diagnose(run)],
     }
@@ -137,20 +138,13 @@ def metric_columns(run: Run) -> dict[str, list[list[float | None]]]:
     return found
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A configuration by dotted key; lists stay whole."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
-            found |= flattened(value, f"{name}.")
-            continue
-        try:
-            json.dumps(value, default=str, allow_nan=False)
-            found[name] = value
-        except ValueError:  # NaN or an infinity, which browsers do not parse
-            found[name] = str(value)
-    return found
+def _shown(value: Any) -> Any:
+    """A value as JSON has it: NaN and infinities, which browsers do not parse, as texts."""
+    try:
+        json.dumps(value, default=str, allow_nan=False)
+    except ValueError:
+        return str(value)
+    return value
 
 
 def _timeline(run: Run) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.config.installation import install_command
-from roll.tracking.records import SampleTable, Tracker
+from roll.tracking.records import SampleTable, Tracker, flattened
 
 MAX_PARAMS = 100
 """Parameters, or tags, of one request to MLflow's server."""
@@ -77,7 +77,8 @@ class MlflowTracker(Tracker):
                 labels["mlflow.note.content"] = notes
             self._id = self._client.create_run(experiment, tags=labels, run_name=name).info.run_id
             written.write_text(self._id, encoding="utf-8")
-            params = [self._module.entities.Param(key, value) for key, value in _flat(run_config).items()]
+            texts = {_name(key): str(value)[:MAX_VALUE] for key, value in flattened(run_config)}
+            params = [self._module.entities.Param(key, text) for key, text in texts.items()]
             for batch in _batches(params, MAX_PARAMS):
                 self._client.log_batch(self._id, params=batch)
         except self._module.MlflowException as error:
@@ -103,18 +104,6 @@ class MlflowTracker(Tracker):
 
 def _name(key: str) -> str:
     return re.sub(r"[^\w\-./: ]", "_", key.replace("@", "_at_"))
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Values by dotted key, as texts."""
-    found: dict[str, str] = {}
-    for key, value in config.items():
-        path = f"{prefix}{_name(str(key))}"
-        if isinstance(value, Mapping) and value:
-            found |= _flat(value, f"{path}.")
-        else:
-            found[path] = str(value)[:MAX_VALUE]
-    return found
 
 
 def _batches(values: Sequence[Any], size: int) -> list[Sequence[Any]]:

@@ -26,6 +26,15 @@ SampleTable = Sequence[Mapping[str, Any]]
 _REDUCER_TAG = re.compile(r"@(sum|mean|max|min|p\d+|std)$")
 
 
+def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of a configuration with their dotted keys; lists and empty sections stay whole."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 class Tracker(ABC):
     """Takes the metrics of each step. Steps never go back; the same step may come more than once with other names."""
 

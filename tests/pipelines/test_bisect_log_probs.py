@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from roll.bisect import prompts_of
 from roll.cli import main
-from roll.pipelines.bisect_log_probs import Pair, one_rank, parting, prompts_of
+from roll.pipelines.bisect_log_probs import Pair, one_rank, parting
 from tests.support.tiny_runs import load_changed, rlvr_settings
 
 

@@ -13,6 +13,7 @@ from roll.serving.http import HttpServer
 from roll.serving.service import EngineService
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
 from tests.serving.local_cluster import LocalCluster, engine_role
+from tests.support.tiny_runs import write_untrained
 
 MAX_MODEL_LEN = 256
 
@@ -20,12 +21,7 @@ MAX_MODEL_LEN = 256
 @pytest.fixture(scope="session")
 def served_model(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
     """The untrained tiny model with a chat template."""
-    folder = tmp_path_factory.mktemp("served") / "model"
-    words, model = tiny["word_problems"], tiny["tiny_model"]
-    problems = words.draw_problems(32, seed=1, validation=False)
-    tokenizer = model.make_tokenizer(f"{problem.question}\n{words.solution(problem)}" for problem in problems)
-    model.save(model.make_model(tokenizer, seed=0), tokenizer, folder)
-    return folder
+    return write_untrained(tiny, tmp_path_factory.mktemp("served") / "model")
 
 
 class Serving:

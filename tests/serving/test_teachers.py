@@ -38,6 +38,7 @@ from roll.strategies.engines.scoring import listed_tokens
 from roll.strategies.remote import PromptLogProbs, RemoteScoring, ServiceRefused
 from roll.workers.model import ScoringWorker
 from tests.config.good import load, mistakes
+from tests.support.tiny_runs import write_untrained
 
 LENGTHS = ((9, 4), (6, 5))
 """Tokens of a row, and those of its prompt."""
@@ -240,12 +241,9 @@ def vllm_server(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     if find_spec("vllm") is None:
         pytest.skip("vllm is not installed: make install-vllm")
     folder = tmp_path_factory.mktemp("vllm")
-    words, model = tiny["word_problems"], tiny["tiny_model"]
-    problems = words.draw_problems(64, seed=1, validation=False)
-    tokenizer = model.make_tokenizer(f"{problem.question}\n{words.solution(problem)}" for problem in problems)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "HEADS", 2)
-        model.save(model.make_model(tokenizer, seed=0), tokenizer, folder / "model")
+        patch.setattr(tiny["tiny_model"], "HEADS", 2)
+        write_untrained(tiny, folder / "model", num_problems=64)
     with socket.socket() as held:
         # Bound as vLLM binds it, and not listening: nobody else is given the port meanwhile.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -43,6 +43,19 @@ class TinyWorld:
     preferences = _in_folder("pairs.jsonl")
 
 
+def write_untrained(tiny: Mapping[str, ModuleType], folder: Path, num_problems: int = 32) -> Path:
+    """The tiny example's model with its tokenizer and chat template, untrained; its output matrix is its embeddings.
+
+    Args:
+        num_problems: texts that the vocabulary is learnt from.
+    """
+    words, model = tiny["word_problems"], tiny["tiny_model"]
+    problems = words.draw_problems(num_problems, seed=1, validation=False)
+    tokenizer = model.make_tokenizer(f"{problem.question}\n{words.solution(problem)}" for problem in problems)
+    model.save(model.make_model(tokenizer, seed=0), tokenizer, folder)
+    return folder
+
+
 def make_world(tiny: Mapping[str, ModuleType], folder: Path) -> TinyWorld:
     """An untrained two-layer model, and word problems whose tags alternate between ``even`` and ``odd``."""
     world = TinyWorld(folder)

@@ -11,6 +11,7 @@ import pytest
 from roll.config.roles import ModelArguments
 from roll.training_service.command import Options, start
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
+from tests.support.tiny_runs import write_untrained
 
 NAME = "tiny/model"
 MAX_LENGTH = 256
@@ -19,12 +20,7 @@ MAX_LENGTH = 256
 @pytest.fixture(scope="session")
 def base_folder(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
     """The untrained tiny model, whose output matrix is its embeddings."""
-    folder = tmp_path_factory.mktemp("base") / "model"
-    words, model = tiny["word_problems"], tiny["tiny_model"]
-    problems = words.draw_problems(32, seed=1, validation=False)
-    tokenizer = model.make_tokenizer(f"{problem.question}\n{words.solution(problem)}" for problem in problems)
-    model.save(model.make_model(tokenizer, seed=0), tokenizer, folder)
-    return folder
+    return write_untrained(tiny, tmp_path_factory.mktemp("base") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.pipelines import PipelineDefinition
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.policy import PolicyRunConfig
+from roll.config.reading.compose import ROLL
 from roll.config.reading.errors import count
 from roll.config.reading.fields import Choice
 from roll.config.reading.masking import dump_yaml, masked, masked_text
@@ -44,7 +45,7 @@ def default_facts(loaded: LoadedConfig[Any]) -> list[tuple[str, str]]:
     """Whose defaults a policy has."""
     if not isinstance(loaded.config, PolicyRunConfig):
         return []
-    is_rolls = loaded.resolved.get("defaults") == "roll"
+    is_rolls = loaded.resolved.get("defaults") == ROLL
     return [
         ("defaults", "ROLL's (a group of 1, top_p 0.7, top_k 50 ...)" if is_rolls else "of GRPO, as verl's and TRL's")
     ]

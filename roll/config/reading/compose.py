@@ -25,7 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from roll.config.reading.errors import Problems, closest
 from roll.config.reading.yaml_files import SourceFile, readable, yaml_problem
 
-DEFAULT_SETS = ("learning", "roll")
+LEARNING, ROLL = "learning", "roll"
+DEFAULT_SETS = (LEARNING, ROLL)
 """Values of ``defaults`` other than hydra's list of files."""
 _SET_ASIDE = "_set_of_defaults_"
 OVERRIDE_RULE = "must be key=value (or +key=value, or ~key to take a key out)"
@@ -46,9 +47,14 @@ class Composed:
     """Top-level names that some ``${...}`` refers to, in any file, be its section replaced by another one or not."""
     derived: frozenset[str] = frozenset()
     """Top-level names whose own value refers to another."""
-    defaults: str = DEFAULT_SETS[0]
+    defaults: str = LEARNING
     """The set of defaults that the file has: as it says, and ROLL's for a file with a ``hydra`` section
     (:mod:`roll.config.defaults`)."""
+
+    @property
+    def effective(self) -> dict[str, Any]:
+        """The tree as a file that means the same, without a ``hydra`` section."""
+        return self.data if self.defaults == LEARNING else {"defaults": self.defaults, **self.data}
 
 
 def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Composed:
@@ -60,9 +66,7 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
         return Composed({}, source)
     named = source.default_set and source.default_set.name
     if named is not None and named not in DEFAULT_SETS:
-        problems.add(
-            "defaults", named, f"must be one of {', '.join(DEFAULT_SETS)}, or a list of files", DEFAULT_SETS[0]
-        )
+        problems.add("defaults", named, f"must be one of {', '.join(DEFAULT_SETS)}, or a list of files", LEARNING)
     try:
         with (
             warnings.catch_warnings(),
@@ -72,7 +76,7 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
             # A file without _self_ in its defaults is meant to override them, which is what hydra then does.
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
             config = compose(config_name=file.stem, overrides=words)
-        defaults = named or ("roll" if source.files_with("hydra") else DEFAULT_SETS[0])
+        defaults = named or (ROLL if source.files_with("hydra") else LEARNING)
         written = dict(_interpolations(config, ""))
         texts = [*written.values(), *(file.read_text(encoding="utf-8") for file in source.files())]
         names = frozenset(name for text in texts for name in re.findall(r"\$\{\s*(\w+)", text))
