@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from roll.distributed.guard import MARK_ENV, command_of, run_processes
+from roll.distributed.guard import MARK_ENV, command_of, descendants, run_processes
 from roll.tracking import METRICS_NAME
 
 ROOT = Path(__file__).parents[2]
@@ -61,15 +61,17 @@ class Driver:
         return file.exists() and text in file.read_text()
 
     def worker_pid(self, name: str) -> int:
-        """The process that writes the worker's log; 0 where there is none."""
+        """The process that writes the worker's log, not what it has forked; 0 where there is none."""
         log = (self.output / "logs" / "workers" / f"{name}.log").resolve()
+        writers = set()
         for entry in Path("/proc").glob("[0-9]*"):
             try:
                 if Path(os.readlink(entry / "fd" / "1")) == log:
-                    return int(entry.name)
+                    writers.add(int(entry.name))
             except OSError:  # gone meanwhile, or somebody else's
                 continue
-        return 0
+        forked = {child for pid in writers for child in descendants(pid)}
+        return next(iter(writers - forked), 0)
 
     def mark(self, worker: str) -> str:
         """Mark of the run's processes, read from a worker's environment."""
