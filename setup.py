@@ -52,6 +52,7 @@ BASE = [
     "pyarrow>=20",
     "protobuf>=5.29",
     "math-verify>=0.9",
+    "llguidance>=1.3",
     "tensorboard>=2.20",
     "matplotlib>=3.9",
     "rich>=14",

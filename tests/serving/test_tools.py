@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel
 
 from tests.serving.conftest import Serving
 
@@ -109,7 +110,10 @@ def test_whether_a_tool_is_called_is_the_requests_choice(client: openai.OpenAI) 
         ({"tools": [{"type": "web_search"}]}, "only tools of type function"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "b"}}}, "'b' is not among"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "goes without tools"),
-        ({"response_format": {"type": "json_object"}}, "hf_infer samples without a grammar"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "b"}}}},
+            "not a JSON schema that can be followed",
+        ),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "a name and a schema"),
         ({"response_format": {"type": "xml"}}, "text, json_object or json_schema"),
     ],
@@ -117,6 +121,23 @@ def test_whether_a_tool_is_called_is_the_requests_choice(client: openai.OpenAI) 
 def test_what_is_refused(client: openai.OpenAI, fields: dict[str, Any], words: str) -> None:
     with pytest.raises(openai.BadRequestError, match=words):
         client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=4, **fields)
+
+
+def test_a_response_of_a_schema(client: openai.OpenAI) -> None:
+    """Of an untrained model, read by the client's own parser."""
+
+    class City(BaseModel):
+        name: Literal["Oslo", "Rome"]
+        large: bool
+
+    done = client.chat.completions.parse(
+        model="tiny", messages=ASKED, max_tokens=40, seed=1, response_format=City, logprobs=True, top_logprobs=3
+    )
+    assert isinstance(done.choices[0].message.parsed, City)
+    parts = client.chat.completions.create(
+        model="tiny", messages=ASKED, max_tokens=4, seed=1, response_format={"type": "json_object"}, stream=True
+    )
+    assert "".join(part.choices[0].delta.content or "" for part in parts).startswith("{")
 
 
 def test_a_template_without_tools(make_serving: Any) -> None:

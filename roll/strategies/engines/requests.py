@@ -240,19 +240,14 @@ MAX_SHOWN = 100
 _INT32 = 1 << 31
 
 
-def check_plain(request: GenerationRequest, engine: str) -> None:
-    """Raise ValueError for a request that ``engine`` does not serve since its responses follow a grammar."""
-    if request.params.json_schema is not None:
-        rule = f"{engine} samples without a grammar; serve the model with strategy_name: vllm"
-        raise ValueError(f"response_format: is not available here: {rule}")
-
-
 def check_sampling_params(params: SamplingParams, name: str) -> None:
     """Raise ValueError for the first setting outside its range."""
     temperature, penalty = params.temperature, params.repetition_penalty
     rules: tuple[tuple[str, bool, str], ...] = (
         ("max_new_tokens", 1 <= params.max_new_tokens < _INT32, "at least 1, and below 2^31"),
         ("min_new_tokens", 0 <= params.min_new_tokens <= params.max_new_tokens, "in [0, max_new_tokens]"),
+        # A complete JSON text can only end.
+        ("min_new_tokens", not (params.json_schema and params.min_new_tokens), "0 with response_format"),
         (
             "temperature",
             temperature == 0 or LOWEST_TEMPERATURE <= temperature <= HIGHEST_TEMPERATURE,

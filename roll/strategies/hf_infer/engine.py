@@ -15,13 +15,13 @@ from roll.strategies.engines.requests import (
     GenerationRequest,
     PartialSample,
     StopStringMatcher,
-    check_plain,
     check_request,
     continued,
     stream_key,
 )
 from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache, gather
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates, round_up
+from roll.strategies.hf_infer.grammar import Grammar, JsonGrammars
 from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler
 
 _MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
@@ -92,6 +92,7 @@ class GenerationEngine:
         max_model_len: most tokens of prompt and response together.
         seed: of the requests that bring none.
         prefix_cache_tokens: capacity of the prefix cache.
+        grammars: for requests whose responses follow a JSON schema; None: they are refused.
     """
 
     def __init__(
@@ -103,9 +104,11 @@ class GenerationEngine:
         max_model_len: int,
         seed: int = 42,
         prefix_cache_tokens: int = 0,
+        grammars: JsonGrammars | None = None,
     ) -> None:
         self._decoder = decoder
         self._decode_text = decode_text
+        self._grammars = grammars
         self._eos_token_ids = tuple(eos_token_ids)
         self._max_model_len = max_model_len
         self._seed = seed
@@ -142,7 +145,7 @@ class GenerationEngine:
         taken = set(self._unfinished)
         for request in requests:
             check_request(request, taken, self._max_model_len, self._decoder.vocab_size)
-            check_plain(request, "hf_infer")
+            self._start_grammar(request)
             name = f"request {request.request_id!r}"
             self._decoder.check_images(name, request.prompt_token_ids, request.vision)
             taken.add(request.request_id)
@@ -354,10 +357,21 @@ class GenerationEngine:
             matcher = StopStringMatcher(self._decode_text, request.params.stop_strings, request.prompt_token_ids)
             for token in carried.token_ids if carried is not None else ():
                 matcher.push(token)
-        sample = RunningSample(request, index, matcher)
+        sample = RunningSample(request, index, matcher, self._start_grammar(request, carried))
         self._rows.append(sample, stream_key(group.seed, index), group.stop_ids, carried, offset)
         sample.note_version(self._version, int(self._rows.generated[self._rows.size - 1]))
         self._sampler.admit(self._rows.size - 1, group.token_ids)
+
+    def _start_grammar(self, request: GenerationRequest, carried: PartialSample | None = None) -> Grammar | None:
+        """State of a response's schema after the tokens that it has. Raises ValueError for one that is none."""
+        if request.params.json_schema is None:
+            return None
+        if self._grammars is None:
+            raise ValueError("response_format: this engine was started without a tokenizer")
+        grammar = self._grammars.start(request.params.json_schema)
+        for token in carried.token_ids if carried is not None else ():
+            grammar.push(token)
+        return grammar
 
     def _decode(self, size: int) -> torch.Tensor:
         """Logits (size, vocab_size) of the next token of the first ``size`` rows."""

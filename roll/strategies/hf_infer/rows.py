@@ -1,8 +1,8 @@
 """Running samples as arrays on the host, active rows at the front, and the draw of a token for each of them.
 
-Order of the settings: repetition penalty, ban of stop tokens before ``min_new_tokens``, temperature, min-p, top-k,
-top-p (on what min-p and top-k left, renormalised). A token is drawn by inverting the cumulative distribution at one
-uniform number per row.
+Order of the settings: repetition penalty, ban of stop tokens before ``min_new_tokens``, JSON schema, temperature,
+min-p, top-k, top-p (on what min-p and top-k left, renormalised). A token is drawn by inverting the cumulative
+distribution at one uniform number per row.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from roll.strategies.engines.requests import (
     penalise_repetition,
     uniforms,
 )
+from roll.strategies.hf_infer.grammar import Grammar
 
 _NO_TOKEN = -1
 
@@ -36,6 +37,8 @@ class RunningSample:
     request: GenerationRequest
     sample_index: int
     matcher: StopStringMatcher | None
+    grammar: Grammar | None = None
+    """Of the JSON schema that the response follows."""
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(weight version, first token that was sampled with it)."""
     stale: bool = False
@@ -67,6 +70,7 @@ class RunningRows:
     size: int = 0
     samples: list[RunningSample] = field(default_factory=list)
     num_matchers: int = 0
+    num_grammars: int = 0
     epoch: int = 0
     """Changes whenever rows come, go or change places."""
 
@@ -145,6 +149,7 @@ class RunningRows:
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.samples.append(sample)
         self.num_matchers += sample.matcher is not None
+        self.num_grammars += sample.grammar is not None
         self.size += 1
         self.epoch += 1
 
@@ -158,8 +163,16 @@ class RunningRows:
         self.tokens[rows, at] = tokens
         self.log_probs[rows, at] = log_probs
         self.last_tokens[: self.size] = tokens
+        for row, grammar in self.grammars():
+            grammar.push(int(tokens[row]))
         self.generated[: self.size] += 1
         self.lengths[: self.size] += 1
+
+    def grammars(self) -> list[tuple[int, Grammar]]:
+        """Rows whose responses follow a schema."""
+        if not self.num_grammars:
+            return []
+        return [(row, sample.grammar) for row, sample in enumerate(self.samples) if sample.grammar is not None]
 
     def stopped(self) -> np.ndarray:
         """Bool (size,): the last token is a stop token, or completes a stop string, and enough tokens are there."""
@@ -213,6 +226,7 @@ class RunningRows:
             deepest = int(self.lengths[destination].max(initial=0))
             self.routes[destination, :deepest] = self.routes[source, :deepest]
         self.num_matchers -= sum(self.samples[row].matcher is not None for row in rows)
+        self.num_grammars -= sum(self.samples[row].grammar is not None for row in rows)
         for to, origin in zip(destination, source, strict=True):
             self.samples[to] = self.samples[origin]
         del self.samples[new_size:]
@@ -284,6 +298,8 @@ class Sampler:
             row, column = np.nonzero((rows.stop_ids[: rows.size] >= 0) & early[:, None])
             banned = torch.from_numpy(rows.stop_ids[row, column]).to(self._device)
             logits[torch.from_numpy(row).to(self._device), banned] = -torch.inf
+        for at, grammar in rows.grammars():
+            logits[at, torch.from_numpy(grammar.banned()).to(self._device)] = -torch.inf
         if settings.all_greedy:
             distribution = logits.log_softmax(-1)
             log_probs, tokens = distribution.max(-1)

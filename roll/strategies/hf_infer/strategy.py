@@ -34,6 +34,7 @@ from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder, is_fusable
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import FULL, LINEAR, SLIDING, GenericDecoder
+from roll.strategies.hf_infer.grammar import JsonGrammars
 from roll.strategies.hf_infer.self_test import check_engine
 from roll.strategies.hf_infer.vision import VisionDecoder
 from roll.strategies.training.data_parallel import DataParallelStrategy
@@ -86,15 +87,17 @@ class HfInferStrategy(GenerationStrategy):
                     f"{self.role.model_args.model_name_or_path} has none; set it to disabled"
                 )
             self._decoder.routing = RoutingRecorder(layers)
+        end_ids = end_token_ids(model.generation_config, model.config, tokenizer)
         self._engine = GenerationEngine(
             self._decoder,
             partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-            end_token_ids(model.generation_config, model.config, tokenizer),
+            end_ids,
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=max_model_len,
             seed=self.seed,
             # A prompt found in the cache is not computed, so nothing of it would be recorded.
             prefix_cache_tokens=0 if self._decoder.routing is not None else self._config.prefix_cache_tokens,
+            grammars=JsonGrammars(tokenizer, self._decoder.vocab_size, end_ids),
         )
         logger.info(
             "hf_infer: up to %d samples of %d tokens; KV cache of %.1f MiB on %s",

@@ -22,7 +22,6 @@ from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
     StopStringMatcher,
-    check_plain,
     check_request,
     stream_key,
 )
@@ -97,7 +96,8 @@ class SglangStrategy(PackagedEngine):
         taken = {sample.request.request_id for sample in self._following}
         for request in requests:
             check_request(request, taken, self._max_model_len, self._vocab_size)
-            check_plain(request, "sglang")
+            if request.params.json_schema is not None:
+                raise ValueError("response_format: sglang samples without a grammar here; hf_infer and vllm have one")
             if request.vision is not None:
                 raise ValueError(f"request {request.request_id!r}: has images; hf_infer and vllm take them")
             taken.add(request.request_id)

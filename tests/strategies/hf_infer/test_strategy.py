@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
-from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationRequest, PartialSample, SamplingParams
 from roll.strategies.factory import create_generation_strategy
 from roll.strategies.hf_infer import HfInferStrategy
 from roll.weight_sync.encoding import tensor_checksum
@@ -157,6 +159,54 @@ def test_stops_at_the_end_tokens_of_model_and_tokenizer(model_folder, tokenizer,
     outputs = run(start(tmp_path), [request]).values()
     last = {output.token_ids[-1] for output in outputs if output.finish_reason == "stop"}
     assert last == {20, 21, tokenizer.eos_token_id}
+
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {"a": {"enum": ["x", "yy"]}, "b": {"type": "integer", "maximum": 9, "minimum": 0}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+)
+
+
+def test_responses_follow_a_json_schema(model_folder, tokenizer):
+    """An untrained model writes it; its neighbours draw what they draw alone, and begun texts go on."""
+    strategy = start(model_folder)
+    held = SamplingParams(40, seed=3, json_schema=SCHEMA, top_log_probs=2)
+    plain = GenerationRequest("plain", [5, 6, 7], SamplingParams(20, seed=3))
+    alone = run(strategy, [plain])
+    outputs = run(strategy, [GenerationRequest("held", [5, 6, 7], held, 3), plain])
+    assert outputs["plain", 0].token_ids == alone["plain", 0].token_ids
+    for index in range(3):
+        whole = outputs["held", index]
+        text = tokenizer.decode(whole.token_ids, skip_special_tokens=True)
+        found = json.loads(text)
+        assert text == json.dumps(found) and found["a"] in ("x", "yy") and found["b"] in range(10)
+        assert whole.finish_reason == "stop"
+        assert all(math.isfinite(value) and value <= 0 for value in whole.log_probs)
+        cut = PartialSample(
+            whole.token_ids[:4], whole.log_probs[:4], [(0, 0, 4)], top_log_probs=whole.top_log_probs[:4]
+        )
+        again = run(strategy, [GenerationRequest("held", [5, 6, 7], held, 3, partial={index: cut})])
+        assert again["held", index].token_ids == whole.token_ids
+    greedy_text = run(strategy, [GenerationRequest("greedy", [5], replace(held, temperature=0.0))])["greedy", 0]
+    assert json.loads(tokenizer.decode(greedy_text.token_ids, skip_special_tokens=True))["a"] in ("x", "yy")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"json_schema": '{"type": "nothing"}'}, "response_format: not a JSON schema .*nothing"),
+        ({"json_schema": "{}", "min_new_tokens": 2}, "min_new_tokens is 2, must be 0 with response_format"),
+    ],
+)
+def test_a_schema_that_cannot_be_followed_is_refused(model_folder, changes, rule):
+    strategy = start(model_folder)
+    with pytest.raises(ValueError, match=rule):
+        strategy.add_requests([GenerationRequest("bad", [5], replace(SamplingParams(8), **changes))])
+    assert not strategy.num_unfinished
 
 
 def test_longest_sequence_comes_from_the_model_unless_given(model_folder):

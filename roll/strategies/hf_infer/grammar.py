@@ -1,0 +1,64 @@
+"""JSON schemas that responses follow: which tokens can come next, by llguidance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import llguidance
+import llguidance.hf
+import numpy as np
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+
+class JsonGrammars:
+    """Compiles schemas for a tokenizer.
+
+    Args:
+        vocab_size: tokens of the model's distribution, of which the tokenizer may know fewer.
+        end_token_ids: may follow a text that is complete.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_token_ids = list(end_token_ids)
+        self._compiled = lru_cache(maxsize=64)(self._compile)
+
+    def start(self, schema: str) -> Grammar:
+        """State of a response before its first token. Raises ValueError for a text that is no JSON schema."""
+        return Grammar(self._compiled(schema).deep_copy(), self._vocab_size)
+
+    def _compile(self, schema: str) -> llguidance.LLMatcher:
+        # Free white space would let a model that is unsure write nothing else until its tokens are used up.
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        )
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"response_format: not a JSON schema that can be followed: {matcher.get_error()}"[:500])
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        if not isinstance(self._tokenizer, TokenizersBackend):
+            kind = type(self._tokenizer).__name__
+            raise ValueError(f"response_format: needs a fast tokenizer, this model's is a {kind}; vllm takes it")
+        if not self._end_token_ids:
+            raise ValueError("response_format: the model has no end token (eos_token_id), so no text would end")
+        return llguidance.hf.from_tokenizer(self._tokenizer, self._vocab_size, self._end_token_ids)
+
+
+class Grammar:
+    """State of a response that follows a schema."""
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def banned(self) -> np.ndarray:
+        """Bool (vocab_size,): tokens that cannot come next. After a complete text only its end can."""
+        return np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)[: self._vocab_size] == 0
+
+    def push(self, token: int) -> None:
+        self._matcher.consume_token(token)
