@@ -44,3 +44,12 @@ def test_sampling_that_cuts_the_distribution_is_noted(tmp_path: Path) -> None:
     said = [(notice.key.rpartition(".")[2], *notice.text.split(" cuts ")) for notice in notices]
     assert [one[:2] for one in said] == [("top_p", "0.95"), ("top_k", "1000000"), ("min_p", "0.05")]
     assert [rest.rpartition("; ")[2] for *_, rest in said] == ["1.0 is off", "-1 is off", "0 is off"]
+
+
+def test_a_key_may_have_the_name_of_a_folder_beside_the_file(tmp_path: Path) -> None:
+    """Hydra would take it for a group of configurations, and find none."""
+    (tmp_path / "artifacts").mkdir()
+    data = changed({"artifacts": "here", "output_dir": "${artifacts}/run"})
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(data))
+    loaded = load_config(None, tmp_path, "mine", ["artifacts=there"], check_files=False)
+    assert loaded.config.output_dir == "there/run"

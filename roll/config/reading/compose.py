@@ -60,7 +60,8 @@ class Composed:
 def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Composed:
     """Compose ``file`` with its ``defaults`` and the overrides; mistakes go to ``problems``."""
     source = SourceFile(file)
-    words = [word for word in (_hydra_word(text, file.parent, source, problems) for text in overrides) if word]
+    after: dict[str, object] = {}
+    words = [word for word in (_hydra_word(text, file.parent, source, after, problems) for text in overrides) if word]
     unreadable = [one for one in source.files() if not readable(one, problems)]
     if unreadable:
         return Composed({}, source)
@@ -76,6 +77,8 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
             # A file without _self_ in its defaults is meant to override them, which is what hydra then does.
             warnings.filterwarnings("ignore", message=".*Defaults list is missing `_self_`")
             config = compose(config_name=file.stem, overrides=words)
+        for key, value in after.items():
+            OmegaConf.update(config, key, value, force_add=True)
         defaults = named or (ROLL if source.files_with("hydra") else LEARNING)
         written = dict(_interpolations(config, ""))
         texts = [*written.values(), *(file.read_text(encoding="utf-8") for file in source.files())]
@@ -108,8 +111,11 @@ def _hydra_folder(source: SourceFile) -> Iterator[str]:
         yield folder
 
 
-def _hydra_word(text: str, folder: Path, source: SourceFile, problems: Problems) -> str | None:
-    """The override as hydra takes it: a key that the file does not have is added, odd values are quoted."""
+def _hydra_word(
+    text: str, folder: Path, source: SourceFile, after: dict[str, object], problems: Problems
+) -> str | None:
+    """The override as hydra takes it: a key that the file does not have is added, odd values are quoted. Hydra takes
+    any folder's name for a group of configurations; a key named like a folder that has none goes to ``after``."""
     key, equals, value = text.partition("=")
     text = f"{key.strip()}={value.strip()}" if equals else text.strip()
     override = parse_override(text)
@@ -120,9 +126,13 @@ def _hydra_word(text: str, folder: Path, source: SourceFile, problems: Problems)
         value = text.partition("=")[2]
         problems.add(override.key_or_group, value, "must be one value; write a list in brackets", f"[{value}]")
         return None
-    if override.is_delete() or (folder / override.key_or_group).is_dir() or override.package is not None:
+    beside = folder / override.key_or_group
+    if override.is_delete() or any(beside.glob("*.y*ml")) or override.package is not None:
         return override.input_line
     source.add_override(override.key_or_group, override.value())
+    if beside.is_dir():
+        after[override.key_or_group] = override.value()
+        return None
     return f"++{(override.input_line or text).lstrip('+')}"
 
 
