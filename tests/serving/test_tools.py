@@ -28,6 +28,7 @@ PARAMETERS = {"type": "object", "properties": {"x": {"type": "string"}}, "requir
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("calc", "now")
 ]
+LONG = "x" * 65_536
 ASKED: list[Any] = [{"role": "user", "content": "1+1?"}]
 RESPONSE = 'So: <tool_call>\n{"name": "calc", "arguments": {"x": "1+1"}}\n</tool_call>'
 
@@ -115,6 +116,15 @@ def test_whether_a_tool_is_called_is_the_requests_choice(client: openai.OpenAI) 
             "not a JSON schema that can be followed",
         ),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "a name and a schema"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "schema": {"const": "x" * 65_536}},
+                }
+            },
+            "at most 65536 are read",
+        ),
         ({"response_format": {"type": "xml"}}, "text, json_object or json_schema"),
     ],
 )

@@ -28,6 +28,7 @@ from roll.serving.refusals import BadRequest
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS = 32
 MAX_TEMPLATE_TEXT = 1000
+MAX_SCHEMA_TEXT = 65_536
 HINTS = frozenset({"prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"})
 """Fields that closed agents send, which request nothing that a response could lack."""
 # Without parallel_tool_calls: a call that is left out would be missing in the conversation that is trained on.
@@ -81,7 +82,10 @@ def _json_schema(response_format: Mapping[str, Any]) -> str | None:
     schema = inside.get("schema") if isinstance(inside, Mapping) else None
     if not isinstance(schema, Mapping):
         raise BadRequest(f"{name}: json_schema must be an object with a name and a schema", name)
-    return json.dumps(schema, ensure_ascii=False)
+    text = json.dumps(schema, ensure_ascii=False)
+    if len(text) > MAX_SCHEMA_TEXT:  # an engine compiles it between two steps of everybody's samples
+        raise BadRequest(f"{name}: the schema has {len(text)} characters, at most {MAX_SCHEMA_TEXT} are read", name)
+    return text
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:

@@ -31,12 +31,17 @@ class JsonGrammars:
 
     def _compile(self, schema: str) -> llguidance.LLMatcher:
         # Free white space would let a model that is unsure write nothing else until its tokens are used up.
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(
-            schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-        )
-        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(f"response_format: not a JSON schema that can be followed: {matcher.get_error()}"[:500])
+        vocabulary, problem = self._vocabulary, ""
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+            )
+            matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+            problem = matcher.get_error()
+        except ValueError as error:  # a text that the compiler does not take for JSON, or nested too deeply
+            problem = str(error)
+        if problem:
+            raise ValueError(f"response_format: not a JSON schema that can be followed: {problem}"[:500])
         return matcher
 
     @cached_property
