@@ -91,7 +91,7 @@ def _load_mapping(data: dict[str, Any], words: tuple[str, ...], check_files: boo
     return replace(loaded, source=NO_FILE, written=data)
 
 
-def _relative_to(folder: str, entry: Any) -> Any:
+def _relative_to(folder: str, entry: object) -> Any:
     """An entry of ``defaults`` that names a file, from another folder than the working directory."""
     if not isinstance(entry, str) or entry == "_self_" or entry.startswith("/"):
         return entry
@@ -123,7 +123,7 @@ def plain(value: object, key: str = "") -> Any:
         raise ConfigError([Problem(key, repr(value), rule)]) from error
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: object) -> bytes:
     from ray import cloudpickle
 
     return bytes(cloudpickle.dumps(value))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
@@ -29,6 +29,9 @@ from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem, did_you_mean
 from roll.config.reading.masking import masked_text
 from roll.preflight import check_parts, dequantise_models, find_models, require_packages
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 EXIT_CONFIG = 2
 """Exit status of a configuration that cannot be run."""
@@ -390,7 +393,7 @@ class OverviewFormatter(argparse.RawDescriptionHelpFormatter):
             super().add_argument(action)
 
 
-def build_parser(keys: Any = None) -> argparse.ArgumentParser:
+def build_parser(keys: object = None) -> argparse.ArgumentParser:
     """The parser of the command line; ``keys``: what a shell completes in overrides."""
     parser = argparse.ArgumentParser(prog="roll", formatter_class=OverviewFormatter)
     parser.add_argument("--version", action="version", version=f"roll {__version__}")
@@ -432,12 +435,11 @@ def build_parser(keys: Any = None) -> argparse.ArgumentParser:
     return parser
 
 
-def add_command(commands: Any, name: str, text: str, **options: Any) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, **options)
-    return command
+def add_command(commands: Commands, name: str, text: str, *, add_help: bool = True) -> argparse.ArgumentParser:
+    return commands.add_parser(name, help=text, description=text, add_help=add_help)
 
 
-def add_config_command(commands: Any, keys: Any, name: str, text: str) -> argparse.ArgumentParser:
+def add_config_command(commands: Commands, keys: object, name: str, text: str) -> argparse.ArgumentParser:
     command = add_command(commands, name, text)
     config = command.add_argument("config", help="YAML file, also relative to examples/")
     config.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # type: ignore[attr-defined]

@@ -14,11 +14,11 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +30,9 @@ from roll.platforms import current_platform
 from roll.preflight import check_parts
 from roll.rewards.sandbox import kernel
 from roll.tracking.records import METRICS_NAME, read_metrics
+
+if TYPE_CHECKING:
+    from ray.tune import ResultGrid
 
 POLL_SECONDS = 1.0
 LOG_NAME = "output.log"
@@ -110,7 +113,7 @@ def first_of(space: Mapping[str, Sequence[str]]) -> list[str]:
 
 def run_trials(
     sweep: Sweep, space: Mapping[str, Sequence[str]], mode: str, devices: int, parallel: int, scheduler: str
-) -> Any:
+) -> ResultGrid:
     """Tune's ``ResultGrid``.
 
     Args:
@@ -178,7 +181,7 @@ def end_with_parent() -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def report(to: Any, sweep: Sweep, folder: Path, seen: int) -> int:
+def report(to: Callable[[dict[str, Any]], object], sweep: Sweep, folder: Path, seen: int) -> int:
     """Report the steps after ``seen`` that have the metric; returns the last of them."""
     path = folder / "logs" / METRICS_NAME
     for row in read_metrics(path) if path.is_file() else ():

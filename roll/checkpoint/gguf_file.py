@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from roll.checkpoint.trained_model import TrainedModel, config_error
 from roll.config.installation import install_command
 from roll.models.loading import TensorFiles
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
 
 ARCHITECTURES = {"qwen2": ("QWEN2", "qwen2"), "qwen3": ("QWEN3", "qwen2"), "llama": ("LLAMA", "llama-bpe")}
 """By ``model_type``: gguf's name of the architecture, and how its byte-pair tokenizers split text beforehand."""
@@ -61,7 +65,7 @@ def write_gguf(trained: TrainedModel, folder: Path, dtype: str) -> Path:
     return path
 
 
-def _kind(gguf: Any, tensor: Tensor, dtype: str) -> Any:
+def _kind(gguf: ModuleType, tensor: Tensor, dtype: str) -> Any:
     """The given type of matrices whose rows are whole blocks of it; float32 of all else."""
     target = getattr(gguf.GGMLQuantizationType, TYPES[dtype])
     block, _ = gguf.GGML_QUANT_SIZES[target]
@@ -82,7 +86,7 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
     return by_half.transpose(1, 2).reshape(weight.shape).contiguous()
 
 
-def _add_shape(writer: Any, config: Any) -> None:
+def _add_shape(writer: GGUFWriter, config: Any) -> None:
     rope = config.rope_parameters
     if rope.get("rope_type", "default") != "default":
         rule = f"rotary embeddings of type {rope['rope_type']} are not translated here; export --to hf"
@@ -102,7 +106,7 @@ def _add_shape(writer: Any, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
 
 
-def _add_tokenizer(gguf: Any, writer: Any, folder: Path, vocab_size: int, splitting: str) -> None:
+def _add_tokenizer(gguf: ModuleType, writer: GGUFWriter, folder: Path, vocab_size: int, splitting: str) -> None:
     """Tokens, merges, special tokens and the chat template."""
     file = folder / "tokenizer.json"
     described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -125,7 +129,7 @@ def _add_tokenizer(gguf: Any, writer: Any, folder: Path, vocab_size: int, splitt
 
 def _import_gguf() -> Any:
     try:
-        import gguf  # type: ignore[import-not-found, unused-ignore]
+        import gguf
     except ImportError as error:
         raise config_error("--to", "gguf", f"needs the package gguf: {install_command('gguf')}") from error
     return gguf

@@ -137,7 +137,7 @@ class StoredTensors:
     """The file of every tensor."""
     _updates: dict[str, int] = field(default_factory=dict)
 
-    def add(self, file: Any, path: Path) -> None:
+    def add(self, file: safe_open, path: Path) -> None:
         """Take note of what an opened file holds.
 
         Raises:

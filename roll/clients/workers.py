@@ -10,6 +10,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from pkgutil import resolve_name
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from roll.api import Config, Overrides, load_config, obeying_signals, refuse_restarts
@@ -93,8 +94,10 @@ class Workers:
         self._stack.enter_context(self._running())
         return self
 
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
 
     @contextmanager
     def _running(self) -> Iterator[None]:

@@ -169,7 +169,7 @@ def check_normalized(rule: CorrectionRule, path: str, problems: Problems) -> Non
         problems.add(f"{path}.only_negative", True, text, False)
 
 
-def parse_correction(value: Any) -> Any:
+def parse_correction(value: object) -> Any:
     """The value unchanged.
 
     Raises:
@@ -179,7 +179,7 @@ def parse_correction(value: Any) -> Any:
     return value
 
 
-def correction_options(value: Any) -> CorrectionOptions:
+def correction_options(value: object) -> CorrectionOptions:
     """The rules that a value of the key means; null: none.
 
     Raises:

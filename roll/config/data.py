@@ -17,7 +17,7 @@ from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.reading.fields import DOTTED_PATH, rules, setting
 
 
-def parse_filter(value: Any) -> Any:
+def parse_filter(value: object) -> Any:
     """A dotted path, or conditions by column."""
     if isinstance(value, str) and not DOTTED_PATH.fullmatch(value):
         raise ValueError("must be {column: value or list or {min, max}}, or the dotted path of your own function")
@@ -27,7 +27,7 @@ def parse_filter(value: Any) -> Any:
     return value
 
 
-def parse_truth(value: Any) -> Any:
+def parse_truth(value: object) -> Any:
     """The name of a column, or the column and a regular expression."""
     if value is None or isinstance(value, str):
         return value

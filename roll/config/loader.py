@@ -197,7 +197,7 @@ def detect_pipeline(data: Mapping[str, Any], expected: str | None, problems: Pro
     return None
 
 
-def _own_definition(path: Any, problems: Problems) -> PipelineDefinition | None:
+def _own_definition(path: object, problems: Problems) -> PipelineDefinition | None:
     """The user's pipeline at a dotted path, or under a name that a package offers; None for anything else."""
     path = dotted_path("pipelines", path) if isinstance(path, str) and path not in NAMES else path
     if not isinstance(path, str) or "." not in path:

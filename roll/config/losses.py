@@ -257,7 +257,7 @@ class DivergenceConfig:
 OPD_FORMS = ("advantage", "topk", "full_vocabulary")
 
 
-def parse_opd_form(value: Any) -> Any:
+def parse_opd_form(value: object) -> Any:
     """One of :data:`OPD_FORMS`; sampled estimators as losses are refused with the reason."""
     name = str(value)
     if name.removesuffix("_loss") in ("k1", "kl", "k3", "low_var_kl"):

@@ -284,7 +284,7 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield value
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     counts = value if isinstance(value, list) else [value]
     return max((count for count in counts if isinstance(count, int)), default=0)
 

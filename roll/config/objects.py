@@ -18,7 +18,7 @@ _objects: dict[str, Any] = {}
 _pickles: dict[str, bytes] = {}
 
 
-def path_of(value: Any, pickled: Callable[[Any], bytes]) -> str:
+def path_of(value: object, pickled: Callable[[Any], bytes]) -> str:
     """Dotted path of a function, class or other callable, by which every process of a run finds it.
 
     Args:

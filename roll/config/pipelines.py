@@ -13,7 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
+
+from typing_extensions import TypeVar
 
 from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
 from roll.config.reading.errors import ConfigError, Problem
@@ -28,8 +30,11 @@ from roll.config.strategies.registry import (
 
 if TYPE_CHECKING:
     from roll.config.plan.plan import Plan
+    from roll.config.run import RunConfig
 
 
+C = TypeVar("C", bound="RunConfig", default=Any)
+P = TypeVar("P", bound="Plan", default=Any)
 Written = Callable[[str], bool]
 """Says whether a key path is written, in a file or on the command line."""
 
@@ -147,7 +152,7 @@ class ReadableSet:
     """Remarks on the counts of the data set."""
 
 
-class PipelineDefinition(ABC):
+class PipelineDefinition(ABC, Generic[C, P]):
     """A pipeline as the rest of the package sees it.
 
     A definition derives from this class, says its ``name``, ``config_class`` and ``roles``, and has at least
@@ -179,12 +184,12 @@ class PipelineDefinition(ABC):
     # What every pipeline must have
 
     @abstractmethod
-    def check(self, config: Any, checks: Any) -> None:
+    def check(self, config: C, checks: Any) -> None:
         """Check across keys; mistakes and notes go to ``checks``. :func:`~roll.config.checks.roles.check_roles`
         does most."""
 
     @abstractmethod
-    def plan(self, config: Any, exp_name: str, written: Written) -> Plan:
+    def plan(self, config: C, exp_name: str, written: Written) -> P:
         """The plan of a configuration without mistakes, on top of :func:`roll.config.plan.planning.shared_plan`."""
 
     @abstractmethod
@@ -204,12 +209,12 @@ class PipelineDefinition(ABC):
 
     # Roles
 
-    def models(self, config: Any) -> dict[str, WorkerConfig]:
+    def models(self, config: C) -> dict[str, WorkerConfig]:
         """The sections of the roles that hold a model and that this run starts, by role."""
         sections = {role.name: getattr(config, role.name) for role in self.roles}
         return {name: section for name, section in sections.items() if section is not None}
 
-    def started(self, config: Any) -> dict[str, WorkerConfig]:
+    def started(self, config: C) -> dict[str, WorkerConfig]:
         """The sections of every role whose workers this run starts."""
         return self.models(config)
 
@@ -221,11 +226,11 @@ class PipelineDefinition(ABC):
         """The key of the section that describes a role."""
         return role
 
-    def default_model(self, config: Any, role: str) -> tuple[str, str | None]:
+    def default_model(self, config: C, role: str) -> tuple[str, str | None]:
         """Key and model of a role whose section names none."""
         return "pretrain", getattr(config, "pretrain", "") or None
 
-    def model(self, config: Any, role: str, section: WorkerConfig) -> tuple[str, str | None]:
+    def model(self, config: C, role: str, section: WorkerConfig) -> tuple[str, str | None]:
         """Folder, GGUF file or hub name of the model that a role loads, after the key that names it; None: no key
         does."""
         own = section.model_args.model_name_or_path
@@ -255,28 +260,28 @@ class PipelineDefinition(ABC):
         """Return true for the section of a role that holds a model."""
         return any(role.name == key for role in self.roles)
 
-    def reads(self, key: str, section: WorkerConfig, config: Any) -> frozenset[str]:
+    def reads(self, key: str, section: WorkerConfig, config: C) -> frozenset[str]:
         """The keys of :class:`WorkerConfig` that the section at ``key`` is read for."""
         if not self.is_role(key):
             return frozenset(("data_args",))
         return keys_read_for(self.task_of(key, section))
 
-    def effective(self, config: Any) -> dict[str, Any]:
+    def effective(self, config: C) -> dict[str, Any]:
         """Keys whose effective value is not the one that is written at the top."""
         return {}
 
     # What a terminal shows
 
-    def batch_facts(self, plan: Any) -> list[tuple[str, str]]:
+    def batch_facts(self, plan: P) -> list[tuple[str, str]]:
         """Label and sentence of the batch arithmetic."""
         only = len(plan.training) == 1
         return [("batch" if only else name, training.sentence()) for name, training in plan.training.items()]
 
-    def facts(self, plan: Any) -> list[tuple[str, str]]:
+    def facts(self, plan: P) -> list[tuple[str, str]]:
         """Label and sentence of what only this pipeline has."""
         return []
 
-    def validation_words(self, plan: Any) -> str:
+    def validation_words(self, plan: P) -> str:
         """Further words on validations in the sentence on steps."""
         return ""
 
@@ -308,7 +313,7 @@ class PipelineDefinition(ABC):
         names. A look-up raises ``ValueError``."""
         yield from ()
 
-    def filtered_sections(self, config: Any) -> dict[str, Any]:
+    def filtered_sections(self, config: C) -> dict[str, Any]:
         """Sections with ``data_args`` whose ``dataset_filter`` may be a user's own function, by key."""
         names = (*(role.name for role in self.roles if role.task is TRAINS), "validation")
         sections = {name: getattr(config, name, None) for name in names}
@@ -337,7 +342,7 @@ class PipelineDefinition(ABC):
         """The section of a generating role as ``roll serve`` starts its engines."""
         return own_weights(loaded.plan.roles[role].section)
 
-    def running_requests(self, config: Any) -> int:
+    def running_requests(self, config: C) -> int:
         """Prompts that an engine works on at a time."""
         return 128
 

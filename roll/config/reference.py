@@ -109,7 +109,7 @@ def _own_texts(cls: type) -> dict[str, str]:
     return texts
 
 
-def type_words(hint: Any) -> str:
+def type_words(hint: object) -> str:
     """A type as a user would say it."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
@@ -122,11 +122,18 @@ def type_words(hint: Any) -> str:
         return f"map to {type_words(arguments[1])}"
     if hint is NoneType:
         return "null"
-    names = {str: "text", int: "int", float: "number", bool: "true/false", Any: "any value", Choice: "name or section"}
+    names: dict[object, str] = {
+        str: "text",
+        int: "int",
+        float: "number",
+        bool: "true/false",
+        Any: "any value",
+        Choice: "name or section",
+    }
     return names.get(hint, "section")
 
 
-def default_words(item: Field[Any], hint: Any) -> str:
+def default_words(item: Field[Any], hint: object) -> str:
     if hint is not Choice and (nested_section(hint) is not None or mapped_section(hint) is not None):
         return "null" if item.default is None else ""
     factory = item.default_factory
@@ -276,7 +283,7 @@ def _with_value(word: str) -> list[Explanation]:
     return found
 
 
-def literals(hint: Any) -> tuple[Any, ...]:
+def literals(hint: object) -> tuple[Any, ...]:
     """The values of a type that names them, its parts included."""
     arguments = get_args(hint)
     return arguments if get_origin(hint) is Literal else tuple(one for part in arguments for one in literals(part))
@@ -330,7 +337,7 @@ def _section_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
-def _value_schema(item: Field[Any], hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _value_schema(item: Field[Any], hint: object, definitions: dict[str, Any]) -> dict[str, Any]:
     """The type of ``item`` with its bounds; anything for a field whose parser takes further spellings."""
     rules = rules_of(item)
     if rules.parse is not None or hint is Any:
@@ -364,7 +371,7 @@ def _choice_schema(row: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _type_schemas(hint: Any, definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _type_schemas(hint: object, definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
     origin, arguments = get_origin(hint), get_args(hint)
     simple: Mapping[Any, list[dict[str, Any]]] = {
         NoneType: [{"type": "null"}],
@@ -397,7 +404,7 @@ def _type_schemas(hint: Any, definitions: dict[str, Any]) -> Iterator[dict[str, 
         yield {}
 
 
-def _any_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _any_of(hint: object, definitions: dict[str, Any]) -> dict[str, Any]:
     return {"anyOf": [*_type_schemas(hint, definitions), INTERPOLATION]}
 
 

@@ -42,10 +42,16 @@ class Finding:
 
 
 def judge(
-    what: str, value: str, rule: str, holds: bool, remedy: str, severity: Severity = Severity.WARNING, **more: Any
+    what: str,
+    value: str,
+    rule: str,
+    holds: bool,
+    remedy: str,
+    severity: Severity = Severity.WARNING,
+    data: dict[str, Any] | None = None,
 ) -> Finding:
     """The finding of a rule that ``holds``, or that is broken with ``severity`` and asks for ``remedy``."""
-    return Finding(what, value, rule, Severity.OK if holds else severity, "" if holds else remedy, **more)
+    return Finding(what, value, rule, Severity.OK if holds else severity, "" if holds else remedy, data)
 
 
 def gravest(findings: Sequence[Finding]) -> Severity:

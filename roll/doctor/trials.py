@@ -80,7 +80,7 @@ def trials(
         return list(pool.map(run, commands))
 
 
-def did(what: str, **figures: Any) -> None:
+def did(what: str, **figures: object) -> None:
     """Say that something is done."""
     sys.stdout.write(json.dumps({"did": what, **figures}) + "\n")
     sys.stdout.flush()

@@ -53,7 +53,7 @@ class DistillConfig(DivergenceConfig, SupervisedConfig):
     """The model that it learns from; not needed where ``teacher_cache`` has every row."""
 
 
-class Distill(SupervisedDefinition):
+class Distill(SupervisedDefinition[DistillConfig]):
     """Learning a teacher's distributions on given responses."""
 
     name = "distill"

@@ -46,7 +46,7 @@ def has_base(config: DPOConfig) -> bool:
     return uses_lora(config.actor_train.model_args) and config.reference is None
 
 
-class DPO(SupervisedDefinition):
+class DPO(SupervisedDefinition[DPOConfig]):
     """Learning from preferences: DPO and its relatives."""
 
     name = "dpo"

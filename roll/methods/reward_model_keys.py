@@ -46,7 +46,7 @@ class RMConfig(RewardLossConfig, SupervisedConfig):
     """The reward model; its ``data_args`` name the rows. ``per_device_train_batch_size`` counts prompts."""
 
 
-class RewardModel(SupervisedDefinition):
+class RewardModel(SupervisedDefinition[RMConfig]):
     """Reward models from rankings, grades and labels."""
 
     name = "rm"

@@ -39,7 +39,7 @@ class SFTConfig(SupervisedConfig):
     """The model that learns; its ``data_args`` name the demonstrations."""
 
 
-class SFT(SupervisedDefinition):
+class SFT(SupervisedDefinition[SFTConfig]):
     """Supervised learning from demonstrations."""
 
     name = "sft"

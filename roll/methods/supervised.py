@@ -7,7 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic
+
+from typing_extensions import TypeVar
 
 from roll.config.checks.base import Checks, check_columns, check_data_files, check_resume, check_schedule
 from roll.config.checks.keys import note_unread
@@ -48,6 +50,9 @@ class SupervisedConfig(RunConfig):
     """Held-out rows, pairs or prompts; null: none."""
 
 
+C = TypeVar("C", bound=SupervisedConfig, default=Any)
+
+
 @dataclass(frozen=True)
 class SupervisedPlan(Plan):
     """Plan of a run whose steps are optimizer steps on given rows."""
@@ -64,7 +69,7 @@ class SupervisedPlan(Plan):
     """The teacher computes the next step's rows while the student learns from this one's (distillation)."""
 
 
-class SupervisedDefinition(PipelineDefinition):
+class SupervisedDefinition(PipelineDefinition[C, SupervisedPlan], Generic[C]):
     """A pipeline that learns from given rows by a :class:`roll.methods.rows.RowMethod`."""
 
     role: ClassVar[str]
@@ -72,7 +77,7 @@ class SupervisedDefinition(PipelineDefinition):
     method_class: ClassVar[str]
     """Dotted path of the method, which is imported late: it needs torch."""
 
-    def check(self, config: Any, checks: Checks) -> None:
+    def check(self, config: C, checks: Checks) -> None:
         options = check_roles(config, checks)
         section: WorkerConfig = getattr(config, self.role)
         for name, rows in {self.role: section, "validation": config.validation}.items():
@@ -86,15 +91,15 @@ class SupervisedDefinition(PipelineDefinition):
         note_positions("sequence_length", path, config.sequence_length, checks)
         note_unread(config, options, checks)
 
-    def check_keys(self, config: Any, checks: Checks) -> None:
+    def check_keys(self, config: C, checks: Checks) -> None:
         """Check the keys that only this pipeline has."""
 
-    def training_data(self, config: Any) -> DataArguments:
+    def training_data(self, config: C) -> DataArguments:
         """The data section to train on, with the columns that top-level keys name."""
         section: WorkerConfig = getattr(config, self.role)
         return section.data_args
 
-    def plan(self, config: Any, exp_name: str, written: Written) -> SupervisedPlan:
+    def plan(self, config: C, exp_name: str, written: Written) -> SupervisedPlan:
         training = training_plan(getattr(config, self.role), self.longest_row(config), 0, 1, config.max_steps)
         training = replace(training, samples_per_step=training.mini_batch_size)
         data, validation = self.training_data(config), config.validation
@@ -111,14 +116,14 @@ class SupervisedDefinition(PipelineDefinition):
             val_data_args=held_out,
         )
 
-    def run(self, loaded: LoadedConfig[Any]) -> None:
+    def run(self, loaded: LoadedConfig[C]) -> None:
         resolve_name(PIPELINE)(loaded).run()
 
-    def replay(self, loaded: LoadedConfig[Any], recorded: Any) -> tuple[int, dict[str, float]]:
+    def replay(self, loaded: LoadedConfig[C], recorded: Any) -> tuple[int, dict[str, float]]:
         replayed: tuple[int, dict[str, float]] = resolve_name(PIPELINE)(loaded).replay(recorded)
         return replayed
 
-    def readable_sets(self, loaded: LoadedConfig[Any]) -> dict[str, ReadableSet]:
+    def readable_sets(self, loaded: LoadedConfig[C]) -> dict[str, ReadableSet]:
         config, plan = loaded.config, loaded.plan
         assert isinstance(plan, SupervisedPlan)
         read = partial(resolve_name(self.method_class).read, config, plan)

@@ -176,7 +176,9 @@ class TeacherCache:
         return self._open[number]
 
 
-def rows_of(columns: Any, mask: torch.Tensor, keys: Sequence[bytes]) -> list[tuple[bytes, RowTargets]]:
+def rows_of(
+    columns: Mapping[str, torch.Tensor], mask: torch.Tensor, keys: Sequence[bytes]
+) -> list[tuple[bytes, RowTargets]]:
     """The tokens that count of each row, by key, from columns (B, L, ...) as the teacher gives them."""
     log_probs, ids, tail = (columns[name] for name in TOP_COLUMNS)
     return [

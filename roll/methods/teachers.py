@@ -6,8 +6,9 @@ elsewhere (``remote``). The last two give log-probs at temperature 1, of the mos
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.config.model_files import vocabulary_of
@@ -72,7 +73,7 @@ def check_temperature(
 
 
 def check_teachers(
-    student: str, teachers: Mapping[str, tuple[str, RolePlan]], wanted: int, longest: int, source: Any
+    student: str, teachers: Mapping[str, tuple[str, RolePlan]], wanted: int, longest: int, source: Path
 ) -> None:
     """Compare vocabularies, tokenizers of the hub included, and ask every service for what the run will ask it for.
 
@@ -134,7 +135,7 @@ def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, l
         )
 
 
-def probe_ids(size: int, added: Any, length: int) -> list[int]:
+def probe_ids(size: int, added: Iterable[int], length: int) -> list[int]:
     """Up to ``length`` ids below ``size``: half of them added tokens if there are so many, the others evenly spread."""
     first = sorted(set(added))[: max(1, length // 2)]
     rest = max(1, length - len(first))
@@ -142,7 +143,7 @@ def probe_ids(size: int, added: Any, length: int) -> list[int]:
     return list(dict.fromkeys([*first, *spread]))[:length]
 
 
-def check_vocabularies(student: str, teacher: str, key: str, source: Any, fetch: bool = False) -> None:
+def check_vocabularies(student: str, teacher: str, key: str, source: Path, fetch: bool = False) -> None:
     """Compare the vocabularies of two models.
 
     Args:

@@ -283,5 +283,5 @@ class ClusterStarter:
         self.models.append(StartingModel(cluster, initialize, states))
         return cluster
 
-    def _start(self, name: str, worker: str, settings: Any) -> Cluster:
+    def _start(self, name: str, worker: str, settings: object) -> Cluster:
         return start_cluster(self._config, name, worker, self._resources, self._plan.roles[name].section, settings)

@@ -332,7 +332,7 @@ class RunContext(RunLifetime):
 
 
 def start_cluster(
-    config: RunConfig, name: str, worker: str, resources: ResourceManager, role: WorkerConfig, settings: Any = None
+    config: RunConfig, name: str, worker: str, resources: ResourceManager, role: WorkerConfig, settings: object = None
 ) -> Cluster:
     """Start the processes of a role with the run's seed and deadline.
 

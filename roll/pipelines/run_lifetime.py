@@ -65,7 +65,7 @@ _RESUME = "resume_from_checkpoint=true"
 
 
 @contextmanager
-def sole_writer(folder: Path, source: Any) -> Iterator[None]:
+def sole_writer(folder: Path, source: Path) -> Iterator[None]:
     """Hold the lock of an output folder, which ends with this process however it ends.
 
     Raises:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, SupportsFloat, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -504,7 +504,7 @@ def _turns(turn_ids: NDArray[Any], rewards: NDArray[Any]) -> list[list[float]]:
     return [[begin, end, round(float(rewards[begin:end].sum()), 6)] for begin, end in turns]
 
 
-def _number(value: Any) -> float | None:
+def _number(value: SupportsFloat | None) -> float | None:
     """To six significant digits; None for nothing, and for what is not finite."""
     if value is None:
         return None
@@ -512,7 +512,7 @@ def _number(value: Any) -> float | None:
     return float(f"{number:.6g}") if math.isfinite(number) else None
 
 
-def _short(value: Any) -> Any:
+def _short(value: object) -> Any:
     if value is None or isinstance(value, int | float | bool):
         return value
     return str(value)[:2000]

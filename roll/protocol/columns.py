@@ -4,7 +4,7 @@ tensors over memory that numpy owns."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, ValuesView
+from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from typing import Any, SupportsIndex, cast
 
 import numpy as np
@@ -150,7 +150,7 @@ class TensorColumns(dict[str, torch.Tensor]):
     def __iter__(self) -> Iterator[str]:
         return dict.__iter__(self)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         try:
             return self[key]
         except KeyError:
@@ -162,7 +162,7 @@ class TensorColumns(dict[str, torch.Tensor]):
     def items(self) -> ItemsView[str, torch.Tensor]:  # type: ignore[override]
         return ItemsView(self)
 
-    def pop(self, key: str, *default: Any) -> Any:
+    def pop(self, key: str, *default: object) -> Any:
         if key in self:
             self[key]  # a packed column becomes its tensor
         return dict.pop(self, key, *default)
@@ -197,7 +197,7 @@ class TensorColumns(dict[str, torch.Tensor]):
         return TensorColumns, (dict(self),)
 
 
-def object_array(key: str, values: Any) -> np.ndarray:
+def object_array(key: str, values: Collection[object]) -> np.ndarray:
     """``values`` (any sequence, one entry a row) as an object array of shape (B,); such an array is not copied."""
     if isinstance(values, np.ndarray) and values.dtype == object and values.ndim == 1:
         return values

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -238,7 +238,7 @@ def decoded_frame(frame: EncodedImage, number: int) -> Image:
         raise VideoError(f"frame {number + 1}: {error}") from error
 
 
-def encoded_image(value: Any) -> EncodedImage:
+def encoded_image(value: object) -> EncodedImage:
     """An image of a program: bytes of a file, a ``data:`` URI, an image of PIL, or uint8 pixels (height, width, 3).
 
     Raises:

@@ -65,7 +65,7 @@ class Facts:
         names = {name for row in self.run.steps for name in row if re.fullmatch(pattern, name)}
         return {name: found for name in sorted(names) if (found := self.values(name))}
 
-    def setting(self, key: str, default: Any = None) -> Any:
+    def setting(self, key: str, default: object = None) -> Any:
         """A key of the configuration, by its dotted path."""
         value: Any = self.run.config
         for part in key.split("."):

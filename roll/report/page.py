@@ -138,7 +138,7 @@ def metric_columns(run: Run) -> dict[str, list[list[float | None]]]:
     return found
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> Any:
     """A value as JSON has it: NaN and infinities, which browsers do not parse, as texts."""
     try:
         json.dumps(value, default=str, allow_nan=False)

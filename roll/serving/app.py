@@ -233,7 +233,7 @@ class ClientTurns:
         self._wakes = threading.Condition()
         threading.Thread(target=self._serve, daemon=True, name="tokenizing").start()
 
-    async def run(self, client: str, function: Callable[..., T], *arguments: Any) -> T:
+    async def run(self, client: str, function: Callable[..., T], *arguments: object) -> T:
         """``function(*arguments)``, when it is the client's turn; left out where the caller is cancelled before."""
         result: Future[T] = Future()
         with self._wakes:

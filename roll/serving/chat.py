@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
@@ -33,7 +33,9 @@ class Chat:
         ValueError: a model that cannot be read or computed. OSError: no such model.
     """
 
-    def __init__(self, path: str, system: str | None, params: SamplingParams, dtype: Any = "bf16") -> None:
+    def __init__(
+        self, path: str, system: str | None, params: SamplingParams, dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    ) -> None:
         from transformers import AutoTokenizer
 
         if (file := gguf_file(path)) is not None:

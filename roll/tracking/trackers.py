@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 from roll.config.installation import install_command
@@ -78,7 +79,7 @@ class TensorBoardTracker(Tracker):
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, summary: Any, step: int) -> None:
+    def _add(self, summary: object, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
@@ -121,7 +122,7 @@ class OnlineTracker(Tracker):
     title: ClassVar[str]
 
     def __init__(
-        self, folder: Path, run_config: Mapping[str, Any], *, resume_step: int | None = None, **options: Any
+        self, folder: Path, run_config: Mapping[str, Any], *, resume_step: int | None = None, **options: object
     ) -> None:
         self._module = _installed(self.package)
         prefix = self.package.upper()
@@ -142,7 +143,7 @@ class OnlineTracker(Tracker):
         """True when the service can be logged in to without asking anyone."""
 
     @abstractmethod
-    def _start(self, **options: Any) -> Any:
+    def _start(self, **options: object) -> Any:
         """The package's run."""
 
     def files(self) -> dict[str, Path]:
@@ -160,7 +161,7 @@ class WandbTracker(OnlineTracker):
     def _has_key(self) -> bool:
         return bool(self._module.login(prompt=False))
 
-    def _start(self, **options: Any) -> Any:
+    def _start(self, **options: object) -> Any:
         run = self._module.init(dir=str(self._folder), **options)
         # W&B's own step only grows; with a step metric of ours a run resumed from an older step is drawn as well.
         run.define_metric("*", step_metric=_STEP)
@@ -182,7 +183,7 @@ class SwanLabTracker(OnlineTracker):
     def _has_key(self) -> bool:
         return bool(os.environ.get("SWANLAB_API_KEY"))
 
-    def _start(self, **options: Any) -> Any:
+    def _start(self, **options: object) -> Any:
         return self._module.init(log_dir=str(self._folder), description=options.pop("notes", None), **options)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -209,7 +210,7 @@ class TrackioTracker(Tracker):
     """
 
     def __init__(
-        self, folder: Path | None, run_config: Mapping[str, Any], *, resume_step: int | None = None, **options: Any
+        self, folder: Path | None, run_config: Mapping[str, Any], *, resume_step: int | None = None, **options: object
     ) -> None:
         if folder is not None:
             os.environ["TRACKIO_DIR"] = str(folder)  # read when the package is imported
@@ -248,7 +249,7 @@ def _installed(package: str) -> Any:
         raise ModuleNotFoundError(f"track_with: {package} is not installed; {install_command(package)}") from error
 
 
-def _table(module: Any, rows: SampleTable) -> Any:
+def _table(module: ModuleType, rows: SampleTable) -> Any:
     """Rows as the ``Table`` of W&B or Trackio."""
     columns = list(rows[0])
     cells = [[row.get(column) for column in columns] for row in rows]

@@ -322,12 +322,12 @@ class Tenant:
 ADAPTER_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "optimizer.safetensors"
 
 
-def _hidden(model: Any, ids: Tensor) -> Tensor:
+def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
     hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     return hidden
 
 
-def _head_log_probs(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+def _head_log_probs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     """float32, the shape of ``targets``: (n,) or (n, K)."""
     table = head(hidden).float().log_softmax(-1)
     return table.gather(1, targets.view(len(targets), -1)).view(targets.shape)

@@ -113,7 +113,7 @@ class Store:
         """Read what :meth:`save` was given."""
         return self._read(self.folder(path) / _META) or {}
 
-    def change(self, path: str, **values: Any) -> None:
+    def change(self, path: str, **values: object) -> None:
         """Change entries of :meth:`meta`."""
         self._write(self.folder(path) / _META, {**self.meta(path), **values})
 
@@ -138,7 +138,7 @@ class Store:
                 )
         return sorted(found, key=lambda one: str(one["time"]), reverse=True)
 
-    def begin_run(self, run: str, **values: Any) -> None:
+    def begin_run(self, run: str, **values: object) -> None:
         """Note a new training run."""
         folder = self.root / check_name(run, "model_id")
         folder.mkdir(parents=True, exist_ok=True)

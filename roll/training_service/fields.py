@@ -24,7 +24,7 @@ SERVED_NOWHERE = "is not served here; docs/training-service.md lists what is"
 class Fields:
     """The fields of a JSON body, each read once; :meth:`end` refuses those that nobody has read."""
 
-    def __init__(self, body: Any, where: str = "") -> None:
+    def __init__(self, body: object, where: str = "") -> None:
         if not isinstance(body, dict):
             raise BadRequest(f"{where or 'the body'} must be an object")
         self._body = {key: value for key, value in body.items() if value is not None and key != "type"}
@@ -85,7 +85,7 @@ def check_optimizer(fields: Fields) -> None:
         )
 
 
-def read_prompt(body: Any) -> list[int]:
+def read_prompt(body: object) -> list[int]:
     fields, tokens = Fields(body, "prompt"), []
     for index, chunk in enumerate(fields.need("chunks", list)):
         own = Fields(chunk, f"prompt.chunks[{index}]")
@@ -101,7 +101,7 @@ def read_prompt(body: Any) -> list[int]:
     return tokens
 
 
-def read_params(body: Any, room: int, top: int) -> SamplingParams:
+def read_params(body: object, room: int, top: int) -> SamplingParams:
     """Sampling parameters; ``max_tokens`` as many as there is room for, unless the body says less.
 
     Raises:

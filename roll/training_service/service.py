@@ -221,7 +221,7 @@ class Service:
         return self._queue(model_id, seq_id, stepped)
 
     def save(
-        self, kind: str, model_id: str, seq_id: int, name: str, ttl: int | None, metadata: Any, overwrite: bool
+        self, kind: str, model_id: str, seq_id: int, name: str, ttl: int | None, metadata: object, overwrite: bool
     ) -> str:
         """Queue a checkpoint: ``weights`` with the optimizer, ``sampler_weights`` and ``external_weights`` without."""
         model = self.model(model_id)

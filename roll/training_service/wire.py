@@ -10,13 +10,16 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from roll.serving.http import MAX_BODY
 from roll.serving.refusals import BadRequest
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 MAX_DECODED = 8 * MAX_BODY
 """Bytes of a request after decompression, or of one tensor after it is made dense."""
@@ -148,7 +151,7 @@ def read_pass(body: bytes) -> PassRequest:
     return PassRequest(message.model_id, message.seq_id, data, message.loss_fn, options, message.forward_only, problem)
 
 
-def _datum(message: Any, where: str) -> Datum:
+def _datum(message: Message, where: str) -> Datum:
     parts = []
     for chunk in message.model_input:
         if not chunk.HasField("encoded_text"):
@@ -166,7 +169,7 @@ def _array(data: bytes, dtype: np.dtype[Any], where: str) -> np.ndarray:
     return np.frombuffer(data, dtype)
 
 
-def _tensor(message: Any, where: str) -> torch.Tensor:
+def _tensor(message: Message, where: str) -> torch.Tensor:
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise ValueError(f"{where}: dtype {message.dtype} is not served; float32 (1) and int64 (2) are")
@@ -180,7 +183,7 @@ def _tensor(message: Any, where: str) -> torch.Tensor:
     return torch.from_numpy(values.reshape(shape).copy())
 
 
-def _dense(csr: Any, shape: list[int], dtype: np.dtype[Any], where: str) -> torch.Tensor:
+def _dense(csr: Message, shape: list[int], dtype: np.dtype[Any], where: str) -> torch.Tensor:
     if len(shape) != 2 or not 0 <= shape[0] * shape[1] * dtype.itemsize <= MAX_DECODED or min(shape) < 0:
         raise ValueError(f"{where}: a sparse tensor of shape {shape} must be (T, K), of at most {MAX_DECODED} bytes")
     values = _array(csr.values, dtype, where)

@@ -39,7 +39,7 @@ def overrides(translation: Translation) -> list[str]:
     return [f"{key}={hydra_value(value)}" for key, value in translation.keys.items()]
 
 
-def hydra_value(value: Any) -> str:
+def hydra_value(value: object) -> str:
     """A value in hydra's grammar, so that it is read as the same value."""
     if isinstance(value, str):
         if PLAIN.fullmatch(value) and value.lower() not in WORDS_WITH_A_MEANING:
@@ -89,7 +89,7 @@ def load(translation: Translation, recipe: Path) -> LoadedConfig[Any]:
 def _without_unset(translation: Translation) -> Translation:
     """The translation with the names of variables that are not set here in their place: the run's start reads them."""
 
-    def named(value: Any, is_file: bool) -> Any:
+    def named(value: object, is_file: bool) -> Any:
         if isinstance(value, list):
             return [named(entry, is_file) for entry in value]
         if not isinstance(value, str):

@@ -216,7 +216,7 @@ def _flat(explicit: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     return flat
 
 
-def _section(value: Any) -> Mapping[str, Any] | None:
+def _section(value: object) -> Mapping[str, Any] | None:
     """A section, or text that holds one; None: another value."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:
@@ -313,7 +313,7 @@ class _Match:
     value: Any
 
 
-def _match(key: str, value: Any, dialect: Dialect, draft: Draft) -> _Match | None:
+def _match(key: str, value: object, dialect: Dialect, draft: Draft) -> _Match | None:
     """The rule and our value for one key; mistakes go to the draft, which also learns the fact."""
     found = dialect.find(key)
     if found is None:
@@ -408,7 +408,7 @@ def in_order(keys: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """A value as it is written on the command line, without the shell's quotes."""
     if value is None:
         return "null"

@@ -130,7 +130,7 @@ def put_episodes(draft: Draft) -> None:
             draft.put("val_batch_size", several * max(1, keys.get("val_batch_size", prompts) // several), "val_samples")
 
 
-def put_tools(draft: Draft, tag: str, files: Any, fact: str, keys: Mapping[str, Any]) -> None:
+def put_tools(draft: Draft, tag: str, files: object, fact: str, keys: Mapping[str, Any]) -> None:
     """An entry of ``custom_envs`` that verl's tool agent plays."""
     entry, response = f"custom_envs.{tag}", int(draft.get("response_length", default=0))
     draft.put(f"{entry}.agent", "verl", "turns_on", "tool_file")
@@ -158,7 +158,7 @@ def put_tools(draft: Draft, tag: str, files: Any, fact: str, keys: Mapping[str, 
         draft.put(f"{entry}.data_args.shuffle", False, "shuffle_rows")
 
 
-def put_entry(draft: Draft, tag: str, files: Any, fact: str, keys: Mapping[str, Any]) -> None:
+def put_entry(draft: Draft, tag: str, files: object, fact: str, keys: Mapping[str, Any]) -> None:
     """An entry of ``custom_envs`` that plays an environment of SkyRL's."""
     entry, name, turns = f"custom_envs.{tag}", str(draft.raw["reward"]), int(draft.get("turns", default=1))
     draft.put(f"{entry}.env_type", f"skyrl:{name}", "reward")

@@ -218,7 +218,7 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def _resolve(value: Any, flat: Mapping[str, Any], depth: int = 8) -> Any:
+def _resolve(value: object, flat: Mapping[str, Any], depth: int = 8) -> Any:
     if not isinstance(value, str) or depth == 0:
         return value
     whole = REFERENCE.fullmatch(value)

@@ -17,7 +17,7 @@ ROLES = {"actor": "actor_train", "critic": "critic", "reference": "reference"}
 Convert = Callable[[Any], Any]
 
 
-def as_written(value: Any) -> Any:
+def as_written(value: object) -> Any:
     return value
 
 
@@ -46,7 +46,7 @@ class Rule:
         """True and false are values, and nothing like them is."""
         return self.takes(True) and self.takes(False) and not self.takes(1.5) and not self.takes("auto")
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         """Return true for a value that has a translation."""
         try:
             self.value(value)
@@ -54,7 +54,7 @@ class Rule:
             return False
         return True
 
-    def note_for(self, value: Any) -> str:
+    def note_for(self, value: object) -> str:
         return self.note if self.about is None or value == self.about else ""
 
 
@@ -98,7 +98,7 @@ class Draft:
         """Return true when one of the facts is theirs rather than the recipe's."""
         return any(name in self.written for name in names)
 
-    def get(self, *names: str, default: Any = None) -> Any:
+    def get(self, *names: str, default: object = None) -> Any:
         """The first of these facts that has a value; theirs go before the recipe's."""
         known = [name for name in names if self.facts.get(name) is not None]
         return next(
@@ -117,7 +117,7 @@ class Draft:
         """The first of these facts for which a value holds."""
         return next((value for fact in facts if (value := self.value_of(fact)) is not None), None)
 
-    def put(self, key: str, value: Any, *because: str) -> None:
+    def put(self, key: str, value: object, *because: str) -> None:
         """Set one of our keys, unless its role is not part of the run."""
         section = key.partition(".")[0]
         if section in ROLES.values() and section not in self.roles:
@@ -126,7 +126,7 @@ class Draft:
         for fact in because:
             self.reasons.setdefault(fact, set()).add(key)
 
-    def state(self, fact: str, value: Any) -> None:
+    def state(self, fact: str, value: object) -> None:
         """Set a fact as if one of their keys stated it."""
         self.facts[fact] = value
         self.written.add(fact)
@@ -141,7 +141,7 @@ class Draft:
         """Remark on the facts that the text itself states that they are left out."""
         self.remark([fact for fact in facts if fact in self.explicit], f"left out: {because}")
 
-    def refuse(self, fact: str, rule: str, example: Any = None) -> None:
+    def refuse(self, fact: str, rule: str, example: object = None) -> None:
         """Note that what states a fact has no translation."""
         self.problems.add(self.names.get(fact, fact), self.raw.get(fact, self.facts.get(fact)), rule, example)
 

@@ -77,7 +77,7 @@ def verl_rules(draft: Draft) -> list[dict[str, Any]]:
     return [{"level": level, **band, **more}, *rejections]
 
 
-def rejection_rules(draft: Draft, weight_level: Any, bypass: bool) -> list[dict[str, Any]]:
+def rejection_rules(draft: Draft, weight_level: object, bypass: bool) -> list[dict[str, Any]]:
     """verl's ``rollout_rs``: criteria that a token or its response must fulfil, all of them.
 
     Before the update it takes what it rejects out of the mask, in ``bypass_mode`` (which compares the policy under
@@ -140,7 +140,7 @@ def rejection_rule(draft: Draft, name: str, bound: str) -> dict[str, Any] | None
     return {"level": LEVELS[level], "metric": metric, **band}
 
 
-def bounds(threshold: Any) -> tuple[float | None, float]:
+def bounds(threshold: object) -> tuple[float | None, float]:
     """Lower and upper bound: (None, 2.0) of ``2.0``, (0.5, 5.0) of ``"0.5_5.0"``."""
     low, _, high = str(threshold).rpartition("_")
     return (float(low) if low else None), float(high)
@@ -169,7 +169,7 @@ def skyrl_rules(draft: Draft) -> list[dict[str, Any]]:
     return rules + masks
 
 
-def mask_rules(draft: Draft, level: Any, metric: Any) -> list[dict[str, Any]]:
+def mask_rules(draft: Draft, level: object, metric: object) -> list[dict[str, Any]]:
     """Masks of responses with an outlier among their tokens, of responses by their own ratio, and of tokens; the first
     and the last count only together with another correction."""
     low, high = draft.get("outlier_low"), draft.get("outlier_high")

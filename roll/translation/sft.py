@@ -135,7 +135,7 @@ def find_skyrl_run(draft: Draft) -> None:
         draft.problems.missing("max_length", "is needed: a run here has a longest row", 4096)
 
 
-def splits(value: Any) -> list[str]:
+def splits(value: object) -> list[str]:
     """One split, or several; ``[train[:100]]`` is no list in hydra's grammar."""
     if isinstance(value, str) and value.startswith("["):
         return [part.strip() for part in value[1:-1].split(",")]

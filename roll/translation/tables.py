@@ -78,11 +78,11 @@ def conversion_of(cell: str, known: Mapping[str, Convert]) -> Convert:
     return lambda value: following(of_null if question and value is None else first(value))
 
 
-def whole(value: Any) -> int:
+def whole(value: object) -> int:
     return int(_converted(value, int))
 
 
-def count(value: Any) -> int:
+def count(value: object) -> int:
     """A number of things of which there is one at least."""
     found = whole(value)
     if found < 1:
@@ -90,43 +90,43 @@ def count(value: Any) -> int:
     return found
 
 
-def number(value: Any) -> float | int:
+def number(value: object) -> float | int:
     return float(_converted(value, float))
 
 
-def pair(value: Any) -> list[float | int]:
+def pair(value: object) -> list[float | int]:
     """Two numbers."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("must be two numbers")
     return [number(entry) for entry in value]
 
 
-def truth(value: Any) -> bool:
+def truth(value: object) -> bool:
     return bool(_converted(value, bool))
 
 
-def switched(value: Any) -> bool:
+def switched(value: object) -> bool:
     """The 0 or 1 of an environment variable."""
     if str(value).strip().lower() not in ("0", "1", "true", "false"):
         raise ValueError("must be 0 or 1")
     return str(value).strip().lower() in ("1", "true")
 
 
-def _converted(value: Any, hint: Any) -> Any:
+def _converted(value: object, hint: object) -> Any:
     try:
         return convert(value, hint)
     except Mismatch as error:
         raise ValueError(error.rule) from None
 
 
-def listed(value: Any) -> list[Any]:
+def listed(value: object) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def one_of(names: Mapping[Any, Any], refusals: Mapping[Any, str] | None = None) -> Convert:
     """A conversion by a table of their names; those in ``refusals`` say why they have no translation."""
 
-    def look_up(value: Any) -> Any:
+    def look_up(value: object) -> Any:
         name = value if isinstance(value, Hashable) else str(value)
         if name in names:
             return names[name]
@@ -140,10 +140,10 @@ def one_of(names: Mapping[Any, Any], refusals: Mapping[Any, str] | None = None) 
     return look_up
 
 
-def refused(reason: str, *neutral: Any) -> Convert:
+def refused(reason: str, *neutral: object) -> Convert:
     """A conversion that takes ``neutral`` values only."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> Any:
         if value not in neutral:
             raise ValueError(reason)
         return value

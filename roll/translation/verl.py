@@ -43,7 +43,7 @@ BASES = ("ppo_trainer", "ppo_megatron_trainer")
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 
 
-def _turns(length: int, batch: int = 256, **turns: Any) -> dict[str, Any]:
+def _turns(length: int, batch: int = 256, **turns: object) -> dict[str, Any]:
     """Settings of one of the files next to verl's scripts of several turns."""
     return {
         "data.max_prompt_length": length,
@@ -103,7 +103,7 @@ def config_name(value: object) -> str:
     )
 
 
-def level(value: Any) -> Any:
+def level(value: object) -> Any:
     """``token``, ``sequence``, or null in its spellings and false."""
     return None if value in (*NULLS, False) else one_of({"token": "token", "sequence": "sequence"})(value)
 

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from roll.config.data import name_problem
 from roll.config.names import DECAY_TYPES, LR_SCHEDULER_OPTIONS, TEMPLATE_ENDINGS
@@ -33,12 +32,12 @@ class Checks:
     """A key is written in the file itself or on the command line, not in a file of its ``defaults``, which holds what
     several files share."""
 
-    def add(self, key: str, value: Any, rule: str, example: Any = None) -> None:
+    def add(self, key: str, value: object, rule: str, example: object = None) -> None:
         """Report a mistake, unless the key has one already."""
         if not self.broken(key):
             self.problems.add(key, value, rule, example)
 
-    def missing(self, key: str, rule: str, example: Any = None) -> None:
+    def missing(self, key: str, rule: str, example: object = None) -> None:
         if not self.broken(key):
             self.problems.missing(key, rule, example)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Test = Callable[[Any], bool]
 
 
-def is_set(value: Any) -> bool:
+def is_set(value: object) -> bool:
     return value not in (None, False, "", [], {}, "None")
 
 
@@ -207,14 +207,14 @@ def is_noted(key: str, checks: Checks) -> bool:
     return any(notice.key == key for notice in checks.problems.notices)
 
 
-def why_unread(item: Field[Any], section: Any, config: Any, facts: Mapping[str, Any]) -> str | None:
+def why_unread(item: Field[Any], section: object, config: RunConfig, facts: Mapping[str, Any]) -> str | None:
     """``with loss: cispo``, or None for a key that is read, or that says no."""
     if says_no(item, getattr(section, item.name)):
         return None
     return unmet_condition(item, section, config, facts)
 
 
-def unmet_condition(item: Field[Any], section: Any, config: Any, facts: Mapping[str, Any]) -> str | None:
+def unmet_condition(item: Field[Any], section: object, config: RunConfig, facts: Mapping[str, Any]) -> str | None:
     """The reason why a key is not read, whatever its value: ``without use_kl_loss: true``; None for one that is."""
     for other, wanted in rules_of(item).read_if.items():
         value = facts[other] if other in facts else getattr(section, other, getattr(config, other, None))

@@ -59,7 +59,7 @@ class Place:
     field: Field[Any] | None = None
     hint: Any = None
 
-    def takes(self, value: Any) -> bool:
+    def takes(self, value: object) -> bool:
         """Return true for a value that the key may have."""
         if self.field is None or nested_section(self.hint) or mapped_section(self.hint):
             return True
@@ -257,7 +257,7 @@ class Guide:
                 yield Place(path, path, CONDITIONAL, f"with strategy_name: {strategy} (read with {', '.join(able)})")
 
 
-def hint_of(section: Any, name: str) -> Any:
+def hint_of(section: object, name: str) -> Any:
     """The type of a key."""
     cls: type = type(section)
     return type_hints(cls)[name]

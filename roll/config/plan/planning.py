@@ -63,7 +63,7 @@ def training_plan(
     )
 
 
-def role_plans(definition: PipelineDefinition, config: Any, finish: Finish) -> dict[str, RolePlan]:
+def role_plans(definition: PipelineDefinition, config: RunConfig, finish: Finish) -> dict[str, RolePlan]:
     """The plan of every role whose workers a run starts.
 
     Args:
@@ -137,7 +137,7 @@ def folders(config: RunConfig, exp_name: str) -> Folders:
 
 def shared_plan(
     definition: PipelineDefinition,
-    config: Any,
+    config: RunConfig,
     exp_name: str,
     written: Written,
     finish: Finish = lambda name, section: section,

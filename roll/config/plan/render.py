@@ -188,7 +188,7 @@ def effective_yaml(loaded: LoadedConfig[Any]) -> str:
     return "".join(parts)
 
 
-def _scalar(key: str, value: Any) -> str:
+def _scalar(key: str, value: object) -> str:
     """A value on one line of YAML, masked as its key asks for."""
     last = key.rpartition(".")[2]
     plain = masked({last: json.loads(json.dumps(value, default=str))})

@@ -193,7 +193,7 @@ def _drop(data: dict[str, Any], path: str) -> None:
     data.pop(last, None)
 
 
-def _interpolations(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+def _interpolations(node: object, prefix: str) -> Iterator[tuple[str, str]]:
     """Every leaf that holds ``${...}``, with its path."""
     if isinstance(node, DictConfig):
         items: list[tuple[Any, Any]] = [(key, node._get_node(key)) for key in node]

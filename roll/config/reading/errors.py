@@ -70,14 +70,14 @@ class Problems:
     rename: Callable[[str], str] = field(default=str)
     """From a key as the checks know it to what the file has."""
 
-    def add(self, key: str, value: Any, rule: str, example: Any = None) -> None:
+    def add(self, key: str, value: object, rule: str, example: object = None) -> None:
         self.errors.append(Problem(key, value, rule, example))
 
-    def missing(self, key: str, rule: str, example: Any = None) -> None:
+    def missing(self, key: str, rule: str, example: object = None) -> None:
         """A key that is not there but must be."""
         self.errors.append(Problem(key, None, rule, example, has_value=False))
 
-    def not_available(self, key: str, value: Any, feature: str, example: Any = None) -> None:
+    def not_available(self, key: str, value: object, feature: str, example: object = None) -> None:
         """A key whose feature this version does not have."""
         self.errors.append(Problem(key, value, f"not available yet: {key} ({feature})", example))
 
@@ -100,18 +100,18 @@ class Problems:
         return any(item.key == key or item.key.startswith(f"{key}.") for item in self.errors)
 
 
-def plain_words(value: Any) -> str:
+def plain_words(value: object) -> str:
     """A value as YAML has it: ``null``, ``true``; texts without quotes."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def shorten(value: Any) -> str:
+def shorten(value: object) -> str:
     """The value as it would be written in YAML, cut to a readable length."""
     text = plain_words(value) if value is None or isinstance(value, bool) else repr(masked(value))
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
 
 
-def show_example(key: str, example: Any) -> str:
+def show_example(key: str, example: object) -> str:
     if key.startswith("(") or (isinstance(example, str) and ":" in example and not example.startswith("{")):
         return str(example)
     return f"{key.rsplit('.', 1)[-1]}: {plain_words(example)}"

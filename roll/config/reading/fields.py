@@ -164,7 +164,7 @@ def rules(**options: Any) -> dict[str, FieldRules]:
     return {RULES: FieldRules(**options)}
 
 
-def setting(default: Any, **options: Any) -> Any:
+def setting(default: object, **options: Any) -> Any:
     """A dataclass field with a default and the :class:`FieldRules` in ``options``."""
     return field(default=default, metadata=rules(**options))
 
@@ -172,16 +172,16 @@ def setting(default: Any, **options: Any) -> Any:
 DOTTED_PATH = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
 
 
-def parse_names(value: Any) -> Any:
+def parse_names(value: object) -> Any:
     """A list from names with commas between them; anything else as it is."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
-def parse_dotted_path(value: Any) -> str | None:
+def parse_dotted_path(value: object) -> str | None:
     """``package.module.function`` or null."""
-    if value is not None and not DOTTED_PATH.fullmatch(str(value)):
-        raise ValueError("must be the dotted path of your own function or class, such as my_package.weights.weigh")
-    return value
+    if value is None or (isinstance(value, str) and DOTTED_PATH.fullmatch(value)):
+        return value
+    raise ValueError("must be the dotted path of your own function or class, such as my_package.weights.weigh")
 
 
 LOWEST_TEMPERATURE = 1e-4
@@ -211,7 +211,7 @@ DTYPE_NAMES = {
 }
 
 
-def parse_dtype(value: Any) -> str:
+def parse_dtype(value: object) -> str:
     """``bf16``, ``fp16`` or ``fp32`` from any of the usual spellings (``bfloat16``, ``torch.float32`` ...)."""
     name = str(value).removeprefix("torch.")
     if name not in DTYPE_NAMES:
@@ -223,7 +223,7 @@ MAX_DEVICES = 65_536
 RULE = "must be a list of device ids such as [0, 1], or a string such as 'list(range(0, 8))' or '[0, 1] + [4, 5]'"
 
 
-def parse_device_mapping(value: Any) -> list[int]:
+def parse_device_mapping(value: object) -> list[int]:
     """Device ids in order.
 
     Raises:

@@ -85,7 +85,7 @@ def is_secret(key: str, value: object = None) -> bool:
     return _known[key] if key in _known else tells_secret(key, value)
 
 
-def masked(data: Any, key: str = "") -> Any:
+def masked(data: object, key: str = "") -> Any:
     """A copy of a configuration tree with the values of secret keys, and secrets in other texts, replaced.
 
     Args:
@@ -137,7 +137,7 @@ def masked_text(text: str) -> str:
     return _PREFIXED.sub(_masked_prefixed, text)
 
 
-def register_secrets(data: Any) -> None:
+def register_secrets(data: object) -> None:
     """Remember what is hidden in a tree, so that :func:`masked_text` hides it wherever it turns up."""
     _registered.update(_values(data))
 
@@ -147,7 +147,7 @@ def dump_yaml(data: Mapping[str, Any]) -> str:
     return yaml.safe_dump(masked(data), sort_keys=False, allow_unicode=True, width=120)
 
 
-def _values(data: Any, key: str = "", name: str = "") -> Iterator[str]:
+def _values(data: object, key: str = "", name: str = "") -> Iterator[str]:
     """Values to hide wherever they occur: ``key`` is their key, ``name`` the one that makes them secret."""
     if isinstance(data, Mapping):
         for own, value in data.items():

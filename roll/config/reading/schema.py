@@ -32,7 +32,7 @@ MOST_KEYS_LISTED = 12
 class Mismatch(Exception):
     """A value that cannot be read as the wanted type; carries the rule and a value that would work."""
 
-    def __init__(self, rule: str, example: Any = None) -> None:
+    def __init__(self, rule: str, example: object = None) -> None:
         super().__init__(rule)
         self.rule = rule
         self.example = example
@@ -89,13 +89,13 @@ def flat_options(cls: type) -> dict[str, FlatOption]:
     return found
 
 
-def nested_section(hint: Any) -> type | None:
+def nested_section(hint: object) -> type | None:
     """The dataclass of a field's type (also of ``X | None``), if it is a section."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     return next((option for option in options if isinstance(option, type) and is_dataclass(option)), None)
 
 
-def mapped_section(hint: Any) -> type | None:
+def mapped_section(hint: object) -> type | None:
     """The dataclass of the values of a ``dict[str, X]`` field, if they are sections."""
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for option in options:
@@ -180,7 +180,7 @@ class SchemaReader:
         self.rank = rank
         self.unknown: list[Unknown] = []
 
-    def read(self, cls: type, data: Any, path: str) -> dict[str, Any]:
+    def read(self, cls: type, data: object, path: str) -> dict[str, Any]:
         """The section's values under their field names, each of its field's type; wrong ones and dead keys are left
         out, the latter with a note."""
         if data is None:
@@ -223,7 +223,7 @@ class SchemaReader:
             replaced |= {key for key in keys if ranks[key] < max(ranks.values())}
         return {key: value for key, value in data.items() if key not in replaced}
 
-    def _read_field(self, values: dict[str, Any], item: Field[Any], hint: Any, value: Any, path: str) -> None:
+    def _read_field(self, values: dict[str, Any], item: Field[Any], hint: object, value: object, path: str) -> None:
         rules = rules_of(item)
         inner, mapped = nested_section(hint), mapped_section(hint)
         if inner is not None:
@@ -287,7 +287,7 @@ class SchemaReader:
                 self._read_flat(options, table[place.row], place.option, path, value, f"{name_key}: {name}", name, key)
         return Choice(name, options), left
 
-    def _read_options(self, row: Any, value: Any, path: str) -> dict[str, Any]:
+    def _read_options(self, row: Any, value: object, path: str) -> dict[str, Any]:
         """The options of a row; those of a user's own function are checked against its dataclass later."""
         if value is not None and not isinstance(value, Mapping):
             self.problems.add(path, value, "must be a section of keys, not a single value", "{}")
@@ -306,7 +306,7 @@ class SchemaReader:
         owner: Any,
         option: str,
         path: str,
-        value: Any,
+        value: object,
         choice: str,
         name: str,
         section: str,
@@ -329,7 +329,7 @@ class SchemaReader:
         elif "." not in name and self.is_own(path) and not says_no(item, value):
             self.problems.note(path, f"has no effect with {choice} (read with {', '.join(owner.names)})")
 
-    def _read_sections(self, cls: type, value: Any, path: str) -> dict[str, Any]:
+    def _read_sections(self, cls: type, value: object, path: str) -> dict[str, Any]:
         if value is None:
             return {}
         if not isinstance(value, Mapping):
@@ -338,7 +338,7 @@ class SchemaReader:
         return {str(name): self.read(cls, section, f"{path}.{name}") for name, section in value.items()}
 
 
-def says_no(item: Field[Any], value: Any) -> bool:
+def says_no(item: Field[Any], value: object) -> bool:
     """Return true for null, and for false where that is not a change of the default: neither asks for an effect."""
     return value is None or (value is False and item.default is not True)
 
@@ -361,7 +361,7 @@ def unknown_rule(cls: type, key: str) -> str:
     return "unknown key, and no known one is near; docs/configuration-reference.md lists them all"
 
 
-def convert_field(value: Any, hint: Any, rules: FieldRules) -> Any:
+def convert_field(value: object, hint: object, rules: FieldRules) -> Any:
     """The value as the field's type, its rules checked.
 
     Raises:
@@ -385,14 +385,14 @@ def convert_field(value: Any, hint: Any, rules: FieldRules) -> Any:
     return result
 
 
-def _with_paths(value: Any, group: Group, built_in: Collection[str]) -> Any:
+def _with_paths(value: object, group: Group, built_in: Collection[str]) -> Any:
     """A name, or a list of names, with the paths of those that installed packages offer."""
     if isinstance(value, list):
         return [_with_paths(entry, group, built_in) for entry in value]
     return dotted_path(group, value) if isinstance(value, str) and value not in built_in else value
 
 
-def _check_rules(value: Any, rules: FieldRules) -> None:
+def _check_rules(value: object, rules: FieldRules) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool) and rules.violates(value):
         raise Mismatch(f"must be {rules.bounds()}", rules.example if rules.example is not None else _inside(rules))
     if rules.choices is not None and isinstance(value, str) and value not in rules.choices:
@@ -421,7 +421,7 @@ def _inside(rules: FieldRules) -> float | int:
     return int(low) if float(low).is_integer() else low
 
 
-def convert(value: Any, hint: Any) -> Any:
+def convert(value: object, hint: object) -> Any:
     """The value as ``hint`` (None, bool, int, float, str, Literal, list, dict, unions of those, Any)."""
     origin = get_origin(hint)
     if hint is Any:
@@ -445,7 +445,7 @@ def convert(value: Any, hint: Any) -> Any:
     return _SCALARS[hint](value)
 
 
-def _convert_entry(value: Any, hint: Any, form: str) -> Any:
+def _convert_entry(value: object, hint: object, form: str) -> Any:
     """An entry of a list or mapping; the example of a mistake is the whole of it, as ``form`` says."""
     try:
         return convert(value, hint)
@@ -453,7 +453,7 @@ def _convert_entry(value: Any, hint: Any, form: str) -> Any:
         raise Mismatch(error.rule, None if error.example is None else form.format(error.example)) from None
 
 
-def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
+def _convert_union(value: object, options: tuple[Any, ...]) -> Any:
     plain = [option for option in options if option is not NoneType]
     if NoneType in options and (value is None or (value == "None" and str not in plain)):
         return None
@@ -471,7 +471,7 @@ def _convert_union(value: Any, options: tuple[Any, ...]) -> Any:
     raise Mismatch(", or ".join(dict.fromkeys(failure.rule for failure in failures)), failures[0].example)
 
 
-def _convert_literal(value: Any, allowed: tuple[Any, ...]) -> Any:
+def _convert_literal(value: object, allowed: tuple[Any, ...]) -> Any:
     for option in allowed:
         if value == option and type(value) is type(option):
             return option
@@ -482,7 +482,7 @@ def _convert_literal(value: Any, allowed: tuple[Any, ...]) -> Any:
 _BOOLS = {"true": True, "false": False}
 
 
-def _convert_bool(value: Any) -> bool:
+def _convert_bool(value: object) -> bool:
     if isinstance(value, str):
         value = _BOOLS.get(value.strip().lower())
     if isinstance(value, bool):
@@ -490,7 +490,7 @@ def _convert_bool(value: Any) -> bool:
     raise Mismatch("must be true or false", "true")
 
 
-def _convert_number(value: Any) -> int | float:
+def _convert_number(value: object) -> int | float:
     if isinstance(value, str):
         try:
             value = int(value) if re.fullmatch(r"\s*[+-]?\d+\s*", value) else float(value)
@@ -505,7 +505,7 @@ def _convert_number(value: Any) -> int | float:
     return value
 
 
-def _convert_int(value: Any) -> int:
+def _convert_int(value: object) -> int:
     try:
         number = _convert_number(value)
     except Mismatch as error:
@@ -517,7 +517,7 @@ def _convert_int(value: Any) -> int:
     return int(number)
 
 
-def _convert_str(value: Any) -> str:
+def _convert_str(value: object) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -525,7 +525,7 @@ def _convert_str(value: Any) -> str:
     raise Mismatch("must be text (quote it if that is what is meant)", f"'{value}'" if value is not None else "'text'")
 
 
-_SCALARS = {
+_SCALARS: dict[object, Callable[[object], object]] = {
     bool: _convert_bool,
     int: _convert_int,
     float: lambda value: float(_convert_number(value)),

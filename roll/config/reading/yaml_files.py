@@ -157,7 +157,7 @@ class SourceFile:
         self.file = file
         self._overrides: list[str] = []
 
-    def add_override(self, key: str, value: Any) -> None:
+    def add_override(self, key: str, value: object) -> None:
         self._overrides.append(key)
         if isinstance(value, dict):
             for name, inner in value.items():

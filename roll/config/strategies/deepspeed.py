@@ -183,7 +183,7 @@ def plan_zero(
     return ZeroPlan(stage, target, target if stage == 3 and wants_param else "none", tuple(notices))
 
 
-def numbers(value: Any) -> Any:
+def numbers(value: object) -> Any:
     """The tree with every number as DeepSpeed wants it: ``1e8`` (text or float) becomes the int 100000000.
 
     Entries with the value ``auto`` are left out: DeepSpeed's own default takes their place.
@@ -237,7 +237,7 @@ def _check_keys(path: str, config: DeepSpeedStrategyConfig, problems: Problems) 
             _check_section(key, name, value, problems)
 
 
-def _check_section(path: str, section: str, data: Any, problems: Problems) -> None:
+def _check_section(path: str, section: str, data: object, problems: Problems) -> None:
     known = KEYS.get(section)
     for name, value in data.items() if known is not None and isinstance(data, Mapping) else ():
         if name not in (known or ()):

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 MANAGER_KEYS = frozenset(("generating_args", "system_envs"))
 
 
-class Agentic(PipelineDefinition):
+class Agentic(PipelineDefinition[AgenticConfig, AgenticPlan]):
     """Reinforcement learning from episodes of many turns."""
 
     name = "agentic"

@@ -60,17 +60,18 @@ class AgenticRollout(Agentic):
         first = first_model(config) if role == "actor_infer" else None
         return first or super().default_model(config, role)
 
-    def named_models(self, loaded: Any) -> Iterator[tuple[str, str]]:
+    def named_models(self, loaded: LoadedConfig[AgenticConfig]) -> Iterator[tuple[str, str]]:
         yield from super().named_models(loaded)
+        assert isinstance(loaded.plan, AgenticRolloutPlan)
         yield from ((f"evaluate.models.{one.name}", one.base) for one in loaded.plan.models)
 
     def effective(self, config: AgenticConfig) -> dict[str, Any]:
         return {}
 
-    def batch_facts(self, plan: Any) -> list[tuple[str, str]]:
+    def batch_facts(self, plan: object) -> list[tuple[str, str]]:
         return []
 
-    def facts(self, plan: Any) -> list[tuple[str, str]]:
+    def facts(self, plan: object) -> list[tuple[str, str]]:
         assert isinstance(plan, AgenticRolloutPlan)
         tasks = f"{plan.played.groups} x {plan.played.group_size} = {plan.played.episodes} episodes of every model"
         return [*evaluation_facts(plan), ("episodes", f"{tasks} ({', '.join(plan.played.groups_by_tag)})")]

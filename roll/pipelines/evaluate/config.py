@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from roll.checkpoint.contents import STATE_NAME
 from roll.config.checks.base import Checks
@@ -79,6 +79,19 @@ class EvaluateConfig(RLVRConfig):
 
     evaluate: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Which models are asked, how often, and what must come of it."""
+
+
+class ModelsConfig(Protocol):
+    """A configuration of models that answer: of prompts, or of episodes."""
+
+    @property
+    def evaluate(self) -> EvaluationConfig: ...
+
+    @property
+    def actor_infer(self) -> WorkerConfig: ...
+
+    @property
+    def pretrain(self) -> str: ...
 
 
 def temperature_problem(value: float) -> str | None:
@@ -210,11 +223,8 @@ def passes_of(config: EvaluateConfig, sets: tuple[ValidationSet, ...]) -> Iterat
             yield Pass(f"{prefix}{name}", one.name, value, 1 if greedy else count_of, greedy, not number)
 
 
-def models_of(config: Any) -> Iterator[EvaluatedModel]:
+def models_of(config: ModelsConfig) -> Iterator[EvaluatedModel]:
     """The models that ``evaluate.models`` names, checkpoints of folders one by one.
-
-    Args:
-        config: with the section ``evaluate``.
 
     Raises:
         ValueError: a folder that holds neither a model nor a checkpoint.
@@ -250,12 +260,9 @@ def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
         yield EvaluatedModel(name if step is None else f"{name}-{step}", str(one), base, role)
 
 
-def first_model(config: Any) -> tuple[str, str] | None:
+def first_model(config: ModelsConfig) -> tuple[str, str] | None:
     """Key and folder of the first of ``evaluate.models``, which engines are planned for; of checkpoints, ``pretrain``.
     None where the key names none, or one that cannot be read, which is reported where models are checked.
-
-    Args:
-        config: with the section ``evaluate``.
     """
     if not config.evaluate.models:
         return None
@@ -327,12 +334,9 @@ def check_evaluation(config: EvaluateConfig, checks: Checks) -> None:
     check_templates(config, checks)
 
 
-def check_models(config: Any, checks: Checks) -> None:
+def check_models(config: ModelsConfig, checks: Checks) -> None:
     """Models are there, of a form that can be read, and their names differ; the other keys of ``evaluate``
     as well.
-
-    Args:
-        config: with the section ``evaluate``.
     """
     keys, own = config.evaluate, config.actor_infer.model_args.model_name_or_path or config.pretrain
     names: list[str] = []
@@ -376,9 +380,10 @@ def check_models(config: Any, checks: Checks) -> None:
             checks.add(f"evaluate.temperatures.{index}", value, problem, 1.0)
 
 
-def check_against(config: Any, own: str | None, checks: Checks) -> None:
+def check_against(config: ModelsConfig, own: str | None, checks: Checks) -> None:
     """The model that is served elsewhere; ``own`` is the file's."""
     keys = config.evaluate
+    assert keys.against is not None
     if (wrong := url_problem(keys.against.partition("#")[0])) is not None:
         checks.add("evaluate.against", keys.against, wrong, EXAMPLE_URL)
     section = config.validation if hasattr(config, "validation") else None

@@ -65,8 +65,9 @@ class Evaluate(RLVR):
         first = first_model(config) if role == "actor_infer" else None
         return first or super().default_model(config, role)
 
-    def named_models(self, loaded: Any) -> Iterator[tuple[str, str]]:
+    def named_models(self, loaded: LoadedConfig[RLVRConfig]) -> Iterator[tuple[str, str]]:
         yield from super().named_models(loaded)
+        assert isinstance(loaded.plan, EvaluatePlan)
         yield from ((f"evaluate.models.{one.name}", one.base) for one in loaded.plan.models)
 
     def effective(self, config: RLVRConfig) -> dict[str, Any]:
@@ -75,13 +76,14 @@ class Evaluate(RLVR):
     def reads(self, key: str, section: WorkerConfig, config: RLVRConfig) -> frozenset[str]:
         return READ_KEYS[GENERATES] if key == "actor_infer" else super().reads(key, section, config)
 
-    def batch_facts(self, plan: Any) -> list[tuple[str, str]]:
+    def batch_facts(self, plan: object) -> list[tuple[str, str]]:
         return []
 
-    def facts(self, plan: Any) -> list[tuple[str, str]]:
+    def facts(self, plan: object) -> list[tuple[str, str]]:
+        assert isinstance(plan, EvaluatePlan)
         return evaluation_facts(plan)
 
-    def validation_words(self, plan: Any) -> str:
+    def validation_words(self, plan: object) -> str:
         return ""
 
     def check_host(self, loaded: LoadedConfig[Any]) -> None:
@@ -97,7 +99,7 @@ class Evaluate(RLVR):
         sections = super().filtered_sections(config)
         return {name: section for name, section in sections.items() if name != "actor_train"}
 
-    def resumption_problems(self, *_: Any) -> Iterator[tuple[str, Any, str]]:
+    def resumption_problems(self, *_: object) -> Iterator[tuple[str, Any, str]]:
         yield from ()
 
     def reading_role(self) -> str:

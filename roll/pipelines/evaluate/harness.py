@@ -8,20 +8,25 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from roll.config.loader import LoadedConfig
+from roll.config.plan.plan import RolePlan
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.models import Engines, ModelRun
 from roll.pipelines.evaluate.results import missed
 from roll.pipelines.evaluate.samples import RESULTS
 from roll.pipelines.files import load_tokenizer
+from roll.rollout.engines import EngineClient
 from roll.serving.harness import HarnessOptions, run_program
 from roll.serving.server import FrontOptions, HttpFront
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +45,12 @@ class HarnessRun(ModelRun[EvaluateConfig, EvaluatePlan]):
     def settings(self) -> dict[str, Any]:
         return {}
 
-    def read(self, tokenizer: Any, role: Any) -> None: ...
+    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None: ...
 
     def num_asked(self, way: Pass) -> int:
         return 0
 
-    async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: Any) -> None: ...
+    async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: EngineClient) -> None: ...
 
     def open(self) -> None: ...
 

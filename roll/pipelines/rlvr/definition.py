@@ -68,6 +68,8 @@ from roll.pipelines.rlvr.plan import (
 from roll.pipelines.strict_checks import check_strict_host
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
     from roll.datasets import PromptDataset
@@ -75,7 +77,7 @@ if TYPE_CHECKING:
     from roll.pipelines.batches import RecordedBatch
 
 
-class RLVR(PipelineDefinition):
+class RLVR(PipelineDefinition[RLVRConfig, RLVRPlan]):
     """Reinforcement learning from verifiable rewards."""
 
     name = "rlvr"
@@ -296,7 +298,7 @@ class RLVR(PipelineDefinition):
         if isinstance(plan, RLVRPlan):
             sets = {"train": (config.actor_train.data_args, plan.prompt_length)} | sets
 
-        def read(data_args: DataArguments, limit: int, tokenizer: Any) -> PromptDataset:
+        def read(data_args: DataArguments, limit: int, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
             return read_prompts(config, plan, data_args, limit, tokenizer)
 
         found = {

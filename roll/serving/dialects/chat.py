@@ -123,11 +123,12 @@ def _read_message(message: object, in_episode: bool) -> Message:
     return read | {"tool_calls": list(map(_read_call, calls))} if calls else read
 
 
-def _read_call(call: Any) -> Message:
-    function = call.get("function") if isinstance(call, Mapping) else None
+def _read_call(call: object) -> Message:
+    fields: Mapping[str, Any] = call if isinstance(call, Mapping) else {}
+    function = fields.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise BadRequest("messages: each of tool_calls must have a function with a name", "messages")
-    return call_of(call.get("id", ""), function["name"], function.get("arguments"))
+    return call_of(fields.get("id", ""), function["name"], function.get("arguments"))
 
 
 def _is_image(part: object) -> bool:

@@ -108,7 +108,7 @@ class Fields:
         """True if the field is there, and not null."""
         return self._body.get(name) is not None
 
-    def get(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
+    def get(self, name: str, kind: type | tuple[type, ...], default: object) -> Any:
         """A field's value; null and absence give the default."""
         value = self._body.get(name)
         if value is None:

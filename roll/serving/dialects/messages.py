@@ -68,12 +68,13 @@ def read_messages(body: object, counting: bool = False) -> ChatRequest:
     )
 
 
-def _read_message(message: Any) -> list[Message]:
+def _read_message(message: object) -> list[Message]:
     """A message with its blocks: tool results each, then the text; or the text of a response with its calls."""
-    role = message.get("role") if isinstance(message, Mapping) else None
+    fields: Mapping[str, Any] = message if isinstance(message, Mapping) else {}
+    role = fields.get("role")
     if role not in ("user", "assistant", "system"):
         raise BadRequest("messages: each must have the role user or assistant", "messages")
-    content = message.get("content")
+    content = fields.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
         raise BadRequest("messages: content must be a text or a list of blocks", "messages")
@@ -124,7 +125,7 @@ def messages_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
 def messages_events(body: Mapping[str, Any]) -> Iterator[bytes]:
     """A message as a stream of events."""
 
-    def typed(kind: str, **fields: Any) -> bytes:
+    def typed(kind: str, **fields: object) -> bytes:
         return event({"type": kind, **fields}, kind)
 
     usage = body["usage"] | {"output_tokens": 0}

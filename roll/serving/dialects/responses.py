@@ -133,7 +133,7 @@ def responses_events(body: Mapping[str, Any]) -> Iterator[bytes]:
     """A response as a stream of events."""
     number = 0
 
-    def numbered(kind: str, **fields: Any) -> bytes:
+    def numbered(kind: str, **fields: object) -> bytes:
         nonlocal number
         number += 1
         return event({"type": kind, "sequence_number": number - 1, **fields}, kind)
