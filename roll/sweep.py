@@ -155,6 +155,7 @@ def trial(sweep: Sweep, values: dict[str, str]) -> None:
     # A run has a Ray of its own: nothing of Tune's may reach it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, "-m", "roll.cli", "run", sweep.config, *sweep.words(values)]
+    # Tune changes the working directory; relative paths of the file start from that of the command.
     begun = os.environ.get("TUNE_ORIG_WORKING_DIR") or None
     with open(folder / LOG_NAME, "w", encoding="utf-8") as log:
         process = subprocess.Popen(

@@ -60,7 +60,7 @@ def write_manifest(folder: Path, step: int) -> Manifest:
     Raises:
         ValueError: the folder holds no file.
     """
-    paths = list(_files(folder))
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST_NAME]
     if not paths:
         raise ValueError(f"nothing was written to the checkpoint folder {folder}")
     with ThreadPoolExecutor(_HASH_THREADS) as pool:
@@ -147,10 +147,6 @@ def flush_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST_NAME)
 
 
 def _hash_file(path: Path) -> str:

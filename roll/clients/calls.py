@@ -70,6 +70,7 @@ class CallLoop:
         self._thread.start()
         try:
             yield
+            # A copy: calls leave the set as they end.
             for future in list(self._under_way):
                 future.result()
         finally:
@@ -96,6 +97,7 @@ class Turns:
         async with self._changed:
             await self._changed.wait_for(lambda: not self._users or self._present == needs)
             if not self._users:
+                # Under the lock: no call may start while states are moving.
                 await asyncio.to_thread(self._residency.bring, needs)
             self._present, self._users = needs, self._users + 1
         try:

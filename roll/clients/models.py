@@ -73,6 +73,7 @@ class EngineClient:
 
     async def _sampled(self, requests: Sequence[GenerationRequest]) -> list[FinishedGroup]:
         async with AsyncExitStack() as stack:
+            # Held only until the engines have the requests, so that weights can be exchanged while they generate.
             async with self.order:
                 await stack.enter_async_context(self._workers.needing({self.role: GENERATION}))
                 generations = [self._workers.engines.submit(request) for request in requests]
@@ -83,6 +84,7 @@ class EngineClient:
         """Have ``transfer`` give the engines other weights; samples under way go on with them."""
         engines = self._workers.engines
         await engines.pause()
+        # Restarted engines have the weights of the start: they rejoin right before those are replaced.
         engines.readmit()
         result = await asyncio.to_thread(transfer)
         engines.resume()
@@ -192,6 +194,7 @@ class TrainClient:
 
         def saved() -> None:
             self._cluster.call_all(TrainWorker.save_checkpoint, str(Path(folder).absolute())).result()
+            # The call above returns when the state is copied to host memory; this one waits for the disk.
             self._cluster.call_all(TrainWorker.checkpoint_saved, True).result()
 
         return self._begin(TRAINING, saved)

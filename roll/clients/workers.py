@@ -105,6 +105,7 @@ class Workers:
             self._residency = Residency(self.plan, moves_states(self.config.is_offload_states))
             self._turns = Turns(self._residency)
             self._start(resources)
+            # Inside the context: calls under way need the workers, which end with it.
             with self._calls.running():
                 yield
             self._context.describe_end()

@@ -53,6 +53,7 @@ LEARNING_DEFAULTS: Mapping[str, str] = {
 
 def with_learning_defaults(config: P, pipeline: PipelineDefinition, written: Written) -> P:
     """The configuration with :data:`LEARNING_DEFAULTS` in place of what was not written."""
+    # First, since the size of a group depends on the estimator.
     if config.critic is None:
         config = _filled(config, "adv_estimator", "grpo", written)
     if estimator(config.adv_estimator).norm == ("group", "group"):
@@ -68,6 +69,7 @@ def with_learning_defaults(config: P, pipeline: PipelineDefinition, written: Wri
         role = getattr(config, name)
         if role is not None and not backend_of(role.strategy_args.strategy_name).is_remote:
             config = _filled(config, f"{name}.device_mapping", list(range(devices)), written)
+    # Last, since it divides the batch by the devices and group sizes chosen above.
     for name in ("actor_train", "critic"):
         role = getattr(config, name)
         if role is not None:
@@ -107,6 +109,7 @@ def _devices(config: PolicyRunConfig, pipeline: PipelineDefinition, written: Wri
     if named:
         return min(max(named) + 1, config.num_gpus_per_node)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # Device files, since no library of a driver is loaded for a check.
     found = (
         len(glob.glob("/dev/nvidia[0-9]*")) if visible is None else len([word for word in visible.split(",") if word])
     )

@@ -95,6 +95,7 @@ def load_composed(
     Raises:
         ConfigError: as :func:`load_config`.
     """
+    # First of all: messages about a broken file must not show its secrets either.
     for known in definitions():
         know_keys(declared_secrets(known.config_class))
     register_secrets(composed.data)
@@ -123,6 +124,7 @@ def _load(
     if pipeline is None:
         return None
     cls = pipeline.config_class
+    # A pipeline of the user's own is not among the definitions.
     know_keys(declared_secrets(cls))
     written = with_own_names(data, pipeline, problems)
     reader = SchemaReader(problems, composed.referenced, source.is_own, source.rank)
@@ -161,6 +163,7 @@ def without_fragments(composed: Composed) -> dict[str, Any]:
     key, single values that stand in such a file with them, or that refer to another key themselves."""
     known = {key for entry in PIPELINES for key in entry.start_keys}
     known |= {key for one in definitions() for key in (*known_keys(one.config_class), *dead_keys(one.config_class))}
+    # A collector to throw away: detect_pipeline reports what is wrong with the path.
     own = _own_definition(composed.data.get("pipeline"), Problems())
     known |= set(known_keys(own.config_class)) if own is not None else set()
     unknown = {key: value for key, value in composed.data.items() if key not in known}
@@ -230,6 +233,7 @@ def find_file(config_path: Path, config_name: str | None) -> Path:
     wanted = config_path if config_name is None else config_path / config_name
     candidates = [root / wanted for root in (Path(), Path("examples"), recipes_root() / "examples")]
     for candidate in candidates:
+        # Not with_suffix, which would cut a name such as qwen2.5-grpo at its dot.
         for file in (candidate, candidate.with_name(candidate.name + EXTENSION)):
             if os.path.isfile(file) and file.suffix == EXTENSION:
                 return file

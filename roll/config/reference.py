@@ -253,7 +253,8 @@ def _named(word: str, rows: list[Explanation]) -> list[Explanation]:
     found = [row for row in rows if row.key == name or f"`{name}`" in row.text.partition("Also written")[2]]
     if sections:
         inner = sections[-1]
-        found = [row for row in found if inner in _words(row.section)] or ([] if _is_section(inner) else found)
+        is_section = any(inner in _words(heading) for heading, _, _ in tables())
+        found = [row for row in found if inner in _words(row.section)] or ([] if is_section else found)
     return found
 
 
@@ -298,10 +299,6 @@ def _dead_rows(heading: str, cls: type, elsewhere: tuple[type, ...]) -> Iterator
 
 def _words(heading: str) -> set[str]:
     return set(re.findall(r"\w+", PLACEHOLDER.sub("", heading)))
-
-
-def _is_section(word: str) -> bool:
-    return any(word in _words(heading) for heading, _, _ in tables())
 
 
 def json_schema(cls: type, title: str) -> dict[str, Any]:

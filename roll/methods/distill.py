@@ -105,6 +105,7 @@ class Distillation(RowMethod[DistillConfig, SftRow]):
             teacher = str(self.plan.roles[TEACHER].model_path)
             check_vocabularies(student, teacher, "teacher_pretrain", self.loaded.source, fetch=True)
         sizes = [model_number(path, "vocab_size") for path in (student, teacher)]
+        # Output matrices are padded differently: only ids that both models have can be compared, as int32.
         self.limit = min(size for size in (*sizes, 2**31 - 1) if size is not None)
         if config.teacher_cache is not None:
             made_with = {

@@ -79,6 +79,7 @@ class EpisodeMethod(PolicyMethod):
             if name in columns:
                 tensors[name] = columns[name][index]
         tensors["sequence_tokens"] = columns["loss_mask"].sum(-1)[index]
+        # A packed trajectory has no prompt: lengths are those of the rows that the model processes.
         of_trajectories = {name: metric for name, metric in metrics.items() if not name.startswith(LENGTHS_OF_ROWS)}
         return of_trajectories | row_metrics(batch, layout) | role_metrics(trajectories)
 
@@ -177,6 +178,7 @@ def row_metrics(batch: DataProto, layout: TrajectoryLayout) -> Metrics:
     """Lengths of the rows that the model processes, and numbers of rows and turns of trajectories."""
     tensors, metrics = batch.batch, MetricBuilder()
     mask, total = tensors["response_mask"], tensors["attention_mask"].sum(-1)
+    # argmax is the first sampled token; a row without one is prompt to its end.
     first = torch.where(mask.any(-1), mask.int().argmax(-1), total)
     for name, lengths in zip(LENGTHS_OF_ROWS, (first, total), strict=True):
         metrics.summary(name, lengths)

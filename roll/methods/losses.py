@@ -55,6 +55,7 @@ def compare_with_engine(log_probs: Tensor, batch: TensorBatch) -> Metrics:
     if same is None:
         return {}
     sampled = batch["rollout_log_probs"]
+    # Equal, not close: under strict_on_policy trainer and engine run the same kernels.
     different = (same & (log_probs.detach() != sampled)).nonzero()
     if len(different):
         row, position = different[0].tolist()

@@ -92,6 +92,7 @@ class OPD:
         ask = Ask(temperature=temperature)
         if not taught_by_advantage(config):
             paths = [plan.roles[role].model_path for role in ("actor_train", *map(teacher_role, started))]
+            # Output matrices are padded differently: only ids that all models have can be compared, as int32.
             limit = min(model_number(path, "vocab_size") or 2**31 - 1 for path in paths)
             ask = replace(ask, top=TopTokens(opd_divergence(config).logits_topk, limit))
         return [
@@ -126,6 +127,7 @@ class OPD:
             mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
             total[answer.rows] += self._weights[name] * (clamped_kl(own, theirs, self._config) * mask)
             tokens = float(mask.sum())
+            # Without the clamp, so that the metric remains an estimate of the divergence.
             metrics[f"opd/{name}/kl"] = Mean(float(((own - theirs) * mask).sum()), tokens)
             metrics[f"opd/{name}/teacher_log_prob"] = Mean(float((theirs * mask).sum()), tokens)
         tensors["teacher_kl"] = total

@@ -159,6 +159,7 @@ class DPO(RowMethod[DPOConfig, JudgedRow]):
         flat = models.begin_frozen(batch)()["log_probs"][batch.batch["response_mask"]].numpy()
         ends = np.cumsum([len(part) for row in rows for part in row.responses])
         parts = iter(np.split(flat, ends[:-1]))
+        # Copies: a slice in the cache would keep the log-probs of the whole batch in memory.
         return {row.row_id: [next(parts).copy() for _ in row.responses] for row in rows}
 
     def add_own_columns(self, batch: DataProto, models: Models) -> None:
@@ -176,6 +177,7 @@ class DPO(RowMethod[DPOConfig, JudgedRow]):
             return
         with models.phase("kl_estimate"):
             ratio = self.mean_ratio(mismatched(rows, self.config.sequence_length), models)
+            # A divergence is not negative, but its estimate from a few responses can be.
             estimate = max(0.0, ratio.value())
             models.record({"actor/kl_estimate": Mean(estimate)})
             batch.batch["kl"] = torch.full((len(batch),), estimate)
@@ -250,6 +252,7 @@ def mismatched(rows: Sequence[JudgedRow], longest: int) -> list[JudgedRow]:
     found: list[JudgedRow] = []
     for index, row in enumerate(rows):
         others = (rows[(index + step) % len(rows)] for step in range(1, len(rows)))
+        # Rows of a single prompt have no other: its own responses are used.
         other = next((one for one in others if prompt_key(one) != prompt_key(row)), row)
         room = longest - len(row.prompt_ids)
         found.append(replace(row, responses=[ids[:room] for ids in other.responses], scores=other.scores))

@@ -108,11 +108,13 @@ def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, l
     tokenizer: Any = AutoTokenizer.from_pretrained(student)
     prompt = probe_ids(len(tokenizer), tokenizer.added_tokens_encoder.values(), min(PROBED, longest))
     try:
+        # No waiting for a service that is down: a check reports that; a run in progress retries.
         service = PromptLogProbs(replace(options, max_retries=1, total_timeout=options.request_timeout))
     except ServiceRefused as error:
         yield f"does not answer: {error}"
         return
     try:
+        # As many tokens as the run will request: the limit of a server shows only in a request.
         (rows,) = service.ask([prompt], {0: ALL, -1: 0}.get(wanted, wanted))
     except ServiceRefused as error:
         hint = "" if wanted < 0 else "; vLLM's server needs --max-logprobs with at least as many (-1 for all)"
@@ -123,8 +125,10 @@ def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, l
     if service.max_model_len is not None and service.max_model_len <= longest:
         yield f"serves {service.max_model_len} tokens at most, and rows have up to {longest} and one sampled token"
     differing = []
+    # The first token has no log-prob, since nothing precedes it.
     for token, row in zip(prompt[1:], rows[1:], strict=True):
         theirs, own = (row or {})[str(token)].get("decoded_token"), str(tokenizer.decode([token]))
+        # Tokens that end inside a UTF-8 character have no text of their own, and decoders differ in what they show.
         if theirs is not None and theirs != own and UNFINISHED_CHARACTER not in theirs + own:
             differing.append((token, own, theirs))
     if differing:
@@ -162,13 +166,9 @@ def check_vocabularies(student: str, teacher: str, key: str, source: Path, fetch
     differing = sorted(number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number))
     first = differing[0]
     amount = f"{len(differing)} token ids differ" if len(differing) > 1 else "1 token id differs"
-    mine, other = (_token_words(one.get(first)) for one in (ours, theirs))
+    mine, other = (repr(one[first]) if first in one else "has none" for one in (ours, theirs))
     rule = (
         f"has another vocabulary than the student's {student}: {amount}, the first is {first} (student {mine}, teacher "
         f"{other}); distributions are compared id by id, so both need one tokenizer, added tokens included"
     )
     raise ConfigError([Problem(key, teacher, rule, source=shown(source))])
-
-
-def _token_words(token: str | None) -> str:
-    return "has none" if token is None else repr(token)

@@ -126,6 +126,7 @@ class BatchRecorder:
 
 def is_not_finite(metrics: Mapping[str, float]) -> bool:
     """True if an update was skipped, other than those by which the loss scale of fp16 is found."""
+    # At a loss scale of 1 there is nothing left to lower: the update itself was not finite.
     scaling = any(name.endswith(_SCALE) and value > 1 for name, value in metrics.items())
     return metrics.get(_SKIPPED, 0) > 0 and not scaling
 
@@ -153,6 +154,7 @@ def stored_images(batch: DataProto) -> DataProto:
     batch = batch.select()
     images = batch.non_tensor_batch.get(IMAGES)
     if images is not None:
+        # By identity: the samples of a prompt share one object.
         distinct = {id(one): one for one in images if one is not None}
         place = {name: index for index, name in enumerate(distinct)}
         batch.non_tensor_batch[IMAGES] = object_array(IMAGES, [place.get(id(one)) for one in images])

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.roles import WorkerConfig
 
 if TYPE_CHECKING:
     from roll.strategies.base import ModelStrategy
@@ -118,8 +117,12 @@ class Pair:
         from roll.strategies.factory import create_generation_strategy, create_strategy
 
         self.loaded = loaded
-        trained, engine = (_on_one_rank(loaded.plan.roles[name].section) for name in (TRAINER, ENGINE))
+        sections = (loaded.plan.roles[name].section for name in (TRAINER, ENGINE))
+        trained, engine = (
+            replace(role, device_mapping=(role.device_mapping or [0])[:1], world_size=1) for role in sections
+        )
         threads = worker_threads(loaded.plan.num_devices_per_node)
+        # As many threads as a worker has: their number decides the order of sums, and so the last bits.
         environment = {"OMP_NUM_THREADS": threads} | dict(loaded.config.system_envs) | trained.system_envs
         torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
         try:
@@ -202,10 +205,6 @@ class Pair:
         with tracing.watching_trainer(strategy, trainer):
             self.compute([(one.prompt, one.response) for one in samples], self.params(1).temperature or 1.0)
         return trainer.trace, engine.trace
-
-
-def _on_one_rank(role: WorkerConfig) -> WorkerConfig:
-    return replace(role, device_mapping=(role.device_mapping or [0])[:1], world_size=1)
 
 
 @contextmanager

@@ -100,6 +100,7 @@ def check_recorded_rollouts(config: PolicyRunConfig, checks: Checks) -> None:
         checks.missing("rollout_mock.dump_dir", rule, "./output/first/rollouts")
     elif section.mode == "mock" and section.dump_dir is not None and checks.check_files:
         first = rollout_file(Path(section.dump_dir).expanduser(), 0)
+        # A run that is resumed starts with a later file.
         if not os.path.isfile(first) and not config.resume_from_checkpoint:
             rule = f"holds no {first.name}: a run with mode: dump writes it"
             checks.add("rollout_mock.dump_dir", section.dump_dir, rule)
@@ -315,6 +316,7 @@ def check_engine_devices(config: PolicyRunConfig, checks: Checks) -> None:
     sharing = [name for name, role in others.items() if shares_devices(engines, role)]
     if sharing:
         taken = {device for role in others.values() for device in role.device_mapping or ()}
+        # Among so many ids there are always enough free ones.
         free = [device for device in range(len(taken) + len(engines.device_mapping or ())) if device not in taken]
         rule = (
             f"must share no device with {', '.join(sharing)}: with {KEY} {config.async_generation_ratio:g} and "

@@ -89,6 +89,7 @@ class RunContext(RunLifetime):
             ending.holding(),
             ProgressReporter(end, self._loaded.pipeline.headlines, first_step=first) as self._progress,
         ):
+            # One iteration more than there are steps: the last one only notes that all of them are done.
             for step in range(first, end + 1):
                 self.reach(step)
                 if step == end:
@@ -97,6 +98,7 @@ class RunContext(RunLifetime):
                     logger.info("a callback has ended the run after %d of %d steps", step, end)
                     break
                 self._step_began = time.perf_counter()
+                # Validations and checkpoints between two steps belong to the step before them.
                 self._record_phases(step - 1)
                 self._measures_memory = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
                 yield step

@@ -79,11 +79,7 @@ class CallReader:
         functions = function_calls(parsed, self._demanded, self._template.decode(ids).strip())
         if not self._request.parallel_calls:
             functions = functions[:1]
-        calls = [{"id": _identifier(), "type": "function", "function": one} for one in functions]
+        # Nine letters and digits are the only form of an id that the chat templates of Mistral take.
+        calls = [{"id": uuid.uuid4().hex[:9], "type": "function", "function": one} for one in functions]
         content = parsed.content if parsed.calls or not calls else ""
         return Called(visible_text(content, self._request.params), parsed.reasoning, calls)
-
-
-def _identifier() -> str:
-    """Nine letters and digits, which is the only form that the chat templates of Mistral take."""
-    return uuid.uuid4().hex[:9]

@@ -178,8 +178,10 @@ def _tensor(message: Message, where: str) -> torch.Tensor:
         return _dense(message.sparse_csr, shape, dtype, where)
     values = _array(message.dense, dtype, where)
     shape = shape or [len(values)]
+    # Python integers: a product of int64 sizes can overflow to the wanted number.
     if any(size < 0 for size in shape) or np.prod(shape, dtype=object) != len(values):
         raise ValueError(f"{where}: {len(values)} values do not fill the shape {shape}")
+    # A copy: the bytes of a message are read-only, and tensors are not.
     return torch.from_numpy(values.reshape(shape).copy())
 
 

@@ -73,6 +73,7 @@ def check_model(
         return
     if checks.broken(key):
         return
+    # The family of a hub model that is not on this machine may show in its name.
     known = found or (None if looks_like_folder(path) else family_of(path))
     if known is None:
         checks.note(key, f"{path} cannot be checked without its config.json, which is not on this machine")
@@ -197,6 +198,7 @@ def check_nodes(config: RunConfig, checks: Checks) -> None:
         devices = role.device_mapping or []
         key = f"{checks.pipeline.section_key(name)}.device_mapping"
         size = devices_per_worker(role)
+        # check_devices reports a group that is not complete.
         for start in range(0, len(devices) - size + 1, size):
             group = devices[start : start + size]
             if len({device // per_node for device in group}) > 1:

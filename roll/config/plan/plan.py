@@ -124,6 +124,7 @@ def _check_dynamic(
     if not is_used:
         problems.note(switch, "no effect: this role does not train")
         return
+    # With padding a row alone in its micro-batch is rounded up as well, and must still fit.
     needed = (
         sequence_length
         if micro_batching(role, kind == "train").removes_padding
@@ -315,6 +316,7 @@ def working_values(plan: TrainingPlan, prompts: int, group_size: int, section: s
     micro = nearest(plan.micro_batch_size, [size for size in divisors(samples // rows) if samples % rows == 0])
     if micro is not None:
         found.append(f"{section}.training_args.per_device_train_batch_size: {micro}")
+    # prompts x group_size is a multiple of mini_batch_size exactly where prompts is one of this.
     quantum = plan.mini_batch_size // gcd(plan.mini_batch_size, group_size)
     multiple = max(1, round(prompts / quantum)) * quantum
     found.append(f"rollout_batch_size: {multiple}")
@@ -325,6 +327,7 @@ def divisors(number: int) -> list[int]:
     """All divisors in ascending order; none for 0 and negative numbers."""
     small = [candidate for candidate in range(1, isqrt(max(0, number)) + 1) if number % candidate == 0]
     large = [number // candidate for candidate in reversed(small)]
+    # The root of a square is in both halves.
     return small + large[1 if small and small[-1] == large[0] else 0 :]
 
 

@@ -34,6 +34,7 @@ def world_size(role: WorkerConfig) -> int:
 def devices_per_worker(role: WorkerConfig) -> int:
     """An engine's own size, else ``num_gpus_per_worker``."""
     role = with_engine_size(role)
+    # A collector to throw away: check_strategy reports mistakes in the options.
     options = read_strategy_config(role.strategy_args, role.name, Problems())
     if is_sized_engine(role) and options is not None:
         return options.devices_per_worker
@@ -106,6 +107,7 @@ def finished_section(section: WorkerConfig, plan: RolePlan) -> WorkerConfig:
 
 def with_cache_length(role: WorkerConfig, length: int) -> WorkerConfig:
     """The role with a KV cache for sequences of ``length`` tokens, where its own section leaves that open."""
+    # A null in the file leaves the length open, too.
     options = {"max_model_len": length} | {k: v for k, v in role.strategy_args.strategy_config.items() if v is not None}
     return replace(role, strategy_args=replace(role.strategy_args, strategy_config=options))
 

@@ -455,10 +455,12 @@ def _convert_entry(value: object, hint: object, form: str) -> Any:
 
 def _convert_union(value: object, options: tuple[Any, ...]) -> Any:
     plain = [option for option in options if option is not NoneType]
+    # "None" is how files of Python projects write null; a text field keeps it.
     if NoneType in options and (value is None or (value == "None" and str not in plain)):
         return None
     if bool in plain and isinstance(value, str) and value.strip().lower() in _BOOLS:
         return _BOOLS[value.strip().lower()]
+    # The type of the value first: 1 remains an int under `float | int`.
     exact = [option for option in plain if option is type(value)]
     failures = []
     for option in exact + [option for option in plain if option not in exact]:

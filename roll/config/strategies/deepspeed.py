@@ -70,6 +70,7 @@ class DeepSpeedStrategyConfig(StrategyConfig):
         _check_keys(path, self, problems)
         _check_zero_section(path, self, problems)
         try:
+            # As on the machine of the run: this one may have no accelerator.
             plan = plan_zero(self, environ, trains=trains, has_accelerator=True)
             switch(self, "fp32_grad_accumulation", environ)
             switch(self, "step_each_micro_batch", environ)
@@ -193,6 +194,7 @@ def numbers(value: object) -> Any:
     if isinstance(value, list):
         return [numbers(entry) for entry in value]
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
+        # Digits alone go to int(), since a float would round large ones.
         value = float(value) if not value.strip().lstrip("+-").isdigit() else int(value)
     if isinstance(value, float) and value.is_integer():
         return int(value)

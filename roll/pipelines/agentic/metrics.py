@@ -44,6 +44,7 @@ def validation_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
 def _scores(groups: Sequence[EpisodeGroup], prefix: str) -> dict[str, float]:
     episodes = [episode for group in groups for episode in group.episodes]
     scores = [group.mean_score() for group in groups]
+    # Groups all of whose episodes failed have no score, and would make every mean NaN.
     known = [score for score in scores if not np.isnan(score)] or [float("nan")]
     turns = float(np.mean([len(episode.calls) for episode in episodes]))
     found = {
@@ -147,6 +148,7 @@ def token_checks(batch: DataProto, groups: Sequence[EpisodeGroup]) -> Metrics:
             here = sampled[own == turn].tolist()
             trained[int(number[row]), turn] += 1
             changed += sum(one != other for one, other in zip(here, expected, strict=False))
+            # zip ends with the shorter one: missing and surplus tokens count as well.
             changed += abs(len(here) - len(expected))
     wanted = {
         (index, call.index): len(call.response_ids)
@@ -154,6 +156,7 @@ def token_checks(batch: DataProto, groups: Sequence[EpisodeGroup]) -> Metrics:
         for call in episode.calls
         if call.response_ids
     }
+    # A turn that is never trained counts like one that is trained twice.
     twice = sum(abs(trained[key] - 1) * length for key, length in wanted.items())
     return {
         "agent/retokenized_tokens": Mean(float(changed)),

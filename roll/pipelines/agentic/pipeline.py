@@ -178,6 +178,7 @@ class EpisodeSource(RolloutSource[Task, EpisodeGroup, EpisodeValidation]):
         numbers = iter(range(manager.groups))
         flow = EpisodeFlow(
             self._engines,
+            # range() first: the other way round zip would take a number more than it returns.
             lambda count: [tasks.task(number) for _, number in zip(range(count), numbers, strict=False)],
             self._data.validation_players,
             EpisodeSettings(manager.group_size, "validation/", manager.redundancy, manager.num_groups),

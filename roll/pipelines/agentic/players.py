@@ -87,6 +87,7 @@ def build_players(
             agent = agents[tag]
         most = manager.generating_args.max_new_tokens or entry.new_tokens
         limits = Limits(entry.turns, min(entry.new_tokens, most), plan.sequence_length, entry.seconds)
+        # The limit of an entry may be below the minimum of the manager.
         least = min(params.min_new_tokens, limits.new_tokens)
         own = replace(params, max_new_tokens=limits.new_tokens, min_new_tokens=least)
         tool_format = section.tool_format or detect_format(template.source)
@@ -183,6 +184,7 @@ class TaskSource:
         self._in_order = in_order
         self._data = data
         self._shares = manager.groups_by_tag
+        # Each group at the middle of its share of the cycle, which interleaves tags evenly whatever their numbers.
         places = sorted(
             ((index + 0.5) / number, order, tag, index)
             for order, (tag, number) in enumerate(self._shares.items())
@@ -202,6 +204,7 @@ class TaskSource:
         """Task ``number``, counted from 0."""
         turn, place = divmod(number, len(self._pattern))
         tag, index = self._pattern[place]
+        # Counted within the tag: its tasks do not depend on which other tags there are.
         own = turn * self._shares[tag] + index
         rows = self._data.get(tag)
         if rows is None:

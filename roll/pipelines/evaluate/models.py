@@ -195,6 +195,7 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         is_new = engines is None
         if engines is None:
             self.start_scorers()
+            # An engine loads a model folder by itself; weights of a checkpoint are sent to it after its start.
             role = base if model.checkpoint else self.role_of(model)
             engines = Engines(self, role, keeps_weights=is_last and model.checkpoint is None)
         if not is_new or model.checkpoint is not None:
@@ -233,6 +234,7 @@ class Engines:
     def exchange(self, model: EvaluatedModel, version: int) -> None:
         """Give the engines the weights of another model, verified tensor by tensor."""
         if self._source is None:
+            # It reads files into host memory, and needs no device.
             section = replace(
                 self._role.section, device_mapping=None, num_gpus_per_worker=1, world_size=1, worker_cls=None
             )

@@ -81,6 +81,7 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
         flow = PromptFlow(
             client,
             self.reward_client(),
+            # complete() sets the number before it starts a prompt, one at a time.
             lambda count: [prompts[flow.next_order]],
             GroupSettings(way.num_samples, params, self.config.seed),
             first_draw=0,
@@ -184,6 +185,7 @@ class ServedModel:
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self._service = RemoteService(address_of(config, url), "chat/completions")
+        # A thread for each prompt in flight: a request blocks until all of its samples are there.
         self._pool = ThreadPoolExecutor(config.val_batch_size, thread_name_prefix="served")
         self._data_args = data_args
         self._templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)

@@ -84,18 +84,14 @@ class Results:
         console = Console(emoji=False)
         if not console.is_terminal:
             console = Console(emoji=False, width=WIDTH)
-        for table in self._tables():
-            console.print(table)
+        console.print(self._table())
+        if len(self.metrics) > 1:
+            console.print(self._comparisons())
         for name, path in {"results": file, "samples": self._samples.path}.items():
             console.print(Text(f"{name:<10}{path}"), soft_wrap=True)
         for sentence in failed:
             console.print(Text(f"below its threshold: {sentence}", style="red"), soft_wrap=True)
         return failed
-
-    def _tables(self) -> Iterator[Table]:
-        yield self._table()
-        if len(self.metrics) > 1:
-            yield self._comparisons()
 
     def _table(self) -> Table:
         largest = {way.name: way.num_samples for way in self._plan.passes}
@@ -106,7 +102,8 @@ class Results:
         for _, heading in COLUMNS:
             table.add_column(heading, no_wrap=True)
         kinds = [f"{kind}@{k}" for k in several for kind in ("pass", "maj", "chosen")]
-        kinds = [kind for kind in kinds if any(_has(found, kind) for found in self.metrics.values())]
+        known = {name.rpartition("/")[2] for found in self.metrics.values() for name in found}
+        kinds = [kind for kind in kinds if kind in known]
         for kind in kinds:
             table.add_column(kind, justify="right", no_wrap=True)
         for model, metrics in self.metrics.items():
@@ -132,10 +129,6 @@ class Results:
                 cells = (_with_interval(metrics, f"{prefix}difference", sign="+"), f"{metrics[prefix + 'p_value']:.3f}")
                 table.add_row(*map(Text, (model, way.name, *cells, *counts)))
         return table
-
-
-def _has(metrics: Mapping[str, Any], kind: str) -> bool:
-    return any(name.endswith(f"/{kind}") for name in metrics)
 
 
 def _number(value: float | None) -> str:
@@ -188,15 +181,18 @@ def sign_flip_p_value(differences: np.ndarray) -> float:
     sizes = np.abs(differences[differences != 0])
     if not len(sizes):
         return 1.0
+    # With a margin: sums of the same numbers in another order may differ in their last bits.
     observed = abs(float(differences.sum())) - 1e-9
     if len(sizes) <= EXACT:
         signs = np.array(list(product((-1.0, 1.0), repeat=len(sizes))))
         return float((np.abs(signs @ sizes) >= observed).mean())
+    # A fixed seed: the same answers always give the same p-value.
     random = np.random.default_rng(0)
     reached, rows = 0, max(1, CHUNK // len(sizes))
     for begin in range(0, PERMUTATIONS, rows):
         signs = random.integers(0, 2, (min(rows, PERMUTATIONS - begin), len(sizes))) * 2.0 - 1.0
         reached += int((np.abs(signs @ sizes) >= observed).sum())
+    # The observed signs are one of the possible choices, which also keeps the estimate above 0.
     return (reached + 1) / (PERMUTATIONS + 1)
 
 
@@ -213,5 +209,6 @@ def missed(thresholds: Mapping[str, float], results: Mapping[str, Mapping[str, A
         if not found:
             yield f"{key}: there is no such metric"
         for model, value in found.items():
+            # Not `value < least`, which is false for NaN.
             if not value >= least:
                 yield f"{model}: {metrics[model]} is {value:.4f}, below {least:g}"

@@ -157,6 +157,7 @@ def check_reward_name(key: str, section: str, name: str | None, checks: Checks) 
             checks.missing(path, rule, "math_rule")
         return
     class_name = name.rpartition(".")[2]
+    # A name without a dot cannot be a user's own: those are dotted paths.
     published = name.startswith(PUBLISHED_PREFIX) or class_name == name
     if name in PLANNED_REWARDS.values() or (published and class_name in PLANNED_REWARDS):
         checks.problems.not_available(path, name, *WHY_PLANNED[PLANNED_REWARDS.get(class_name, name)])

@@ -88,6 +88,7 @@ def read_prompts(
     Raises:
         DataError: as :func:`load_data`, or a domain none of whose rows can be scored.
     """
+    # An evaluation starts no trainer.
     policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]
     model_args = policy.section.model_args
     vision = VisionModel.load(str(policy.model_path), tokenizer, model_args.trust_remote_code)

@@ -69,6 +69,7 @@ class RLVRPlan(PolicyPlan):
     @property
     def max_sequence_length(self) -> int:
         """Longest sequence that an engine meets, validation included."""
+        # The 0 is for runs without sets: max() of a single number would look for its items.
         return max(self.sequence_length, *(one.sequence_length for one in self.validation_sets), 0)
 
 
@@ -199,6 +200,7 @@ def judge_roles(config: RLVRConfig) -> set[str]:
 def reward_calls(domain: str, section: RewardConfig) -> int | None:
     """Calls that a worker of the domain takes at a time; None for a reward that cannot be built, which
     :mod:`roll.preflight` refuses."""
+    # The reward may be a module in the working directory.
     find_own_modules()
     try:
         return concurrent_calls(domain, section)

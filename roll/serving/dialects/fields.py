@@ -114,6 +114,7 @@ class Fields:
         if value is None:
             return default
         kinds = kind if isinstance(kind, tuple) else (kind,)
+        # bool is an int in Python, but true is no number in JSON.
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise BadRequest(f"{name}: must be {' or '.join(k.__name__ for k in kinds)}, not {value!r}"[:300], name)
         if isinstance(value, int | float) and not -MAX_NUMBER <= value <= MAX_NUMBER:
