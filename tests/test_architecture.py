@@ -7,10 +7,16 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
+from roll.config.policy import PolicyRunConfig
+from roll.methods.opd_keys import TaughtConfig
+from roll.pipelines.rlvr.definition import OPD
+
 PACKAGE = Path(__file__).parent.parent / "roll"
-MODULES = {module: ast.parse(module.read_text(encoding="utf-8")) for module in sorted(PACKAGE.rglob("*.py"))}
+TEXTS = {module: module.read_text(encoding="utf-8") for module in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {module: ast.parse(text) for module, text in TEXTS.items()}
 """File to syntax tree."""
 
 FLOORS = {
@@ -228,3 +234,14 @@ def test_pictures_are_drawn_from_the_code() -> None:
     spec.loader.exec_module(module)
     for file, text in module.pictures().items():
         assert file.read_text(encoding="utf-8") == text, "python docs/site/architecture.py"
+
+
+def test_a_method_that_is_added_has_one_home() -> None:
+    """Its names are that of its pipeline, and of its keys those of one word, which are its roles' among others."""
+    inherited = {item.name for item in fields(PolicyRunConfig)}
+    own = {item.name for item in fields(TaughtConfig)} - inherited
+    names = {OPD.name} | {name for name in own if "_" not in name}
+    assert {"opd", "teacher"} <= names
+    naming = [dotted(module) for module, text in TEXTS.items() if any(name in text for name in names)]
+    outside = [name for name in naming if not name.startswith("roll.methods")]
+    assert len(naming) <= 18 and len(outside) <= 9, naming

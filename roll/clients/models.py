@@ -92,8 +92,8 @@ class EngineClient:
 
 
 class TrainClient:
-    """A role that learns (``actor_train``, ``critic``, ``sft_train`` ...), or one that only computes (``reference``, a
-    teacher).
+    """A role that learns (``actor_train``, ``critic``, ``sft_train`` ...), or one that only computes
+    (``reference`` ...).
 
     Raises:
         ValueError: the workers have no such role.
@@ -112,8 +112,8 @@ class TrainClient:
         return self._cluster.dp_size
 
     def forward(self, batch: DataProto, ask: Ask = LOG_PROBS) -> Future[TensorBatch]:
-        """Columns without gradient, float32 (B, L), 0 outside ``response_mask``: log-probs, entropies, values, or a
-        teacher's most probable tokens.
+        """Columns without gradient, float32 (B, L), 0 outside ``response_mask``: log-probs, entropies, values, or the
+        most probable tokens.
 
         Samples (rows with ``group_ids``) are distributed over the ranks in shares of equal work, other rows in their
         order. The batch is read as it is now: columns that are added later do not count.

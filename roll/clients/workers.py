@@ -57,7 +57,7 @@ class Workers:
     """The models of a configuration, each in its processes, for the length of a ``with`` block.
 
     Of a pipeline that samples (RLVR, agents, on-policy distillation) these are policy, engines, and what the algorithm
-    needs of reference, critic and teachers; of one on given rows, the role that learns and the one that does not.
+    needs of other models; of one on given rows, the role that learns and the one that does not.
     Rewards and environments are the loop's. The output folder has a run's log, metrics (:meth:`log`) and report.
     """
 

@@ -252,20 +252,3 @@ class DivergenceConfig:
     js_beta: float = setting(0.5, gt=0, lt=1, read_if={"kd_objective": ("js_divergence",)})
     """``js_divergence``: weight of the teacher in the mixture (GKD's beta). For b near 0 it is b times the forward KL,
     near 1 it is 1 - b times the reverse KL."""
-
-
-OPD_FORMS = ("advantage", "topk", "full_vocabulary")
-
-
-def parse_opd_form(value: object) -> Any:
-    """One of :data:`OPD_FORMS`; sampled estimators as losses are refused with the reason."""
-    name = str(value)
-    if name.removesuffix("_loss") in ("k1", "kl", "k3", "low_var_kl"):
-        expected = "zero" if "3" not in name and "low" not in name else "that of the forward KL, not of the reverse"
-        raise ValueError(
-            f"must be one of {', '.join(OPD_FORMS)}: {name} differentiated on samples of the student has "
-            f"the expected gradient {expected}; as an advantage, without gradient, k1 gives the reverse KL's"
-        )
-    if name not in OPD_FORMS:
-        raise ValueError(f"must be one of {', '.join(OPD_FORMS)}")
-    return name

@@ -254,6 +254,11 @@ class PipelineDefinition(ABC, Generic[C, P]):
         or None for the classes that stand for a role's own worker."""
         return worker_name(section.worker_cls, self.published_workers)
 
+    def distributions(self, config: Any, role: str) -> tuple[int | None, int | None]:
+        """Tokens of each distribution that a role is compared with in training, and that it gives; 0: all, None:
+        none."""
+        return None, None
+
     # Notes on keys without effect
 
     def is_role(self, key: str) -> bool:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from roll.config.algorithm import PPOConfig
-from roll.config.losses import KD_OBJECTIVES, TOPK_TAILS, parse_opd_form
-from roll.config.reading.fields import rules, setting
+from roll.config.reading.fields import setting
 from roll.config.roles import GenerationWorkerConfig, ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.base import UpdateMode as UpdateMode
@@ -113,42 +112,6 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     partial_rollout: bool = setting(True, read_if={"async_generation_ratio": ()})
     """Asynchronous rollout: weights are updated while samples are in flight, which go on with the new ones. false:
     every update waits until the samples in flight are finished."""
-    teacher: dict[str, ReferenceWorkerConfig] = field(default_factory=dict, metadata=rules(or_one=True))
-    """On-policy distillation: a teacher's section, or several by name. ``tag_included`` routes rows to each (empty:
-    all); a row may have several teachers, whose terms add up."""
-    is_pure_opd: bool = False
-    """On-policy distillation alone: rewards are measured and not learnt from. The launcher
-    ``start_onpolicy_distill_pipeline.py`` sets it."""
-    use_opd: bool = False
-    """On-policy distillation in addition to the rewards."""
-    opd_kl_coef: float = setting(1.0, ge=0, read_if={"teacher": ()})
-    """Weight of the divergence from a teacher whose section does not say it."""
-    opd_form: str = setting("advantage", parse=parse_opd_form, read_if={"teacher": ()})
-    """On-policy distillation: ``advantage`` puts minus the log-ratio to the teacher (``kl_penalty``) into the advantage
-    of each sampled token; ``topk`` and ``full_vocabulary`` differentiate a divergence of the whole distributions at the
-    student's own states."""
-    opd_gamma: float = setting(0.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
-    """``opd_form: advantage``: discount of the log-ratios of later tokens. 0: a token answers for itself; above, also
-    for where it leads (MiniLLM)."""
-    opd_objective: str = setting("reverse_kl", choices=KD_OBJECTIVES, read_if={"opd_form": ("topk", "full_vocabulary")})
-    """``opd_form: topk`` and ``full_vocabulary``: the divergence, as ``kd_objective`` of distillation."""
-    opd_topk: int = setting(64, ge=1, read_if={"opd_form": ("topk",)})
-    """``opd_form: topk``: the teacher's most probable tokens that are compared, the rest as one bucket."""
-    opd_topk_tail: str = setting("bucket", choices=TOPK_TAILS, read_if={"opd_form": ("topk",)})
-    """``opd_form: topk``: the rest of the vocabulary, as ``topk_tail`` of distillation."""
-    opd_log_prob_floor: float | None = setting(None, lt=0, read_if={"opd_form": ("topk", "full_vocabulary")})
-    """``opd_form: topk`` and ``full_vocabulary``: log-probs that are compared are this at least; null: as they are."""
-    opd_clamp: float | None = setting(None, gt=0, read_if={"teacher": ()})
-    """The divergence of a token from its teacher, or the log-ratio in its advantage, is held within +- this bound."""
-    lmbda: float = setting(1.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
-    """``opd_form: topk`` and ``full_vocabulary``: share of the prompts that the student answers; the others come with
-    the responses of their rows (``data_args.response``), as in GKD."""
-    opd_teacher_prompt: str | None = setting(None, read_if={"teacher": ()})
-    """Text that teachers see in place of a prompt's last user message: a text with columns of the row, ``prompt``
-    (the message itself) and ``ground_truth`` in braces, as ``"{prompt}\\n\\nThe answer is {ground_truth}."`` for
-    self-distillation with privileged information. null: what the student sees."""
-    pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
-    """On-policy distillation: the pipeline it runs on, which a file's other keys say as well."""
     warn_after_steps: int = setting(3, ge=0)
     """A warning says when all scores were the same, all advantages 0, or too many responses were truncated, in so many
     steps in a row; 0: never."""

@@ -244,10 +244,8 @@ class WorkerConfig:
     """Which sequences are packed together."""
     router_replay: RouterReplayArguments = field(default_factory=RouterReplayArguments)
     """Expert choices replayed in training."""
-    opd_kl_coef: float | None = setting(None, ge=0)
-    """On-policy distillation: weight of this teacher's KL."""
     tag_included: list[str] | None = None
-    """Rows with one of these tags are routed here (rewards and teachers)."""
+    """Rows with one of these tags are routed here."""
 
 
 def _strategy(name: str) -> StrategyArguments:

@@ -13,7 +13,7 @@ from roll.config.pipelines import TEACHES, TRAINS, Headline, Panel, Role, Writte
 from roll.config.reading.fields import parse_dtype, setting
 from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
 from roll.methods.supervised import SupervisedConfig, SupervisedDefinition, SupervisedPlan
-from roll.methods.teachers import check_teachers, check_temperature, check_vocabularies, finished_teacher
+from roll.methods.teachers import check_teachers_of, check_temperature, check_vocabularies_of, finished_teacher
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -107,27 +107,22 @@ class Distill(SupervisedDefinition[DistillConfig]):
             return plan
         teacher = plan.roles["teacher"]
         finished = replace(teacher, section=finished_teacher(teacher.section, config.sequence_length))
-        return replace(plan, roles={**plan.roles, "teacher": finished}, teacher_runs_ahead=not teacher.colocated_with)
+        return replace(plan, roles={**plan.roles, "teacher": finished}, frozen_runs_ahead=not teacher.colocated_with)
+
+    def distributions(self, config: DistillConfig, role: str) -> tuple[int | None, int | None]:
+        count = config.logits_topk
+        return (count, None) if role == self.role else (None, count)
 
     def default_model(self, config: DistillConfig, role: str) -> tuple[str, str | None]:
         key = f"{role}_pretrain"
         return key, getattr(config, key) or None
 
     def check_parts(self, loaded: LoadedConfig[DistillConfig]) -> None:
-        roles = loaded.plan.roles
-        if "teacher" in roles:
-            key, _ = self.model(loaded.config, "teacher", roles["teacher"].section)
-            student, teacher = (str(roles[name].model_path) for name in ("student", "teacher"))
-            check_vocabularies(student, teacher, key, loaded.source)
+        check_vocabularies_of(self, loaded, self.role)
 
     def check_services(self, loaded: LoadedConfig[DistillConfig]) -> None:
-        roles, config = loaded.plan.roles, loaded.config
-        if "teacher" in roles:
-            key, _ = self.model(config, "teacher", roles["teacher"].section)
-            teachers = {"teacher": (key, roles["teacher"])}
-            student = str(roles["student"].model_path)
-            check_teachers(student, teachers, config.logits_topk, config.sequence_length, loaded.source)
+        check_teachers_of(self, loaded, self.role, loaded.config.logits_topk)
 
     def facts(self, plan: SupervisedPlan) -> list[tuple[str, str]]:
-        ahead = "computes the next step's rows while the student learns" if plan.teacher_runs_ahead else "takes turns"
+        ahead = "computes the next step's rows while the student learns" if plan.frozen_runs_ahead else "takes turns"
         return [("teacher", ahead if "teacher" in plan.roles else "none: its log-probs are all in teacher_cache")]

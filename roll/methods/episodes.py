@@ -16,8 +16,8 @@ from roll.algorithms.advantages import resolve_norm_types, traits_of
 from roll.algorithms.metrics import BatchWatch, MetricBuilder
 from roll.algorithms.samples import token_level_rewards
 from roll.algorithms.turns import TrajectoryLayout, Turns
-from roll.config.policy import PolicyRunConfig
 from roll.methods.policy import PolicyMethod
+from roll.methods.policy_plan import PolicyConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
 
@@ -48,7 +48,7 @@ class EpisodeMethod(PolicyMethod):
 
     def __init__(
         self,
-        config: PolicyRunConfig,
+        config: PolicyConfig,
         norm_types: tuple[str | None, str | None],
         max_tokens: int,
         by_tag: bool = False,

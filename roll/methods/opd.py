@@ -12,10 +12,13 @@ has no sampling noise and leaves out what a token does to later states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,17 +27,39 @@ from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.policy_losses import LossInputs
 from roll.config.losses import DivergenceConfig
 from roll.config.model_files import model_number
-from roll.config.policy import PolicyRunConfig
+from roll.config.reading.errors import count
+from roll.config.roles import DataArguments
+from roll.datasets.columns import Columns
+from roll.datasets.reading import SourceRow
+from roll.datasets.sft import read_demonstration
+from roll.datasets.templates import Conversation, Renderer, TemplateChoice
+from roll.datasets.types import DataError, PromptRow
 from roll.methods.base import POLICY_COLUMNS, Answer, Ask, RoleAsk, Totals
-from roll.methods.distill import TEACHER, comparison, of_teacher
+from roll.methods.distill import comparison, of_teacher
 from roll.methods.losses import LOSS_COLUMNS, PolicyLoss
-from roll.methods.opd_keys import coefficients, opd_divergence, teacher_role
-from roll.methods.policy_plan import PolicyPlan, taught_by_advantage
+from roll.methods.opd_keys import (
+    TaughtConfig,
+    coefficients,
+    is_taught,
+    opd_divergence,
+    taught_by_advantage,
+    teacher_role,
+    unrouted,
+)
+from roll.methods.policy_plan import PolicyPlan
+from roll.methods.teachers import TEACHER
 from roll.models.layouts import TopTokens
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.protocol.vision import IMAGES
+from roll.rollout.groups import FinishedGroup, SampleGroup
+from roll.rollout.loops import RolloutContext, SingleTurn
 from roll.strategies.base import TOP_COLUMNS, Comparison, TensorBatch, target_columns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 TEACHING = "teachers"
 """Phase of the teachers' answers."""
@@ -81,7 +106,7 @@ class TaughtPolicyLoss(PolicyLoss):
 class OPD:
     """The teachers of a run. Each sees the samples of its tags, and acts on advantages or the loss (``opd_form``)."""
 
-    def __init__(self, config: PolicyRunConfig) -> None:
+    def __init__(self, config: TaughtConfig) -> None:
         self._config = config
         self._weights = coefficients(config)
 
@@ -154,7 +179,7 @@ class OPD:
         return next(name for name in self._config.teacher if teacher_role(name) == answer.asked.role)
 
 
-def clamped_kl(own: torch.Tensor, of_teacher: torch.Tensor, config: PolicyRunConfig) -> torch.Tensor:
+def clamped_kl(own: torch.Tensor, of_teacher: torch.Tensor, config: TaughtConfig) -> torch.Tensor:
     """``kl_penalty`` of each sampled token's log-probs, (B, L), within +- ``opd_clamp``."""
     estimate = kl_estimate(own, of_teacher, KLOptions(estimator=config.kl_penalty))
     return estimate if config.opd_clamp is None else estimate.clamp(-config.opd_clamp, config.opd_clamp)
@@ -200,3 +225,148 @@ def aligned_with(batch: DataProto, seen: DataProto, values: torch.Tensor) -> tor
     column = values.new_zeros(*mask.shape, *values.shape[2:])
     column[mask] = values[seen.batch["response_mask"]]
     return column
+
+
+def is_off_policy(order: int, lmbda: float) -> bool:
+    """True if the prompt that was drawn as number ``order`` is answered by its row: a share of 1 - ``lmbda`` of all,
+    evenly spread."""
+    share = 1.0 - lmbda
+    return int((order + 1) * share + 1e-9) > int(order * share + 1e-9)
+
+
+class DatasetResponses:
+    """A rollout loop: a share of the prompts is answered by the policy, the others by their rows (GKD, arXiv
+    2306.13649, algorithm 1).
+
+    Args:
+        max_new_tokens: longer responses of rows are cut there.
+    """
+
+    def __init__(self, config: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> None:
+        self._data_args, self._lmbda = config.actor_train.data_args, config.lmbda
+        self._tokenizer = tokenizer
+        self._max_new_tokens = max_new_tokens
+        self._sampled = SingleTurn()
+        self.version = 0
+        """Version of the step's weights; a row's response counts as new as a sampled one."""
+
+    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+        if not is_off_policy(context.order, self._lmbda):
+            return await self._sampled.answer(prompt, context)
+        group = SampleGroup(context.order, prompt, self.response_of(context.order, prompt))
+        return await context.compute_rewards(group)
+
+    def response_of(self, order: int, prompt: PromptRow) -> FinishedGroup:
+        """The row's response as a group of one sample, whose log-probs are 0: nobody sampled it.
+
+        Raises:
+            DataError: a row without one.
+        """
+        source = SourceRow(Path(f"prompt {prompt.prompt_id}"), 0, prompt.row)
+        _, text = read_demonstration(Columns.of(self._data_args, source), source)
+        tokenizer = self._tokenizer
+        ids: Any = tokenizer(f"{text}{tokenizer.eos_token}", add_special_tokens=False)["input_ids"]
+        kept = np.array(ids[: self._max_new_tokens], dtype=np.int32)
+        return FinishedGroup(
+            request_id=str(order),
+            token_ids=kept,
+            log_probs=np.zeros(len(kept), dtype=np.float32),
+            lengths=np.array([len(kept)], dtype=np.int64),
+            finish_reasons=["stop" if len(kept) == len(ids) else "length"],
+            texts=[str(tokenizer.decode(kept, skip_special_tokens=True))],
+            weight_versions=[[(self.version, 0, len(kept))]],
+        )
+
+
+class TeacherPrompts:
+    """Prompts that teachers see in place of the student's: the row's conversation, whose last user message is
+    ``opd_teacher_prompt`` filled in with the row's columns."""
+
+    def __init__(
+        self, template: str, data_args: DataArguments, templates: TemplateChoice, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        self._data_args = data_args
+        self._template = template
+        self._render = Renderer(tokenizer, templates)
+
+    def token_ids(self, prompts: Sequence[PromptRow]) -> list[list[int]]:
+        """The token ids that a teacher has in front of the responses to each prompt.
+
+        Raises:
+            DataError: a row lacks a column, has no user message, or has images.
+        """
+        found = self._render([self._conversation(prompt) for prompt in prompts])
+        for rendered in found:
+            if isinstance(rendered, DataError):
+                raise rendered
+        return [rendered.token_ids for rendered in found if not isinstance(rendered, DataError)]
+
+    def _conversation(self, prompt: PromptRow) -> Conversation:
+        source = SourceRow(Path(f"prompt {prompt.prompt_id}"), 0, prompt.row)
+        messages = [dict(one) for one in Columns.of(self._data_args, source).read_messages(source)]
+        last = max((place for place, one in enumerate(messages) if one["role"] == "user"), default=None)
+        if last is None or prompt.vision is not None:
+            rule = "has no user message to fill in" if last is None else "has images, which it does not take"
+            raise DataError(f"{source.path}: opd_teacher_prompt: the row {rule}")
+        values: Mapping[str, Any] = {**prompt.row, "ground_truth": prompt.ground_truth}
+        try:
+            text = self._template.format_map({**values, "prompt": messages[last]["content"]})
+        except (KeyError, IndexError, AttributeError) as error:
+            listed = ", ".join(sorted({*values, "prompt"}))
+            raise DataError(f"{source.path}: opd_teacher_prompt: no column {error}; there are {listed}") from error
+        messages[last] = {**messages[last], "content": text}
+        return Conversation(source, prompt.tag, self._render.templates.with_system(messages, prompt.tag))
+
+    def add_columns(self, batch: DataProto, groups: Sequence[SampleGroup]) -> None:
+        """Add :data:`TEACHER_PROMPTS` and :data:`PROMPT_LENGTHS` to the batch that was built of ``groups``."""
+        sizes = torch.tensor([group.num_samples for group in groups])
+        prompts = [torch.tensor(ids) for ids in self.token_ids([group.prompt for group in groups])]
+        padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=-1)
+        lengths = torch.tensor([len(group.prompt.token_ids) for group in groups])
+        batch.batch[TEACHER_PROMPTS] = padded.repeat_interleave(sizes, 0)
+        batch.batch[PROMPT_LENGTHS] = lengths.repeat_interleave(sizes)
+
+
+class PromptRows:
+    """Parts of the prompts' rows besides the prompts: responses, and prompts that teachers see."""
+
+    def __init__(self, config: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int) -> None:
+        data_args = config.actor_train.data_args
+        self._lmbda = config.lmbda
+        self.loop: DatasetResponses | None = None
+        """Answers some of the prompts by their rows."""
+        if is_taught(config) and config.lmbda < 1.0:
+            self.loop = DatasetResponses(config, tokenizer, max_new_tokens)
+        self._prompts = None
+        if is_taught(config) and config.opd_teacher_prompt is not None:
+            templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)
+            self._prompts = TeacherPrompts(config.opd_teacher_prompt, data_args, templates, tokenizer)
+
+    def begin(self, step: int) -> None:
+        if self.loop is not None:
+            self.loop.version = step
+
+    def add_columns(self, batch: DataProto, groups: Sequence[SampleGroup]) -> Metrics:
+        """Add the columns of teachers' prompts to the batch that was built of ``groups``."""
+        if self._prompts is not None:
+            self._prompts.add_columns(batch, groups)
+        if self.loop is None:
+            return {}
+        sampled = [not is_off_policy(group.order, self._lmbda) for group in groups]
+        return {"opd/on_policy_share": Mean(sum(sampled), len(sampled))}
+
+
+def check_rows(config: TaughtConfig, tags: Mapping[str, int], file: str) -> None:
+    """Compare the teachers' tags with the number of training rows by tag; log rows that no teacher sees.
+
+    Raises:
+        DataError: a teacher sees no row at all.
+    """
+    idle, untaught = unrouted(config, list(tags)) if is_taught(config) else ([], [])
+    for role in idle:
+        shown = ", ".join(map(repr, list(tags)[:10]))
+        raise DataError(f"{role}.tag_included: no row of {file} has one of these tags, but {shown}")
+    if untaught and config.is_pure_opd:
+        number, shown = sum(tags[tag] for tag in untaught), ", ".join(map(repr, untaught[:10]))
+        text = "%s: no teacher sees %s (%s): nothing is learnt from them"
+        logger.warning(text, file, count(number, "row"), shown)

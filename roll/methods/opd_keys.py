@@ -1,34 +1,104 @@
-"""Teachers of on-policy distillation: their roles, and the checks of their keys. Torch-free.
+"""Teachers of on-policy distillation: their keys, what a run starts for them, and the checks. Torch-free.
 
 The student samples; at every token that it sampled, or for every distribution that it sampled from, a teacher says what
-it would have done. Arithmetic is in :mod:`roll.methods.opd_rows`.
+it would have done. Arithmetic is in :mod:`roll.methods.opd`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from string import Formatter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from roll.config.checks.base import Checks
-from roll.config.losses import DivergenceConfig
+from roll.config.losses import KD_OBJECTIVES, TOPK_TAILS, DivergenceConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import closest
-from roll.config.roles import GeneratingArguments, WorkerConfig
-from roll.methods.policy_plan import is_taught, taught_by_advantage
-from roll.methods.teachers import check_teachers, check_temperature, check_vocabularies
+from roll.config.reading.fields import rules, setting
+from roll.config.roles import GeneratingArguments, ReferenceWorkerConfig, WorkerConfig
+from roll.methods.teachers import TEACHER, check_temperature
 
-if TYPE_CHECKING:
-    from roll.config.loader import LoadedConfig
-    from roll.config.pipelines import PipelineDefinition
-
-TEACHER = "teacher"
-"""The section, and the name of a teacher that is the only one."""
 REWARD_KEYS = (
     *("norm_mean_type", "norm_std_type", "reward_clip", "reward_weights", "overlong_buffer_length"),
     "add_token_level_kl",
 )
 """Keys of reward shaping, from which pure distillation learns nothing."""
+OPD_FORMS = ("advantage", "topk", "full_vocabulary")
+
+
+def parse_opd_form(value: object) -> Any:
+    """One of :data:`OPD_FORMS`; sampled estimators as losses are refused with the reason."""
+    name = str(value)
+    if name.removesuffix("_loss") in ("k1", "kl", "k3", "low_var_kl"):
+        expected = "zero" if "3" not in name and "low" not in name else "that of the forward KL, not of the reverse"
+        raise ValueError(
+            f"must be one of {', '.join(OPD_FORMS)}: {name} differentiated on samples of the student has "
+            f"the expected gradient {expected}; as an advantage, without gradient, k1 gives the reverse KL's"
+        )
+    if name not in OPD_FORMS:
+        raise ValueError(f"must be one of {', '.join(OPD_FORMS)}")
+    return name
+
+
+@dataclass(frozen=True)
+class TeacherConfig(ReferenceWorkerConfig):
+    """A teacher's section."""
+
+    opd_kl_coef: float | None = setting(None, ge=0)
+    """On-policy distillation: weight of this teacher's KL."""
+
+
+@dataclass(frozen=True)
+class TaughtConfig(PolicyRunConfig):
+    """Keys of on-policy distillation, at the top."""
+
+    teacher: dict[str, TeacherConfig] = field(default_factory=dict, metadata=rules(or_one=True))
+    """On-policy distillation: a teacher's section, or several by name. ``tag_included`` routes rows to each (empty:
+    all); a row may have several teachers, whose terms add up."""
+    is_pure_opd: bool = False
+    """On-policy distillation alone: rewards are measured and not learnt from. The launcher
+    ``start_onpolicy_distill_pipeline.py`` sets it."""
+    use_opd: bool = False
+    """On-policy distillation in addition to the rewards."""
+    opd_kl_coef: float = setting(1.0, ge=0, read_if={"teacher": ()})
+    """Weight of the divergence from a teacher whose section does not say it."""
+    opd_form: str = setting("advantage", parse=parse_opd_form, read_if={"teacher": ()})
+    """On-policy distillation: ``advantage`` puts minus the log-ratio to the teacher (``kl_penalty``) into the advantage
+    of each sampled token; ``topk`` and ``full_vocabulary`` differentiate a divergence of the whole distributions at the
+    student's own states."""
+    opd_gamma: float = setting(0.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
+    """``opd_form: advantage``: discount of the log-ratios of later tokens. 0: a token answers for itself; above, also
+    for where it leads (MiniLLM)."""
+    opd_objective: str = setting("reverse_kl", choices=KD_OBJECTIVES, read_if={"opd_form": ("topk", "full_vocabulary")})
+    """``opd_form: topk`` and ``full_vocabulary``: the divergence, as ``kd_objective`` of distillation."""
+    opd_topk: int = setting(64, ge=1, read_if={"opd_form": ("topk",)})
+    """``opd_form: topk``: the teacher's most probable tokens that are compared, the rest as one bucket."""
+    opd_topk_tail: str = setting("bucket", choices=TOPK_TAILS, read_if={"opd_form": ("topk",)})
+    """``opd_form: topk``: the rest of the vocabulary, as ``topk_tail`` of distillation."""
+    opd_log_prob_floor: float | None = setting(None, lt=0, read_if={"opd_form": ("topk", "full_vocabulary")})
+    """``opd_form: topk`` and ``full_vocabulary``: log-probs that are compared are this at least; null: as they are."""
+    opd_clamp: float | None = setting(None, gt=0, read_if={"teacher": ()})
+    """The divergence of a token from its teacher, or the log-ratio in its advantage, is held within +- this bound."""
+    lmbda: float = setting(1.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
+    """``opd_form: topk`` and ``full_vocabulary``: share of the prompts that the student answers; the others come with
+    the responses of their rows (``data_args.response``), as in GKD."""
+    opd_teacher_prompt: str | None = setting(None, read_if={"teacher": ()})
+    """Text that teachers see in place of a prompt's last user message: a text with columns of the row, ``prompt``
+    (the message itself) and ``ground_truth`` in braces, as ``"{prompt}\\n\\nThe answer is {ground_truth}."`` for
+    self-distillation with privileged information. null: what the student sees."""
+    pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
+    """On-policy distillation: the pipeline it runs on, which a file's other keys say as well."""
+
+
+def is_taught(config: TaughtConfig) -> bool:
+    """True if teachers take part in the run: on-policy distillation."""
+    return bool(config.teacher) and (config.use_opd or config.is_pure_opd)
+
+
+def taught_by_advantage(config: TaughtConfig) -> bool:
+    """True if teachers act on the advantages of sampled tokens, by their log-ratio to the student's log-probs."""
+    return is_taught(config) and config.opd_form == "advantage"
 
 
 def teacher_role(name: str) -> str:
@@ -36,12 +106,12 @@ def teacher_role(name: str) -> str:
     return TEACHER if name == TEACHER else f"{TEACHER}.{name}"
 
 
-def teacher_roles(config: PolicyRunConfig) -> dict[str, WorkerConfig]:
+def teacher_roles(config: TaughtConfig) -> dict[str, WorkerConfig]:
     """The sections of the teachers that the run starts, by role."""
     return {teacher_role(name): section for name, section in config.teacher.items()} if is_taught(config) else {}
 
 
-def coefficients(config: PolicyRunConfig) -> dict[str, float]:
+def coefficients(config: TaughtConfig) -> dict[str, float]:
     """The weight of each teacher, by name."""
     return {
         name: config.opd_kl_coef if section.opd_kl_coef is None else section.opd_kl_coef
@@ -49,36 +119,7 @@ def coefficients(config: PolicyRunConfig) -> dict[str, float]:
     }
 
 
-def check_vocabularies_of(pipeline: PipelineDefinition, loaded: LoadedConfig[Any]) -> None:
-    """Compare the vocabularies of student and teachers that are on this machine.
-
-    Raises:
-        ConfigError: two differ.
-    """
-    roles = loaded.plan.roles
-    for name in _started(loaded):
-        key, path = pipeline.model(loaded.config, name, roles[name].section)
-        check_vocabularies(str(roles["actor_train"].model_path), str(path), key, loaded.source)
-
-
-def _started(loaded: LoadedConfig[Any]) -> list[str]:
-    """Teachers that the run starts: an evaluation of the same file has none."""
-    return [name for name in teacher_roles(loaded.config) if name in loaded.plan.roles]
-
-
-def check_teachers_of(pipeline: PipelineDefinition, loaded: LoadedConfig[Any]) -> None:
-    """:func:`~roll.methods.teachers.check_teachers` of a run that learns on its own samples."""
-    roles, config = loaded.plan.roles, loaded.config
-    names = _started(loaded)
-    if not names:
-        return
-    teachers = {name: (pipeline.model(config, name, roles[name].section)[0], roles[name]) for name in names}
-    wanted = {"advantage": -1, "full_vocabulary": 0}.get(config.opd_form, config.opd_topk)
-    student = str(roles["actor_train"].model_path)
-    check_teachers(student, teachers, wanted, loaded.plan.sequence_length, loaded.source)
-
-
-def opd_divergence(config: PolicyRunConfig) -> DivergenceConfig:
+def opd_divergence(config: TaughtConfig) -> DivergenceConfig:
     """The divergence of ``opd_form: topk`` and ``full_vocabulary``."""
     count = config.opd_topk if config.opd_form == "topk" else 0
     objective: Any = config.opd_objective
@@ -93,7 +134,12 @@ def opd_divergence(config: PolicyRunConfig) -> DivergenceConfig:
 
 
 def check_opd(
-    config: PolicyRunConfig, checks: Checks, arguments: GeneratingArguments, sampling_key: str, runs_as: str = "rlvr"
+    config: TaughtConfig,
+    checks: Checks,
+    arguments: GeneratingArguments,
+    sampling_key: str,
+    runs_as: str,
+    tags: Sequence[str] = (),
 ) -> None:
     """The keys of on-policy distillation against one another.
 
@@ -101,6 +147,7 @@ def check_opd(
         arguments: how the student samples.
         sampling_key: their key.
         runs_as: what ``pure_opd_pipeline_type`` may say.
+        tags: of the samples, where they are known.
     """
     if config.pure_opd_pipeline_type not in (None, runs_as):
         rule = (
@@ -135,19 +182,19 @@ def check_opd(
     if config.opd_form != "advantage":
         _check_routes(config, checks)
     _note_estimator(config, checks, arguments, sampling_key)
+    if tags:
+        _check_tags(config, checks, tags)
 
 
-def unrouted(config: PolicyRunConfig, tags: Collection[str]) -> tuple[list[str], list[str]]:
+def unrouted(config: TaughtConfig, tags: Collection[str]) -> tuple[list[str], list[str]]:
     """Roles of teachers that see no row of these tags, and tags whose rows no teacher sees."""
     wanted = {teacher_role(name): section.tag_included for name, section in config.teacher.items()}
     idle = [role for role, own in wanted.items() if own and not set(own) & set(tags)]
     return idle, [tag for tag in tags if all(own and tag not in own for own in wanted.values())]
 
 
-def check_teacher_tags(config: PolicyRunConfig, checks: Checks, tags: Sequence[str]) -> None:
+def _check_tags(config: TaughtConfig, checks: Checks, tags: Sequence[str]) -> None:
     """``tag_included`` of teachers against the tags that the training samples will have."""
-    if not is_taught(config) or not tags:
-        return
     idle, untaught = unrouted(config, tags)
     for role in idle:
         own = config.teacher[role.partition(".")[2] or TEACHER].tag_included or []
@@ -158,7 +205,7 @@ def check_teacher_tags(config: PolicyRunConfig, checks: Checks, tags: Sequence[s
         checks.note(TEACHER, f"no teacher sees samples of {', '.join(untaught)}: nothing is learnt from them")
 
 
-def _check_rows(config: PolicyRunConfig, checks: Checks, runs_as: str) -> None:
+def _check_rows(config: TaughtConfig, checks: Checks, runs_as: str) -> None:
     """``lmbda`` and ``opd_teacher_prompt``, which need more than prompts from the rows."""
     if config.opd_teacher_prompt is not None:
         try:
@@ -189,7 +236,7 @@ def _check_rows(config: PolicyRunConfig, checks: Checks, runs_as: str) -> None:
         checks.add("lmbda", config.lmbda, rule, 1.0)
 
 
-def _check_routes(config: PolicyRunConfig, checks: Checks) -> None:
+def _check_routes(config: TaughtConfig, checks: Checks) -> None:
     """A row is compared with one distribution: teachers that share a tag would need several."""
     sections = list(config.teacher.items())
     for place, (name, section) in enumerate(sections):
@@ -204,7 +251,7 @@ def _check_routes(config: PolicyRunConfig, checks: Checks) -> None:
                 return
 
 
-def _note_estimator(config: PolicyRunConfig, checks: Checks, arguments: GeneratingArguments, key: str) -> None:
+def _note_estimator(config: TaughtConfig, checks: Checks, arguments: GeneratingArguments, key: str) -> None:
     truncates = arguments.do_sample and (arguments.top_p < 1 or arguments.top_k > 0 or arguments.min_p > 0)
     if taught_by_advantage(config) and config.force_disable_old_logprobs_recompute:
         rule = "leaves only the engine's log-probs to compare with the teacher's, which are of another distribution"

@@ -34,11 +34,13 @@ from roll.algorithms.samples import (
     top_entropy_mask,
 )
 from roll.config.corrections import correction_options
-from roll.config.policy import PolicyRunConfig
 from roll.methods.base import MODEL_COLUMNS, VALUES, Answer, Ask, RoleAsk
 from roll.methods.losses import PolicyLoss, SampledLoss, ValueLoss
 from roll.methods.opd import OPD, TEACHING
-from roll.methods.policy_plan import PolicyPlan, actor_keys, is_taught
+from roll.methods.opd import PromptRows as PromptRows
+from roll.methods.opd import check_rows as check_rows
+from roll.methods.opd_keys import is_taught
+from roll.methods.policy_plan import PolicyConfig, PolicyPlan, actor_keys
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.rollout.filters import build_filter, response_mask
@@ -57,7 +59,7 @@ class PolicyMethod:
         max_new_tokens: the length limit of a response, which the over-long punishment ends at.
     """
 
-    def __init__(self, config: PolicyRunConfig, norm_types: tuple[str | None, str | None], max_new_tokens: int) -> None:
+    def __init__(self, config: PolicyConfig, norm_types: tuple[str | None, str | None], max_new_tokens: int) -> None:
         self._config = config
         self._max_new_tokens = max_new_tokens
         mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)

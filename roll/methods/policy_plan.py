@@ -2,27 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import TypeVar
 
 from roll.config.algorithm import estimator
 from roll.config.corrections import correction_options
 from roll.config.lora import adapter_rank, uses_lora
 from roll.config.names import INVARIANT_ATTENTION
-from roll.config.pipelines import Panel
+from roll.config.pipelines import POLICY_KEYS, READ_KEYS, TEACHES, Panel, PipelineDefinition, Task
 from roll.config.plan.plan import Plan, RunAhead, TrainingPlan
-from roll.config.plan.planning import training_plan
+from roll.config.plan.planning import training_plan, with_cache_length
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import count
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import backend_of, with_engine_size
+from roll.config.strategies.registry import backend_of, generation_strategies, with_engine_size
+from roll.methods.opd_keys import (
+    TaughtConfig,
+    TeacherConfig,
+    check_opd,
+    is_taught,
+    opd_divergence,
+    taught_by_advantage,
+    teacher_roles,
+)
+from roll.methods.teachers import check_teachers_of, check_vocabularies_of, finished_teacher, is_teacher
+from roll.workers import frozen_worker
+
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
 
 POLICY_PANELS = (
     Panel("KL", ("critic/kl", "actor/kl_loss", "actor/approxkl"), first_only=True, smooth=True, zero_is_none=True),
     Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
 )
 """Panels of every such run."""
+ADDED_PASSES = "teachers"
+"""Name of the passes of roles that a method adds."""
+check_method = check_opd
+"""Rules across keys of the methods that a run adds."""
+
+
+PolicyConfig = TaughtConfig
+"""Keys of every run whose policy learns from its own samples, those of the methods that add to it included."""
+C = TypeVar("C", bound=PolicyConfig, default=Any)
+P = TypeVar("P", bound=Plan, default=Any)
 
 
 @dataclass(frozen=True)
@@ -61,6 +88,11 @@ class PolicyPlan(Plan):
     that the estimator's own pair holds."""
 
     @property
+    def added_workers(self) -> dict[str, str]:
+        """The worker class of each role that a method adds: it looks at the samples, and never learns."""
+        return {name: frozen_worker(role.section) for name, role in self.roles.items() if is_teacher(name)}
+
+    @property
     def samples_per_step(self) -> int:
         return self.prompts_per_step * self.group_size
 
@@ -85,7 +117,51 @@ class PolicyPlan(Plan):
         return f"{what} up to {steps}: {count(ahead.capacity, unit)} in flight or waiting at a time; {age}{turns}{old}"
 
 
-def policy_plan(config: PolicyRunConfig) -> dict[str, Any]:
+class PolicyDefinition(PipelineDefinition[C, P]):
+    """Common parts of the pipelines whose policy learns from its own samples."""
+
+    compares_log_probs = True
+    reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
+        ("RLVR and agentic: on-policy distillation (top level)", TaughtConfig, (PolicyRunConfig,)),
+    )
+    section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
+        ("`teacher` (in addition to the keys of a role)", TeacherConfig, (WorkerConfig,)),
+    )
+
+    def task_of(self, key: str, section: WorkerConfig) -> Task:
+        return TEACHES if is_teacher(key) else super().task_of(key, section)
+
+    def reads(self, key: str, section: WorkerConfig, config: C) -> frozenset[str]:
+        if "." not in key and not self.is_role(key):  # of a pipeline with fewer roles on top of this one
+            return frozenset()
+        return READ_KEYS[self.task_of(key, section)] | (POLICY_KEYS if key == "actor_train" else frozenset())
+
+    def effective(self, config: C) -> dict[str, Any]:
+        return {
+            "critic": needs_critic(config) and config.critic is not None,
+            "reference": needs_reference(config) or taught_by_advantage(config),
+            "teacher": config.teacher if is_taught(config) else {},
+        }
+
+    def distributions(self, config: C, role: str) -> tuple[int | None, int | None]:
+        if not is_taught(config) or taught_by_advantage(config):
+            return None, None
+        count = opd_divergence(config).logits_topk
+        return count if role == "actor_train" else None, count if is_teacher(role) else None
+
+    def check_parts(self, loaded: LoadedConfig[Any]) -> None:
+        check_vocabularies_of(self, loaded, "actor_train")
+
+    def check_services(self, loaded: LoadedConfig[Any]) -> None:
+        config: PolicyConfig = loaded.config
+        count = {"advantage": -1, "full_vocabulary": 0}.get(config.opd_form, config.opd_topk)
+        check_teachers_of(self, loaded, "actor_train", count)
+
+    def running_requests(self, config: C) -> int:
+        return config.router_args.max_running_requests or config.max_running_requests
+
+
+def policy_plan(config: PolicyConfig) -> dict[str, Any]:
     """The fields of a :class:`PolicyPlan` that follow from the shared keys.
 
     Left to the pipeline: those of samples and their lengths, and ``validates_concurrently``.
@@ -103,7 +179,7 @@ def policy_plan(config: PolicyRunConfig) -> dict[str, Any]:
     }
 
 
-def policy_training_plans(config: PolicyRunConfig) -> dict[str, TrainingPlan]:
+def policy_training_plans(config: PolicyConfig) -> dict[str, TrainingPlan]:
     samples = config.samples_per_step
     warmup = config.critic_warmup if needs_critic(config) else 0
     sequence, epochs = config.longest_sequence, config.ppo_epochs
@@ -115,28 +191,28 @@ def policy_training_plans(config: PolicyRunConfig) -> dict[str, TrainingPlan]:
     return plans
 
 
-def needs_reference(config: PolicyRunConfig) -> bool:
+def needs_reference(config: PolicyConfig) -> bool:
     """KL in the loss or in the reward consumes it; ``init_kl_coef`` alone does not."""
     in_loss = config.use_kl_loss and config.kl_loss_coef > 0
     return in_loss or kl_in_reward(config) or config.enable_reference
 
 
-def reference_is_actor(config: PolicyRunConfig) -> bool:
+def reference_is_actor(config: PolicyConfig) -> bool:
     """Under LoRA the actor without its adapters is the policy it started from: no model of its own is needed."""
     return needs_reference(config) and config.reference is None and uses_lora(config.actor_train.model_args)
 
 
-def kl_in_reward(config: PolicyRunConfig) -> bool:
+def kl_in_reward(config: PolicyConfig) -> bool:
     return config.add_token_level_kl and config.init_kl_coef > 0
 
 
-def needs_critic(config: PolicyRunConfig) -> bool:
+def needs_critic(config: PolicyConfig) -> bool:
     """``gae`` uses values; an estimator of the user's own gets them where there is a critic section."""
     own = "." in config.adv_estimator and config.critic is not None
     return estimator(config.adv_estimator).needs_values or own
 
 
-def actor_keys(config: PolicyRunConfig) -> dict[str, Any]:
+def actor_keys(config: PolicyConfig) -> dict[str, Any]:
     """Every top-level key as a flat mapping: what the options of the actor's loss are made from."""
     shared = {item.name: getattr(config, item.name) for item in fields(config)}
     if shared.get("ratio_type") == "segment":
@@ -144,7 +220,7 @@ def actor_keys(config: PolicyRunConfig) -> dict[str, Any]:
     return shared
 
 
-def recorded_rollouts(config: PolicyRunConfig, output_dir: Path) -> Path:
+def recorded_rollouts(config: PolicyConfig, output_dir: Path) -> Path:
     """The folder of ``rollout_mock``."""
     return Path(config.rollout_mock.dump_dir).expanduser() if config.rollout_mock.dump_dir else output_dir / "rollouts"
 
@@ -154,16 +230,21 @@ def rollout_file(folder: Path, step: int) -> Path:
     return folder / f"rollout_step_{step:06d}.safetensors"
 
 
-def uses_old_log_probs(config: PolicyRunConfig) -> bool:
+def uses_old_log_probs(config: PolicyConfig) -> bool:
     """More than one optimizer step on a rollout, or KL in the reward."""
     return policy_training_plans(config)["actor_train"].optimizer_steps_per_step > 1 or kl_in_reward(config)
 
 
-def is_async(config: PolicyRunConfig) -> bool:
+def learns_from_scores(written: Mapping[str, Any]) -> bool:
+    """False for the top-level keys of a run whose scores are measured only."""
+    return not written.get("is_pure_opd")
+
+
+def is_async(config: PolicyConfig) -> bool:
     return config.async_generation_ratio > 0
 
 
-def engine_log_probs_as_old(config: PolicyRunConfig) -> bool:
+def engine_log_probs_as_old(config: PolicyConfig) -> bool:
     """The engine's log-probs stand in for the trainer's before the update: where those are forbidden, and in
     asynchronous runs, whose samples come from older weights, unless a correction compares both or something else needs
     the trainer's. With ``strict_on_policy`` they are the trainer's."""
@@ -174,23 +255,13 @@ def engine_log_probs_as_old(config: PolicyRunConfig) -> bool:
     return is_async(config) and not (config.train_infer_correction or trainer_is_old(config))
 
 
-def trainer_is_old(config: PolicyRunConfig) -> bool:
+def trainer_is_old(config: PolicyConfig) -> bool:
     """True if something besides the policy's loss needs the trainer's log-probs before the update."""
     compared = kl_in_reward(config) or taught_by_advantage(config)
     return config.enable_old_logprobs_recompute or compared or needs_old_distribution(config)
 
 
-def is_taught(config: PolicyRunConfig) -> bool:
-    """True if teachers take part in the run: on-policy distillation."""
-    return bool(config.teacher) and (config.use_opd or config.is_pure_opd)
-
-
-def taught_by_advantage(config: PolicyRunConfig) -> bool:
-    """True if teachers act on the advantages of sampled tokens, by their log-ratio to the student's log-probs."""
-    return is_taught(config) and config.opd_form == "advantage"
-
-
-def needs_old_log_probs(config: PolicyRunConfig) -> bool:
+def needs_old_log_probs(config: PolicyConfig) -> bool:
     """The trainer looks at the samples before the update: something uses old log-probs, entropies or sums of squares;
     the two force keys have the last word."""
     if config.force_disable_old_logprobs_recompute or engine_log_probs_as_old(config):
@@ -199,37 +270,41 @@ def needs_old_log_probs(config: PolicyRunConfig) -> bool:
     return compared or needs_old_distribution(config) or config.enable_old_logprobs_recompute
 
 
-def corrects_old_log_probs(config: PolicyRunConfig) -> bool:
+def corrects_old_log_probs(config: PolicyConfig) -> bool:
     """True if a correction compares the engine with the trainer's policy before the update."""
     options = correction_options(config.train_infer_correction)
     return options.function is not None or any(rule.policy == "old" for rule in options.rules)
 
 
-def corrects_batches(config: PolicyRunConfig) -> bool:
+def corrects_batches(config: PolicyConfig) -> bool:
     """True if a correction needs the whole batch before the update: it drops tokens, or uses the mean of weights."""
     options = correction_options(config.train_infer_correction)
     return bool(options.rejections or options.normalized)
 
 
-def needs_old_entropy(config: PolicyRunConfig) -> bool:
+def needs_old_entropy(config: PolicyConfig) -> bool:
     return config.top_entropy_quantile < 1.0 or config.target_entropy is not None
 
 
-def needs_sum_of_squares(config: PolicyRunConfig) -> bool:
+def needs_sum_of_squares(config: PolicyConfig) -> bool:
     return estimator(config.adv_estimator).needs_squares
 
 
-def needs_old_distribution(config: PolicyRunConfig) -> bool:
+def needs_old_distribution(config: PolicyConfig) -> bool:
     """True if more of the trainer's distributions before the update is needed than the samples' log-probs."""
     return needs_old_entropy(config) or needs_sum_of_squares(config)
 
 
-def needs_greedy_baseline(config: PolicyRunConfig) -> bool:
+def needs_greedy_baseline(config: PolicyConfig) -> bool:
     return estimator(config.adv_estimator).needs_greedy
 
 
-def finished_policy(name: str, role: WorkerConfig, config: PolicyRunConfig) -> WorkerConfig:
-    """The section of the policy or its engines as their workers get it; other roles' as it is."""
+def finished_policy(name: str, role: WorkerConfig, config: PolicyConfig, longest: int) -> WorkerConfig:
+    """The section of a role as its workers get it, with engines that have room for ``longest`` tokens."""
+    if is_teacher(name):
+        return finished_teacher(role, longest)
+    if role.strategy_args.strategy_name in generation_strategies():
+        role = with_cache_length(role, longest)
     if name == "actor_infer":
         role = with_adapter(role, config)
     if config.strict_on_policy and name in ("actor_infer", "actor_train"):
@@ -237,7 +312,7 @@ def finished_policy(name: str, role: WorkerConfig, config: PolicyRunConfig) -> W
     return role
 
 
-def with_adapter(role: WorkerConfig, config: PolicyRunConfig) -> WorkerConfig:
+def with_adapter(role: WorkerConfig, config: PolicyConfig) -> WorkerConfig:
     """The engines' section, with room for the adapter that the trainer will send, where they need that."""
     arguments = role.strategy_args
     room_for = backend_of(arguments.strategy_name).adapter_arguments
@@ -249,8 +324,13 @@ def with_adapter(role: WorkerConfig, config: PolicyRunConfig) -> WorkerConfig:
     return replace(role, strategy_args=replace(arguments, strategy_config=options))
 
 
-def policy_roles(config: PolicyRunConfig) -> dict[str, WorkerConfig]:
-    """The sections of policy, engines, reference and critic, as far as this run starts them."""
+def looks_at_samples(role: str) -> bool:
+    """True for the roles that take no part in a validation: they compute columns of training samples, or learn."""
+    return role in ("actor_train", "reference", "critic") or is_teacher(role)
+
+
+def policy_roles(config: PolicyConfig) -> dict[str, WorkerConfig]:
+    """The sections of policy, engines, reference, critic and teachers, as far as this run starts them."""
     roles: dict[str, WorkerConfig] = {
         "actor_train": config.actor_train,
         "actor_infer": with_engine_size(config.actor_infer),
@@ -259,4 +339,4 @@ def policy_roles(config: PolicyRunConfig) -> dict[str, WorkerConfig]:
         roles["reference"] = config.reference
     if config.critic is not None and needs_critic(config):
         roles["critic"] = config.critic
-    return roles
+    return roles | teacher_roles(config)

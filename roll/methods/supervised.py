@@ -44,8 +44,8 @@ class SupervisedConfig(RunConfig):
     """Most tokens of a prompt with one response; longer rows, and pairs with a longer side, are left out and
     counted."""
     global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
-    """Chat template; null: ``data_args.template`` of the role that learns. Distillation gives its token ids to the
-    teacher; of reward models it counts under ``score_input: tokens``."""
+    """Chat template; null: ``data_args.template`` of the role that learns. Distillation computes both
+    models on its token ids; of reward models it counts under ``score_input: tokens``."""
     validation: HeldOutConfig | None = None
     """Held-out rows, pairs or prompts; null: none."""
 
@@ -65,8 +65,8 @@ class SupervisedPlan(Plan):
     """The validation's; columns and template that it leaves out are those of the role that trains."""
     needs_reference: bool = False
     """The loss compares the policy with a reference (DPO)."""
-    teacher_runs_ahead: bool = False
-    """The teacher computes the next step's rows while the student learns from this one's (distillation)."""
+    frozen_runs_ahead: bool = False
+    """The frozen model computes the next step's rows while the other learns from this one's (distillation)."""
 
 
 class SupervisedDefinition(PipelineDefinition[C, SupervisedPlan], Generic[C]):

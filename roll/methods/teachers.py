@@ -1,4 +1,4 @@
-"""Teachers of all kinds: the worker that computes one, the section it gets, and its checks before a start.
+"""Teachers of all kinds: the section that a worker gets, and its checks before a start.
 
 A teacher is a model under a strategy that computes batches, an engine that only reads (``vllm``), or a service
 elsewhere (``remote``). The last two give log-probs at temperature 1, of the most probable tokens.
@@ -24,24 +24,26 @@ from roll.config.strategies.registry import (
     scoring_strategies,
     typed_strategy_config,
 )
-from roll.workers import REFERENCE_WORKER, SCORING_WORKER
 
 if TYPE_CHECKING:
     from roll.config.checks.base import Checks
+    from roll.config.loader import LoadedConfig
+    from roll.config.pipelines import PipelineDefinition
 
+TEACHER = "teacher"
+"""The section and role, the name of a teacher that is the only one, and the beginning of names of its columns."""
 PROBED = 96
 """Ids whose text a service is asked for: added tokens first, then ids spread over the vocabulary."""
 UNFINISHED_CHARACTER = "\ufffd"
 
 
+def is_teacher(role: str) -> bool:
+    return role.partition(".")[0] == TEACHER
+
+
 def only_scores(section: WorkerConfig) -> bool:
     """True for a teacher that only scores tokens: it gives their log-probs and nothing else."""
     return section.strategy_args.strategy_name in scoring_strategies()
-
-
-def teacher_worker(section: WorkerConfig) -> str:
-    """Dotted path of the worker class."""
-    return SCORING_WORKER if only_scores(section) else REFERENCE_WORKER
 
 
 def finished_teacher(section: WorkerConfig, longest: int) -> WorkerConfig:
@@ -50,6 +52,25 @@ def finished_teacher(section: WorkerConfig, longest: int) -> WorkerConfig:
     if backend_of(section.strategy_args.strategy_name).generates is None or not only_scores(section):
         return section
     return own_weights(with_cache_length(section, longest + 1))
+
+
+def started_teachers(pipeline: PipelineDefinition, loaded: LoadedConfig[Any]) -> dict[str, tuple[str, RolePlan]]:
+    """The key that names the model, and the plan, of each teacher that a run starts."""
+    roles = {name: role for name, role in loaded.plan.roles.items() if is_teacher(name)}
+    return {name: (pipeline.model(loaded.config, name, role.section)[0], role) for name, role in roles.items()}
+
+
+def check_vocabularies_of(pipeline: PipelineDefinition, loaded: LoadedConfig[Any], student: str) -> None:
+    """:func:`check_vocabularies` of the role ``student`` and of teachers, as far as they are on this machine."""
+    for key, role in started_teachers(pipeline, loaded).values():
+        check_vocabularies(str(loaded.plan.roles[student].model_path), str(role.model_path), key, loaded.source)
+
+
+def check_teachers_of(pipeline: PipelineDefinition, loaded: LoadedConfig[Any], student: str, wanted: int) -> None:
+    """:func:`check_teachers` of a run whose role ``student`` learns."""
+    if teachers := started_teachers(pipeline, loaded):
+        path = str(loaded.plan.roles[student].model_path)
+        check_teachers(path, teachers, wanted, loaded.plan.sequence_length, loaded.source)
 
 
 def check_temperature(

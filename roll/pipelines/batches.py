@@ -14,10 +14,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from roll.config.policy import PolicyRunConfig
 from roll.datasets import DataError
 from roll.distributed.failures import NotFinite
-from roll.methods.policy_plan import recorded_rollouts, rollout_file
+from roll.methods.policy_plan import PolicyConfig, recorded_rollouts, rollout_file
 from roll.protocol import DataProto
 from roll.protocol.columns import object_array
 from roll.protocol.metrics import Mean, Metrics
@@ -170,7 +169,7 @@ class RecordedRollouts:
         num_samples: rows of a step's batch; None: it varies.
     """
 
-    def __init__(self, config: PolicyRunConfig, output_dir: Path, num_samples: int | None) -> None:
+    def __init__(self, config: PolicyConfig, output_dir: Path, num_samples: int | None) -> None:
         section = config.rollout_mock
         self._folder = recorded_rollouts(config, output_dir)
         self._num_samples = num_samples

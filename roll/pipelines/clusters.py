@@ -17,9 +17,7 @@ from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
 from roll.distributed import Cluster, PendingCall, ResourceManager
-from roll.methods.opd_keys import teacher_role
 from roll.methods.policy_plan import PolicyPlan
-from roll.methods.teachers import teacher_worker
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan, judge_roles
@@ -131,8 +129,8 @@ class Clusters(Scorers):
     actor_infer: Cluster
     reference: Cluster | None = None
     critic: Cluster | None = None
-    teachers: Mapping[str, Cluster] = field(default_factory=dict)
-    """Teachers of on-policy distillation, by name."""
+    added: Mapping[str, Cluster] = field(default_factory=dict)
+    """Roles that a method adds, which look at samples, by name."""
 
     def all(self) -> list[Cluster]:
         return [*self.computing(), self.actor_infer, *super().all()]
@@ -143,7 +141,7 @@ class Clusters(Scorers):
 
     def computing(self) -> list[Cluster]:
         """The roles that learn or look at samples."""
-        roles = (self.actor_train, self.reference, self.critic, *self.teachers.values())
+        roles = (self.actor_train, self.reference, self.critic, *self.added.values())
         return [role for role in roles if role is not None]
 
 
@@ -235,21 +233,17 @@ class ClusterStarter:
 
     def start_computing(self) -> dict[str, Any]:
         """The roles that learn or look at samples, by name."""
-        config, plan = self._config, self._plan
+        plan = self._plan
         assert isinstance(plan, PolicyPlan)
-        offloads = config.is_offload_optimizer_states_in_train_step
-        actor = ModelSettings(config.max_grad_norm, offload_optimizer_in_steps=offloads)
+        offloads = self._config.is_offload_optimizer_states_in_train_step
+        actor = ModelSettings(self._config.max_grad_norm, offload_optimizer_in_steps=offloads)
         critic = replace(actor, head=ModelHead.VALUE)
         has_reference = "reference" in plan.roles
         return {
             "actor_train": self.start("actor_train", TRAIN_WORKER, actor),
             "reference": self.start("reference", REFERENCE_WORKER) if has_reference else None,
             "critic": self.start("critic", TRAIN_WORKER, critic) if plan.needs_critic else None,
-            "teachers": {
-                name: self.start(teacher_role(name), teacher_worker(config.teacher[name]))
-                for name in config.teacher
-                if teacher_role(name) in plan.roles
-            },
+            "added": {name: self.start(name, worker) for name, worker in plan.added_workers.items()},
         }
 
     def start_judges(self, names: Iterable[str]) -> dict[str, Any]:

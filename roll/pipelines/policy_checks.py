@@ -15,13 +15,14 @@ from roll.config.checks.roles import note_needless_reference
 from roll.config.lora import adapter_rank, adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
-from roll.config.policy import PolicyRunConfig, RouterConfig, update_mode
+from roll.config.policy import RouterConfig, update_mode
 from roll.config.policy_losses import POLICY_LOSSES
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.yaml_files import shown
 from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.methods.policy_plan import (
+    PolicyConfig,
     actor_keys,
     corrects_batches,
     corrects_old_log_probs,
@@ -59,7 +60,7 @@ OWN_FUNCTION_KEYS = (
 """Keys at the top that take the dotted path of a function; ``loss`` and filters bring options along."""
 
 
-def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
+def check_needed_roles(config: PolicyConfig, checks: Checks) -> None:
     devices = config.actor_train.device_mapping or [0]
     if needs_reference(config) and config.reference is None and not reference_is_actor(config):
         rule = "is needed: a KL to the reference policy is used"
@@ -87,7 +88,7 @@ def check_needed_roles(config: PolicyRunConfig, checks: Checks) -> None:
         checks.note("actor_infer.model_args.model_name_or_path", text)
 
 
-def check_recorded_rollouts(config: PolicyRunConfig, checks: Checks) -> None:
+def check_recorded_rollouts(config: PolicyConfig, checks: Checks) -> None:
     """``rollout_mock`` has its files, and a step to each of them."""
     section = config.rollout_mock
     if not section.enable:
@@ -106,7 +107,7 @@ def check_recorded_rollouts(config: PolicyRunConfig, checks: Checks) -> None:
             checks.add("rollout_mock.dump_dir", section.dump_dir, rule)
 
 
-def check_algorithm(config: PolicyRunConfig, response_limit: int, checks: Checks) -> None:
+def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -> None:
     """The algorithm's keys against one another; ``response_limit``: most tokens of a response."""
     group = config.group_size
     if estimator(config.adv_estimator).leaves_one_out and group < 2:
@@ -131,7 +132,7 @@ def check_algorithm(config: PolicyRunConfig, response_limit: int, checks: Checks
     note_zero_advantages(config, checks)
 
 
-def check_pass_k(config: PolicyRunConfig, checks: Checks) -> None:
+def check_pass_k(config: PolicyConfig, checks: Checks) -> None:
     """One of k has a chance to differ from one of all only while k is below the group's size."""
     group, k = config.group_size, config.pass_k
     if not estimator(config.adv_estimator).is_pass_at_k:
@@ -147,7 +148,7 @@ def check_pass_k(config: PolicyRunConfig, checks: Checks) -> None:
         checks.add("pass_k", k, rule, group // 2)
 
 
-def note_zero_advantages(config: PolicyRunConfig, checks: Checks) -> None:
+def note_zero_advantages(config: PolicyConfig, checks: Checks) -> None:
     """Settings under which every advantage is 0, or no sample is used, whatever the scores."""
     if config.norm_mean_type == "batch" and config.samples_per_step == 1:
         checks.note("norm_mean_type", "batch with one sample a step: its advantage is always 0, so nothing is learnt")
@@ -158,7 +159,7 @@ def note_zero_advantages(config: PolicyRunConfig, checks: Checks) -> None:
         checks.note("difficulty_high_threshold", rule)
 
 
-def check_passes(config: PolicyRunConfig, checks: Checks) -> None:
+def check_passes(config: PolicyConfig, checks: Checks) -> None:
     """Keys that forbid or need the pass before the update."""
     key = "force_disable_old_logprobs_recompute"
     if not config.force_disable_old_logprobs_recompute:
@@ -179,7 +180,7 @@ def check_passes(config: PolicyRunConfig, checks: Checks) -> None:
         checks.note("train_infer_correction", f"has no effect with {key}: old and engine log-probs are the same")
 
 
-def check_router_replay(config: PolicyRunConfig, checks: Checks) -> None:
+def check_router_replay(config: PolicyConfig, checks: Checks) -> None:
     """Routes are recorded where they are to be, and replayed by the policy only."""
     trainer, engine = config.actor_train, config.actor_infer
     key, mode = "actor_train.router_replay.mode", trainer.router_replay.mode
@@ -213,7 +214,7 @@ ROUTE_RECORDERS = ("hf_infer", "vllm")
 """Engines that return the experts of every token."""
 
 
-def check_rewards_of_estimator(config: PolicyRunConfig, checks: Checks) -> None:
+def check_rewards_of_estimator(config: PolicyConfig, checks: Checks) -> None:
     """Rewards in the form that the estimator compares them in."""
     name, row = config.adv_estimator, estimator(config.adv_estimator)
     if row.needs_greedy:
@@ -232,7 +233,7 @@ def check_rewards_of_estimator(config: PolicyRunConfig, checks: Checks) -> None:
                 checks.note(key, f"has no effect with {name}: it normalises the rewards of reward_weights itself")
 
 
-def check_overlong(config: PolicyRunConfig, limit: int, checks: Checks) -> None:
+def check_overlong(config: PolicyConfig, limit: int, checks: Checks) -> None:
     buffer = config.overlong_buffer_length
     keys = ("response_length", "sequence_length", "actor_infer.generating_args.max_new_tokens")
     if buffer is not None and buffer > limit and not checks.broken(*keys):
@@ -240,7 +241,7 @@ def check_overlong(config: PolicyRunConfig, limit: int, checks: Checks) -> None:
         checks.add("overlong_buffer_length", buffer, rule, max(1, limit // 5))
 
 
-def note_without_effect(config: PolicyRunConfig, checks: Checks) -> None:
+def note_without_effect(config: PolicyConfig, checks: Checks) -> None:
     """Keys that are written and have no effect alongside the others."""
     if config.use_kl_loss and config.kl_loss_coef == 0:
         checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
@@ -258,7 +259,7 @@ def note_without_effect(config: PolicyRunConfig, checks: Checks) -> None:
         checks.note("rl_loss_coef", "0 with no other loss term: the policy does not learn")
 
 
-def note_unused_aggregations(config: PolicyRunConfig, checks: Checks) -> None:
+def note_unused_aggregations(config: PolicyConfig, checks: Checks) -> None:
     """Modes of a term that the loss does not have, and a length that no mode divides by."""
     has_entropy = config.entropy_loss_coef > 0 or config.target_entropy is not None
     terms = {
@@ -274,7 +275,7 @@ def note_unused_aggregations(config: PolicyRunConfig, checks: Checks) -> None:
         checks.note("loss_norm_length", "has no effect without the mode seq-mean-token-sum-norm")
 
 
-def note_distribution(config: PolicyRunConfig, checks: Checks) -> None:
+def note_distribution(config: PolicyConfig, checks: Checks) -> None:
     """Sampling settings that the trainer's log-probs cannot follow."""
     arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
     why = "training log-probs are not comparable with the sampled ones"
@@ -291,7 +292,7 @@ def note_distribution(config: PolicyRunConfig, checks: Checks) -> None:
         checks.add(f"{key}.{name}", value, rule, works)
 
 
-def check_async(config: PolicyRunConfig, checks: Checks) -> None:
+def check_async(config: PolicyConfig, checks: Checks) -> None:
     """Needs of generation that runs concurrently with training, and what it means for the algorithm."""
     if checks.broken(KEY) or not is_async(config):
         return
@@ -307,7 +308,7 @@ def check_async(config: PolicyRunConfig, checks: Checks) -> None:
         )
 
 
-def check_engine_devices(config: PolicyRunConfig, checks: Checks) -> None:
+def check_engine_devices(config: PolicyConfig, checks: Checks) -> None:
     """Engines that finish all they begin have their devices to themselves; only partial rollout takes turns."""
     key, engines = "actor_infer.device_mapping", config.actor_infer
     if checks.broken(key) or config.partial_rollout:
@@ -325,7 +326,7 @@ def check_engine_devices(config: PolicyRunConfig, checks: Checks) -> None:
         checks.add(key, engines.device_mapping, rule, free[: len(engines.device_mapping or ())])
 
 
-def check_weight_sync(config: PolicyRunConfig, checks: Checks) -> None:
+def check_weight_sync(config: PolicyConfig, checks: Checks) -> None:
     """Mistakes that do not depend on the hosts."""
     options = config.weight_sync
     if options.directory is not None and options.transport != "safetensors":
@@ -348,7 +349,7 @@ def check_weight_sync(config: PolicyRunConfig, checks: Checks) -> None:
         checks.add("actor_infer.strategy_args.strategy_config.sleep_level", sleep_level, rule, 1)
 
 
-def _check_adapter(config: PolicyRunConfig, checks: Checks) -> None:
+def _check_adapter(config: PolicyConfig, checks: Checks) -> None:
     options = config.weight_sync
     if not uses_lora(config.actor_train.model_args):
         rule = "actor_train has no adapters (model_args.lora_target)"
@@ -363,7 +364,7 @@ def _check_adapter(config: PolicyRunConfig, checks: Checks) -> None:
         _check_adapter_of_engine(config, checks)
 
 
-def _check_adapter_of_engine(config: PolicyRunConfig, checks: Checks) -> None:
+def _check_adapter_of_engine(config: PolicyConfig, checks: Checks) -> None:
     """An engine that computes with the adapter itself makes room for its rank when it starts."""
     args, backend = config.actor_train.model_args, backend_of(config.actor_infer.strategy_args.strategy_name)
     engine, most = backend.package.title if backend.package else backend.name, backend.adapter_ranks[-1]
@@ -380,7 +381,7 @@ def _check_adapter_of_engine(config: PolicyRunConfig, checks: Checks) -> None:
         checks.add(key, rank, rule, most)
 
 
-def _check_cuda_ipc(config: PolicyRunConfig, checks: Checks) -> None:
+def _check_cuda_ipc(config: PolicyConfig, checks: Checks) -> None:
     sender = (config.actor_train.device_mapping or [0])[0]
     elsewhere = sorted(set(config.actor_infer.device_mapping or []) - {sender})
     if elsewhere:
@@ -394,7 +395,7 @@ def _check_cuda_ipc(config: PolicyRunConfig, checks: Checks) -> None:
 # Before anything starts
 
 
-def policy_functions(config: PolicyRunConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+def policy_functions(config: PolicyConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
     """(key, value, look-up) of what a user may have written a function for; nothing is imported for the known names."""
     for key in OWN_FUNCTION_KEYS:
         value = getattr(config, key)
@@ -415,7 +416,7 @@ def _resolve(key: str, path: str) -> object:
     return Registry(key).resolve(path)
 
 
-def _loss_options(config: PolicyRunConfig) -> object:
+def _loss_options(config: PolicyConfig) -> object:
     from roll.algorithms.losses import actor_loss_options
 
     return actor_loss_options(actor_keys(config))

@@ -1,7 +1,7 @@
 """The steps of every pipeline whose policy learns from its own samples.
 
-One training step: the engines take over the newest weights and generate samples, which are scored; reference, actor,
-teachers and critic compute the columns that something needs; scores become advantages; actor and critic learn.
+One training step: the engines take over the newest weights and generate samples, which are scored; every model
+computes the columns that something needs of it; scores become advantages; actor and critic learn.
 """
 
 from __future__ import annotations

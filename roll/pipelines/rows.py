@@ -23,7 +23,6 @@ from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.methods.base import LOG_PROBS, Ask, Loss
 from roll.methods.rows import Completion, RowMethod
 from roll.methods.supervised import SupervisedDefinition, SupervisedPlan
-from roll.methods.teachers import teacher_worker
 from roll.pipelines.batches import RecordedBatch
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
 from roll.pipelines.model_calls import Computation, balanced_order
@@ -31,7 +30,7 @@ from roll.pipelines.run_context import TRAINING, WEIGHTS, Residency, RunContext,
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import TensorBatch
-from roll.workers import TRAIN_WORKER
+from roll.workers import TRAIN_WORKER, frozen_worker
 from roll.workers.model import ModelSettings, ModelWorker
 from roll.workers.training import TrainWorker
 
@@ -225,7 +224,7 @@ class RowsPipeline:
         self.ahead.popleft()
         self.method.add_own_columns(rows.batch, self.models)
         self.method.add_estimates(rows.drawn, rows.batch, self.models)
-        if self.plan.teacher_runs_ahead and step + 1 < self.num_steps:
+        if self.plan.frozen_runs_ahead and step + 1 < self.num_steps:
             self.ahead.append(self.draw())
         if step % self.config.logging_steps == 0:
             self.record_samples(step, rows)
@@ -339,7 +338,7 @@ def start_models(
     if method.frozen_role is None or method.frozen_role not in plan.roles:
         return learner, None
     role = plan.roles[method.frozen_role].section
-    return learner, start_cluster(config, method.frozen_role, role.worker_cls or teacher_worker(role), resources, role)
+    return learner, start_cluster(config, method.frozen_role, role.worker_cls or frozen_worker(role), resources, role)
 
 
 def build_models(learner: Cluster, frozen: Cluster | None, num_steps: int, residency: Residency) -> None:

@@ -19,8 +19,6 @@ from roll.config.plan.plan import Plan, RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.strategies.registry import backend_of, generation_strategies
-from roll.methods.opd_keys import TEACHER, opd_divergence
-from roll.methods.policy_plan import is_taught, taught_by_advantage
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.rehearsal.catalog import GIB, KNOWN, Hardware, find_config
 from roll.rehearsal.formulas import EngineUse, ModelShape, engine_use, generation_time, model_shape
@@ -146,7 +144,7 @@ def rehearse_recipe(
     for name, role in plan.roles.items():
         if name not in configs:
             continue
-        # `hf_infer` of a role that computes log-probs is a plain model, not an engine; `vllm` of a teacher is one.
+        # `hf_infer` of a role that computes log-probs is a plain model, not an engine; `vllm` of such a role is one.
         pipeline_task = loaded.pipeline.task_of(role.key, role.section)
         is_plain = pipeline_task is not GENERATES and backend_of(role.strategy_name or "").computes is not None
         computes = role.strategy_name not in pipeline_task.strategies or is_plain
@@ -222,7 +220,7 @@ def _task(loaded: Any, name: str) -> Task:
         looks = bool(getattr(plan, "needs_old_log_probs", False) or reference)
     scores = is_rm or loaded.pipeline.task_of(role.key, role.section) is SCORES
     head = ModelHead.VALUE if name == "critic" else ModelHead.SCORE if scores else ModelHead.CAUSAL_LM
-    compared, given = _teaching(loaded, name)
+    compared, given = loaded.pipeline.distributions(config, name)
     args = role.section.model_args
     if args.attn_implementation == INVARIANT_ATTENTION:  # of CPUs; accelerators run their own kernels
         args = replace(args, attn_implementation=None)
@@ -256,19 +254,6 @@ def _more_outputs(loaded: Any, name: str) -> tuple[Output, ...]:
     return (Output.ENTROPY,) if config.log_entropy or config.entropy_loss_coef else ()
 
 
-def _teaching(loaded: Any, name: str) -> tuple[int | None, int | None]:
-    """Tokens of each distribution: those that the role is compared with, and those that it gives as a teacher."""
-    config = loaded.config
-    if loaded.plan.pipeline == "distill":
-        count = config.logits_topk
-    elif isinstance(config, PolicyRunConfig) and is_taught(config) and not taught_by_advantage(config):
-        count = opd_divergence(config).logits_topk
-    else:
-        return None, None
-    learns = name in ("student", "actor_train")
-    return (count, None) if learns else (None, count if name.partition(".")[0] == TEACHER else None)
-
-
 class _RecordingCluster:
     """Stand-in for a cluster: records which states of its role are on the devices."""
 
@@ -300,21 +285,23 @@ class _Step:
     """The phases of a step, and what its roles hold and do in them."""
 
     def __init__(self, loaded: Any, runs: Mapping[str, RoleRun], engines: Mapping[str, EngineUse]) -> None:
-        self.config, self.plan, self.runs, self.engines = loaded.config, loaded.plan, runs, engines
+        self.config, self.plan, self.pipeline = loaded.config, loaded.plan, loaded.pipeline
+        self.runs, self.engines = runs, engines
         self.phases = list(self._phases())
 
     def _phases(self) -> Iterator[_Phase]:
         """In their order, as :mod:`roll.pipelines.policy_pipeline` brings states for them."""
         plan, runs, engines = self.plan, self.runs, self.engines
-        teachers = [name for name in engines if name.partition(".")[0] == TEACHER]
-        judges = [name for name in engines if name != "actor_infer" and name not in teachers]
+        roles = {name: plan.roles[name] for name in engines}
+        tasks = {name: self.pipeline.task_of(role.key, role.section) for name, role in roles.items()}
+        judges = [name for name, task in tasks.items() if name != "actor_infer" and task is GENERATES]
         if "actor_infer" in engines:
             needs = {"actor_train": WEIGHTS, "actor_infer": WEIGHTS}
             yield _Phase("weight update", needs, {"actor_train": "send"})
             scorers = [name for name in runs if name == "reward_model"]
             generating = dict.fromkeys(("actor_infer", *judges), GENERATION) | dict.fromkeys(scorers, WEIGHTS)
             yield _Phase("generation", generating, dict.fromkeys(scorers, "forward"))
-        for name in teachers:
+        for name in (name for name, task in tasks.items() if task is not GENERATES):
             yield _Phase(f"forward of {name}", {name: GENERATION}, {})
         learners = sorted((name for name in plan.training if name in runs), key=lambda name: name == "actor_train")
         others = [name for name in runs if name not in plan.training and name != "reward_model"]
@@ -327,8 +314,9 @@ class _Step:
     def concurrent(self) -> tuple[str, ...]:
         """Phases that other devices work on while the rest of the step goes on."""
         is_async = getattr(self.plan, "is_async", False)
-        ahead = "generation" if is_async else f"forward of {TEACHER}"
-        runs_ahead = is_async or getattr(self.plan, "teacher_runs_ahead", False)
+        runs_ahead = is_async or getattr(self.plan, "frozen_runs_ahead", False)
+        frozen = next((f"forward of {name}" for name in self.plan.roles if name not in self.plan.training), "")
+        ahead = "generation" if is_async else frozen
         return (ahead,) if runs_ahead and ahead in [phase.name for phase in self.phases] else ()
 
     def devices(self, offloads: bool) -> list[DeviceUse]:

@@ -125,9 +125,9 @@ class Task:
     more_outputs: tuple[Output, ...] = ()
     """Needed by the loss, besides log-probs."""
     compared_tokens: int | None = None
-    """The model is compared with a teacher's distributions of so many tokens each; 0: of the whole vocabulary."""
+    """The model is compared with distributions of so many tokens each; 0: of the whole vocabulary."""
     top_tokens: int | None = None
-    """A teacher gives so many tokens of each distribution; 0: the whole vocabulary."""
+    """The role gives so many tokens of each distribution; 0: the whole vocabulary."""
     cache: int = 0
     """Bytes of the last level of the device's cache."""
     on_cpu: bool = False
@@ -326,8 +326,8 @@ def _vocabulary(strategy: Any) -> int:
     return int(strategy.model.language_model.config.get_text_config().vocab_size)
 
 
-def _teacher_of(strategy: Any, batch: TensorBatch, task: Task) -> tuple[TensorBatch, list[Comparison]]:
-    """The batch with a teacher's columns, which take memory when a micro-batch is made of them."""
+def _targets(strategy: Any, batch: TensorBatch, task: Task) -> tuple[TensorBatch, list[Comparison]]:
+    """The batch with the columns that it is compared with, which take memory when a micro-batch is made of them."""
     if task.compared_tokens is None:
         return batch, []
     count = task.compared_tokens or _vocabulary(strategy)
@@ -335,14 +335,14 @@ def _teacher_of(strategy: Any, batch: TensorBatch, task: Task) -> tuple[TensorBa
     contents = (torch.zeros(()), torch.zeros((), dtype=torch.int64), torch.zeros(()))
     sizes = ((*shape, count), (*shape, count), shape)
     columns = {
-        name: one.expand(size) for name, one, size in zip(target_columns("teacher"), contents, sizes, strict=True)
+        name: one.expand(size) for name, one, size in zip(target_columns("target"), contents, sizes, strict=True)
     }
     options = DivergenceConfig(logits_topk=task.compared_tokens)
 
-    def compare(student: Tensor, teacher: Tensor, has_tail: bool) -> Tensor:
-        return divergence(student, teacher, options, has_tail)
+    def compare(own: Tensor, target: Tensor, has_tail: bool) -> Tensor:
+        return divergence(own, target, options, has_tail)
 
-    return batch | columns, [Comparison("teacher", 1.0, compare)]
+    return batch | columns, [Comparison("target", 1.0, compare)]
 
 
 def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool, most: int = 2) -> tuple[TensorBatch, int]:
@@ -357,7 +357,7 @@ def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool, mos
 
 def _train(strategy: Any, task: Task) -> Work:
     batch, count = _first_micro_batches(strategy, task, task.rows_per_update, trains=True)
-    batch, teachers = _teacher_of(strategy, batch, task)
+    batch, comparisons = _targets(strategy, batch, task)
     strategy.passes = []
     outputs = [Output.LOG_PROBS, *task.more_outputs] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
 
@@ -366,14 +366,14 @@ def _train(strategy: Any, task: Task) -> Work:
         return -torch.stack([values.sum() for values in outputs.values() if values.requires_grad]).sum(), {}
 
     with strategy.tracker.counting() as step:
-        strategy.train_step(batch, sum_of_outputs, outputs, 1.0, teachers)
+        strategy.train_step(batch, sum_of_outputs, outputs, 1.0, comparisons)
     return _work(step, strategy.passes, batch, count, task.updates)
 
 
 def _forward(strategy: Any, task: Task) -> Work:
-    teaches = task.top_tokens is not None
-    # A teacher's columns are gathered in host memory: more passes would count them as the device's.
-    batch, count = _first_micro_batches(strategy, task, task.forward_rows, trains=False, most=1 if teaches else 2)
+    gives = task.top_tokens is not None
+    # Columns of distributions are gathered in host memory: more passes would count them as the device's.
+    batch, count = _first_micro_batches(strategy, task, task.forward_rows, trains=False, most=1 if gives else 2)
     strategy.passes = []
     with strategy.tracker.counting() as tally:
         if task.top_tokens is not None:

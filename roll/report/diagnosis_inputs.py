@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from itertools import pairwise
 from statistics import fmean, median
 
+from roll.methods.policy_plan import learns_from_scores
 from roll.report.evidence import LEAST_STEPS, MARKER, Facts, Finding, quoted, typical_of
 
 # What goes into the model
@@ -145,7 +146,7 @@ def reward_fails(facts: Facts) -> Finding | None:
 
 
 def reward_constant(facts: Facts) -> Finding | None:
-    if len(facts.run.steps) < LEAST_STEPS or facts.setting("is_pure_opd"):
+    if len(facts.run.steps) < LEAST_STEPS or not learns_from_scores(facts.run.config):
         return None
     low, high = facts.values("critic/score/min"), facts.values("critic/score/max")
     same = [a for a, b in zip(low, high, strict=False) if a == b]
@@ -172,7 +173,7 @@ def reward_constant(facts: Facts) -> Finding | None:
 
 def no_spread(facts: Facts) -> Finding | None:
     groups = [group for group in ([s.score for s in members] for members in facts.groups) if None not in group]
-    if len(groups) < 8 or len(facts.run.steps) < LEAST_STEPS or facts.setting("is_pure_opd"):
+    if len(groups) < 8 or len(facts.run.steps) < LEAST_STEPS or not learns_from_scores(facts.run.config):
         return None
     flat = [group for group in groups if max(group) - min(group) < 1e-9]  # type: ignore[type-var,operator]
     if len(flat) < 0.9 * len(groups):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from roll.translation.algorithms import put_algorithm
-from roll.translation.distillation import put_teacher
+from roll.translation.distillation import put_distillation
 from roll.translation.episodes import put_episodes
 from roll.translation.families import LANGUAGE_PART, put_family, put_routes
 from roll.translation.placement import (
@@ -248,7 +248,7 @@ STEPS: tuple[Callable[[Draft], None], ...] = (
     put_family,
     put_routes,
     put_adapters,
-    put_teacher,
+    put_distillation,
     put_steps,
     put_data,
     put_reward,

@@ -30,7 +30,7 @@ COUNTING = (
 UNUSED = "without use_task_rewards there is no such term"
 
 
-def find_teacher(draft: Draft) -> None:
+def find_distillation(draft: Draft) -> None:
     """Decide the form, and state what follows for the KL and the policy loss."""
     if not draft.get("distill"):
         draft.without_effect("counts with distillation.enabled", *COUNTING)
@@ -117,7 +117,7 @@ def _state_loss(draft: Draft) -> None:
         draft.refuse("distill_clamp", f"bounds {kind} there; here a KL loss is bounded with k3 only")
 
 
-def put_teacher(draft: Draft) -> None:
+def put_distillation(draft: Draft) -> None:
     """The teacher's section and the keys of its form."""
     form = draft.facts.get("distill_form")
     if form is None:

@@ -386,7 +386,7 @@ def _drop_idle_keys(draft: Draft) -> dict[str, str]:
         for key in IDLE_WITHOUT[role]
     }
     if draft.facts.get("distill_form") == "advantage":
-        idle.pop("kl_penalty", None)  # of the teacher
+        idle.pop("kl_penalty", None)  # which distillation reads
     for role, section in [*ROLES.items(), ("engine", "actor_infer")]:
         prefix = f"{section}.strategy_args.strategy_config."
         kind = "infer" if role == "reference" else "train"

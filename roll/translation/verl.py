@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from roll.translation.distillation import find_teacher
+from roll.translation.distillation import find_distillation
 from roll.translation.episodes import find_tool_episodes
 from roll.translation.reading import CONFIG_NAME, read_yaml
 from roll.translation.rules import Dialect, Draft
@@ -154,7 +154,7 @@ CONVERSIONS = {
 
 
 def prepare(draft: Draft) -> None:
-    """Engines on separate nodes under the names that the engines' section has for them, tools, and the teacher."""
+    """Engines on separate nodes under the names that the engines' section has for them, tools, and distillation."""
     if not draft.get("pool_nodes"):
         draft.without_effect("0 nodes are for the engines alone", "pool_nodes", "pool_gpus")
     elif draft.get("colocate", default=True):
@@ -168,7 +168,7 @@ def prepare(draft: Draft) -> None:
         rule = f"decays the learning rate to 0 by a formula of its own there: {key}=1.0 keeps it constant"
         draft.refuse("config_name", rule, "fsdp")
     find_tool_episodes(draft)
-    find_teacher(draft)
+    find_distillation(draft)
 
 
 VERL = Dialect(

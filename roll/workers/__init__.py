@@ -3,6 +3,9 @@
 Modules are imported inside the workers' processes, by dotted path; nothing heavy is imported here.
 """
 
+from roll.config.roles import WorkerConfig
+from roll.config.strategies.registry import scoring_strategies
+
 TRAIN_WORKER = "roll.workers.training.TrainWorker"
 SCORING_WORKER = "roll.workers.model.ScoringWorker"
 REFERENCE_WORKER = "roll.workers.model.ModelWorker"
@@ -10,3 +13,8 @@ GENERATION_WORKER = "roll.workers.generation.GenerationWorker"
 REWARD_MODEL_WORKER = "roll.workers.model.RewardModelWorker"
 REWARD_WORKER = "roll.workers.reward.RewardWorker"
 STORED_WEIGHTS_WORKER = "roll.workers.stored_weights.StoredWeightsWorker"
+
+
+def frozen_worker(section: WorkerConfig) -> str:
+    """The worker class of a role that never learns: some strategies score tokens and do nothing else."""
+    return SCORING_WORKER if section.strategy_args.strategy_name in scoring_strategies() else REFERENCE_WORKER

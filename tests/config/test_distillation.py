@@ -54,7 +54,7 @@ def test_columns_and_plan_of_offline_distillation(tmp_path: Path) -> None:
     plan = loaded.plan
     assert isinstance(plan, SupervisedPlan)
     assert (plan.data_args.prompt, plan.data_args.response) == (None, "solution"), "the first row says which"
-    assert (plan.global_batch_size, plan.teacher_runs_ahead) == (16, True)
+    assert (plan.global_batch_size, plan.frozen_runs_ahead) == (16, True)
     assert {role.model_path for role in plan.roles.values()} == {"my/student", "my/teacher"}
 
 

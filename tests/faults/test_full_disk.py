@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from roll.distributed.failures import OutputRefused, needing_room
-from roll.methods.teacher_cache import TeacherCache
+from roll.methods.distill import TeacherCache
 from roll.pipelines.batches import BatchRecorder, RecordedRollouts
 from roll.pipelines.files import write_images
 from roll.pipelines.stragglers import stragglers

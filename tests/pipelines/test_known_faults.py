@@ -19,10 +19,11 @@ from tokenizers.processors import TemplateProcessing
 
 from roll.algorithms.preferences import PairSums, preference_loss
 from roll.config.losses import PreferenceLossConfig
-from roll.config.roles import DataArguments, ReferenceWorkerConfig
+from roll.config.roles import DataArguments
 from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.evaluate import load_evaluation
 from roll.methods.base import Ask
+from roll.methods.opd_keys import TeacherConfig
 from roll.methods.preferences import PairLoss, pair_batch
 from roll.methods.rows import demonstration_batch
 from roll.models.layouts import shared_prompt_layout
@@ -426,7 +427,7 @@ def test_opd_09_one_teacher_after_the_other(devices: list[list[int]], order: str
             happened.append("result")
             return super().result()
 
-    sections = {str(n): ReferenceWorkerConfig(device_mapping=mapping) for n, mapping in enumerate(devices)}
+    sections = {str(n): TeacherConfig(device_mapping=mapping) for n, mapping in enumerate(devices)}
     teachers: Any = {name: Watched(-1.0 - int(name)) for name in sections}
     batch, metrics = scored(OPDConfig(teacher=sections), teachers)
     assert happened == order.split()

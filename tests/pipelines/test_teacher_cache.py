@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import ModelArguments
-from roll.methods.teacher_cache import (
+from roll.methods.distill import (
     RowTargets,
     TeacherCache,
     columns_from,

@@ -12,13 +12,19 @@ import torch
 
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.config.policy import PolicyRunConfig
-from roll.config.roles import DataArguments, ReferenceWorkerConfig, WorkerConfig
+from roll.config.roles import DataArguments, WorkerConfig
 from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
 from roll.methods.base import Ask
-from roll.methods.opd import OPD, PROMPT_LENGTHS, TEACHER_PROMPTS, with_teacher_prompts
-from roll.methods.opd_keys import teacher_role
-from roll.methods.opd_rows import TeacherPrompts, is_off_policy
+from roll.methods.opd import (
+    OPD,
+    PROMPT_LENGTHS,
+    TEACHER_PROMPTS,
+    TeacherPrompts,
+    is_off_policy,
+    with_teacher_prompts,
+)
+from roll.methods.opd_keys import TeacherConfig, teacher_role
 from roll.methods.policy import PolicyMethod
 from roll.pipelines.model_calls import answers, rows_with_tags
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -28,7 +34,7 @@ from roll.protocol.metrics import Metrics, to_floats
 from tests.agents.tiny import make_tokenizer
 from tests.pipelines.test_scoring import scored_batch
 
-TEACHERS = {"teacher": ReferenceWorkerConfig()}
+TEACHERS = {"teacher": TeacherConfig()}
 
 
 class Teacher:
@@ -106,7 +112,7 @@ def test_rows_go_to_teachers_by_tag_and_several_add_up() -> None:
     batch = scored_batch(False)
     batch.non_tensor_batch["tag"][:3] = "a"
     assert rows_with_tags(batch, ["a"]).tolist() == [True] * 3 + [False] * 4 and rows_with_tags(batch, None).all()
-    sections = {"all": ReferenceWorkerConfig(), "some": ReferenceWorkerConfig(tag_included=["a"], opd_kl_coef=0.5)}
+    sections = {"all": TeacherConfig(), "some": TeacherConfig(tag_included=["a"], opd_kl_coef=0.5)}
     teachers: Any = {"all": Teacher(-1.0), "some": Teacher(-2.0)}
     config = OPDConfig(teacher=sections)
     entered: list[Any] = []

@@ -148,7 +148,7 @@ def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
     return refusal.except_under is not nowhere and (backend is None or refusal.except_under(backend))
 
 
-_ELSEWHERE = frozenset(("opd_kl_coef", "tag_included", "router_replay"))
+_ELSEWHERE = frozenset(("tag_included", "router_replay"))
 """Keys that other tables speak of, by name."""
 _OF_ROLES = frozenset(item.name for item in fields(WorkerConfig))
 _TRAINING_MODEL = ("disable_gradient_checkpointing", "gradient_checkpointing_use_reentrant", "freeze_module_prefix")

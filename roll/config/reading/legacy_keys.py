@@ -84,7 +84,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         **dict.fromkeys(("reward_manager_config",)),
     },
     "DistillConfig": {
-        "logits_transfer_backend": "the teacher's log-probs travel as columns of their batch",
+        "logits_transfer_backend": "log-probs travel as columns of their batch",
     },
     "WorkerConfig": {
         "logits_in_fp32": "softmax arithmetic is always float32",

@@ -12,8 +12,7 @@ from roll.config.reading.errors import closest, count
 from roll.config.rewards import LLM_JUDGE, generates_otherwise
 from roll.config.strategies.base import StrategyConfig
 from roll.config.strategies.registry import backend_of
-from roll.methods.opd_keys import check_opd, check_teacher_tags
-from roll.methods.policy_plan import is_async, policy_training_plans
+from roll.methods.policy_plan import check_method, is_async, policy_training_plans
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.plan import (
@@ -48,9 +47,8 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     check_needed_roles(config, checks)
     sampled_by = "actor_infer" if checks.written("actor_infer.generating_args") else "train_env_manager"
     sampling = training_sampling(config, checks.written)
-    check_opd(config, checks, sampling, f"{sampled_by}.generating_args", "agentic")
+    check_method(config, checks, sampling, f"{sampled_by}.generating_args", "agentic", config.train_env_manager.tags)
     check_managers(config, checks)
-    check_teacher_tags(config, checks, config.train_env_manager.tags)
     check_entries(config, checks)
     check_lengths(config, options, checks.pipeline.default_model(config, "actor_train")[1], checks)
     check_batches(config, checks)

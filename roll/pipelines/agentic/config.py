@@ -9,10 +9,10 @@ from roll.agents.agent_options import AGENTS, Context, ToolWrapperArguments
 from roll.agents.call_formats import TOOL_FORMATS
 from roll.config.algorithm import estimator, estimators
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import FilterConfig
 from roll.config.roles import DataArguments, GenerationWorkerConfig, StrategyArguments, WorkerConfig
+from roll.methods.policy_plan import PolicyConfig
 
 NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
 GROUPINGS = ("batch", "tags", "traj_group_id")
@@ -163,7 +163,7 @@ class CustomEnvConfig:
 
 
 @dataclass(frozen=True)
-class AgenticConfig(PolicyRunConfig):
+class AgenticConfig(PolicyConfig):
     """Configuration of an agentic run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     group_key: ClassVar[str] = "train_env_manager.group_size"

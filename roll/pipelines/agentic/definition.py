@@ -10,27 +10,14 @@ from roll.config.checks.base import Checks
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
-    POLICY_KEYS,
-    READ_KEYS,
-    TEACHES,
     TRAINS,
     Headline,
     Panel,
-    PipelineDefinition,
     Role,
-    Task,
     Written,
 )
-from roll.config.policy import PolicyRunConfig
 from roll.config.roles import WorkerConfig
-from roll.methods.opd_keys import TEACHER, check_teachers_of, check_vocabularies_of
-from roll.methods.policy_plan import (
-    POLICY_PANELS,
-    is_taught,
-    needs_critic,
-    needs_reference,
-    taught_by_advantage,
-)
+from roll.methods.policy_plan import POLICY_PANELS, PolicyConfig, PolicyDefinition
 from roll.pipelines.agentic.checks import check_agentic
 from roll.pipelines.agentic.config import (
     AgenticConfig,
@@ -52,7 +39,7 @@ if TYPE_CHECKING:
 MANAGER_KEYS = frozenset(("generating_args", "system_envs"))
 
 
-class Agentic(PipelineDefinition[AgenticConfig, AgenticPlan]):
+class Agentic(PolicyDefinition[AgenticConfig, AgenticPlan]):
     """Reinforcement learning from episodes of many turns."""
 
     name = "agentic"
@@ -77,9 +64,8 @@ class Agentic(PipelineDefinition[AgenticConfig, AgenticPlan]):
         Panel("Turns", ("episode/*/turns",), smooth=True),
         *POLICY_PANELS,
     )
-    compares_log_probs = True
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
-        ("Agentic: batches, environments (top level)", AgenticConfig, (PolicyRunConfig,)),
+        ("Agentic: batches, environments (top level)", AgenticConfig, (PolicyConfig,)),
     )
     section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         (
@@ -114,9 +100,6 @@ class Agentic(PipelineDefinition[AgenticConfig, AgenticPlan]):
     def models(self, config: AgenticConfig) -> dict[str, WorkerConfig]:
         return model_roles(config)
 
-    def task_of(self, key: str, section: WorkerConfig) -> Task:
-        return TEACHES if key.partition(".")[0] == TEACHER else super().task_of(key, section)
-
     def default_model(self, config: AgenticConfig, role: str) -> tuple[str, str | None]:
         if role in ("critic", REWARD) and config.reward_pretrain:
             return "reward_pretrain", config.reward_pretrain
@@ -125,16 +108,7 @@ class Agentic(PipelineDefinition[AgenticConfig, AgenticPlan]):
     def reads(self, key: str, section: WorkerConfig, config: AgenticConfig) -> frozenset[str]:
         if isinstance(section, EnvManagerConfig):
             return MANAGER_KEYS
-        if "." not in key and not self.is_role(key):  # of a pipeline with fewer roles on top of this one
-            return frozenset()
-        return READ_KEYS[self.task_of(key, section)] | (POLICY_KEYS if key == "actor_train" else frozenset())
-
-    def effective(self, config: AgenticConfig) -> dict[str, Any]:
-        return {
-            "critic": needs_critic(config) and config.critic is not None,
-            "reference": needs_reference(config) or taught_by_advantage(config),
-            "teacher": config.teacher if is_taught(config) else {},
-        }
+        return super().reads(key, section, config)
 
     def batch_facts(self, plan: AgenticPlan) -> list[tuple[str, str]]:
         return batch_facts(plan)
@@ -147,10 +121,7 @@ class Agentic(PipelineDefinition[AgenticConfig, AgenticPlan]):
 
     def check_parts(self, loaded: LoadedConfig[AgenticConfig]) -> None:
         check_environments(loaded)
-        check_vocabularies_of(self, loaded)
-
-    def check_services(self, loaded: LoadedConfig[AgenticConfig]) -> None:
-        check_teachers_of(self, loaded)
+        super().check_parts(loaded)
 
     def check_host(self, loaded: LoadedConfig[AgenticConfig]) -> None:
         check_transport(loaded)
@@ -159,6 +130,3 @@ class Agentic(PipelineDefinition[AgenticConfig, AgenticPlan]):
 
     def own_functions(self, loaded: LoadedConfig[AgenticConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
         return own_functions(loaded.config)
-
-    def running_requests(self, config: AgenticConfig) -> int:
-        return config.router_args.max_running_requests or config.max_running_requests

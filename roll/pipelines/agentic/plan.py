@@ -19,8 +19,7 @@ from roll.config.reading.errors import count
 from roll.config.rewards import judge_length
 from roll.config.roles import GeneratingArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
-from roll.config.strategies.registry import generation_strategies, with_engine_size
-from roll.methods.opd_keys import TEACHER, teacher_roles
+from roll.config.strategies.registry import with_engine_size
 from roll.methods.policy_plan import (
     PolicyPlan,
     finished_policy,
@@ -28,7 +27,6 @@ from roll.methods.policy_plan import (
     policy_roles,
     policy_training_plans,
 )
-from roll.methods.teachers import finished_teacher
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig, Samples
 
 REWARD = "reward"
@@ -292,7 +290,7 @@ def model_roles(config: AgenticConfig) -> dict[str, WorkerConfig]:
     roles = policy_roles(config)
     if config.reward is not None and judged_entries(config):
         roles[REWARD] = with_engine_size(config.reward)
-    return roles | teacher_roles(config)
+    return roles
 
 
 def judged_entries(config: AgenticConfig) -> list[str]:
@@ -311,11 +309,7 @@ def finished(config: AgenticConfig, name: str, section: WorkerConfig) -> WorkerC
     if name == REWARD:
         positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
         return own_weights(with_cache_length(section, judge_length(config.sequence_length, positions)))
-    if name.partition(".")[0] == TEACHER:
-        return finished_teacher(section, config.sequence_length)
-    if section.strategy_args.strategy_name in generation_strategies():
-        section = with_cache_length(section, config.sequence_length)
-    return finished_policy(name, section, config)
+    return finished_policy(name, section, config, config.sequence_length)
 
 
 def plan_agentic(definition: PipelineDefinition, config: AgenticConfig, exp_name: str, written: Written) -> AgenticPlan:

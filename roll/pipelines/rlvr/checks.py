@@ -21,8 +21,7 @@ from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
 from roll.config.rewards import section_of
-from roll.methods.opd_keys import check_opd
-from roll.methods.policy_plan import is_async, policy_training_plans
+from roll.methods.policy_plan import check_method, is_async, policy_training_plans
 from roll.pipelines.policy_checks import (
     check_algorithm,
     check_async,
@@ -44,7 +43,7 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
     check_needed_roles(config, checks)
-    check_opd(config, checks, config.actor_infer.generating_args, "actor_infer.generating_args")
+    check_method(config, checks, config.actor_infer.generating_args, "actor_infer.generating_args", "rlvr")
     check_lengths(config, checks)
     if not checks.broken("prompt_length", "response_length", "sequence_length"):
         val_prompt, val_sequence = longest_in_validation(config)

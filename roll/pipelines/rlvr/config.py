@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from roll.config.data import DataArguments
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import RewardConfig
 from roll.config.roles import (
@@ -16,6 +15,7 @@ from roll.config.roles import (
     StrategyArguments,
     WorkerConfig,
 )
+from roll.methods.policy_plan import PolicyConfig
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ValidationConfig(WorkerConfig):
 
 
 @dataclass(frozen=True)
-class RLVRConfig(PolicyRunConfig):
+class RLVRConfig(PolicyConfig):
     """Configuration of an RLVR run. Loaded by :func:`roll.config.loader.load_config`; never changed afterwards."""
 
     group_key: ClassVar[str] = "num_return_sequences_in_group"

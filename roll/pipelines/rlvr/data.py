@@ -16,8 +16,7 @@ from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.datasets import DataError, DomainSampler, LoadCounts, PromptDataset
 from roll.datasets.vision_model import VisionModel
-from roll.methods.opd_keys import unrouted
-from roll.methods.policy_plan import is_taught
+from roll.methods.policy import check_rows
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import RLVRPlan
@@ -56,23 +55,14 @@ def load_data(config: RLVRConfig, plan: RLVRPlan) -> RunData:
 
 
 def read_training_prompts(config: RLVRConfig, plan: RLVRPlan, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-    """:func:`read_prompts` of the set that is trained on; rows that no teacher sees are logged.
+    """:func:`read_prompts` of the set that is trained on; rows of which nothing is learnt are logged.
 
     Raises:
-        DataError: also where a teacher sees no row at all.
+        DataError: also where a role that should look at rows of a tag would see none.
     """
     data_args = config.actor_train.data_args
     dataset = read_prompts(config, plan, data_args, plan.prompt_length, tokenizer)
-    if is_taught(config):
-        tags = dataset.tags()
-        idle, untaught = unrouted(config, list(tags))
-        for role in idle:
-            shown = ", ".join(map(repr, list(tags)[:10]))
-            raise DataError(f"{role}.tag_included: no row of {data_args.file_name} has one of these tags, but {shown}")
-        if untaught and config.is_pure_opd:
-            number, shown = sum(tags[tag] for tag in untaught), ", ".join(map(repr, untaught[:10]))
-            text = "%s: no teacher sees %s (%s): nothing is learnt from them"
-            logger.warning(text, data_args.file_name, count(number, "row"), shown)
+    check_rows(config, dataset.tags(), str(data_args.file_name))
     return dataset
 
 

@@ -12,14 +12,11 @@ from roll.config.checks.base import Checks
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
-    POLICY_KEYS,
     READ_KEYS,
     SCORES,
-    TEACHES,
     TRAINS,
     Headline,
     Panel,
-    PipelineDefinition,
     ReadableSet,
     Role,
     Task,
@@ -47,14 +44,7 @@ from roll.config.rewards import (
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.base import own_weights
-from roll.methods.opd_keys import TEACHER, check_teachers_of, check_vocabularies_of
-from roll.methods.policy_plan import (
-    POLICY_PANELS,
-    is_taught,
-    needs_critic,
-    needs_reference,
-    taught_by_advantage,
-)
+from roll.methods.policy_plan import ADDED_PASSES, POLICY_PANELS, PolicyConfig, PolicyDefinition
 from roll.pipelines.policy_checks import build_own_filter, check_transport, policy_functions
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig, ValidationConfig, ValidationSetConfig
@@ -77,7 +67,7 @@ if TYPE_CHECKING:
     from roll.pipelines.batches import RecordedBatch
 
 
-class RLVR(PipelineDefinition[RLVRConfig, RLVRPlan]):
+class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
     """Reinforcement learning from verifiable rewards."""
 
     name = "rlvr"
@@ -103,11 +93,11 @@ class RLVR(PipelineDefinition[RLVRConfig, RLVRPlan]):
         Panel("Response length (tokens)", ("token/response_length/mean",), smooth=True),
         *POLICY_PANELS,
     )
-    compares_log_probs = True
     section_aliases: ClassVar[Mapping[str, str]] = {"student_train": "actor_train", "student_infer": "actor_infer"}
     reference: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
-        ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (PolicyRunConfig,)),
+        ("RLVR: batches, lengths, roles (top level)", RLVRConfig, (PolicyConfig,)),
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
+        *PolicyDefinition.reference,
         ("RLVR and agentic: algorithm (top level)", PPOConfig, ()),
         *(
             (f"`loss: {{name: {row.name}}}`", row.options, ())
@@ -122,6 +112,7 @@ class RLVR(PipelineDefinition[RLVRConfig, RLVRPlan]):
         ("`validation` (in addition to the keys of a role)", ValidationConfig, (WorkerConfig,)),
         ("`validation.sets.<name>`", ValidationSetConfig, ()),
         ("`validation.harness`", HarnessConfig, ()),
+        *PolicyDefinition.section_tables,
         ("`router_args`", RouterConfig, ()),
         ("`weight_sync`", WeightSyncConfig, ()),
     )
@@ -152,8 +143,6 @@ class RLVR(PipelineDefinition[RLVRConfig, RLVRPlan]):
     def task_of(self, key: str, section: WorkerConfig) -> Task:
         """A ``reward_model`` with a classifier's head scores; without, it is a judge, which generates, as one on the
         devices of its own reward section does."""
-        if key.partition(".")[0] == TEACHER:
-            return TEACHES
         if key == REWARD_MODEL and section.model_args.model_type == CLASSIFIER:
             return SCORES
         return super().task_of(REWARD_MODEL if key.startswith("rewards.") else key, section)
@@ -181,16 +170,7 @@ class RLVR(PipelineDefinition[RLVRConfig, RLVRPlan]):
             is_judge = INFERENCE in judge_types(key.removeprefix("rewards."), section)
             own = frozenset(("name", "worker_cls", "world_size", "system_envs", "max_concurrency", "tag_included"))
             return own | (READ_KEYS[GENERATES] if is_judge else frozenset())
-        if "." not in key and not self.is_role(key):  # of a pipeline with fewer roles on top of this one
-            return frozenset()
-        return READ_KEYS[self.task_of(key, section)] | (POLICY_KEYS if key == "actor_train" else frozenset())
-
-    def effective(self, config: RLVRConfig) -> dict[str, Any]:
-        return {
-            "critic": needs_critic(config) and config.critic is not None,
-            "reference": needs_reference(config) or taught_by_advantage(config),
-            "teacher": config.teacher if is_taught(config) else {},
-        }
+        return super().reads(key, section, config)
 
     def batch_facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
         samples = count(plan.samples_per_step, "sample")
@@ -216,7 +196,7 @@ class RLVR(PipelineDefinition[RLVRConfig, RLVRPlan]):
             reference: plan.needs_reference,
             "greedy baseline": plan.needs_greedy_baseline,
             "old log-probs": plan.needs_old_log_probs,
-            "teachers": any(name.partition(".")[0] == TEACHER for name in plan.roles),
+            ADDED_PASSES: bool(plan.added_workers),
             "values": plan.needs_critic,
         }
         needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
@@ -233,10 +213,7 @@ class RLVR(PipelineDefinition[RLVRConfig, RLVRPlan]):
         validation = loaded.config.validation
         if validation is not None and validation.harness is not None:
             HARNESSES[validation.harness.name].require("validation.harness.name", shown(loaded.source))
-        check_vocabularies_of(self, loaded)
-
-    def check_services(self, loaded: LoadedConfig[RLVRConfig]) -> None:
-        check_teachers_of(self, loaded)
+        super().check_parts(loaded)
 
     def check_host(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         check_transport(loaded)
@@ -316,9 +293,6 @@ class RLVR(PipelineDefinition[RLVRConfig, RLVRPlan]):
         longest = plan.max_sequence_length if isinstance(plan, RLVRPlan) else plan.sequence_length
         section = finished_section(self.models(loaded.config)[role], plan.roles[role])
         return own_weights(with_cache_length(section, longest))
-
-    def running_requests(self, config: RLVRConfig) -> int:
-        return config.router_args.max_running_requests or config.max_running_requests
 
 
 @dataclass(frozen=True)

@@ -23,17 +23,16 @@ from roll.config.rewards import (
 )
 from roll.config.roles import DataArguments, GeneratingArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
-from roll.config.strategies.registry import generation_strategies, with_engine_size
-from roll.methods.opd_keys import TEACHER, teacher_roles
+from roll.config.strategies.registry import with_engine_size
 from roll.methods.policy_plan import (
     PolicyPlan,
     finished_policy,
+    looks_at_samples,
     needs_greedy_baseline,
     policy_plan,
     policy_roles,
     policy_training_plans,
 )
-from roll.methods.teachers import finished_teacher
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationSetConfig
 from roll.rewards.base import RewardOptionError
 from roll.rewards.composition import concurrent_calls
@@ -73,10 +72,6 @@ class RLVRPlan(PolicyPlan):
         return max(self.sequence_length, *(one.sequence_length for one in self.validation_sets), 0)
 
 
-TRAINING_ROLES = ("actor_train", "reference", "critic")
-"""Roles that take no part in a validation."""
-
-
 def validation_sets(config: RLVRConfig, sequence_length: int, written: Written) -> tuple[ValidationSet, ...]:
     """The set of ``validation.data_args``, if it has files, and those of ``validation.sets``."""
     section = config.validation
@@ -102,11 +97,7 @@ def sharing_roles(roles: Mapping[str, WorkerConfig]) -> dict[str, list[str]]:
     of them can work at any time."""
     devices = {name: set(role.device_mapping or ()) for name, role in roles.items()}
     sharing = {name: [other for other in roles if other != name and devices[name] & devices[other]] for name in roles}
-    return {
-        name: others
-        for name, others in sharing.items()
-        if others and name.partition(".")[0] not in (*TRAINING_ROLES, TEACHER)
-    }
+    return {name: others for name, others in sharing.items() if others and not looks_at_samples(name)}
 
 
 def validates_concurrently(config: RLVRConfig, roles: Mapping[str, WorkerConfig]) -> bool:
@@ -151,7 +142,6 @@ def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
     roles = policy_roles(config)
     if config.reward_model is not None and (judged_domains(config.rewards) or model_inputs(config.rewards)):
         roles[JUDGE_ROLE] = with_engine_size(config.reward_model)
-    roles |= teacher_roles(config)
     return roles | {name: with_engine_size(role) for name, role in own_judges(config.rewards).items()}
 
 
@@ -184,11 +174,7 @@ def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig)
     if name in judge_roles(config):
         positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
         return own_weights(with_cache_length(section, judge_length(longest, positions)))
-    if name.partition(".")[0] == TEACHER:
-        return finished_teacher(section, longest)
-    if section.strategy_args.strategy_name in generation_strategies():
-        section = with_cache_length(section, longest)
-    return finished_policy(name, section, config)
+    return finished_policy(name, section, config, longest)
 
 
 def judge_roles(config: RLVRConfig) -> set[str]:

@@ -13,11 +13,9 @@ from typing import Any
 import numpy as np
 
 from roll.config.rewards import model_inputs
-from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
-from roll.methods.opd_rows import DatasetResponses, TeacherPrompts, is_off_policy
-from roll.methods.policy_plan import is_taught
+from roll.methods.policy import PromptRows
 from roll.pipelines.clusters import Clusters
 from roll.pipelines.engine_rollout import RolloutSource
 from roll.pipelines.files import dumped_table, pad_token_id
@@ -161,32 +159,18 @@ class PromptSource(RolloutSource[PromptRow, SampleGroup, Validation]):
         }
         path = config.user_defined_rollout_loop_cls
         loop: RolloutLoop | None = None if path is None else rollout_loops.resolve(path)()
-        self._dataset_responses = None
-        if config.lmbda < 1.0 and is_taught(config):
-            loop = self._dataset_responses = DatasetResponses(
-                config.actor_train.data_args, config.lmbda, data.tokenizer, plan.max_new_tokens
-            )
-        self._teacher_prompts = None
-        if config.opd_teacher_prompt is not None and is_taught(config):
-            data_args = config.actor_train.data_args
-            templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)
-            template = config.opd_teacher_prompt
-            self._teacher_prompts = TeacherPrompts(template, data_args, templates, data.tokenizer)
+        self._rows = PromptRows(config, data.tokenizer, plan.max_new_tokens)
+        loop = self._rows.loop or loop
         settings = GroupSettings(plan.group_size, self._params, config.seed, filters)
         self.flow = PromptFlow(engines, self._rewards, data.sampler.next_batch, settings, 0, loop)
         self.codec = PromptCodec(data.sampler.find)
 
     def begin(self, step: int) -> None:
-        if self._dataset_responses is not None:
-            self._dataset_responses.version = step
+        self._rows.begin(step)
 
     def batch(self, groups: list[SampleGroup], driver: DriverLoop) -> tuple[DataProto, Metrics]:
         batch, metrics = build_batch(groups, self._pad_token_id), reward_metrics(groups)
-        if self._teacher_prompts is not None:
-            self._teacher_prompts.add_columns(batch, groups)
-        if self._dataset_responses is not None:
-            sampled = [not is_off_policy(group.order, self._config.lmbda) for group in groups]
-            metrics["opd/on_policy_share"] = Mean(sum(sampled), len(sampled))
+        metrics |= self._rows.add_columns(batch, groups)
         quarantine = self._rewards.quarantine
         if quarantine.num_deaths:  # since the run began; nothing before the first
             metrics["scheduler/reward_worker_deaths"] = Mean(quarantine.num_deaths)
