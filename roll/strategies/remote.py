@@ -47,6 +47,7 @@ class RemoteService:
         """Tokens that the model takes, where the service says so."""
         url = f"{self._base_url}/models"
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        # A proxy of the environment cannot reach this host's own loopback.
         trust = httpx2.URL(url).host not in LOOPBACK
         try:
             with httpx2.Client(timeout=LOOKUP_SECONDS, trust_env=trust, headers=headers) as client:

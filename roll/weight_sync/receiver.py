@@ -7,7 +7,7 @@ them as they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -76,7 +76,7 @@ class WeightReceiver:
             self._connections[link.receiver] = link, receiver
         return receiver
 
-    def update(self, header: BucketHeader, payload: Any) -> None:
+    def update(self, header: BucketHeader, payload: object) -> None:
         """Take over one bucket.
 
         Raises:

@@ -176,10 +176,11 @@ _GRACE_SECONDS = 2.0
 """Seconds for which the other engines are listened to after the first failure."""
 
 
-def _answers(method: str, refs: Mapping[int, Any], update: str, end: float) -> list[Any]:
+def _answers(method: str, refs: Mapping[int, ray.ObjectRef[Any]], update: str, end: float) -> list[Any]:
     found: dict[int, Any] = {}
     while waiting := {ref: rank for rank, ref in refs.items() if rank not in found}:
         ready, late = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end - time.monotonic()))
+        # None ready: the time is over, and each that is late becomes a failure.
         answered = {waiting[ref]: _answer(method, update, waiting[ref], ref) for ref in ready or late}
         found |= answered
         if any(isinstance(answer, _Failure) for answer in answered.values()):
@@ -193,7 +194,7 @@ def _answers(method: str, refs: Mapping[int, Any], update: str, end: float) -> l
     return [found[rank] for rank in refs]
 
 
-def _answer(method: str, update: str, engine: int, ref: Any) -> Any:
+def _answer(method: str, update: str, engine: int, ref: ray.ObjectRef[Any]) -> Any:
     try:
         return ray.get(ref, timeout=0)
     except ray.exceptions.GetTimeoutError:

@@ -6,7 +6,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -179,7 +178,7 @@ class GenerationWorker(Worker):
     def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
         return self.receiver.start(start)
 
-    def update_weights(self, header: BucketHeader, payload: Any) -> None:
+    def update_weights(self, header: BucketHeader, payload: object) -> None:
         """Take over one bucket. Its tensors may be views of read-only shared memory; the engine copies them."""
         self.receiver.update(header, payload)
 

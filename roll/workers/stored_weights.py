@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from roll.models.lora import adapter_names, base_name, merged_weight
 from roll.models.stored import StoredLayout
 from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, WeightSyncError, iter_buckets
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
+
+if TYPE_CHECKING:
+    from roll.config.roles import ModelArguments
 
 
 class StoredWeightsWorker(Worker):
@@ -65,7 +68,7 @@ class StoredWeightsWorker(Worker):
 
 
 @torch.no_grad()
-def read_weights(arguments: Any, checkpoint: Path | None) -> dict[str, Tensor]:
+def read_weights(arguments: ModelArguments, checkpoint: Path | None) -> dict[str, Tensor]:
     """Tensors of a model as they travel to engines, in the compute type; tied ones once.
 
     Args:
@@ -73,7 +76,9 @@ def read_weights(arguments: Any, checkpoint: Path | None) -> dict[str, Tensor]:
         checkpoint: see :meth:`StoredWeightsWorker.open`.
     """
     dtype = DTYPES[arguments.dtype]
+    # With a checkpoint in float32: adapters are merged before anything is rounded.
     model = build_model(arguments, "causal_lm", dtype=dtype if checkpoint is None else torch.float32)
+    # Engines compute the other buffers themselves, such as rotary frequencies.
     persistent = model.state_dict().keys()
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from roll.distributed import Dispatch, register
 from roll.methods.base import Loss, Totals
@@ -24,7 +25,7 @@ STEP_METRICS = ("grad_norm", "lr", "loss_scale", "tokens_per_micro_batch", "padd
 """Beginnings of the names of what a strategy itself reports."""
 
 
-def loss_columns(batch: DataProto, loss: Loss, **_: Any) -> tuple[str, ...]:
+def loss_columns(batch: DataProto, loss: Loss, **_: object) -> tuple[str, ...]:
     """The columns that a call with this loss sends."""
     return loss.columns
 
@@ -153,12 +154,12 @@ class _NanGradient(torch.autograd.Function):
     """The identity; without a wait for the device, and exact where the value is finite (a factor of 1)."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, value: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(torch.ones_like(value).masked_fill(~value.isfinite(), torch.nan))
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: BackwardCFunction, gradient: torch.Tensor) -> torch.Tensor:
         (factor,) = ctx.saved_tensors
         return gradient * factor
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,21 @@ from roll.checkpoint.contents import ModelContents
 from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece
 from roll.strategies.training.checkpoint import resumed, save_training
 
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
-def is_partitioned(tensor: Tensor) -> bool:
+    class PartitionedTensor(Tensor):
+        """A parameter that ZeRO-3 has sharded."""
+
+        ds_tensor: Tensor
+        ds_shape: torch.Size
+
+
+def is_partitioned(tensor: Tensor) -> TypeGuard[PartitionedTensor]:
     return hasattr(tensor, "ds_tensor")
 
 
-def full_shape(tensor: Any) -> torch.Size:
+def full_shape(tensor: Tensor) -> torch.Size:
     """Shape of the whole tensor, partitioned or not."""
     return torch.Size(tensor.ds_shape) if is_partitioned(tensor) else tensor.shape
 
@@ -48,7 +57,7 @@ class MasterStates:
     # Four ways to keep them: ZeRO-3 shards every parameter; ZeRO-1 and 2 shard a flat tensor of all of a group's
     # parameters; ZeRO-0 has a float32 copy of each on every rank, or in float32 the parameters themselves.
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
         self._stage = int(engine.zero_optimization_stage())
         self._optimizer = engine.optimizer
@@ -178,7 +187,7 @@ def _fitted(values: Tensor, partition: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def set_masters(engine: Any, elements: Callable[[str, torch.Size, int, int], Tensor]) -> None:
+def set_masters(engine: DeepSpeedEngine, elements: Callable[[str, torch.Size, int, int], Tensor]) -> None:
     """Replace the float32 weights that DeepSpeed made of rounded ones.
 
     Args:
@@ -196,7 +205,7 @@ def set_masters(engine: Any, elements: Callable[[str, torch.Size, int, int], Ten
 
 
 def save_states(
-    path: Path, engine: Any, contents: ModelContents, state: dict[str, Any], buffers: dict[str, Tensor]
+    path: Path, engine: DeepSpeedEngine, contents: ModelContents, state: dict[str, Any], buffers: dict[str, Tensor]
 ) -> None:
     """Collective. Write trained parameters' float32 weights, moments, buffers, ``state`` (JSON values), RNG states."""
     masters = MasterStates(engine)
@@ -211,7 +220,9 @@ def save_states(
     save_training(path, contents, pieces(), {**state, "updates": updates}, buffers)
 
 
-def load_states(path: Path, engine: Any, contents: ModelContents, buffers: dict[str, Tensor]) -> dict[str, Any]:
+def load_states(
+    path: Path, engine: DeepSpeedEngine, contents: ModelContents, buffers: dict[str, Tensor]
+) -> dict[str, Any]:
     """Collective. Load what any strategy has saved, on any number of ranks and under any stage; return its ``state``.
 
     Raises:

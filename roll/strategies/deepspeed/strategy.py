@@ -9,7 +9,8 @@ import sys
 import warnings
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -43,10 +44,16 @@ from roll.strategies.training.optimizer import (
 )
 
 if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
     from transformers import PreTrainedModel
 
 PASSED_THROUGH = ("activation_checkpointing", "aio", "comms_logger", "flops_profiler", "communication_data_type")
 """Sections and keys of the configuration that DeepSpeed gets as they are."""
+
+
+class _TrainingOptions(TypedDict, total=False):
+    fp32_accumulation: bool
+    max_grad_norm: float | None
 
 
 class DeepSpeedStrategy(DataParallelStrategy):
@@ -87,7 +94,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
             else:
                 self.model.to(self.device)
             return
-        options = {
+        options: _TrainingOptions = {
             "fp32_accumulation": switch(self.config, "fp32_grad_accumulation", self.environ),
             "max_grad_norm": self.max_grad_norm,
         }
@@ -153,7 +160,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
         model = self._build_without_weights(self.compute_dtype)
         return model or super()._build_language_model(storage_dtype)
 
-    def _read_model(self, **options: Any) -> MetaModel | None:
+    def _read_model(self, **options: Unpack[_TrainingOptions]) -> MetaModel | None:
         """Collective. Read the weights of a model without any: under ZeRO-3 module by module, each partitioned before
         the next one is read. What they were read from; None where the model was loaded whole."""
         meta, self._meta = self._meta, None
@@ -169,6 +176,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
             reader(module)
             whole = [one for one in module.parameters(recurse=False) if not is_partitioned(one)]
             if partitioned is not None:
+                # Every partitioned parameter has this method, with the options of the `Init` that made it.
                 partitioned.convert_to_zero_parameters(param_list=whole)
             elif whole:
                 holder = torch.nn.ParameterList(whole)
@@ -210,6 +218,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
             "train_micro_batch_size_per_gpu": self.role.training_args.per_device_train_batch_size,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": float(max_grad_norm or 0.0),
+            # DeepSpeed divides by it: a step that never comes in place of 0.
             "steps_per_print": config.steps_per_print or sys.maxsize,
             "wall_clock_breakdown": config.wall_clock_breakdown,
             "zero_optimization": (section | {"stage": plan.stage}),
@@ -227,14 +236,16 @@ class DeepSpeedStrategy(DataParallelStrategy):
             options["data_types"] = data_types
         return options
 
-    def _start_engine(self, optimizer: torch.optim.Optimizer | None, **options: Any) -> Any:
+    def _start_engine(
+        self, optimizer: torch.optim.Optimizer | None, **options: Unpack[_TrainingOptions]
+    ) -> DeepSpeedEngine:
         deepspeed = join_process_group(self.platform)
         if self.plan.stage == 3:
             self._use_units(deepspeed)
         engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._options(**options))
         return engine
 
-    def _use_units(self, deepspeed: Any) -> None:
+    def _use_units(self, deepspeed: ModuleType) -> None:
         """Gather a decoder layer's parameters together, and the output matrix when it is used.
 
         DeepSpeed gathers what a module is about to use when the module is called; one gather for each small module of a
@@ -303,7 +314,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
         self.progress.restore(load_states(path, self.engine, self.contents, self._buffers()))
         self._set_loss_scale()
 
-    def _sharded(self, tensor: Any) -> tuple[torch.Tensor, Pieces] | None:
+    def _sharded(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Pieces] | None:
         # Rank r holds the r-th part of a flattened parameter in `ds_tensor`, the last part padded.
         if not is_partitioned(tensor):
             return None
@@ -324,12 +335,12 @@ class DeepSpeedStrategy(DataParallelStrategy):
             return self._on_device([*masters, *state_tensors(optimizer)])
         if kind is not StateKind.MODEL_PARAMS:
             return []
-        parameters: list[Any] = [*self.model.parameters(), *self.model.buffers()]
+        parameters = [*self.model.parameters(), *self.model.buffers()]
         parts = [parameter.ds_tensor for parameter in parameters if is_partitioned(parameter)]
         return self._on_device([*parameters, *parts])
 
 
-def import_deepspeed(platform: Platform) -> Any:
+def import_deepspeed(platform: Platform) -> ModuleType:
     """The ``deepspeed`` module, quiet, for the devices of ``platform``.
 
     Raises:
@@ -350,7 +361,7 @@ def import_deepspeed(platform: Platform) -> Any:
     return deepspeed
 
 
-def join_process_group(platform: Platform) -> Any:
+def join_process_group(platform: Platform) -> ModuleType:
     """Collective. Let DeepSpeed use torch's default process group, which must exist; return its module."""
     deepspeed = import_deepspeed(platform)
     # DeepSpeed reads the index of this rank's device here; a worker sees only its own.

@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from threading import Event, Thread
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from roll.models.build import load_config
 from roll.platforms import current_platform
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, longest_sequence
 from roll.weight_sync.encoding import Checksum, tensor_checksum
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ class GenerationStrategy(ABC):
         self._new_version: int | None = None
         """Version of the update in progress."""
 
-    def _read_model_folder(self, max_model_len: int | None) -> tuple[Any, Any]:
+    def _read_model_folder(self, max_model_len: int | None) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
         """The model's Hugging Face configuration and its tokenizer; sets the longest sequence and the end tokens.
 
         Args:
@@ -53,7 +56,9 @@ class GenerationStrategy(ABC):
         path, config = args.model_name_or_path, load_config(args)
         assert path
         self._max_model_len = longest_sequence(max_model_len, config, path)
-        tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=args.trust_remote_code
+        )
         try:
             generation_config = GenerationConfig.from_pretrained(path)
         except OSError:  # a folder without one
@@ -250,7 +255,7 @@ class PackagedEngine(GenerationStrategy):
             self._asleep = [part for part in self._asleep if part not in wanted]
 
 
-def cache_numbers(config: Any) -> tuple[int, int]:
+def cache_numbers(config: PretrainedConfig) -> tuple[int, int]:
     """Key-value heads of a layer, and the numbers of a head's key.
 
     Args:
@@ -260,7 +265,9 @@ def cache_numbers(config: Any) -> tuple[int, int]:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_dim
 
 
-def end_token_ids(generation_config: Any, config: Any, tokenizer: Any) -> tuple[int, ...]:
+def end_token_ids(
+    generation_config: GenerationConfig | None, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[int, ...]:
     """Every token that ends a sequence by the generation config (or else the model's config) or the tokenizer.
 
     The two differ where a chat model was made from a base model; each knows one way to end.

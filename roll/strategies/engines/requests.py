@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 
 from roll.config.reading.fields import LOWEST_TEMPERATURE
 from roll.protocol.vision import VisionInputs
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -308,7 +311,7 @@ class StopStringMatcher:
         return found
 
 
-def longest_sequence(max_model_len: int | None, config: Any, model_path: str | None) -> int:
+def longest_sequence(max_model_len: int | None, config: PretrainedConfig, model_path: str | None) -> int:
     """Most tokens of prompt and response together.
 
     Args:

@@ -137,6 +137,7 @@ def listed_tokens(
             f"{len(order)} of {size} most probable tokens have an id below {wanted.limit}; the student has no others"
         )
     order = order[:size]
+    # Rounding may make the listed mass more than 1.
     rest = max(0.0, 1.0 - float(np.exp(log_probs[order]).sum()))
     return log_probs[order], ids[order], log(max(rest, LEAST_MASS))
 

@@ -191,9 +191,9 @@ _FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausal
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # those that do not change with the length
 
 
-def is_fusable(model: Any) -> bool:
+def is_fusable(model: PreTrainedModel) -> bool:
     """True for a model that :class:`FusedDecoder` computes."""
-    config: Any = model.config
+    config = model.config
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         return False
@@ -236,8 +236,10 @@ class FusedDecoder(Decoder):
         max_model_len: positions for which rotary angles are prepared.
     """
 
-    def __init__(self, model: Any, max_model_len: int) -> None:
-        config, body = model.config, model.model
+    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
+        config = model.config
+        body: Any = model.model
+        head: Any = model.lm_head
         self._head_dim = int(body.layers[0].self_attn.head_dim)
         self._num_heads = int(config.num_attention_heads)
         self._num_kv_heads = int(config.num_key_value_heads)
@@ -247,12 +249,14 @@ class FusedDecoder(Decoder):
         self._layers = [_fuse_layer(f"model.layers.{i}", layer, product) for i, layer in enumerate(body.layers)]
         self.watch: Callable[[str, torch.Tensor], None] | None = None
         """Given what each operation computes, by the names of :mod:`roll.strategies.hf_infer.tracing`."""
+        # After the layers are fused: it takes the model's tensors, which have become views of the fused ones.
         super().__init__(model)
         self._embedding = body.embed_tokens.weight.detach()
         self._final_norm = body.norm.weight.detach()
-        self._head = _Linear(model.lm_head.weight.detach(), _detached(model.lm_head.bias), product)
+        self._head = _Linear(head.weight.detach(), _detached(head.bias), product)
         positions = torch.arange(max_model_len, device=self.device)[None]
         cos, sin = body.rotary_emb(torch.zeros(1, dtype=self.dtype, device=self.device), positions)
+        # The first half has the sign of the rotation already, so a step only swaps the halves of a head.
         sin = sin[0].clone()
         sin[:, : self._head_dim // 2].neg_()
         self._cos, self._sin = (cos[0][:, None].contiguous(), sin[:, None].contiguous())
@@ -485,5 +489,5 @@ def _fuse(product: Product, *modules: nn.Linear) -> _Linear:
     return _Linear(weight, bias, product)
 
 
-def _detached(tensor: Any) -> torch.Tensor | None:
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach()

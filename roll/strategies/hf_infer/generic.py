@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from roll.models.routes import encoded
 from roll.protocol.vision import VisionInputs
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 """Kinds of layers, as configurations name them."""
@@ -27,14 +30,14 @@ class GenericDecoder(Decoder):
         ValueError: the model's layers have different numbers of heads, or no keys and values at all.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         config = model.config.get_text_config()
         self._kinds: tuple[str, ...] = tuple(getattr(config, "layer_types", None) or ())
         self._window: int | None = getattr(config, "sliding_window", None)
         probe = self._probe()
-        self._widths = [(pair[0].shape[-1], pair[1].shape[-1]) for pair in _written(probe)]
         written = _written(probe)
+        self._widths = [(keys.shape[-1], values.shape[-1]) for keys, values in written]
         heads = {tensor.shape[1] for pair in written for tensor in pair}
         if len(heads) != 1:
             raise ValueError(
@@ -105,7 +108,7 @@ class GenericDecoder(Decoder):
         first = logits[torch.arange(len(prompts), device=self.device), which]
         return PromptStates(keys_values, first, offsets, routes, _states(cache.layers))
 
-    def _run(self, **inputs: Any) -> torch.Tensor:
+    def _run(self, **inputs: object) -> torch.Tensor:
         """Logits; the experts of all tokens too, where they are recorded."""
         if self.routing is None:
             return self.model(use_cache=True, **inputs).logits
@@ -176,6 +179,7 @@ class GenericDecoder(Decoder):
             layer.slots = slots
         states = slots.states()
         for linear, conv, recurrent in zip(self._linear, states[::2], states[1::2], strict=True):
+            # Marked as after a prefill, which these layers have never seen: the states are those of the engine's rows.
             linear.conv_states[0], linear.recurrent_states[0] = conv, recurrent
             linear.conv_kernel_size[0] = conv.shape[-1]
             linear.is_conv_states_initialized[0] = linear.is_recurrent_states_initialized[0] = True
@@ -217,9 +221,10 @@ class GenericDecoder(Decoder):
         return cache
 
 
-def _written(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _written(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of every layer that has any, (batch, num_kv_heads, length, head_dim)."""
-    return [(layer.keys, layer.values) for layer in cache.layers if not isinstance(layer, LinearAttentionLayer)]
+    layers: Sequence[Any] = cache.layers
+    return [(layer.keys, layer.values) for layer in layers if not isinstance(layer, LinearAttentionLayer)]
 
 
 def _states(layers: Sequence[Any]) -> list[torch.Tensor]:
@@ -244,7 +249,7 @@ class _EngineLayer(CacheLayerMixin):
         """Nothing is left to allocate."""
 
     def get_max_length(self) -> int:
-        return -1
+        return -1  # no maximum, for transformers
 
 
 class _PromptLayer(_EngineLayer):
@@ -256,7 +261,7 @@ class _PromptLayer(_EngineLayer):
         self._known = known
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._keys_values
         keys[:, self._known :], values[:, self._known :] = key_states[0], value_states[0]
@@ -280,7 +285,7 @@ class _RowsLayer(_EngineLayer):
         self._widths = widths
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         width = max(self._widths)
         new = (_padded(states[:, :, 0], width) for states in (key_states, value_states))

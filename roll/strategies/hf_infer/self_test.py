@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +25,7 @@ from roll.strategies.hf_infer.engine import GenerationEngine
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _OTHERS = "set strategy_args.strategy_name: vllm or sglang, or use another famil
 
 
 def check_engine(
-    role: WorkerConfig, config: PretrainedConfig, max_model_len: int, make: Callable[[Any, int], Decoder]
+    role: WorkerConfig, config: PretrainedConfig, max_model_len: int, make: Callable[[PreTrainedModel, int], Decoder]
 ) -> bool:
     """Compare a small copy of the model in an engine with transformers.
 
@@ -78,7 +78,7 @@ def check_engine(
             )
         is_rounded = trained is not None and DTYPES[args.dtype] is not torch.float32
         off = 0.0 if is_rounded else max(_difference(plain, prompt, output) for prompt, output in outputs)
-    if not off <= ROUNDING:
+    if not off <= ROUNDING:  # nan as well
         raise ValueError(
             f"{where}: log-probs of a small copy of this {config.model_type} model, decoded with a cache by hf_infer, "
             f"are off by up to {off:.3g} from those of transformers, row by row; {_OTHERS}"
@@ -87,7 +87,7 @@ def check_engine(
     return changed_logits(plain) is None
 
 
-def _length(config: Any, small: Any, max_model_len: int) -> int:
+def _length(config: PretrainedConfig, small: PretrainedConfig, max_model_len: int) -> int:
     """Most tokens of a row of the copy: on the same side of a window and of the original length as the model's own."""
     text = config.get_text_config()
     window, original = getattr(text, "sliding_window", None), original_length(text.to_dict())
@@ -98,7 +98,7 @@ def _length(config: Any, small: Any, max_model_len: int) -> int:
 
 
 def _generated(
-    make: Callable[[Any, int], Decoder], model: Any, length: int
+    make: Callable[[PreTrainedModel, int], Decoder], model: PreTrainedModel, length: int
 ) -> list[tuple[list[int], GenerationOutput]]:
     """Prompts, and what an engine with a row more than they need samples after them."""
     random = torch.Generator().manual_seed(2)
@@ -131,7 +131,7 @@ def _unequal(model: ResponseModel, outputs: list[tuple[list[int], GenerationOutp
 
 
 @torch.no_grad()
-def _difference(model: Any, prompt: list[int], output: GenerationOutput) -> float:
+def _difference(model: PreTrainedModel, prompt: list[int], output: GenerationOutput) -> float:
     """Between the log-probs of a sample and those of one plain pass over prompt and response; each token is compared
     at the length that the row had when it was sampled."""
     worst, excluded = 0.0, list(vision_token_ids(model.config))
@@ -141,4 +141,5 @@ def _difference(model: Any, prompt: list[int], output: GenerationOutput) -> floa
         logits[excluded] = -torch.inf
         wanted = logits.log_softmax(-1)[token]
         worst = max(worst, abs(float(wanted) - found))
+    # The engine has no end tokens here: a sample that ended early was not compared to its end.
     return worst if output.finish_reason == "length" else float("nan")

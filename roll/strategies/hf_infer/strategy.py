@@ -41,7 +41,7 @@ from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.weight_sync.encoding import tensor_checksum
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ def check_strict_copy(role: WorkerConfig) -> None:
     check_engine(role, config, longest_sequence(None, config, str(role.model_args.model_name_or_path)), create_decoder)
 
 
-def create_decoder(model: Any, max_model_len: int) -> Decoder:
+def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
     """The fused decoder where the model's family allows it, the generic one elsewhere.
 
     Raises:

@@ -4,7 +4,7 @@ modules."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from roll.models.layouts import TokenLayout
 from roll.models.lora import base_name
 from roll.strategies.base import TensorBatch
-from roll.strategies.hf_infer.decoder import FusedDecoder, PromptStates, filled_prompts, filled_tokens
+from roll.strategies.hf_infer.cache import DecodeSlots
+from roll.strategies.hf_infer.decoder import FusedDecoder, Images, PromptStates, filled_prompts, filled_tokens
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.training.data_parallel import DataParallelStrategy
 
@@ -73,7 +74,7 @@ def watching_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         yield
 
 
-def _record(recorder: Recorder, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+def _record(recorder: Recorder, path: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
     for side, value in (("in", inputs[0] if inputs else None), ("out", output)):
         if isinstance(value, Tensor) and value.is_floating_point():
             recorder.add(f"{path} {side}", value)
@@ -85,7 +86,7 @@ def watching_engine(engine: GenerationEngine, recorder: Recorder) -> Iterator[No
     decoder: Any = engine._decoder
     plain = {name: getattr(decoder, name) for name in ("prefill", "decode")}
 
-    def prefill(prompts: Sequence[Sequence[int]], images: Any = None) -> PromptStates:
+    def prefill(prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
         recorder.forget()
         longest, flat, grid, last = max(map(len, prompts)), 0, [], []
         tokens = []
@@ -103,7 +104,7 @@ def watching_engine(engine: GenerationEngine, recorder: Recorder) -> Iterator[No
         states: PromptStates = plain["prefill"](prompts, images)
         return states
 
-    def decode(tokens: Tensor, slots: Any) -> Tensor:
+    def decode(tokens: Tensor, slots: DecodeSlots) -> Tensor:
         recorder.forget()
         rows = [(row, engine._rows.token_ids(row)) for row in range(len(engine._rows.samples))]
         known = [(row, len(ids) - 1) for row, ids in rows if recorder.begins_with(ids)]
@@ -129,7 +130,7 @@ def watching_trainer(strategy: DataParallelStrategy, recorder: Recorder) -> Iter
     """Record the operations of a trainer's model, in any layout; of a shared prompt only with its first response."""
     plain, replaced = strategy._outputs, cast("Any", strategy)
 
-    def outputs(layout: TokenLayout, names: Any, temperature: float, shape: torch.Size) -> TensorBatch:
+    def outputs(layout: TokenLayout, names: Collection[str], temperature: float, shape: torch.Size) -> TensorBatch:
         recorder.forget()
         found: dict[int, list[tuple[int, int]]] = {}
         for flat, (source, token) in enumerate(
@@ -140,7 +141,7 @@ def watching_trainer(strategy: DataParallelStrategy, recorder: Recorder) -> Iter
             if source >= 0:
                 found.setdefault(row, []).append((flat, position if known else -1))
         whole = [places for places in found.values() if all(position >= 0 for _, position in places)]
-        end = len(recorder.sequence) - 2
+        end = len(recorder.sequence) - 2  # the last token is predicted, and never an input
         places = next((places for places in whole if any(position == end for _, position in places)), [])
         recorder.locate(layout.input_ids.numel(), places)
         return plain(layout, names, temperature, shape)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from roll.protocol.vision import VisionInputs, patches_of, placeholder_problem, 
 from roll.strategies.hf_infer.cache import DecodeSlots
 from roll.strategies.hf_infer.decoder import Images
 from roll.strategies.hf_infer.generic import GenericDecoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FEATURE_CACHE_TOKENS = 16384
 """Placeholders of images whose features an engine keeps."""
@@ -29,9 +32,9 @@ class VisionDecoder(GenericDecoder):
         ValueError: a family whose forward pass does not take the tower's outputs.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._body = model.model
+        self._body: Any = model.model
         if not hasattr(self._body, "get_rope_index") or not hasattr(self._body, "visual"):
             raise ValueError(
                 f"hf_infer: {type(model).__name__} is not a vision-language model that it computes; those are "
@@ -56,6 +59,7 @@ class VisionDecoder(GenericDecoder):
         """Ids with a negative number, made of its content, in place of an image's or video's tokens."""
         if vision is None:
             return token_ids
+        # 56 bits of the key, for the cache keeps int64; plus 1, since minus zero is a token's id.
         keys = (-(int(key[:14], 16) + 1) for key in vision.image_keys)
         names = (name for name, count in zip(keys, vision.num_tokens, strict=True) for _ in range(count))
         placeholders = (self._config.image_token_id, self._config.video_token_id)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from megatron.core.tensor_parallel import (
@@ -95,7 +95,7 @@ def _own_mask(part: Tensor, probability: float, sharded_dim: int | None, group: 
 class AdaptedColumnLinear(ColumnParallelLinear):
     """Column-parallel; its outputs are those of one or more projections."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.adapters = nn.ModuleDict()
         self.uses_adapters = True
@@ -154,7 +154,7 @@ class AdaptedColumnLinear(ColumnParallelLinear):
 class AdaptedRowLinear(RowParallelLinear):
     """Row-parallel; one projection."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         assert self.input_is_parallel
         self.adapters = nn.ModuleDict()
@@ -214,7 +214,7 @@ class _AdaptedLinear:
     update: tuple[Tensor, Tensor] | None = None
     """A (r, in) and B (out, r), scaled."""
 
-    def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         if self.update is not None:
             down, up = self.update
@@ -233,7 +233,7 @@ class ExpertRowLinear(_AdaptedLinear, RowParallelLinear):
 class AdaptedExperts(SequentialMLP):
     """The experts on this rank."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.adapters = nn.ModuleDict()
         self.uses_adapters = True

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "tensor", "zeros", "zeros_like")
@@ -71,7 +72,7 @@ def construction() -> Iterator[None]:
         torch.Tensor.cuda, torch.Tensor.type = to_cuda, type_of  # type: ignore[method-assign]
 
 
-def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """Megatron's own function leaves a CPU tensor as it is even where an array is requested."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
@@ -120,7 +121,7 @@ def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = 
         dist.broadcast(output, dist.get_global_rank(group, rank), group=group)
 
 
-def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: ProcessGroup | None = None) -> None:
     for rank, part in enumerate(inputs):
         total = part.clone()
         dist.all_reduce(total, group=group)
@@ -155,7 +156,7 @@ def _stand_in() -> ModuleType:
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(factory)
-    def create(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def create(*args: object, device: object = None, **kwargs: object) -> torch.Tensor:
         is_cuda = isinstance(device, int) or str(device).startswith("cuda")
         return factory(*args, device=_CPU if is_cuda else device, **kwargs)
 

@@ -87,6 +87,7 @@ def vocab_parallel_top_tokens(
     chunk = HeadMemory.for_device(hidden.device).chunk_tokens(rows)
     parts = []
     with torch.no_grad():
+        # Once without tokens too: the empty columns need their widths.
         for first in range(0, max(1, hidden.shape[0]), chunk):
             table = tokens.table(tokens.logits(hidden[first : first + chunk], weight), temperature)
             allowed = table.clone()

@@ -40,6 +40,7 @@ from roll.strategies.megatron.micro_batches import Arrangement
 from roll.strategies.megatron.parallel import sparse_layers
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlock
     from transformers import PretrainedConfig
 
 
@@ -49,7 +50,7 @@ class RMSNorm(nn.Module):
     Megatron's own runs with sequence parallelism only where Transformer Engine is installed.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
@@ -66,7 +67,7 @@ class RMSNorm(nn.Module):
 class AllHeadsRMSNorm(nn.Module):
     """:class:`RMSNorm` of the queries (or keys) of all heads together, as OLMoE has it, over tensor-parallel ranks."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
         own = heads * hidden_size // config.tensor_model_parallel_size
@@ -117,7 +118,7 @@ class RotaryAngles(nn.Module):
     def get_rotary_seq_len(
         self,
         inference_context: None,
-        decoder: Any,
+        decoder: TransformerBlock,
         hidden: Tensor | None,
         config: TransformerConfig,
         arrangement: Arrangement | None,
@@ -131,7 +132,7 @@ class RotaryAngles(nn.Module):
         ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
         return first.shape[0] * ranks * config.context_parallel_size
 
-    def forward(self, length: int | Tensor, **_: Any) -> Tensor:
+    def forward(self, length: int | Tensor, **_: object) -> Tensor:
         """float32 (length / context ranks, 1, 1, head_dim)."""
         if isinstance(length, Tensor):
             positions = length
@@ -187,7 +188,7 @@ class CausalAttention(MegatronModule):
     arrangement says who sees whom.  With context parallelism s is the length of this rank's chunk.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__(config)
         self.softmax_scale = softmax_scale
         self.context_group = parallel_state.get_context_parallel_group()
@@ -199,7 +200,7 @@ class CausalAttention(MegatronModule):
         value: Tensor,
         attention_mask: Tensor | None,
         packed_seq_params: Arrangement | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         assert attention_mask is None, "rows are right-padded and causal; there is no other mask"
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
@@ -221,7 +222,7 @@ class CausalAttention(MegatronModule):
 class RoutedLayer(TransformerLayer):
     """A transformer layer with experts."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> Any:
         arrangement = kwargs["packed_seq_params"]
         self.mlp.router._share = arrangement.share
         assert arrangement.is_padding is not None
@@ -248,7 +249,12 @@ class Choices:
         self.counts: Tensor | None = None
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: Any
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Scores and indices (T, k)."""
         best, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -293,7 +299,7 @@ class Router(TopKRouter):
         return routed
 
     def attach_and_log_load_balancing_loss(
-        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *_: Any, **__: Any
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *_: object, **__: object
     ) -> Tensor:
         """Megatron would multiply by the number of tokens here, by which it divides all gradients later."""
         # Each of the ranks that share the tokens (tensor and context) computes its share of the same loss.

@@ -140,7 +140,7 @@ class Chunking:
         dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
         return 1.0 / max(1.0, float(count))
 
-    def _largest(self, value: Any) -> Tensor:
+    def _largest(self, value: int | list[tuple[int, int]]) -> Tensor:
         """Collective over peers."""
         largest = torch.tensor(value, device=self.device)
         if self.peers is not None:

@@ -106,7 +106,7 @@ class ResponseGPT(GPTModel):
             hidden, part.predictors, part.targets, outputs, temperature, part.top_tokens, part.comparisons, weight
         )
 
-    def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:
         """Megatron would compute logits here."""
         return hidden_states
 
@@ -182,7 +182,7 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=device))
         self.bias = nn.Parameter(torch.zeros(1, dtype=config.params_dtype, device=device))
 
-    def forward(self, hidden: Tensor, predictors: Tensor, *_: Any, **__: Any) -> dict[str, Tensor]:
+    def forward(self, hidden: Tensor, predictors: Tensor, *_: object, **__: object) -> dict[str, Tensor]:
         """Arguments as of :class:`LogProbHead`."""
         if self.sequence_parallel:
             # All ranks compute the same from here on, so a rank's own part of the gradient is already whole.
@@ -246,6 +246,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         for first in range(0, hidden.shape[0], chunk):
             rows = slice(first, first + chunk)
             logits = _logits(hidden[rows], weight[:own], temperature)
+            # A rank whose rows are all padding takes part in the sums all the same.
             peak = logits.amax(1) if own else logits.new_full((logits.shape[0],), -torch.inf)
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
             mine, index = _own_targets(targets[rows], own)

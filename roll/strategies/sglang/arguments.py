@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.sglang import SglangStrategyConfig
@@ -27,6 +27,9 @@ from roll.strategies.engines.requests import (
 from roll.strategies.sglang.scheduler import BACKEND
 from roll.strategies.sglang.weights import LOADER, REPORTER
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _MOST_CPU_CACHE_BYTES = 4 << 30
 _BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _SPARE_TOKENS = 2
@@ -36,7 +39,7 @@ _SPARE_TOKENS = 2
 def engine_arguments(
     role: WorkerConfig,
     options: SglangStrategyConfig,
-    model_config: Any,
+    model_config: PretrainedConfig,
     max_model_len: int,
     seed: int,
     platform: Platform,
@@ -84,7 +87,7 @@ def engine_arguments(
     return arguments | options.engine_args
 
 
-def _cpu_tokens(options: SglangStrategyConfig, model_config: Any, max_model_len: int) -> int:
+def _cpu_tokens(options: SglangStrategyConfig, model_config: PretrainedConfig, max_model_len: int) -> int:
     """A cache no larger than can be used; by default SGLang takes a share of the host's memory."""
     text = model_config.get_text_config()
     kv_heads, head_dim = cache_numbers(text)
@@ -212,5 +215,6 @@ class Sample:
             self.top_log_probs,
         )
         whole = continued(self.begun or PartialSample((), (), ()), own)
+        # Without a token there is no span, and a reader would not know which weights it waited for.
         whole.weight_versions = whole.weight_versions or [(self.version, 0, 0)]
         return whole

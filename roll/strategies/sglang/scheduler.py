@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,10 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from roll.strategies.engines.requests import filter_threshold, invert_cumulative, penalise_repetition, uniforms
 
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
 BACKEND = "pytorch"
 """SGLang's name of the backend that gives way to this sampler in its process: the one it has on every platform."""
 
@@ -29,7 +33,7 @@ BACKEND = "pytorch"
 class Row:
     """One sample of a batch: its settings, and the tokens it has seen if it has a repetition penalty."""
 
-    def __init__(self, request: Any, vocab_size: int, device: str) -> None:
+    def __init__(self, request: Req, vocab_size: int, device: str) -> None:
         settings = request.sampling_params.custom_params or {}
         # SGLang's own requests (it warms up with some) bring no settings: they are greedy.
         self.temperature = float(settings.get("temperature", 0.0))
@@ -79,7 +83,7 @@ class DistributionSampler(Sampler):
 
     def forward(
         self,
-        logits_output: Any,
+        logits_output: LogitsProcessorOutput,
         sampling_info: SamplingBatchInfo,
         return_logprob: bool,
         top_logprobs_nums: list[int],
@@ -147,7 +151,7 @@ def draw(logits: torch.Tensor, settings: Settings, generated: np.ndarray) -> tup
     return tokens, log_probs
 
 
-def _begin(self: SamplingBatchInfo, batch: Any, vocab_size: int) -> None:
+def _begin(self: SamplingBatchInfo, batch: ScheduleBatch, vocab_size: int) -> None:
     self.custom_params = [Row(request, vocab_size, batch.device) for request in batch.reqs]
 
 
@@ -171,7 +175,7 @@ def install() -> None:
 _SECONDS_TO_END = 10.0
 
 
-def run_scheduler(*arguments: Any, **keywords: Any) -> None:
+def run_scheduler(*arguments: object, **keywords: object) -> None:
     """SGLang's scheduler process, with the sampler of this project."""
     install()
     run_scheduler_process(*arguments, **keywords)
@@ -184,7 +188,7 @@ class TokenEngine(Engine):
     run_scheduler_process_func = staticmethod(run_scheduler)
 
     @classmethod
-    def _launch_detokenizer_subprocesses(cls, *_: Any, **__: Any) -> tuple[list[Any], list[str]]:
+    def _launch_detokenizer_subprocesses(cls, *_: object, **__: object) -> tuple[list[Any], list[str]]:
         return [], []
 
     def shutdown(self) -> None:

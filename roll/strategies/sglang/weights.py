@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.linear import (
@@ -26,6 +26,9 @@ from sglang.srt.managers import io_struct
 from sglang.srt.utils import MultiprocessingSerializer
 
 from roll.weight_sync.encoding import WeightBucket, tensor_checksum
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 LOADER = f"{__name__}.load"
 REPORTER = f"{__name__}.report"
@@ -208,7 +211,7 @@ class WeightUpdates:
         keep_cache: running samples keep their keys and values; else they are computed again afterwards.
     """
 
-    def __init__(self, manager: Any, num_ranks: int, keep_cache: bool) -> None:
+    def __init__(self, manager: TokenizerManager, num_ranks: int, keep_cache: bool) -> None:
         self._manager = manager
         self._num_ranks = num_ranks
         self._keep_cache = keep_cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from roll.strategies.engines.requests import (
     stream_key,
 )
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 WORKER_EXTENSION = "roll.strategies.vllm.worker.WeightReceiver"
 
 _MOST_CPU_CACHE_BYTES = 4 << 30
@@ -35,7 +38,7 @@ _CPU_BLOCK = 32  # the CPU attention kernels want blocks of a multiple of this
 def engine_arguments(
     role: WorkerConfig,
     options: VllmStrategyConfig,
-    model_config: Any,
+    model_config: PretrainedConfig,
     max_model_len: int,
     seed: int,
     platform: Platform,
@@ -104,7 +107,9 @@ def engine_arguments(
     return arguments | options.engine_args
 
 
-def _on_cpu(options: VllmStrategyConfig, model_config: Any, max_model_len: int, dtype: torch.dtype) -> dict[str, Any]:
+def _on_cpu(
+    options: VllmStrategyConfig, model_config: PretrainedConfig, max_model_len: int, dtype: torch.dtype
+) -> dict[str, Any]:
     """A cache no larger than can be used; by default vLLM takes nearly all memory of the host."""
     block = -(-options.block_size // _CPU_BLOCK) * _CPU_BLOCK if options.block_size is not None else 128
     text = model_config.get_text_config()
@@ -243,7 +248,7 @@ def generation_output(
 
 
 def recorded_routes(
-    rows: Any, num_inputs: int, num_experts: int, begun: PartialSample | None, num_begun_inputs: int
+    rows: np.ndarray | None, num_inputs: int, num_experts: int, begun: PartialSample | None, num_begun_inputs: int
 ) -> np.ndarray | None:
     """Experts of a sample's tokens (inputs, layers, k) from vLLM's ``routed_experts``, as
     :class:`~roll.strategies.engines.requests.GenerationOutput` has them.

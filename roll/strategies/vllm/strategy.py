@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
@@ -43,6 +43,10 @@ from roll.strategies.vllm.verification import quieten
 from roll.strategies.vllm.vision import ImagePrompts, check_torchvision
 from roll.strategies.vllm.worker import POLICY, RankMemory, check_results, joined_checksums
 from roll.weight_sync.encoding import Checksum
+
+if TYPE_CHECKING:
+    from vllm.inputs import EngineInput
+    from vllm.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +157,7 @@ class VllmStrategy(PackagedEngine):
                 self._unfinished.pop(request.request_id, None)
                 raise
 
-    def _rendered(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Any:
+    def _rendered(self, token_ids: Sequence[int], vision: VisionInputs | None) -> EngineInput:
         """
         Raises:
             ValueError: vLLM sees another prompt, or other patches, than the trainer will.
@@ -170,7 +174,9 @@ class VllmStrategy(PackagedEngine):
             )
         return rendered
 
-    def _add_sample(self, request: GenerationRequest, index: int, prompt: Any, begun: PartialSample | None) -> None:
+    def _add_sample(
+        self, request: GenerationRequest, index: int, prompt: EngineInput, begun: PartialSample | None
+    ) -> None:
         engine, key = self._running_engine(), f"{request.request_id}/{index}"
         room = self._max_model_len - len(request.prompt_token_ids)
         num_begun = 0 if begun is None else len(begun.token_ids)
@@ -191,7 +197,7 @@ class VllmStrategy(PackagedEngine):
 
     def _step(self) -> list[GenerationOutput]:
         with self._watch.blamed():
-            results = self._running_engine().step()
+            results: list[Any] = self._running_engine().step()
         for result in results:
             if result.request_id in self._scoring:
                 self._scoring[result.request_id] = result
@@ -265,7 +271,7 @@ class VllmStrategy(PackagedEngine):
         mine = [states[self._samples[key].internal_id] for key in keys]
         return [state.make_request_output([], None, FinishReason.ABORT, None) for state in mine]
 
-    def _take(self, result: Any) -> GenerationOutput:
+    def _take(self, result: RequestOutput) -> GenerationOutput:
         """Output of an ended sample, which is no longer unfinished."""
         sample = self._samples.pop(result.request_id)
         keys = self._unfinished[sample.request_id]
@@ -274,7 +280,7 @@ class VllmStrategy(PackagedEngine):
             del self._unfinished[sample.request_id]
         return self._output(sample, result)
 
-    def _output(self, sample: _Sample, result: Any) -> GenerationOutput:
+    def _output(self, sample: _Sample, result: RequestOutput) -> GenerationOutput:
         output = generation_output(sample.request_id, sample.index, result.outputs[0], self._version)
         whole = output if sample.begun is None else continued(sample.begun, output)
         if self._records_routes:
@@ -336,7 +342,7 @@ class VllmStrategy(PackagedEngine):
         """The tensors in shared memory where ranks are processes: vLLM's queue would copy them for each."""
         return self._memory.pack(tensors) if self._num_ranks > 1 else dict(tensors)
 
-    def _ask_ranks(self, method: str, *arguments: Any) -> list[Any]:
+    def _ask_ranks(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of the worker extension; return one result a rank."""
         with self._watch.blamed():
             results = self._running_engine().collective_rpc(method, args=arguments)

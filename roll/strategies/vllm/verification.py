@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.models.utils import is_pp_missing_parameter
@@ -51,7 +52,7 @@ def quieten() -> None:
 class _Held:
     """Place of a rank's part of a tensor of the checkpoint."""
 
-    layer: Any
+    layer: nn.Module
     parameter_name: str
     checksum: int
     """Checksum of the tensor as sent, if the part was right."""
@@ -146,7 +147,7 @@ class ReloadVerifier:
                 held = expert_part(getattr(layer, parameter_name), local, shard)
                 self._note(name, layer, parameter_name, sent, held, oriented(layer, sent, shard))
 
-    def _compare(self, name: str, layer: Any, parameter_name: str, shard: Any = None) -> None:
+    def _compare(self, name: str, layer: nn.Module, parameter_name: str, shard: str | int | None = None) -> None:
         sent = self._taken(name)
         held = held_part(layer, getattr(layer, parameter_name), shard, len(sent))
         self._note(name, layer, parameter_name, sent, held)
@@ -154,7 +155,7 @@ class ReloadVerifier:
     def _note(
         self,
         name: str,
-        layer: Any,
+        layer: nn.Module,
         parameter_name: str,
         sent: torch.Tensor,
         held: torch.Tensor,
@@ -279,7 +280,7 @@ class Probe:
         return Probe(vector, torch.cat(products), torch.cat(magnitudes))
 
 
-def check_packing(layer: Any, probe: Probe) -> None:
+def check_packing(layer: nn.Module, probe: Probe) -> None:
     """Compare the product that a packed layer computes with that of its plain matrix.
 
     Raises:
@@ -300,7 +301,7 @@ def computes_with(layer: Any, probe: Probe) -> bool:
     return bool(agrees.all())
 
 
-def held_part(layer: Any, parameter: torch.Tensor, shard: Any, num_rows: int) -> torch.Tensor:
+def held_part(layer: Any, parameter: torch.Tensor, shard: str | int | None, num_rows: int) -> torch.Tensor:
     """The part of a layer's parameter that one tensor of the checkpoint went to, as far as this rank has any of it.
 
     Args:
@@ -320,13 +321,13 @@ def held_part(layer: Any, parameter: torch.Tensor, shard: Any, num_rows: int) ->
     return parameter.data[begin : begin + size]
 
 
-def meant_part(layer: Any, whole: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+def meant_part(layer: nn.Module, whole: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that belongs into ``held``; the whole where sizes do not tell, which is then no match."""
     if hasattr(layer, "shard_indices"):
-        own = layer.shard_indices
+        own: Any = layer.shard_indices
         return whole[own.org_vocab_start_index : own.org_vocab_end_index]
     experts = getattr(layer, "moe_config", None)
-    ranks = layer if experts is None else experts.moe_parallel_config
+    ranks: object = layer if experts is None else experts.moe_parallel_config
     rank, size = getattr(ranks, "tp_rank", 0), getattr(ranks, "tp_size", 1)
     if held.ndim != whole.ndim:
         return whole

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm import TokensPrompt
@@ -11,6 +11,9 @@ from vllm import TokensPrompt
 from roll.protocol.images import EncodedVideo
 from roll.protocol.video import EngineTime
 from roll.protocol.vision import VisionInputs, placeholder_problem, vision_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 def check_torchvision() -> None:
@@ -38,7 +41,7 @@ class ImagePrompts:
         dtype: of the engine, by torch's name.
     """
 
-    def __init__(self, config: Any, tokenizer: Any, dtype: str) -> None:
+    def __init__(self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: str) -> None:
         self._config = config
         self._time: EngineTime | None = None
         """Where positions count seconds."""

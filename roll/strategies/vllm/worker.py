@@ -50,7 +50,7 @@ def returning_failures(method: Callable[..., _Result]) -> Callable[..., _Result 
     """Wrap a method for ``collective_rpc`` so that it returns its exceptions."""
 
     @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> _Result | RankFailure:
+    def call(*args: object, **kwargs: object) -> _Result | RankFailure:
         try:
             return method(*args, **kwargs)
         except Exception as error:  # raised again in the engine's process
