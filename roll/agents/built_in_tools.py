@@ -201,6 +201,7 @@ class ToolSet:
             return
         _check_options(kind, options)
         if kind == "mcp":
+            # For its check of the options, which comes before any episode; servers start at first use.
             McpServer(**options)
             self._servers.append(HeldMcpServer(functools.partial(McpServer, **options)))
         elif kind == "python":

@@ -294,12 +294,12 @@ def _json(text: str) -> Any:
         raise BadCall(f"{text.strip()[:80]!r} is no JSON: {error}") from None
 
 
-def _calls_of(*values: Any) -> list[ToolCall]:
+def _calls_of(*values: object) -> list[ToolCall]:
     """The calls that JSON values or their texts say; a :class:`BadCall` among them is raised."""
     return [_call_of(_json(value) if isinstance(value, str) else value) for value in values]
 
 
-def _call_of(value: Any) -> ToolCall:
+def _call_of(value: object) -> ToolCall:
     if isinstance(value, BadCall):
         raise value
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:

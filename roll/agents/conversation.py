@@ -279,6 +279,7 @@ class Conversations:
         last = responses[-1]
         digest = _digest(messages[: last + 1])
         known = self._answered.get(role + digest, self._answered.get(digest))
+        # Without a message after the response there is no boundary to bridge: the prompt is rendered anew.
         if known is None or last + 1 == len(messages):
             self.counts.foreign_responses += known is None
             self.counts.breaks += known is not None

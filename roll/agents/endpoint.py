@@ -253,6 +253,7 @@ async def _on_loop(session: Session, coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         future = asyncio.run_coroutine_threadsafe(coroutine, session.loop)
     except RuntimeError as error:
+        # Nothing will await it: left open, it would warn of that when it is collected.
         coroutine.close()
         raise episode_over() from error
     task = asyncio.current_task()

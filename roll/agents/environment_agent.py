@@ -121,7 +121,7 @@ class EnvironmentAgent:
         return episode.fault(f"{self._name}.{method}: {what}")
 
     async def _timed(
-        self, episode: Episode, limit: float, method: Callable[..., Any], *args: Any, **options: Any
+        self, episode: Episode, limit: float, method: Callable[..., Any], *args: object, **options: object
     ) -> Any:
         begin = time.perf_counter()
         try:
@@ -186,7 +186,7 @@ class _Memory:
             users[-1]["content"] = self._filled(turn, users[-1]["content"])
         return messages
 
-    def _filled(self, turn: Turn, observation: Any) -> Any:
+    def _filled(self, turn: Turn, observation: object) -> Any:
         """The template with an observation and the turns so far."""
         remembered = self._history[max(0, self.turns - self._options.history_length) :]
         first = self.turns - len(remembered) + 1

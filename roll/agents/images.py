@@ -81,7 +81,7 @@ class ChatImages:
 
         return vision_inputs(images, self._model.processing, whole=False) if images else None
 
-    def _part(self, part: Any, held: dict[str, EncodedImage]) -> Message:
+    def _part(self, part: str | Mapping[str, Any], held: dict[str, EncodedImage]) -> Message:
         from roll.protocol.images import encoded_image
 
         if isinstance(part, str):

@@ -111,7 +111,7 @@ class Program:
 
 @contextlib.asynccontextmanager
 async def running(
-    command: Sequence[str], environment: Mapping[str, str], given: Any = None, folder: str | None = None
+    command: Sequence[str], environment: Mapping[str, str], given: object = None, folder: str | None = None
 ) -> AsyncIterator[Program]:
     """Run a program in its own process group, and end the group with the block.
 

@@ -110,6 +110,7 @@ class Session:
             raise Refusal(503, "the engines have failed", "server_error") from fault
         self.limit = None
         reply = self._reply(request, response)
+        # Clients send the message back as they got it: thinking apart, cut at stop strings.
         self.model.conversations.known_as(response.call, reply.message)
         return reply
 

@@ -72,7 +72,7 @@ class TemplateFiles:
         tokenize: bool = False,
         add_generation_prompt: bool = False,
         chat_template: str | None = None,
-        **arguments: Any,
+        **arguments: object,
     ) -> str:
         """The text of ``messages``."""
         assert not tokenize
@@ -116,7 +116,7 @@ def _read(path: Path) -> dict[str, Any]:
     return value
 
 
-def _text(token: Any) -> str | None:
+def _text(token: str | dict[str, Any] | None) -> str | None:
     """A special token is a text, or an object with one."""
     return token.get("content") if isinstance(token, dict) else token
 

@@ -105,7 +105,7 @@ class CallText(TextTool):
     """Tools of an MCP server, or a function, called as ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, or
     in another form that families write between these marks."""
 
-    def __init__(self, spec: Any, instruction: str | None = None) -> None:
+    def __init__(self, spec: object, instruction: str | None = None) -> None:
         self._tools = ToolSet([spec])
         self.instruction = instruction or (
             'To use a tool, write <tool_call>{"name": NAME, "arguments": {...}}</tool_call>. Its result comes back.'
@@ -210,7 +210,7 @@ class ToolEnvironment:
         if (close := getattr(self._inner, "close", None)) is not None:
             await call_off_loop(close)
 
-    async def _use(self, tool: TextTool, found: Any) -> Any:
+    async def _use(self, tool: TextTool, found: str) -> Any:
         self._uses += 1
         result = await tool.call(found)
         text = result.text + (_NO_MORE if self._uses == self._options.max_tool_uses else "")

@@ -326,7 +326,7 @@ class _McpCall:
     server: McpServer | HeldMcpServer
     name: str
 
-    async def __call__(self, /, **arguments: Any) -> ToolResult:
+    async def __call__(self, /, **arguments: object) -> ToolResult:
         return await self.server.call_tool(self.name, arguments)
 
 

@@ -7,7 +7,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from roll.config.roles import DataArguments
 from roll.datasets.reading import SourceRow, whole_characters
@@ -111,7 +111,7 @@ def _present(call: object) -> Any:
     return {key: _present(one) if key == "function" else one for key, one in call.items() if one is not None}
 
 
-def is_conversation(value: object) -> bool:
+def is_conversation(value: object) -> TypeGuard[list[Message]]:
     """A list of messages, as verl keeps under ``prompt``."""
     return isinstance(value, list) and bool(value) and all(isinstance(one, dict) and "role" in one for one in value)
 

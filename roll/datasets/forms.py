@@ -186,7 +186,7 @@ def truth_column(data_args: DataArguments, first: SourceRow) -> tuple[str | None
     return ("solution" if boxed else None), None
 
 
-def found_truth(source: SourceRow, column: str, value: Any, pattern: str | None) -> Any:
+def found_truth(source: SourceRow, column: str, value: object, pattern: str | None) -> Any:
     """The ground truth in a column's value."""
     if not isinstance(value, str):
         return value
@@ -244,17 +244,17 @@ def is_assistants(turn: Mapping[str, Any]) -> bool:
     return SPEAKERS.get(speaker) == "assistant"
 
 
-def is_dialogue(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+def is_dialogue(value: object) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
 
 
-def is_sharegpt(value: Any) -> bool:
+def is_sharegpt(value: object) -> bool:
     """A turn or turns of ``from`` and ``value``."""
     listed = value if isinstance(value, list) else [value]
     return bool(listed) and all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in listed)
 
 
-def turns(source: SourceRow, value: Any) -> list[dict[str, Any]]:
+def turns(source: SourceRow, value: Row | list[Row]) -> list[dict[str, Any]]:
     """ShareGPT's turns as messages."""
     messages = []
     for turn in value if isinstance(value, list) else [value]:

@@ -254,7 +254,7 @@ class ImageReader:
             parts[first] = [*front, *parts[first]]
         return parts
 
-    def _parts(self, source: SourceRow, content: Any) -> list[str | _Place]:
+    def _parts(self, source: SourceRow, content: object) -> list[str | _Place]:
         """The parts of a message: texts, and places of images and videos."""
         if isinstance(content, str):
             pieces = _MARKS.split(content)
@@ -279,12 +279,12 @@ class ImageReader:
                 raise DataError(f"{source.place}: a part of type {kind!r} in a message; expected text, image or video")
         return parts
 
-    def _image_place(self, source: SourceRow, value: Any) -> _Place:
+    def _image_place(self, source: SourceRow, value: object) -> _Place:
         if _is_url(value):
             raise DataError(f"{source.place}: {value!r} in a message; URLs of images go into column {self.column!r}")
         return _Place(IMAGE_MARK, value)
 
-    def encoded(self, source: SourceRow, value: Any, number: int, video: int | None = None) -> EncodedImage:
+    def encoded(self, source: SourceRow, value: object, number: int, video: int | None = None) -> EncodedImage:
         """One image, from bytes, a path, a data URI, a URL, an image of PIL, or ``{"bytes": ..., "path": ...}``.
 
         Args:
@@ -376,7 +376,7 @@ class _Place:
     """Value that the message brings along; None: the next one of the column."""
 
 
-def read_video(reader: ImageReader, source: SourceRow, value: Any, number: int) -> EncodedVideo:
+def read_video(reader: ImageReader, source: SourceRow, value: object, number: int) -> EncodedVideo:
     """One video, from a list of frames or ``{"video": [...], "fps": ...}``; frames as :meth:`ImageReader.encoded`.
 
     Args:
@@ -413,10 +413,10 @@ def read_video(reader: ImageReader, source: SourceRow, value: Any, number: int) 
     return video
 
 
-def listed(value: Any) -> list[Any]:
+def listed(value: object) -> list[Any]:
     """The entries of a column that holds one, several, or (None) none."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _is_url(value: Any) -> bool:
+def _is_url(value: object) -> bool:
     return isinstance(value, str) and urllib.parse.urlparse(value).scheme in ("http", "https")

@@ -338,7 +338,7 @@ class JudgedMaker(RowMaker[JudgedTokens]):
         return messages
 
 
-def response_of(source: SourceRow, column: str, value: Any) -> tuple[str, list[Message] | None]:
+def response_of(source: SourceRow, column: str, value: object) -> tuple[str, list[Message] | None]:
     """The text of a response, and the messages before it where the ``value`` is a conversation.
 
     Raises:

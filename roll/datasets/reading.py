@@ -11,11 +11,15 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from roll.config.data import FORMATS, HubName, format_of, hub_name, matching_files, saved_splits
 from roll.datasets.types import BadRows, DataError
 
+if TYPE_CHECKING:
+    from pyarrow import DataType
+
+T = TypeVar("T")
 Row = dict[str, Any]
 Numbered = Iterator[tuple[int, Row | DataError]]
 """Row numbers with what is there: a row, or the reason why it is none."""
@@ -133,6 +137,7 @@ def unique_names(paths: Sequence[Path], names: Sequence[str]) -> Sequence[str]:
 
 
 def open_text(path: Path, newline: str | None = None) -> IO[str]:
+    # utf-8-sig: editors and spreadsheets of Windows begin files with a byte order mark.
     if path.suffix == ".gz":
         return gzip.open(path, "rt", encoding="utf-8-sig", newline=newline)
     return path.open(encoding="utf-8-sig", newline=newline)
@@ -156,7 +161,7 @@ def read_json(path: Path) -> Numbered:
     yield from ((number, expect_object(path, number, row, text)) for number, row in enumerate(rows, 1))
 
 
-def whole_characters(value: Any, text: str) -> Any:
+def whole_characters(value: T, text: str) -> T:
     """The value that was read from JSON ``text``, of whole characters only: JSON can write half a surrogate pair, which
     neither tokenizers nor files take.
 
@@ -227,7 +232,7 @@ def numbered(batches: Iterable[Any]) -> Numbered:
             yield next(numbers), row | {name: without_padding(row[name]) for name in padded}
 
 
-def holds_messages(kind: Any) -> bool:
+def holds_messages(kind: DataType) -> bool:
     """Test whether values of this Arrow type are conversations, lists of them, or single messages."""
     import pyarrow.types as types
 
@@ -236,7 +241,7 @@ def holds_messages(kind: Any) -> bool:
     return types.is_struct(kind) and not MESSAGE_KEYS.isdisjoint(field.name for field in kind)
 
 
-def without_padding(value: Any, is_message: bool = True) -> Any:
+def without_padding(value: object, is_message: bool = True) -> Any:
     """``value`` without the null keys of its objects. A message keeps its ``content``, where null says that there is
     none besides the calls."""
     if isinstance(value, list):

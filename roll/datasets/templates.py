@@ -45,7 +45,7 @@ def render_native(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     return text
 
 
-def render_chatml(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
+def render_chatml(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: object) -> str:
     """ChatML spelled out, whatever the tokenizer's own template is."""
     if variables.get("tools"):
         raise TypeError("it has no place for tools")
@@ -53,7 +53,7 @@ def render_chatml(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     return f"{turns}<|im_start|>assistant\n" if variables.get("add_generation_prompt", True) else turns
 
 
-def render_long_cot(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
+def render_long_cot(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: object) -> str:
     """Asks for a long chain of thought and a boxed answer."""
     conversation = [
         {**message, "content": LONG_COT_REQUEST + message["content"]} if message["role"] == "user" else message
@@ -64,12 +64,14 @@ def render_long_cot(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Messa
     return render_native(tokenizer, conversation, **variables)
 
 
-def render_opened_thought(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: Any) -> str:
+def render_opened_thought(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **variables: object) -> str:
     """The tokenizer's own template followed by an opened thought."""
     return render_native(tokenizer, messages, **variables) + "<think>\n"
 
 
-def render_plain(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], frame: str, **variables: Any) -> str:
+def render_plain(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], frame: str, **variables: object
+) -> str:
     """The contents alone in a frame of plain text, for models without chat training."""
     return frame.format("\n".join(message["content"] for message in messages))
 

@@ -322,7 +322,7 @@ class WorkerActor:
         except Exception as error:
             raise _worker_raised(error) from None
 
-    def call(self, method: str, names: tuple[str, ...], *values: Any) -> Any:
+    def call(self, method: str, names: tuple[str, ...], *values: object) -> Any:
         """Run a method of the worker; the last ``len(names)`` values are its keyword arguments.
 
         Values stand directly in the call (not in a list), so that Ray replaces references by what they refer to.

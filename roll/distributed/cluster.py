@@ -257,7 +257,7 @@ class Cluster:
         limit = deadline or self.rpc_timeout
         return PendingCall(self.name, method, refs, limit, self._addresses, collect or _in_rank_order)
 
-    def _start_worker(self, rank: int, actor: Any, rendezvous: Any) -> Any:
+    def _start_worker(self, rank: int, actor: Any, rendezvous: object) -> Any:
         context = WorkerContext(
             cluster_name=self.name,
             role=self.role,

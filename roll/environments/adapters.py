@@ -114,7 +114,7 @@ _NUMBERS = {"b": "biu", "i": "iu", "u": "iu", "f": "fiu"}
 """Kinds of numbers that a literal may be made of, by the kind of the space's own."""
 
 
-def _kind(space: Any) -> str | None:
+def _kind(space: object) -> str | None:
     dtype = getattr(space, "dtype", None)
     return None if dtype is None else np.dtype(dtype).kind
 
@@ -194,7 +194,7 @@ class GemEnvironment(_Wrapped):
             return str(self.inner.sample_random_action())
 
 
-def gem_environment(identifier: str, **config: Any) -> GemEnvironment:
+def gem_environment(identifier: str, **config: object) -> GemEnvironment:
     """``gem:ID``, such as ``gem:game:GuessTheNumber-v0``."""
     import gem
     import gem.envs  # registers the environments

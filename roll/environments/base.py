@@ -83,7 +83,7 @@ class Turn:
         return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
-async def resolved(value: Any) -> Any:
+async def resolved(value: object) -> Any:
     """``value``, awaited where it is an awaitable."""
     return await value if inspect.isawaitable(value) else value
 

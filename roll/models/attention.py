@@ -30,6 +30,7 @@ from roll.models.expert_parallel import exchange
 from roll.models.layouts import AttentionPattern, PackedSequences, PromptParts
 
 if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -51,13 +52,13 @@ def sum_of_parts(part: Tensor, group: ProcessGroup) -> Tensor:
 
 class _SumOfParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: FunctionCtx, part: Tensor, group: ProcessGroup) -> Tensor:
         total = part.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -231,7 +232,7 @@ def layout_attention(
     context_group: ProcessGroup | None = None,
     dropout: float = 0.0,
     attend: Attend | None = None,
-    **_: Any,
+    **_: object,
 ) -> tuple[Tensor, None]:
     """Causal attention in which ``attention_pattern`` says who sees whom. No dropout, no mask of the caller's.
 

@@ -171,7 +171,7 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def empty_model(config: PretrainedConfig, head: HeadName, **options: Any) -> PreTrainedModel:
+def empty_model(config: PretrainedConfig, head: HeadName, **options: object) -> PreTrainedModel:
     """A model of this configuration without weights: on torch's ``meta`` device.
 
     Args:

@@ -198,7 +198,7 @@ class _AllExperts(nn.ModuleList):
                 self._idle.append((super().__getitem__(index)(self._token) * self._zero).sum())
         self._next = max(self._next, end)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice) or getattr(self, "_token", None) is None:
             return super().__getitem__(index)
         self._run_idle(int(index))

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,10 @@ from roll.config.model_files import CONFIG, dequantised_folder, is_installed
 from roll.config.weight_files import SINGLE
 from roll.models.build import auto_class, empty_model, quiet_transformers
 from roll.models.completeness import incomplete
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.integrations.gguf.reader import GgufHeader
 
 PACKAGES = ("gguf", "accelerate")
 """Needed by transformers' reader."""
@@ -141,7 +145,7 @@ def _moved_into(folder: Path) -> Iterator[Path]:
             os.replace(file, folder / file.name)
 
 
-def _not_read(header: Any, model: Any) -> list[str]:
+def _not_read(header: GgufHeader, model: PreTrainedModel) -> list[str]:
     """Names of tensors that the reader has no place for. Of the families whose files it loads as it loads safetensors
     files, the loader reports them."""
     from transformers.integrations.gguf.utils import is_gguf_arch_supported
@@ -154,7 +158,7 @@ def _not_read(header: Any, model: Any) -> list[str]:
     return [tensor.name for tensor in header.tensors if tensor.name not in known]
 
 
-def _differences(metadata: Mapping[str, Any], config: Any) -> Iterator[str]:
+def _differences(metadata: Mapping[str, Any], config: PretrainedConfig) -> Iterator[str]:
     """Entries of the header that the configuration contradicts."""
     heads = getattr(config, "num_attention_heads", None)
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
@@ -173,7 +177,7 @@ def _differences(metadata: Mapping[str, Any], config: Any) -> Iterator[str]:
             yield f"{key} {metadata[key]} (it assumes {values[0]})"
 
 
-def _same(stated: Any, value: Any) -> bool:
+def _same(stated: str | float, value: Any) -> bool:
     """Numbers are float32 in the file."""
     if isinstance(stated, str):
         return bool(stated == value)

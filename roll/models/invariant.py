@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from roll.config.names import INVARIANT_ATTENTION
 from roll.models.attention import layout_attention, replace_attention
@@ -82,7 +82,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _product(x.detach(), weight.detach(), None if bias is None else bias.detach())
 
@@ -228,7 +228,7 @@ def _linear_forward(self: nn.Linear, x: Tensor) -> Tensor:
     return linear(x, self.weight, self.bias)
 
 
-def _adapted_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _adapted_forward(self: Any, x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """With ``W + scaling * B A``, as the engine is sent it: ``W x + scaling * B (A x)`` is rounded otherwise."""
     from roll.models.lora import ADAPTER, merged_weight
 

@@ -31,6 +31,10 @@ from roll.models.expert_parallel import DispatchedExperts, substituted
 from roll.models.experts import EXPERTS, SparseLayer, sparse_layers
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
+    from peft import LoraConfig
+    from peft.tuners.lora.layer import ParamWrapper
     from transformers import PreTrainedModel
 
     from roll.config.roles import ModelArguments
@@ -144,7 +148,7 @@ def merged_rows(rows: Tensor, first: int, shape: Sequence[int], down: Tensor, up
 class Adapters:
     """The adapters of one model."""
 
-    def __init__(self, model: PreTrainedModel, config: Any) -> None:
+    def __init__(self, model: PreTrainedModel, config: LoraConfig) -> None:
         self._config = config
         named = dict(model.named_modules())
         # Kept as objects: a sharding backend may rename modules, it does not replace them.
@@ -251,7 +255,7 @@ def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype:
 
 
 @contextmanager
-def _with_adapted_tensor(wrapper: Any, active: Sequence[str]) -> Iterator[None]:
+def _with_adapted_tensor(wrapper: ParamWrapper, active: Sequence[str]) -> Iterator[None]:
     """The experts that ``wrapper`` wraps find ``W + scaling B A`` under the name of W, for the length of a pass.
 
     In place of peft's parametrization, which writes to parameters and changes the module's class in every pass: FSDP1's
@@ -267,7 +271,7 @@ def _with_adapted_tensor(wrapper: Any, active: Sequence[str]) -> Iterator[None]:
         yield
 
 
-def _new_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> Any:
+def _new_config(peft: ModuleType, model: PreTrainedModel, args: ModelArguments) -> Any:
     whole = list(names_of(args.additional_target))
     if _is_value_model(model) and _VALUE_HEAD not in whole:
         whole.append(_VALUE_HEAD)
@@ -285,7 +289,7 @@ def _new_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> Any:
     )
 
 
-def _loaded_config(peft: Any, model: PreTrainedModel, args: ModelArguments) -> Any:
+def _loaded_config(peft: ModuleType, model: PreTrainedModel, args: ModelArguments) -> Any:
     """The configuration of the adapter that training starts from; it decides target, rank and scale."""
     where = f"model_args.adapter_name_or_path: {args.adapter_name_or_path}"
     config = peft.PeftConfig.from_pretrained(args.adapter_name_or_path)
@@ -478,7 +482,7 @@ def _is_named(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _load(peft: Any, model: PreTrainedModel, path: str) -> None:
+def _load(peft: ModuleType, model: PreTrainedModel, path: str) -> None:
     """
     Raises:
         ValueError: tensors that the adapted model does not have, does not get, or has in another shape.

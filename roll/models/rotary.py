@@ -93,7 +93,7 @@ def _row_lengths(layout: TokenLayout, alike: int) -> Tensor:
     return torch.tensor([flat], device=device)
 
 
-def _forward(rotary: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def _forward(rotary: Any, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
     lengths = getattr(rotary, _LENGTHS)
     if lengths is None:
         found: tuple[Tensor, Tensor] = rotary.of_batch(x, position_ids, *args, **kwargs)

@@ -273,7 +273,7 @@ def _image_for(config: PretrainedConfig) -> VisionInputs | None:
         return None
 
 
-def _marks(config: Any, seen: VisionInputs) -> list[int]:
+def _marks(config: PretrainedConfig, seen: VisionInputs) -> list[int]:
     return [config.vision_start_token_id, *[config.image_token_id] * seen.num_tokens[0], config.vision_end_token_id]
 
 
@@ -374,7 +374,7 @@ def difference_of(values: Tensor, wanted: Tensor, output: str) -> str | None:
     return f"gives {output} that are off by up to {float(off.max()):.3g} ({figures[0]} for {figures[1]})"
 
 
-def _judge(role: WorkerConfig, where: str, model: Any, differences: Mapping[str, str | None]) -> None:
+def _judge(role: WorkerConfig, where: str, model: PreTrainedModel, differences: Mapping[str, str | None]) -> None:
     wrong = {name: text for name, text in differences.items() if text is not None}
     if not wrong:
         return
@@ -394,7 +394,7 @@ def _judge(role: WorkerConfig, where: str, model: Any, differences: Mapping[str,
 
 
 @torch.no_grad()
-def changed_logits(model: Any) -> str | None:
+def changed_logits(model: PreTrainedModel) -> str | None:
     """Difference of the model's logits from its output matrix's, in words; None where there is none."""
     head = model.get_output_embeddings()
     if head is None:

@@ -146,7 +146,7 @@ def small_model(
 
 
 @contextmanager
-def _tried(config: Any, attempt: object) -> Iterator[None]:
+def _tried(config: PretrainedConfig, attempt: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever a family's own code makes of sizes that it has never seen
@@ -175,7 +175,7 @@ def _drawn(config: PretrainedConfig, head: HeadName, trusted: bool) -> PreTraine
     return found
 
 
-def _made_anew(config: Any, divided: Divided, loosely: bool = False, completely: bool = False) -> Any:
+def _made_anew(config: PretrainedConfig, divided: Divided, loosely: bool = False, completely: bool = False) -> Any:
     """By the constructor, which derives what depends on sizes; the parts of a composite one likewise.
 
     Args:
@@ -216,7 +216,7 @@ def _made_anew(config: Any, divided: Divided, loosely: bool = False, completely:
         return type(config)(**{key: value for key, value in changed.items() if key in declared})
 
 
-def _with_sizes(config: Any, divided: Divided) -> Any:
+def _with_sizes(config: PretrainedConfig, divided: Divided) -> Any:
     """By assignment, for constructors that refuse the values of their own configuration."""
     for key, value in _changed(config.to_dict(), lambda key: hasattr(config, key), divided).items():
         if isinstance(getattr(config, key, None), PretrainedConfig):
@@ -226,7 +226,7 @@ def _with_sizes(config: Any, divided: Divided) -> Any:
     return config
 
 
-def _with_few_layers(config: Any, divided: Divided) -> Any:
+def _with_few_layers(config: PretrainedConfig, divided: Divided) -> Any:
     values = _few_layers(config.to_dict(), divided.layers)
     for key, value in values.items():
         if key in _LAYERS or isinstance(value, list):

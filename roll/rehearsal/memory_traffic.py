@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch import UntypedStorage
+    from torch._ops import OpOverload
 
 _PICKING = {"aten::embedding", "aten::gather", "aten::index_select", "aten::index"}
 """They read as much of their table as they write."""
@@ -84,7 +88,11 @@ class MemoryTraffic:
 
 
 def operands(
-    func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
 ) -> tuple[list[Operand], list[Operand]]:
     """The tensors that a kernel reads, and those that it writes.
 
@@ -112,7 +120,7 @@ def operands(
     return [one for one in read if id(one) not in unread], [*(one for one, _ in written), *made]
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, bool]]:
+def _written(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Tensor, bool]]:
     """The tensors that a kernel writes into by its schema, and whether they are there for that alone."""
     found = []
     for place, argument in enumerate(func._schema.arguments):
@@ -136,6 +144,6 @@ def _key(tensor: Tensor) -> int:
     return id_of(tensor.untyped_storage())
 
 
-def id_of(storage: Any) -> int:
+def id_of(storage: UntypedStorage) -> int:
     """The identity of a storage, the same for all Python objects that refer to it."""
     return int(storage._cdata)

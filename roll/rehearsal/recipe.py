@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.config.losses import RANKS, is_unpaired
 from roll.config.names import INVARIANT_ATTENTION
@@ -26,6 +26,9 @@ from roll.rehearsal.roles import rehearse_role
 from roll.rehearsal.roofline import PhaseTime, Traffic, kernel_times, network_time, traffic
 from roll.rehearsal.simulate import RoleRun, Task
 from roll.strategies.base import ModelHead, Output, StateKind
+
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
 
 CONTEXT_BYTES = int(0.75 * GIB)
 """Assumed of a process on a device: the driver's context, kernels and the buffers of NCCL."""
@@ -119,7 +122,7 @@ class _Phase:
 
 
 def rehearse_recipe(
-    loaded: Any,
+    loaded: LoadedConfig[Any],
     hardware: Hardware,
     given: Mapping[str, Path],
     say: Callable[[str], None] = lambda text: None,
@@ -202,7 +205,7 @@ def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[s
     return found
 
 
-def _task(loaded: Any, name: str) -> Task:
+def _task(loaded: LoadedConfig[Any], name: str) -> Task:
     plan, config = loaded.plan, loaded.config
     role: RolePlan = plan.roles[name]
     is_rm = plan.pipeline == "rm"
@@ -244,7 +247,7 @@ def _task(loaded: Any, name: str) -> Task:
     )
 
 
-def _more_outputs(loaded: Any, name: str) -> tuple[Output, ...]:
+def _more_outputs(loaded: LoadedConfig[Any], name: str) -> tuple[Output, ...]:
     """Outputs besides log-probs that the losses of the policy need."""
     config = loaded.config
     if loaded.plan.pipeline == "dpo":
@@ -262,7 +265,7 @@ class _RecordingCluster:
         self.live_ranks = list(range(role.world_size))
         self.states, self.resident = states, set(states)
 
-    def call_all(self, method: Any, argument: Any = None) -> _RecordingCluster:
+    def call_all(self, method: Callable[..., Any], argument: Any = None) -> _RecordingCluster:
         match method.__name__:
             case "sleep":
                 self.resident.clear()

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -58,6 +58,9 @@ from roll.strategies.training import gather
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.micro_batches import plan_micro_batches
 from roll.strategies.training.optimizer import TrainingProgress, state_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CUDA_GRANULARITY, CPU_GRANULARITY = 512, 64
 """Bytes to which the allocators round up."""
@@ -147,10 +150,10 @@ def fake_world(ranks: int) -> Iterator[None]:
 class _FakeWeights:
     """Stand-in for the files of a model's weights: takes memory, reads nothing."""
 
-    def __init__(self, tracker: Tracker, language_model: Any) -> None:
+    def __init__(self, tracker: Tracker, language_model: PreTrainedModel) -> None:
         self._tracker, self._language_model = tracker, language_model
 
-    def read(self, root: nn.Module, device: torch.device, *_: Any) -> None:
+    def read(self, root: nn.Module, device: torch.device, *_: object) -> None:
         with self._tracker:
             root.to_empty(device=device)
             if not any(hasattr(parameter, "device_mesh") for parameter in root.parameters()):
@@ -205,13 +208,16 @@ class _Rehearsed(DataParallelStrategy):
         self.passes.append(tally)
         return metrics
 
-    def _outputs(self, *args: Any) -> TensorBatch:
+    def _outputs(
+        self, layout: TokenLayout, outputs: Collection[str], temperature: float, shape: torch.Size
+    ) -> TensorBatch:
+        # With gradients _backward counts the whole pass, this part of it included.
         if torch.is_grad_enabled():
-            return super()._outputs(*args)
+            return super()._outputs(layout, outputs, temperature, shape)
         with self.tracker.counting() as tally:
-            outputs = super()._outputs(*args)
+            computed = super()._outputs(layout, outputs, temperature, shape)
         self.passes.append(tally)
-        return outputs
+        return computed
 
 
 class RehearsedFsdp2(_Rehearsed, Fsdp2Strategy):
@@ -257,7 +263,7 @@ class RehearsedModule(_Rehearsed):
     def _device_tensors(self, kind: StateKind) -> list[Tensor]:
         return [*self.model.parameters(), *self.model.buffers()] if kind is StateKind.MODEL_PARAMS else []
 
-    def save_hf(self, path: Any) -> None:
+    def save_hf(self, path: object) -> None:
         raise AssertionError("there is nothing to save")
 
 
@@ -322,11 +328,11 @@ def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
     return RoleRun(dict.fromkeys(states, 0), works, host=sum(states.values()) + gradients)
 
 
-def _vocabulary(strategy: Any) -> int:
+def _vocabulary(strategy: _Rehearsed) -> int:
     return int(strategy.model.language_model.config.get_text_config().vocab_size)
 
 
-def _targets(strategy: Any, batch: TensorBatch, task: Task) -> tuple[TensorBatch, list[Comparison]]:
+def _targets(strategy: _Rehearsed, batch: TensorBatch, task: Task) -> tuple[TensorBatch, list[Comparison]]:
     """The batch with the columns that it is compared with, which take memory when a micro-batch is made of them."""
     if task.compared_tokens is None:
         return batch, []
@@ -345,7 +351,9 @@ def _targets(strategy: Any, batch: TensorBatch, task: Task) -> tuple[TensorBatch
     return batch | columns, [Comparison("target", 1.0, compare)]
 
 
-def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool, most: int = 2) -> tuple[TensorBatch, int]:
+def _first_micro_batches(
+    strategy: _Rehearsed, task: Task, rows: int, trains: bool, most: int = 2
+) -> tuple[TensorBatch, int]:
     """The rows of the first micro-batches, which are the largest, and the number of all."""
     with unset_fake_temporarily():
         batch = full_rows(rows, task)
@@ -355,7 +363,7 @@ def _first_micro_batches(strategy: Any, task: Task, rows: int, trains: bool, mos
         return {name: column[chosen] for name, column in batch.items()}, len(plan)
 
 
-def _train(strategy: Any, task: Task) -> Work:
+def _train(strategy: _Rehearsed, task: Task) -> Work:
     batch, count = _first_micro_batches(strategy, task, task.rows_per_update, trains=True)
     batch, comparisons = _targets(strategy, batch, task)
     strategy.passes = []
@@ -370,7 +378,7 @@ def _train(strategy: Any, task: Task) -> Work:
     return _work(step, strategy.passes, batch, count, task.updates)
 
 
-def _forward(strategy: Any, task: Task) -> Work:
+def _forward(strategy: _Rehearsed, task: Task) -> Work:
     gives = task.top_tokens is not None
     # Columns of distributions are gathered in host memory: more passes would count them as the device's.
     batch, count = _first_micro_batches(strategy, task, task.forward_rows, trains=False, most=1 if gives else 2)
@@ -463,7 +471,9 @@ class _Varlen(torch.autograd.Function):
     keys, values, the output and a float32 number for each query and head."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: Any, tracker: Tracker) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], tracker: Tracker
+    ) -> Tensor:
         output = torch.empty_like(query)
         sums = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, output, sums)

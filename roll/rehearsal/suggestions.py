@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from roll.config.loader import load_config
+from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.errors import ConfigError
 from roll.config.strategies.registry import (
     DeepSpeedStrategyConfig,
@@ -22,6 +22,9 @@ from roll.rehearsal.catalog import Hardware
 from roll.rehearsal.formulas import size
 from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
 from roll.rehearsal.simulate import RoleRun
+
+if TYPE_CHECKING:
+    from roll.config.plan.plan import Plan, RolePlan, TrainingPlan
 
 MOST_TRIED, MOST_SHOWN = 8, 3
 
@@ -43,7 +46,7 @@ class Suggestion:
 
 
 def suggest(
-    loaded: Any,
+    loaded: LoadedConfig[Any],
     report: Rehearsal,
     given: Mapping[str, Path],
     say: Callable[[str], None] = lambda text: None,
@@ -59,7 +62,9 @@ def suggest(
 
     def attempt(change: tuple[str, ...]) -> None:
         try:
-            changed: Any = load_config(None, loaded.source, None, (*loaded.overrides, *change), check_files=False)
+            changed: LoadedConfig[Any] = load_config(
+                None, loaded.source, None, (*loaded.overrides, *change), check_files=False
+            )
             say(f"trying {' '.join(change)}")
             result = rehearse_recipe(changed, report.hardware, given, say, known)
         except (ConfigError, ValueError, AssertionError):
@@ -80,7 +85,7 @@ def suggest(
     return sorted(found, key=lambda one: one.seconds)[:MOST_SHOWN]
 
 
-def candidates(loaded: Any, report: Rehearsal) -> Iterator[tuple[str, ...]]:
+def candidates(loaded: LoadedConfig[Any], report: Rehearsal) -> Iterator[tuple[str, ...]]:
     """Changes that lower the peak of the fullest devices, the cheapest in time first."""
     plan = loaded.plan
     if not report.devices:
@@ -99,6 +104,7 @@ def candidates(loaded: Any, report: Rehearsal) -> Iterator[tuple[str, ...]]:
                 yield (f"++{path}.{size_key}={2 * max(1, role.num_gpus_per_worker)}",)
             else:
                 others = sum(n for (owner, kind), n in use.peak.parts.items() if owner != name or kind == "context")
+                # In steps of 0.02, rounded down: rounded up, the share would not fit.
                 share = int((capacity - others) / capacity * 50) / 50
                 if 0.1 < share < (getattr(options, key, None) or 0.9):
                     yield (f"++{path}.{key}={share:g}",)
@@ -110,7 +116,7 @@ def candidates(loaded: Any, report: Rehearsal) -> Iterator[tuple[str, ...]]:
             yield from _of_role(plan, name)
 
 
-def _of_role(plan: Any, name: str) -> Iterator[tuple[str, ...]]:
+def _of_role(plan: Plan, name: str) -> Iterator[tuple[str, ...]]:
     role = plan.roles[name]
     section, key, training = role.section, role.key, plan.training.get(name)
     options = typed_strategy_config(section.strategy_args)
@@ -144,13 +150,13 @@ def _of_role(plan: Any, name: str) -> Iterator[tuple[str, ...]]:
         yield from _more_nodes(plan, role, training)
 
 
-def _smaller_micro_batches(role: Any, training: Any) -> Iterator[tuple[str, ...]]:
-    section, key = role.section, role.key
-    budget = None if training.rule is None else training.rule.max_tokens
-    if budget is not None:
+def _smaller_micro_batches(role: RolePlan, training: TrainingPlan) -> Iterator[tuple[str, ...]]:
+    section, key, rule = role.section, role.key, training.rule
+    if rule is not None and rule.max_tokens is not None:
+        budget = rule.max_tokens
         own = (
             f"{key}.sequence_packing_args.max_packed_sequence_length_train"
-            if training.rule.balances
+            if rule.balances
             else f"{key}.max_tokens_per_microbatch_in_train"
         )
         smaller = max(role.sequence_length, budget // 2)
@@ -169,7 +175,7 @@ def _smaller_micro_batches(role: Any, training: Any) -> Iterator[tuple[str, ...]
             )
 
 
-def _more_nodes(plan: Any, role: Any, training: Any) -> Iterator[tuple[str, ...]]:
+def _more_nodes(plan: Plan, role: RolePlan, training: TrainingPlan) -> Iterator[tuple[str, ...]]:
     """The role alone on twice the devices; its batch stays what it is."""
     if training.gradient_accumulation_steps % 2 == 0:
         devices = 2 * len(role.device_mapping)

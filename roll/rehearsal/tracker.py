@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import prod
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roll.rehearsal.memory_traffic import MemoryTraffic, id_of, operands
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -162,7 +165,11 @@ class Tracker(TorchDispatchMode):
                 self._set(key, kind, self._held[key][1])
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
@@ -189,7 +196,7 @@ class Tracker(TorchDispatchMode):
                 self._follow(tensor)
         return result
 
-    def _communicate(self, func: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
+    def _communicate(self, func: OpOverload, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
         name = func._schema.name.partition("::")[2]
         known = _COLLECTIVES.get(name)
         if known is None:
@@ -234,7 +241,7 @@ class Tracker(TorchDispatchMode):
             self.tally.peak = dict(self.live)
 
 
-def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def _grouped_mm(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """On fake tensors it refuses other types than bf16, which the kernel computes all the same."""
     first, second, *rest = args
     result: Tensor = func(first.bfloat16(), second.bfloat16(), *rest, **kwargs)

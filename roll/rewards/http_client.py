@@ -254,7 +254,7 @@ class AnswerCache:
         self._remember(key, answer)
         return answer
 
-    def put(self, key: str, answer: Any) -> None:
+    def put(self, key: str, answer: object) -> None:
         """Keep an answer, which must be JSON."""
         self._remember(key, answer)
         if self._folder is None:
@@ -272,7 +272,7 @@ class AnswerCache:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
 
-    def _remember(self, key: str, answer: Any) -> None:
+    def _remember(self, key: str, answer: object) -> None:
         with self._lock:
             self._entries[key] = answer
             self._entries.move_to_end(key)

@@ -176,7 +176,7 @@ def says_the_same(truth: list[Any], given: str) -> bool:
     return bool(verify(truth, answer, timeout_seconds=None, allow_set_relation_comp=as_set))
 
 
-def exact(form: Any) -> Any:
+def exact(form: object) -> Any:
     """The form with the decimal fractions that are written in it, in place of floating-point numbers."""
     if isinstance(form, sympy.Rel):
         return form.func(exact(form.lhs), exact(form.rhs), evaluate=False)
@@ -264,7 +264,7 @@ class TooLarge(Exception):
     """Evaluating the expression would make numbers beyond the bounds."""
 
 
-def height(expression: Any, limit: float = MAX_BITS) -> float:
+def height(expression: object, limit: float = MAX_BITS) -> float:
     """An upper bound in bits on numerator and denominator of every number in the value of ``expression``.
 
     A symbol counts 0 bits, a function such as sine what its argument counts.
@@ -278,7 +278,7 @@ def height(expression: Any, limit: float = MAX_BITS) -> float:
     return bits
 
 
-def _height(node: Any, limit: float) -> float:
+def _height(node: object, limit: float) -> float:
     if isinstance(node, sympy.Rational):
         return math.log2(max(abs(node.p), node.q))
     if isinstance(node, sympy.Float):
@@ -313,7 +313,7 @@ def _height(node: Any, limit: float) -> float:
     return sum(bits) + len(bits) - 1 if isinstance(node, sympy.Add | sympy.Mul) else max(bits, default=0.0)
 
 
-def _magnitude(node: Any, bits: float) -> float:
+def _magnitude(node: sympy.Basic, bits: float) -> float:
     """An upper bound on the absolute value."""
     if isinstance(node, sympy.Rational):
         return abs(node.p) / node.q
@@ -321,7 +321,7 @@ def _magnitude(node: Any, bits: float) -> float:
     return 2.0 ** min(bits, 1000.0) if node.is_number else 1.0
 
 
-def _iterated(node: Any, limit: float) -> float:
+def _iterated(node: sympy.Basic, limit: float) -> float:
     """Bits of all terms together; an infinite range is left to the algebra."""
     terms = 1.0
     for _, low, high in node.limits:

@@ -200,6 +200,7 @@ def _turn_rewards(row: _Row, on_error: OnError) -> NDArray[np.float32]:
         target = call.index if call.response_ids else target
         if target is not None:
             earned[target] = earned.get(target, 0.0) + call.reward
+    # A row that trains nothing has no end either: the appended one is cut off.
     ends = np.append(turns[1:] != turns[:-1], True)[: len(turns)]
     for place in np.flatnonzero(ends):
         rewards[place] = earned[int(turns[place])]

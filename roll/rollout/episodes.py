@@ -80,6 +80,7 @@ class EngineSampler:
         self._asked += 1
         known = self._known(number, digest)
         if known is not None:
+            # An answer from the record never waits: other episodes get their turn here.
             await asyncio.sleep(0)
             self._answered[number] = known
             return _sampled(known)
@@ -256,6 +257,7 @@ class EpisodeFlow(GroupFlow[Task, EpisodeGroup]):
         try:
             while running and len(sound) < settings.group_size:
                 done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                # In the order of members: a set has none, and who counts among those that end together must not vary.
                 for task in sorted(done, key=tasks.__getitem__):
                     episode = task.result()
                     (failed if episode.failed else sound)[tasks[task]] = episode

@@ -253,6 +253,7 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
 def _routes(groups: Sequence[SampleGroup], shape: tuple[int, ...]) -> np.ndarray:
     """(B, L, layers, k): experts that each token went to; the mark of a missing record where nobody knows."""
     first = next(group.finished.routes[0] for group in groups if group.finished.routes)
+    # uint8 has no -1, and is used for up to 255 experts, whose numbers end at 254.
     column = np.full((*shape, *first.shape[1:]), 255 if first.dtype == np.uint8 else -1, first.dtype)
     row = 0
     for group in groups:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Generic, Protocol
 
@@ -101,11 +101,11 @@ def _tokens(sample: PartialSample | GenerationOutput) -> State:
     }
 
 
-def _spans(versions: Any) -> list[list[list[int]]]:
+def _spans(versions: Iterable[Iterable[Iterable[int]]]) -> list[list[list[int]]]:
     return [[list(map(int, span)) for span in spans] for spans in versions]
 
 
-def _tuples(versions: Any) -> list[list[tuple[int, int, int]]]:
+def _tuples(versions: Iterable[Iterable[Sequence[int]]]) -> list[list[tuple[int, int, int]]]:
     return [[(span[0], span[1], span[2]) for span in spans] for spans in versions]
 
 
@@ -225,6 +225,7 @@ class ReplayBuffer(Generic[ItemT, GroupT]):
         """All samples of a group are there."""
         begun = self._generating.pop(group.order)
         versions = (version for sample in self.codec.versions(group) for version, _ in sample)
+        # A group in which nothing was sampled is as old as its beginning.
         self._scoring[group.order] = (group, min(versions, default=begun.version))
 
     def scored(self, group: GroupT, accepted: bool) -> bool:
@@ -319,6 +320,7 @@ class ReplayBuffer(Generic[ItemT, GroupT]):
             unfinished.append((drawn, entry["progress"]))
         for entry in state["complete"]:
             group = self.codec.group_from(int(entry["order"]), entry)
+            # Groups that a filter rejected left when they were scored: what has rewards was accepted.
             place = self._ready if self.codec.is_scored(group) else self._scoring
             place[group.order] = (group, int(entry["version"]))
         self.check()

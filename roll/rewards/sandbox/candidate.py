@@ -16,7 +16,7 @@ import threading
 import traceback
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from roll.rewards.sandbox import harness, prelude
@@ -106,7 +106,7 @@ class Server(Side):
                 stream.truncate()
         self._channel.send(message)
 
-    def _await(self, awaitable: Any) -> Any:
+    def _await(self, awaitable: Awaitable[Any]) -> Any:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
 

@@ -21,13 +21,16 @@ import types
 import typing
 import unittest
 from collections.abc import Iterator, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.rewards.sandbox.prelude import usual_names
 from roll.rewards.sandbox.proxies import AwaitableProxy, Proxy
 from roll.rewards.sandbox.remote import Remote, ResponseGone
 from roll.rewards.sandbox.snippets import DYNAMIC, MODULE_NAMES, bound_names, names_in
 from roll.rewards.sandbox.values import Channel, equal_values
+
+if TYPE_CHECKING:
+    import pytest
 
 USUAL_ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
 """Names under which tests use modules that they leave to the response to import."""
@@ -265,7 +268,7 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
         file.write(settings["pytest"])
 
     class Plugin:
-        def pytest_collection_finish(self, session: Any) -> None:
+        def pytest_collection_finish(self, session: pytest.Session) -> None:
             for module in {id(item.module): item.module for item in session.items if hasattr(item, "module")}.values():
                 bind_names(settings["pytest"], module.__dict__, remote)
                 namespace.update({name: each for name, each in vars(module).items() if isinstance(each, type)})
@@ -274,19 +277,19 @@ def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, names
             report.send(total=len(self.numbers))
 
         @pytest.hookimpl(hookwrapper=True)
-        def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+        def pytest_runtest_protocol(self, item: object) -> Iterator[None]:
             remote.set_deadline(settings["case_timeout"])
             yield
 
         @pytest.hookimpl(tryfirst=True)
-        def pytest_pyfunc_call(self, pyfuncitem: Any) -> bool | None:
+        def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
             if not inspect.iscoroutinefunction(pyfuncitem.obj):
                 return None
             names = pyfuncitem._fixtureinfo.argnames
             asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
             return True
 
-        def pytest_runtest_logreport(self, report: Any) -> None:
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             if report.when == "call":
                 self.names[self.numbers[report.nodeid]] = report.passed and remote.gone is None
             elif report.failed:

@@ -10,7 +10,10 @@ import builtins
 import functools
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 MODULES = """
     string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json
@@ -21,7 +24,7 @@ RECURSION_LIMIT = 50_000
 """LiveCodeBench's; recursion through C functions fits into the stack this often."""
 
 
-def public(module: Any) -> dict[str, Any]:
+def public(module: ModuleType) -> dict[str, Any]:
     names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
     return {name: getattr(module, name) for name in names}
 

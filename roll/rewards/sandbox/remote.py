@@ -259,7 +259,7 @@ def attribute_of_error(error: BaseException, name: str) -> Any:
     return getattr(error.__dict__["_roll_error"], name)
 
 
-def restore(argument: Any, after: Any) -> None:
+def restore(argument: object, after: Any) -> None:
     """A function that returns None has worked on its arguments in place: so the tests see them."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(argument, numpy.ndarray) and isinstance(after, numpy.ndarray):

@@ -39,6 +39,7 @@ _ARRAY_KINDS = "biufcU"
 
 def encode(value: Any, other: Callable[[Any], Encoded]) -> Encoded:
     """The value as JSON; ``other`` encodes what is no plain data, or raises."""
+    # Exact types: an instance of a subclass would come back as one of its base.
     kind = type(value)
     if value is None or kind in (bool, str, float):
         return value
@@ -123,6 +124,7 @@ def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:
         if dtype.kind not in _ARRAY_KINDS:
             raise ValueError(f"an array of {dtype}")
         flat = numpy.frombuffer(base64.b64decode(data["v"]), dtype=dtype)
+        # A copy, since an array over bytes is read-only.
         return flat.reshape([int(length) for length in data["shape"]]).copy()
     return other(data)
 
