@@ -33,6 +33,7 @@ from roll.pipelines.agentic.players import close_agents
 from roll.rollout.episodes import episode_from, episode_state
 from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, opened, played
 from tests.agents.templates import WRITTEN_HERE, Family, published
+from tests.support.processes import have_ended
 
 
 @pytest.fixture(scope="module")
@@ -319,19 +320,7 @@ time.sleep(600)
     begin = time.monotonic()
     (episode,) = played(program(rest), engine, Task("t", 0, {"question": "q"}), Limits(seconds=1.5))
     assert episode.outcome == "time_limit" and time.monotonic() - begin < 10
-    pids = [int(one) for one in (tmp_path / "pids").read_text().split()]
-    for _ in range(100):
-        if not any(_runs(pid) for pid in pids):
-            break
-        time.sleep(0.05)
-    assert not any(_runs(pid) for pid in pids)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
-    except OSError:
-        return False
+    assert have_ended(map(int, (tmp_path / "pids").read_text().split()))
 
 
 @pytest.mark.parametrize(

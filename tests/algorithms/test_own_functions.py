@@ -53,11 +53,6 @@ def test_mistakes_are_named(name: str, message: str) -> None:
         registry.resolve(name)
 
 
-def test_options_do_not_import_torch() -> None:
-    code = "import sys, roll.config.algorithm; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_correlation_of_constants_and_of_a_single_value_is_one() -> None:
     assert Correlation(1, 1, 1, 1, 1, 1).value() == 1.0
     assert Correlation(3, 3, 6, 3, 14, 6).value() == 1.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,9 +14,7 @@ from roll.config.algorithm import ADV_ESTIMATORS
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.legacy_keys import DEAD_KEYS
-from roll.config.reading.schema import rules_of
 from roll.pipelines.agentic.checks_entries import EXTERNAL_ENVIRONMENTS, TEMPLATE_FIELDS
-from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
 from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan, agentic_facts, batch_facts
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
 from roll.preflight import check_parts
@@ -345,15 +342,6 @@ def test_variables_of_environments(monkeypatch: pytest.MonkeyPatch) -> None:
         {"OF_THE_ENVIRONMENT": "one"}, lambda: cast("Any", os.environ["OF_THE_ENVIRONMENT"])
     )
     assert given == "one"
-
-
-def test_every_key_says_what_it_does() -> None:
-    from roll.config.reference import field_texts
-
-    for cls in (AgenticConfig, CustomEnvConfig):
-        texts = field_texts(cls)
-        assert [item.name for item in fields(cls) if not texts.get(item.name)] == []
-        assert all(rules_of(item) is not None for item in fields(cls))
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agentic.md").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from roll.checkpoint.contents import ModelContents
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.pipelines import definitions
 from roll.config.reading.compose import parse_launcher_args
-from roll.config.reading.masking import MASK, is_secret
+from roll.config.reading.masking import MASK
 from roll.distributed import restarts
 from roll.pipelines.rlvr.definition import RLVR
 from tests.config.good import GOOD, GOOD_SFT, changed, write_rows
@@ -103,12 +103,6 @@ def test_resolved_masks_secrets(
     assert "very-secret" not in text
     assert resolved["system_envs"] == {"WANDB_API_KEY": MASK, "NCCL_DEBUG": "INFO"}
     assert resolved["exp_name"] == "owner/model"
-
-
-def test_what_is_a_secret() -> None:
-    assert all(map(is_secret, ["judge_api_key", "HF_TOKEN", "password", "client_secret", "WANDB_API_KEY", "apikey"]))
-    others = ["prompt_key", "max_new_tokens", "stop_token_ids", "tokenizer", "keys", "monkey"]
-    assert not any(is_secret(name, "problem") for name in others)
 
 
 @pytest.mark.usefixtures("good")

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from roll.config.loader import load_config
-from roll.config.roles import StrategyArguments
 from roll.config.strategies.deepspeed import ENVIRONMENT, ZeroPlan, numbers, plan_zero, switch
 from roll.config.strategies.registry import DeepSpeedStrategyConfig, typed_strategy_config
 from tests.config.good import changed, load, mistakes
@@ -75,11 +74,6 @@ def test_numbers_become_the_ints_that_deepspeed_needs() -> None:
     read = numbers(written)
     assert read == {"a": 10**8, "b": 10**8, "c": 0.5, "d": 0.5, "f": [2, True], "g": {"h": 5 * 10**8, "i": "cpu"}}
     assert type(read["a"]) is type(read["b"]) is type(read["g"]["h"]) is int and read["f"][1] is True
-
-
-def test_defaults() -> None:
-    assert typed_strategy_config(StrategyArguments("deepspeed_train")) == DeepSpeedStrategyConfig()
-    assert typed_strategy_config(StrategyArguments("deepspeed_infer")) == DeepSpeedStrategyConfig()
 
 
 def notices(tmp_path: Path, changes: dict[str, Any]) -> dict[str, str]:

@@ -41,7 +41,7 @@ def test_names_of_secrets(name: str) -> None:
     [
         *("max_new_tokens", "top_k", "pass_k", "stop_token_ids", "path", "keep_local_file", "tokens", "eos_token"),
         *("pad_token", "TOKENIZERS_PARALLELISM", "monkey", "token_level_loss", "passes", "author", "compass"),
-        *("api_key_env", "--api-key-env", "API_KEY_FILE", "token_ids", "secret_name"),
+        *("api_key_env", "--api-key-env", "API_KEY_FILE", "token_ids", "secret_name", "tokenizer"),
     ],
 )
 def test_names_of_other_things(name: str) -> None:
@@ -52,6 +52,7 @@ def test_names_of_other_things(name: str) -> None:
     ("name", "value", "hidden"),
     [
         *((name, "system", False) for name in ("system_key", "input_key", "prompt_key", "reward_fn_key", "answer_key")),
+        ("keys", "problem", False),
         *(("sort_key", 3, False), ("OPENAI_KEY", "7f3a9c2e1d", True), ("judge_key", "qZ7vTmXw2LkR9sBd", True)),
         *(("hf_token", "x", True), ("eos_token", "<|im_end|>", False), ("API_KEYS", {"a": "b"}, True)),
     ],

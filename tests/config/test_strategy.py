@@ -8,6 +8,8 @@ from roll.config.reading.errors import ConfigError
 from roll.config.roles import StrategyArguments
 from roll.config.strategies.registry import (
     BACKENDS,
+    DeepSpeedStrategyConfig,
+    Fsdp1StrategyConfig,
     Fsdp2StrategyConfig,
     HfInferStrategyConfig,
     strategy_keys,
@@ -37,6 +39,9 @@ SECTION_E_KEYS = {
 def test_defaults() -> None:
     assert typed_strategy_config(StrategyArguments()) == Fsdp2StrategyConfig()
     assert typed_strategy_config(StrategyArguments("hf_infer")) == HfInferStrategyConfig()
+    for task in ("train", "infer"):
+        assert typed_strategy_config(StrategyArguments(f"fsdp_{task}")) == Fsdp1StrategyConfig()
+        assert typed_strategy_config(StrategyArguments(f"deepspeed_{task}")) == DeepSpeedStrategyConfig()
     assert strategy_keys("fsdp2_train") >= SECTION_E_KEYS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from roll.pipelines.rlvr.plan import RLVRPlan
@@ -28,13 +27,3 @@ def test_the_default_strategy_has_it(tmp_path: Path) -> None:
 def test_the_size_divides_the_ranks(tmp_path: Path) -> None:
     (problem,) = mistakes(tmp_path, changed({SIZE: 4, "actor_train.device_mapping": "list(range(0,6))"}))
     assert problem.key == SIZE and "must divide the role's 6 ranks" in problem.rule and problem.example == 3
-
-
-def test_the_size_divides_the_heads(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"num_attention_heads": 14}), encoding="utf-8")
-    data = changed({SIZE: 4, "actor_train.device_mapping": "list(range(0,4))", "pretrain": str(model)})
-    problems = {problem.key: problem for problem in mistakes(tmp_path, data, check_files=True)}
-    assert "must divide the model's 14 attention heads" in problems[SIZE].rule
-    assert problems[SIZE].example == 2

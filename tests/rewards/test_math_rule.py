@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from roll.rewards import RewardResult, RewardSample, build_reward
-from roll.rewards.answers import after_thought, isolated_number, stated_answer
+from roll.rewards.answers import isolated_number, stated_answer
 from roll.rewards.base import RewardFunction
 from roll.rewards.math_rule import MathVerifier, Verdict
 from roll.rewards.verifier_child import ANSWER_SECONDS
 from tests.rewards.stated_cases import RIGHT, WRONG
+from tests.support.processes import have_ended, is_running
 
 
 @pytest.fixture(scope="module")
@@ -211,22 +212,6 @@ def test_closing_leaves_no_process() -> None:
     assert helper.poll() is not None
 
 
-@pytest.mark.parametrize(
-    ("response", "prompt", "rest"),
-    [
-        ("x", "", "x"),
-        ("a</think>b", "", "b"),
-        ("<think>a</think>b", "", "b"),
-        ("<think>a</think>b<think>c", "", None),
-        ("<think>a", "", None),
-        ("a", "... <think>\n", None),
-        ("a</think>b", "... <think>\n", "b"),
-    ],
-)
-def test_what_stands_after_the_thought(response: str, prompt: str, rest: str | None) -> None:
-    assert after_thought(response, prompt) == rest
-
-
 def test_the_helper_ends_when_its_owner_is_killed() -> None:
     program = (
         "import time; from roll.rewards.math_rule import MathVerifier;"
@@ -236,23 +221,11 @@ def test_the_helper_ends_when_its_owner_is_killed() -> None:
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     helper = int(owner.stdout.readline())
-    assert runs(helper)
+    assert is_running(helper)
     owner.kill()
     owner.wait()
     owner.stdout.close()
-    deadline = time.monotonic() + 30
-    while runs(helper) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not runs(helper)
-
-
-def runs(process_id: int) -> bool:
-    """True where a process exists and is more than a zombie."""
-    try:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
+    assert have_ended([helper])
 
 
 NASTY = [

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from roll.strategies.engines.base import RankWatch
+from tests.support.processes import have_ended
 
 
 def begin(count: int = 3) -> tuple[RankWatch, list[int]]:
@@ -53,21 +53,6 @@ def start(scenario: str) -> tuple[subprocess.Popen[str], list[int]]:
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 
-def are_gone(pids: list[int]) -> bool:
-    """True where all have ended, within a while: the kernel ends a killed process when it gets to it."""
-    give_up = time.monotonic() + 10
-    while any(is_there(pid) for pid in pids) and time.monotonic() < give_up:
-        time.sleep(0.01)
-    return not any(is_there(pid) for pid in pids)
-
-
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.default_rows("fail_for_a_dead_rank")
 @pytest.mark.parametrize("scenario", [wait_for_ever, fail_for_a_dead_rank])
 def test_the_death_of_a_rank_is_that_of_the_engine(scenario):
@@ -79,14 +64,14 @@ def test_the_death_of_a_rank_is_that_of_the_engine(scenario):
     assert output == "", "whoever blames a rank does not come back"
     assert f"rank 1 of the engine (pid {pids[1]}) has died, and the engine ends with it" in errors
     assert "Traceback" not in errors and "rank 0" not in errors
-    assert len(pids) == 3 and are_gone(pids)
+    assert len(pids) == 3 and have_ended(pids)
 
 
 def test_an_end_in_good_order_is_no_death():
     process, pids = start(begin.__name__)
     output, errors = process.communicate(timeout=30)
     assert (process.returncode, output, errors) == (0, "", "")
-    assert len(pids) == 3 and are_gone(pids)
+    assert len(pids) == 3 and have_ended(pids)
 
 
 @pytest.mark.long

@@ -28,9 +28,6 @@ def says(source: str) -> str:
     return f"import ctypes, os, signal, socket, sys\ntry:\n{body}\nexcept OSError as error:\n    print('held')\n"
 
 
-HELD = {"inputs": [""], "outputs": ["held"]}
-
-
 @pytest.fixture(scope="module")
 def listener() -> Iterator[socket.socket]:
     """A service of this host that a program must not reach."""
