@@ -87,6 +87,8 @@ EXTRAS = {
     # Programs of `roll evaluate --harness`. They want an older fsspec and python-dateutil than constraints/cpu.txt:
     # install them without the constraints.
     "harness": ["inspect-ai==0.3.285", "lm-eval==0.4.13"],
+    # Environments `reasoning_gym:NAME`.
+    "reasoning-gym": ["reasoning-gym>=0.1.25"],
     "wandb": ["wandb>=0.20"],
     # SwanLab wants an older protobuf than constraints/cpu.txt: install it without the constraints.
     "swanlab": ["swanlab>=0.10"],
@@ -114,6 +116,7 @@ EXTRAS = {
         "pytest-asyncio>=1.0",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.8",
+        "reasoning-gym>=0.1.25",
         "ruff==0.17.5",
         "selenium>=4.40",
         "smolagents==1.26.0",

@@ -322,6 +322,43 @@ def textarena_environment(identifier: str, **config: Any) -> TextArenaEnvironmen
     return TextArenaEnvironment(lambda: textarena.make(identifier, **config), **own)
 
 
+class ReasoningGymEnvironment:
+    """``reasoning_gym:NAME``: one task of a procedural data set, drawn by the seed; the answer ends the episode.
+
+    The reward is the data set's own score between 0 and 1 for the text in ``<answer>`` tags, or for the whole response
+    without them. Options are those of the data set's configuration, except ``seed`` and ``size``.
+    """
+
+    def __init__(self, name: str, **config: Any) -> None:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        _check_known("reasoning-gym", name, DATASETS)
+        for key in ("seed", "size"):
+            if key in config:
+                raise ValueError(f"env_config.{key} has no effect: the seed of an episode draws its task; remove it")
+        self._make = lambda seed: reasoning_gym.create_dataset(name, seed=seed, size=1, **config)
+        try:
+            self._make(0)
+        except AssertionError as error:  # how its configurations reject values
+            raise ValueError(f"env_config: {error}") from error
+
+    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        self._dataset = self._make(seed % 2**31)
+        self._entry = self._dataset[0]
+        return self._entry["question"], {"state": self._entry["question"]}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(action)
+        score = float(self._dataset.score_answer(action.strip() if answer is None else answer, self._entry))
+        return "", score, True, False, {"success": score == 1.0}
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
 class OpenEnvEnvironment:
     """``openenv:URL``, such as ``openenv:http://localhost:8000``: a session of an OpenEnv server.
 

@@ -26,10 +26,14 @@ _ADAPTERS: dict[str, tuple[str, str]] = {
     "gymnasium": ("roll.environments.adapters", "gymnasium_environment"),
     "gem": ("roll.environments.adapters", "gem_environment"),
     "textarena": ("roll.environments.adapters", "textarena_environment"),
+    "reasoning_gym": ("roll.environments.adapters", "ReasoningGymEnvironment"),
     "skyrl": ("roll.environments.adapters", "skyrl_environment"),
     "openenv": ("roll.environments.adapters", "OpenEnvEnvironment"),
 }
 """Prefix of ``PREFIX:ID`` to the function that wraps an environment of another library: ``(id, **config)``."""
+
+_BUILT_TO_CHECK = ("reasoning_gym",)
+"""Adapters whose environments need neither services nor data: they are built to check their name and options."""
 
 _GEM_PREFIXES = ("game", "math", "code", "qa", "logic", "rg", "eval")
 """ROLL's files name GEM's environments without ``gem:``."""
@@ -51,8 +55,8 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
     """Build one environment.
 
     Args:
-        env_type: a built-in name, ``gymnasium:ID``, ``gem:ID``, ``textarena:ID``, ``skyrl:ID``,
-            ``openenv:URL``, or the dotted path of your own class or function.
+        env_type: a built-in name, ``gymnasium:ID``, ``gem:ID``, ``textarena:ID``,
+            ``reasoning_gym:NAME``, ``skyrl:ID``, ``openenv:URL``, or the dotted path of your own class or function.
 
     Raises:
         EnvironmentOptionError: no such environment or option; the message names what would work.
@@ -74,13 +78,15 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
 
 
 def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> None:
-    """Check that an environment and its options exist, and the values of options of built-in ones; needs no other
-    libraries, services or data.
+    """Check that an environment and its options exist, and the values of options of built-in ones and of
+    Reasoning Gym's; needs no services or data.
 
     Raises:
         EnvironmentOptionError: one does not exist, or has an impossible value.
     """
     prefix, colon, _ = env_type.partition(":")
+    if colon and prefix in _BUILT_TO_CHECK:
+        make_environment(env_type, env_config)
     if colon and prefix in (*_ADAPTERS, *_GEM_PREFIXES):
         return
     target = load_environment_class(env_type)
@@ -116,7 +122,9 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
     try:
         return _load(module, attribute)
     except (ImportError, AttributeError) as error:
-        raise EnvironmentOptionError(f"env_type {env_type!r} cannot be imported: {error}") from error
+        prefix, colon, _ = env_type.partition(":")
+        hint = did_you_mean(prefix, _ADAPTERS, "; did you mean the prefix {!r}?") if colon else ""
+        raise EnvironmentOptionError(f"env_type {env_type!r} cannot be imported: {error}{hint}") from error
 
 
 def _load(module: str, attribute: str) -> Callable[..., Environment]:

@@ -17,7 +17,7 @@ import pytest
 
 from roll.environments.adapters import GymnasiumEnvironment
 from roll.environments.base import BrokenContract, read_reset, read_step, reset_arguments
-from roll.environments.registry import EnvironmentOptionError, make_environment
+from roll.environments.registry import EnvironmentOptionError, check_environment_options, make_environment
 from tests.support.environments import check_environment
 
 
@@ -309,6 +309,41 @@ def test_textarena(monkeypatch: pytest.MonkeyPatch) -> None:
         make_environment("textarena:Draw-v0", {"num_players": 2})
     with pytest.raises(BrokenContract, match=r"has to be 2, received 1(?s:.*)num_players says 1"):
         begun(make_environment("textarena:Draw-v0"), 1)
+
+
+def test_reasoning_gym() -> None:
+    pytest.importorskip("reasoning_gym", reason="package reasoning-gym is not installed")
+    name = "reasoning_gym:leg_counting"
+    assert check_environment(name, {"max_animals": 3}, episodes=2).faults == []
+    environment: Any = make_environment(name, {"max_animals": 3})
+    first, second = begun(environment, 1)[0], begun(environment, 2)[0]
+    assert first != second and first == begun(environment, 1)[0]
+    right = environment._entry["answer"]
+    for response in (right, f"I count. <answer>{right}</answer>"):
+        begun(environment, 1)
+        assert environment.step(response)[1:3] == (1.0, True)
+    begun(environment, 1)
+    assert environment.step(str(int(right) + 1))[1] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("leg_countin", {}, "did you mean 'leg_counting'"),
+        ("leg_counting", {"max_animal": 3}, "max_animal"),
+        ("leg_counting", {"max_animals": 0}, "max_animals"),
+        ("leg_counting", {"seed": 3}, "the seed of an episode draws its task"),
+    ],
+)
+def test_mistakes_in_reasoning_gym_are_found_before_the_run(name: str, options: Any, message: str) -> None:
+    pytest.importorskip("reasoning_gym", reason="package reasoning-gym is not installed")
+    with pytest.raises(EnvironmentOptionError, match=message):
+        check_environment_options(f"reasoning_gym:{name}", options)
+
+
+def test_a_mistyped_prefix() -> None:
+    with pytest.raises(EnvironmentOptionError, match="did you mean the prefix 'reasoning_gym'"):
+        check_environment_options("reasoning_gim:leg_counting", {})
 
 
 def test_openenv(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,8 @@ class CustomEnvConfig:
 
     env_type: str | None = None
     """``frozen_lake``, ``sokoban`` and the other built-in names; ``gem:ID``, ``gymnasium:ID``,
-    ``textarena:ID``, ``skyrl:ID``, ``openenv:URL``; or the dotted path of a class of your own."""
+    ``textarena:ID``, ``reasoning_gym:NAME``, ``skyrl:ID``, ``openenv:URL``; or the dotted path of a class of
+    your own."""
     env_config: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment; checked by the environment itself."""
     agent: str | None = setting(None, choices=AGENTS, dotted_path=True, plugins="agents")
