@@ -38,6 +38,9 @@ class Recorded:
         self.options.append(dict(options))
         return Sampled(ids, [-0.5] * len(ids), [len(self.turns)] * len(ids), reason)
 
+    def prompts(self) -> list[list[int]]:
+        return [prompt for prompt, _ in self.turns]
+
 
 def byte_soup(template: ChatTemplate, seed: int, calls: list[str] | None = None) -> Callable[[str], Any]:
     """Samples of an untrained model at a high temperature: any bytes, ended or cut, now and then a tool call."""

@@ -36,11 +36,6 @@ from tests.agents.templates import WRITTEN_HERE, Family, published
 from tests.support.processes import have_ended
 
 
-@pytest.fixture(scope="module")
-def template() -> ChatTemplate:
-    return WRITTEN_HERE[0].chat_template()
-
-
 def add(a: int, b: int) -> int:
     """Add two numbers.
 

@@ -16,35 +16,13 @@ from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
 from roll.environments.frozen_lake import FrozenLake
 from roll.pipelines.agentic.metrics import episode_metrics
-from tests.agents.templates import CHATML
-from tests.agents.tiny import make_tokenizer
-
-
-class Scripted:
-    """An engine that says what ``choose`` makes of the prompt's text."""
-
-    def __init__(self, template: ChatTemplate, choose: Any) -> None:
-        self.template, self.choose, self.prompts = template, choose, list[list[int]]()
-
-    async def __call__(self, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> Sampled:
-        await asyncio.sleep(0)
-        self.prompts.append(prompt_ids)
-        text = self.choose(self.template.decode(prompt_ids))
-        ids = [*self.template.encode(text)[: max_new_tokens - 1], *self.template.end_tokens]
-        return Sampled(ids, [-1.0] * len(ids), [len(self.prompts)] * len(ids), "stop")
-
-
-@pytest.fixture(scope="module")
-def template() -> ChatTemplate:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = CHATML
-    return ChatTemplate(tokenizer)
+from tests.agents.playing import Recorded
 
 
 def play(
     chat: ChatTemplate, make: Any, choose: Any, limits: Limits | None = None, seed: int = 3, **options: Any
-) -> tuple[Episode, Scripted]:
-    engine = Scripted(chat, choose)
+) -> tuple[Episode, Recorded]:
+    engine = Recorded(chat, choose)
     limits = limits or Limits()
     model = Model(engine, chat, "hermes", limits)
     agent = EnvironmentAgent("env", make, EnvironmentOptions(**options))
@@ -69,7 +47,7 @@ def test_an_episode_is_one_growing_sample(template: ChatTemplate) -> None:
     episode, engine = play(template, GuessNumber, bisect)
     assert (episode.outcome, episode.success, episode.reward) == ("terminated", True, 1.0)
     (branch,) = episode.conversations.branches()
-    for prompt in engine.prompts:
+    for prompt in engine.prompts():
         assert branch.token_ids[: len(prompt)].tolist() == prompt
     sampled = sum(len(call.response_ids) for call in episode.calls)
     assert branch.trained.sum() == sampled and branch.rewards.sum() == 1.0
@@ -97,14 +75,14 @@ def test_contexts(template: ChatTemplate) -> None:
             template, lambda: GuessNumber(max_steps=3), lambda _: "no", template=text, context=context, history_length=1
         )
         assert len(episode.conversations.branches()) == branches, context
-        last = template.decode(engine.prompts[-1])
+        last = template.decode(engine.prompts()[-1])
         if context == "append":
             assert "Turn 3: Not a number" in last and "(8 left)" in last
         else:
             assert "Guess a number" not in last and last.count("Not a number") == 2
         assert len(episode.conversations.steps()) == 3
     system, engine = play(template, GuessNumber, bisect, system="You play.")
-    assert template.decode(engine.prompts[0]).startswith("<|im_start|>system\nYou play.<|im_end|>")
+    assert template.decode(engine.prompts()[0]).startswith("<|im_start|>system\nYou play.<|im_end|>")
     assert system.success
 
 
@@ -149,7 +127,7 @@ def test_metrics_of_an_environment_are_aggregated_as_it_says(
 @pytest.mark.parametrize("context", ["observation", "last"])
 def test_a_history_of_no_turns_is_empty(template: ChatTemplate, context: str) -> None:
     _, engine = play(template, GuessNumber, lambda _: "1", context=context, history_length=0, max_steps=3)
-    prompts = [template.decode(ids) for ids in engine.prompts]
+    prompts = [template.decode(ids) for ids in engine.prompts()]
     assert len(prompts) == 3 and prompts[1] == prompts[2] and "Guess a number" not in prompts[1]
 
 
@@ -167,7 +145,7 @@ class Messages(GuessNumber):
 
 def test_an_environment_that_manages_its_context(template: ChatTemplate) -> None:
     episode, engine = play(template, Messages, lambda _: "1", context="own", max_steps=2, template="ignored")
-    first, second = (template.decode(ids) for ids in engine.prompts)
+    first, second = (template.decode(ids) for ids in engine.prompts())
     assert "Play." in first and "Guess a number" in first
     assert second == template.render([{"role": "user", "content": "You said 1: higher"}])
     assert [len(one.calls) for one in episode.conversations.steps()] == [1, 1]
@@ -194,7 +172,7 @@ def test_calls_at_a_time(template: ChatTemplate, concurrent: int | None) -> None
     agent = EnvironmentAgent("env", Busy, EnvironmentOptions(concurrent=concurrent, max_steps=2, step_seconds=5.0))
 
     async def many() -> list[Episode]:
-        models = [Model(Scripted(template, lambda _: "1"), template, "hermes", limits) for _ in range(4)]
+        models = [Model(Recorded(template, lambda _: "1"), template, "hermes", limits) for _ in range(4)]
         return await asyncio.gather(*(run_episode(Task("env", 1), agent, model, limits) for model in models))
 
     Busy.most = 0
@@ -206,9 +184,9 @@ def test_limits_end_any_agent(template: ChatTemplate) -> None:
     turns, _ = play(template, GuessNumber, lambda _: "1", Limits(turns=2))
     assert (turns.outcome, len(turns.calls)) == ("turn_limit", 2)
     short, engine = play(template, GuessNumber, lambda _: "1" * 50, Limits(context=150, new_tokens=20))
-    assert short.outcome == "context_limit" and max(map(len, engine.prompts)) < 150
+    assert short.outcome == "context_limit" and max(map(len, engine.prompts())) < 150
     none, engine = play(template, GuessNumber, bisect, Limits(context=5))
-    assert (none.outcome, none.calls, engine.prompts) == ("context_limit", [], [])
+    assert (none.outcome, none.calls, engine.prompts()) == ("context_limit", [], [])
 
     class Stubborn:
         async def run(self, task: Task, model: Model, episode: Episode) -> float:
@@ -216,7 +194,7 @@ def test_limits_end_any_agent(template: ChatTemplate) -> None:
                 with contextlib.suppress(Exception):
                     await model.chat([{"role": "user", "content": "again"}])
 
-    engine = Scripted(template, lambda _: "x")
+    engine = Recorded(template, lambda _: "x")
     limits = Limits(turns=3)
     episode = asyncio.run(run_episode(Task("t", 0), Stubborn(), Model(engine, template, "hermes", limits), limits))
     assert (episode.outcome, len(episode.calls)) == ("turn_limit", 3)
@@ -237,11 +215,6 @@ class Garbage(GuessNumber):
         return "x", None, True, False, {}
 
 
-class AsyncHanging(GuessNumber):
-    async def reset(self, seed: int) -> Any:  # type: ignore[override]
-        await asyncio.sleep(60)
-
-
 class FailsOnce(GuessNumber):
     failed: ClassVar[list[int]] = []
 
@@ -258,7 +231,6 @@ class FailsOnce(GuessNumber):
         (Raising, "env.step: RuntimeError: broken"),
         (Hanging, "env.step: took more than 0.5 s"),
         (Garbage, "env.step: BrokenContract"),
-        (AsyncHanging, "env.reset: took more than 0.5 s"),
         (lambda: 1 / 0, "env.reset: ZeroDivisionError"),
     ],
 )
@@ -296,7 +268,7 @@ def test_faults_of_agents_are_outcomes_and_those_of_engines_are_not(template: Ch
         raise ConnectionError("no engine")
 
     limits = Limits()
-    model = Model(Scripted(template, lambda _: "x"), template, "hermes", limits)
+    model = Model(Recorded(template, lambda _: "x"), template, "hermes", limits)
     episode = asyncio.run(run_episode(Task("t", 0), Faulty(), model, limits))
     assert (episode.outcome, episode.error) == ("agent_error", "KeyError: 'oops'")
     with pytest.raises(ConnectionError, match="no engine"):
@@ -315,7 +287,7 @@ def test_time_limit(template: ChatTemplate) -> None:
 
 
 def test_members_of_a_group_meet_the_same_task_and_many_run_at_once(template: ChatTemplate) -> None:
-    engine = Scripted(template, bisect)
+    engine = Recorded(template, bisect)
     limits = Limits()
     agent = EnvironmentAgent("env", GuessNumber, EnvironmentOptions())
 
@@ -345,7 +317,7 @@ class SelfPlay:
 
 
 def test_a_policy_in_several_parts(template: ChatTemplate) -> None:
-    engine = Scripted(template, lambda prompt: "42" if "6 x 7" in prompt else "6 x 7")
+    engine = Recorded(template, lambda prompt: "42" if "6 x 7" in prompt else "6 x 7")
     model = Model(engine, template, "hermes", Limits(turns=2))
     episode = asyncio.run(run_episode(Task("play", 1), SelfPlay(), model, Limits()))
     assert [(call.role, call.reward) for call in episode.calls] == [("proposer", -1.0), ("solver", 1.0)]

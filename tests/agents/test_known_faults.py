@@ -31,20 +31,11 @@ from roll.pipelines.model_calls import even_mini_batches
 from roll.protocol import DataProto
 from roll.rollout.episode_batch import build_episode_batch
 from tests.agents.playing import Recorded, byte_soup, opened
-from tests.agents.templates import CHATML
-from tests.agents.tiny import make_tokenizer
 from tests.config.good import changed, load, mistakes
 from tests.config.test_agentic import LAKE
 from tests.support.episodes import make_episode, random_groups, said
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def template() -> ChatTemplate:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = CHATML
-    return ChatTemplate(tokenizer)
 
 
 class Plays:

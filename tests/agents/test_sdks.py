@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from roll.agents.registry import make_agent
 from roll.rollout.episode_batch import build_episode_batch
 from tests.agents.playing import Recorded, assert_trained_as_sampled, played
 from tests.agents.templates import WRITTEN_HERE
+from tests.agents.test_agents import called
 
 pytestmark = pytest.mark.long
 PROGRAMS = Path(__file__).with_name("programs")
@@ -21,25 +21,17 @@ TASK = Task("t", 0, {"question": "What is 2 + 3?", "ground_truth": 5})
 LIMITS = Limits(turns=10, context=100_000, new_tokens=1000, seconds=100)
 
 
-def run(name: str, *arguments: str, says: list[str], reward: str, **options: Any) -> tuple[Episode, Recorded]:
+def run(
+    name: str, *arguments: str, says: list[str], reward: str, demands: bool = False, **options: Any
+) -> tuple[Episode, Recorded]:
+    """``demands``: some draws choose a tool, and belong to no response."""
     engine = Recorded(WRITTEN_HERE[0].chat_template(), lambda _: says[len(engine.turns)])
     command = [sys.executable, str(PROGRAMS / f"{name}.py"), *arguments]
     agent = make_agent("black_box", {"command": command, "reward": reward, **options})
     (episode,) = played(agent, engine, TASK, LIMITS)
-    assert_trained_as_sampled(engine, episode.conversations)
+    if not demands:
+        assert_trained_as_sampled(engine, episode.conversations)
     return episode, engine
-
-
-def run_freely(name: str, says: list[str], reward: str) -> tuple[Episode, Recorded]:
-    """As :func:`run`, with draws that belong to no response."""
-    engine = Recorded(WRITTEN_HERE[0].chat_template(), lambda _: says[len(engine.turns)])
-    agent = make_agent("black_box", {"command": [sys.executable, str(PROGRAMS / f"{name}.py")], "reward": reward})
-    (episode,) = played(agent, engine, TASK, LIMITS)
-    return episode, engine
-
-
-def called(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 @pytest.mark.parametrize("arguments", [(), ("stream",), ("chat",), ("chat", "stream")], ids=" ".join)
@@ -66,7 +58,7 @@ def test_smolagents_demands_calls() -> None:
     """It asks for a call of any tool: the policy says which, and with what; the rest is given to it."""
     pytest.importorskip("smolagents")
     says = ["add", ' {"a": 2, "b": 3}}\n</tool_call>', "final", ' {"answer": "5"}}\n</tool_call>']
-    episode, engine = run_freely("with_smolagents", says, "exit")
+    episode, engine = run("with_smolagents", says=says, reward="exit", demands=True)
     assert (episode.outcome, episode.reward) == ("terminated", 1.0), episode.error
     assert len(engine.turns) == 4 and episode.metrics["demanded_calls"] == 2
     assert [call.message["tool_calls"][0]["function"]["name"] for call in episode.calls] == ["add", "final_answer"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread, get_ident
+from threading import get_ident
 from typing import Any, ClassVar
 
 import pytest
@@ -18,6 +16,7 @@ from roll.agents.text_tools import SearchText, TextTools, text_tool
 from roll.agents.tools import ToolError
 from roll.environments.base import Environment
 from roll.environments.registry import EnvironmentOptionError, make_environment
+from tests.rewards.http_service import Answer, serving
 from tests.support.environments import check_environment
 
 
@@ -130,33 +129,13 @@ def test_programs_in_a_text(text: str, program: str | None) -> None:
     assert text_tool("python_code", {"timeout": 5, "sandbox_type": "none"}).find(text) == program
 
 
-class _Search(BaseHTTPRequestHandler):
-    asked: ClassVar[list[Any]] = []
-
-    def do_POST(self) -> None:
-        self.asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        self.send_response(200)
-        self.end_headers()
-        found = [{"document": {"contents": f"text {n}"}, "score": 1.0} for n in range(self.asked[-1]["topk"])]
-        self.wfile.write(json.dumps({"result": [found]}).encode())
-
-    def log_message(self, *args: Any) -> None:
-        """Nothing."""
-
-
-@pytest.fixture
-def search_url() -> Iterator[str]:
-    server = HTTPServer(("127.0.0.1", 0), _Search)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/retrieve"
-    server.shutdown()
-
-
-def test_searches_in_a_text(search_url: str) -> None:
-    tool = text_tool("search", {"search_url": search_url, "topk": 2})
-    query = tool.find("Let me see. <search> who was first </search>")
-    result = asyncio.run(tool.call(query))
-    assert _Search.asked[-1] == {"queries": ["who was first"], "topk": 2, "return_scores": True}
+def test_searches_in_a_text() -> None:
+    found = [{"document": {"contents": f"text {n}"}, "score": 1.0} for n in range(2)]
+    with serving(lambda number, body: Answer({"result": [found[: body["topk"]]]})) as service:
+        tool = text_tool("search", {"search_url": service.url, "topk": 2})
+        query = tool.find("Let me see. <search> who was first </search>")
+        result = asyncio.run(tool.call(query))
+    assert service.bodies == [{"queries": ["who was first"], "topk": 2, "return_scores": True}]
     assert result.text == "<information>[1] text 0\n\n[2] text 1</information>" and not result.failed
     nowhere = asyncio.run(SearchText("http://127.0.0.1:9/x", timeout=1).call("x"))
     assert nowhere.failed and "the search failed" in nowhere.text

@@ -15,7 +15,6 @@ from roll.agents.episode import Limits, Task
 from roll.agents.registry import check_agent, make_agent, make_verifier
 from roll.agents.verl_agent import VerlAgent
 from tests.agents.playing import Recorded, assert_trained_as_sampled, played
-from tests.agents.templates import WRITTEN_HERE
 from tests.agents.test_agents import called
 
 SEEN: list[dict[str, Any]] = []
@@ -76,11 +75,6 @@ class Doubt:
     async def generate_response(self, instance: str, messages: list[dict[str, Any]], **_: Any) -> tuple:
         self.asked.append(messages[-1]["content"])
         return len(self.asked) > 1, "Are you sure?", 0.5, {}
-
-
-@pytest.fixture(scope="module")
-def template() -> ChatTemplate:
-    return WRITTEN_HERE[0].chat_template()
 
 
 def row(**extra: Any) -> dict[str, Any]:

@@ -15,17 +15,7 @@ from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs
 from roll.config.corrections import CORRECTION_PRESETS, CorrectionOptions, CorrectionRule, RuleLevel, correction_options
 from roll.protocol.metrics import merge_metrics, to_floats
-from tests.algorithms.reference import Batch, batches, make_batch, mean
-
-
-def inputs_of(batch: Batch, rows: slice = slice(None)) -> LossInputs:
-    return LossInputs(
-        batch.log_probs[rows],
-        batch.advantages[rows],
-        batch.mask[rows],
-        batch.old_log_probs[rows],
-        batch.rollout_log_probs[rows],
-    )
+from tests.algorithms.reference import Batch, batches, inputs_of, make_batch, mean
 
 
 def unit_of(mask: list[bool], t: int, level: str) -> list[int]:

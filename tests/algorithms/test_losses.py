@@ -299,11 +299,6 @@ def test_a_users_own_loss_enters_by_dotted_path_and_by_decorator() -> None:
     assert_close(by_name.loss, result.loss)
 
 
-def test_an_unknown_variant_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'cisp'.*nearest known: 'cispo'"):
-        actor_loss_options({"pg_variant": "cisp"})
-
-
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("changes", [{}, {"kl_loss_importance_weighted": True}, {"train_infer_correction": "seq_tis"}])
 def test_gradient_of_the_whole_loss(kl: str, changes: dict[str, object]) -> None:

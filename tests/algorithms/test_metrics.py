@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given
-from torch.testing import assert_close
 
-from roll.algorithms.aggregation import Groups
-from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics, group_range
+from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.protocol.metrics import to_floats
 from tests.algorithms.reference import Batch, batches, mean, members, std
 
@@ -93,11 +91,6 @@ def test_group_metrics_equal_the_loop(batch: Batch) -> None:
     assert metrics["group/mixed_groups_ratio"] == pytest.approx(len(mixed) / len(groups))
     assert metrics["group/all_correct_groups_ratio"] == pytest.approx(ratios.count(1.0) / len(groups))
     assert metrics["group/all_incorrect_groups_ratio"] == pytest.approx(ratios.count(0.0) / len(groups))
-
-
-def test_group_range() -> None:
-    groups = Groups.of(torch.tensor([7, 3, 7, 7, 3, 9]))
-    assert_close(group_range(torch.tensor([1.0, -2.0, 4.0, 2.0, -2.5, 3.0]), groups), torch.tensor([0.5, 3.0, 0.0]))
 
 
 VARIED, SAME = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.zeros(4)

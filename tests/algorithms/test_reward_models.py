@@ -19,16 +19,13 @@ from roll.algorithms.reward_models import (
 )
 from roll.config.losses import RewardLossConfig
 from roll.protocol.metrics import merge_metrics
+from tests.algorithms.test_preferences import log_sigmoid
 
 UNITS = [0, 0, 0, 0, 1, 1, 2, 2, 2, -1]
 """Four, two and three responses, and a row that fills the batch."""
 TARGETS = [2.0, 1.0, 0.0, 0.0, 1.0, 0.0, 3.0, 3.0, 3.0, 0.0]
 MARGINS = [0.0, 0.0, 0.0, 0.0, 1.5, 1.5, 0.0, 0.0, 0.0, 0.0]
 LENGTH, SPACING = 7, 0.7
-
-
-def log_sigmoid(x: float) -> float:
-    return -math.log1p(math.exp(-abs(x))) - max(-x, 0.0)
 
 
 def rows(seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -21,10 +21,6 @@ def returns(response: str) -> object:
     return {"nan": float("nan"), "none": None, "text": "high", "dict": {"points": 1}, "true": True}[response]
 
 
-async def awaited(response: str) -> float:
-    return 1.0
-
-
 @dataclass
 class Constant(RewardRule):
     value: float

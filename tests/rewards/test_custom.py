@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from roll.rewards import RewardResult, RewardSample, build_reward
+from roll.rewards import RewardResult, RewardSample
 from roll.rewards.custom import CustomReward, Limits, Overdue, deadline
-
-OWN = "tests.rewards.own_rewards"
 
 
 def reward(function: Callable[..., Any], timeout: float | None = None, concurrency: int = 32, **options: Any) -> Any:
@@ -151,7 +149,3 @@ def test_a_batch_that_fails_fails_for_all_its_samples() -> None:
     assert [r.error for r in reward(broken)(samples("a", "b"))] == ["own: ValueError: no"] * 2
     stalls = reward(lambda samples: time.sleep(60), timeout=0.02)(samples("a", "b"))
     assert all("timeout:" in (r.error or "") for r in stalls)
-
-
-def test_by_dotted_path() -> None:
-    assert build_reward(f"{OWN}.awaited", limits=Limits(1.0))(samples("a"))[0].score == 1.0

@@ -80,8 +80,6 @@ def test_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     ("answer", "words"),
     [
         (Answer({}, 500), "status 500"),
-        (Answer({}, 404), "status 404"),
-        (Answer(raw=b"busy"), "is not JSON"),
         (Answer([1, 2]), "must have a list 'results' of 2; it has no list"),
         (Answer({"results": [1]}), "must have a list 'results' of 2; it has 1"),
         (Answer({"results": [None, "high"]}), "score must be a finite number"),

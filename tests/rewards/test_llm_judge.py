@@ -133,8 +133,6 @@ def test_a_request_for_log_probs() -> None:
     ("answer", "words"),
     [
         (Answer({}, 500), "status 500"),
-        (Answer({}, 429, {"Retry-After": "0"}), "status 429"),
-        (Answer({"a": 1}, hang_up=True), "RemoteProtocolError"),
         (Answer({"object": "something else"}), "no chat completion"),
         (Answer(["nonsense"]), "no chat completion"),
         (Answer({"choices": [{"message": {"content": None}}]}), "has no text"),
