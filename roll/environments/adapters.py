@@ -329,7 +329,7 @@ class ReasoningGymEnvironment:
     without them. Options are those of the data set's configuration, except ``seed`` and ``size``.
     """
 
-    def __init__(self, name: str, **config: Any) -> None:
+    def __init__(self, name: str, **config: object) -> None:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
