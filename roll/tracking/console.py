@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -79,7 +80,9 @@ def setup_logging(log_dir: Path, level: int = logging.INFO, *, interactive: bool
     package = logging.getLogger("roll")
     for handler in list(package.handlers):
         package.removeHandler(handler)
-        handler.close()
+        # What a full disk refused of an earlier run's log is refused again when it is closed, and lost.
+        with suppress(OSError):
+            handler.close()
     package.setLevel(level)
     package.propagate = False
     package.addHandler(file)

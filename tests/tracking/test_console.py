@@ -15,6 +15,7 @@ from roll.methods.sft_keys import SFT
 from roll.pipelines.rlvr.definition import RLVR
 from roll.tracking import LOG_NAME, ProgressReporter, RunSummary, setup_logging
 from roll.tracking.console import format_seconds
+from tests.support.disks import largest_file
 
 METRICS = {
     "critic/score/mean": 0.4123,
@@ -110,6 +111,15 @@ def test_log_file_has_everything_and_the_console_what_the_bar_does_not_show(
     console = capsys.readouterr().err
     assert "rollout starts" in console
     assert ("step 1/2" in console) is not interactive
+
+
+def test_lines_that_a_full_disk_refused_do_not_end_the_next_run_of_the_process(tmp_path: Path) -> None:
+    setup_logging(tmp_path / "first")
+    with largest_file(100):
+        logging.getLogger("roll").error("x" * 200)
+        log = setup_logging(tmp_path / "second")
+        logging.getLogger("roll").error("begins")
+    assert "begins" in log.read_text()
 
 
 def test_log_lines_appear_above_the_bar(tmp_path: Path) -> None:
