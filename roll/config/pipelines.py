@@ -254,7 +254,7 @@ class PipelineDefinition(ABC, Generic[C, P]):
         or None for the classes that stand for a role's own worker."""
         return worker_name(section.worker_cls, self.published_workers)
 
-    def distributions(self, config: Any, role: str) -> tuple[int | None, int | None]:
+    def distributions(self, config: C, role: str) -> tuple[int | None, int | None]:
         """Tokens of each distribution that a role is compared with in training, and that it gives; 0: all, None:
         none."""
         return None, None

@@ -132,7 +132,7 @@ class RunConfig:
     system_envs: dict[str, str] = field(default_factory=dict)
     """Environment variables of all workers."""
     model_update_buffer_size_mb: int = setting(1024, ge=1)
-    """MiB of one bucket of weights on the way from trainer to engine."""
+    """MiB of weights that a trainer sends to an engine at a time: one bucket."""
     num_gpus_per_node: int = setting(8, ge=1)
     """Devices of one node (logical CPU slots on a host without accelerators)."""
     max_grad_norm: float | None = setting(1.0, gt=0)

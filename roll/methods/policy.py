@@ -37,7 +37,7 @@ from roll.config.corrections import correction_options
 from roll.methods.base import MODEL_COLUMNS, VALUES, Answer, Ask, RoleAsk
 from roll.methods.losses import PolicyLoss, SampledLoss, ValueLoss
 from roll.methods.opd import OPD, TEACHING
-from roll.methods.opd import PromptRows as PromptRows
+from roll.methods.opd import PromptRows as PromptRows  # for the pipelines, which do not name a method that is added
 from roll.methods.opd import check_rows as check_rows
 from roll.methods.opd_keys import is_taught
 from roll.methods.policy_plan import PolicyConfig, PolicyPlan, actor_keys

@@ -21,9 +21,9 @@ from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import (
     RemoteStrategyConfig,
     backend_of,
-    scoring_strategies,
     typed_strategy_config,
 )
+from roll.workers import only_scores
 
 if TYPE_CHECKING:
     from roll.config.checks.base import Checks
@@ -39,11 +39,6 @@ UNFINISHED_CHARACTER = "\ufffd"
 
 def is_teacher(role: str) -> bool:
     return role.partition(".")[0] == TEACHER
-
-
-def only_scores(section: WorkerConfig) -> bool:
-    """True for a teacher that only scores tokens: it gives their log-probs and nothing else."""
-    return section.strategy_args.strategy_name in scoring_strategies()
 
 
 def finished_teacher(section: WorkerConfig, longest: int) -> WorkerConfig:

@@ -15,6 +15,11 @@ REWARD_WORKER = "roll.workers.reward.RewardWorker"
 STORED_WEIGHTS_WORKER = "roll.workers.stored_weights.StoredWeightsWorker"
 
 
+def only_scores(section: WorkerConfig) -> bool:
+    """True for a role whose strategy scores tokens: it gives their log-probs and nothing else."""
+    return section.strategy_args.strategy_name in scoring_strategies()
+
+
 def frozen_worker(section: WorkerConfig) -> str:
-    """The worker class of a role that never learns: some strategies score tokens and do nothing else."""
-    return SCORING_WORKER if section.strategy_args.strategy_name in scoring_strategies() else REFERENCE_WORKER
+    """The worker class of a role that never learns."""
+    return SCORING_WORKER if only_scores(section) else REFERENCE_WORKER

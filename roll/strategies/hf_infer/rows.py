@@ -70,7 +70,6 @@ class RunningRows:
     size: int = 0
     samples: list[RunningSample] = field(default_factory=list)
     num_matchers: int = 0
-    num_grammars: int = 0
     epoch: int = 0
     """Changes whenever rows come, go or change places."""
 
@@ -149,7 +148,6 @@ class RunningRows:
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.samples.append(sample)
         self.num_matchers += sample.matcher is not None
-        self.num_grammars += sample.grammar is not None
         self.size += 1
         self.epoch += 1
 
@@ -170,8 +168,6 @@ class RunningRows:
 
     def grammars(self) -> list[tuple[int, Grammar]]:
         """Rows whose responses follow a schema."""
-        if not self.num_grammars:
-            return []
         return [(row, sample.grammar) for row, sample in enumerate(self.samples) if sample.grammar is not None]
 
     def stopped(self) -> np.ndarray:
@@ -226,7 +222,6 @@ class RunningRows:
             deepest = int(self.lengths[destination].max(initial=0))
             self.routes[destination, :deepest] = self.routes[source, :deepest]
         self.num_matchers -= sum(self.samples[row].matcher is not None for row in rows)
-        self.num_grammars -= sum(self.samples[row].grammar is not None for row in rows)
         for to, origin in zip(destination, source, strict=True):
             self.samples[to] = self.samples[origin]
         del self.samples[new_size:]
