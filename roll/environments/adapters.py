@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -328,6 +328,9 @@ class ReasoningGymEnvironment:
     The reward is the data set's own score between 0 and 1 for the text in ``<answer>`` tags, or for the whole response
     without them. Options are those of the data set's configuration, except ``seed`` and ``size``.
     """
+
+    built_to_check: ClassVar[bool] = True
+    """It needs neither services nor data: its name and options are checked by building one."""
 
     def __init__(self, name: str, **config: object) -> None:
         import reasoning_gym

@@ -32,9 +32,6 @@ _ADAPTERS: dict[str, tuple[str, str]] = {
 }
 """Prefix of ``PREFIX:ID`` to the function that wraps an environment of another library: ``(id, **config)``."""
 
-_BUILT_TO_CHECK = ("reasoning_gym",)
-"""Adapters whose environments need neither services nor data: they are built to check their name and options."""
-
 _GEM_PREFIXES = ("game", "math", "code", "qa", "logic", "rg", "eval")
 """ROLL's files name GEM's environments without ``gem:``."""
 
@@ -85,7 +82,7 @@ def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> N
         EnvironmentOptionError: one does not exist, or has an impossible value.
     """
     prefix, colon, _ = env_type.partition(":")
-    if colon and prefix in _BUILT_TO_CHECK:
+    if colon and prefix in _ADAPTERS and getattr(_load(*_ADAPTERS[prefix]), "built_to_check", False):
         make_environment(env_type, env_config)
     if colon and prefix in (*_ADAPTERS, *_GEM_PREFIXES):
         return
