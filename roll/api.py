@@ -36,6 +36,7 @@ from roll.config.objects import path_of
 from roll.config.plan.plan import Plan
 from roll.config.plan.render import line, render_plan
 from roll.config.reading.errors import ConfigError, Notice, Problem
+from roll.distributed.forked_workers import forking
 from roll.preflight import check_first_rows, check_parts, check_resumption, ready
 from roll.rehearsal.catalog import find_gpu
 from roll.rehearsal.formulas import misfits, quick_lines
@@ -300,7 +301,7 @@ def refuse_restarts(loaded: LoadedConfig[Any]) -> None:
 
 
 def _perform(loaded: LoadedConfig[Any]) -> None:
-    with obeying_signals(loaded):
+    with obeying_signals(loaded), forking(loaded):
         loaded.pipeline.run(loaded)
 
 

@@ -28,6 +28,7 @@ from roll.config.plan.render import effective_yaml, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem, did_you_mean
 from roll.config.reading.masking import masked_text
+from roll.distributed.forked_workers import forking
 from roll.preflight import check_parts, dequantise_models, find_models, require_packages
 
 if TYPE_CHECKING:
@@ -182,6 +183,11 @@ def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None)
 
 def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     render_plan(loaded, Console(emoji=False))
+    with forking(loaded):
+        return _perform(loaded, work)
+
+
+def _perform(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     from roll.datasets.types import DataError
     from roll.distributed.failures import NodeError, NotFinite, OutputRefused, RayLost, RemoteError, needing_room
     from roll.distributed.restarts import FAILED, REWIND, WRONG, supervised

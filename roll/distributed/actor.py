@@ -30,6 +30,7 @@ from roll.config import objects
 from roll.config.reading.masking import masked_text, register_secrets
 from roll.distributed.nodes import interface_of
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext, registrations
+from roll.distributed.worker_environment import LOG_DIR_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +110,6 @@ class Profiler:
                 torch.cuda.memory._record_memory_history(enabled=None)
         logger.info("profile of %s written to %s", name, folder)
 
-
-LOG_DIR_ENV = "ROLL_LOG_DIR"
-"""The folder of worker logs; without it they are in Ray's session folder and are removed with it."""
 
 STACK_SIGNAL = signal.SIGUSR2
 """On this signal a worker writes the Python stacks of its threads to its log, even when stuck in a C call."""

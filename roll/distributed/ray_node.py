@@ -204,8 +204,15 @@ class NodeOptions:
     object_store_bytes: int | None = None
 
 
-def start_node(options: NodeOptions, temp_dir: Path) -> Node:
+WORKER_SCRIPT = str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
+"""Ray's, which starts a worker in the environment that its actor asks for."""
+
+
+def start_node(options: NodeOptions, temp_dir: Path, worker_script: str | None = None) -> Node:
     """Start the daemons; they end with this process, however it ends.
+
+    Args:
+        worker_script: in place of Ray's own, :data:`WORKER_SCRIPT`.
 
     Raises:
         RuntimeError: Ray did not come up; its logs are under ``temp_dir``.
@@ -225,6 +232,7 @@ def start_node(options: NodeOptions, temp_dir: Path) -> Node:
         dashboard_host=options.address,
         dashboard_port=options.dashboard_port,  # type: ignore[arg-type]
         temp_dir=str(temp_dir),
+        setup_worker_path=worker_script,
         object_store_memory=store_bytes,
         plasma_directory=store_dir,
         no_monitor=True,

@@ -21,9 +21,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll.config.reading.errors import ConfigError, Problem
-from roll.distributed.actor import LOG_DIR_ENV
+from roll.distributed import worker_script
 from roll.distributed.failures import NodeError, RayLost
-from roll.distributed.guard import MARK_ENV, Guard, end_run
+from roll.distributed.forked_workers import fork_server
+from roll.distributed.guard import Guard, end_run
 from roll.distributed.nodes import (
     NodeCard,
     NodeEnvironment,
@@ -36,6 +37,7 @@ from roll.distributed.nodes import (
 from roll.distributed.ray_node import (
     LOOPBACK,
     NODE_RANK_LABEL,
+    WORKER_SCRIPT,
     Board,
     NodeOptions,
     RayWatch,
@@ -50,30 +52,14 @@ from roll.distributed.ray_node import (
 )
 from roll.distributed.restarts import DONE, supervised
 from roll.distributed.signals import ENDING, ending
-from roll.platforms import current_platform, usable_cores
+from roll.distributed.worker_environment import LOG_DIR_ENV, absent_here
+from roll.platforms import current_platform
 
 if TYPE_CHECKING:
     from ray._private.node import Node
 
 
 logger = logging.getLogger(__name__)
-
-WORKER_DEFAULTS = {
-    # Several workers share the host's cores: threads that spin while they wait take them from one another.
-    "OMP_WAIT_POLICY": "passive",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-_MOST_THREADS = 16
-"""Of a worker on a CPU host: matrices of models that a CPU can train are too small for more."""
-
-RAY_SETTINGS = {
-    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES": "1",
-    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
-    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
 
 DRIVER_SETTINGS = {
     # A failure is reported once, by the call that met it, not again for each rank that failed with it.
@@ -105,20 +91,6 @@ class RayRuntime:
     """Outlives this process where that ends hard."""
     actor_envs: Mapping[str, str] = field(default_factory=dict)
     """Variables that each actor must be given: those of the processes of a Ray that the caller had started."""
-
-
-def worker_threads(num_devices: int) -> int:
-    """Threads of each worker: on a CPU host the cores of its device (roles on one device compute in turns); else 1."""
-    if current_platform().device_type != "cpu":
-        return 1
-    return max(1, min(usable_cores() // num_devices, _MOST_THREADS))
-
-
-def _absent_here(num_devices: int, mark: str) -> dict[str, str]:
-    """Variables of the workers that this process's environment does not set."""
-    threads = {"OMP_NUM_THREADS": str(worker_threads(num_devices))}
-    wanted = {**WORKER_DEFAULTS, **threads, **RAY_SETTINGS, MARK_ENV: mark}
-    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 @contextlib.contextmanager
@@ -164,8 +136,9 @@ def ray_runtime(
     require_token(nodes, os.environ)
     log_dir = log_dir or (Path(os.environ[LOG_DIR_ENV]) if os.environ.get(LOG_DIR_ENV) else None)
     exported = {**(system_envs or {}), **({LOG_DIR_ENV: str(log_dir.resolve())} if log_dir else {})}
-    mark = uuid.uuid4().hex
-    inherited = _absent_here(num_devices_per_node, mark) | exported
+    forks = fork_server()
+    mark = uuid.uuid4().hex if forks is None else forks.mark
+    inherited = absent_here(num_devices_per_node, mark) | exported
     has_ray = ray.is_initialized()
     auth = contextlib.nullcontext() if has_ray else _private_auth(nodes)
     with auth, _environment({**DRIVER_SETTINGS, **exported}), ending.handled():
@@ -266,18 +239,21 @@ def _guarded(mark: str, folder: Path | None) -> Iterator[Guard]:
 
 @contextlib.contextmanager
 def _own_node(options: NodeOptions, inherited: Mapping[str, str], folder: Path) -> Iterator[Node]:
-    with _environment(inherited):
+    forks = fork_server()
+    with _environment({**inherited, **(forks.environment(WORKER_SCRIPT) if forks is not None else {})}):
         # Blocked in processes that start here: a signal to the whole process group, or to all processes of a job, is
         # the driver's, which needs the others to save a checkpoint.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
-            node = start_node(options, folder)
+            node = start_node(options, folder, None if forks is None else worker_script.__file__)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     try:
         yield node
     finally:
         with ending.holding(then_raise=False):
+            if forks is not None:
+                forks.close()
             node.kill_all_processes(check_alive=False, allow_graceful=False)
 
 

@@ -112,7 +112,7 @@ class Pair:
     def __init__(self, loaded: LoadedConfig[Any]) -> None:
         import torch
 
-        from roll.distributed.runtime import worker_threads
+        from roll.distributed.worker_environment import worker_threads
         from roll.strategies.base import ALL_WEIGHTS
         from roll.strategies.factory import create_generation_strategy, create_strategy
 

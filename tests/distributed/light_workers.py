@@ -30,6 +30,8 @@ class BasicWorker(Worker):
             "note": self.settings.note,
             "seed": self.context.seed,
             "environment": dict(os.environ),
+            "pid": os.getpid(),
+            "has_torch": "torch" in sys.modules,
         }
 
     @register(Dispatch.ONE_TO_ALL)

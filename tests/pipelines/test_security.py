@@ -100,7 +100,8 @@ def test_a_run_listens_on_loopback_and_tells_no_secret(
     assert listening_beyond_loopback(pids) == []
     token = next(
         entry.partition(b"=")[2].decode()
-        for entry in Path(f"/proc/{run_processes(mark)[0]}/environ").read_bytes().split(b"\0")
+        for pid in run_processes(mark)
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         if entry.startswith(b"RAY_AUTH_TOKEN=")
     )
     told = [f"{command(pid)}: {secret}" for pid in pids for secret in [*SECRETS, token] if secret in command(pid)]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 from roll.distributed import ray_runtime
-from tests.support.warm_workers import warm_workers
+from roll.distributed.forked_workers import forked
+
+IMPORTED = ["transformers.models.qwen2.modeling_qwen2", "roll.strategies.fsdp.fsdp2", "roll.strategies.hf_infer"]
+INSTALLED = ["deepspeed", "peft"]
 
 
 def main(address_file: Path) -> None:
-    with warm_workers(), ray_runtime(2) as runtime:
+    with forked(2, [*IMPORTED, *filter(find_spec, INSTALLED)]), ray_runtime(2) as runtime:
         written = address_file.with_suffix(".part")
         written.write_text(runtime.address)
         written.rename(address_file)

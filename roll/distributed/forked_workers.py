@@ -1,0 +1,202 @@
+"""Ray's workers as forks of a process that has imported torch and transformers already.
+
+A worker is a process of its own, and its imports cost about four seconds of computing: on a host with few cores, most
+of the time until the first step. With :func:`forking` a run on a CPU host pays for them once, while Ray starts: the
+node's Ray runs ``worker_script.py`` in place of its own script, which asks the process that is started here for a fork.
+What the worker then does is Ray's own script again.
+
+A worker is forked only where it could not tell the difference: not if a variable of its environment is another than the
+server's (a library may have read it when it was imported), and not if the server has more than one thread. Otherwise,
+and if there is no server, it starts as Ray starts it. Hosts with accelerators have no server: CUDA cannot be used after
+a fork if its driver was asked anything before.
+
+Ray itself is not imported here: it reads the settings of a worker when it is.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll.config.strategies.registry import BACKENDS
+from roll.distributed.guard import MARK_ENV
+from roll.distributed.signals import ENDING
+from roll.distributed.worker_environment import LOG_DIR_ENV, absent_here
+from roll.distributed.worker_script import SCRIPT_ENV, SOCKET_ENV
+from roll.platforms import current_platform
+
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
+
+_IMPORTED = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor.parallel",
+    "roll.models.build",
+    "wcwidth",  # half of the time that the import of Ray takes
+)
+"""By the workers of any role with a model."""
+_READ_WHEN_USED = (MARK_ENV, LOG_DIR_ENV, SOCKET_ENV, SCRIPT_ENV, "SPT_NOENV")
+"""The last one is for the title that Ray gives a worker's process."""
+_SOCKET = "socket"
+_PATIENCE_SECONDS = 5.0
+"""For the request of a worker, which is written at once."""
+
+_running: ForkServer | None = None
+
+
+class ForkServer:
+    """The process that is forked, as the driver sees it.
+
+    Args:
+        num_devices: of this node, by which threads are divided.
+        modules: to import, in addition to what every model needs.
+        system_envs: variables of all workers.
+    """
+
+    def __init__(self, num_devices: int, modules: Iterable[str], system_envs: Mapping[str, str]) -> None:
+        self.mark = uuid.uuid4().hex
+        """Of the run's processes: the environment of a fork is, for others, the one of this server."""
+        self.folder = Path(tempfile.mkdtemp(prefix="roll-fork-"))  # mode 0700
+        root = str(Path(__file__).parents[2])
+        begin = f"import sys; sys.path.insert(0, {root!r}); from roll.distributed.forked_workers import serve; serve()"
+        # As for Ray's daemons: a signal to the whole process group is the driver's.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", begin, str(self.folder / _SOCKET), *modules],
+                env={**os.environ, **absent_here(num_devices, self.mark), **system_envs, MARK_ENV: self.mark},
+                stdin=subprocess.PIPE,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def environment(self, script: str) -> dict[str, str]:
+        """Variables of a node whose workers are forked; ``script`` is the path of Ray's own."""
+        return {SOCKET_ENV: str(self.folder / _SOCKET), SCRIPT_ENV: script}
+
+    def close(self) -> None:
+        """End the server; its forks go on. Nothing happens the second time."""
+        self._process.kill()
+        self._process.communicate()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def forking(loaded: LoadedConfig[Any]) -> AbstractContextManager[None]:
+    """:func:`forked` for the roles of a run."""
+    names = {role.strategy_args.strategy_name for role in loaded.pipeline.started(loaded.config).values()}
+    backends = [BACKENDS[name] for name in names if name in BACKENDS]
+    classes = {path for backend in backends for path in (backend.computes, backend.generates) if path}
+    modules = sorted(path.rpartition(".")[0] for path in classes)
+    return forked(loaded.plan.num_devices_per_node, modules, loaded.config.system_envs)
+
+
+@contextmanager
+def forked(num_devices: int, modules: Iterable[str], system_envs: Mapping[str, str] | None = None) -> Iterator[None]:
+    """In the block, workers of a Ray that this process starts are forks, on a host where they can be; see
+    :class:`ForkServer`."""
+    global _running
+    has_ray = bool(os.environ.get("RAY_ADDRESS")) or ("ray" in sys.modules and sys.modules["ray"].is_initialized())
+    if has_ray or current_platform().device_type != "cpu" or not sys.platform.startswith("linux"):
+        yield
+        return
+    _running = ForkServer(num_devices, modules, system_envs or {})
+    try:
+        yield
+    finally:
+        _running.close()
+        _running = None
+
+
+def fork_server() -> ForkServer | None:
+    """The server of this process's runs; None: workers start as Ray starts them."""
+    return _running
+
+
+def serve() -> None:
+    """Fork a worker for each connection to the socket of the first argument, as long as standard input is open."""
+    path, *modules = sys.argv[1:]
+    environment = dict(os.environ)  # imports add to it
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen(64)  # who comes before the imports are done waits
+        for name in (*_IMPORTED, *modules):
+            import_module(name)
+        gc.collect()
+        gc.freeze()
+        if "ray" in sys.modules or len(os.listdir("/proc/self/task")) > 1:
+            return
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+        while sys.stdin not in (ready := select.select([server, sys.stdin], [], [])[0]) and ready:
+            link, _ = server.accept()
+            request = None
+            with suppress(OSError, ValueError):  # a client that is gone, or none of ours
+                request = _Request(link)
+            if request is not None:
+                if request.would_import(environment) and os.fork() == 0:
+                    server.close()
+                    request.become_worker()
+                request.close()
+            link.close()
+    shutil.rmtree(Path(path).parent, ignore_errors=True)
+
+
+class _Request:
+    """Request of a worker's script: its arguments and environment, with its standard streams."""
+
+    def __init__(self, link: socket.socket) -> None:
+        link.settimeout(_PATIENCE_SECONDS)
+        header, self._streams, _, _ = socket.recv_fds(link, 4, 3)
+        with link.makefile("rb") as file:
+            message: dict[str, Any] = json.loads(file.read(struct.unpack("!I", header)[0]))
+        link.settimeout(None)
+        self._link = link
+        self._arguments: list[str] = message["arguments"]
+        self._environment: dict[str, str] = message["environment"]
+        self._folder: str = message["folder"]
+
+    def would_import(self, environment: Mapping[str, str]) -> bool:
+        """True if the worker imports under this environment; what Ray and the run read later may differ."""
+
+        def imported(variables: Mapping[str, str]) -> dict[str, str]:
+            return {k: v for k, v in variables.items() if k not in _READ_WHEN_USED and not k.startswith("RAY_")}
+
+        return imported(self._environment) == imported(environment)
+
+    def close(self) -> None:
+        for stream in self._streams:
+            os.close(stream)
+
+    def become_worker(self) -> None:
+        """Run Ray's script in this process, whose end is the worker's."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for number, stream in enumerate(self._streams):
+            os.dup2(stream, number)
+        self.close()
+        self._link.sendall(b"1")
+        os.chdir(self._folder)
+        os.environ.update(self._environment)
+        sys.argv = self._arguments
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        os._exit(0)

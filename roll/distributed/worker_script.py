@@ -1,0 +1,38 @@
+"""The script of a node whose workers are forked (:mod:`roll.distributed.forked_workers`): asks for a fork and ends with
+it; where there is none, it becomes Ray's own script. It imports next to nothing, since that is the point."""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import sys
+
+SOCKET_ENV = "ROLL_FORK_SERVER"
+SCRIPT_ENV = "ROLL_WORKER_SCRIPT"
+"""Path of Ray's script."""
+_CONTEXT = "--serialized-runtime-env-context="
+
+
+def main() -> None:
+    """Arguments as Ray's ``setup_worker.py`` has them: the variables of the worker, its language, its command."""
+    context = next((word[len(_CONTEXT) :] for word in sys.argv if word.startswith(_CONTEXT)), "{}")
+    own = json.loads(context)
+    command = [word for word in sys.argv[1:] if not word.startswith((_CONTEXT, "--language="))]
+    request = json.dumps(
+        {"arguments": command, "environment": {**os.environ, **own.get("env_vars", {})}, "folder": os.getcwd()}
+    ).encode()
+    is_plain = not own.get("command_prefix") and own.get("py_executable", sys.executable) == sys.executable
+    with socket.socket(socket.AF_UNIX) as link, contextlib.suppress(OSError):  # no server
+        if is_plain:
+            link.connect(os.environ[SOCKET_ENV])
+            socket.send_fds(link, [struct.pack("!I", len(request))], [0, 1, 2])
+            link.sendall(request)
+            if link.recv(1):
+                link.recv(1)  # the other end closes when the worker is gone
+                return
+    os.execv(sys.executable, [sys.executable, os.environ[SCRIPT_ENV], *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()
