@@ -20,8 +20,10 @@ OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 STANDS_IN = "fsdp2"
 """Backend instead of one that is not tested with a family (Megatron Core has no model of most of them here)."""
-OTHER_ENGINE = "vllm"
-"""Engine instead of SGLang, likewise."""
+OTHER_ENGINE, EMBEDDED_ENGINE = "vllm", "hf_infer"
+"""Engines instead of one that is not tested with a family; the second runs transformers' own model on one device."""
+WEIGHTS_PER_DEVICE = 64
+"""Gigabytes of weights that an engine can hold on each device: 0.8 of 80 GB, with the rest for its cache."""
 LANGUAGE_PART = re.compile(r"[.*]*visual[.*]*|[.*]*vision(?:_model|_tower)?[.*]*")
 """Modules that adapters leave out there: the vision tower."""
 
@@ -42,11 +44,24 @@ def find_family(draft: Draft) -> None:
         text = f"sglang returns no routes here: {OTHER_ENGINE} samples from the same model and does"
         draft.remark(["engine", "engine_replay"], text)
     family = (family_of(str(draft.facts.get("model", ""))) or None) if draft.states("model") else None
-    draft.facts["family"] = family
-    if draft.get("engine") == "sglang" and lacks(family, "sglang") and not lacks(family, OTHER_ENGINE):
-        draft.facts["engine"] = OTHER_ENGINE
-        text = f"sglang is not tested with this family here: {OTHER_ENGINE} samples from the same model"
-        draft.remark(["engine"], text)
+    draft.facts["family"], engine = family, str(draft.get("engine"))
+    fits = 0 < weights_of(draft) <= WEIGHTS_PER_DEVICE
+    others = (OTHER_ENGINE, *((EMBEDDED_ENGINE,) if fits else ()))
+    other = next((name for name in (engine, *others) if not lacks(family, name)), engine)
+    if other != engine and draft.states("engine"):
+        draft.facts["engine"] = other
+        slower = ", more slowly" if other == EMBEDDED_ENGINE else ""
+        draft.remark(
+            ["engine"], f"{engine} is not tested with this family here: {other} samples from the same model{slower}"
+        )
+
+
+def weights_of(draft: Draft) -> float:
+    """Gigabytes of the policy's weights in bf16, by the size in its name; 0 where the name has none."""
+    # The first size of a name such as 235B-A22B is that of all experts.
+    last = str(draft.get("model", default="")).lower().rpartition("/")[2]
+    named = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", last)
+    return 2 * float(named[1]) if named else 0.0
 
 
 def written_strategy(draft: Draft, role: str) -> str:

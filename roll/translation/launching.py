@@ -16,7 +16,11 @@ UV_VALUES = """
 """
 """Options of ``uv run`` that take the next word."""
 PYTHON_VALUES = {"-W", "-X", "--check-hash-based-pycs"}
-LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+LAUNCHING_MODULES = (
+    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+    *("coverage", "cProfile", "debugpy", "viztracer"),
+)
+"""Modules that start Python on a further module or script: launchers, and tools that measure it or wait for it."""
 LAUNCHER_SWITCHES = """
     --standalone --no_python --no-python --run_path --multi_gpu --multi-gpu --cpu --use_deepspeed --use_fsdp --quiet -q
     --same_network --debug --tpu --mps --no_local_rank --enable_each_rank_log --use_megatron_lm --use_xpu --save_pid
@@ -70,14 +74,15 @@ def launch_of(words: Sequence[str]) -> Launch | None:
     name, rest = PurePath(words[0]).name, list(words[1:])
     if PYTHON.fullmatch(name):
         found = _started(rest, PYTHON_VALUES)
-        is_launcher = found is not None and found.is_module and found.program in LAUNCHING_MODULES
-        return _started(list(found.arguments)) if found is not None and is_launcher else found
+        if found is None or not found.is_module or found.program not in LAUNCHING_MODULES:
+            return found
+        return _started(list(found.arguments[found.arguments[:1] == ("run",) :]))
     if name == "uv" and rest[:1] == ["run"]:
         found = _started(rest[1:], UV_VALUES.split())
         is_command = found is not None and not found.is_module and not found.program.endswith(".py")
         return launch_of([found.program, *found.arguments]) if found is not None and is_command else found
-    if name in ("torchrun", "deepspeed") or (name == "accelerate" and rest[:1] == ["launch"]):
-        return _started(rest[name == "accelerate" :])
+    if name in ("torchrun", "deepspeed") or [name, *rest[:1]] in (["accelerate", "launch"], ["coverage", "run"]):
+        return _started(rest[name in ("accelerate", "coverage") :])
     if name in ("bash", "sh"):
         place = next((place for place, word in enumerate(rest) if word.endswith(".sh")), None)
         return None if place is None else Launch(rest[place], False, tuple(rest[place + 1 :]))

@@ -7,15 +7,17 @@ steps of samples.
 from __future__ import annotations
 
 import math
-import re
 from fractions import Fraction
 
 from roll.config.words.rows import OPTIONS
-from roll.translation.families import strategy_of, written_strategy
+from roll.translation.families import (
+    EMBEDDED_ENGINE,
+    WEIGHTS_PER_DEVICE,
+    strategy_of,
+    weights_of,
+    written_strategy,
+)
 from roll.translation.rules import Draft
-
-WEIGHTS_PER_DEVICE = 64
-"""Gigabytes of weights that an engine can hold on each device: 0.8 of 80 GB, with the rest for its cache."""
 
 
 def put_strategies(draft: Draft) -> None:
@@ -180,13 +182,16 @@ def fit_engines(draft: Draft) -> None:
     """
     size, trainers = math.prod(engine_ranks(draft)), device_count(draft, "actor")
     per_node = int(draft.get("gpus.actor", "gpus", default=trainers))
+    if draft.get("engine") == EMBEDDED_ENGINE:
+        # One device holds the model.
+        draft.facts |= dict.fromkeys(("engine_tensor", "engine_data", "engine_pipeline"), 1)
+        draft.facts["engines"] = engines * size if (engines := draft.get("engines")) else engines
+        return
     if size <= per_node or trainers <= per_node:
         return
     rule = f"makes engines of {size} devices, which would span two nodes of {per_node}: an engine lies within one here"
     tensor = int(draft.get("engine_tensor", default=1))
-    # Two bytes a parameter in bf16; the first size of a name such as 235B-A22B is that of all experts.
-    named = re.search(r"(\d+(?:\.\d+)?)b(?![a-z])", str(draft.get("model", default="")).lower().rpartition("/")[2])
-    share = 2 * float(named[1]) / per_node if named else 0
+    share = weights_of(draft) / per_node
     too_many, rest = divmod(size, per_node)
     if share > WEIGHTS_PER_DEVICE:
         rule += f", and {share:.0f} GB of weights a device leave no room for the cache: such a model has no translation"

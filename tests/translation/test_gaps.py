@@ -298,3 +298,39 @@ def test_a_filter_of_groups_without_spread(translated: Translate) -> None:
     text = f"{SKYRL} generator.n_samples_per_prompt=4 trainer.algorithm.zero_variance_filter=true"
     assert translated(text).keys["difficulty_mask"] is True
     load(translated(text), QUICKSTART)
+
+
+def test_the_embedded_engine_takes_the_place_of_one_that_lacks_the_family(translated: Translate) -> None:
+    """It holds the model on one device: SkyRL's two engines of two ranks become four."""
+    text = (
+        f"{SKYRL} trainer.policy.model.path=/m/moonlight16b generator.inference_engine.backend=sglang "
+        "generator.inference_engine.tensor_parallel_size=2 generator.inference_engine.num_engines=2 "
+        "generator.inference_engine.engine_init_kwargs.max_logprobs=8"
+    )
+    translation = translated(text)
+    assert translation.keys["actor_infer.strategy_args.strategy_name"] == "hf_infer"
+    assert translation.keys["actor_infer.device_mapping"] == "list(range(0,4))"
+    assert not [key for key in translation.keys if "num_gpus_per_worker" in key or "engine_args" in key]
+    assert any("hf_infer samples from the same model, more slowly" in note.text for note in translation.notes)
+    load(translation, QUICKSTART)
+    for name in ("deepseek-ai/DeepSeek-V3-671B", "deepseek-ai/DeepSeek-V3"):  # too large for a device, or unknown
+        with pytest.raises(ConfigError, match="vllm is tested with none of this family"):
+            translated(f"{SKYRL} trainer.policy.model.path={name} generator.inference_engine.tensor_parallel_size=1")
+
+
+def test_mindspeed_is_megatron(translated: Translate) -> None:
+    sizes = "actor_rollout_ref.actor.{0}.tensor_model_parallel_size=4 actor_rollout_ref.actor.{0}.use_mbridge=true "
+    theirs = translated(
+        f"{VERL} model_engine=mindspeed {sizes.format('mindspeed')}"
+        "actor_rollout_ref.actor.mindspeed.llm_kwargs.recompute_granularity=full"
+    )
+    assert theirs.keys == translated(f"{VERL} model_engine=megatron {sizes.format('megatron')}").keys
+    assert theirs.keys["actor_train.strategy_args.strategy_name"] == "megatron_train"
+
+
+def test_older_names_and_what_only_hydra_reads(translated: Translate) -> None:
+    sglang = f"{VERL} actor_rollout_ref.rollout.name=sglang"
+    assert translated(f"{VERL} actor_rollout_ref.rollout.name=sglang_async").keys == translated(sglang).keys
+    assert translated(f"{VERL} hydra.run.dir=/tmp hydra.searchpath=[file:///x]").keys == translated(VERL).keys
+    with pytest.raises(ConfigError, match="training in FP8 is not available"):
+        translated(f"{SKYRL} trainer.policy.megatron_config.fp8=e4m3")

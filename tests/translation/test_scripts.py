@@ -46,6 +46,8 @@ FEATURES = {
     "ray job": (f"ray stop\nray start --head\nray job submit --address=http://h:1 --no-wait -- {RUN} {BATCH}=168", 168),
     "uv": (f"uv run --isolated --extra vllm --with ray==2.1 -m verl.trainer.main_ppo {BATCH}=176", 176),
     "torchrun": (f"torchrun --standalone --nproc_per_node 8 -m verl.trainer.main_ppo {BATCH}=184", 184),
+    "coverage": (f"coverage run --data-file=/x --source=verl -m verl.trainer.main_ppo {BATCH}=24", 24),
+    "debugger": (f"python -m debugpy --listen 5678 --wait-for-client -m verl.trainer.main_ppo {BATCH}=12", 12),
     "waiting for a service": (f"until curl -sf http://localhost:1; do sleep 60; done\n{RUN} {BATCH}=192", 192),
     "data checked for": (f'[ -f /data/none.parquet ] || {{ echo "no data"; exit 1; }}\n{RUN} {BATCH}=200', 200),
     "missing folder": (f"set -e\ncd /work/none\nsource /opt/none/activate\n{RUN} {BATCH}=208", 208),

@@ -91,4 +91,5 @@ def expanded(cell: str) -> Iterator[str]:
     for word in cell.split():
         head, brace, rest = word.partition("{")
         names, _, tail = rest.partition("}")
-        yield from (f"{head}{name}{tail}" for name in names.split(",")) if brace else (word,)
+        ends = tuple(expanded(tail)) or ("",)
+        yield from (f"{head}{name}{end}" for name in names.split(",") for end in ends) if brace else (word,)
