@@ -37,14 +37,29 @@ def find_episodes(draft: Draft) -> None:
     turns, name = int(draft.get("turns", default=1)), str(draft.raw.get("reward", ""))
     wanted = turns > 1 or str(draft.facts.get("reward")).startswith("skyrl:")
     if not wanted:
-        draft.without_effect("one turn", "max_input", "gym_options")
+        draft.without_effect("one turn", "max_input", "gym_options", "turn_rows")
         return
+    if draft.get("turn_rows"):
+        find_turn_rows(draft)
     if not draft.whole or not name:
         draft.refuse("turns" if turns > 1 else "reward", TURNS)
         return
     draft.facts["episodes"] = True
     if draft.get("max_input") is not None:
         draft.facts["prompt_length"] = draft.facts["max_input"]
+
+
+def find_turn_rows(draft: Draft) -> None:
+    """Refuse rows of turns where something counts them there: here an episode counts once."""
+    counting = "counts turns there; here an episode counts once, whatever its turns"
+    if draft.facts.get("masks_drop_tokens"):
+        draft.refuse("turn_rows", "makes mini-batches of turns there; here an optimizer step has whole episodes", False)
+    elif draft.get("aggregation") not in ("token-mean", "prompt-mean"):
+        draft.refuse("aggregation", f"{counting}: token_mean is the same")
+    elif draft.get("kl_loss"):
+        draft.refuse("kl_loss", f"is a mean over rows, which {counting}", False)
+    text = "the advantage there comes from the reward of the last turn, here from the sum: the same unless others pay"
+    draft.remark(["turn_rows"], text)
 
 
 TOOLS_TAG = "tools"
@@ -165,6 +180,9 @@ def put_entry(draft: Draft, tag: str, files: object, fact: str, keys: Mapping[st
     draft.put(f"{entry}.env_config.extras.max_turns", turns, "turns")
     if draft.get("conversation") is False:
         draft.put(f"{entry}.context", "response", "conversation")
+    elif draft.get("turn_rows"):
+        for option, value in (("context", "last"), ("history_length", turns), ("thinking", "new_sample")):
+            draft.put(f"{entry}.{option}", value, "turn_rows")
     for key, value in draft.get("gym_options", default={}).items():
         section, _, option = key.partition(".")
         if section == name:

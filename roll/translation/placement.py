@@ -157,19 +157,21 @@ def devices(start: int, count: int) -> str:
 
 
 def put_run_ahead(draft: Draft) -> None:
-    """Generation ahead of training, on separate devices.
+    """Generation ahead of training.
 
-    SkyRL's fully asynchronous trainer holds ``max_staleness_steps`` + 1 batches at one version of the weights, as
-    ``async_generation_ratio`` does here (docs/async.md), and updates the weights between two tokens.
+    SkyRL's fully asynchronous trainer holds ``max_staleness_steps`` + 1 batches at one version of the weights, and
+    verl's V1 trainers ``num_warmup_batches`` + 1, as ``async_generation_ratio`` does here (docs/async.md); both update
+    the weights between two tokens.
     """
     fully = draft.facts.get("fully_async") or draft.facts.get("runs_ahead")
     if not fully and not draft.facts.get("one_step_off"):
         draft.without_effect("the run is synchronous", "staleness", "runs_ahead")
         return
-    because = ("colocate", "staleness", "runs_ahead")
-    draft.put("async_generation_ratio", int(draft.value_of("staleness")) if fully else 1, *because)
+    because = ("colocate", "staleness", "runs_ahead", "v1_mode", "warmup")
+    draft.put("async_generation_ratio", draft.value_of("staleness") if fully else 1, *because)
     draft.put("partial_rollout", bool(fully), *because)
-    draft.put("enable_old_logprobs_recompute", True, *because)
+    if not draft.get("bypass"):
+        draft.put("enable_old_logprobs_recompute", True, *because)
     text = "steps ahead" if fully else "a batch while it trains on the one before"
     draft.remark(because, f"their program generates {text}")
 

@@ -154,7 +154,14 @@ CONVERSIONS = {
 
 
 def prepare(draft: Draft) -> None:
-    """Engines on separate nodes under the names that the engines' section has for them, tools, and distillation."""
+    """Steps ahead, engines on separate nodes under the names that the engines' section has, tools, and distillation."""
+    if draft.get("v1_mode", default="sync") != "sync" and draft.get("use_v1") is not False:
+        draft.facts["runs_ahead"] = True
+        draft.state("staleness", draft.get("warmup", default=1))
+        if draft.get("v1_mode") == "separate_async":
+            draft.facts["colocate"] = False
+    else:
+        draft.without_effect("the run is synchronous", "warmup", "v1_mode")
     if not draft.get("pool_nodes"):
         draft.without_effect("0 nodes are for the engines alone", "pool_nodes", "pool_gpus")
     elif draft.get("colocate", default=True):

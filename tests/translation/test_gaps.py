@@ -201,7 +201,7 @@ def test_ways_to_compute_and_to_log_the_same(text: str, expected: dict[str, Any]
         ("actor_rollout_ref.actor.fsdp_config.qat.enable=true", "training for quantisation"),
         ("critic.model.mtp.enable=true", "has no translation"),
         ("skip.rollout.enable=true", "has no translation"),
-        ("trainer.v1.trainer_mode=separate_async", "one_step_off_policy"),
+        ("trainer.v1.trainer_mode=separate_async", "rollout.n_gpus_per_node"),
         ("data.function_tool_path=/x.py", "has no translation"),
     ],
 )
@@ -334,3 +334,20 @@ def test_older_names_and_what_only_hydra_reads(translated: Translate) -> None:
     assert translated(f"{VERL} hydra.run.dir=/tmp hydra.searchpath=[file:///x]").keys == translated(VERL).keys
     with pytest.raises(ConfigError, match="training in FP8 is not available"):
         translated(f"{SKYRL} trainer.policy.megatron_config.fp8=e4m3")
+
+
+def test_v1_trainers_of_verl_run_ahead(translated: Translate) -> None:
+    """``num_warmup_batches`` are in flight, on the trainer's devices or on those of ``rollout.nnodes``."""
+    mode = f"{VERL} trainer.use_v1=true trainer.v1.trainer_mode="
+    shared = translated(f"{mode}colocate_async trainer.v1.colocate_async.num_warmup_batches=0.5").keys
+    assert (shared["async_generation_ratio"], shared["partial_rollout"]) == (0.5, True)
+    assert shared["actor_infer.device_mapping"] == shared["actor_train.device_mapping"] == "list(range(0,8))"
+    pool = "actor_rollout_ref.rollout.nnodes=1 actor_rollout_ref.rollout.n_gpus_per_node=4"
+    apart = translated(f"{mode}separate_async trainer.v1.separate_async.parameter_sync_step=2 {pool}")
+    assert apart.keys["async_generation_ratio"] == 1 and apart.keys["enable_old_logprobs_recompute"]
+    assert apart.keys["actor_infer.device_mapping"] == "list(range(8,12))"
+    load(apart, QUICKSTART)
+    bypass = translated(f"{mode}colocate_async algorithm.rollout_correction.bypass_mode=true")
+    assert "enable_old_logprobs_recompute" not in bypass.keys
+    load(bypass, QUICKSTART)
+    assert "async_generation_ratio" not in translated(f"{mode}sync").keys

@@ -25,7 +25,6 @@ FOLDER = os.environ.get("PUBLIC_CONFIGS_DIR")
 pytestmark = pytest.mark.skipif(FOLDER is None, reason="PUBLIC_CONFIGS_DIR names no folder of published scripts")
 
 REASONS = {
-    "mini-batches of turns": "mini-batches count turns there",
     "files that are not there": "is not here: start where --config-path leads to it",
     "variables that are not set": "is a variable that is not set",
     "families that are not tested": "is tested with none of this family|moves the bias of the routers|"

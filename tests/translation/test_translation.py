@@ -381,6 +381,20 @@ EPISODES = (
     "trainer.algorithm.dynamic_sampling.type=filter trainer.algorithm.loss_reduction=seq_mean_token_sum_norm "
 )
 
+NEWER = EPISODES.replace("skyrl_train.", "skyrl.train.")
+ROWS = "generator.step_wise_trajectories=true generator.use_conversation_multi_turn=true"
+
+
+def test_turns_of_skyrl_become_rows(translated: Translate) -> None:
+    """A turn's prompt is the whole conversation before it, rendered anew, and only sampled tokens are learnt from."""
+    text = f"{NEWER} {ROWS} trainer.algorithm.loss_reduction=token_mean trainer.algorithm.use_kl_loss=false"
+    translation = translated(text)
+    assert translation.keys["custom_envs.search.context"] == "last"
+    assert translation.keys["custom_envs.search.history_length"] == 4
+    assert translation.keys["custom_envs.search.thinking"] == "new_sample"
+    plan = load(translation, QUICKSTART).plan
+    assert plan.entries["search"].samples == "step"
+
 
 def test_turns_of_skyrl_become_episodes(translated: Translate) -> None:
     """A group of episodes is a prompt's samples; the algorithm is that of a single turn, with the longer sequence."""
@@ -427,7 +441,9 @@ def test_turns_of_skyrl_become_episodes(translated: Translate) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"{EPISODES} generator.step_wise_trajectories=true", "mini-batches count turns there"),
+        (f"{NEWER} {ROWS} trainer.algorithm.use_kl_loss=false", "token_mean is the same"),
+        (f"{NEWER} {ROWS} trainer.algorithm.loss_reduction=token_mean", "is a mean over rows"),
+        (f"{EPISODES} {ROWS}", "mini-batches of turns there"),
         (f"{SKYRL} environment.env_class=search", "data.train_data"),
         ("bash x.sh generator.max_turns=4", "have no translation"),
     ],
