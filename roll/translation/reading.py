@@ -153,8 +153,10 @@ def _of_words(words: Sequence[str], environment: Mapping[str, str]) -> Source:
 def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) -> str:
     """Return why a script has nothing to translate."""
     if launches:
-        started = ", ".join(dict.fromkeys(launch.program for _, launch in launches))
-        return f"starts {started}, which {FOREIGN}"
+        started = list(dict.fromkeys(launch.program for _, launch in launches))
+        if absent := [program for program in started if program.endswith(".sh")]:
+            return f"starts {', '.join(absent)}, which is not here: translate it within its repository"
+        return f"starts {', '.join(started)}, which {FOREIGN}"
     last = [line for line in recording.output.splitlines() if not line.startswith("+")][-3:]
     printed = f"; it printed: {' / '.join(last)}" if last else ""
     rule = f"starts no training program (exit status {recording.status}){printed}"

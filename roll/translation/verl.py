@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo_trainer": ("fsdp", {}),
     "ppo_megatron_trainer": ("megatron", {}),
     "transfer_queue_ppo_trainer": ("fsdp", {}),
+    "one_step_off_ppo_trainer": ("fsdp", {}),
+    "one_step_off_ppo_megatron_trainer": ("megatron", {}),
     "gsm8k_multiturn_grpo": ("fsdp", GSM8K),
     "gsm8k_multiturn_grpo_server": ("fsdp", GSM8K),
     "gsm8k_multiturn_megatron_grpo": ("megatron", GSM8K),
@@ -83,14 +86,22 @@ def with_file(keys: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
     name = str(keys.get(CONFIG_NAME, BASES[0]))
     file = Path(folder) / f"{name}.yaml"
     if name in BASES or not folder or not file.is_file():
-        return {**CONFIG_FILES.get(name, ("", {}))[1], **keys}
+        return {**CONFIG_FILES.get(name, ("", {}))[1], **sizes_of_reference(keys), **keys}
     text = file.read_text(encoding="utf-8")
     written = read_yaml(text, file.name).keys
     groups = [str(group) for group in yaml.safe_load(text).get("defaults", ())]
     if any(group not in (*BASES, "_self_") and "model_engine" not in group for group in groups):
         return keys  # further files, which are not here
     own = {key: value for key, value in written.items() if not key.startswith("hydra.")}
+    own |= sizes_of_reference({**own, **keys})
     return {**own, **keys, CONFIG_NAME: BASES["megatron" in " ".join(groups)]}
+
+
+def sizes_of_reference(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's parallel sizes of the reference that are not written: its file takes them from the actor's."""
+    found = ((re.fullmatch(r"(actor_rollout_ref)\.actor(\..+_parallel_size)", key), keys[key]) for key in keys)
+    sizes = {f"{match[1]}.ref{match[2]}": value for match, value in found if match and "ulysses" not in match[2]}
+    return {key: value for key, value in sizes.items() if key not in keys}
 
 
 def config_name(value: object) -> str:
@@ -134,9 +145,10 @@ LAYERS = {
 PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
     (
-        r"(?:verl\.experimental\.one_step_off_policy\.(?:\w+\.)*|recipe\.one_step_off_policy\.)main_\w+",
-        {"one_step_off": True},
+        r"verl\.experimental\.one_step_off_policy\.(?:\w+\.)*main_\w+",
+        {"one_step_off": True, "bypass": True},
     ),
+    (r"recipe\.one_step_off_policy\.main_\w+", {"one_step_off": True}),
     (r"recipe\.(?:dapo|entropy|char_count)\.(?:src\.)?main_\w+", {}),
 )
 """Patterns of modules and their facts; of the recipes only those whose keys describe them completely."""
@@ -145,6 +157,10 @@ CONVERSIONS = {
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),
     "distill_mode": one_of(DISTILLATION),
     "loss": one_of(LOSSES),
+    "load_format": one_of(
+        {"auto": "auto", "dummy": "dummy", "safetensors": "auto", "hf": "auto"},
+        {"flash_rl": "FlashRL quantises the engine, which would sample from another model"},
+    ),
     **{f.__name__: f for f in (config_name, level, bands)},
     "nullable": lambda value: None if value in NULLS else value,
     "hugging_face_layers": lambda value: (

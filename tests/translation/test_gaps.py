@@ -332,6 +332,13 @@ def test_older_names_and_what_only_hydra_reads(translated: Translate) -> None:
     sglang = f"{VERL} actor_rollout_ref.rollout.name=sglang"
     assert translated(f"{VERL} actor_rollout_ref.rollout.name=sglang_async").keys == translated(sglang).keys
     assert translated(f"{VERL} hydra.run.dir=/tmp hydra.searchpath=[file:///x]").keys == translated(VERL).keys
+    older, correction = "bypass_old_logprob_for_rollout=true", f"{VERL} algorithm.rollout_correction."
+    assert translated(f"{correction}{older}").keys == translated(f"{correction}bypass_mode=true").keys
+    assert translated(f"{VERL} reward_model.reward_manager.name=naive").keys == translated(VERL).keys
+    rmpad = "actor_rollout_ref.model.use_rmpad=false trainer.strategy=fsdp2"
+    assert translated(f"{VERL} {rmpad}").keys["actor_train.use_remove_padding"] is False
+    with pytest.raises(ConfigError, match="FlashRL quantises the engine"):
+        translated(f"{VERL} actor_rollout_ref.rollout.load_format=flash_rl")
     with pytest.raises(ConfigError, match="training in FP8 is not available"):
         translated(f"{SKYRL} trainer.policy.megatron_config.fp8=e4m3")
 
@@ -351,3 +358,22 @@ def test_v1_trainers_of_verl_run_ahead(translated: Translate) -> None:
     assert "enable_old_logprobs_recompute" not in bypass.keys
     load(bypass, QUICKSTART)
     assert "async_generation_ratio" not in translated(f"{mode}sync").keys
+
+
+def test_one_step_off_has_files_of_its_own(translated: Translate) -> None:
+    """Those of ``verl.experimental`` take the engine's log-probs for the old ones; the recipe's do not."""
+    pool = "actor_rollout_ref.hybrid_engine=false rollout.nnodes=1 rollout.n_gpus_per_node=4"
+    newer = VERL.replace("verl.trainer.", "verl.experimental.one_step_off_policy.")
+    keys = translated(f"{newer} {pool} --config-name=one_step_off_ppo_megatron_trainer").keys
+    assert keys["force_disable_old_logprobs_recompute"] and "enable_old_logprobs_recompute" not in keys
+    assert keys["actor_train.strategy_args.strategy_name"] == "megatron_train"
+    explicit = translated(f"{newer} {pool} algorithm.rollout_correction.bypass_mode=false").keys
+    older = translated(f"{VERL.replace('verl.trainer.', 'recipe.one_step_off_policy.')} {pool}").keys
+    assert explicit == older and older["enable_old_logprobs_recompute"]
+
+
+def test_the_reference_has_the_parallel_sizes_of_the_actor(translated: Translate) -> None:
+    text = f"{VERL} {KL} model_engine=megatron actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 "
+    name = f"reference.strategy_args.{OPTIONS.rpartition('.')[2]}.tensor_model_parallel_size"
+    assert translated(text).keys[name] == 4
+    assert translated(f"{text} actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2").keys[name] == 2

@@ -167,10 +167,11 @@ def test_a_script_that_asks_for_the_device_finds_a_node_with_accelerators(
     [
         ("echo nothing", "starts no training program"),
         ('if [ $# -lt 2 ]; then echo "usage: run.sh NODES PATH"; fi', "it printed: usage: run.sh NODES PATH"),
+        ("bash ../other/train.sh", "starts ../other/train.sh, which is not here"),
         ("python3 tools/merge.py --x 1", "starts tools/merge.py, which is no training program of verl or SkyRL"),
         (f"{RUN} {BATCH}=$'a\\e[2Jb'", "control characters"),
     ],
-    ids=["none", "usage", "other", "terminal"],
+    ids=["none", "usage", "absent", "other", "terminal"],
 )
 def test_scripts_without_a_run_say_why(text: str, reason: str, tmp_path: Path, sandbox: Sandbox) -> None:
     with pytest.raises(ConfigError, match=reason):
