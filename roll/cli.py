@@ -22,14 +22,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rich.console import Console
 
 from roll import __version__, api, preflight
-from roll.config.loader import LoadedConfig, load_config
+from roll.config.loader import LoadedConfig, find_file, load_config
+from roll.config.model_files import GGUF, looks_like_folder, model_folder
 from roll.config.pipelines import NAMES, definition_of
 from roll.config.plan.render import effective_yaml, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem, did_you_mean
 from roll.config.reading.masking import masked_text
+from roll.config.strategies.registry import generation_strategies
 from roll.distributed.forked_workers import forking
-from roll.preflight import check_parts, dequantise_models, find_models, require_packages
+from roll.preflight import check_parts, dequantise_models, fetch, find_models, require_packages
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -267,11 +269,27 @@ def server_key(host: str, variable: str | None, may: str) -> str:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Serve the engines of a role over HTTP, until interrupted."""
-    loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides, check_files=False)
-    require_packages(loaded)
-    dequantise_models(loaded, say)
+    """Serve a model, or the engines of a file's role, over HTTP until interrupted."""
     key = server_key(arguments.host, arguments.api_key_env, "use the engines")
+    named, is_model = arguments.config, is_model_path(arguments.config)
+    if is_model and arguments.overrides:
+        raise ConfigError([Problem(arguments.overrides[0], named, "changes a YAML file; this is a model")])
+    if is_model:
+        from roll.pipelines.serve import of_model
+
+        served = of_model(named, arguments.strategy)
+    elif arguments.strategy:
+        rule = (
+            f"goes with a model; this file says it: {arguments.role}.strategy_args.strategy_name={arguments.strategy}"
+        )
+        raise ConfigError([Problem("--strategy", arguments.strategy, rule)])
+    else:
+        loaded: LoadedConfig[Any] = load_config(None, named, None, arguments.overrides, check_files=False)
+        require_packages(loaded)
+        dequantise_models(loaded, say)
+        from roll.pipelines.serve import of_file
+
+        served = of_file(loaded, arguments.role)
     from roll.distributed.failures import RayLost, RemoteError
     from roll.distributed.signals import Interrupted
     from roll.pipelines.serve import ServeOptions
@@ -286,7 +304,7 @@ def serve(arguments: argparse.Namespace) -> int:
         max_open_requests=arguments.max_open_requests,
     )
     try:
-        run_server(loaded, options)
+        run_server(served, options)
     except (RayLost, RemoteError, OSError) as error:
         show_error(error)
         if isinstance(error, RayLost):
@@ -295,6 +313,28 @@ def serve(arguments: argparse.Namespace) -> int:
     except (KeyboardInterrupt, Interrupted):
         pass
     return 0
+
+
+def is_model_path(word: str) -> bool:
+    """A folder, a GGUF file, or a hub name that is no configuration.
+
+    Raises:
+        ConfigError: neither a configuration nor a model.
+    """
+    if os.path.isdir(word) or word.endswith(GGUF):
+        return True
+    try:
+        find_file(Path(word), None)
+    except ConfigError as error:
+        if looks_like_folder(word) or "/" not in word:
+            raise
+        if model_folder(word) is None:
+            say(f"looking for {word} at the hub ...")
+            if reason := fetch(word):
+                error.add_note(f"As a model of the hub: {reason}")
+                raise
+        return True
+    return False
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -419,7 +459,16 @@ def build_parser(keys: object = None) -> argparse.ArgumentParser:
     command.add_argument("--rows", type=int, default=2, help="rows of each domain (2)")
     command.add_argument("--set", help="one set: train, validation, or the name of a validation set")
     command.add_argument("--id", help="the row with this id")
-    served = add_config("serve", "answer OpenAI's HTTP interface with the engines of a role")
+    served = add_config(
+        "serve",
+        "answer OpenAI's HTTP interface with a model, or with the engines of a file's role",
+        "a model folder, GGUF file or hub name, or a YAML file",
+    )
+    served.add_argument(
+        "--strategy",
+        choices=generation_strategies(),
+        help="engine of a model (default: vllm on a GPU where it is installed, else hf_infer)",
+    )
     served.add_argument("--role", default="actor_infer", help="whose engines (default: %(default)s)")
     served.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     served.add_argument("--port", type=int, default=8000, help="port; 0: a free one (default: %(default)s)")
@@ -445,9 +494,11 @@ def add_command(commands: Commands, name: str, text: str, *, add_help: bool = Tr
     return commands.add_parser(name, help=text, description=text, add_help=add_help)
 
 
-def add_config_command(commands: Commands, keys: object, name: str, text: str) -> argparse.ArgumentParser:
+def add_config_command(
+    commands: Commands, keys: object, name: str, text: str, config_text: str = "YAML file, also relative to examples/"
+) -> argparse.ArgumentParser:
     command = add_command(commands, name, text)
-    config = command.add_argument("config", help="YAML file, also relative to examples/")
+    config = command.add_argument("config", help=config_text)
     config.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # type: ignore[attr-defined]
     overrides = command.add_argument(
         "overrides", nargs="*", metavar="key=value", help="changes: key=value, +new.key=value, '~key'"

@@ -1,4 +1,4 @@
-"""``roll serve``: the engines of one role as an HTTP service, without a training run around them."""
+"""``roll serve``: the engines of one role, or of a model, as an HTTP service without a training run around them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from typing import Any
 from rich.console import Console
 
 from roll.config.loader import LoadedConfig
-from roll.config.model_files import looks_like_folder
+from roll.config.model_files import GGUF, is_installed, looks_like_folder
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import generation_strategies
+from roll.config.run import RunConfig
+from roll.config.strategies.registry import BACKENDS, generation_strategies
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.pipelines.files import load_tokenizer
+from roll.platforms import current_platform
+from roll.serving.chat import engine_section
 from roll.serving.server import FrontOptions, HttpFront
 from roll.tracking import setup_logging
 from roll.workers import GENERATION_WORKER
 from roll.workers.generation import GenerationWorker
 
 POLL_SECONDS = 0.5
+MODEL_SAMPLES = 32
+"""Samples at a time of an engine that no file describes."""
 
 
 @dataclass(frozen=True)
@@ -60,38 +65,83 @@ def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
     return loaded.pipeline.served_section(loaded, name)
 
 
-def serve(loaded: LoadedConfig[Any], options: ServeOptions) -> None:
+@dataclass(frozen=True)
+class Served:
+    """Engines to serve, and where they run."""
+
+    role: WorkerConfig
+    model: str
+    """The model's path as written."""
+    config: RunConfig
+    log_dir: Path
+    shape: tuple[int, int] = (1, 1)
+    """Devices of a node, nodes."""
+    running_requests: int = 128
+
+
+def of_file(loaded: LoadedConfig[Any], name: str) -> Served:
+    """The engines of a configuration's role.
+
+    Raises:
+        ConfigError: see :func:`served_role`.
+    """
+    role, config, plan = served_role(loaded, name), loaded.config, loaded.plan
+    shape, running = (plan.num_devices_per_node, plan.num_nodes), loaded.pipeline.running_requests(config)
+    return Served(role, str(plan.roles[name].model_path), config, plan.log_dir, shape, running)
+
+
+def of_model(path: str, strategy: str | None) -> Served:
+    """One engine for a model folder, GGUF file or hub name.
+
+    Args:
+        strategy: None: ``vllm`` on an accelerator where it is installed, else ``hf_infer``.
+
+    Raises:
+        ConfigError: a strategy whose package is missing; no such model.
+    """
+    strategy = strategy or ("vllm" if current_platform().name != "cpu" and is_installed("vllm") else "hf_infer")
+    if (package := BACKENDS[strategy].package) is not None and not is_installed(package.module):
+        raise ConfigError(
+            [Problem("--strategy", strategy, f"needs a package that is not installed: {package.install}")]
+        )
+    try:
+        role = engine_section(path, strategy, {"max_num_seqs": MODEL_SAMPLES})
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem("MODEL", path, str(error))]) from error
+    return Served(role, path, RunConfig(), Path("output/logs/serve"))
+
+
+def serve(served: Served, options: ServeOptions) -> None:
     """Start the engines and answer until the process is asked to end.
 
     Raises:
-        ConfigError: see :func:`served_role`. RemoteError: the engines have failed. OSError: the port is taken.
+        RemoteError: the engines have failed. OSError: the port is taken.
     """
-    role, config, plan = served_role(loaded, options.role), loaded.config, loaded.plan
-    path = role.model_args.model_name_or_path
-    model = options.model or Path(str(path)).name
-    setup_logging(plan.log_dir)
+    role, config = served.role, served.config
+    model = options.model or Path(served.model).name.removesuffix(GGUF)
+    setup_logging(served.log_dir)
     with ExitStack() as stack:
         front_options = FrontOptions(
             model=model,
             api_key=options.api_key,
-            max_running_requests=loaded.pipeline.running_requests(config),
+            max_running_requests=served.running_requests,
             max_open_requests=options.max_open_requests,
         )
         front = HttpFront(front_options, options.host, options.port)
         stack.callback(front.close)
-        log_dir = plan.log_dir / "workers"
-        stack.enter_context(ray_runtime(plan.num_devices_per_node, plan.num_nodes, config.system_envs, log_dir))
-        resources = ResourceManager(plan.num_devices_per_node, plan.num_nodes)
+        stack.enter_context(ray_runtime(*served.shape, config.system_envs, served.log_dir / "workers"))
+        resources = ResourceManager(*served.shape)
         stack.callback(resources.close)
         cluster = Cluster(
             options.role, GENERATION_WORKER, resources, role, seed=config.seed, rpc_timeout=config.rpc_timeout
         )
         stack.callback(cluster.shutdown)
         cluster.call_all(GenerationWorker.initialize).result()
-        front.open(cluster, load_tokenizer(path, role.model_args.trust_remote_code))
+        front.open(cluster, load_tokenizer(role.model_args.model_name_or_path, role.model_args.trust_remote_code))
         stack.callback(front.close)
+        engines = f"{cluster.world_size} engine{'s' if cluster.world_size > 1 else ''}"
         console = Console(emoji=False, soft_wrap=True)
-        console.print(f"{model} is served at {front.base_url} by {cluster.world_size} engines", markup=False)
+        console.print(f"{model} is served at {front.base_url} by {engines}", markup=False)
         while front.failure is None:
             time.sleep(POLL_SECONDS)
         front.check()

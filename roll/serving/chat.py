@@ -7,15 +7,24 @@ a separate question, and stdout has the answers alone.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from roll.config.model_files import gguf_file, loadable, looks_like_folder, model_number, read_model_config
+from roll.config.model_files import (
+    CONFIG,
+    gguf_file,
+    loadable,
+    looks_like_folder,
+    model_number,
+    read_model_config,
+)
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.config.roles import GenerationWorkerConfig, ModelArguments, StrategyArguments
 from roll.datasets.templates import render_native
 from roll.datasets.types import DataError
 from roll.models.gguf_reading import dequantise
@@ -38,15 +47,10 @@ class Chat:
     ) -> None:
         from transformers import AutoTokenizer
 
-        if (file := gguf_file(path)) is not None:
-            dequantise(file)
-        folder = str(loadable(path))
-        longest = min(LONGEST, model_number(folder, "max_position_embeddings") or LONGEST)
-        options = {"max_num_seqs": 1, "max_model_len": longest, "prefix_cache_tokens": longest}
-        model, strategy = ModelArguments(folder, dtype=dtype), StrategyArguments("hf_infer", options)
-        self._engine = HfInferStrategy(WorkerConfig(name="chat", model_args=model, strategy_args=strategy))
+        section = engine_section(path, "hf_infer", {"max_num_seqs": 1, "prefix_cache_tokens": LONGEST}, dtype)
+        self._engine = HfInferStrategy(section)
         self._engine.initialize()
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(section.model_args.model_name_or_path)
         self._params = params
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
@@ -83,8 +87,6 @@ def main(words: Sequence[str]) -> int:
     params = SamplingParams(options.max_new_tokens, temperature=options.temperature)
     try:
         check_sampling_params(params, "roll chat")
-        if looks_like_folder(options.model) and read_model_config(options.model) is None:
-            raise ValueError("must be a model folder (with a config.json), a .gguf file or a hub name")
         chat = Chat(options.model, options.system, params, options.dtype)
     except (OSError, ValueError) as error:
         raise ConfigError([Problem("MODEL", options.model, str(error))]) from error
@@ -102,6 +104,32 @@ def main(words: Sequence[str]) -> int:
             status = 1
         sys.stdout.write("\n")
     return status
+
+
+def engine_section(
+    path: str, strategy: str, options: Mapping[str, object], dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+) -> GenerationWorkerConfig:
+    """The section of an engine, on device 0, with the weights of a model folder, GGUF file or hub name.
+
+    Args:
+        options: of the strategy, besides ``max_model_len``: the model's longest sequence, at most :data:`LONGEST`.
+
+    Raises:
+        ValueError: no model, or one that cannot be read.
+    """
+    if looks_like_folder(path) and read_model_config(path) is None:
+        trained = Path(path).expanduser() / "model"
+        nearest = f"; this run's model is {trained}" if os.path.isfile(trained / CONFIG) else ""
+        raise ValueError(f"must be a model folder (with a config.json), a .gguf file or a hub name{nearest}")
+    if (file := gguf_file(path)) is not None:
+        dequantise(file)
+    folder = str(loadable(path))
+    longest = min(LONGEST, model_number(folder, "max_position_embeddings") or LONGEST)
+    return GenerationWorkerConfig(
+        model_args=ModelArguments(folder, dtype=dtype),
+        strategy_args=StrategyArguments(strategy, {**options, "max_model_len": longest, "load_format": "auto"}),
+        device_mapping=[0],
+    )
 
 
 def next_question(prompt: str) -> str | None:

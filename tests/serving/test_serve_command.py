@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 from roll import cli
 from roll.config.reading.errors import ConfigError
-from roll.pipelines.serve import served_role
+from roll.pipelines.serve import of_model, served_role
+from roll.serving.chat import Chat
+from roll.strategies.engines.requests import SamplingParams
 from tests.config.good import GOOD, changed, load
 
 
@@ -47,6 +50,55 @@ def test_a_token_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "NO_SUCH_TOKEN" in capsys.readouterr().err
     assert cli.main(["serve", str(file), "--host", "0.0.0.0"]) == cli.EXIT_CONFIG
     assert "--api-key-env" in capsys.readouterr().err
+
+
+def test_what_is_neither_a_file_nor_a_model(
+    tmp_path: Path, served_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    load(tmp_path, GOOD)
+    (file,) = tmp_path.glob("*.yaml")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "model").symlink_to(served_model)
+    wrong: dict[str, list[object]] = {
+        f"this run's model is {run / 'model'}": [run],
+        "must be a model folder (with a config.json), a .gguf file or a hub name": [tmp_path / "gone.gguf"],
+        "no such file": [tmp_path / "gone"],
+        "As a model of the hub": ["nobody/nothing"],
+        "changes a YAML file; this is a model": [served_model, "seed=1"],
+        "actor_infer.strategy_args.strategy_name=vllm": [file, "--strategy", "vllm"],
+    }
+    for said, words in wrong.items():
+        assert cli.main(["serve", *map(str, words)]) == cli.EXIT_CONFIG, said
+        assert said in " ".join(capsys.readouterr().err.split())
+    assert of_model(str(served_model), None).role.strategy_args.strategy_name == "hf_infer", "on a CPU"
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_a_model_folder_is_enough(
+    shared_ray: str, served_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenAI's client gets the answer that ``roll chat`` gives."""
+    monkeypatch.setenv("RAY_ADDRESS", shared_ray)
+    command = [sys.executable, "-m", "roll.cli", "serve", str(served_model), "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    question = "Leo has 3 bags."
+    try:
+        assert process.stdout is not None
+        said = next(line for line in process.stdout if "is served at" in line)
+        with openai.OpenAI(base_url=re.findall(r"http://\S+", said)[0], api_key="none", max_retries=0) as client:
+            (name,) = (model.id for model in client.models.list())
+            messages: Any = [{"role": "user", "content": question}]
+            done = client.chat.completions.create(model=name, messages=messages, max_tokens=12, temperature=0)
+        chat = Chat(str(served_model), None, SamplingParams(12, temperature=0.0))
+        assert name == served_model.name and done.choices[0].message.content == "".join(chat.ask(question))
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.e2e
