@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and not hasattr(arguments, "overrides"):
         parser.error(f"{arguments.command} takes no argument {rest[0]}")
     if rest:
-        arguments.overrides += rest
+        arguments.overrides = [*arguments.overrides, *rest]
     try:
         if arguments.command == "run":
             return run(ready(partial(load_config, None, arguments.config, None, arguments.overrides)))
@@ -271,40 +271,32 @@ def server_key(host: str, variable: str | None, may: str) -> str:
 def serve(arguments: argparse.Namespace) -> int:
     """Serve a model, or the engines of a file's role, over HTTP until interrupted."""
     key = server_key(arguments.host, arguments.api_key_env, "use the engines")
-    named, is_model = arguments.config, is_model_path(arguments.config)
-    if is_model and arguments.overrides:
-        raise ConfigError([Problem(arguments.overrides[0], named, "changes a YAML file; this is a model")])
-    if is_model:
-        from roll.pipelines.serve import of_model
-
-        served = of_model(named, arguments.strategy)
-    elif arguments.strategy:
-        rule = (
-            f"goes with a model; this file says it: {arguments.role}.strategy_args.strategy_name={arguments.strategy}"
-        )
-        raise ConfigError([Problem("--strategy", arguments.strategy, rule)])
-    else:
-        loaded: LoadedConfig[Any] = load_config(None, named, None, arguments.overrides, check_files=False)
+    named, words = arguments.config, arguments.overrides
+    is_model = is_model_path(named)
+    if is_model and words:
+        raise ConfigError([Problem(words[0], named, "changes a YAML file; this is a model")])
+    if not is_model:
+        if strategy := arguments.strategy:
+            key = f"{arguments.role}.strategy_args.strategy_name"
+            raise ConfigError(
+                [Problem("--strategy", strategy, f"goes with a model; change this file: {key}={strategy}")]
+            )
+        loaded: LoadedConfig[Any] = load_config(None, named, None, words, check_files=False)
         require_packages(loaded)
         dequantise_models(loaded, say)
-        from roll.pipelines.serve import of_file
-
-        served = of_file(loaded, arguments.role)
     from roll.distributed.failures import RayLost, RemoteError
     from roll.distributed.signals import Interrupted
-    from roll.pipelines.serve import ServeOptions
-    from roll.pipelines.serve import serve as run_server
+    from roll.pipelines import serve as served_engines
+    from roll.serving.server import FrontOptions, HttpFront
 
-    options = ServeOptions(
-        role=arguments.role,
-        host=arguments.host,
-        port=arguments.port,
-        model=arguments.model_name,
-        api_key=key,
-        max_open_requests=arguments.max_open_requests,
-    )
+    if is_model:
+        served = served_engines.of_model(named, arguments.strategy)
+    else:
+        served = served_engines.of_file(loaded, arguments.role)
+    model = arguments.model_name or Path(served.model).name.removesuffix(GGUF)
+    options = FrontOptions(model, key, served.running_requests, arguments.max_open_requests)
     try:
-        run_server(served, options)
+        served_engines.serve(served, HttpFront(options, arguments.host, arguments.port))
     except (RayLost, RemoteError, OSError) as error:
         show_error(error)
         if isinstance(error, RayLost):
@@ -501,7 +493,7 @@ def add_config_command(
     config = command.add_argument("config", help=config_text)
     config.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # type: ignore[attr-defined]
     overrides = command.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="changes: key=value, +new.key=value, '~key'"
+        "overrides", nargs="*", default=(), metavar="key=value", help="changes: key=value, +new.key=value, '~key'"
     )
     overrides.complete = keys  # type: ignore[attr-defined]
     return command

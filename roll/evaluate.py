@@ -115,7 +115,9 @@ def load_evaluation(
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll evaluate", description=__doc__, epilog=EPILOG)
     parser.add_argument("config", help="YAML file, also relative to examples/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes: key=value, +new.key=value, '~key'")
+    parser.add_argument(
+        "overrides", nargs="*", default=(), metavar="key=value", help="changes: key=value, +new.key=value, '~key'"
+    )
     parser.add_argument(
         "--model",
         action="append",

@@ -11,7 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ import yaml
 
 from roll.config.data import DataArguments
 from roll.config.loader import copy_recipes
-from roll.config.model_files import is_installed, model_folder, model_number
+from roll.config.model_files import is_installed, model_folder, model_number, require_model
 from roll.config.names import RULE_OF_COLUMN
 from roll.config.reading.errors import ConfigError, Problem
 from roll.datasets.columns import Columns
 from roll.datasets.forms import form_of, read_ground_truth
 from roll.datasets.preferences import PROMPT_COLUMNS
-from roll.datasets.reading import SourceRow, data_files, stream_rows
+from roll.datasets.reading import Row, SourceRow, data_files, stream_rows
 from roll.datasets.sft import read_demonstration
 from roll.datasets.types import DataError
 
@@ -37,6 +37,8 @@ TEMPLATE = 32
 SAMPLING = "{temperature: 1.0, top_p: 1.0, top_k: -1}"
 GROUP = 8
 """Samples of a prompt, or episodes of a task."""
+COLUMN_KEYS = ("prompt", "messages", "response", "ground_truth", "tag", "id")
+"""Keys of ``data_args`` that ``--columns`` takes."""
 AT_A_TIME = 4
 """Rows of a micro-batch of a policy."""
 
@@ -61,6 +63,8 @@ class Start:
     gpus: int
     """0: the devices are slots of the CPU."""
     data: str = ""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Keys of ``data_args`` that name columns."""
     validation: str | None = None
     teacher: str | None = None
     reward: str = ""
@@ -94,7 +98,8 @@ class Start:
         return "\n".join([f"{name}:", *(f"  {line}" for line in own)])
 
     def data_section(self, key: str, file: str) -> str:
-        return f"{key}: {{file_name: {quoted(file)}}}"
+        columns = (f", {name}: {quoted(column)}" for name, column in self.columns.items())
+        return f"{key}: {{file_name: {quoted(file)}{''.join(columns)}}}"
 
     def held_out(self, *lines: str) -> list[str]:
         """The section of the validation, where there is one."""
@@ -123,7 +128,7 @@ class Start:
 
 def quoted(text: str) -> str:
     """A scalar of YAML, in flow mappings too."""
-    plain = re.fullmatch(r"[\w./:@+-]+", text) and yaml.safe_load(text) == text
+    plain = re.fullmatch(r"[\w./:@+-]+( [\w./@+-]+)*", text) and yaml.safe_load(text) == text
     return text if plain else json.dumps(text)
 
 
@@ -219,22 +224,7 @@ KINDS: dict[str, Callable[[Start], str]] = {
 }
 
 
-def first_rows(file: str) -> list[SourceRow]:
-    """The first rows of a file in the package's columns.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        path = data_files(file)[0]
-        rows = list(islice(stream_rows([path]), ROWS))
-        form = form_of(DataArguments(), rows[0])
-        return [form(row) for row in rows]
-    except DataError as error:
-        raise ConfigError([Problem("--data", file, str(error))]) from error
-
-
-def lengths(kind: str, rows: Sequence[SourceRow], count: Callable[[str], int]) -> tuple[int, int]:
+def lengths(kind: str, rows: Sequence[SourceRow], count: Callable[[str], int], names: DataArguments) -> tuple[int, int]:
     """Tokens of the longest prompt and response of ``rows``, rounded up to powers of two; a policy's own responses may
     be twice as long as those that the data show, or 512 tokens."""
     prompts, responses = [64], [64]
@@ -246,9 +236,9 @@ def lengths(kind: str, rows: Sequence[SourceRow], count: Callable[[str], int]) -
             responses.append(max(count(side if isinstance(side, str) else text_of(side)) for side in sides))
             prompts.append(count(prompt if isinstance(prompt, str) else text_of(prompt)) + TEMPLATE)
             continue
-        columns = Columns.of(DataArguments(), source)
+        columns = Columns.of(names, source)
         if kind == "grpo":
-            messages, shown = columns.read_messages(source), source.row.get("solution")
+            messages, shown = columns.read_messages(source), source.row.get(names.response)
             responses.append(2 * count(shown) if isinstance(shown, str) else 512)
         else:
             messages, text = read_demonstration(columns, source)
@@ -266,28 +256,40 @@ def power_of_two(least: int) -> int:
 
 
 def token_counter(model: str) -> Callable[[str], int]:
-    """Tokens of a text, by the tokenizer of a model that is on this machine, else as three characters a token."""
-    folder = model_folder(model)
-    if folder is None:
-        return lambda text: len(text) // 3 + 1
-    from roll.pipelines.files import load_tokenizer
+    """Tokens of a text, by the tokenizer of a model that is on this machine, else as three characters a token.
 
-    tokenizer = load_tokenizer(str(folder), False)
+    Raises:
+        ConfigError: no model, or one without a tokenizer that can be read.
+    """
+    try:
+        require_model(model)
+        if (folder := model_folder(model)) is None:
+            return lambda text: len(text) // 3 + 1
+        from roll.pipelines.files import load_tokenizer
+
+        tokenizer = load_tokenizer(str(folder), False)
+    except (OSError, ValueError) as error:
+        raise ConfigError([Problem("--model", model, str(error))]) from error
     return lambda text: len(tokenizer.encode(text))
 
 
-def reward_of(row: SourceRow, data: str) -> str:
-    """The rule that scores such rows.
+def reward_of(row: Row) -> str:
+    """The rule that scores such rows; empty: nothing in them says what a right response is."""
+    found = next((rule for column, rule in RULE_OF_COLUMN.items() if row.get(column) is not None), None)
+    return found or ("" if read_ground_truth(row) is None else "math_rule")
+
+
+def column_names(words: Sequence[str]) -> dict[str, str]:
+    """The words of ``--columns``.
 
     Raises:
-        ConfigError: nothing in them says what a right response is.
+        ConfigError: a word that is written otherwise.
     """
-    found = next((rule for column, rule in RULE_OF_COLUMN.items() if row.row.get(column) is not None), None)
-    if found is None and read_ground_truth(row.row) is None:
-        columns = ", ".join(sorted(row.row))
-        rule = f"its rows have no ground truth (columns {columns}): name a reward of your own with --reward"
-        raise ConfigError([Problem("--data", data, rule, "--reward my_rewards.score")])
-    return found or "math_rule"
+    for word in words:
+        if not re.fullmatch(f"({'|'.join(COLUMN_KEYS)})=.+", word):
+            rule = f"must be KEY=COLUMN, with a key of {', '.join(COLUMN_KEYS)}"
+            raise ConfigError([Problem("--columns", word, rule, "ground_truth='Correct answer'")])
+    return dict(word.split("=", 1) for word in words)
 
 
 def with_data(start: Start, arguments: argparse.Namespace) -> Start:
@@ -296,25 +298,34 @@ def with_data(start: Start, arguments: argparse.Namespace) -> Start:
     Raises:
         ConfigError: data that do not fit the method.
     """
-    kind, rows = start.kind, first_rows(arguments.data)
-    columns = rows[0].row.keys()
-    if kind in ("dpo", "rm") and not {"chosen", "rejected"} <= columns:
-        rule = f"needs the columns chosen and rejected, found {', '.join(sorted(columns))}"
-        raise ConfigError([Problem("--data", arguments.data, rule)])
+    kind, file, columns, found = start.kind, arguments.data, column_names(arguments.columns), ""
+    options: dict[str, Any] = dict(columns)
+    names, reward = DataArguments(**options), getattr(arguments, "reward", None) or ""
     try:
-        prompt, response = lengths(kind, rows, token_counter(start.model))
+        rows = list(islice(stream_rows(data_files(file)[:1]), ROWS))
+        found = ", ".join(sorted(rows[0].row))
+        form = form_of(names, rows[0])
+        rows = [form(row) for row in rows]
+        row = rows[0].row
+        if kind in ("dpo", "rm") and not {"chosen", "rejected"} <= row.keys():
+            raise DataError("its rows need the columns chosen and rejected")
+        if kind == "grpo" and not (reward := reward or reward_of(row)):
+            raise DataError("its rows have no ground truth, and no reward of your own is named by --reward")
+        prompt, response = lengths(kind, rows, token_counter(start.model), names)
     except DataError as error:
-        raise ConfigError([Problem("--data", arguments.data, str(error))]) from error
+        hint = f"; the columns are {found}: say by --columns which is which" if found else ""
+        raise ConfigError([Problem("--data", file, f"{error}{hint}")]) from error
     positions = model_number(start.model, "max_position_embeddings")
     if positions is not None and prompt + response > positions:
         prompt = min(prompt, positions // 2)
         response = positions - prompt
     return replace(
         start,
-        data=arguments.data,
+        data=file,
+        columns=columns,
         validation=arguments.validation,
         teacher=getattr(arguments, "teacher", None),
-        reward=(arguments.reward or reward_of(rows[0], arguments.data)) if kind == "grpo" else "",
+        reward=reward,
         prompt_length=prompt,
         response_length=response,
     )
@@ -363,6 +374,13 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_argument("--model", required=True, help="folder, hub name or GGUF file")
         if kind != "agent":
             command.add_argument("--data", required=True, help="file with the rows to learn from")
+            command.add_argument(
+                "--columns",
+                nargs="+",
+                default=(),
+                metavar="KEY=COLUMN",
+                help=f"which column is which, where the file's names do not say it: {', '.join(COLUMN_KEYS)}",
+            )
             command.add_argument("--validation", help="file with held-out rows")
         if kind == "distill":
             command.add_argument("--teacher", required=True, help="the model to learn from")

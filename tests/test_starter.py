@@ -72,11 +72,35 @@ def test_the_reward_follows_from_the_rows(row: dict[str, Any], rule: str, start:
 
 def test_rows_that_do_not_fit_are_refused(start: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert start("grpo", row={"prompt": "Say something."}) == 2
-    assert "no ground truth (columns prompt): name a reward of your own with --reward" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no ground truth, and no reward of your own is named by --reward; the columns are prompt: say by" in error
     assert start("dpo", row={"prompt": "?", "better": "a"}) == 2
-    assert "needs the columns chosen and rejected, found better, prompt" in capsys.readouterr().err
+    assert "need the columns chosen and rejected; the columns are better, prompt" in capsys.readouterr().err
     assert start("sft", row={"prompt": "?"}) == 2
     assert "no response" in capsys.readouterr().err
+    assert start("sft", "--columns", "promt=x") == 2
+    assert "must be KEY=COLUMN, with a key of prompt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["grpo", "sft"])
+def test_columns_under_other_names(kind: str, start: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    names = {"prompt": "Question text", "grpo": "Right: answer", "sft": "Reply"}
+    row, key = dict.fromkeys(names.values(), "2 + 3?"), "ground_truth" if kind == "grpo" else "response"
+    assert start(kind, row=row) == 2
+    assert "say by --columns which is which" in capsys.readouterr().err
+    words = [f"prompt={names['prompt']}", f"{key}={names[kind]}"]
+    assert start(kind, "--validation", "my data.jsonl", "--columns", *words, row=row) == 0
+    assert cli.main(["check", f"{kind}.yaml"]) == 0, capsys.readouterr().err
+
+
+def test_models_that_are_none(start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    for path in ("./gone", "empty"):
+        assert start("sft", "--model", path) == 2
+        assert f"--model = '{path}': must be a model folder (with a config.json)" in capsys.readouterr().err
+    (tmp_path / "empty/config.json").write_text("{}")
+    assert start("sft", "--model", "empty") == 2
+    assert "--model = 'empty'" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -234,12 +234,13 @@ def find_file(config_path: Path, config_name: str | None) -> Path:
     candidates = [root / wanted for root in (Path(), Path("examples"), recipes_root() / "examples")]
     for candidate in candidates:
         # Not with_suffix, which would cut a name such as qwen2.5-grpo at its dot.
-        for file in (candidate, candidate.with_name(candidate.name + EXTENSION)):
+        for file in (candidate, Path(f"{candidate}{EXTENSION}")):
             if os.path.isfile(file) and file.suffix == EXTENSION:
                 return file
             if os.path.isfile(file):
                 raise ConfigError([Problem("(file)", str(file), "must be a file that ends in .yaml")])
-    near = [folder for folder in dict.fromkeys(candidate.parent for candidate in candidates) if os.path.isdir(folder)]
+    places = dict.fromkeys(place if os.path.isdir(place) else place.parent for place in candidates)
+    near = [folder for folder in places if os.path.isdir(folder)]
     there = sorted({file.name for folder in near for file in folder.iterdir() if file.suffix == EXTENSION})
     rule = "no such file, neither from the working directory nor from examples/"
     listing = f"; there is {', '.join(there)}" if there else ""

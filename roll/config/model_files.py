@@ -133,6 +133,18 @@ def model_config(path: str | None) -> Mapping[str, Any] | None:
         return None
 
 
+def require_model(path: str) -> None:
+    """Check that the path of a folder or file leads to a model; of a hub name nothing.
+
+    Raises:
+        ValueError: it leads to none, or to one that cannot be read, with the reason.
+    """
+    if looks_like_folder(path) and read_model_config(path) is None:
+        trained = Path(path).expanduser() / "model"
+        nearest = f"; this run's model is {trained}" if os.path.isfile(trained / CONFIG) else ""
+        raise ValueError(f"must be a model folder (with a config.json), a .gguf file or a hub name{nearest}")
+
+
 def read_model_config(path: str | None) -> Mapping[str, Any] | None:
     """:func:`model_config` for callers that report a damaged file; that of a GGUF file is made from its header.
 

@@ -78,7 +78,8 @@ class RunConfig:
     output_dir: str = "./output"
     """Folder of checkpoints and results, used as written; the default ``./output`` becomes ``./output/<exp_name>``."""
     logging_dir: str = "./output/logs"
-    """Folder of logs, used as written; the default ``./output/logs`` becomes ``./output/logs/<exp_name>``."""
+    """Folder of logs, used as written; the default ``./output/logs`` becomes ``<output_dir>/logs`` where ``output_dir``
+    is written, else ``./output/logs/<exp_name>``."""
     rollout_dump_dir: str | None = None
     """Folder for the sampled texts of every step; null: none are written."""
     sample_log: SampleLogConfig = field(default_factory=SampleLogConfig)

@@ -203,8 +203,12 @@ def expect_object(path: Path, number: int, row: object, text: str) -> Row | Data
 
 
 def read_csv(path: Path) -> Numbered:
+    """A table whose fields end at the commas of its header, or where that has none at its semicolons or tabs."""
     with open_text(path, newline="") as file:
-        reader = csv.DictReader(file, strict=True)
+        header = file.readline()
+        file.seek(0)
+        delimiter = next((mark for mark in ",;\t" if mark in header), ",")
+        reader = csv.DictReader(file, strict=True, delimiter=delimiter)
         for row in reader:
             number = reader.line_num
             if None in row or None in row.values():

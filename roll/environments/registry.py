@@ -10,6 +10,7 @@ from typing import Any
 
 from roll.config.plugins import dotted_path, offered
 from roll.config.reading.errors import did_you_mean
+from roll.config.reading.fields import dotted
 from roll.environments.base import Environment
 from roll.environments.off_loop import says_instant
 
@@ -116,6 +117,8 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
             f"env_type {env_type!r} is not known; {hint}known: {', '.join(known)}; {', '.join(_ADAPTERS)} with an id, "
             "as in gymnasium:CartPole-v1; or the dotted path of your own class"
         )
+    if "/" in env_type.partition(":")[0]:
+        raise EnvironmentOptionError(f"env_type {env_type!r} must be a dotted path, such as {dotted(env_type)}")
     try:
         return _load(module, attribute)
     except (ImportError, AttributeError) as error:

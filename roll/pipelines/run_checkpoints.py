@@ -122,13 +122,15 @@ class RunCheckpoints:
         )
         self.resume = self.manager.resolve(config.resume_from_checkpoint)
         self.pending: PendingCheckpoint | None = None
-        self._record, self._published = record, published
+        self._record, self._published, self._max_steps = record, published, plan.max_steps
 
     def take_up(self) -> Checkpoint | None:
         """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one; later ones are renamed."""
         if self.resume is not None:
             self.manager.supersede_after(self.resume.step)
             logger.info("continuing from %s", self.resume.path)
+            if self._max_steps is not None and self.resume.step >= self._max_steps:
+                logger.warning("it has done the %s steps of max_steps: raise that, to train on", self._max_steps)
         return self.resume
 
     def places(self, steps_done: int | None) -> list[Path]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from roll.config.loader import LoadedConfig
-from roll.config.model_files import GGUF, is_installed, looks_like_folder
+from roll.config.model_files import is_installed, require_model
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
@@ -22,7 +21,7 @@ from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.pipelines.files import load_tokenizer
 from roll.platforms import current_platform
 from roll.serving.chat import engine_section
-from roll.serving.server import FrontOptions, HttpFront
+from roll.serving.server import HttpFront
 from roll.tracking import setup_logging
 from roll.workers import GENERATION_WORKER
 from roll.workers.generation import GenerationWorker
@@ -30,19 +29,6 @@ from roll.workers.generation import GenerationWorker
 POLL_SECONDS = 0.5
 MODEL_SAMPLES = 32
 """Samples at a time of an engine that no file describes."""
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    """The command line of ``roll serve``."""
-
-    role: str = "actor_infer"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    model: str | None = None
-    """The name that clients give; None: the last part of the model's path."""
-    api_key: str = ""
-    max_open_requests: int = 1024
 
 
 def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
@@ -57,11 +43,11 @@ def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
         rule = f"must be a role that generates; in this configuration: {', '.join(generating) or 'none'}"
         raise ConfigError([Problem("--role", name, rule, source=shown(loaded.source))])
     role_plan = plan.roles[name]
-    path = role_plan.model_path
-    if path is not None and looks_like_folder(path) and not os.path.isfile(Path(path).expanduser() / "config.json"):
+    try:
+        require_model(str(role_plan.model_path))
+    except ValueError as error:
         key = f"{role_plan.key}.model_args.model_name_or_path"
-        rule = "is not a model folder: it has no config.json"
-        raise ConfigError([Problem(key, path, rule, source=shown(loaded.source))])
+        raise ConfigError([Problem(key, role_plan.model_path, str(error), source=shown(loaded.source))]) from error
     return loaded.pipeline.served_section(loaded, name)
 
 
@@ -85,7 +71,7 @@ def of_file(loaded: LoadedConfig[Any], name: str) -> Served:
     Raises:
         ConfigError: see :func:`served_role`.
     """
-    role, config, plan = served_role(loaded, name), loaded.config, loaded.plan
+    role, config, plan = replace(served_role(loaded, name), name=name), loaded.config, loaded.plan
     shape, running = (plan.num_devices_per_node, plan.num_nodes), loaded.pipeline.running_requests(config)
     return Served(role, str(plan.roles[name].model_path), config, plan.log_dir, shape, running)
 
@@ -111,29 +97,21 @@ def of_model(path: str, strategy: str | None) -> Served:
     return Served(role, path, RunConfig(), Path("output/logs/serve"))
 
 
-def serve(served: Served, options: ServeOptions) -> None:
+def serve(served: Served, front: HttpFront) -> None:
     """Start the engines and answer until the process is asked to end.
 
     Raises:
-        RemoteError: the engines have failed. OSError: the port is taken.
+        RemoteError: the engines have failed.
     """
     role, config = served.role, served.config
-    model = options.model or Path(served.model).name.removesuffix(GGUF)
     setup_logging(served.log_dir)
     with ExitStack() as stack:
-        front_options = FrontOptions(
-            model=model,
-            api_key=options.api_key,
-            max_running_requests=served.running_requests,
-            max_open_requests=options.max_open_requests,
-        )
-        front = HttpFront(front_options, options.host, options.port)
         stack.callback(front.close)
         stack.enter_context(ray_runtime(*served.shape, config.system_envs, served.log_dir / "workers"))
         resources = ResourceManager(*served.shape)
         stack.callback(resources.close)
         cluster = Cluster(
-            options.role, GENERATION_WORKER, resources, role, seed=config.seed, rpc_timeout=config.rpc_timeout
+            role.name, GENERATION_WORKER, resources, role, seed=config.seed, rpc_timeout=config.rpc_timeout
         )
         stack.callback(cluster.shutdown)
         cluster.call_all(GenerationWorker.initialize).result()
@@ -141,7 +119,7 @@ def serve(served: Served, options: ServeOptions) -> None:
         stack.callback(front.close)
         engines = f"{cluster.world_size} engine{'s' if cluster.world_size > 1 else ''}"
         console = Console(emoji=False, soft_wrap=True)
-        console.print(f"{model} is served at {front.base_url} by {engines}", markup=False)
+        console.print(f"{front.model} is served at {front.base_url} by {engines}", markup=False)
         while front.failure is None:
             time.sleep(POLL_SECONDS)
         front.check()

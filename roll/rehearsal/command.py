@@ -62,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         "weights and without devices. Exit status 1: it does not fit.",
     )
     parser.add_argument("config", help="YAML file, also relative to examples/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes, as of roll run")
+    parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help="changes, as of roll run")
     parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
     parser.add_argument(
         "--network",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from roll.config.plugins import dotted_path, offered
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.schema import Mismatch, convert
 from roll.rewards.base import RewardFunction, RewardNameError, RewardOptionError, RewardRule
-from roll.rewards.custom import CustomReward, Limits
+from roll.rewards.custom import BATCH_ARGUMENT, CustomReward, Limits
 
 _PUBLISHED_PREFIX = "roll.pipeline.rlvr.rewards."
 
@@ -96,6 +97,19 @@ def option_names(worker_cls: str) -> set[str]:
     return {field.name for field in dataclasses.fields(target) if field.init} if isinstance(target, type) else set()
 
 
+def needed_columns(worker_cls: str) -> set[str]:
+    """Columns, or options in their place, without which the reward cannot score a row."""
+    name = resolve_name(worker_cls)
+    if name in REWARDS:
+        return {"ground_truth"} if REWARDS[name].needs_truth else set()
+    target = load_target(name)
+    if isinstance(target, type) or BATCH_ARGUMENT in (parameters := inspect.signature(target).parameters):
+        return set()
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = {key for key, one in parameters.items() if one.kind in plain and one.default is one.empty}
+    return needed - {"prompt", "response", "finish_reason"}
+
+
 def load_target(name: str) -> Any:
     """The rule's class or the user's function of a resolved name."""
     path = REWARDS[name].target if name in REWARDS else name
@@ -106,7 +120,9 @@ def load_target(name: str) -> Any:
         raise RewardNameError(f"worker_cls {path!r}: cannot import {module_name!r}: {error}") from error
     target = getattr(module, attribute, None)
     if not callable(target):
-        raise RewardNameError(f"worker_cls {path!r}: {module_name!r} has no function or class {attribute!r}")
+        own = [one for one, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        rule = f"{module_name!r} has no function or class {attribute!r}; it has {', '.join(own) or 'none'}"
+        raise RewardNameError(f"worker_cls {path!r}: {rule}")
     if isinstance(target, type) and not (issubclass(target, RewardRule) and dataclasses.is_dataclass(target)):
         raise RewardNameError(f"worker_cls {name!r}: a class must be a dataclass derived from roll.rewards.RewardRule")
     return target

@@ -7,22 +7,13 @@ a separate question, and stdout has the answers alone.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 
-from roll.config.model_files import (
-    CONFIG,
-    gguf_file,
-    loadable,
-    looks_like_folder,
-    model_number,
-    read_model_config,
-)
+from roll.config.model_files import gguf_file, loadable, model_number, require_model
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import GenerationWorkerConfig, ModelArguments, StrategyArguments
 from roll.datasets.templates import render_native
@@ -117,15 +108,13 @@ def engine_section(
     Raises:
         ValueError: no model, or one that cannot be read.
     """
-    if looks_like_folder(path) and read_model_config(path) is None:
-        trained = Path(path).expanduser() / "model"
-        nearest = f"; this run's model is {trained}" if os.path.isfile(trained / CONFIG) else ""
-        raise ValueError(f"must be a model folder (with a config.json), a .gguf file or a hub name{nearest}")
+    require_model(path)
     if (file := gguf_file(path)) is not None:
         dequantise(file)
     folder = str(loadable(path))
     longest = min(LONGEST, model_number(folder, "max_position_embeddings") or LONGEST)
     return GenerationWorkerConfig(
+        name="actor_infer",
         model_args=ModelArguments(folder, dtype=dtype),
         strategy_args=StrategyArguments(strategy, {**options, "max_model_len": longest, "load_format": "auto"}),
         device_mapping=[0],

@@ -43,7 +43,7 @@ class HttpFront:
     least busy engine."""
 
     def __init__(self, options: FrontOptions, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._options = options
+        self._options, self.model = options, options.model
         self._server = HttpServer(host, port)
         self._service: EngineService | None = None
 

@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
         "roll serve-training", description="train LoRA adapters for clients of the tinker SDK"
     )
     parser.add_argument("model", help="model folder or hub name, or a YAML file whose actor_infer names the model")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes of the YAML file")
+    parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help="changes of the YAML file")
     parser.add_argument("--model-name", help="name that clients give (default: the model as written)")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="of the base model (default: bf16, or the file's)")
     parser.add_argument(

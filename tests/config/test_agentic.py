@@ -225,6 +225,7 @@ def test_mistakes_are_found(tmp_path: Path, changes: dict[str, Any], key: str, w
         ({"env_config": {"p": 3}}, "env_config", "the probability of ice"),
         ({"env_type": "frozen_like"}, "env_type", "did you mean 'frozen_lake'"),
         ({"env_type": "no_such_module.Env"}, "env_type", "cannot be imported"),
+        ({"env_type": "./my/games.py:Maze"}, "env_type", "must be a dotted path, such as my.games.Maze"),
         ({"verifier": {"worker_cls": "math_rulle"}}, "verifier", "math_rule"),
         ({"verifier": {"worker_cls": "math_rule", "score": "all"}}, "verifier.score", "did you mean 'scores'"),
         ({"verifier": {"worker_cls": "reward_model"}}, "verifier.worker_cls", "http_reward"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,11 @@ from roll.distributed import restarts
 from roll.pipelines.rlvr.definition import RLVR
 from tests.config.good import GOOD, GOOD_SFT, changed, write_rows
 from tests.support.checkpoints import write_checkpoint
+
+
+def as_hard_as(response: str, difficulty: float, scale: float = 1.0, **row: object) -> float:
+    """A reward that needs a column."""
+    return difficulty * scale
 
 
 @pytest.fixture
@@ -67,6 +73,45 @@ def test_wrong_configuration_exits_with_2(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["check", "good.yaml"]) == 2
     assert "no such file" in capsys.readouterr().err
     assert cli.main(["run", "nowhere.yaml"]) == 2
+    for folder in (".", "..", "/"):
+        assert cli.main(["check", folder]) == 2
+        assert "no such file" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["check"])
+    assert capsys.readouterr().err.endswith("the following arguments are required: config\n")
+
+
+@pytest.mark.usefixtures("good")
+@pytest.mark.parametrize("written", ["./own/r.py:score", "own/r.py:score", "own.r:score"])
+def test_a_reward_that_is_named_by_its_file(written: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "good.yaml", "--skip-files", f"rewards.math.worker_cls={written}"]) == 2
+    assert "for example worker_cls: own.r.score" in capsys.readouterr().err
+    if "/" in written:
+        assert cli.main(["check", "good.yaml", "--skip-files", f"+loss={written}"]) == 2
+        assert "for example loss: own.r.score" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("good")
+@pytest.mark.parametrize(
+    ("reward", "row", "lacks"),
+    [
+        ("math_rule", {"answers": "5"}, "ground_truth"),
+        ("math_rule", {"ground_truth": "5"}, None),
+        ("math_rule", {"reward_model": {"ground_truth": "5"}}, None),
+        (f"{__name__}.as_hard_as", {"ground_truth": "5"}, "difficulty"),
+        (f"{__name__}.as_hard_as", {"difficulty": 2}, None),
+    ],
+)
+def test_columns_that_a_reward_needs(
+    reward: str, row: dict[str, Any], lacks: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows()
+    Path("train.jsonl").write_text(json.dumps({"prompt": "2 + 3?", "tag": "math"} | row))
+    words = ["pretrain=.", "actor_train.data_args.messages=null", f"rewards.math.worker_cls={reward}", "~validation"]
+    Path("config.json").write_text('{"model_type": "qwen2"}')
+    assert cli.main(["check", "good.yaml", *words]) == (2 if lacks else 0), capsys.readouterr().err
+    if lacks:
+        assert f"rewards.math ({reward}) needs the column {lacks}, found prompt, tag" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("good")

@@ -165,8 +165,10 @@ def test_lengths_follow_from_one_another(tmp_path: Path) -> None:
 
 
 def test_validation_inherits_columns_it_leaves_out(tmp_path: Path) -> None:
-    changes = {"actor_train.data_args.template": "qwen3", "actor_train.data_args.tag": "kind"}
+    columns = {"tag": "kind", "ground_truth": "gold", "images": "pictures"}
+    changes = {f"actor_train.data_args.{key}": value for key, value in {"template": "qwen3", **columns}.items()}
     inherited = rlvr_plan(tmp_path, changes).validation_sets[0].data_args
+    assert {key: getattr(inherited, key) for key in columns} == columns
     assert (inherited.template, inherited.tag, inherited.messages) == ("qwen3", "kind", "messages")
     assert inherited.file_name == "val.jsonl"
     changes |= {"validation.data_args.template": "native", "validation.data_args.prompt": "question"}
@@ -210,6 +212,8 @@ def test_folders(tmp_path: Path) -> None:
     assert shared.checkpoint_dir == Path("output/good/checkpoints") and shared.dump_dir is None
     own = rlvr_plan(tmp_path, {"output_dir": "/a/b", "logging_dir": "/a/l", "rollout_dump_dir": "/a/d"})
     assert (own.output_dir, own.log_dir, own.dump_dir) == (Path("/a/b"), Path("/a/l"), Path("/a/d"))
+    own = rlvr_plan(tmp_path, {"output_dir": "/a/b"})
+    assert own.log_dir == Path("/a/b/logs"), "another output_dir of the file has other logs"
     data = changed({})
     del data["exp_name"]
     assert load(tmp_path, data).plan.exp_name == "config"

@@ -116,6 +116,14 @@ def test_a_check_reads_the_header_alone(trained: dict[str, Any], recipe: Path, i
     assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == written, "it was read once"
 
 
+def test_a_first_file_of_one(trained: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a b", "ground_truth": "c"}\n')
+    words = ["--model", str(trained["f16"]), "--data", str(tmp_path / "rows.jsonl")]
+    assert cli.main(["init", "grpo", *words, "--output", str(tmp_path / "grpo.yaml")]) == 0
+    assert cli.main(["check", str(tmp_path / "grpo.yaml")]) == 0
+    assert not is_dequantised(trained["f16"]), "its header is enough"
+
+
 def test_every_command_finds_the_same_folder(
     trained: dict[str, Any], recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

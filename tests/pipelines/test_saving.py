@@ -111,7 +111,7 @@ def test_nothing_appears_where_a_rank_could_not_write_or_the_run_ends(manager: C
 def test_the_drivers_state_without_room_costs_one_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, state: dict[str, Any]
 ) -> None:
-    plan: Any = SimpleNamespace(checkpoint_dir=tmp_path)
+    plan: Any = SimpleNamespace(checkpoint_dir=tmp_path, max_steps=4)
     recorded: list[Metrics] = []
     published: list[int] = []
     checkpoints = RunCheckpoints(RunConfig(), plan, recorded.append, published.append)
@@ -122,6 +122,8 @@ def test_the_drivers_state_without_room_costs_one_checkpoint(
     assert names(checkpoints.manager) == ["checkpoint-4"] and published == [4] and len(recorded) == 1
     assert "the checkpoint after 2 steps is lost" in caplog.text
     assert f"({os.strerror(errno.EFBIG)}; " in caplog.text and f"GB are free in {tmp_path}" in caplog.text
+    RunCheckpoints(RunConfig(resume_from_checkpoint=True), plan, recorded.append, published.append).take_up()
+    assert "it has done the 4 steps of max_steps: raise that, to train on" in caplog.text
 
 
 def test_what_a_run_cannot_do_without_ends_it(tmp_path: Path) -> None:

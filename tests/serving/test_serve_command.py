@@ -39,7 +39,7 @@ def test_which_role_is_served_and_with_which_weights(tmp_path: Path, served_mode
     with_judge = load(tmp_path, changed(changes | {"rewards.essays": judge}))
     assert served_role(with_judge, "judge.essays").model_args.model_name_or_path == str(served_model)
     loaded = load(tmp_path, changed(changes | {"pretrain": str(tmp_path / "nothing")}))
-    with pytest.raises(ConfigError, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"with a config\.json"):
         served_role(loaded, "actor_infer")
 
 

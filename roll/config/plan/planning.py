@@ -18,7 +18,10 @@ from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import is_sized_engine, read_strategy_config, with_engine_size
 
-INHERITED_KEYS = ("template", "chat_template_kwargs", "system_prompt", "tag_to_system_prompt", "tag", "id", "response")
+INHERITED_KEYS = (
+    *("template", "chat_template_kwargs", "system_prompt", "tag_to_system_prompt"),
+    *("tag", "id", "response", "ground_truth", "images", "videos"),
+)
 """Keys that a validation's data section inherits where it is silent: columns, and the form of prompts."""
 Finish = Callable[[str, WorkerConfig], WorkerConfig]
 """Completes the section of a role with what only its pipeline knows."""
@@ -127,12 +130,13 @@ def node_shape(config: RunConfig, sections: Mapping[str, WorkerConfig], written:
 
 
 def folders(config: RunConfig, exp_name: str) -> Folders:
-    """The folders as written; the shared defaults get a subfolder named after the experiment."""
+    """The folders as written. The shared defaults get a subfolder named after the experiment; the logs of a run with an
+    ``output_dir`` of its own are in it, so that runs of one file do not replace each other's."""
     output, logs = Path(config.output_dir), Path(config.logging_dir)
-    if output == Path("output"):
-        output = output / exp_name
+    is_shared = output == Path("output")
     if logs == Path("output/logs"):
-        logs = logs / exp_name
+        logs = logs / exp_name if is_shared else output / "logs"
+    output = output / exp_name if is_shared else output
     dump = Path(config.rollout_dump_dir) if config.rollout_dump_dir else None
     return Folders(output, output / "checkpoints", logs, dump)
 

@@ -258,7 +258,7 @@ def parse_launcher_args(argv: Sequence[str] | None, default_path: str, default_n
     )
     parser.add_argument("--config_path", "--config-path", help=f"folder of the configuration (default {default_path})")
     parser.add_argument("--config_name", "--config-name", help=f"its name, with or without .yaml ({default_name})")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+    parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help="changes to the configuration")
     known, rest = parser.parse_known_intermixed_args(argv)
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:

@@ -172,6 +172,11 @@ def setting(default: object, **options: Any) -> Any:
 DOTTED_PATH = re.compile(r"[A-Za-z_]\w*([.:][A-Za-z_]\w*)+")
 
 
+def dotted(path: str) -> str:
+    """``own/rewards.py:score`` as a dotted path."""
+    return re.sub("[/:]+", ".", re.sub(r"^(\./)+|\.py(?=:|$)", "", path))
+
+
 def parse_names(value: object) -> Any:
     """A list from names with commas between them; anything else as it is."""
     return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
@@ -181,7 +186,8 @@ def parse_dotted_path(value: object) -> str | None:
     """``package.module.function`` or null."""
     if value is None or (isinstance(value, str) and DOTTED_PATH.fullmatch(value)):
         return value
-    raise ValueError("must be the dotted path of your own function or class, such as my_package.weights.weigh")
+    example = dotted(value) if isinstance(value, str) and "/" in value else "my_package.weights.weigh"
+    raise ValueError(f"must be the dotted path of your own function or class, such as {example}")
 
 
 LOWEST_TEMPERATURE = 1e-4

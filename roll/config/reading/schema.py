@@ -18,7 +18,7 @@ import dacite
 
 from roll.config.plugins import Group, dotted_path, offered
 from roll.config.reading.errors import Problems, closest, closest_value
-from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, Choice, FieldRules
+from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, Choice, FieldRules, dotted
 from roll.config.reading.legacy_keys import dead_keys, dead_words
 from roll.config.words.lookup import meanings_of
 from roll.config.words.rows import OPTIONS
@@ -405,7 +405,8 @@ def _check_rules(value: object, rules: FieldRules) -> None:
         also += f", or a file ({', '.join(rules.endings)})" if rules.endings else ""
         is_word = any(meaning.ours for meaning in meanings_of(value))
         also += f"; roll explain {value} names the keys for it" if is_word else ""
-        near = None if is_word else closest_value(value, rules.choices)
+        own = dotted(value) if rules.dotted_path and "/" in value else None
+        near = None if is_word else own or closest_value(value, rules.choices)
         example = near or rules.example or next(iter(rules.choices))
         raise Mismatch(f"must be one of {', '.join(rules.choices)}{also}", example)
 

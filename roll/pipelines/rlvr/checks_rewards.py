@@ -18,7 +18,7 @@ from roll.config.names import (
 from roll.config.plan.planning import shares_devices
 from roll.config.plugins import offered
 from roll.config.reading.errors import closest
-from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reading.fields import DOTTED_PATH, dotted
 from roll.config.rewards import (
     CLASSIFIER,
     CLUSTER,
@@ -159,17 +159,17 @@ def check_reward_name(key: str, section: str, name: str | None, checks: Checks) 
     class_name = name.rpartition(".")[2]
     # A name without a dot cannot be a user's own: those are dotted paths.
     published = name.startswith(PUBLISHED_PREFIX) or class_name == name
+    is_file = "/" in name or ":" in name
     if name in PLANNED_REWARDS.values() or (published and class_name in PLANNED_REWARDS):
         checks.problems.not_available(path, name, *WHY_PLANNED[PLANNED_REWARDS.get(class_name, name)])
+    elif is_file or not (published or DOTTED_PATH.fullmatch(name)):
+        example = dotted(name) if is_file else next(iter(REWARDS))
+        checks.add(path, name, "must be a short name or a dotted path such as my_package.rewards.score", example)
     elif published and name not in (*REWARDS, *offered("rewards")) and class_name not in PUBLISHED_REWARDS:
         known = (*REWARDS, *offered("rewards"))
         nearest = closest(class_name, (*known, *PUBLISHED_REWARDS)) or next(iter(REWARDS))
         rule = f"must be one of {', '.join(known)}, or the dotted path of your own function"
         checks.add(path, name, rule, nearest)
-    elif not published and not DOTTED_PATH.fullmatch(name):
-        checks.add(
-            path, name, "must be a short name or a dotted path such as my_package.rewards.score", next(iter(REWARDS))
-        )
 
 
 def check_filter(key: str, config: FilterConfig, checks: Checks) -> None:

@@ -10,7 +10,7 @@ from roll.config.names import REWARDS
 from roll.config.pipelines import worker_name
 from roll.config.plan.plan import Plan
 from roll.config.reading.errors import count
-from roll.config.rewards import RewardConfig
+from roll.config.rewards import RewardConfig, rewards_of
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.vllm import VllmStrategyConfig
@@ -150,6 +150,5 @@ def remarks(config: RLVRConfig, counts: LoadCounts) -> list[str]:
 
 def truth_reward(name: str, section: RewardConfig) -> str | None:
     """The reward of a domain that needs the ground truth; None: none does."""
-    rewards = [part.worker_cls or key for key, part in section.components.items()] or [section.worker_cls or name]
-    found = (worker_name(reward) for reward in rewards)
+    found = (worker_name(reward) for reward, _ in rewards_of(name, section))
     return next((each for each in found if each is not None and each in REWARDS and REWARDS[each].needs_truth), None)

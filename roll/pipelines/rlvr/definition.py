@@ -39,6 +39,7 @@ from roll.config.rewards import (
     RewardComponentConfig,
     RewardConfig,
     judge_types,
+    rewards_of,
     section_of,
 )
 from roll.config.roles import WorkerConfig
@@ -258,7 +259,8 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
             columns = Columns.of(data_args, source)
             columns.read_messages(source)
             if tags and data_args.dataset_filter is None:  # a filter may leave this row out
-                DomainRouter(tags).route(source, columns.read_tag(source))
+                domain = DomainRouter(tags).route(source, columns.read_tag(source))
+                require_scorable(domain, config.rewards[domain], source)
 
         sections = {"actor_train.data_args": config.actor_train.data_args} if isinstance(plan, RLVRPlan) else {}
         for one in plan.validation_sets:
@@ -319,6 +321,27 @@ def _resolve_loop(path: str) -> object:
     from roll.rollout.loops import rollout_loops
 
     return rollout_loops.resolve(path)
+
+
+def require_scorable(domain: str, section: RewardConfig, source: SourceRow) -> None:
+    """Check that a row has the columns that its rewards need.
+
+    Raises:
+        DataError: it lacks one.
+    """
+    from roll.datasets.forms import FOREIGN_TRUTHS
+    from roll.datasets.types import DataError
+    from roll.rewards.registry import needed_columns
+
+    for worker_cls, options in rewards_of(domain, section):
+        given = {*options, *section.reward_kwargs, *source.row}
+        for column in sorted(needed_columns(worker_cls) - given):
+            hint = "; data_args.ground_truth may name another" if column == "ground_truth" else ""
+            if not hint or not source.row.keys() & set(FOREIGN_TRUTHS):
+                found = ", ".join(source.row)
+                raise DataError(
+                    f"{source.place}: rewards.{domain} ({worker_cls}) needs the column {column}, found {found}{hint}"
+                )
 
 
 def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
