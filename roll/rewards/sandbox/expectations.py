@@ -46,9 +46,14 @@ def lines_with_copies(trees: Sequence[ast.Module], own: Set[str]) -> list[list[i
     return [sorted(found) for found in lines]
 
 
+def has_own_names(node: ast.AST) -> bool:
+    """True for a function that binds no name of the module."""
+    return isinstance(node, _FUNCTIONS) and not any(isinstance(each, ast.Global) for each in ast.walk(node))
+
+
 def outermost_functions(tree: ast.AST) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, _FUNCTIONS):
+        if has_own_names(node):
             yield node
         else:
             yield from outermost_functions(node)
@@ -175,13 +180,13 @@ class Scope:
                     yield from lines_of(where, call)
 
     def _nodes(self) -> Iterator[tuple[int, ast.AST]]:
-        """All nodes; of a module those outside of functions."""
+        """All nodes; of a module those outside of functions with names of their own."""
         for number, part in self._parts:
             is_whole, waiting = not isinstance(part, ast.Module), [part]
             while waiting:
                 node = waiting.pop()
                 yield number, node
-                waiting += [each for each in ast.iter_child_nodes(node) if is_whole or not isinstance(each, _FUNCTIONS)]
+                waiting += [each for each in ast.iter_child_nodes(node) if is_whole or not has_own_names(each)]
 
     def _is_response_call(self, call: ast.Call) -> bool:
         """True if arguments of the call go to the response only; methods of plain results are the tests' own."""
@@ -301,16 +306,29 @@ def lines_of(number: int, node: ast.AST) -> Iterator[tuple[int, int]]:
 
 
 def bindings(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """Targets and what is bound to them."""
+    """Targets and what is bound to them; of two tuples the elements."""
     if isinstance(node, ast.Assign):
-        return [(target, node.value) for target in node.targets]
+        first = node.targets[0]
+        shared = [(target, first) for target in node.targets[1:]]
+        return [*(pair for target in node.targets for pair in element_pairs(target, node.value)), *shared]
     if isinstance(node, ast.AugAssign | ast.NamedExpr) or (isinstance(node, ast.AnnAssign) and node.value):
         return [(node.target, node.value)]  # type: ignore[list-item]
     if isinstance(node, _LOOPS):
         return [(node.target, node.iter)]
     if isinstance(node, ast.withitem) and node.optional_vars:
         return [(node.optional_vars, node.context_expr)]
+    if isinstance(node, ast.Match):
+        patterns = [each for case in node.cases for each in ast.walk(case.pattern)]
+        names = [each.name for each in patterns if isinstance(each, ast.MatchAs | ast.MatchStar) and each.name]
+        return [(ast.copy_location(ast.Name(name, ast.Store()), node.subject), node.subject) for name in names]
     return []
+
+
+def element_pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
+    sides = [each.elts for each in (target, value) if isinstance(each, ast.Tuple | ast.List)]
+    if len(sides) < 2 or len(sides[0]) != len(sides[1]) or any(isinstance(e, ast.Starred) for e in sides[0] + sides[1]):
+        return [(target, value)]
+    return [pair for two in zip(*sides, strict=True) for pair in element_pairs(*two)]
 
 
 def flat(target: ast.expr) -> list[ast.expr]:
@@ -326,6 +344,10 @@ def pairs_of_aliases(target: ast.expr, value: ast.expr, is_loop: bool) -> Iterat
         sources = value.args if name == "zip" else [ast.Constant(0), *value.args]
         for each, source in zip(target.elts, sources, strict=False):
             yield from pairs_of_aliases(each, source, is_loop)
+    elif is_loop and isinstance(value, ast.Call):
+        # What a call gives may hold what it was given: ``sorted(xs)``, ``cases.items()``.
+        given = [*arguments_of(value), *([value.func.value] if isinstance(value.func, ast.Attribute) else [])]
+        yield from ((root(each), f"{root(one)}{_ELEMENT}") for each in flat(target) for one in given if root(one))
     elif isinstance(target, ast.Tuple | ast.List):
         if isinstance(value, ast.Tuple | ast.List) and not is_loop:
             for each, source in zip(target.elts, value.elts, strict=False):

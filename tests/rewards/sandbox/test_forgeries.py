@@ -316,6 +316,17 @@ OTHERS: dict[str, tuple[Any, str]] = {
         "xs = [[3, 1]]\nrs = []\nfor x in xs: rs.append(f(x))\nfor r, x in zip(rs, xs): assert r == x[::-1]",
         EMPTY,
     ),
+    "emptied_items": ("c = {'a': [3, 1]}\nfor k, v in c.items():\n    assert f(v) == c[k][::-1]", EMPTY),
+    "emptied_by_its_second_name": ("a = b = [3, 1]\nassert f(a) == b[::-1]", EMPTY),
+    "emptied_before_its_reference": (
+        "for x in ([3, 1], [2]):\n    got, want = f(x), sorted(x)\n    assert got == want",
+        EMPTY,
+    ),
+    "emptied_in_a_match": ("x = [3, 1]\nmatch f(x):\n    case r:\n        assert r == x[::-1]", EMPTY),
+    "emptied_for_the_module": (
+        "x = [3, 1]\ndef run():\n    global r\n    r = f(x)\nrun()\nassert r == x[::-1]",
+        EMPTY,
+    ),
     "emptied_subset": ("x = [3, 1]\nassert set(f(x)).issuperset(x)", EMPTY),
     "filled_for_an_index": ("x = [3, 1]\nassert x[f(x, 7)] == 7", "def f(x, t):\n    x[:] = [t]\n    return 0"),
     "filled_for_two_indices": (
@@ -404,6 +415,10 @@ RIGHT: dict[str, tuple[Any, str]] = {
     "in_place_with_a_count": (
         "for x, want in [([1, 1, 2], [1, 2])]:\n    k = f(x)\n    assert k == len(want)\n    assert x[:k] == want",
         "def f(x):\n    x[:] = sorted(set(x))\n    return len(x)",
+    ),
+    "in_place_items": (
+        "for k, (x, want) in {'a': ([3, 1], [1, 3])}.items():\n    f(x)\n    assert x == want",
+        "def f(x): x.sort()",
     ),
     "in_place_with_bounds": ("x = [3, 1]\nf(x, 0, len(x) - 1)\nassert x == [1, 3]", "def f(x, a, b): x.sort()"),
     "in_place_with_a_count_and_a_loop": (
