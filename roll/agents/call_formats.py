@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roll.agents.tool_arguments import typed_value
+from roll.agents.tool_arguments import no_constant, typed_value
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ Found = Iterator[tuple[int, int, Callable[[], list[ToolCall]]]]
 _CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>")
 _FUNCTION_END = re.compile(r"(?:</parameter>|\A)\s*(?P<end></function>(?:\s*</tool_call>)?)")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*)", re.DOTALL)
-_NEXT_PARAMETER = re.compile(r"</parameter>\s*(?=<parameter=[^>\n]+>)")
+_INVOKE = re.compile(r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"\n]+)">')
+_INVOKE_END = re.compile(r"(?:</parameter>|\A)\s*(?P<end></invoke>(?:\s*</minimax:tool_call>)?)")
 _GLM = re.compile(r"<tool_call>(?P<name>[^<]*)")
 _GLM_END = re.compile(r"(?:</arg_value>|\A)\s*(?P<end></tool_call>)")
 _NEXT_PAIR = re.compile(r"</arg_value>\s*(?=<arg_key>[^<]*</arg_key>\s*<arg_value>)")
@@ -47,6 +47,11 @@ _DEEPSEEK = re.compile(
     r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<before>[^<]*)<｜tool▁sep｜>(?:(?P<name>[^\n{]*)\n```json\n)?"
 )
 _DEEPSEEK_END = re.compile(r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
+_KIMI = re.compile(
+    r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[^<\s]*?)(?::[0-9]+)?\s*"
+    r"<\|tool_call_argument_begin\|>"
+)
+_KIMI_END = re.compile(r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?")
 _PYTHON_TAG = "<|python_tag|>"
 _MOST_BROKEN = 256
 """Braces without JSON after which the search stops: a text of braces must not take quadratic time."""
@@ -57,7 +62,7 @@ _HARMONY_BEGIN = re.compile(r"\s*(?:<\|start\|>assistant\s*)?(?:to=[\w.-]+\s*)?<
 _HARMONY_END = re.compile(r"<\|(?:end|call|return)\|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 _SPACE = re.compile(r"\s*")
-_DECODER = json.JSONDecoder()
+_DECODER = json.JSONDecoder(parse_constant=no_constant)
 
 
 def _json_end(text: str, start: int) -> int:
@@ -145,13 +150,21 @@ def _names(schema: Mapping[str, Any]) -> str | None:
     return "|".join(map(re.escape, properties))
 
 
-def _qwen_xml(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
-    # A name that the tool does not have begins no argument: it is a text that mentions the mark.
-    known = _names(schema)
-    between = _NEXT_PARAMETER if known is None else re.compile(rf"</parameter>\s*(?=<parameter=(?:{known})>)")
-    named = "|".join(map(re.escape, schema.get("properties") or ())) or "(?!)"
-    pairs = _arguments(body, between, _PARAMETER, "</parameter>", re.compile(f"<parameter=(?:{named})>"))
-    return ToolCall(name, {key: typed_value(value.removesuffix("\n"), key, schema) for key, value in pairs})
+def _parameters(opening: str) -> Callable[[str, str, Mapping[str, Any]], ToolCall]:
+    """A reader of arguments in elements ``parameter`` whose ``opening`` tag holds their name in place of ``{}``."""
+    pair = re.compile(r"\s*" + opening.format(r'([^>"\n]+)') + r"\n?(.*)", re.DOTALL)
+
+    def read(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
+        # A name that the tool does not have begins no argument: it is a text that mentions the mark.
+        known = _names(schema)
+        following = opening.format('[^>"\n]+' if known is None else f"(?:{known})")
+        named = "|".join(map(re.escape, schema.get("properties") or ())) or "(?!)"
+        begin = re.compile(opening.format(f"(?:{named})"))
+        between = re.compile(rf"</parameter>\s*(?={following})")
+        pairs = _arguments(body, between, pair, "</parameter>", begin)
+        return ToolCall(name, {key: typed_value(value.removesuffix("\n"), key, schema) for key, value in pairs})
+
+    return read
 
 
 def _glm(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
@@ -186,19 +199,30 @@ def _mistral_calls(named: re.Match[str] | None, body: str) -> list[ToolCall]:
     return [_call_of(call) for call in calls]
 
 
-def _deepseek(text: str, schemas: Schemas | None) -> Found:
+def _sections(
+    opening: re.Pattern[str], ending: re.Pattern[str], read: Callable[[re.Match[str], str], tuple[str, str]]
+) -> Callable[[str, Schemas | None], Found]:
+    """A finder of calls that stand between marks; ``read`` takes name and JSON from the opening and what follows it."""
+
+    def find(text: str, schemas: Schemas | None) -> Found:
+        begun = opening.search(text)
+        while begun is not None:
+            closing = ending.search(text, _json_end(text, begun.end()))
+            stop = len(text) if closing is None else closing.end()
+            body = text[begun.end() : len(text) if closing is None else closing.start()]
+            name, arguments = read(begun, body)
+            call = _unended(body) if closing is None else {"name": name.strip(), "arguments": arguments}
+            yield begun.start(), stop, functools.partial(_calls_of, call)
+            begun = opening.search(text, stop)
+
+    return find
+
+
+def _deepseek(begun: re.Match[str], body: str) -> tuple[str, str]:
     """V3 and R1: ``function<sep>name`` and a fenced JSON; V3.1: ``name<sep>{...}``."""
-    opening = _DEEPSEEK.search(text)
-    while opening is not None:
-        closing = _DEEPSEEK_END.search(text, _json_end(text, opening.end()))
-        stop = len(text) if closing is None else closing.end()
-        body = text[opening.end() : len(text) if closing is None else closing.start()]
-        name, arguments = opening["before"], body
-        if opening["name"] is not None:
-            name, arguments = opening["name"], body.rstrip().removesuffix("```")
-        call = _unended(body) if closing is None else {"name": name.strip(), "arguments": arguments}
-        yield opening.start(), stop, functools.partial(_calls_of, call)
-        opening = _DEEPSEEK.search(text, stop)
+    if begun["name"] is None:
+        return begun["before"], body
+    return begun["name"], body.rstrip().removesuffix("```")
 
 
 def _llama3(text: str, schemas: Schemas | None) -> Found:
@@ -263,10 +287,12 @@ def _gpt_oss(text: str, schemas: Schemas | None) -> Found:
 
 TOOL_FORMATS: dict[str, Callable[[str, Schemas | None], Found]] = {
     "hermes": _hermes,
-    "qwen_xml": _unquoted(_FUNCTION, _FUNCTION_END, _qwen_xml),
+    "qwen_xml": _unquoted(_FUNCTION, _FUNCTION_END, _parameters("<parameter={}>")),
+    "minimax": _unquoted(_INVOKE, _INVOKE_END, _parameters('<parameter name="{}">')),
     "glm": _unquoted(_GLM, _GLM_END, _glm),
     "mistral": _mistral,
-    "deepseek": _deepseek,
+    "deepseek": _sections(_DEEPSEEK, _DEEPSEEK_END, _deepseek),
+    "kimi": _sections(_KIMI, _KIMI_END, lambda begun, body: (begun["name"], body)),
     "llama3": _llama3,
     "gpt_oss": _gpt_oss,
 }
@@ -289,7 +315,7 @@ def _unended(body: str) -> BadCall:
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=no_constant)
     except (ValueError, RecursionError) as error:
         raise BadCall(f"{text.strip()[:80]!r} is no JSON: {error}") from None
 

@@ -39,7 +39,7 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
     kind, word = _PYTHON_WORDS.get(text.strip(), ("", text))
     spelled = word if kind in allowed else text
     try:
-        value = json.loads(spelled, parse_constant=_no_constant)
+        value = json.loads(spelled, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return text
     return value if not allowed or _is_of(value, allowed - {"string"}) else text
@@ -73,5 +73,6 @@ def _is_of(value: object, types: set[str]) -> bool:
     return any(isinstance(value, _JSON_TYPES.get(name, ())) for name in types)
 
 
-def _no_constant(text: str) -> Any:
+def no_constant(text: str) -> Any:
+    """For ``parse_constant`` of Python's JSON reader, which accepts ``NaN`` and ``Infinity``."""
     raise ValueError(f"{text} is no JSON")

@@ -11,7 +11,7 @@ from typing import Any
 
 from roll.agents.call_formats import TOOL_FORMATS, BadCall, ToolCall
 from roll.agents.tool_arguments import parameters_of
-from roll.rewards.thoughts import split_thought
+from roll.rewards.thoughts import split_thought, with_channel
 
 
 @dataclass
@@ -39,7 +39,7 @@ def parse_response(
     thought, answer = split_thought(text, opened)
     parsed, said, at, kept = ParsedResponse(reasoning=thought or ""), answer or "", 0, []
     # Messages of gpt-oss follow one another: its calls are not part of the content.
-    searched = text if tool_format == "gpt_oss" else said
+    searched = with_channel(text, opened) if tool_format == "gpt_oss" else said
     for begin, end, read in TOOL_FORMATS[tool_format](searched, None if tools is None else parameters_of(tools)):
         try:
             parsed.calls += read()
@@ -77,6 +77,8 @@ _MARKS = (
     ("<|channel|>", "gpt_oss"),
     ("<arg_key>", "glm"),
     ("<function=", "qwen_xml"),
+    ("<minimax:tool_call>", "minimax"),
+    ("<|tool_call_begin|>", "kimi"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("tool▁call", "deepseek"),

@@ -42,6 +42,11 @@ def opened_thought(prompt: str) -> str:
     return next((mark for mark in (*_ENDS, _ANALYSIS) if prompt.rstrip().endswith(mark)), "")
 
 
+def with_channel(response: str, opened: str) -> str:
+    """A response of gpt-oss from the beginning of its first message, which the prompt may have opened."""
+    return opened + response if opened == _ANALYSIS else response
+
+
 def split_thought(response: str, opened: str = "") -> tuple[str | None, str | None]:
     """The thought of a response, None where it has none, and the answer, None where the thought never ended.
 
@@ -59,7 +64,7 @@ def split_thought(response: str, opened: str = "") -> tuple[str | None, str | No
         response: with the marks of thoughts, special tokens or not. Calls stay in the answer (not those of gpt-oss).
         opened: the mark with which the prompt opened the thought (:func:`opened_thought`).
     """
-    messages = list(harmony_messages(opened + response if opened == _ANALYSIS else response))
+    messages = list(harmony_messages(with_channel(response, opened)))
     if messages:
         own = [one for one in messages if one.recipient is None]
         thoughts = [one.body for one in own if one.channel == "analysis"]
@@ -75,7 +80,7 @@ def split_thought(response: str, opened: str = "") -> tuple[str | None, str | No
 
 def said_by(response: str, opened: str = "") -> str:
     """A response without its thoughts: the answer, and all calls."""
-    text = opened + response if opened == _ANALYSIS else response
+    text = with_channel(response, opened)
     messages = list(harmony_messages(text))
     if messages:
         return "".join(text[one.begin : one.end] for one in messages if one.recipient or one.channel != "analysis")

@@ -1,4 +1,4 @@
-"""Tool calls of seven formats: read right, damaged ones named, templates' own renderings read back."""
+"""Tool calls of nine formats: read right, damaged ones named, templates' own renderings read back."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ WRITTEN = {
     "deepseek": (
         "Let me see.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>calc\n```json\n"
         '{"x": "1+2", "n": 3}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    "minimax": (
+        'Let me see.\n<minimax:tool_call>\n<invoke name="calc">\n<parameter name="x">1+2</parameter>\n'
+        '<parameter name="n">3</parameter>\n</invoke>\n</minimax:tool_call>'
+    ),
+    "kimi": (
+        "Let me see.<|tool_calls_section_begin|><|tool_call_begin|>functions.calc:0<|tool_call_argument_begin|>"
+        '{"x": "1+2", "n": 3}<|tool_call_end|><|tool_calls_section_end|>'
     ),
     "llama3": '{"name": "calc", "parameters": {"x": "1+2", "n": 3}}',
     "gpt_oss": (
@@ -61,9 +69,13 @@ def test_text_without_calls_is_content(name: str) -> None:
         ("hermes", "<tool_call>\n{name: calc}\n</tool_call>"),
         ("hermes", '<tool_call>\n{"name": "calc", "arguments": {}}'),
         ("hermes", "<tool_call>[1, 2]</tool_call>"),
+        ("hermes", '<tool_call>{"name": "calc", "arguments": {"x": NaN}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS] [{"name": "calc", "arguments": {"x": -Infinity}}]'),
         ("hermes", '<tool_call>{"name": "calc", "arguments": 3}</tool_call>'),
         ("qwen_xml", "<function=calc><parameter=x>1</parameter>"),
         ("glm", "<tool_call>\n</tool_call>"),
+        ("minimax", '<minimax:tool_call><invoke name="calc"><parameter name="x">1</parameter>'),
+        ("kimi", '<|tool_call_begin|>functions.calc:0<|tool_call_argument_begin|>{"x": 1}'),
         ("mistral", "[TOOL_CALLS] calc"),
         ("mistral", '[TOOL_CALLS] [{"arguments": {}}]'),
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>calc\n```json\n{x}\n```<｜tool▁call▁end｜>"),
@@ -111,6 +123,7 @@ def test_a_template_s_own_calls_are_read_back() -> None:
         "gptoss": "gpt_oss",
     }
     assert detect_format(MISTRAL) == "mistral" or "[TOOL_CALLS]" not in MISTRAL
+    assert detect_format("{{ '<|tool_call_begin|>' }}") == "kimi" and detect_format("<minimax:tool_call>") == "minimax"
     for family in published():
         if family.name not in expected:
             continue
@@ -158,11 +171,14 @@ def _written(tool_format: str, **arguments: str) -> str:
     if tool_format == "glm":
         pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in arguments.items())
         return f"<tool_call>write\n{pairs}</tool_call>"
+    if tool_format == "minimax":
+        pairs = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in arguments.items())
+        return f'<minimax:tool_call>\n<invoke name="write">\n{pairs}</invoke>\n</minimax:tool_call>'
     pairs = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in arguments.items())
     return f"<tool_call>\n<function=write>\n{pairs}</function>\n</tool_call>"
 
 
-@pytest.mark.parametrize("tool_format", ["qwen_xml", "glm"])
+@pytest.mark.parametrize("tool_format", ["qwen_xml", "glm", "minimax"])
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
@@ -204,6 +220,7 @@ def test_arguments_are_typed_by_the_schema(tool_format: str, key: str, text: str
 
 MARKS = {
     "qwen_xml": ["</parameter>", "</function>", "a </parameter>\n</function> b", "<tool_call> x", "</think>"],
+    "minimax": ["</parameter>", "</invoke>", "a </parameter>\n</invoke> b", '<invoke name="x">', "</think>"],
     "glm": ["</tool_call>", "<tool_call>a</tool_call>", "</arg_value>", "</think>"],
     "hermes": ["</tool_call>", "<tool_call>a</tool_call>", "<think>a</think>", "</think>"],
 }
@@ -275,6 +292,12 @@ def test_json_that_names_no_tool_is_an_answer(text: str) -> None:
     parsed = parse_response(text, "llama3", TOOLS)
     assert (parsed.calls, parsed.errors, parsed.content) == ([], [], text)
     assert parse_response('{"name": "write", "parameters": {}}', "llama3", TOOLS).calls == [ToolCall("write", {})]
+
+
+def test_a_channel_that_the_prompt_opened_is_followed_by_calls() -> None:
+    opened, rest = "<|channel|>analysis<|message|>", "hm<|end|><|start|>assistant"
+    parsed = parse_response(rest + WRITTEN["gpt_oss"].rpartition(rest)[2], "gpt_oss", opened=opened)
+    assert (parsed.calls, parsed.reasoning) == ([CALL], "hm")
 
 
 @pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"gpt_oss"}))
