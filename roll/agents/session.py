@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from roll.agents.agent_options import Sampling, ToolChoice
 from roll.agents.chat_ids import Message, TemplateError
 from roll.agents.episode import EngineFault, EpisodeOver, Model, Response, Task
 from roll.agents.images import has_images
+from roll.config.finite import finite_number
 from roll.serving.dialects.parts import ChatRequest, Reply
 from roll.serving.refusals import BadRequest, Refusal
 from roll.strategies.engines.requests import visible_text
@@ -160,8 +160,10 @@ class Session:
         if unknown:
             raise BadRequest(f"{min(unknown)}: unknown field; there are reward, success, metrics, done")
         metrics, rewards = body.get("metrics", {}), body.get("reward")
-        if not isinstance(metrics, Mapping) or not all(isinstance(one, int | float) for one in metrics.values()):
-            raise BadRequest("metrics: must map names to numbers", "metrics")
+        if not isinstance(metrics, Mapping) or not all(
+            isinstance(one, int | float) and finite_number(one) is not None for one in metrics.values()
+        ):
+            raise BadRequest("metrics: must map names to finite numbers", "metrics")
         if not isinstance(body.get("success"), bool | None):
             raise BadRequest("success: must be true or false", "success")
         by_role: Mapping[str, Any] = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
@@ -171,7 +173,7 @@ class Session:
                     f"there are {', '.join(self.roles)}" if self.roles else "the agent has none (agent_config.roles)"
                 )
                 raise BadRequest(f"reward: {role!r} is no role of this agent; {there}", "reward")
-            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            if not isinstance(value, int | float) or isinstance(value, bool) or finite_number(value) is None:
                 raise BadRequest(f"{role}: is needed, a finite number", "reward")
         numbers = {str(role): float(value) for role, value in by_role.items()}
         self.reward = numbers if by_role is rewards else numbers["reward"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, Model, Response, Task
 from roll.agents.tools import ToolBox, ToolError, ToolResult, tool_messages
 from roll.agents.verifiers import Verifier
+from roll.config.finite import finite_number
 
 
 class ToolAgent:
@@ -157,8 +157,8 @@ class FunctionAgent:
             episode.metrics |= {str(name): float(value) for name, value in numbers.items() if value is not None}
         if result is None:
             return 0.0
-        if not isinstance(result, int | float) or not math.isfinite(result):
-            raise TypeError(f"{self._path} returned {result!r}; a reward is a finite number")
+        if not isinstance(result, int | float) or finite_number(result) is None:
+            raise TypeError(f"{self._path} returned {result!r:.100}; a reward is a finite number")
         return float(result)
 
     async def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any, Protocol
 from roll.agents.conversation import Call
 from roll.agents.episode import Agent, Episode, EpisodeOver, Model, Task
 from roll.agents.programs import ProgramError, program_environment, running
+from roll.config.finite import finite_number
 from roll.datasets.forms import read_ground_truth
 from roll.rewards.base import GuardedReward, RewardSample
 from roll.rewards.custom import Limits
@@ -144,8 +144,8 @@ class CommandVerifier:
         if not lines and ended.status in (0, 1):
             return float(ended.status == 0)
         try:
-            reward = float(lines[-1])
-            if ended.status != 0 or not math.isfinite(reward):
+            reward = finite_number(lines[-1])
+            if ended.status != 0 or reward is None:
                 raise ValueError
             return reward
         except (ValueError, IndexError):

@@ -189,6 +189,8 @@ class AdaptiveKLController(Controller):
     """Proportional controller of Ziegler et al., "Fine-tuning language models from human preferences" (1909.08593).
 
     value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)
+
+    A batch beyond the horizon counts as the horizon: the coefficient keeps its sign.
     """
 
     def __init__(self, value: float, target: float, horizon: float) -> None:
@@ -202,7 +204,7 @@ class AdaptiveKLController(Controller):
 
     def _move(self, statistic: float, count: int) -> None:
         error = min(max(statistic / self.target - 1.0, -0.2), 0.2)
-        self.value *= 1.0 + error * count / self.horizon
+        self.value *= 1.0 + error * min(count / self.horizon, 1.0)
 
 
 class EntropyController(Controller):

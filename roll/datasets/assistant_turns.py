@@ -81,8 +81,8 @@ def plain_message(source: SourceRow, message: Message) -> Message:
 def parsed(source: SourceRow, column: str, text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{source.place}: {column} is a text but not JSON ({error.msg})") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{source.place}: {column} is a text but not JSON ({error})") from error
 
 
 class AssistantTurns:

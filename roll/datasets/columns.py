@@ -71,14 +71,14 @@ class Columns:
         if isinstance(value, str):
             try:
                 value = whole_characters(json.loads(value), value)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{source.place}: {self.messages} is a text but not the JSON of a list of messages ({error.msg}); "
-                    f"if it is the prompt itself, set data_args.prompt: {self.messages}"
-                ) from error
             except UnicodeEncodeError as error:
                 raise DataError(
                     f"{source.place}: {self.messages} holds half of a character (a lone surrogate)"
+                ) from error
+            except (ValueError, RecursionError) as error:
+                raise DataError(
+                    f"{source.place}: {self.messages} is a text but not the JSON of a list of messages ({error}); "
+                    f"if it is the prompt itself, set data_args.prompt: {self.messages}"
                 ) from error
         check_messages(source, self.messages, value)
         # JSON that was written from a table has null where a message or a call has no such key.

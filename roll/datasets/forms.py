@@ -162,7 +162,7 @@ def read_ground_truth(row: Row) -> Any:
     for section in (row, *map(row.get, FOREIGN_TRUTHS)):
         if isinstance(section, str) and section.startswith("{"):
             # CSV and some JSONL files hold the section as JSON text.
-            with suppress(json.JSONDecodeError):
+            with suppress(ValueError, RecursionError):
                 section = json.loads(section)
         if isinstance(section, dict) and section.get("ground_truth") is not None:
             return section["ground_truth"]

@@ -158,6 +158,8 @@ def read_json(path: Path) -> Numbered:
         rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {error.lineno}: not valid JSON: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # integers of thousands of digits, lists in lists
+        raise DataError(f"{path}: cannot be read: {error}") from error
     yield from ((number, expect_object(path, number, row, text)) for number, row in enumerate(rows, 1))
 
 
@@ -182,6 +184,8 @@ def parse_json_lines(path: Path, lines: Iterable[str]) -> Numbered:
         except json.JSONDecodeError as error:
             message = f"{path}, row {number}: not valid JSON at column {error.colno}: {error.msg}; expected one object"
             yield number, DataError(message)
+        except (ValueError, RecursionError) as error:
+            yield number, DataError(f"{path}, row {number}: cannot be read: {error}")
         else:
             yield number, expect_object(path, number, row, line)
 

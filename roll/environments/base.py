@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
+
+from roll.config.finite import finite_number
 
 Message = dict[str, Any]
 
@@ -125,12 +126,11 @@ def read_step(name: str, answer: object) -> Turn:
             f"{name}: step must return (observation, reward, terminated, truncated, info), got {_shape(answer)}"
         )
     observation, reward, terminated, truncated, info = answer
-    try:
-        number = float(reward)
-    except (TypeError, ValueError):
-        raise BrokenContract(f"{name}: step returned the reward {reward!r}, which is not a number") from None
-    if not math.isfinite(number):
-        raise BrokenContract(f"{name}: step returned the reward {number}; rewards are finite")
+    number = finite_number(reward)
+    if number is None:
+        raise BrokenContract(
+            f"{name}: step returned the reward {reward!r:.100}, which is not a number that is finite in float32"
+        )
     _check_info(name, "step", info)
     messages = _messages(name, "step", observation, info)
     flags = []

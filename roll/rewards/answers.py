@@ -4,6 +4,7 @@ written."""
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 from functools import lru_cache
 
@@ -30,7 +31,8 @@ MAX_LENGTH = 60
 """Longer numerals are not answers, and exact arithmetic on them would only cost time."""
 
 _SIGN = r"[-+−–]?"
-_MONEY = r"(?:\\?[$€£¥]\s?)?"
+CURRENCIES = "".join(sign for sign in map(chr, range(128, 0x2100)) if unicodedata.category(sign) == "Sc")
+_MONEY = rf"(?:\\?[${CURRENCIES}]\s?)?"
 _DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
 NUMERAL = rf"{_SIGN}{_MONEY}{_SIGN}{_DIGITS}(?:\s?/\s?[0-9][0-9,]*(?![.,]?[0-9]))?"
 """Regular expression of one numeral; :func:`parse_number` reads what it matches."""

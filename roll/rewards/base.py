@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
+from roll.config.finite import finite_number
 from roll.config.reading.masking import masked_text
 
 
@@ -162,7 +163,12 @@ class GuardedReward:
         results = self._reward(samples)
         if len(results) != len(samples):
             raise ValueError(f"returned {len(results)} results for {len(samples)} samples")
-        return results
+        return [
+            failure(f"{self._name}: the score {one.score} is no finite number of float32")
+            if one.score is not None and finite_number(one.score) is None
+            else one
+            for one in results
+        ]
 
     def check_host(self) -> None:
         """Let a rule look at this host."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 import signal
 import threading
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from roll.config.finite import finite_number
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.base import RewardOptionError, RewardResult, RewardSample, failure
 
@@ -119,8 +119,8 @@ class CustomReward:
         except (TypeError, ValueError) as error:
             return failure(f"{self._name}: must return numbers, returned {outcome!r}: {error}")
         score = numbers.pop("score")
-        if not math.isfinite(score):
-            return failure(f"{self._name}: returned the score {score}; it must be finite")
+        if finite_number(score) is None:
+            return failure(f"{self._name}: returned the score {score}; it must be finite in float32")
         return RewardResult(score, numbers)
 
     def close(self) -> None:

@@ -246,7 +246,7 @@ def question_of(sample: RewardSample) -> str:
     if isinstance(messages, str):
         try:
             messages = json.loads(messages)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             messages = None
     for message in reversed(messages if isinstance(messages, list) else []):
         if isinstance(message, dict) and message.get("role") == "user":

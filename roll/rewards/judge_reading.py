@@ -21,6 +21,8 @@ MAX_ANSWER = 50_000
 MAX_OBJECTS = 1_000
 """Braces tried as the beginning of a JSON object."""
 PATTERN_SECONDS = 1.0
+_NARROW = {code + 0xFEE0: code for code in range(0x21, 0x7F)}
+"""Full-width characters, as in ``Score：7``, to those of ASCII."""
 CUT = frozenset({"length", "content_filter", "abort"})
 """Finish reasons of answers that did not come to their end."""
 
@@ -139,7 +141,7 @@ def answer_text(choice: Mapping[str, Any]) -> str:
     text = after_thought(content)
     if text is None:
         raise NoScore("the judge's thought never ended: give it more max_tokens, or switch thinking off")
-    return text[-MAX_ANSWER:]
+    return text[-MAX_ANSWER:].translate(_NARROW)
 
 
 def last_match(pattern: str, text: str, is_cut: bool) -> str | None:
@@ -165,7 +167,7 @@ def json_value(text: str, field: str) -> Any:
             break
         try:
             found, end = decoder.raw_decode(text, position)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):  # ValueError: also integers of thousands of digits
             position = text.find("{", position + 1)
             continue
         for name in field.split("."):
@@ -221,8 +223,9 @@ _LINE_START, _LINE_END = r"(?:^|\n)[\s*_`\"'~#>-]{0,12}", r"[\s*_`\"'~.!]{0,12}(
 _NUMBER = r"(?P<number>[-+−]?\d{1,12}(?:[.,]\d{1,12}){0,4})"
 _OF = r"(?P<scale>\d{1,12}(?:\.\d{1,12})?)"
 _SCALE = rf"(?:{_SPACE}(?:(?:/|\bout\s+of\b|\bof\b){_SPACE}{_OF}|(?P<percent>%|per\s?cent\b)))?"
-_NUMBER_ENDS = r"(?![\w%]|[.,:]\d|\s{0,3}(?:[-–—/]|to\b|or\b)\s{0,3}\d)"
-_SCORE = rf"{_NUMBER}(?![\d])(?![.,]\d){_SCALE}{_NUMBER_ENDS}"
+_NUMBER_ENDS = r"(?![\w%]|[.,:]\d|\s{0,3}(?:[-–—/+×=]|to\b|or\b)\s{0,3}\d)"
+_SUM = r"(?:\d{1,12}(?:\.\d{1,12})?(?:\s?\+\s?\d{1,12}(?:\.\d{1,12})?){1,20}\s?=\s?)?"
+_SCORE = rf"{_SUM}{_NUMBER}(?![\d])(?![.,]\d){_SCALE}{_NUMBER_ENDS}"
 
 _STRONG_NUMBERS = (
     re.compile(rf"{_LABEL}{_LINK}{_SCORE}", re.IGNORECASE),
@@ -254,7 +257,7 @@ def _scale_of(match: re.Match[str]) -> float | None:
 def stated_word(text: str, positive: str, negative: str, is_cut: bool) -> bool | None:
     """True if the last verdict is ``positive``; None where there is none, or it is negated."""
     words = sorted((positive, negative), key=len, reverse=True)
-    word = rf"(?<![\w'’])(?P<word>{'|'.join(map(re.escape, words))})(?![\w]|['’]\w)"
+    word = rf"(?<![^\W_])(?<!['’])(?P<word>{'|'.join(map(re.escape, words))})(?![^\W_]|['’]\w)"
     # "Yes or No", "Yes/No": the choice, not a verdict.
     other = rf"(?:{'|'.join(map(re.escape, words))})"
     single = rf"(?<!\bor )(?<!/){word}(?!{_SPACE}(?:/|\bor\b){_SPACE}{other})"
@@ -267,7 +270,7 @@ def stated_word(text: str, positive: str, negative: str, is_cut: bool) -> bool |
     start, end = r"(?:^|[.!?:;]\s|\n)[\s*_`\"'(]{0,12}", rf"{_SPACE}(?:[.!;)\n]|$)"
     sentences = (re.compile(rf"{start}{single}{end}", re.IGNORECASE),)
     parts = (
-        re.compile(rf"{start}{single}{_SPACE}[,:;–—-]", re.IGNORECASE),  # "No, because ..."
+        re.compile(rf"{start}{single}{_SPACE}[,:;(–—-]", re.IGNORECASE),  # "No, because ..."
         re.compile(rf"{single}{end}", re.IGNORECASE),  # "I would say yes."
     )
     match = _decisive(text, strong, sentences, is_cut) or _decisive(text, (), parts, is_cut)
@@ -276,8 +279,12 @@ def stated_word(text: str, positive: str, negative: str, is_cut: bool) -> bool |
     return match.group("word").casefold() == positive.casefold()
 
 
-_REACH = 20
-_NEGATED = re.compile(rf"(?:\bnot|n['’]t|\bnever|\bneither|\bnor|\bcannot)\s+(?:\w+\s+)?{_SPACE}$", re.IGNORECASE)
+_REACH = 80
+_NEGATED = re.compile(
+    r"(?:\bnot|n['’]t|\bnever|\bneither|\bnor|\bcannot|\bwrong\s+to)\b"
+    r"(?:(?![,.;:!?\n]|\b(?:and|but|so|because|since|therefore|hence|thus)\b).)*$",
+    re.IGNORECASE,
+)
 
 
 def _decisive(
@@ -285,10 +292,12 @@ def _decisive(
 ) -> re.Match[str] | None:
     """The last strong match, else the last weak one."""
     found = [match for pattern in strong for match in pattern.finditer(text)]
+    # A text that ends so was cut, whatever its service says.
+    found = [match for match in found if not _ALTERNATIVE.match(text, match.end())]
     if is_cut:
         found = [match for match in found if match.end() + _DISTANCE <= len(text)]
-        found = [match for match in found if not _ALTERNATIVE.match(text, match.end())]
     elif not found:
-        found = [match for pattern in weak for match in pattern.finditer(text)]
+        weaker = [match for pattern in weak for match in pattern.finditer(text)]
+        found = [match for match in weaker if not _ALTERNATIVE.match(text, match.end())]
     # Of two that end together the longer one says more: "7/10" with its label.
     return max(found, key=lambda match: (match.end(), match.end() - match.start()), default=None)

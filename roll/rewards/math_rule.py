@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 
 from roll.datasets.forms import last_boxed, last_marked
 from roll.rewards.answers import (
+    CURRENCIES,
     NUMERAL,
     after_thought,
     isolated_number,
@@ -32,7 +33,7 @@ from roll.rewards.answers import (
     value_in_base,
 )
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.notation import canonical, plain
+from roll.rewards.notation import canonical, choice_in_front, plain
 from roll.rewards.units import quantity
 
 MAX_ANSWER = 1000
@@ -81,7 +82,13 @@ class MathRule(RewardRule):
         answer = next((found for found in (_SOURCES[source](text) for source in sources) if found), None)
         if answer is None or len(answer) > MAX_ANSWER:
             return RewardResult(0.0, {"correct": 0.0, "answered": 0.0})
-        verdict = equivalent(gold, canonical(answer), self._verifier)
+        found, truth = canonical(answer), str(sample.ground_truth)
+        # A letter alone is compared with the letter in front of a value.
+        if gold in _CHOICES:
+            found = choice_in_front(answer) or found
+        elif found in _CHOICES:
+            gold = choice_in_front(last_boxed(truth) or truth) or gold
+        verdict = equivalent(gold, found, self._verifier)
         if verdict.error is not None:
             return failure(f"math_rule: {verdict.error}")
         score = self.score if verdict.equal else self.format_score
@@ -131,6 +138,11 @@ def compare_quickly(gold: str, answer: str) -> bool | None:
         return bases[0] == bases[1]
     if plain(gold) == plain(answer):
         return True
+    if _DATE.fullmatch(gold) and _DATE.fullmatch(answer):
+        return [int(part) for part in _DIGITS.findall(gold)] == [int(part) for part in _DIGITS.findall(answer)]
+    if _RATIO.fullmatch(gold) and _RATIO.fullmatch(answer):
+        shares = [[Fraction(int(part)) for part in _DIGITS.findall(side)] for side in (gold, answer)]
+        return [part * sum(shares[1]) for part in shares[0]] == [part * sum(shares[0]) for part in shares[1]]
     if len(gold) == len(answer) == 1 and (gold + answer).isalpha():
         return gold.casefold() == answer.casefold()
     if any(_SET.fullmatch(one) and _PAIR.fullmatch(other) for one, other in ((gold, answer), (answer, gold))):
@@ -210,7 +222,11 @@ _COUNTED = re.compile(
     rf"({NUMERAL})\s*(?:\\text\s*\{{)?\s*(?!(?:or|and|to|mod)\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*\}}?"
 )
 _SET, _PAIR = re.compile(r"\\\{[^(){}]*,[^(){}]*\\\}"), re.compile(r"\([^(){}]*,[^(){}]*\)")
-_CURRENCY = re.compile(r"[€£¥]|\\\$")
+_CURRENCY = re.compile(rf"[{CURRENCIES}]|\\\$")
+_DIGITS = re.compile("[0-9]+")
+_CHOICES = frozenset("ABCDEFGHIJ")
+_RATIO = re.compile(r"[0-9]{1,15}(?: ?: ?[0-9]{1,15}){2,}")
+_DATE = re.compile(r"(?=.*(?:\b0[0-9]|[0-9]{4}))[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}")
 _WORDS = re.compile(r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{)?\s*([A-Za-z]{2,}(?: [A-Za-z]+)*)\s*[.!]?\s*\}?[.!]?")
 _LETTERS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]+(?![A-Za-z]*\{)")
 _MODULUS = re.compile(

@@ -43,6 +43,7 @@ _TABLE = r"""
 \varepsilon = \epsilon
 \mathrm{e} = e
 \mathrm{i} = i
+\lg = \log_{10}
 """
 _NAMES = {"~": " ", "\\#": ""}
 for _line in _TABLE.strip().splitlines():
@@ -77,10 +78,27 @@ _ABOUT = re.compile(r"(?<![A-Za-z\\])(?:about|approximately|approx\.?|roughly|ar
 _FUNCTION = re.compile(r"(?<![A-Za-z\\])(exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|pi)(?![A-Za-z])")
 _ROOT_OF = re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)")
 _DIGITS_OF_ROOT = re.compile(r"\\?sqrt\s*([0-9]+(?:\.[0-9]+)?)")
-_WHOLE_NUMBERS = re.compile(r"\s*,?\s*(?:(?:where|for|with)\s+)?[a-z]\s*\\in\s*\\mathbb\{[ZN]\}\s*$")
+_WHOLE_NUMBERS = re.compile(
+    r" ?[,;]? ?\(? ?(?:\\text ?\{ ?)?(?:(?:where|for|with|any|all) )*\}? ?([a-z]) ?(?:\\in ?(?:\\mathbb ?\{?[ZN]\}?|Z)"
+    r"|(?:\\text ?\{ ?)?(?:is )?(?:an? |any )?integers? ?\}?) ?\)?$"
+)
+# By convention k and n are any integer where they count periods, declared or not.
+_PERIODS, _COUNTS = re.compile(r"\\pi|\\circ"), re.compile(r"(?<![\\A-Za-z{])[kn](?![A-Za-z])")
 _BINOMIALS = re.compile(r"(\\d?binom\{[^{}]*\}\{[^{}]*\})\s*(?=\\d?binom)")
 _CHOSEN = re.compile(r"(?<!\w)(?:\{\}\s*)?[_^]?\{?([0-9]{1,6})\}?\s*C\s*_?\{?([0-9]{1,6})\}?(?!\w)")
 _COMBINATIONS = re.compile(r"(?<![A-Za-z\\])C\(\s*([0-9]{1,6})\s*,\s*([0-9]{1,6})\s*\)")
+_MINUTES = re.compile(
+    r"([0-9]{1,6}) ?\^ ?\{?\\circ\}? ?([0-9]{1,2}) ?(?:['′]|\^ ?\{?\\prime\}?)(?! ?['′])"
+    r"(?: ?([0-9]{1,2}) ?(?:''|\"|′′|\^ ?\{?(?:\\prime ?){2}\}?))?"
+)
+_CLOCK = re.compile(r"([0-9]{1,2}(?::[0-9]{2})?) ?(?:\\text ?\{)? ?([ap])\.? ?m\b\.? ?\}?", re.IGNORECASE)
+_OUTWARD = re.compile(r" ?([](\[])([^][(){}]*,[^][(){}]*)([])\[]) ?")
+_COMMAND = r"\\(?!sqrt|[dtc]?frac|left|text|math)[a-z]+"
+_BARE_FRACTION = re.compile(
+    rf"(\\[dtc]?frac)(?: ([A-Za-z])| ?([0-9]|{_COMMAND})) ?([A-Za-z0-9]|{_COMMAND}|\{{[^{{}}]*\}})"
+)
+_POINT = re.compile(r"^[A-Z] ?(?=\([^()]*,[^()]*\)$)")
+_LABEL = re.compile(r"^(?:the )?(?:final )?answer ?(?:is\b ?:?|[:=]) ?(?=\S)", re.IGNORECASE)
 _ANGLE = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*\^\s*\{?\\circ\}?")
 _EMPHASIS = re.compile(
     r"\\(?:boldsymbol|mathbf|bm|bf|pmb|underline|mathit|text(?:bf|it)?color\{[a-z]+\}|textcolor\{[a-z]+\}|color\{[a-z]+\})"
@@ -90,9 +108,9 @@ _PERCENT = re.compile(r"\s*(?:\\text\{\s*)?per\s?cent(?:\s*\})?\s*$", re.IGNOREC
 # "\textbf{(C)}\ 5", as the answers of multiple-choice contests are printed, and "(C) 5": the letter does not count.
 _CHOICE = re.compile(
     r"^\\(?:text|textbf|mathrm|mathbf)\s*\{\s*\(?[A-Z]\)?\s*\}\s*(?:\\[ ,;:!]|\\q?quad|[:.)])?\s*(?=\S)"
-    r"|^\([A-J]\)\s+(?=[-$0-9]|\\d?frac|\\sqrt)"
+    r"|^(?:\([A-J]\)|[A-J][.:)])\s+(?=[-$0-9]|\\d?frac|\\sqrt)"
 )
-_LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\$|\\[()\[\]]|\s+|\.$")
+_LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\\[()\[\]]|\s+|\.$")
 
 
 def canonical(expression: str) -> str:
@@ -109,10 +127,11 @@ def canonical(expression: str) -> str:
     for name, usual in _NAMES.items():
         if name in expression:
             expression = expression.replace(name, usual)
-    expression = _CHOICE.sub("", expression, count=1)
+    # Single spaces: patterns search a run of them in every way that it can be divided.
+    expression = _CHOICE.sub("", _LABEL.sub("", " ".join(expression.split())), count=1)
     expression = _EMPHASIS.sub(lambda found: found.group(1) or "", expression).strip()
     expression = _ABOUT.sub("", expression, count=1)
-    expression = _WHOLE_NUMBERS.sub("", expression)
+    expression = _in_usual_form(expression)
     if "\\text" not in expression:
         expression = _ROOT_OF.sub(r"\\sqrt{\1}", expression)
         expression = _FUNCTION.sub(r"\\\1", expression).replace("**", "^")
@@ -123,7 +142,7 @@ def canonical(expression: str) -> str:
     expression = _REPEATED.sub(r"\1\\overline{\2}", expression)
     if (ratio := _RATIO.fullmatch(expression)) is not None:
         expression = f"{ratio[1]}:{ratio[2]}"
-    expression = _COMBINATIONS.sub(r"\\binom{\1}{\2}", expression)
+    expression = _POINT.sub("", _COMBINATIONS.sub(r"\\binom{\1}{\2}", expression))
     expression = _BINOMIALS.sub(r"\1\\cdot ", _CHOSEN.sub(r"\\binom{\1}{\2}", expression))
     expression = _BRACKETED.sub(r"\1\\overline{\2}", expression)
     expression = _ARROW.sub(lambda found: found[1] or found[2], expression)
@@ -139,6 +158,38 @@ def canonical(expression: str) -> str:
         expression = _FACTOR.sub("*(", expression)
     expression = _ANGLE.sub(r"\1(\2\\pi/180)", expression)
     return without_periods(_PERCENT.sub(r"\\%", expression))
+
+
+def choice_in_front(expression: str) -> str | None:
+    """The letter of a choice whose value follows it, as in ``(C) 5``."""
+    found = _CHOICE.match(expression.strip().strip("$*").strip())
+    return next(filter(str.isupper, found.group())) if found else None
+
+
+def _in_usual_form(expression: str) -> str:
+    """Free integers, angles, fractions, times and intervals in the form that comparisons know."""
+    counts = set(_COUNTS.findall(expression)) if _PERIODS.search(expression) else set()
+    if (declared := _WHOLE_NUMBERS.search(expression)) is not None:
+        expression, counts = expression[: declared.start()], {*counts, declared[1]}
+    if len(counts) == 1:
+        expression = re.sub(rf"(?<![\\A-Za-z{{]){counts.pop()}(?![A-Za-z])", "n", expression)
+    expression = _MINUTES.sub(_in_degrees, expression)
+    expression = _BARE_FRACTION.sub(
+        lambda found: f"{found[1]}{{{found[2] or found[3]}}}{{{found[4].strip('{}')}}}", expression
+    )
+    if (clock := _CLOCK.fullmatch(expression)) is not None:
+        expression = f"{clock[1]}{':00' * (':' not in clock[1])} {clock[2].upper()}M"
+    parts = expression.split("\\cup")
+    intervals = [found for part in parts if (found := _OUTWARD.fullmatch(part))]
+    if len(intervals) == len(parts):
+        expression = "\\cup ".join(f"{x[1].replace(']', '(')}{x[2]}{x[3].replace('[', ')')}" for x in intervals)
+    return expression
+
+
+def _in_degrees(found: re.Match[str]) -> str:
+    """Degrees, minutes and seconds as one number of degrees."""
+    degrees, minutes, seconds = (int(part or 0) for part in found.groups())
+    return rf"{degrees + Fraction(60 * minutes + seconds, 3600)}^\circ"
 
 
 def _improper(found: re.Match[str]) -> str:

@@ -160,6 +160,8 @@ class Tenant:
             raise ImportError(f"the training service needs peft: {install_command('peft')}") from error
         if not 1 <= options.rank <= 1024:
             raise ValueError(f"lora_config.rank: {options.rank} must be in [1, 1024]")
+        if not -(2**63) <= options.seed < 2**64:
+            raise ValueError(f"lora_config.seed: {options.seed} must be an integer of 64 bits")
         self.base, self.options = base, options
         shared: dict[int, Any] = {id(t): t for t in chain(base.model.parameters(), base.model.buffers())}
         self.model: PreTrainedModel = copy.deepcopy(base.model, shared)

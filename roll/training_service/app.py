@@ -208,7 +208,7 @@ class Endpoint:
         model_id, seq_id = fields.need("model_id", str), fields.need("seq_id", int)
         try:
             return _future(queue(fields, model_id, seq_id))
-        except BadRequest:
+        except Exception:
             self._service.queue.skip(model_id, seq_id)
             raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, TypeVar
 
 from roll.serving.refusals import BadRequest
@@ -39,7 +40,7 @@ class Fields:
         if value is None:
             return None
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
+            value = float(value) if abs(value) <= sys.float_info.max else math.inf
         right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not right or (isinstance(value, float) and not math.isfinite(value)):
             raise BadRequest(f"{self._where}{key}: {value!r:.100} must be of type {kind.__name__}", key)

@@ -127,6 +127,9 @@ def test_controllers() -> None:
     assert adaptive.value == pytest.approx(0.2 * (1 + 0.2 * 0.1))
     adaptive.update(0.09, 100)
     assert adaptive.value == pytest.approx(0.2 * 1.02 * (1 - 0.1 * 0.1))
+    eager = make_kl_controller(0.2, 0.1, 10)
+    eager.update(0.0, 1000)  # a batch of a hundred horizons
+    assert eager.value == pytest.approx(0.2 * 0.8)
     restored = AdaptiveKLController(0.2, 0.1, 1000)
     restored.load_state_dict(adaptive.state_dict())
     assert restored.value == adaptive.value

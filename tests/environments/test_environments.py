@@ -165,7 +165,13 @@ def test_action_patterns() -> None:
 def test_contract() -> None:
     assert read_reset("e", ("text", {})).observation == [{"role": "user", "content": "text"}]
     assert read_step("e", ("t", 1, True, False, {"role": "tool"})).observation[0]["role"] == "tool"
-    for answer in (("a", 1.0, True, {}), None, ("a", float("nan"), True, False, {}), ("a", "x", True, False, {})):
+    for answer in (
+        ("a", 1.0, True, {}),
+        None,
+        ("a", "x", True, False, {}),
+        ("a", float("nan"), True, False, {}),
+        ("a", 10**400, True, False, {}),
+    ):
         with pytest.raises(BrokenContract):
             read_step("e", answer)
     for answer in ((1, {}), ("a", None), "a", ([{"content": "x"}], {})):

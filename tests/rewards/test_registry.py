@@ -18,6 +18,7 @@ from roll.rewards import (
     reward_names,
     reward_options,
 )
+from roll.rewards.base import GuardedReward
 from tests.rewards.own_rewards import Constant
 
 OWN = "tests.rewards.own_rewards"
@@ -95,6 +96,7 @@ def test_what_a_function_raises_is_that_samples_error(caplog: pytest.LogCaptureF
 def test_what_is_no_score_is_an_error() -> None:
     errors = {
         "nan": "must be finite",
+        "huge": "must be finite",
         "none": "must return numbers",
         "text": "must return numbers",
         "dict": "no 'score'",
@@ -103,6 +105,8 @@ def test_what_is_no_score_is_an_error() -> None:
     for result, error in zip(reward([RewardSample("", name) for name in errors]), errors.values(), strict=True):
         assert result.score is None and error in (result.error or "")
     assert reward([RewardSample("", "true")])[0].score == 1.0
+    (guarded,) = GuardedReward("x", build_reward(f"{OWN}.Constant", {"value": 1e300}))([RewardSample("", "")])
+    assert guarded.score is None and "no finite number of float32" in (guarded.error or "")
 
 
 def test_a_rule_class_by_dotted_path_and_by_registered_name(monkeypatch: pytest.MonkeyPatch) -> None:

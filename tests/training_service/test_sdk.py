@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from roll.config.roles import ModelArguments
+from roll.serving.refusals import BadRequest
 from roll.training_service.adapters import Base, LoraOptions, Tenant
+from roll.training_service.fields import Fields
 from tests.training_service.batches import data, sequences
 from tests.training_service.conftest import MAX_LENGTH, NAME
 
@@ -296,6 +298,11 @@ def test_a_step_is_not_taken_without_a_pass_that_has_failed(connect: Connect) ->
     client.forward_backward(data("cross_entropy"), "cross_entropy")
     client.optim_step(types.AdamParams(learning_rate=0.02)).result()
     assert client.forward(data("cross_entropy"), "cross_entropy").result().metrics["loss:sum"] < before
+
+
+def test_an_integer_that_no_float_holds_is_refused() -> None:
+    with pytest.raises(BadRequest, match="learning_rate"):
+        Fields({"learning_rate": 10**400}).get("learning_rate", float)
 
 
 def test_requests_that_are_refused_at_once_do_not_hold_up_later_ones(connect: Connect) -> None:
