@@ -1,14 +1,14 @@
 """One frozen base model and the LoRA adapters that tenants train on it.
 
 Each tenant has a model of its own, whose frozen tensors are those of the base and whose adapters are nobody else's. One
-request computes at a time, so what a tenant gets does not depend, in any bit, on who else is there.
+micro-batch computes at a time, so what a tenant gets does not depend, in any bit, on who else is there.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -185,8 +185,10 @@ class Tenant:
 
     def forward_backward(
         self, data: Sequence[Datum], name: str, options: Mapping[str, float | str], backward: bool
-    ) -> tuple[list[Tensor], dict[str, float]]:
+    ) -> Generator[None, None, tuple[list[Tensor], dict[str, float]]]:
         """The sum of a loss over all data; with ``backward`` its gradient is added to those since the last step.
+
+        Yields after each micro-batch but the last: other tenants may compute meanwhile.
 
         Returns:
             Log-probs of the target tokens of each datum, float32, on the CPU; metrics.
@@ -200,21 +202,23 @@ class Tenant:
         numbers = {key: float(value) for key, value in options.items()}
         log_probs: list[Tensor] = []
         total, gradients = 0.0, [torch.zeros_like(parameter) for parameter in self._parameters if backward]
-        with torch.set_grad_enabled(backward):
-            for batch in _micro_batches(data):
+        for number, batch in enumerate(_micro_batches(data)):
+            if number:
+                yield
+            with torch.set_grad_enabled(backward):  # Not around the yield: it holds for the whole thread.
                 own = self._log_probs(batch)
                 losses = [
                     loss.compute(one, {key: t.to(one.device) for key, t in datum.inputs.items()}, numbers)
                     for one, datum in zip(own, batch, strict=True)
                 ]
                 sum_of_losses = torch.stack(losses).sum()
-                if backward:
-                    parts = torch.autograd.grad(sum_of_losses, self._parameters, allow_unused=True)
-                    for gradient, part in zip(gradients, parts, strict=True):
-                        if part is not None:
-                            gradient += part
-                total += float(sum_of_losses.detach())
-                log_probs += [one.detach().cpu() for one in own]
+            if backward:
+                parts = torch.autograd.grad(sum_of_losses, self._parameters, allow_unused=True)
+                for gradient, part in zip(gradients, parts, strict=True):
+                    if part is not None:
+                        gradient += part
+            total += float(sum_of_losses.detach())
+            log_probs += [one.detach().cpu() for one in own]
         # Not before all data are done: a request that fails leaves no part of a gradient.
         for parameter, gradient in zip(self._parameters, gradients, strict=False):
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -223,16 +227,23 @@ class Tenant:
     def _log_probs(self, batch: Sequence[Datum]) -> list[Tensor]:
         ids = nn.utils.rnn.pad_sequence([datum.tokens for datum in batch], batch_first=True).to(self.base.device)
         hidden = _hidden(self.model, ids)  # Causal: padding on the right is seen by nothing before it.
-        head, results = self.model.get_output_embeddings(), []
-        for row, datum in zip(hidden, batch, strict=True):
-            targets = datum.inputs[TARGETS].to(self.base.device)
-            parts = [
-                checkpoint(_head_log_probs, head, row[start:end], targets[start:end], use_reentrant=False)
-                for start in range(0, len(targets), HEAD_ROWS)
-                for end in [min(start + HEAD_ROWS, len(targets))]
-            ]
-            results.append(torch.cat(parts))
-        return results
+        head, lengths = self.model.get_output_embeddings(), [len(datum.tokens) for datum in batch]
+        rows = torch.cat([row[:length] for row, length in zip(hidden, lengths, strict=True)])
+        # Several targets a position: as many columns as the datum with the most has, the others' filled up with id 0.
+        tables = [datum.inputs[TARGETS].view(length, -1) for datum, length in zip(batch, lengths, strict=True)]
+        width = max(table.shape[1] for table in tables)
+        targets = torch.cat([nn.functional.pad(table, (0, width - table.shape[1])) for table in tables])
+        targets = targets.to(self.base.device)
+        parts = [
+            checkpoint(_head_log_probs, head, rows[start:end], targets[start:end], use_reentrant=False)
+            for start in range(0, len(rows), HEAD_ROWS)
+            for end in [start + HEAD_ROWS]
+        ]
+        own = torch.cat(parts).split(lengths)
+        return [
+            found[:, : table.shape[1]].reshape(datum.inputs[TARGETS].shape)
+            for found, table, datum in zip(own, tables, batch, strict=True)
+        ]
 
     def miss_pass(self) -> None:
         """A backward pass has failed: the next step, which may be on its way already, would lack its gradient."""
@@ -330,9 +341,8 @@ def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _head_log_probs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    """float32, the shape of ``targets``: (n,) or (n, K)."""
-    table = head(hidden).float().log_softmax(-1)
-    return table.gather(1, targets.view(len(targets), -1)).view(targets.shape)
+    """float32, the shape of ``targets`` (n, K)."""
+    return head(hidden).float().log_softmax(-1).gather(1, targets)
 
 
 def _micro_batches(data: Sequence[Datum]) -> list[list[Datum]]:

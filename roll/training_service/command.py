@@ -46,7 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "roll serve-training", description="train LoRA adapters for clients of the tinker SDK"
     )
-    parser.add_argument("model", help="model folder or hub name, or a YAML file whose actor_infer names the model")
+    parser.add_argument(
+        "model", help="model folder, GGUF file or hub name, or a YAML file whose actor_infer names the model"
+    )
     parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help="changes of the YAML file")
     parser.add_argument("--model-name", help="name that clients give (default: the model as written)")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), help="of the base model (default: bf16, or the file's)")
@@ -155,7 +157,9 @@ def start(options: Options) -> HttpServer:
     Raises:
         ValueError: a model that cannot be trained here. OSError: no such model, or the port is taken.
     """
+    from roll.config.model_files import gguf_file, loadable
     from roll.models.build import load_config
+    from roll.models.gguf_reading import dequantise
     from roll.serving.http import HttpServer
     from roll.strategies.engines.requests import longest_sequence
     from roll.training_service.adapters import Base
@@ -165,12 +169,15 @@ def start(options: Options) -> HttpServer:
     from roll.training_service.service import Service
 
     http = HttpServer(options.host, options.port)
-    path = str(options.args.model_name_or_path)
-    config = load_config(options.args)
+    if (file := gguf_file(options.args.model_name_or_path)) is not None:
+        dequantise(file)
+    path = str(loadable(options.args.model_name_or_path))
+    args = replace(options.args, model_name_or_path=path)
+    config = load_config(args)
     length = longest_sequence(options.max_length, config, path)
     if options.max_length is None:
         length = min(length, DEFAULT_LENGTH)
-    base = Base(options.args, length)
+    base = Base(args, length)
     sampler = Sampler(base, options.max_num_seqs, options.output / ".base")
     store = Store(options.output)
 

@@ -1,8 +1,12 @@
 """Requests that wait for the one thread that computes, and their results until the client has them.
 
-Requests of a model are computed in the order of their ``seq_id``, whatever order they arrive in; models and sampling
-sessions take turns, so that one with a thousand requests delays another by one. A request that is sent again (the
-client has lost the answer) is the same request. Everything but the computation happens on one event loop.
+Requests of a model are computed in the order of their ``seq_id``, whatever order they arrive in. Which client is next
+is decided by start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): the one whose requests have taken the least
+time, where time without requests earns no credit. A pass is computed in slices, between which others may come first, so
+neither many requests nor long passes hold up another client for longer than a slice or a batch of samples.
+
+A request that is sent again (the client has lost the answer) is the same request. Everything but the computation
+happens on one event loop.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,7 +32,9 @@ MAX_RESULTS, MAX_RESULT_BYTES = 20_000, 1 << 30
 WAIT_SECONDS = 30.0
 """Most seconds that a question for a result waits; the limit of the client is 45."""
 MAX_GROUP = 64
-"""Samples requests of one sampling session that the engine works on together."""
+"""Requests of one sampling session that the engine works on together."""
+ABSENT_SECONDS = 60.0
+"""Seconds without a sign of life (the SDK gives one every 10) after which a client waits for all others."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,18 @@ class Failure:
 
 Result = bytes | dict[str, Any] | Failure
 """A protobuf message, a JSON body, or a failure."""
+Slices = Generator[None, None, Result]
+"""A computation that lets others come first at every ``yield``."""
+
+
+@dataclass(eq=False)
+class Owner:
+    """A client, between whose lines and those of other clients computing time is shared."""
+
+    used: float = 0.0
+    """Seconds of computing, on the queue's clock."""
+    seen: float = field(default_factory=time.monotonic)
+    """Its last sign of life."""
 
 
 @dataclass(eq=False)
@@ -52,18 +71,21 @@ class Job:
     """A request under way or done."""
 
     request_id: str
-    compute: Callable[[], Result] | None
+    compute: Callable[[], Result | Slices] | None
     """Runs in the computing thread; None for a part of a group."""
     group: tuple[Callable[[Sequence[Any]], dict[str, Result]], Any] | None = None
     """A function that computes many such requests together, and this one's argument."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None
+    slices: Slices | None = None
+    """Rest of a computation that has begun."""
 
 
 @dataclass
 class _Line:
     """Requests of a model or a sampling session."""
 
+    owner: Owner
     next_seq: int | None = None
     """Of a model, the number of the request that is next; None: any order."""
     waiting: dict[int, Job | None] = field(default_factory=dict)
@@ -83,13 +105,15 @@ class Queue:
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._jobs: OrderedDict[str, Job] = OrderedDict()
         self._bytes = 0
+        self._clock = 0.0
+        """``used`` of the owner who was served last, as it was then."""
         self._wakes = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="computing")
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def open_line(self, name: str, next_seq: int | None) -> None:
+    def open_line(self, name: str, owner: Owner, next_seq: int | None) -> None:
         """Begin a line; ``next_seq``: number of its first request, None for one without order."""
-        self._lines.setdefault(name, _Line(next_seq))
+        self._lines.setdefault(name, _Line(owner, next_seq))
 
     def close_line(self, name: str) -> None:
         """End a line; what waits in it fails."""
@@ -112,6 +136,9 @@ class Queue:
         if len(line.waiting) + len(line.ready) >= self._max_open:
             raise Overloaded(f"{line_name}: {self._max_open} requests wait, which is the most")
         self._jobs[job.request_id] = job
+        line.owner.seen = time.monotonic()
+        if not any(other.ready for other in self._lines.values() if other.owner is line.owner):
+            line.owner.used = max(line.owner.used, self._clock)
         if line.next_seq is None or seq_id is None:
             line.ready.append(job)
             self._wakes.set()
@@ -160,28 +187,42 @@ class Queue:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            jobs = self._next()
-            if not jobs:
+            name = self._next()
+            if name is None:
                 self._wakes.clear()
                 await self._wakes.wait()
                 continue
+            line = self._lines[name]
+            jobs = [line.ready.popleft()]
+            while jobs[0].group is not None and line.ready and len(jobs) < MAX_GROUP:
+                jobs.append(line.ready.popleft())
+            started = time.monotonic()
             results = await loop.run_in_executor(self._thread, _computed, jobs)
+            line.owner.used += time.monotonic() - started
             for job in jobs:
-                self._finish(job, results[job.request_id])
+                if job.request_id in results:
+                    self._finish(job, results[job.request_id])
+                elif self._lines.get(name) is line:
+                    line.ready.appendleft(job)
+                else:
+                    self._finish(job, Failure(f"{name} has been unloaded"))
 
-    def _next(self) -> list[Job]:
-        """The first request of the line whose turn it is, with those that are computed together with it."""
-        for name, line in list(self._lines.items()):
-            if line.ready:
-                self._lines.move_to_end(name)
-                jobs = [line.ready.popleft()]
-                while jobs[0].group is not None and line.ready and len(jobs) < MAX_GROUP:
-                    jobs.append(line.ready.popleft())
-                return jobs
-        return []
+    def _next(self) -> str | None:
+        """The line whose turn it is; None: no request is ready."""
+        ready = {name: line for name, line in self._lines.items() if line.ready}
+        if not ready:
+            return None
+        latest = time.monotonic() - ABSENT_SECONDS
+        for line in ready.values():
+            if line.owner.seen < latest:  # Nor does absence earn credit.
+                line.owner.used = max(line.owner.used, self._clock)
+        name = min(ready, key=lambda one: (ready[one].owner.seen < latest, ready[one].owner.used))
+        self._lines.move_to_end(name)  # Lines of one owner take turns: the first of equals is chosen.
+        self._clock = max(self._clock, ready[name].owner.used)
+        return name
 
     def _finish(self, job: Job, result: Result) -> None:
-        job.result, job.compute, job.group = result, None, None
+        job.result, job.compute, job.group, job.slices = result, None, None, None
         job.done.set()
         self._bytes += _size(result)
         while len(self._jobs) > MAX_RESULTS or self._bytes > MAX_RESULT_BYTES:
@@ -202,13 +243,22 @@ def _size(result: Result) -> int:
 
 
 def _computed(jobs: Sequence[Job]) -> dict[str, Result]:
-    """Results by request; runs in the computing thread."""
+    """Results by request, none of one that has further slices; runs in the computing thread."""
     try:
         if jobs[0].group is not None:
             function = jobs[0].group[0]
             return function([job.group[1] for job in jobs if job.group is not None])
-        assert jobs[0].compute is not None
-        return {jobs[0].request_id: jobs[0].compute()}
+        job = jobs[0]
+        assert job.compute is not None
+        found = job.slices or job.compute()
+        if isinstance(found, Generator):
+            job.slices = found
+            try:
+                next(found)
+            except StopIteration as end:
+                return {job.request_id: end.value}
+            return {}
+        return {job.request_id: found}
     except (ValueError, Refusal) as error:
         failure = Failure(str(error))
     except Exception as error:  # fails these requests only; details go to the log

@@ -90,13 +90,20 @@ class Sampler:
         """``SampleResponse`` of each request, or why it has failed."""
         answers: dict[str, bytes | str] = {}
         outputs: dict[str, list[GenerationOutput]] = {}
+        # Clients that sample for each rollout by itself send a prompt many times: it is computed once. Samples of equal
+        # seeds would be equal, so only requests that bring none share a request of the engine.
+        groups: dict[object, list[SampleRequest]] = {}
         for request in requests:
+            same = (tuple(request.prompt), request.params) if request.params.seed is None else request.request_id
+            groups.setdefault(same, []).append(request)
+        for group in groups.values():
+            first = group[0]
             try:
-                own = GenerationRequest(request.request_id, request.prompt, request.params, request.num_samples)
-                self._engine.add_requests([own])
-                outputs[request.request_id] = []
+                count = sum(request.num_samples for request in group)
+                self._engine.add_requests([GenerationRequest(first.request_id, first.prompt, first.params, count)])
+                outputs[first.request_id] = []
             except ValueError as error:
-                answers[request.request_id] = str(error)
+                answers |= {request.request_id: str(error) for request in group}
         while self._engine.num_unfinished:
             try:
                 finished = self._engine.step()
@@ -107,13 +114,17 @@ class Sampler:
                 outputs[output.request_id].append(output)
             for request_id, why in self._engine.take_failures().items():
                 answers[request_id] = why
-        for request in requests:
-            if request.request_id not in answers:
-                answers[request.request_id] = self._answer(request, outputs[request.request_id])
+        for group in groups.values():
+            name = group[0].request_id
+            if name in answers:
+                answers |= {request.request_id: answers[name] for request in group}
+                continue
+            drawn = iter(sorted(outputs[name], key=lambda output: output.sample_index))
+            for request in group:
+                answers[request.request_id] = self._answer(request, list(itertools.islice(drawn, request.num_samples)))
         return answers
 
     def _answer(self, request: SampleRequest, outputs: list[GenerationOutput]) -> bytes:
-        outputs.sort(key=lambda output: output.sample_index)
         top = request.params.top_log_probs
         samples = [
             (STOP if one.finish_reason == "stop" else LENGTH, one.token_ids, one.log_probs, one.top_log_probs)

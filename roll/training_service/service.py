@@ -12,7 +12,7 @@ from typing import Any
 from roll.serving.refusals import BadRequest
 from roll.training_service.adapters import AdamOptions, AdapterWeights, Base, LoraOptions, Tenant
 from roll.training_service.checkpoints import Store, check_name, expiry, missing
-from roll.training_service.queue import Failure, Job, Queue, Result
+from roll.training_service.queue import Failure, Job, Owner, Queue, Result, Slices
 from roll.training_service.sampling import Sampler, SampleRequest, read_adapter
 from roll.training_service.wire import PassRequest, pass_output
 
@@ -22,15 +22,14 @@ KEPT_SAMPLERS = 8
 """Unnamed sampler weights that are kept of each model."""
 
 
-@dataclass
-class Session:
+@dataclass(eq=False, kw_only=True)
+class Session(Owner):
     """A client: its models and sampling sessions."""
 
     user_metadata: dict[str, Any] | None
     display_name: str | None
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
-    seen: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Service:
 
     def create_session(self, user_metadata: dict[str, Any] | None, display_name: str | None) -> str:
         session_id = str(uuid.uuid4())
-        self._sessions[session_id] = Session(user_metadata, display_name)
+        self._sessions[session_id] = Session(user_metadata=user_metadata, display_name=display_name)
         return session_id
 
     def session(self, session_id: str) -> Session:
@@ -127,7 +126,7 @@ class Service:
         assert lora is not None
         self._make_room(session_id)
         model = Model(session_id, lora)
-        self.queue.open_line(model_id, 1)
+        self.queue.open_line(model_id, session, 1)
 
         def created() -> Result:
             try:
@@ -186,12 +185,12 @@ class Service:
 
     # Requests of a model, in the order of seq_id
 
-    def _queue(self, model_id: str, seq_id: int, compute: Callable[[Tenant], Result]) -> str:
+    def _queue(self, model_id: str, seq_id: int, compute: Callable[[Tenant], Result | Slices]) -> str:
         request_id = f"{model_id}:{seq_id}"
         if self.queue.find(request_id) is None:
             model = self.model(model_id)
 
-            def computed() -> Result:
+            def computed() -> Result | Slices:
                 if model.tenant is None:
                     raise ValueError(f"{model_id}: the model could not be made")
                 return compute(model.tenant)
@@ -202,11 +201,12 @@ class Service:
     def forward_backward(self, request: PassRequest) -> str:
         backward = not request.forward_only
 
-        def computed(tenant: Tenant) -> Result:
+        def computed(tenant: Tenant) -> Slices:
             try:
                 if request.problem is not None:
                     raise ValueError(request.problem)
-                return pass_output(*tenant.forward_backward(request.data, request.loss, request.options, backward))
+                found = yield from tenant.forward_backward(request.data, request.loss, request.options, backward)
+                return pass_output(*found)
             except Exception:
                 if backward:
                     tenant.miss_pass()
@@ -279,9 +279,10 @@ class Service:
         return sampler_id
 
     def _open_sampler(self, session_id: str, sampler_id: str, source: Source) -> None:
-        self.session(session_id).samplers.append(sampler_id)
+        session = self.session(session_id)
+        session.samplers.append(sampler_id)
         self._sources[sampler_id] = source
-        self.queue.open_line(sampler_id, None)
+        self.queue.open_line(sampler_id, session, None)
 
     def _close_sampler(self, sampler_id: str) -> None:
         self._sources.pop(sampler_id, None)

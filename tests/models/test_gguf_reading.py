@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,19 @@ def test_every_command_finds_the_same_folder(
     assert is_dequantised(trained["f16"]) and is_dequantised(trained["f32"]) and len(said) == 2
     dequantise_models(loaded, said.append)
     assert len(said) == 2, "it was dequantised once"
+
+
+def test_the_training_service_reads_it(trained: dict[str, Any], tmp_path: Path) -> None:
+    from roll.training_service.command import build_parser, read_options, start
+
+    words = [str(trained["f32"]), "--model-name", "own", "--port", "0", "--output", str(tmp_path / "service")]
+    server = start(read_options(build_parser().parse_args([*words, "--dtype", "fp32", "--max-length", "32"])))
+    try:
+        with urllib.request.urlopen(f"{server.url}/api/v1/get_server_capabilities") as response:
+            assert json.load(response)["supported_models"][0]["model_name"] == "own"
+    finally:
+        server.close()
+    assert is_dequantised(trained["f32"])
 
 
 def test_a_file_with_other_contents_is_another_model(trained: dict[str, Any], tmp_path: Path) -> None:

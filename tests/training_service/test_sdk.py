@@ -16,8 +16,11 @@ import torch
 
 from roll.config.roles import ModelArguments
 from roll.serving.refusals import BadRequest
+from roll.strategies.engines.requests import SamplingParams
 from roll.training_service.adapters import Base, LoraOptions, Tenant
 from roll.training_service.fields import Fields
+from roll.training_service.sampling import Sampler, SampleRequest
+from roll.training_service.wire import _messages
 from tests.training_service.batches import data, sequences
 from tests.training_service.conftest import MAX_LENGTH, NAME
 
@@ -119,6 +122,10 @@ def test_several_targets_a_position_sparse(connect: Connect) -> None:
     assert list(log_probs.shape) == list(targets.shape)
     expected = -(torch.tensor(log_probs.data).reshape(targets.shape) * weights).sum().item()
     assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
+    single = types.Datum(model_input=plain, loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights[:, 0]})
+    both = [one["logprobs"] for one in client.forward([single, datum], "cross_entropy").result().loss_fn_outputs]
+    assert list(both[0].shape) == [len(targets)] and list(both[1].shape) == list(targets.shape)
+    assert both[0].data == pytest.approx(both[1].data[::2], rel=1e-5)
 
 
 def test_a_custom_loss_by_two_passes(connect: Connect, base_folder: Path) -> None:
@@ -327,6 +334,21 @@ def test_samples_that_are_refused(arguments: Any, params: Any, message: str, con
     sampling = types.SamplingParams(**{"max_tokens": 2, **params})
     with pytest.raises(tinker.BadRequestError, match=message):
         sampler.sample(types.ModelInput.from_ints([5, 6, 7]), sampling_params=sampling, **given).result()
+
+
+def test_a_prompt_that_waits_several_times_is_computed_once(base_folder: Path, tmp_path: Path) -> None:
+    sampler = Sampler(Base(ModelArguments(model_name_or_path=str(base_folder), dtype="fp32"), 64), 8, tmp_path)
+    prompt, free, seeded = [5, 6, 7, 8], SamplingParams(6), SamplingParams(6, seed=1)
+    asked = {"a": (free, 2), "b": (free, 3), "c": (seeded, 1), "d": (seeded, 1), "e": (SamplingParams(2), 1)}
+    answers = sampler.sample([SampleRequest(name, prompt, *own, False, 0, None) for name, own in asked.items()])
+    drawn = {}
+    for name, answer in answers.items():
+        assert isinstance(answer, bytes)
+        drawn[name] = [one.tokens for one in _messages()["SampleResponse"].FromString(answer).sequences]
+    assert {name: len(own) for name, own in drawn.items()} == {name: own[1] for name, own in asked.items()}
+    assert drawn["c"] == drawn["d"]
+    assert len({*drawn["a"], *drawn["b"]}) == 5
+    assert sampler._engine.prompt_counts[0] == 4 * len(prompt)
 
 
 def test_images_are_refused(connect: Connect) -> None:

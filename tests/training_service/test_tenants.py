@@ -15,6 +15,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from roll.training_service import adapters
 from roll.training_service.command import start
 from tests.training_service.batches import data, sequences
 from tests.training_service.conftest import MAX_LENGTH, NAME
@@ -22,9 +23,10 @@ from tests.training_service.conftest import MAX_LENGTH, NAME
 tinker = pytest.importorskip("tinker", reason="needs the SDK: pip install tinker")
 types = tinker.types
 Connect = Callable[..., Any]
-STEPS = 3
-RANKS = {0: 2, 1: 4, 2: 8}
-LOSSES = {0: "cross_entropy", 1: "importance_sampling", 2: "ppo"}
+STEPS, TENANTS = 3, 16
+RANKS = (2, 4, 8, 1, 16, 3, 32, 5)
+LOSSES = ("cross_entropy", "importance_sampling", "ppo")
+SCHEDULES = (lambda step: 0.01, lambda step: 0.02 / (step + 1), lambda step: 0.005 * (step + 1))
 
 
 class Run:
@@ -32,11 +34,12 @@ class Run:
 
     def __init__(self, service: Any, tenant: int) -> None:
         self._tenant, self.seen = tenant, []
-        self._client = service.create_lora_training_client(NAME, rank=RANKS[tenant], seed=tenant).result()
+        self._client = service.create_lora_training_client(NAME, rank=RANKS[tenant % 8], seed=tenant).result()
 
     def step(self) -> None:
-        passed = self._client.forward_backward(data(LOSSES[self._tenant]), LOSSES[self._tenant])
-        stepped = self._client.optim_step(types.AdamParams(learning_rate=0.01))
+        loss, rate = LOSSES[self._tenant % 3], SCHEDULES[self._tenant % 3](len(self.seen)) * (1 + self._tenant / 16)
+        passed = self._client.forward_backward(data(loss), loss)
+        stepped = self._client.optim_step(types.AdamParams(learning_rate=rate))
         sampler = self._client.save_weights_and_get_sampling_client().result()
         prompt = types.ModelInput.from_ints(sequences(1)[0].tolist())
         samples = sampler.sample(prompt, 4, types.SamplingParams(max_tokens=6, seed=self._tenant)).result().sequences
@@ -50,12 +53,12 @@ class Run:
 def test_tenants_get_what_they_get_alone(connect: Connect) -> None:
     """Bit for bit: ranks, losses and samples of three that take turns, against each alone."""
     alone = []
-    for tenant in RANKS:
+    for tenant in range(3):
         run = Run(connect(), tenant)
         for _ in range(STEPS):
             run.step()
         alone.append(run.seen)
-    together = [Run(connect(), tenant) for tenant in RANKS]
+    together = [Run(connect(), tenant) for tenant in range(3)]
     for _ in range(STEPS):
         for run in together:
             run.step()
@@ -63,29 +66,71 @@ def test_tenants_get_what_they_get_alone(connect: Connect) -> None:
     assert alone[0] != alone[1]
 
 
+VANISHING = """
+import sys, tinker
+from tests.training_service.batches import data
+client = tinker.ServiceClient(base_url=sys.argv[1], api_key="tml-any").create_lora_training_client(sys.argv[2], rank=4)
+client = client.result()
+sent = [client.forward_backward(data("cross_entropy", 8), "cross_entropy") for _ in range(20)]
+sent[0].result()
+print("sent", flush=True)
+sys.stdin.read()
+"""
+
+
 @pytest.mark.long
-def test_tenants_at_the_same_time_get_what_they_get_alone(connect: Connect) -> None:
+def test_tenants_at_the_same_time_get_what_they_get_alone(
+    options: Callable[..., Any], tmp_path: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen, bit for bit, their passes cut into slices, beside one with losses that are not finite and one whose
+    process is killed with requests on their way."""
     from concurrent.futures import ThreadPoolExecutor
 
+    monkeypatch.setattr(adapters, "MICRO_BATCH_TOKENS", 16)
+
     def trained(tenant: int) -> list[Any]:
-        run = Run(connect(), tenant)
+        service = connect(server.url)
+        run = Run(service, tenant)
         for _ in range(STEPS):
             run.step()
+        service.close("success")
         return run.seen
 
-    alone = [trained(tenant) for tenant in RANKS]
-    with ThreadPoolExecutor(len(RANKS)) as threads:
-        assert list(threads.map(trained, RANKS)) == alone
+    def poisoned() -> None:
+        bad.forward_backward([poison()], "cross_entropy")
+        with pytest.raises(tinker.RequestFailedError, match="norm of the gradient is nan"):
+            bad.optim_step(types.AdamParams()).result()
+
+    server = start(options(tmp_path, max_models=TENANTS + 2))
+    try:
+        alone = [trained(tenant) for tenant in range(TENANTS)]
+        bad = connect(server.url).create_lora_training_client(NAME, rank=2).result()
+        command = [sys.executable, "-c", VANISHING, server.url, NAME]
+        with (
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as vanishing,
+            ThreadPoolExecutor(TENANTS + 1) as threads,
+        ):
+            assert vanishing.stdout is not None and vanishing.stdout.readline() == b"sent\n"
+            together = threads.map(trained, range(TENANTS))
+            refused = threads.submit(lambda: [poisoned() for _ in range(STEPS)])
+            vanishing.kill()
+            assert list(together) == alone
+            refused.result()
+    finally:
+        server.close()
+
+
+def poison() -> Any:
+    """A datum whose loss is not finite."""
+    datum = data("cross_entropy")[0]
+    weights = datum.loss_fn_inputs["weights"].to_torch() * float("nan")
+    return types.Datum(model_input=datum.model_input, loss_fn_inputs={**datum.loss_fn_inputs, "weights": weights})
 
 
 def test_a_loss_that_is_not_finite_costs_its_own_tenant_a_step(connect: Connect) -> None:
     good, bad = Run(connect(), 1), connect().create_lora_training_client(NAME, rank=2, seed=0).result()
     before = bad.forward(data("cross_entropy"), "cross_entropy").result().metrics
-    batch = data("cross_entropy")
-    weights = batch[0].loss_fn_inputs["weights"].to_torch() * float("nan")
-    tensors = {**batch[0].loss_fn_inputs, "weights": weights}
-    poisoned = types.Datum(model_input=batch[0].model_input, loss_fn_inputs=tensors)
-    bad.forward_backward([poisoned], "cross_entropy")
+    bad.forward_backward([poison()], "cross_entropy")
     stepped = bad.optim_step(types.AdamParams())
     good.step()
     with pytest.raises(tinker.RequestFailedError, match="norm of the gradient is nan"):
