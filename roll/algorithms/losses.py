@@ -31,7 +31,9 @@ from roll.algorithms.policy_losses import (
 from roll.algorithms.registry import Registry
 from roll.config.algorithm import PPOConfig
 from roll.config.corrections import CorrectionOptions, CorrectionRule, correction_options
-from roll.config.policy_losses import POLICY_LOSSES, loss_of
+from roll.config.reading.errors import Problems
+from roll.config.reading.fields import Choice
+from roll.config.reading.schema import SchemaReader
 from roll.protocol.metrics import Mean, Metrics
 
 __all__ = ["actor_loss", "actor_loss_options", "register_policy_loss"]
@@ -252,10 +254,14 @@ def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
 
     Raises ``ValueError`` for an unknown loss, an option that it does not have, or a bad correction.
     """
-    loss = loss_of(settings)
-    options_class, row = options_class_of(loss.name), POLICY_LOSSES.get(loss.name)
-    own = options_class if row is None or row.options is None else row.options
-    known = [option.name for option in fields(own)]
+    problems, loss = Problems(), settings.get("loss")
+    if not isinstance(loss, Choice):
+        written = {key: value for key, value in settings.items() if value is not None}
+        loss, _ = SchemaReader(problems).read_choice(PPOConfig.__dataclass_fields__["loss"], written)
+    for problem in problems.errors:
+        raise ValueError(str(problem))
+    options_class = options_class_of(loss.name)
+    known = [option.name for option in fields(options_class)]
     for name in loss.options:
         if name not in known:
             raise ValueError(f"loss.{name} is no option of {loss.name}; known: {', '.join(known) or 'none'}")

@@ -7,11 +7,10 @@ A new policy loss is a row of :data:`POLICY_LOSSES`, a dataclass of its options 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
-from roll.config.reading.fields import RULES, Choice, FlatName, Named, Table, setting
+from roll.config.reading.fields import RULES, FlatName, Named, Table, setting
 
 
 @dataclass(frozen=True)
@@ -199,22 +198,3 @@ def _flat_names() -> dict[str, FlatName]:
 
 FLAT_NAMES = _flat_names()
 """Every other name of an option of ``loss``, with its place."""
-
-
-def loss_of(settings: Mapping[str, Any]) -> Choice:
-    """The loss that a mapping of keys chooses: under ``loss``, or under the flat names.
-
-    Args:
-        settings: ``loss`` (a name, a mapping or a :class:`Choice`), or ``pg_variant`` and :data:`FLAT_NAMES`; null is
-            ``ppo``.
-    """
-    chosen = settings.get("loss") or settings.get("pg_variant") or "ppo"
-    if isinstance(chosen, Choice):
-        return chosen
-    section = dict(chosen) if isinstance(chosen, Mapping) else {"name": chosen}
-    name = section.pop("name", "ppo")
-    row = POLICY_LOSSES.get(name)
-    for key, flat in FLAT_NAMES.items():
-        if key in settings and row is not None and flat.row == row.name and flat.option is not None:
-            section.setdefault(flat.option, settings[key])
-    return Choice(name, {**section, **(settings.get("pg_variant_args") or {})})

@@ -16,7 +16,7 @@ from roll.config.lora import uses_lora
 from roll.config.model_files import model_config
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.reading.errors import Problem
-from roll.config.strategies.base import model_size
+from roll.config.strategies.base import ParallelDims, model_size
 from roll.config.strategies.deepspeed import plan_zero
 from roll.config.strategies.fsdp import ShardedStrategyConfig
 from roll.config.strategies.registry import (
@@ -145,7 +145,7 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
         per_rank = attention + 3 * (shape.hidden + shape.intermediate)
         trained = float(shape.layers * role.section.model_args.lora_rank * per_rank)
     if isinstance(config, ShardedStrategyConfig):
-        shards = world if config.fsdp_size <= 1 or config.fsdp_size >= world else config.fsdp_size
+        shards = config.parallel_dims(role.section, world).dp_shard
         master = BYTES[config.master_dtype] if learns else compute
         base = compute if trained < weights else master
         return States(
@@ -185,26 +185,25 @@ def _zero_states(
 
 def megatron_states(role: RolePlan, config: MegatronStrategyConfig, shape: ModelShape, learns: bool) -> States:
     compute = BYTES[role.section.model_args.dtype]
-    own = megatron_share(config, shape)
-    copies = max(1, role.world_size // (config.tensor_model_parallel_size * config.pipeline_model_parallel_size))
-    shard = copies if config.use_distributed_optimizer else 1
+    dims = config.parallel_dims(role.section, role.world_size)
+    own = megatron_share(dims, shape)
+    shard = dims.dp_replicate if config.use_distributed_optimizer else 1
     masters = 4 if compute < 4 else 0
     return States(parameters=own * compute, gradients=learns * own * 4, optimizer=learns * own * (8 + masters) / shard)
 
 
-def megatron_share(config: MegatronStrategyConfig, shape: ModelShape) -> float:
+def megatron_share(dims: ParallelDims, shape: ModelShape) -> float:
     """Weights on the rank of the first pipeline stage: matrices over tensor-parallel ranks, experts over their own."""
-    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    layers = -(-shape.layers // stages)
+    layers = -(-shape.layers // dims.pp)
     if shape.experts:
         experts = shape.layer - shape.active_layer * 1.0
         per_expert = experts / (shape.experts - shape.top_k)
         dense = shape.layer - shape.experts * per_expert
-        layer = dense / tensor + shape.experts * per_expert / config.expert_ranks
+        layer = dense / dims.tp + shape.experts * per_expert / (dims.ep * dims.etp)
     else:
-        layer = shape.layer / tensor
-    ends = shape.embeddings if stages == 1 else shape.vocabulary * shape.hidden
-    return layers * layer + ends / tensor
+        layer = shape.layer / dims.tp
+    ends = shape.embeddings if dims.pp == 1 else shape.vocabulary * shape.hidden
+    return layers * layer + ends / dims.tp
 
 
 def activation_bytes(role: RolePlan, shape: ModelShape, tokens: int) -> float:

@@ -20,6 +20,7 @@ from typing import Any
 
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import RolePlan
+from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.deepspeed import numbers, plan_zero
 from roll.config.strategies.registry import (
     DeepSpeedStrategyConfig,
@@ -169,13 +170,10 @@ def megatron_run(
     as it has stages.
     """
     assert shape is not None, "Megatron's models are of the usual build"
-    tensor, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    slice_config = _slice_of(config, shape, tensor, stages, options.expert_ranks)
-    sliced = task_at(slice_config)
+    dims = options.parallel_dims(role.section, task.world_size)
+    sliced = task_at(_slice_of(config, shape, dims))
     run = rehearse(replace(sliced, world_size=1, sends=False), execute_sharded=False)
-    compute, ranks = BYTES[role.section.model_args.dtype], task.world_size
-    copies = max(1, ranks // (tensor * stages))
-    weights = megatron_share(options, shape)
+    compute = BYTES[role.section.model_args.dtype]
     states = megatron_states(role, options, shape, learns=task.updates > 0)
     run.states = {
         StateKind.MODEL_PARAMS: int(states.parameters),
@@ -187,16 +185,16 @@ def megatron_run(
     for name, work in run.works.items():
         work.peak[Kind.GRADIENTS] = 0
         # Context-parallel ranks each compute a part of every sequence.
-        context, operations = options.context_parallel_size, Counter[Operation]()
-        work.peak[Kind.ACTIVATIONS] //= context
+        operations = Counter[Operation]()
+        work.peak[Kind.ACTIVATIONS] //= dims.cp
         for operation, count in work.operations.items():
-            part = replace(operation, flops=operation.flops // context, num_bytes=operation.num_bytes // context)
+            part = replace(operation, flops=operation.flops // dims.cp, num_bytes=operation.num_bytes // dims.cp)
             operations[part] += count
         work.operations = operations
         if name == "train":
-            _add_megatron_traffic(work, options, shape, task, weights, compute, copies)
+            _add_megatron_traffic(work, options, dims, shape, task, compute)
             recomputes = not task.role.model_args.disable_gradient_checkpointing
-            layers, tokens = -(-shape.layers // stages), work.tokens // context
+            layers, tokens = -(-shape.layers // dims.pp), work.tokens // dims.cp
             # Numbers of a token that a layer of Megatron keeps for its backward pass and the slice's layer does not.
             # Queries, keys and values are one product: a view of the values keeps it, when the rotated queries and keys
             # have been made of it. So are both halves of the gated MLP: the second, to which an offset is added, is
@@ -204,64 +202,54 @@ def megatron_run(
             # (length, batch).
             mlp = 0 if options.bias_activation_fusion and not task.on_cpu else shape.intermediate
             fused = mlp + (2 * shape.heads + shape.kv_heads) * shape.head_dim
-            own = fused // tensor * tokens * compute
+            own = fused // dims.tp * tokens * compute
             work.peak[Kind.ACTIVATIONS] += own * (1 if recomputes else layers)
-            hidden = tokens * shape.hidden * compute // (tensor if options.sequence_parallel else 1)
-            in_flight = min(stages, work.micro_batches // max(1, task.updates))
+            hidden = tokens * shape.hidden * compute // (dims.tp if dims.sequence_parallel else 1)
+            in_flight = min(dims.pp, work.micro_batches // max(1, task.updates))
             kept = layers * hidden if recomputes else work.peak[Kind.ACTIVATIONS]
             work.peak[Kind.ACTIVATIONS] += int(kept) * (in_flight - 1)
     if task.sends:
         bucket = min(task.bucket_bytes, int(shape.total * compute))
         run.works["send"] = Work(peak={Kind.COMMUNICATION: 2 * bucket})
-        flow = Collective("gather", tuple(range(tensor * stages)), int(shape.total * compute))
+        flow = Collective("gather", tuple(range(dims.tp * dims.pp)), int(shape.total * compute))
         run.works["send"].collectives[flow] += 1
     return run
 
 
-def _slice_of(
-    config: Mapping[str, Any], shape: ModelShape, tensor: int, stages: int, expert_ranks: int
-) -> dict[str, Any]:
+def _slice_of(config: Mapping[str, Any], shape: ModelShape, dims: ParallelDims) -> dict[str, Any]:
     """The ``config.json`` of what one rank of the first stage computes with."""
-    heads = max(1, shape.heads // tensor)
-    kv_heads = max(1, shape.kv_heads // tensor)
+    heads = max(1, shape.heads // dims.tp)
+    kv_heads = max(1, shape.kv_heads // dims.tp)
     sliced = {
         **config,
-        "num_hidden_layers": -(-shape.layers // stages),
+        "num_hidden_layers": -(-shape.layers // dims.pp),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads if heads % kv_heads == 0 else heads,
         "head_dim": shape.head_dim,
-        "vocab_size": -(-shape.vocabulary // tensor),
-        "intermediate_size": max(1, int(config.get("intermediate_size", shape.intermediate)) // tensor),
+        "vocab_size": -(-shape.vocabulary // dims.tp),
+        "intermediate_size": max(1, int(config.get("intermediate_size", shape.intermediate)) // dims.tp),
     }
     sliced.pop("layer_types", None)
     if shape.experts:
         # Tokens are dealt out evenly: as many as a rank has come to its experts.
-        sliced["num_experts"] = max(shape.top_k, shape.experts // expert_ranks)
+        sliced["num_experts"] = max(shape.top_k, shape.experts // (dims.ep * dims.etp))
     return sliced
 
 
 def _add_megatron_traffic(
-    work: Work,
-    options: MegatronStrategyConfig,
-    shape: ModelShape,
-    task: Task,
-    weights: float,
-    compute: int,
-    copies: int,
+    work: Work, options: MegatronStrategyConfig, dims: ParallelDims, shape: ModelShape, task: Task, compute: int
 ) -> None:
-    tensor, stages = options.tensor_model_parallel_size, options.pipeline_model_parallel_size
-    hidden = work.tokens // options.context_parallel_size * shape.hidden * compute
-    layers = -(-shape.layers // stages)
-    if tensor > 1:
+    hidden = work.tokens // dims.cp * shape.hidden * compute
+    if dims.tp > 1:
         # Two in the forward pass of a layer, two in its backward pass, two where it is computed again.
         recomputes = not task.role.model_args.disable_gradient_checkpointing
-        flow = Collective("all_reduce", tuple(range(tensor)), hidden)
-        work.collectives[flow] += (6 if recomputes else 4) * layers * work.micro_batches
-    if stages > 1:
-        peers = (0, task.world_size // stages)
+        flow = Collective("all_reduce", tuple(range(dims.tp)), hidden)
+        work.collectives[flow] += (6 if recomputes else 4) * -(-shape.layers // dims.pp) * work.micro_batches
+    if dims.pp > 1:
+        peers = (0, dims.stage)
         work.collectives[Collective("receive", peers, hidden)] += 2 * work.micro_batches
-    if copies > 1:
-        group = tuple(range(0, tensor * copies, tensor))
+    if dims.dp_replicate > 1:
+        weights, group = megatron_share(dims, shape), tuple(range(0, dims.stage, dims.tp))
         if options.use_distributed_optimizer:
             work.collectives[Collective("reduce_scatter", group, int(weights * 4))] += task.updates
             work.collectives[Collective("all_gather", group, int(weights * compute))] += task.updates

@@ -319,7 +319,7 @@ def test_clip_cov_does_not_draw_what_the_clip_of_ppo_has_cut_already() -> None:
     batch = make_batch(8, 6, 12, density=1.0)
     log_probs = batch.log_probs.clone().requires_grad_()
     inputs = inputs_of(batch, log_probs=log_probs)
-    settings = {"clip_cov_ratio": 1.0, "clip_cov_low": -math.inf, "clip_cov_high": math.inf, "pg_clip": 0.1}
+    settings = {"clip_cov_ratio": 1.0, "clip_cov_low": -1e30, "clip_cov_high": 1e30, "pg_clip": 0.1}
     loss, plain = per_token("clip_cov", inputs, **settings), per_token("ppo", inputs, pg_clip=0.1).detach()
     unclipped = -(inputs.log_ratio.exp() * batch.advantages).detach()
     cut = batch.mask & (plain > unclipped)

@@ -45,13 +45,21 @@ def test_the_plan_counts_replicas(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "key", "rule"),
     [
-        ({SIZES: {"tensor_model_parallel_size": 4}}, f"{SIZES}.tensor_model_parallel_size", "= 4 must divide the role"),
+        (
+            {SIZES: {"tensor_model_parallel_size": 4}},
+            f"{SIZES}.tensor_model_parallel_size",
+            "must divide the role's 2 ranks",
+        ),
         (
             {SIZES: {"virtual_pipeline_model_parallel_size": 2}},
             f"{SIZES}.virtual_pipeline_model_parallel_size",
             "needs pipeline_model_parallel_size of at least 2",
         ),
-        ({SIZES: {"expert_model_parallel_size": 4}}, f"{SIZES}.expert_model_parallel_size", "= 4 must divide the 2"),
+        (
+            {SIZES: {"expert_model_parallel_size": 4}},
+            f"{SIZES}.expert_model_parallel_size",
+            "must divide the role's 2 ranks",
+        ),
         ({SIZES: {"moe_token_dispatcher_type": "flex"}}, f"{SIZES}.moe_token_dispatcher_type", "needs DeepEP"),
         ({SIZES: {"fp8": "e4m3"}}, f"{SIZES}.fp8", "not available yet"),
         ({SIZES: {"recompute_granularity": "half"}}, f"{SIZES}.recompute_granularity", "full, selective"),

@@ -28,15 +28,16 @@ def test_fsdp_shards_over_all_ranks_or_groups_of_fsdp_size(world, fsdp_size, cop
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ({"tp": 3}, "tp: 3 does not divide the role's 8 ranks; use sizes whose product does, e.g. all 1"),
-        ({"tp": 2, "pp": 2, "cp": 4}, "tp 2 x cp 4 x pp 2 = 16 does not divide the role's 8 ranks"),
-        ({"dp_shard": 3}, "dp_shard: 3 does not divide the role's 8 ranks"),
-        ({"pp": 2, "ep": 8, "keys": {"ep": "ep_size"}}, "ep_size: 8 does not divide the 4 ranks of a pipeline stage"),
+        ({"tp": 3}, "tp: 3 must divide the role's 8 ranks; use e.g. 2"),
+        ({"tp": 2, "pp": 2, "cp": 4}, "tp: 2 x cp 4 x pp 2 = 16 must divide the role's 8 ranks; use e.g. 1"),
+        ({"tp": 4, "pp": 4}, "tp: 4 x pp 4 = 16 must divide the role's 8 ranks; use e.g. 2"),
+        ({"dp_shard": 3}, "dp_shard: 3 must divide the role's 8 ranks"),
+        ({"pp": 2, "ep": 8, "keys": {"ep": "s.ep_size"}}, "s.ep_size: 8 must divide the 4 ranks of a pipeline stage"),
         ({"tp": 2, "vpp": 2}, "vpp: 2 needs pp of at least 2"),
     ],
 )
 def test_degrees_that_do_not_fit_are_refused(degrees, message):
-    with pytest.raises(ValueError, match=f"actor_train: {message}"):
+    with pytest.raises(ValueError, match=rf"actor_train\.{message}"):
         ParallelDims(8, **degrees).validate("actor_train")
 
 

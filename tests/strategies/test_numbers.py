@@ -596,7 +596,7 @@ def test_layers_learn_above_frozen_embeddings(run, expected, world, sizes):
 
 def test_sizes_of_ulysses_that_do_not_fit_are_refused(run):
     (message,) = run(jobs.refused, 1, "fsdp2", "tied", batch=None, model_args=ULYSSES)
-    assert "ulysses_size: 2 does not divide the role's 1 ranks" in message
+    assert "ulysses_size: 2 must divide the role's 1 ranks" in message
     for message in run(jobs.refused, 3, "fsdp2", "tied", batch=None, model_args={"ulysses_size": 3}):
         assert "ulysses_size: 3 does not divide the model's 4 attention heads; use one of 1, 2, 4" in message
 

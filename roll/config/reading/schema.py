@@ -193,7 +193,7 @@ class SchemaReader:
         data = self._newest_spellings(data, aliases, path)
         for item in fields(cls):
             if rules_of(item).table is not None:
-                values[item.name], data = self._read_choice(item, data)
+                values[item.name], data = self.read_choice(item, data)
         for key, value in data.items():
             name = aliases.get(str(key), str(key))
             full = f"{path}.{key}" if path else str(key)
@@ -246,7 +246,7 @@ class SchemaReader:
         except Mismatch as error:
             self.problems.add(path, value, error.rule, error.example)
 
-    def _read_choice(self, item: Field[Any], data: Mapping[str, Any]) -> tuple[Choice, Mapping[str, Any]]:
+    def read_choice(self, item: Field[Any], data: Mapping[str, Any]) -> tuple[Choice, Mapping[str, Any]]:
         """The row and the options that the keys of a choice select, nested or flat, and the keys that are left."""
         rules, left = rules_of(item), dict(data)
         table: Any = rules.table

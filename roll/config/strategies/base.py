@@ -50,7 +50,7 @@ class ParallelDims:
     sequence_parallel: bool = False
     """Norms and residuals are spread over the ``tp`` ranks along the sequence."""
     keys: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """The configuration's names of degrees, for messages."""
+    """The degrees' paths in the section of the role, for messages."""
 
     @property
     def replica(self) -> int:
@@ -87,27 +87,36 @@ class ParallelDims:
         """Divisor of the padded length of a micro-batch."""
         return self.cp * (self.tp if self.sequence_parallel else 1)
 
+    def problems(self) -> Iterator[ShapeProblem]:
+        """Degrees that do not divide the ranks, and virtual stages without a pipeline."""
+        groups = [("tp", "cp", "pp")]
+        if self.dp_shard > 1:
+            groups.append(("dp_shard", "tp", "pp"))
+        if self.world_size % self.replica == 0:
+            groups.append(("ep", "etp"))
+        for names in groups:
+            sizes = {self.keys.get(name, name): size for name in names if (size := getattr(self, name)) > 1}
+            is_stage = "ep" in names and self.pp > 1
+            ranks, product = self.stage if is_stage else self.world_size, prod(sizes.values())
+            if ranks % product == 0:
+                continue
+            key, *others = sizes
+            factors = "".join(f"x {other.rpartition('.')[2]} {sizes[other]} " for other in others)
+            rule = f"{factors}{f'= {product} ' if others else ''}must divide the "
+            rule += f"{ranks} ranks of a pipeline stage" if is_stage else f"role's {ranks} ranks"
+            rest = product // sizes[key]
+            yield key, sizes[key], rule, 1 if ranks % rest else largest_divisor(sizes[key], ranks // rest)
+        if self.vpp > 1 and self.pp == 1:
+            stages, chunks = (self.keys.get(name, name) for name in ("pp", "vpp"))
+            yield chunks, self.vpp, f"needs {stages.rpartition('.')[2]} of at least 2", "~"
+
     def validate(self, role: str) -> None:
         """
         Raises:
-            ValueError: degrees that do not divide the ranks, or virtual stages without a pipeline.
+            ValueError: the first of :meth:`problems`.
         """
-        for names, ranks, whose in (
-            (("tp", "cp", "pp"), self.world_size, "the role's {} ranks"),
-            (("tp", "pp", "dp_shard"), self.world_size, "the role's {} ranks"),
-            (("ep", "etp"), self.stage, "the {} ranks of a pipeline stage"),
-        ):
-            sizes = {self.keys.get(name, name): size for name in names if (size := getattr(self, name)) > 1}
-            product = prod(sizes.values())
-            if ranks % product:
-                listed = " x ".join(f"{key} {size}" for key, size in sizes.items()) + f" = {product}"
-                if len(sizes) == 1:
-                    listed = f"{next(iter(sizes))}: {product}"
-                where = whose.format(ranks)
-                raise ValueError(f"{role}: {listed} does not divide {where}; use sizes whose product does, e.g. all 1")
-        if self.vpp > 1 and self.pp == 1:
-            stages, chunks = (self.keys.get(name, name) for name in ("pp", "vpp"))
-            raise ValueError(f"{role}: {chunks}: {self.vpp} needs {stages} of at least 2; set it to null")
+        for key, size, rule, example in self.problems():
+            raise ValueError(f"{role}.{key}: {size} {rule}; use e.g. {example}")
 
     def rank_info(self, rank: int) -> RankInfo:
         """The coordinates of a rank."""
@@ -144,13 +153,16 @@ class StrategyConfig:
         return ParallelDims(world_size)
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report options that do not fit the role.
+        """Report options that do not fit the role, such as degrees of parallelism that do not divide its ranks.
 
         Args:
             name: of the role's section.
             world_size: the role's ranks.
             trains: the role takes optimizer steps.
         """
+        for key, size, rule, example in self.parallel_dims(role, world_size).problems():
+            if not problems.mentions(f"{name}.{key}"):
+                problems.add(f"{name}.{key}", size, rule, example)
 
     def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
         """Sizes that do not fit the model.

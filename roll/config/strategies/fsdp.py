@@ -71,30 +71,21 @@ class ShardedStrategyConfig(StrategyConfig):
         return self.param_dtype or role.model_args.dtype
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report sizes that do not divide the ranks, and types that do not go together."""
-        path, size = f"{name}.strategy_args.strategy_config", self.fsdp_size
-        if 1 < size < world_size and world_size % size:
-            divisors = [number for number in range(2, world_size + 1) if world_size % number == 0]
-            best = min(divisors, key=lambda number: abs(number - size))
-            problems.add(
-                f"{path}.fsdp_size", size, f"must divide the role's {world_size} ranks (or be 1: all of them)", best
-            )
+        """Report types that do not go together as well."""
+        super().check(name, role, world_size, trains, problems)
+        path = f"{name}.strategy_args.strategy_config"
         if trains and self.reduce_dtype == "fp16" and self.compute_type(role) != "fp16":
             rule = f"goes with fp16 computation, which scales the loss; this role computes in {self.compute_type(role)}"
             problems.add(f"{path}.reduce_dtype", "fp16", rule, "fp32")
         if self.master_dtype == "bf16" and self.compute_type(role) != "bf16":
             rule = f"goes with bf16 computation; this role computes in {self.compute_type(role)}"
             problems.add(f"{path}.master_dtype", "bf16", rule, "fp32")
-        size = role.model_args.ulysses_size
-        if world_size % size and not problems.mentions(f"{name}.model_args.ulysses_size"):
-            best = largest_divisor(size, world_size)
-            rule = f"must divide the role's {world_size} ranks, which share sequences in groups of so many"
-            problems.add(f"{name}.model_args.ulysses_size", size, rule, best)
 
     def parallel_dims(self, role: WorkerConfig, world_size: int) -> ParallelDims:
         # Sequences are shared by ranks that hold shards too: a second view of the same ranks.
         shard = self.fsdp_size if 1 < self.fsdp_size < world_size else world_size
-        keys = {"dp_shard": "fsdp_size", "cp": "model_args.ulysses_size", "ep": "ep_size"}
+        path = "strategy_args.strategy_config"
+        keys = {"dp_shard": f"{path}.fsdp_size", "cp": "model_args.ulysses_size", "ep": f"{path}.ep_size"}
         return ParallelDims(world_size, dp_shard=shard, cp=role.model_args.ulysses_size, keys=keys)
 
     def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
@@ -153,10 +144,7 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
             if self.efsdp_size not in (None, 1):
                 problems.note(f"{path}.efsdp_size", "has no effect without ep_size")
             return
-        if world_size % size:
-            rule = f"must divide the role's {world_size} ranks"
-            problems.add(f"{path}.ep_size", size, rule, largest_divisor(size, world_size))
-        elif self.efsdp_size not in (None, world_size // size):
+        if world_size % size == 0 and self.efsdp_size not in (None, world_size // size):
             rule = f"must be the role's {world_size} ranks / ep_size: experts are not replicated"
             problems.add(f"{path}.efsdp_size", self.efsdp_size, rule, world_size // size)
         if 1 < self.fsdp_size < world_size:

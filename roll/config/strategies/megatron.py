@@ -24,12 +24,15 @@ if TYPE_CHECKING:
 
 
 _KEYS = {
-    "tp": "tensor_model_parallel_size",
-    "cp": "context_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
+    degree: f"strategy_args.strategy_config.{key}"
+    for degree, key in {
+        "tp": "tensor_model_parallel_size",
+        "cp": "context_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+    }.items()
 }
 
 
@@ -124,33 +127,10 @@ class MegatronStrategyConfig(StrategyConfig):
         )
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report sizes that do not make whole replicas of the role's ranks."""
-        path, dims = f"{name}.strategy_args.strategy_config", self.parallel_dims(role, world_size)
-        if world_size % dims.replica:
-            rule = (
-                f"tensor_model_parallel_size x pipeline_model_parallel_size {dims.pp} x context_parallel_size "
-                f"{dims.cp} = {dims.replica} must divide the role's {world_size} ranks"
-            )
-            problems.add(f"{path}.tensor_model_parallel_size", dims.tp, rule, 1)
-        elif dims.stage % (dims.ep * dims.etp):
-            rule = (
-                f"x expert_tensor_parallel_size {dims.etp} = {dims.ep * dims.etp} must divide the "
-                f"{dims.stage} ranks of a pipeline stage"
-            )
-            example = largest_divisor(dims.ep, dims.stage)
-            problems.add(f"{path}.expert_model_parallel_size", dims.ep, rule, example)
+        super().check(name, role, world_size, trains, problems)
         if self.moe_token_dispatcher_type == "flex":
-            problems.add(
-                f"{path}.moe_token_dispatcher_type", "flex", "needs DeepEP, which is not supported", "alltoall"
-            )
-        if dims.vpp > 1 and dims.pp == 1:
-            rule = "needs pipeline_model_parallel_size of at least 2"
-            problems.add(f"{path}.virtual_pipeline_model_parallel_size", dims.vpp, rule, "~")
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks that hold one set of experts."""
-        return self.expert_model_parallel_size * (self.expert_tensor_parallel_size or self.tensor_model_parallel_size)
+            key = f"{name}.strategy_args.strategy_config.moe_token_dispatcher_type"
+            problems.add(key, "flex", "needs DeepEP, which is not supported", "alltoall")
 
     def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
         path = f"{name}.strategy_args.strategy_config"
