@@ -89,11 +89,6 @@ READ_KEYS = {
 """The keys of :class:`WorkerConfig` that a role reads, by its task."""
 
 
-def keys_read_for(task: Task) -> frozenset[str]:
-    """:data:`READ_KEYS`, with those of roles that learn from the run's data."""
-    return READ_KEYS[task] | (POLICY_KEYS if task is TRAINS else frozenset())
-
-
 @dataclass(frozen=True)
 class Role:
     """A role of a pipeline, which is a section of its files."""
@@ -269,7 +264,8 @@ class PipelineDefinition(ABC, Generic[C, P]):
         """The keys of :class:`WorkerConfig` that the section at ``key`` is read for."""
         if not self.is_role(key):
             return frozenset(("data_args",))
-        return keys_read_for(self.task_of(key, section))
+        task = self.task_of(key, section)
+        return READ_KEYS[task] | (POLICY_KEYS if task is TRAINS else frozenset())
 
     def effective(self, config: C) -> dict[str, Any]:
         """Keys whose effective value is not the one that is written at the top."""

@@ -184,7 +184,8 @@ def rows_of(heading: str, cls: type, elsewhere: tuple[type, ...]) -> Iterator[Ex
     for item in fields(cls):
         if item.name not in known:
             hint, text = hints[item.name], meaning(item, texts[item.name])
-            text += also_written(cls, item.name)
+            if names := dict.fromkeys(flat_spellings().get((cls, item.name), ())):
+                text += f" Also written {', '.join(f'`{name}`' for name in names)}."
             section = next((word for word in ("training_args", "generating_args") if heading.endswith(f"{word}`")), "")
             if learning := LEARNING_DEFAULTS.get(f"{section}.{item.name}".lstrip(".")):
                 text += f" In a policy's file that is not ROLL's: {learning}."
@@ -199,12 +200,6 @@ def flat_spellings() -> dict[tuple[type, str], list[str]]:
         for name, flat in {} if elsewhere and issubclass(cls, elsewhere) else flat_options(cls).items():
             found.setdefault((flat.row.options, flat.option.name), []).append(name)
     return found
-
-
-def also_written(cls: type, option: str) -> str:
-    """The flat names of an option of a choice."""
-    names = dict.fromkeys(flat_spellings().get((cls, option), ()))
-    return f" Also written {', '.join(f'`{name}`' for name in names)}." if names else ""
 
 
 def page() -> str:
@@ -233,7 +228,13 @@ def explain(word: str) -> list[Explanation]:
         ConfigError: it names none; the nearest key is in the message.
     """
     live = [row for table in tables() for row in rows_of(*table)]
-    rows = live + [row for table in tables() for row in _dead_rows(*table)]
+    dead = [
+        Explanation(heading.replace("`", ""), name, "any value", "", dead_words(decides).capitalize())
+        for heading, cls, elsewhere in tables()
+        for name, decides in dead_keys(cls).items()
+        if not any(name in dead_keys(other) for other in elsewhere)
+    ]
+    rows = live + dead
     found = _named(word, rows)
     is_ours = any(row.key == word for row in live)
     found += [row for row in _meant(word, rows, is_ours) if all(row.key != other.key for other in found)]
@@ -288,13 +289,6 @@ def literals(hint: object) -> tuple[Any, ...]:
     """The values of a type that names them, its parts included."""
     arguments = get_args(hint)
     return arguments if get_origin(hint) is Literal else tuple(one for part in arguments for one in literals(part))
-
-
-def _dead_rows(heading: str, cls: type, elsewhere: tuple[type, ...]) -> Iterator[Explanation]:
-    known = {name for other in elsewhere for name in dead_keys(other)}
-    for name, decides in dead_keys(cls).items():
-        if name not in known:
-            yield Explanation(heading.replace("`", ""), name, "any value", "", dead_words(decides).capitalize())
 
 
 def _words(heading: str) -> set[str]:

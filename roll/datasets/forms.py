@@ -127,7 +127,10 @@ def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
         question = None if dialogue else next((name for name in QUESTIONS if isinstance(row.get(name), str)), None)
     own_response, response = data_args.response, None
     talked = row.get(data_args.messages or dialogue or "messages")
-    answered = isinstance(talked, str) or (is_dialogue(talked) and is_assistants(talked[-1]))
+    answered = isinstance(talked, str)
+    if is_dialogue(talked):
+        speaker = str(talked[-1].get("from", talked[-1].get("role"))).lower()
+        answered = SPEAKERS.get(speaker) == "assistant"
     if own_response == DataArguments().response and own_response not in row and not answered:
         answers = ("answer", *ANSWERS) if question == "question" else ANSWERS
         found = next((name for name in answers if row.get(name) is not None), None)
@@ -237,11 +240,6 @@ def last_marked(text: str) -> str | None:
     """Text after the last ``####`` on its line."""
     found = _MARKED.findall(text)
     return found[-1].strip() if found else None
-
-
-def is_assistants(turn: Mapping[str, Any]) -> bool:
-    speaker = str(turn.get("from", turn.get("role"))).lower()
-    return SPEAKERS.get(speaker) == "assistant"
 
 
 def is_dialogue(value: object) -> TypeGuard[list[dict[str, Any]]]:

@@ -16,7 +16,7 @@ from roll.config.losses import KD_OBJECTIVES, TOPK_TAILS, DivergenceConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import closest
 from roll.config.reading.fields import rules, setting
-from roll.config.roles import GeneratingArguments, ReferenceWorkerConfig, WorkerConfig
+from roll.config.roles import GeneratingArguments, ReferenceWorkerConfig
 from roll.methods.teachers import TEACHER, check_temperature
 
 REWARD_KEYS = (
@@ -104,11 +104,6 @@ def taught_by_advantage(config: TaughtConfig) -> bool:
 def teacher_role(name: str) -> str:
     """The role of a teacher."""
     return TEACHER if name == TEACHER else f"{TEACHER}.{name}"
-
-
-def teacher_roles(config: TaughtConfig) -> dict[str, WorkerConfig]:
-    """The sections of the teachers that the run starts, by role."""
-    return {teacher_role(name): section for name, section in config.teacher.items()} if is_taught(config) else {}
 
 
 def coefficients(config: TaughtConfig) -> dict[str, float]:

@@ -169,7 +169,9 @@ class PolicyMethod:
         batch.batch["token_level_rewards"] = inputs.token_level_rewards
         for message in self._watch.observe_advantages(outputs.advantages, used, self._config.adv_estimator):
             logger.warning("%s", message)
-        metrics = [masked, rewarded, outputs.metrics, _data_metrics(batch, outputs)]
+        columns = {column.name: batch.batch.get(column.name) for column in fields(BatchColumns)}
+        columns |= {"truncated": _truncated(batch), "raw_advantages": outputs.raw_advantages}
+        metrics = [masked, rewarded, outputs.metrics, compute_data_metrics(BatchColumns(**columns))]
         if self._entropy_controller is not None:
             entropy = float(masked_mean(batch.batch["old_entropy"], batch.batch["loss_mask"]))
             self.entropy_coef = self._entropy_controller.step(entropy, int(batch.batch["loss_mask"].sum()))
@@ -327,11 +329,3 @@ def _with_bootstrap(batch: DataProto) -> DataProto:
 def _truncated(batch: DataProto) -> torch.Tensor:
     """bool (B,): responses truncated at the length limit."""
     return torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
-
-
-def _data_metrics(batch: DataProto, outputs: AdvantageOutputs) -> Metrics:
-    tensors = batch.batch
-    columns = {column.name: tensors.get(column.name) for column in fields(BatchColumns)}
-    columns["truncated"] = _truncated(batch)
-    columns["raw_advantages"] = outputs.raw_advantages
-    return compute_data_metrics(BatchColumns(**columns))

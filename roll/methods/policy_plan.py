@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 
 from roll.config.algorithm import estimator
 from roll.config.corrections import correction_options
-from roll.config.lora import adapter_rank, uses_lora
+from roll.config.lora import adapter_rank
 from roll.config.names import INVARIANT_ATTENTION
 from roll.config.pipelines import POLICY_KEYS, READ_KEYS, TEACHES, Panel, PipelineDefinition, Task
 from roll.config.plan.plan import Plan, RunAhead, TrainingPlan
@@ -27,7 +27,7 @@ from roll.methods.opd_keys import (
     is_taught,
     opd_divergence,
     taught_by_advantage,
-    teacher_roles,
+    teacher_role,
 )
 from roll.methods.teachers import check_teachers_of, check_vocabularies_of, finished_teacher, is_teacher
 from roll.workers import frozen_worker
@@ -197,11 +197,6 @@ def needs_reference(config: PolicyConfig) -> bool:
     return in_loss or kl_in_reward(config) or config.enable_reference
 
 
-def reference_is_actor(config: PolicyConfig) -> bool:
-    """Under LoRA the actor without its adapters is the policy it started from: no model of its own is needed."""
-    return needs_reference(config) and config.reference is None and uses_lora(config.actor_train.model_args)
-
-
 def kl_in_reward(config: PolicyConfig) -> bool:
     return config.add_token_level_kl and config.init_kl_coef > 0
 
@@ -218,11 +213,6 @@ def actor_keys(config: PolicyConfig) -> dict[str, Any]:
     if shared.get("ratio_type") == "segment":
         shared["importance_sampling"] = "segment"
     return shared
-
-
-def recorded_rollouts(config: PolicyConfig, output_dir: Path) -> Path:
-    """The folder of ``rollout_mock``."""
-    return Path(config.rollout_mock.dump_dir).expanduser() if config.rollout_mock.dump_dir else output_dir / "rollouts"
 
 
 def rollout_file(folder: Path, step: int) -> Path:
@@ -339,4 +329,6 @@ def policy_roles(config: PolicyConfig) -> dict[str, WorkerConfig]:
         roles["reference"] = config.reference
     if config.critic is not None and needs_critic(config):
         roles["critic"] = config.critic
-    return roles | teacher_roles(config)
+    if is_taught(config):
+        roles |= {teacher_role(name): section for name, section in config.teacher.items()}
+    return roles

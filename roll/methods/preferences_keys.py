@@ -41,11 +41,6 @@ def runs_reference(config: DPOConfig) -> bool:
     return config.reference is not None and needs_reference(config)
 
 
-def has_base(config: DPOConfig) -> bool:
-    """The policy has adapters and its base is the reference: there is no section of another model."""
-    return uses_lora(config.actor_train.model_args) and config.reference is None
-
-
 class DPO(SupervisedDefinition[DPOConfig]):
     """Learning from preferences: DPO and its relatives."""
 
@@ -79,7 +74,9 @@ class DPO(SupervisedDefinition[DPOConfig]):
         if not checks.broken("loss_type"):
             for key, value, rule in preference_problems(config):
                 checks.add(key, value, rule)
-            if needs_reference(config) and config.reference is None and not has_base(config):
+            # Adapters leave their base as it is, which then is the reference.
+            has_base = uses_lora(config.actor_train.model_args)
+            if needs_reference(config) and config.reference is None and not has_base:
                 rule = "is needed: a section with the strategy and devices of the model that the policy is tied to"
                 checks.missing("reference", rule, "{strategy_args: {strategy_name: fsdp2_infer}, device_mapping: [0]}")
             if config.reference is not None and needs_reference(config):

@@ -91,12 +91,6 @@ def _num_experts(experts: nn.Module) -> int:
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def choose_kernel(model: PreTrainedModel, grouped: bool | None) -> None:
-    """Compute fused experts by one grouped matrix product or by a loop over them; None: as the model does itself."""
-    if grouped is not None:
-        model.set_experts_implementation("grouped_mm" if grouped else "eager")
-
-
 def chosen_experts(output: RouterOutput, top_k: int) -> tuple[Tensor, Tensor]:
     """Logits (T, E) and chosen experts, int64 (T, k), from what a router returned."""
     if isinstance(output, Tensor):

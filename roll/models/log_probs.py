@@ -221,7 +221,8 @@ def _head_log_probs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None] | Named:
     """Outputs of :func:`token_log_probs`; tensors (N, ...) by name where whole distributions are wanted: those of
     ``wanted``, or of the comparison with ``comparisons`` and ``outputs``."""
-    excluded, product = _excluded(head, hidden.device), getattr(head, _PRODUCT, linear)
+    ids, product = getattr(head, _EXCLUDED, ()), getattr(head, _PRODUCT, linear)
+    excluded = torch.tensor(ids, device=hidden.device) if ids else None
     if wanted is None and not comparisons:
         return token_log_probs(
             hidden,
@@ -251,11 +252,6 @@ _EXCLUDED = "excluded_ids"
 """Attribute of an output matrix: the token ids of probability 0."""
 _PRODUCT = "product"
 """Attribute of an output matrix: the function that multiplies with it, where that is not torch's."""
-
-
-def _excluded(head: nn.Module, device: torch.device) -> Tensor | None:
-    ids = getattr(head, _EXCLUDED, ())
-    return torch.tensor(ids, device=device) if ids else None
 
 
 def run_head_when_called(language_model: PreTrainedModel) -> None:

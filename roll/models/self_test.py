@@ -232,7 +232,10 @@ def rows_of(model: PreTrainedModel) -> Rows:
     config = model.config.get_text_config().to_dict()
     scaled = original_length(config) is not None or config.get("max_position_embeddings") == ORIGINAL_LENGTH
     seen = _image_for(model.config) if reads_images(model.config) else None
-    marks = [] if seen is None else _marks(model.config, seen)
+    marks: list[int] = []
+    if seen is not None:
+        own = model.config
+        marks = [own.vision_start_token_id, *[own.image_token_id] * seen.num_tokens[0], own.vision_end_token_id]
     prompts = [_PROMPTS[0] + len(marks), _PROMPTS[1] + len(marks), _PROMPTS[2]]
     lengths = list(zip(prompts, _BEYOND if scaled else _RESPONSES, strict=True))
     width, random = max(map(sum, lengths)), torch.Generator().manual_seed(1)
@@ -271,10 +274,6 @@ def _image_for(config: PretrainedConfig) -> VisionInputs | None:
     except (ImportError, AttributeError, ValueError) as error:
         logger.warning("self-test of a %s model: rows of text alone: %r", config.model_type, error)
         return None
-
-
-def _marks(config: PretrainedConfig, seen: VisionInputs) -> list[int]:
-    return [config.vision_start_token_id, *[config.image_token_id] * seen.num_tokens[0], config.vision_end_token_id]
 
 
 def _by_itself(model: PreTrainedModel, head: HeadName) -> tuple[PreTrainedModel, Noise, Computed] | None:

@@ -116,9 +116,8 @@ def small_model(
         trusted: code that comes with the model may run.
     """
     layers = divided.layers
-    whole = max(
-        (value for key, value in config.get_text_config().to_dict().items() if _counts_layers(key, value)), default=0
-    )
+    sizes = config.get_text_config().to_dict()
+    whole = max((sizes[key] for key in _LAYERS if isinstance(sizes.get(key), int)), default=0)
     attempts: list[Callable[[Any], Any]] = [
         partial(change, divided=divided) for change in (_made_anew, _with_sizes, _with_few_layers)
     ]
@@ -308,10 +307,6 @@ def _open_number(key: str) -> Any:
     return next((size for ending, size in _OPEN.items() if key.endswith(ending)), None)
 
 
-def _counts_layers(key: str, value: object) -> bool:
-    return key in _LAYERS and isinstance(value, int)
-
-
 def _few_layers(values: dict[str, Any], least: int) -> dict[str, Any]:
     """So many layers, the first of each kind among them."""
     changed = dict(values)
@@ -327,8 +322,10 @@ def _few_layers(values: dict[str, Any], least: int) -> dict[str, Any]:
     for key in _LAYERS:
         if isinstance(values.get(key), int):
             changed[key] = min(count, len(kept))
-    by_layer = {key: value for key, value in values.items() if isinstance(value, dict) and _names_layers(value)}
-    for key, value in by_layer.items():
+    for key, value in values.items():
+        # Options of layers by their numbers.
+        if not (isinstance(value, dict) and value and all(str(index).isdecimal() for index in value)):
+            continue
         own = {int(index): options for index, options in value.items()}
         changed[key] = {place: own[index] for place, index in enumerate(kept) if index in own}
     changed |= {key: [value[index] for index in kept] for key, value in lists.items()}
@@ -342,10 +339,6 @@ def _chooses_layers(key: str, value: object, count: int) -> bool:
     if not (isinstance(value, list) and value and ("layer" in key or "index" in key)):
         return False
     return all(type(one) is int and 0 <= one < count for one in value) and value == sorted(set(value))
-
-
-def _names_layers(value: dict[Any, Any]) -> bool:
-    return bool(value) and all(str(index).isdecimal() for index in value)
 
 
 def _shorten_rotary(values: dict[str, Any]) -> None:

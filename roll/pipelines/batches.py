@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from roll.datasets import DataError
 from roll.distributed.failures import NotFinite
-from roll.methods.policy_plan import PolicyConfig, recorded_rollouts, rollout_file
+from roll.methods.policy_plan import PolicyConfig, rollout_file
 from roll.protocol import DataProto
 from roll.protocol.columns import object_array
 from roll.protocol.metrics import Mean, Metrics
@@ -171,7 +171,7 @@ class RecordedRollouts:
 
     def __init__(self, config: PolicyConfig, output_dir: Path, num_samples: int | None) -> None:
         section = config.rollout_mock
-        self._folder = recorded_rollouts(config, output_dir)
+        self._folder = Path(section.dump_dir).expanduser() if section.dump_dir else output_dir / "rollouts"
         self._num_samples = num_samples
         self.writes = section.enable and section.mode == "dump"
         self.replays = section.enable and section.mode == "mock"

@@ -35,7 +35,6 @@ from roll.methods.policy_plan import (
     needs_reference,
     needs_sum_of_squares,
     policy_training_plans,
-    reference_is_actor,
     rollout_file,
     trainer_is_old,
     uses_old_log_probs,
@@ -62,7 +61,9 @@ OWN_FUNCTION_KEYS = (
 
 def check_needed_roles(config: PolicyConfig, checks: Checks) -> None:
     devices = config.actor_train.device_mapping or [0]
-    if needs_reference(config) and config.reference is None and not reference_is_actor(config):
+    # Under LoRA the actor without its adapters is the policy it started from: no model of its own is needed.
+    is_actor = uses_lora(config.actor_train.model_args)
+    if needs_reference(config) and config.reference is None and not is_actor:
         rule = "is needed: a KL to the reference policy is used"
         checks.missing("reference", rule, f"reference.device_mapping: {devices}")
     if config.reference is not None and not needs_reference(config):

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from roll.agents.conversation import Branch, Call
-from roll.agents.episode import Episode, EpisodeGroup, Task
+from roll.agents.episode import Episode, EpisodeGroup
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.groups import masked_column
@@ -135,7 +135,8 @@ def _rows(
     tasks: dict[str, int] = {}
     episodes = trajectories = 0
     for number, group in enumerate(groups):
-        task = tasks.setdefault(_task_key(group.task), len(tasks))
+        key = json.dumps([group.task.tag, group.task.seed, group.task.row], sort_keys=True, default=str)
+        task = tasks.setdefault(key, len(tasks))
         of_group = rule if isinstance(rule, str) else rule[group.task.tag]
         for episode in group.episodes:
             found = _samples(episode, of_group, roles)
@@ -233,10 +234,6 @@ def _images(rows: Sequence[_Row]) -> list[VisionInputs | None]:
             known[key] = row.source.conversations.inputs(row.branch.images)
         found.append(known[key])
     return found
-
-
-def _task_key(task: Task) -> str:
-    return json.dumps([task.tag, task.seed, task.row], sort_keys=True, default=str)
 
 
 def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dict[str, Sequence[object]]:

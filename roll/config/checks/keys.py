@@ -174,7 +174,8 @@ def note_unread(config: RunConfig, options: Mapping[str, StrategyConfig], checks
         for item in fields(section):
             key = f"{path}.{item.name}" if path else item.name
             if is_written(key, item, checks) and checks.is_own(key):
-                reason = why_unread(item, section, config, facts)
+                says = not says_no(item, getattr(section, item.name))
+                reason = unmet_condition(item, section, config, facts) if says else None
                 if reason is not None and not is_noted(key, checks):
                     checks.note(key, f"has no effect {reason}")
     grouped: dict[str, list[str]] = defaultdict(list)
@@ -205,13 +206,6 @@ def is_written(key: str, item: Field[Any], checks: Checks) -> bool:
 
 def is_noted(key: str, checks: Checks) -> bool:
     return any(notice.key == key for notice in checks.problems.notices)
-
-
-def why_unread(item: Field[Any], section: object, config: RunConfig, facts: Mapping[str, Any]) -> str | None:
-    """``with loss: cispo``, or None for a key that is read, or that says no."""
-    if says_no(item, getattr(section, item.name)):
-        return None
-    return unmet_condition(item, section, config, facts)
 
 
 def unmet_condition(item: Field[Any], section: object, config: RunConfig, facts: Mapping[str, Any]) -> str | None:

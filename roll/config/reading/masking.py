@@ -124,8 +124,8 @@ def _is_argument(option: str, value: object) -> bool:
 
 def masked_text(text: str) -> str:
     """A text, of whatever kind, without the secrets that can be recognised in it."""
-    known = sorted(_registered.union(_of_environment()), key=len, reverse=True)
-    for value in known:
+    exported = {value for name, value in os.environ.items() if is_secret(name, value) and _is_telling(name, value)}
+    for value in sorted(_registered | exported, key=len, reverse=True):
         if value in text:
             text = text.replace(value, MASK)
     text = _URL.sub(_masked_url, text)
@@ -168,12 +168,6 @@ def _is_telling(name: str, value: str) -> bool:
     if len(value) < _LEAST_LENGTH or value == MASK:
         return False
     return secrecy(name) is Secrecy.YES or looks_random(value, SHORT)
-
-
-def _of_environment() -> Iterator[str]:
-    for name, value in os.environ.items():
-        if is_secret(name, value) and _is_telling(name, value):
-            yield value
 
 
 def _masked_url(found: re.Match[str]) -> str:

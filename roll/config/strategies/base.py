@@ -89,7 +89,7 @@ class ParallelDims:
 
     def problems(self) -> Iterator[ShapeProblem]:
         """Degrees that do not divide the ranks, and virtual stages without a pipeline."""
-        groups = [("tp", "cp", "pp")]
+        groups: list[tuple[str, ...]] = [("tp", "cp", "pp")]
         if self.dp_shard > 1:
             groups.append(("dp_shard", "tp", "pp"))
         if self.world_size % self.replica == 0:

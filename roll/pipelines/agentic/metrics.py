@@ -175,7 +175,9 @@ def episode_table(groups: Sequence[EpisodeGroup], templates: dict[str, ChatTempl
             "tag": group.task.tag,
             "seed": group.task.seed,
             "prompt_id": f"{group.order}",
-            "prompt": _first_prompt(episode),
+            "prompt": "\n".join(
+                content_text(one.get("content", "")) for call in episode.calls[:1] for one in call.messages
+            ),
             "response": "\n".join(templates[group.task.tag].decode(call.response_ids) for call in episode.calls),
             "score": episode.reward,
             "success": episode.success,
@@ -193,11 +195,6 @@ def episode_table(groups: Sequence[EpisodeGroup], templates: dict[str, ChatTempl
         for group in groups
         for member, episode in enumerate(group.episodes)
     ]
-
-
-def _first_prompt(episode: Episode) -> str:
-    calls = episode.calls
-    return "\n".join(content_text(message.get("content", "")) for message in calls[0].messages) if calls else ""
 
 
 def dumped_episodes(

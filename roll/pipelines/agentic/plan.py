@@ -110,11 +110,6 @@ class AgenticPlan(PolicyPlan):
     """Rewards are normalised separately for each environment (``grouping: tags``)."""
 
     @property
-    def max_sequence_length(self) -> int:
-        """Longest conversation."""
-        return self.sequence_length
-
-    @property
     def most_rows(self) -> int:
         """Rows of one step, where no conversation branches."""
         shares = self.train.groups_by_tag

@@ -94,13 +94,6 @@ class ModelsConfig(Protocol):
     def pretrain(self) -> str: ...
 
 
-def temperature_problem(value: float) -> str | None:
-    """Why samples cannot be drawn at a temperature; None: they can."""
-    if value < 0 or 0 < value < LOWEST_TEMPERATURE:
-        return f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE:g}"
-    return None
-
-
 AGAINST = "against"
 """Name of the model of ``evaluate.against``."""
 FOLDER = "evaluation"
@@ -375,9 +368,9 @@ def check_models(config: ModelsConfig, checks: Checks) -> None:
         rule = f"must be a model of evaluate.models: {', '.join(names)}"
         checks.add("evaluate.baseline", keys.baseline, rule, closest(keys.baseline, names) or names[0])
     for index, value in enumerate(keys.temperatures):
-        problem = temperature_problem(value)
-        if problem is not None:
-            checks.add(f"evaluate.temperatures.{index}", value, problem, 1.0)
+        if value < 0 or 0 < value < LOWEST_TEMPERATURE:
+            rule = f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE:g}"
+            checks.add(f"evaluate.temperatures.{index}", value, rule, 1.0)
 
 
 def check_against(config: ModelsConfig, own: str | None, checks: Checks) -> None:

@@ -25,7 +25,7 @@ from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
-from roll.models.experts import EXPERTS, SparseLayer, choose_kernel, run_every_expert
+from roll.models.experts import EXPERTS, SparseLayer, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import Computation, LossFunction, StateKind, TensorBatch
@@ -149,7 +149,8 @@ class ShardedStrategy(DataParallelStrategy):
         layers, patch = self.sparse_layers, self.config.apply_expert_patch
         if not layers:
             return
-        choose_kernel(language_model, self.config.moe_use_grouped_mm)
+        if (grouped := self.config.moe_use_grouped_mm) is not None:
+            language_model.set_experts_implementation("grouped_mm" if grouped else "eager")
         separate = [layer for layer in layers if not layer.is_fused]
         where = f"{self.role.name}.strategy_args.strategy_config.apply_expert_patch"
         if not separate:
