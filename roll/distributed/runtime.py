@@ -136,8 +136,7 @@ def ray_runtime(
     require_token(nodes, os.environ)
     log_dir = log_dir or (Path(os.environ[LOG_DIR_ENV]) if os.environ.get(LOG_DIR_ENV) else None)
     exported = {**(system_envs or {}), **({LOG_DIR_ENV: str(log_dir.resolve())} if log_dir else {})}
-    forks = fork_server()
-    mark = uuid.uuid4().hex if forks is None else forks.mark
+    mark = uuid.uuid4().hex if (forks := fork_server()) is None else forks.mark
     inherited = absent_here(num_devices_per_node, mark) | exported
     has_ray = ray.is_initialized()
     auth = contextlib.nullcontext() if has_ray else _private_auth(nodes)
