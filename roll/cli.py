@@ -186,7 +186,7 @@ def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None)
 
 def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
     render_plan(loaded, Console(emoji=False))
-    # Imports and data make a million objects that stay: to look for garbage after every 700 takes a second of the start.
+    # Imports and data make a million objects that stay; to look for garbage after every 700 takes a second more.
     gc.set_threshold(50_000)
     with forking(loaded):
         return _perform(loaded, work)
