@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 import runpy
 import select
@@ -44,6 +45,8 @@ from roll.platforms import current_platform
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
 
+logger = logging.getLogger(__name__)
+
 _IMPORTED = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -54,7 +57,8 @@ _IMPORTED = (
 """By the workers of any role with a model."""
 _READ_WHEN_USED = (MARK_ENV, LOG_DIR_ENV, SOCKET_ENV, SCRIPT_ENV, "SPT_NOENV")
 """The last one is for the title that Ray gives a worker's process."""
-_SOCKET = "socket"
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+_SOCKET, _LONGEST_BASE = "socket", 80
 _PATIENCE_SECONDS = 5.0
 """For the request of a worker, which is written at once."""
 
@@ -73,7 +77,8 @@ class ForkServer:
     def __init__(self, num_devices: int, modules: Iterable[str], system_envs: Mapping[str, str]) -> None:
         self.mark = uuid.uuid4().hex
         """Of the run's processes: the environment of a fork is, for others, the one of this server."""
-        self.folder = Path(tempfile.mkdtemp(prefix="roll-fork-"))  # mode 0700
+        base = tempfile.gettempdir()  # A socket's path has 107 bytes at most.
+        self.folder = Path(tempfile.mkdtemp(prefix="roll-fork-", dir=base if len(base) < _LONGEST_BASE else "/tmp"))
         root = str(Path(__file__).parents[2])
         begin = f"import sys; sys.path.insert(0, {root!r}); from roll.distributed.forked_workers import serve; serve()"
         # As for Ray's daemons: a signal to the whole process group is the driver's.
@@ -141,13 +146,22 @@ def serve() -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen(64)  # who comes before the imports are done waits
-        for name in (*_IMPORTED, *modules):
-            import_module(name)
+        try:
+            with _one_blas_thread():
+                import_module("numpy")
+            for name in (*_IMPORTED, *modules):
+                import_module(name)
+        except Exception as error:  # The worker that needs it fails with an account of its own.
+            logger.warning("workers are not forked, since %s cannot be imported: %s", name, error)
+            return
         gc.freeze()
         if "ray" in sys.modules or len(os.listdir("/proc/self/task")) > 1:
             return
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-        while sys.stdin not in (ready := select.select([server, sys.stdin], [], [])[0]) and ready:
+        while True:
+            ready, _, _ = select.select([server, sys.stdin], [], [])
+            if sys.stdin in ready:  # closed: the driver is gone
+                break
             link, _ = server.accept()
             request = None
             with suppress(OSError, ValueError):  # a client that is gone, or none of ours
@@ -159,6 +173,17 @@ def serve() -> None:
                 request.close()
             link.close()
     shutil.rmtree(Path(path).parent, ignore_errors=True)
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """In the block, an OpenBLAS that is loaded starts no threads, which a fork would not have."""
+    given = os.environ.get(_BLAS_THREADS)
+    os.environ[_BLAS_THREADS] = "1"
+    yield
+    os.environ.pop(_BLAS_THREADS)
+    if given is not None:
+        os.environ[_BLAS_THREADS] = given
 
 
 class _Request:
