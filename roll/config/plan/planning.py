@@ -19,8 +19,16 @@ from roll.config.run import RunConfig
 from roll.config.strategies.registry import is_sized_engine, read_strategy_config, with_engine_size
 
 INHERITED_KEYS = (
-    *("template", "chat_template_kwargs", "system_prompt", "tag_to_system_prompt"),
-    *("tag", "id", "response", "ground_truth", "images", "videos"),
+    "template",
+    "chat_template_kwargs",
+    "system_prompt",
+    "tag_to_system_prompt",
+    "tag",
+    "id",
+    "response",
+    "ground_truth",
+    "images",
+    "videos",
 )
 """Keys that a validation's data section inherits where it is silent: columns, and the form of prompts."""
 Finish = Callable[[str, WorkerConfig], WorkerConfig]
