@@ -223,6 +223,9 @@ def put_critic(draft: Draft) -> None:
     """The critic's loss: clip range and mode."""
     if "critic" not in draft.roles:
         draft.without_effect("no critic in this run", "value_aggregation", "value_clip")
+        if wait := draft.get("critic_wait"):
+            text = f"the first {wait} steps train nothing there, and the actor here: 0 leaves them out"
+            draft.remark(["critic_wait"], text)
         return
     if draft.states("value_clip"):
         draft.put("value_clip", draft.facts["value_clip"], "value_clip")

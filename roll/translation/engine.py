@@ -103,7 +103,7 @@ def translate(
     keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
     variables = {name: value for name, value in source.environment.items() if name in dialect.rules}
     explicit = _flat({**keys, **variables}, dialect)
-    changes = _complete(explicit, dialect)
+    changes = _complete(explicit, dialect) + _switched_off(explicit, dialect)
     _check_program(source, dialect, draft)
     _refuse_doubles(explicit, dialect, draft)
     known = _defaults(dialect, explicit) if whole else {}
@@ -289,6 +289,14 @@ def _complete(explicit: dict[str, Any], dialect: Dialect) -> list[Note]:
             text = "null: as if it were not written"
         notes.append(Note(key, value, (), text))
     return notes
+
+
+def _switched_off(explicit: dict[str, Any], dialect: Dialect) -> list[Note]:
+    """Take out sections of a fork that ``enable`` switches off: nothing reads the rest of them there."""
+    switches = [k for k, on in explicit.items() if k.endswith(".enable") and on is False and dialect.find(k) is None]
+    sections = tuple(key.removesuffix("enable") for key in switches)
+    idle = [key for key in explicit if key.startswith(sections) and dialect.find(key) is None] if sections else []
+    return [Note(key, explicit.pop(key), (), "left out: its section is switched off there") for key in idle]
 
 
 def _check_program(source: Source, dialect: Dialect, draft: Draft) -> None:

@@ -188,5 +188,7 @@ def put_entry(draft: Draft, tag: str, files: object, fact: str, keys: Mapping[st
         if section == name:
             draft.put(f"{entry}.env_config.env_config.{option}", value, "gym_options")
     draft.put(f"{entry}.max_steps", turns, "turns")
+    text = "the environment alone ends an episode there, and may not read max_turns; here it ends after max_turns too"
+    draft.remark(["reward"], text)
     draft.put(f"{entry}.max_tokens_per_step", int(draft.get("response_length", default=0)), "response_length")
     draft.put(f"{entry}.data_args.file_name", files, fact)

@@ -268,6 +268,10 @@ def put_batches(draft: Draft) -> None:
         if mini is None or micro is None:
             draft.problems.missing(f"micro-batch of {section}", "is needed: samples of a micro-batch on one device", 1)
             continue
+        prompts = draft.get("prompts")
+        if draft.whole and prompts is not None and mini > prompts and f"mini.{role}" in draft.explicit:
+            draft.refuse(f"mini.{role}", f"must be at most the prompts of a step, {prompts}, there as here", prompts)
+            continue
         if is_dynamic:
             # Tokens form micro-batches, not a number of samples: 1 where that does not divide.
             own = Fraction(mini) * int(draft.get("samples", default=1)) / data_parallel_size(draft, role)

@@ -273,7 +273,7 @@ def _read_arguments(words: list[str], source: Source) -> list[Problem]:
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
-        if flag in ("-cn", "--config-name", "-cp", "--config-path"):
+        if flag in ("-cn", "--config-name", "-cp", "--config-path", "-cd", "--config-dir"):
             value = value if equals else words.pop(0) if words else ""
             if flag in ("-cn", "--config-name"):
                 source.keys[CONFIG_NAME] = value.removesuffix(".yaml")

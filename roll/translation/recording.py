@@ -165,7 +165,12 @@ def record(
         if has_launch(first[0]):
             return Recording(*first)
         calmed = {path: calm(content) for path, content in files.items()}
-        second = _run(own, script, root, calmed, arguments, variables, _MISSING.findall(first[2]), go_on=True)
+        missing, second = _MISSING.findall(first[2]), first
+        for _ in range(2):  # an interpreter may be found missing only once the checks before it are passed over
+            second = _run(own, script, root, calmed, arguments, variables, missing, go_on=True)
+            if has_launch(second[0]) or not (more := _MISSING.findall(second[2])):
+                break
+            missing += more
         return Recording(*second, went_on=True) if has_launch(second[0]) else Recording(*first)
     except (SandboxError, MissingProtection) as error:
         text = f"is not run: scripts run only where they can be confined, and {error}; {INSTEAD}"
@@ -206,7 +211,7 @@ def companions(script: Path, text: str, root: Path) -> dict[str, str]:
 def unset_names(texts: Sequence[str]) -> list[str]:
     """Variables that are used plainly and neither set nor tested anywhere."""
     used, other = {"HOME", "USER"}, set()
-    for text in texts:
+    for text in (re.sub(r"(?m)^\s*#.*", "", text) for text in texts):
         used |= {match[1] or match[2] for match in _USED.finditer(text)}
         for match in _SET_OR_TESTED.finditer(text):
             other |= {name for group in match.groups() if group for name in re.findall(_NAME, group)}

@@ -14,7 +14,8 @@ from roll.translation.placement import find_engines, ranks_of_a_sequence
 from roll.translation.rules import Dialect, Draft
 from roll.translation.tables import one_of, read_table, whole
 
-ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++", "maxrl")}
+ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++", "maxrl")} | {"loop": "rloo"}
+"""LOOP (arXiv:2502.01600) subtracts the mean of the others of a group, which is RLOO."""
 LOSSES = {"regular": "ppo", "dual_clip": "ppo", "gspo": "gspo_token", "cispo": "cispo", "sapo": "sapo"}
 COVARIANCE_LOSSES = {"clip_cov": "clip_cov", "kl_cov": "kl_cov"}
 SUMMED_LOSSES = {name: f"roll.algorithms.skyrl_losses.{name}" for name in COVARIANCE_LOSSES}

@@ -14,7 +14,7 @@ from roll.translation.episodes import find_tool_episodes
 from roll.translation.reading import CONFIG_NAME, read_yaml
 from roll.translation.rules import Dialect, Draft
 from roll.translation.sampling import bounds
-from roll.translation.tables import one_of, read_table
+from roll.translation.tables import one_of, read_table, whole
 
 ESTIMATORS = {
     **{name: name for name in ("gae", "grpo", "rloo", "remax", "opo", "optimal_token_baseline")},
@@ -162,6 +162,7 @@ CONVERSIONS = {
         {"flash_rl": "FlashRL quantises the engine, which would sample from another model"},
     ),
     **{f.__name__: f for f in (config_name, level, bands)},
+    "but_one": lambda value: max(0, whole(value) - 1),
     "nullable": lambda value: None if value in NULLS else value,
     "hugging_face_layers": lambda value: (
         [name for layer in value for name in LAYERS.get(str(layer), (layer,))] if isinstance(value, list) else value
@@ -186,6 +187,12 @@ def prepare(draft: Draft) -> None:
         for name in ("nodes", "gpus"):
             draft.state(f"engine_{name}", draft.value_of(f"pool_{name}"))
             draft.remark([f"pool_{name}"], "devices of the engines alone")
+    if draft.get("older_is") and "is_bound" in draft.explicit:
+        draft.state("is_level", draft.get("older_level", default="token"))
+        draft.reasons["older_is"] = draft.reasons["older_level"] = {"train_infer_correction"}
+    if isinstance(draft.raw.get("aggregation"), bool):  # the older name was there before the other terms had modes
+        terms = ("kl_aggregation", "entropy_aggregation", "value_aggregation")
+        draft.facts = dict.fromkeys(terms, "token-mean") | draft.facts
     if draft.raw.get("config_name") == "torchtitan" and not draft.states("titan_floor.actor"):
         key = "actor_rollout_ref.actor.optim.min_lr_factor"
         rule = f"decays the learning rate to 0 by a formula of its own there: {key}=1.0 keeps it constant"

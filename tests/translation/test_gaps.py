@@ -377,3 +377,82 @@ def test_the_reference_has_the_parallel_sizes_of_the_actor(translated: Translate
     name = f"reference.strategy_args.{OPTIONS.rpartition('.')[2]}.tensor_model_parallel_size"
     assert translated(text).keys[name] == 4
     assert translated(f"{text} actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2").keys[name] == 2
+
+
+def test_scripts_from_before_the_engine_had_to_be_named_run_vllm(translated: Translate) -> None:
+    options = (
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.gpu_memory_utilization=0.7"
+    )
+    named, unnamed = (
+        translated(f"{text} {options}").keys for text in (VERL, VERL.replace("rollout.name=vllm", "rollout.seed=0"))
+    )
+    kept = {key: value for key, value in unnamed.items() if key.startswith("actor_infer.strategy_args.")}
+    assert kept == {key: value for key, value in named.items() if key.startswith("actor_infer.strategy_args.")}
+    assert unnamed[f"{OPTIONS}.tensor_parallel_size"] == 2
+
+
+@pytest.mark.parametrize(("written", "mode"), [("true", None), ("false", "token-mean")])
+def test_the_older_name_of_the_loss_mode_is_of_the_policy_alone(
+    written: str, mode: str | None, translated: Translate
+) -> None:
+    keys = translated(f"{VERL} {KL} actor_rollout_ref.actor.use_token_level_loss={written}").keys
+    assert keys["loss_agg_mode"] == ("seq-mean-token-mean" if mode else "token-mean")
+    assert keys.get("kl_loss_agg_mode") == mode
+
+
+def test_the_over_long_buffer_under_its_first_name(translated: Translate) -> None:
+    buffer = "custom_reward_function.overlong_buffer"
+    text = f"{VERL} reward_model.reward_manager=dapo {buffer}.enable=True {buffer}.len=512 {buffer}.penalty_factor=0.5"
+    keys = translated(text).keys
+    assert (keys["overlong_buffer_length"], keys["overlong_penalty_factor"]) == (512, 0.5)
+
+
+def test_loop_is_rloo(translated: Translate) -> None:
+    loop, rloo = (translated(f"{SKYRL} trainer.algorithm.advantage_estimator={name}").keys for name in ("loop", "rloo"))
+    assert loop == rloo
+
+
+def test_a_folder_of_settings_is_named_by_its_missing_file(translated: Translate) -> None:
+    with pytest.raises(ConfigError, match="names a file of settings of theirs that is not here") as caught:
+        translated(f"{VERL} --config-dir /recipes/config --config-name own.yaml")
+    assert "must be key=value" not in str(caught.value)
+
+
+def test_steps_of_critic_warmup_count_from_one_there(translated: Translate) -> None:
+    gae = VERL.replace(
+        "adv_estimator=grpo", "adv_estimator=gae critic.model.path=m critic.ppo_micro_batch_size_per_gpu=2"
+    )
+    for written, ours in ((0, 0), (1, 0), (20, 19)):
+        assert translated(f"{gae} trainer.critic_warmup={written}").keys["critic_warmup"] == ours
+    alone = translated(f"{VERL} trainer.critic_warmup=20")
+    assert "critic_warmup" not in alone.keys
+    assert any("the first 19 steps train nothing" in note.text for note in alone.notes)
+
+
+def test_a_section_of_a_fork_that_is_switched_off_is_left_out(translated: Translate) -> None:
+    off = translated(f"{VERL} algorithm.curiosity.enable=False algorithm.curiosity.scale=0.1")
+    assert off.keys == translated(VERL).keys
+    notes = {note.theirs: note.text for note in off.notes}
+    assert notes["algorithm.curiosity.scale"] == "left out: its section is switched off there"
+    with pytest.raises(ConfigError, match=r"curiosity\.scale"):
+        translated(f"{VERL} algorithm.curiosity.enable=True algorithm.curiosity.scale=0.1")
+
+
+def test_weights_of_the_mismatch_under_their_older_names(translated: Translate) -> None:
+    weights = "algorithm.rollout_is=True algorithm.rollout_is_threshold=2.0 algorithm.rollout_is_level=sequence"
+    new = "algorithm.rollout_correction.rollout_is=sequence algorithm.rollout_correction.rollout_is_threshold=2.0"
+    assert translated(f"{VERL} {weights} algorithm.rollout_is_mode=truncate").keys == translated(f"{VERL} {new}").keys
+    assert translated(f"{VERL} {weights.replace('True', 'False')}").keys == translated(VERL).keys
+    for other in ("rollout_is_mode=mask", "rollout_is_veto_threshold=1e-4", "rollout_is_level=geometric"):
+        with pytest.raises(ConfigError, match=other.partition("=")[0]):
+            translated(f"{VERL} {weights} algorithm.{other}")
+
+
+def test_a_mini_batch_of_more_prompts_than_a_step_is_refused_in_their_words(translated: Translate) -> None:
+    with pytest.raises(ConfigError, match=r"ppo_mini_batch_size = 256: must be at most the prompts of a step, 64"):
+        translated(f"{VERL} actor_rollout_ref.actor.ppo_mini_batch_size=256")
+
+
+def test_environments_of_skyrl_end_their_episodes_there(translated: Translate) -> None:
+    played = translated(f"{SKYRL} environment.env_class=babyai")
+    assert any("ends an episode there" in note.text for note in played.notes if note.theirs == "environment.env_class")

@@ -178,6 +178,18 @@ def test_scripts_without_a_run_say_why(text: str, reason: str, tmp_path: Path, s
         run(tmp_path, text, sandbox)
 
 
+def test_a_comment_sets_no_variable(tmp_path: Path, sandbox: Sandbox) -> None:
+    text = f"# its local address against MASTER_ADDR\nif [ $(hostname) == $MASTER_ADDR ]; then {RUN} {BATCH}=8; fi"
+    (tmp_path / "run.sh").write_text(text, encoding="utf-8")
+    assert read_recording(record(tmp_path / "run.sh", sandbox=sandbox), "run.sh").keys == {BATCH: 8}
+
+
+def test_an_interpreter_that_a_check_misses_is_stood_in_for(tmp_path: Path, sandbox: Sandbox) -> None:
+    text = f'P=$HOME/own/bin/python\n[[ -x $P ]] || exit 1\n"$P" {RUN.removeprefix("python3 ")} {BATCH}=8'
+    (tmp_path / "run.sh").write_text(text, encoding="utf-8")
+    assert read_recording(record(tmp_path / "run.sh", sandbox=sandbox), "run.sh").keys == {BATCH: 8}
+
+
 def test_an_endless_script_says_why(tmp_path: Path, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "LIMITS", replace(recording.LIMITS, wall=2.0))
     with pytest.raises(ConfigError, match="starts no training program"):
