@@ -190,6 +190,7 @@ def gae(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
 
 def returns_as_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """The discounted return from each token on, as its advantage."""
+    # Without a discount every token has the same return: no token-level rewards and no scan are needed.
     if inputs.rewards.dim() == 1 and options.gamma == 1.0:
         returns = inputs.spread(inputs.rewards)
         return returns, returns
@@ -235,6 +236,7 @@ def divided_by_spread(centred: Tensor, std: Tensor) -> Tensor:
 def rloo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
     """R minus the mean reward of the others in the group; arXiv 2402.14740 eq. 4."""
     rewards, groups = inputs.response_rewards, inputs.groups
+    # clamp: a group of one has no others, and its 0 / 1 is not subtracted below.
     others = (groups.sum(rewards)[groups.index] - rewards) / (groups.sizes - 1).clamp(min=1)
     return inputs.spread(rewards - others * (groups.sizes > 1)), inputs.spread(rewards)
 
@@ -268,7 +270,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -
 
     B_t = sum_i G_t W_t / sum_i W_t over the responses i of the group that have a t-th token, G_t the reward from it on
     and W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_v^2), the squared norms of the logits' gradients so far.  Where a
-    response goes on alone, B_t is 0.  Tokens of tools are no positions.
+    response continues alone, B_t is 0.  Tokens of tools are no positions.
     """
     name, mask, groups = "optimal_token_baseline", inputs.mask, inputs.groups
     probability = inputs.require("old_log_probs", name).double().exp()
@@ -326,6 +328,7 @@ def pass_at_k(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tenso
     right = inputs.require("scores", "pass@k") >= 1.0
     size = groups.sizes.double()
     wrong = groups.sum((~right).double())[groups.index]
+    # A group may have fewer than k responses: choosing more than it has is not defined.
     k = size.clamp(max=options.pass_k)
     all_wrong = _choose_ratio(wrong, size, k)
     spread = (all_wrong * (1.0 - all_wrong)).sqrt()
@@ -337,6 +340,7 @@ def pass_at_k(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tenso
 
 def _choose_ratio(subset: Tensor, total: Tensor, k: Tensor) -> Tensor:
     """C(subset, k) / C(total, k), 0 where subset < k: float64 (B,)."""
+    # lgamma has poles at 0 and below: where subset < k it is evaluated at k, and its value replaced by 0.
     kept = torch.maximum(subset, k)
     logarithm = (
         torch.lgamma(kept + 1) - torch.lgamma(kept - k + 1) - torch.lgamma(total + 1) + torch.lgamma(total - k + 1)
@@ -359,6 +363,7 @@ def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Te
     total = torch.zeros_like(components[:, 0])
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
         total += weight * divided_by_spread(centred_in_group(rewards, groups), groups.std(rewards)[groups.index])
+    # The standard deviation of a single row is NaN.
     if len(total) > 1:
         total = divided_by_spread(total - total.mean(), total.std())
     return inputs.spread(total), inputs.spread(inputs.response_rewards)

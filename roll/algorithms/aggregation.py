@@ -59,6 +59,7 @@ def masked_whiten(values: Tensor, mask: Tensor) -> Tensor:
     centred = torch.where(mask, values - mean.to(values.dtype), 0.0)
     variance = centred.square().sum(dtype=torch.float64) / (count - 1).clamp(min=1)
     whitened = centred * (variance + 1e-8).rsqrt().to(values.dtype)
+    # torch.where instead of a Python branch: reading the count would make the host wait for the device.
     return torch.where(count > 1, whitened, torch.where(mask, values, 0.0))
 
 
@@ -107,6 +108,7 @@ def segment_mean(values: Tensor, mask: Tensor, turn_ids: Tensor | None = None) -
     """Mean over each segment of :func:`segment_starts`, on each of its tokens: (B, L) -> (B, L), 0 outside the mask."""
     # 1.. on masked tokens; the tokens between two segments have the number of the first, and are masked out.
     segment = segment_starts(mask, turn_ids).flatten().cumsum(0)
+    # One cell more than there are tokens: number 0 is for what lies before the first segment.
     zeros = values.new_zeros(mask.numel() + 1)
     totals = zeros.index_add(0, segment, torch.where(mask, values, 0.0).flatten())
     counts = zeros.index_add(0, segment, mask.flatten().to(values.dtype))
@@ -157,6 +159,7 @@ def denominators_of(mask: Tensor, sequence_tokens: Tensor | None = None) -> Tens
 
     With ``sequence_tokens`` int64 (B,), each row is the share of a sample that its tokens are of the trajectory's.
     """
+    # Float64: the sum over ranks of tokens and rows stays exact beyond 2^24.
     rows = mask.new_tensor(len(mask), dtype=torch.float64)
     if sequence_tokens is None:
         return torch.stack([mask.sum().double(), mask.any(-1).sum().double(), rows])
@@ -231,7 +234,7 @@ def prompt_mean(mask: Tensor, denominators: LossDenominators, group_ids: Tensor)
 
 @register_aggregation("token-sum")
 def token_sum(mask: Tensor, denominators: LossDenominators) -> Tensor:
-    """1."""
+    """Weight 1: plain sum."""
     return mask.new_ones(len(mask), dtype=torch.float64)
 
 
@@ -243,7 +246,7 @@ def _mode(name: str) -> tuple[RowWeights, frozenset[str]]:
 
 
 def needs_groups(mode: str) -> bool:
-    """Tell whether the mode's function takes the ids of groups."""
+    """Return True if the mode's function takes the ids of groups."""
     return len(_mode(mode)[1] - {"sequence_tokens"}) > 2
 
 
@@ -286,6 +289,7 @@ def weighted_sum(loss: Tensor, mask: Tensor, weights: Tensor, sample_weights: Te
         weights: (B,), those of :func:`row_weights`.
         sample_weights: float (B,), multiplied onto each row's loss; the denominators stay as they are.
     """
+    # torch.where, not a product: NaN * 0 is NaN, in the value and in the gradient.
     row_sums = torch.where(mask, loss, 0.0).sum(-1)
     if sample_weights is not None:
         weights = weights * sample_weights

@@ -53,6 +53,7 @@ def divergence(student: Tensor, teacher: Tensor, options: DivergenceConfig, has_
         value = value.clamp(min=0.0)  # masses that do not add up to 1 may have a sum below 0
     if options.divergence_clamp is not None:
         value = value.clamp(-options.divergence_clamp, options.divergence_clamp)
+    # Gradients of soft targets shrink as 1 / T^2 (arXiv 1503.02531, section 2): the factor keeps their scale.
     return value * options.kd_temperature**2 if options.kd_temperature_squared else value
 
 
@@ -121,7 +122,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor, DivergenceConfig, bool], Tensor
 
 
 def comparison_metrics(outputs: dict[str, Tensor], mask: Tensor, prefix: str) -> Metrics:
-    """Means over the tokens in ``mask`` of what the head reports of a comparison: the masses of the compared tokens on
+    """Means over the tokens in ``mask`` of the head's statistics of a comparison: the masses of the compared tokens on
     both sides, and how often both sides have the same most probable token."""
     tokens: Any = mask.sum()
     names = {"target_mass": "teacher_top_k_mass", "model_mass": "student_top_k_mass", "agreement": "agreement@1"}

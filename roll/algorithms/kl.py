@@ -167,7 +167,7 @@ class Controller:
             self._move(statistic, count)
 
     def _move(self, statistic: float, count: int) -> None:
-        """Do nothing: the coefficient is constant."""
+        """Hook of the adaptive controllers; here the coefficient is constant."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}
@@ -203,6 +203,7 @@ class AdaptiveKLController(Controller):
         self.horizon = horizon
 
     def _move(self, statistic: float, count: int) -> None:
+        # Clipped as in the paper (section 2.2): one step with a large divergence moves the coefficient by 20% at most.
         error = min(max(statistic / self.target - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * min(count / self.horizon, 1.0)
 
@@ -222,6 +223,7 @@ class EntropyController(Controller):
 
     def step(self, entropy: float, num_tokens: int) -> float:
         """The weight for a batch of the mean ``entropy`` (nats a token, before the update); moves on to the next."""
+        # The weight of this step is fixed before the update: c_k of the paper goes with the entropy of step k.
         weight = self.value if entropy <= self.target else 0.0
         self.update(entropy, num_tokens)
         return weight

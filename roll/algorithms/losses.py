@@ -71,6 +71,7 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
     if options.function is not None:
         own = correction_functions.resolve(options.function)(inputs, metrics)
         return Correction(own.weights, own.keep & inputs.mask)
+    # Only the current policy carries a gradient: with stored old log-probs there is none to follow.
     follow_gradient = not options.detach and inputs.old_log_probs is None
     old = inputs.log_probs if follow_gradient else inputs.proximal_log_probs
     clipped = torch.zeros_like(inputs.mask)
@@ -101,7 +102,7 @@ def rejection_mask(
 ) -> tuple[Tensor, Metrics]:
     """bool (B, L): tokens of ``mask`` that no rule with ``action: reject`` drops, and the share that is dropped.
 
-    It replaces the mask for the whole update, so denominators count only what is left (verl's ``rollout_rs``).
+    It replaces the mask for the whole update, so denominators count only the remaining tokens (verl's ``rollout_rs``).
 
     Args:
         old_log_probs, rollout_log_probs: float (B, L), of the trainer before the update and of the engine.
@@ -132,6 +133,7 @@ def weight_scale(
         bounded = ratio.clamp(*_bounds(rule))
         ratio = torch.where(bounded == ratio, ratio, 0.0) if rule.action == "both" else bounded
         if rule.level in ("sequence", "geometric"):  # the same for all tokens of a response
+            # Read at each response's first token, so that every response counts once and not by its length.
             mean = ratio.gather(-1, mask.long().argmax(-1, keepdim=True))[mask.any(-1)].mean()
         else:
             mean = ratio[mask].mean()
@@ -174,7 +176,7 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
 
     ``actor/train_infer_*``: mean and largest absolute log-prob difference, KL(rollout || old) as k1 and k3, Pearson's
     correlation of the probabilities, mean probability difference, and the mean ratio per token, geometric mean and
-    sequence, and per segment where asked for.
+    sequence, and per segment with ``with_segments``.
     """
     if inputs.rollout_log_probs is None:
         return
@@ -402,6 +404,8 @@ def value_loss(
     if value_clip is not None:
         near = old_values + (values - old_values).clamp(-value_clip, value_clip)
         clipped_error = error_of(near, returns)
+        # The larger error: clipping may only take away the gain of a step beyond the range, never hide an error that
+        # has grown.
         loss = torch.maximum(error, clipped_error)
         clipped_count = ((clipped_error > error) & mask).sum()
     total = weighted_sum(loss, mask, row_weights(mask, loss_agg_mode, denominators, group_ids, sequence_tokens))

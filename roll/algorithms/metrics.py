@@ -35,11 +35,12 @@ class Correlation:
         variance_x = self.sum_xx - self.sum_x**2 / self.count
         variance_y = self.sum_yy - self.sum_y**2 / self.count
         scale = (max(variance_x, 0.0) * max(variance_y, 0.0)) ** 0.5
+        # Moments cancel where values hardly vary: below this scale the quotient would be rounding error.
         return min(max(covariance / scale, -1.0), 1.0) if scale > 1e-12 * self.count else 1.0
 
 
 class MetricBuilder:
-    """Takes scalar tensors as they are computed; :meth:`build` moves all of them to the host at once."""
+    """Collects scalar tensors as they are computed; :meth:`build` copies all of them to the host at once."""
 
     def __init__(self) -> None:
         self._scalars: list[Tensor | float] = []
@@ -50,7 +51,7 @@ class MetricBuilder:
         self._recipes.append((name, len(scalars), kind))
 
     def mean(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
-        """A weighted mean: ``total`` is the sum over this micro-batch, ``weight`` what it is to be divided by."""
+        """A weighted mean: ``total`` is the sum over this micro-batch, ``weight`` its divisor."""
         self._add(name, Mean, total, weight)
 
     def sum(self, name: str, total: Tensor | float) -> None:
@@ -72,7 +73,7 @@ class MetricBuilder:
         self._add(name, Correlation, count, x.sum(), y.sum(), x @ x, y @ y, x @ y)
 
     def summary(self, name: str, values: Tensor, mask: Tensor | None = None, with_std: bool = False) -> None:
-        """``name/mean``, ``max`` and ``min`` of the masked values; where asked for, their Bessel-corrected ``std``."""
+        """``name/mean``, ``max`` and ``min`` of the masked values; with ``with_std`` their Bessel-corrected ``std``."""
         values = values.detach().float()
         mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
         total, count = torch.where(mask, values, 0.0).sum(dtype=torch.float64), mask.sum()
@@ -80,6 +81,7 @@ class MetricBuilder:
         self.max(f"{name}/max", values, mask)
         self.min(f"{name}/min", values, mask)
         if with_std:
+            # Two passes in float64: the difference of moments would lose a small deviation of large values.
             centred = torch.where(mask, values.double() - total / count.clamp(min=1), 0.0)
             std = (centred.square().sum() / (count - 1).clamp(min=1)).sqrt()
             self.mean(f"{name}/std", std * count, count)
@@ -87,6 +89,7 @@ class MetricBuilder:
     @torch.no_grad()
     def build(self) -> Metrics:
         """The metrics; a largest or smallest value of nothing is left out."""
+        # Float64 holds counts above 2^24 exactly, which float32 would round.
         tensors = [scalar.double() for scalar in self._scalars if isinstance(scalar, Tensor)]
         moved = iter(torch.stack(tensors).tolist() if tensors else ())
         numbers = iter([next(moved) if isinstance(scalar, Tensor) else scalar for scalar in self._scalars])
@@ -160,6 +163,7 @@ def _value_metrics(columns: BatchColumns, right: Tensor, lengths: Tensor, metric
 def _length_metrics(columns: BatchColumns, right: Tensor, response: Tensor, metrics: MetricBuilder) -> None:
     mask = columns.response_mask
     total = columns.attention_mask.sum(-1)
+    # As bytes: torch has no argmax of booleans.
     prompt = torch.where(response > 0, mask.byte().argmax(-1), total) if mask.shape[1] else total
     for name, lengths in (("response", response), ("prompt", prompt), ("total", total)):
         metrics.summary(f"token/{name}_length", lengths)
@@ -214,6 +218,7 @@ class BatchWatch:
     def _persists(self, problem: str, is_there: bool) -> bool:
         """Count a step; tell whether ``problem`` has now been there for exactly ``patience`` steps in a row."""
         self._steps[problem] = self._steps[problem] + 1 if is_there else 0
+        # Equal, not at least: the warning comes once for each such series, not at every further step.
         return self._steps[problem] == self.patience > 0
 
     def observe(self, scores: Tensor, truncated: Tensor) -> list[str]:

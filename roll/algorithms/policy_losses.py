@@ -146,7 +146,7 @@ def with_options(options: type) -> Callable[[PolicyLossFunction], PolicyLossFunc
 
 
 def options_class_of(loss: str) -> type:
-    """The dataclass that a loss is given: the algorithm's keys, or what it declares."""
+    """Return the dataclass of a loss's options: the algorithm's keys, unless the loss declares another."""
     return _options_classes.get(policy_losses.resolve(loss), PPOConfig)
 
 
@@ -203,6 +203,7 @@ def gspo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tens
 def gspo_token(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
     """sg(s) pi / sg(pi): the value of GSPO's ratio with each token's own gradient; arXiv 2507.18071 eq. 13-14."""
     sequence = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "seq")
+    # 0 in value, the token's own gradient: sequence + own is the straight-through form of sg(s) pi / sg(pi).
     own = torch.where(inputs.mask, inputs.log_probs - inputs.log_probs.detach(), 0.0)
     return _clipped_surrogate((sequence + own).exp(), inputs, options, metrics)
 
@@ -244,6 +245,7 @@ def m2po(inputs: LossInputs, options: M2poOptions, metrics: MetricBuilder) -> Te
     bounded = inputs.mask
     if not options.all_tokens:
         bounded = bounded & (inputs.advantages * log_ratio > 0)
+    # -1, below every square, sorts the tokens that are not bounded to the front: they have the ranks up to `outside`.
     moments, order = torch.where(bounded, log_ratio.double().square(), -1.0).flatten().sort()
     rank = torch.arange(1, len(moments) + 1, device=moments.device)
     outside = len(moments) - bounded.sum()
@@ -316,6 +318,7 @@ def sapo(inputs: LossInputs, options: SapoOptions, metrics: MetricBuilder) -> Te
     """-(4/tau) sigmoid(tau (r - 1)) A with tau by the sign of A: a soft gate instead of a clip; arXiv 2511.20347."""
     tau = torch.full_like(inputs.advantages, options.tau_neg)
     tau = tau.masked_fill(inputs.advantages > 0, options.tau_pos)
+    # 4 / tau gives the gate slope 1 at r = 1, so that an on-policy step has the gradient of REINFORCE.
     gate = (4.0 / tau) * torch.sigmoid(tau * (inputs.log_ratio.exp() - 1.0))
     return -gate * inputs.advantages
 
@@ -355,6 +358,7 @@ def dppo(inputs: LossInputs, options: DppoOptions, metrics: MetricBuilder) -> Te
     The divergence is that of the two-outcome distribution (this token, any other).
     """
     ratio = inputs.ratio
+    # Float64: near certainty 1 - p, which the divergence is made of, has hardly a digit in float32.
     old = inputs.proximal_log_probs.double().exp()
     new = inputs.log_probs.detach().double().exp()
     if options.divergence == "tv":
@@ -408,8 +412,11 @@ def clip_cov(inputs: LossInputs, options: ClippedCovariance, metrics: MetricBuil
 @register_policy_loss("kl_cov", options=KlCovOptions)
 def kl_cov(inputs: LossInputs, options: KlCovOptions, metrics: MetricBuilder) -> Tensor:
     """-r A, plus coef |log r| on the tokens of highest covariance in the micro-batch; arXiv 2505.22617 eq. 10-13."""
+    # -inf keeps tokens outside the mask from being among the largest; their covariance is 0, more than many tokens
+    # have.
     covariance = token_covariance(inputs).masked_fill(~inputs.mask, -torch.inf).flatten()
     tokens = int(inputs.num_tokens)
+    # At least one token, but none of an empty micro-batch, on which topk would pick a masked one.
     count = min(max(int(options.ratio * tokens), 1), tokens)
     chosen = covariance.topk(count).indices
     penalised = torch.zeros_like(covariance).index_fill(0, chosen, options.coef).view_as(inputs.mask)

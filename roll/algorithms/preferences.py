@@ -30,7 +30,7 @@ class PairSums:
     policy: Tensor
     """Summed log-probs under the policy, with gradient."""
     reference: Tensor | None
-    """The same under the reference; None: no loss asks for it."""
+    """The same under the reference; None: no loss needs it."""
     lengths: Tensor
     """Tokens of the responses, as floats."""
     weights: Tensor | None = None
@@ -77,6 +77,7 @@ def policy_weights(log_probs: Tensor, sum_of_squares: Tensor, mask: Tensor) -> T
     """(P,), without gradient: WPO's weight of a pair, min(1, w(y_w) w(y_l)), where log w(y) is the mean over its tokens
     of log p(token) - log sum_v p(v)^2, the log-prob relative to that of a token sampled from the same distribution
     (arXiv 2406.11827, eq. 6)."""
+    # Outside the mask the sum of squares is 0, and log(0) times the mask would be NaN.
     relative = (log_probs.detach() - sum_of_squares.clamp(min=torch.finfo(torch.float32).tiny).log()) * mask
     means = relative.sum(1) / mask.sum(1).clamp(min=1)
     return means.view(-1, 2).sum(1).exp().clamp(max=1.0)
@@ -103,6 +104,7 @@ class PairTerms:
                 return 1 - torch.exp((-self.ratios).clamp(max=_MOST_EXPONENT))
             case "js_divergence":
                 return math.log(2) + F.logsigmoid(self.ratios)
+            # Close to alpha = 1 the quotient is 0 / 0; its limit is r(y), as for the reverse KL.
             case "alpha_divergence" if abs(power := self.options.f_alpha - 1) > 1e-6:
                 return (torch.exp((self.ratios * power).clamp(max=_MOST_EXPONENT)) - 1) / power
         return self.ratios
@@ -246,6 +248,7 @@ def simpo(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
 @register("orpo")
 def orpo(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
     """ORPO (arXiv 2403.07691, eq. 6), weight ``beta``: likelihood of the chosen response, and the log odds ratio."""
+    # A mean log-prob of 0 (a certain response) would have infinite odds.
     odds = terms.means - torch.log(-torch.expm1(terms.means.clamp(max=-1e-7)))
     return -terms.means[:, 0] - options.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
 
@@ -271,6 +274,7 @@ def preference_loss(sums: PairSums, options: PreferenceLossConfig) -> Tensor:
 def slopes(sums: PairSums, options: PreferenceLossConfig) -> tuple[Tensor, Tensor]:
     """The mean loss and its derivative by each policy sum, (P, 2): a loss that couples pairs becomes a weighted sum of
     log-probs, which any split into micro-batches adds up to the same gradient."""
+    # A leaf of its own: the derivative by the sums is all that is needed, no graph of the model is kept.
     policy = sums.policy.detach().requires_grad_()
     loss = preference_loss(PairSums(policy, sums.reference, sums.lengths, sums.weights), options).mean()
     (slope,) = torch.autograd.grad(loss, policy)
@@ -333,8 +337,8 @@ def unpaired_loss(ratios: Tensor, desirable: Tensor, kl: Tensor | None, options:
 def unpaired_metrics(
     log_probs: Tensor, ratios: Tensor, desirable: Tensor, losses: Tensor, options: PreferenceLossConfig, prefix: str
 ) -> Metrics:
-    """Numbers about N responses, to be merged over micro-batches and ranks. ``acc`` is the share on the side of the
-    reference that their label asks for."""
+    """Numbers about N responses, to be merged over micro-batches and ranks. ``acc`` is the share whose implicit
+    reward has the sign of the label."""
     rewards = options.beta * ratios.detach()
     metrics: Metrics = {
         "loss": Mean(losses.detach().double().sum().item(), len(losses)),

@@ -31,6 +31,7 @@ def reverse_discounted_sum(values: Tensor, discount: float, mask: Tensor | None 
         float (B, L).
     """
     rows, length = values.shape
+    # A small discount underflows within a block, and S_t divides at the end: then the plain loop, token by token.
     width = min(_BLOCK, length) if discount**_BLOCK > _LEAST_SCALING else 1
     missing = -length % width
     if missing:

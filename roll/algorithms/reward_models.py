@@ -131,10 +131,12 @@ def point_losses(scores: Tensor, targets: Tensor, options: RewardLossConfig) -> 
     levels = options.ordinal_levels
     beyond = torch.arange(1, levels, device=scores.device, dtype=scores.dtype) - levels / 2
     beyond = options.ordinal_spacing * beyond
+    # P(y >= 0) = 1 and P(y >= K) = 0 at the ends: every grade's probability is a difference of neighbours.
     at_least = F.pad(torch.sigmoid(scores[..., None] - beyond), (1, 0), value=1.0)
     at_least = F.pad(at_least, (0, 1), value=0.0)
     grade = targets.long()[..., None]
     chance = at_least.gather(-1, grade) - at_least.gather(-1, grade + 1)
+    # A score far from its grade gives a difference of exactly 0, whose log would be infinite.
     return -chance.clamp(min=torch.finfo(scores.dtype).tiny).log()[..., 0]
 
 

@@ -40,6 +40,7 @@ class RunningMoments:
             return
         mean, squares = torch.stack([values.mean(), (values - values.mean()).square().sum()]).tolist()
         total = self.count + count
+        # Merging by differences of means: sums of squares would cancel after many batches of similar rewards.
         difference = mean - self.mean
         self.squares += squares + difference**2 * self.count * count / total
         self.mean += difference * count / total
@@ -102,6 +103,7 @@ class RewardPostprocessor:
         running = self._running.setdefault(domain, RunningMoments())
         mean = std = raw.new_zeros(())
         if "running" in (mean_type, std_type):
+            # Before they are used, so that the first batch is normalised by its own moments instead of by none.
             running.update(raw)
             mean = raw.new_full((), running.mean) if mean_type == "running" else mean
             std = raw.new_full((), running.std) if std_type == "running" else std
@@ -151,6 +153,7 @@ def token_level_rewards(
     if mask.shape[1]:
         columns = torch.arange(1, mask.shape[1] + 1, dtype=torch.int32, device=mask.device)
         last = (mask * columns).amax(-1, keepdim=True).long() - 1
+        # An empty row has last = -1, and writes a 0 into its first column.
         at_last = torch.where(last >= 0, response_rewards.float().unsqueeze(-1), 0.0)
         rewards.scatter_(1, last.clamp(min=0), at_last)
     if kl is not None and kl_coef != 0.0:
@@ -265,4 +268,5 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
     if count >= kept.numel():
         return mask.clone()
     threshold = kept.topk(count).values[-1]
+    # By value, not by index: tokens that tie at the threshold are all kept, whatever the order of the rows.
     return mask & (entropy >= threshold)

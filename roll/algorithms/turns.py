@@ -90,6 +90,7 @@ class TrajectoryLayout:
         rows, columns = mask.nonzero(as_tuple=True)
         owner, turn = trajectories.index[rows], turn_ids[rows, columns].long()
         turns = int(turn.max()) + 1 if len(turn) else 1
+        # One key for trajectory and turn; the stable sort leaves positions within a turn in ascending order.
         order = torch.argsort(owner * turns + turn, stable=True)
         lengths = torch.zeros_like(trajectories.counts).index_add_(0, owner, torch.ones_like(owner))
         width = max(int(lengths.max()), 1) if len(lengths) else 1

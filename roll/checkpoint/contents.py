@@ -35,7 +35,7 @@ class ModelContents:
     trained: dict[str, list[int]] = field(default_factory=dict)
     """Shapes of the trained parameters, whole."""
     frozen: list[str] = field(default_factory=list)
-    """Parameters that are what the model folder has."""
+    """Parameters that are unchanged from the model folder."""
     scalings: dict[str, float] = field(default_factory=dict)
     """The factor of ``B A`` for every weight that has an adapter."""
     base: str | None = None

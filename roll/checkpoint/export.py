@@ -44,7 +44,7 @@ MAX_FILE_BYTES = 4 * 2**30
 BOUND = 1e-4
 """Largest difference between log-probs, computed in float32 from the same rounded weights."""
 BOUND_OF_MERGED = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 5e-2}
-"""Where adapters are merged: the sum may be rounded to the next number up or down."""
+"""The same for merged adapters, whose sum may be rounded to the next number up or down."""
 _KEPT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 _OWN_FILES = ("config.json", "model.safetensors.index.json", "adapter_config.json")
 
@@ -72,6 +72,7 @@ def write_hf(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
         files: dict[str, str] = {}
         for index, names in enumerate(shards):
             shard = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
+            # The names state the number of files, which is known only now.
             (folder / f"part{index:05d}").rename(folder / shard)
             files |= dict.fromkeys(names, shard)
         index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
@@ -153,11 +154,11 @@ def _whole_or_float(number: float) -> Any:
 
 
 Rounding = Callable[[Tensor], Tensor]
-"""From a float32 parameter to what its exported values are in float32."""
+"""Maps a float32 parameter to the float32 values of its exported form."""
 
 
 def compare(trained: TrainedModel, form: str, path: Path, rounding: Rounding, bound: float) -> float:
-    """The largest difference between outputs of what was written and of the model in memory.
+    """Return the largest difference between the outputs of the exported model and of the model in memory.
 
     Raises:
         ValueError: it is larger than rounding explains.
@@ -167,6 +168,7 @@ def compare(trained: TrainedModel, form: str, path: Path, rounding: Rounding, bo
     wanted = model_outputs(expected_model(trained, rounding), ids)
     found = model_outputs(reloaded_model(trained, form, path), ids)
     difference = float((wanted - found).abs().max())
+    # Not "difference > bound", which would let NaN pass.
     if not difference <= bound:
         raise ValueError(
             f"{path}: outputs of the exported model differ from those of the checkpoint by {difference:.2g}, more than "

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
 SUPERSEDED = "superseded-"
-"""Before the names of checkpoints of a branch that the run has left."""
+"""Prefix of the names of checkpoints of a branch that the run has left."""
 _FORMAT = 1
 _CHUNK_BYTES = 8 << 20
 # hashlib releases the interpreter lock, so threads hash several files at once; more than a few only fight for the disk.
@@ -211,6 +211,7 @@ def sweep(parent: Path) -> None:
             replaced.rename(original)
             logger.warning("put back %s: the run that was replacing it was killed", original)
     for partial in sorted(parent.glob(f".*{_PARTIAL_SUFFIX}")):
+        # Free: its writer is dead, since the kernel holds the lock for as long as the process lives.
         if not _is_locked(partial.with_suffix(_LOCK_SUFFIX)):
             shutil.rmtree(partial, ignore_errors=True)
             logger.warning("removed %s: left by a run that was killed", partial)
@@ -220,9 +221,12 @@ def sweep(parent: Path) -> None:
 
 def _replace(partial: Path, final: Path) -> None:
     replaced = final.with_name(f".{final.name}{_REPLACED_SUFFIX}")
+    # A folder cannot be renamed over one that is not empty. A kill between the two renames is undone by sweep().
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
+    # The rename itself is an entry of the parent: without this a power cut may undo it after the step has been
+    # reported.
     flush_path(final.parent)
     if replaced.exists():
         shutil.rmtree(replaced)

@@ -113,6 +113,7 @@ def _add_tokenizer(gguf: ModuleType, writer: GGUFWriter, folder: Path, vocab_siz
     if described.get("model", {}).get("type") != "BPE":
         rule = f"{folder} has no byte-pair tokenizer (tokenizer.json); export --to hf and convert with llama.cpp"
         raise config_error("--to", "gguf", rule)
+    # Embeddings may have more rows than there are tokens (a padded vocabulary), and each row needs a text of its own.
     tokens = [f"[PAD{index}]" for index in range(vocab_size)]
     types = [gguf.TokenType.UNUSED] * vocab_size
     for token, index in described["model"]["vocab"].items():
@@ -120,6 +121,7 @@ def _add_tokenizer(gguf: ModuleType, writer: GGUFWriter, folder: Path, vocab_siz
     for added in described.get("added_tokens", ()):
         kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
         tokens[added["id"]], types[added["id"]] = added["content"], kind
+    # llama.cpp's name for all byte-level byte-pair tokenizers.
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splitting)
     writer.add_token_list(tokens)

@@ -79,9 +79,10 @@ class BestCheckpoint:
         self._linked: str | None = None
 
     def measured(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take note of the metrics logged at ``step``."""
+        """Record the metrics logged at ``step``."""
         value = metrics.get(self.metric)
         if value is None:
+            # Only for the warning at the end, which a metric that was logged once makes needless.
             if not self._values:
                 self._seen.update(metrics)
         elif math.isfinite(value):
@@ -99,6 +100,7 @@ class BestCheckpoint:
         link, new = root / BEST_LINK, root / f".{BEST_LINK}.new"
         if self._linked == name and link.is_symlink():
             return
+        # Made beside it and renamed over it: a reader finds the old link or the new one, never none.
         new.unlink(missing_ok=True)
         new.symlink_to(name)
         new.replace(link)
@@ -148,7 +150,7 @@ class CheckpointManager:
         upload_dir: where each checkpoint is copied to as well (YAML ``checkpoint_config.output_dir``); never pruned. A
             folder, or a URL that fsspec opens.
         storage_options: of fsspec.
-        async_upload: copy in the background while training goes on.
+        async_upload: copy in the background while training continues.
         keep_local_file: False removes a checkpoint from ``root`` once its copy is whole.
         best: keeps the best checkpoint besides the newest ones; None: nothing is best.
 
@@ -205,6 +207,7 @@ class CheckpointManager:
         logger.info("checkpoint %s: %d files, %.1f MB", final, len(manifest.files), size / 1e6)
         if self.upload_dir is not None or self.store is not None:
             with self._lock:
+                # Before the upload is submitted: _prune() must not remove a checkpoint that is still to be copied.
                 self._pending.add(step)
             if self._background is None:
                 self._upload(step)
@@ -277,8 +280,8 @@ class CheckpointManager:
     def supersede_after(self, step: int) -> None:
         """Rename checkpoints later than ``step`` to ``superseded-checkpoint-<n>``.
 
-        A run that goes on from an older checkpoint calls this first; else its own next resumption would find the later
-        ones of the branch it left.
+        A run that continues from an older checkpoint calls this first; its own next resumption would otherwise find the
+        later checkpoints of the branch that it has left.
         """
         for checkpoint in [one for folder in self._folders for one in _checkpoints(folder) if one.step > step]:
             superseded = supersede(checkpoint.path)
@@ -313,7 +316,7 @@ class CheckpointManager:
             raise self._upload_errors[0]
 
     def _upload(self, step: int) -> None:
-        """Upload one checkpoint; an error is kept for :meth:`close`, since training can go on without the copy."""
+        """Upload one checkpoint; an error is kept for :meth:`close`, since training can continue without the copy."""
         source, place = self.root / f"checkpoint-{step}", self.upload_dir or self.store
         try:
             if self.store is not None:
@@ -341,6 +344,7 @@ class CheckpointManager:
         step = self.best.best_of([checkpoint.step for checkpoint in _checkpoints(self.root)])
         if step is not None and not self._removes_local:
             self.best.link(self.root, f"checkpoint-{step}")
+        # exists() follows the link: one that leads to a removed checkpoint is dropped.
         elif not (link := self.root / BEST_LINK).exists():
             link.unlink(missing_ok=True)
         return step
@@ -360,6 +364,7 @@ class CheckpointManager:
                 whole.append(checkpoint)
             except CheckpointDamagedError as error:
                 logger.warning("left in place and not counted among those kept: %s", error)
+        # The pending ones are skipped, not waited for: close() prunes once more when the uploads are done.
         for checkpoint in whole[self._max_to_keep :]:
             if checkpoint.step not in pending and checkpoint.step != best:
                 remove_folder(checkpoint.path)

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_url(place: str | Path) -> bool:
-    """True for what fsspec is to open; a plain path is a folder."""
+    """True for a URL, which fsspec opens; a plain path is a folder."""
     return "://" in str(place)
 
 
@@ -80,6 +80,7 @@ class ObjectStore:
         """
         fs, root = self._opened
         with self._errors():
+            # fsspec caches listings per process: checkpoints that another process has written would not be seen.
             fs.invalidate_cache()
             if not fs.exists(root):
                 return []
@@ -112,6 +113,7 @@ class ObjectStore:
                 size = fs.size(f"{target}/{name}")
                 if size != entry.size:
                     raise CheckpointDamagedError(f"{target}/{name} has {size} bytes instead of {entry.size}")
+            # Last: names() counts a folder as a checkpoint once its manifest is there.
             self._put(folder / MANIFEST_NAME, f"{target}/{MANIFEST_NAME}")
 
     def _put(self, source: Path, target: str) -> None:
@@ -180,7 +182,7 @@ class ObjectStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Errors of whichever client fsspec uses as ``OSError``, with the URL."""
+        """Raise the errors of whichever client fsspec uses as ``OSError``, with the URL."""
         try:
             yield
         except CheckpointDamagedError:

@@ -45,7 +45,7 @@ class Piece:
 
     name: str
     tensors: Mapping[str, Tensor]
-    """By kind: :data:`WEIGHT`, the :data:`MOMENTS`; 1-D, or (rows, columns) with a stride."""
+    """Tensors by kind (:data:`WEIGHT`, the :data:`MOMENTS`); 1-D, or (rows, columns) with a stride."""
     start: int = 0
     stride: int = 0
     """Elements from one row of the whole parameter to the next; 0: consecutive elements."""
@@ -62,11 +62,13 @@ class Pieces:
         counts: Counter[str] = Counter()
         self._updates: dict[str, int] = {}
         for piece in pieces:
+            # A rank may keep several runs of one parameter; tensors of a safetensors file need different names.
             key = f"{piece.name}#{counts[piece.name]}" if counts[piece.name] else piece.name
             counts[piece.name] += 1
             places[key] = [piece.start, piece.stride]
             self._updates[piece.name] = piece.updates
             for kind, tensor in piece.tensors.items():
+                # Copied: training continues, and changes the parameters, while the file is written in the background.
                 self._tensors[f"{kind}/{key}"] = tensor.detach().float().to("cpu", copy=True).contiguous()
         for name, buffer in (buffers or {}).items():
             self._tensors[f"{BUFFER}/{name}"] = buffer.detach().to("cpu", copy=True).contiguous()
@@ -138,7 +140,7 @@ class StoredTensors:
     _updates: dict[str, int] = field(default_factory=dict)
 
     def add(self, file: safe_open, path: Path) -> None:
-        """Take note of what an opened file holds.
+        """Add the pieces of an opened file.
 
         Raises:
             CheckpointDamagedError: its metadata does not say so.
@@ -170,6 +172,7 @@ class StoredTensors:
         """
         wanted = torch.empty(end - begin)
         found = sum(held.copy_into(wanted, kind, begin) for held in self._pieces.get(name, ()))
+        # The buffer is uninitialised: elements that no file has would be whatever was in memory.
         if found != end - begin:
             raise CheckpointDamagedError(
                 f"{self.folder} has {found} of the elements {begin} to {end} of {kind}/{name}; files are missing"

@@ -90,6 +90,7 @@ class TrainedModel:
                 elif name in self.contents.scalings:
                     down, up = (self.read(stored, one) for one in adapter_names(name))
                     base = layout.joined({part.name: layout.read(files, part.name) for part in layout.parts(name)})
+                    # In float32, rounded once at the end: added in bfloat16, a small B A would vanish in the weight.
                     whole = merged_weight(base[name].float(), down, up, self.contents.scalings[name]).to(dtype)
                     yield from ((key, part.contiguous()) for key, part in layout.split(name, whole))
                 else:

@@ -1,7 +1,7 @@
-"""Conversations of which every assistant's turn is learned, tool calls included, and nothing else.
+"""Conversations in which the loss is on every assistant turn, tool calls included, and on nothing else.
 
-Which tokens those are, the chat template says: by its own ``{% generation %}`` marks, where it has them; else by what
-it renders of the conversation's beginnings.  Turn i begins after ``render(messages[:i], add_generation_prompt=True)``,
+The chat template determines these tokens: by its own ``{% generation %}`` marks, where it has them; else by what it
+renders of the conversation's beginnings.  Turn i begins after ``render(messages[:i], add_generation_prompt=True)``,
 the prompt that the model would be given for it, and ends with ``render(messages[:i + 1])``, at the last special token
 of that (the model never has to write what a template adds after the end of a turn).  Both must be beginnings of the
 whole, or a turn would be learned in a context that it is never generated in; a row for which they are not is refused
@@ -63,7 +63,7 @@ def read_dialogue(columns: Columns, source: SourceRow) -> tuple[list[Message], l
 
 
 def plain_message(source: SourceRow, message: Message) -> Message:
-    """With a text as content, and arguments of tool calls as objects, which is what templates take."""
+    """Return the message as templates expect it: text as content, arguments of tool calls as objects."""
     kept = message | {"content": message["content"] or ""}
     if "tool_calls" not in kept:
         return kept

@@ -238,6 +238,7 @@ def as_number(source: SourceRow, column: str, wanted_by: str) -> float:
     """
     value = source.row.get(column)
     try:
+        # float(True) is 1.0, but a flag is no number.
         if value is None or isinstance(value, bool):
             raise ValueError
         return float(value)

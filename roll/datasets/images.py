@@ -31,7 +31,7 @@ RATE_KEYS = ("fps", "sample_fps")
 """Keys of a video's mapping with its frames per second."""
 _MARKS = re.compile(f"({IMAGE_MARK}|{VIDEO_MARK})")
 PLACED_ALIKE = "take fewer seconds, larger frames (video_min_pixels), Qwen3-VL, or strategy_name: hf_infer"
-"""Ways to a video that engine and trainer give the same positions."""
+"""Remedies for a video whose positions differ between engine and trainer."""
 URL_SECONDS = 20.0
 URL_BYTES = 32 * 2**20
 """Most that a URL may give."""
@@ -48,12 +48,12 @@ class ImageReader:
     model: VisionModel | None
     column: str = "images"
     folder: Path | None = None
-    """Where relative paths are looked for first."""
+    """Folder searched first for relative paths."""
     urls: bool = False
     """Images may be fetched."""
     video_column: str = "videos"
     video_folder: Path | None = None
-    """Where relative paths of frames are looked for first; None: as those of images."""
+    """Folder searched first for relative paths of frames; None: that of images."""
     _fetched: dict[str, Row] = field(default_factory=dict, repr=False)
     """Rows with images fetched from URLs, until they are stored."""
 
@@ -63,6 +63,7 @@ class ImageReader:
         if model is not None:
             low = data_args.image_min_pixels or model.processing.min_pixels
             high = data_args.image_max_pixels or model.processing.max_pixels
+            # A maximum below the model's minimum lowers the minimum too: no size could satisfy both.
             processing = replace(model.processing, min_pixels=min(low, high), max_pixels=high)
             video = replace(
                 model.video,
@@ -336,6 +337,8 @@ class ImageReader:
             )
         try:
             with urllib.request.urlopen(url, timeout=URL_SECONDS) as answer:
+                # One byte beyond the limit tells a body of exactly that size from a longer one, without reading the
+                # rest.
                 data: bytes = answer.read(URL_BYTES + 1)
         except (OSError, ValueError) as error:
             raise DataError(f"{where}: {url!r} cannot be fetched: {error}") from error

@@ -173,7 +173,7 @@ class RowMaker(ABC, Generic[TokensT]):
         """A prepared row.
 
         Args:
-            row: what is kept of the row besides its tokens.
+            row: columns kept besides the tokens.
             text, spans: as :class:`~roll.datasets.store.StoredRow` has them.
         """
         from roll.datasets.store import StoredRow
@@ -236,6 +236,7 @@ def make_all(maker: RowMaker[Any], chunks: Iterable[list[SourceRow]], processes:
         rule = "a process that prepares rows has died, perhaps for want of memory; fewer of them need less"
         raise DataError(f"{rule}: data_args.preprocessing_num_workers = 1 prepares them in this one") from error
     finally:
+        # A row that ends the loading must not wait for the chunks that are still queued.
         pool.shutdown(cancel_futures=True)
 
 
@@ -257,7 +258,7 @@ def num_processes(data_args: DataArguments, paths: Sequence[Path]) -> int:
 
 
 class Collected(BadRows):
-    """Keeps what is reported, for the process that decides about it."""
+    """Collects reported errors for the process that applies ``on_bad_row``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Judged responses: a prompt with one or more responses and a judgement of their quality.
 
-One kind of row serves all that is learnt from judgements of whole responses or of their steps: pairs (one of two is
+One kind of row serves all training on judgements of whole responses or of their steps: pairs (one of two is
 preferred), rankings (every response has a place), points (every response has a number), labels (desirable or not), and
 steps (a label for every step of one response).
 """
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs
 
 PROMPT_COLUMNS = ("messages", "prompt", "instruction", "question")
-"""Where a prompt is looked for when the data section names no column."""
+"""Columns searched for the prompt when the data section names none."""
 Judgement = Literal["pairs", "ranking", "points", "labels", "steps"]
 
 
@@ -47,7 +47,7 @@ class JudgedRow:
     """(K,): the higher the better; of labels 1 and 0; of steps the labels of the only response's steps. Empty of pairs:
     the first response is the preferred one."""
     step_ends: list[int]
-    """Where each step ends, counted in tokens from the first of the response; only of steps."""
+    """End of each step, in tokens from the first of the response; empty unless steps are judged."""
     margin: float | None
     """Margin of the chosen response, where the row says it."""
     vision: VisionInputs | None = None

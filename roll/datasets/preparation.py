@@ -1,4 +1,4 @@
-"""From files to a store of prepared rows, or straight from the cache on disk."""
+"""Prepares the rows of files into a store, or reads them from the cache on disk."""
 
 from __future__ import annotations
 
@@ -174,6 +174,7 @@ def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None
     from roll.datasets.store import RowStoreWriter, unique_ids
 
     policy = maker.data_args.on_bad_row
+    # Counted apart: a row that cannot be parsed has not reached the selection, which counts the rows read.
     unreadable, unusable = BadRows(policy), BadRows(policy)
     selection = Selection(maker.data_args, unusable)
     writer, tally = RowStoreWriter(folder), Tally()
@@ -335,6 +336,7 @@ def new_entry(folder: Path) -> Iterator[Path]:
     try:
         yield draft
         try:
+            # A rename onto a folder with files fails: another process was first.
             draft.rename(folder)
         except OSError:
             if not folder.is_dir():

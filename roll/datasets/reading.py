@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Row = dict[str, Any]
 Numbered = Iterator[tuple[int, Row | DataError]]
-"""Row numbers with what is there: a row, or the reason why it is none."""
+"""Row numbers, each with its row, or with the error of a row that cannot be read."""
 TOOLS = "tools"
 """Column of the schemas of the tools that a conversation has."""
 MESSAGE_KEYS = frozenset({"role", "from"})

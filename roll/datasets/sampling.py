@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The order of one domain's rows (or of a whole set's), which depends on seed, name and epoch alone."""
+    """The order of one domain's rows (or of a whole set's), determined by seed, name and epoch alone."""
 
     num_rows: int
     seed: int
@@ -198,6 +198,7 @@ class DomainSampler:
         lacks = {domain: self._shares[domain] * turn - self._streams[domain].num_drawn for domain in self._domains}
         # Shares sum to 1, so some domain is below its quota.
         behind = [domain for domain in self._domains if lacks[domain] >= margin]
+        # Earliest deadline first: the number of draws after which the domain would lack a whole row (Tijdeman, above).
         return min(behind, key=lambda domain: (1 - margin - lacks[domain]) / self._shares[domain])
 
     def find(self, domain: str, prompt_id: str) -> PromptRow:

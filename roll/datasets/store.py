@@ -105,8 +105,7 @@ class StoredRow:
     """The columns as read; None where they are not needed."""
     difficulty: float | None
     spans: list[int] = field(default_factory=list)
-    """In a demonstration, begin and end of every run of tokens that carry the loss; empty: all after the
-    prompt."""
+    """Begin and end of every run of tokens that carry the loss, in a demonstration; empty: all after the prompt."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +189,7 @@ class RowStore:
 
 
 class RowStoreWriter:
-    """Takes rows as they come; :meth:`finish` makes a store of them.
+    """Collects rows as they come; :meth:`finish` makes a store of them.
 
     Args:
         folder: where the two files go; None: they stay in memory.
@@ -209,6 +208,7 @@ class RowStoreWriter:
             return
         self._writer.write_batch(rows.rows)
         positions = pa.array(range(self._count, self._count + count), pa.int64())
+        # Positions are kept with the rows: the final index may leave rows out, which stay in the file.
         self._index.append(pa.record_batch([positions, *rows.index.columns], schema=INDEX))
         self._count += count
 
@@ -244,6 +244,7 @@ def unique_ids(index: pa.Table, paths: Sequence[Path], id_column: str, bad_rows:
         DataError: an id twice in one file, unless bad rows are skipped.
     """
     ids = index["id"]
+    # Candidates are found in Arrow: usually there are none, and a million ids never become Python strings.
     counted = pc.value_counts(ids.drop_null().combine_chunks())
     repeated = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
     unnamed = pc.is_null(ids)

@@ -109,6 +109,7 @@ class StreamedEpochs(Generic[T]):
         self.close()
         self._stream = stream_rows(self._paths, self._bad)
         sources = self._selection(self._stream)
+        # The columns are chosen by the first row that the filter lets through; it is put back in front of the others.
         first = next(sources, None)
         if first is None:
             return iter(())
@@ -149,6 +150,7 @@ class StreamedEpochs(Generic[T]):
         self._sources = self._read()
         skipped = sum(1 for _ in islice(self._sources, window * self._size))
         self._kept = skipped  # they were made once; an epoch that had none would have ended
+        # _open_next() advances to the window that was open.
         self._window = window - 1
         self._open_next()
         for _ in range(taken):

@@ -213,7 +213,7 @@ class Renderer:
         ]
 
     def render(self, one: Conversation) -> str | DataError:
-        """The text of one conversation, or what its template says against it."""
+        """Render one conversation; the error where its template refuses it."""
         from jinja2 import TemplateError
 
         name = self.templates.of(one.tag)
@@ -257,7 +257,7 @@ def tokenize(
 
 Side = Literal["left", "right", "middle"]
 MAX_ATTEMPTS = 4
-"""A cut text may take another token or two at the seam; what is still too long then is cut a little more."""
+"""Most attempts: a cut text may take another token or two at the seam, and is then cut a little more."""
 
 
 def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer: Renderer) -> Rendered | None:

@@ -94,7 +94,7 @@ SHOWN = 5
 
 
 class BadRows:
-    """``on_bad_row``: what is done about each."""
+    """Policy for each: ``on_bad_row``."""
 
     def __init__(self, policy: Literal["raise", "skip"] = "raise") -> None:
         self._policy = policy

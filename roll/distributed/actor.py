@@ -64,7 +64,7 @@ class Profiling:
 
 
 class Profiler:
-    """Records a worker's calls as its environment says."""
+    """Records a worker's calls according to :data:`PROFILER_ENV`."""
 
     def __init__(self, worker_name: str) -> None:
         text = os.environ.get(PROFILER_ENV)
@@ -74,7 +74,7 @@ class Profiler:
 
     @contextmanager
     def around(self, method: str) -> Iterator[None]:
-        """Record the block if the settings name this call; nothing is written of one that raises."""
+        """Record the block if the settings name this call; nothing is written for a call that raises."""
         call, profiling = self._calls[method], self._profiling
         self._calls[method] += 1
         if profiling is None or call not in profiling.calls:
@@ -112,7 +112,7 @@ class Profiler:
 
 
 STACK_SIGNAL = signal.SIGUSR2
-"""On this signal a worker writes the Python stacks of its threads to its log, even when stuck in a C call."""
+"""Signal that makes a worker write the Python stacks of its threads to its log, even when stuck in a C call."""
 
 _COMPUTING = (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
 """Modes of the methods that a profiler records: those that compute a batch."""
@@ -170,14 +170,15 @@ _SHORTEST = 0.0005
 class CallTimes:
     """Writes when the calls of a worker began and ended, next to its log; :mod:`roll.tracking.run_record` reads it.
 
-    Calls of the same method that follow one another at once, as the turns of an engine do, become one of up to half a
-    second; calls of less than half a millisecond are left out.
+    Calls of the same method in quick succession, such as the turns of an engine, are merged into spans of up to half a
+    second; calls shorter than half a millisecond are left out.
 
     Args:
         path: the file, which is appended to.
     """
 
     def __init__(self, path: Path, context: WorkerContext) -> None:
+        # Line by line: workers are ended by ray.kill(), which leaves no time to write out a buffer.
         self._file = path.open("a", encoding="utf-8", buffering=1)
         self._lock = threading.Lock()
         self._open: tuple[str, float, float] | None = None
@@ -305,10 +306,15 @@ class WorkerActor:
                 context,
                 master_addr=host,
                 master_port=port,
+                # Detached: the TCPStore owns the descriptor from here on, and the Python socket must not close it a
+                # second time.
                 listen_fd=self._listener.detach() if self._listener is not None else None,
             )
             os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+            # Before anything of the role is imported or logged, so that its keys never reach the worker's log.
             register_secrets(dataclasses.asdict(context.role))
+            # Before the class is imported, which may look up objects that exist in the driver only (a notebook's own
+            # reward).
             objects.adopt(own_objects)
             if self._calls_file is not None:
                 self._times = CallTimes(self._calls_file, context)
@@ -323,7 +329,7 @@ class WorkerActor:
     def call(self, method: str, names: tuple[str, ...], *values: object) -> Any:
         """Run a method of the worker; the last ``len(names)`` values are its keyword arguments.
 
-        Values stand directly in the call (not in a list), so that Ray replaces references by what they refer to.
+        Values are arguments of the call itself, not of a list, because Ray resolves top-level references only.
         """
         began = time.time()
         try:
@@ -367,6 +373,7 @@ def _worker_raised(error: Exception) -> WorkerRaised:
     logger.error("a call failed", exc_info=error)
     name = type(error).__name__
     text = str(error)
+    # Without the frames of this module, which are the same in each stack and say nothing about the failure.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     stack = "".join(traceback.format_list(frames[-_STACK_FRAMES:])).rstrip()
     return WorkerRaised(masked_text(f"{name}: {text}" if text else name), masked_text(stack), time.time())

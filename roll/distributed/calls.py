@@ -1,4 +1,4 @@
-"""Calls in flight: waiting with a deadline, the driver's event loop, and a diagnosis of what goes wrong."""
+"""Calls in flight: waiting with a deadline, the driver's event loop, and the diagnosis of failures."""
 
 from __future__ import annotations
 
@@ -106,6 +106,8 @@ class PendingCall(Generic[R]):
             DeadlineExceeded: not done in time.
         """
         driver = DriverLoop.of_this_thread()
+        # Inside a coroutine the loop runs already, and asyncio refuses to run it once more: then only this call is
+        # waited for.
         if driver is not None and timeout is None and not driver.is_running:
             return driver.run(self)
         wait_any([self], timeout)
@@ -155,6 +157,7 @@ class PendingCall(Generic[R]):
             await settled
         finally:
             deadline.cancel()
+        # Taken here, in the loop's own thread: the callbacks run in a thread of Ray, and only count.
         for ref, answer in answers.items():
             if answer.done():
                 self.take(ref, answer.result)
@@ -181,9 +184,11 @@ class PendingCall(Generic[R]):
 
     def _failure(self, rank: int, error: ray.exceptions.RayError) -> RemoteError:
         failures = {rank: error}
+        # A plain error of its own is the cause already; only ranks that failed at the same moment are collected.
         self._listen(failures, _GRACE_SECONDS if _is_peer_trouble(error) else 0.1)
         worst = sorted(failures, key=lambda r: (_gravity(failures[r]), r))
         died = not isinstance(failures[worst[0]], ray.exceptions.RayTaskError)
+        # A worker that raised has sent its stack; only of a process that died is the log all that is left.
         reports = [self._report(r, failures[r], with_log=r == worst[0] and died) for r in worst]
         silent = [r for r in self._refs if r not in self._answers and r not in failures]
         kind = WorkerDied if died else WorkerFailed
@@ -222,9 +227,9 @@ class PendingCall(Generic[R]):
         )
 
     def overdue(self) -> DeadlineExceeded:
-        """The diagnosis of a call that takes too long: which ranks are silent, and where the first few stand.
+        """Diagnose a call that takes too long: which ranks are silent, and the stacks of the first few.
 
-        A rank that waits for another host may be the only one to be silent: what the other had to send is in a buffer.
+        A rank that waits for another host may be the only silent one: the other's data have left it, into a buffer.
         So hosts of ranks that have answered are named, too, where they are slow.
         """
         seconds = time.monotonic() - self.began
@@ -232,6 +237,7 @@ class PendingCall(Generic[R]):
         waiting = {address.node_id for address in map(self._address, silent) if address}
         found = diagnosis.links(filter(None, map(self._address, self._rank_of.values())))
         links = [link for link in found if link.node_id in waiting or link.is_slow]
+        # A node without a connection would answer no request for stacks either, and cost its time limit for each rank.
         cut_off = {link.node_id for link in links if not link.answers}
         reports = []
         for rank in silent[:_REPORTED_RANKS]:
@@ -274,7 +280,7 @@ class DriverLoop:
 
     @classmethod
     def of_this_thread(cls) -> DriverLoop | None:
-        """The one that has been made in this thread and is not closed."""
+        """Return this thread's loop, unless it is closed; None: there is none."""
         return getattr(cls._threads, "current", None)
 
     @property
@@ -298,6 +304,8 @@ class DriverLoop:
             waited_for.cancel()
         try:
             return self._run(waited_for)
+        # _ended() cancels the wait when something spawned has failed: raise that failure, not the cancellation it
+        # caused.
         except asyncio.CancelledError:
             if self._failure is None:
                 raise
@@ -322,20 +330,21 @@ class DriverLoop:
                     raise
 
     def spawn(self, coroutine: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Run a coroutine whenever the loop runs. Its failure ends what the driver waits for."""
+        """Run a coroutine whenever the loop runs. Its failure ends the driver's current or next wait."""
         task = self._loop.create_task(coroutine)
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         error = None if task.cancelled() else task.exception()
+        # A signal's exception has left the loop already, and only the first failure is the cause.
         if error is not None and error not in self._left and self._failure is None:
             self._failure = error
             if self._waited_for is not None:
                 self._waited_for.cancel()
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Nothing is said of tasks that a signal has ended: nobody asks for their results any more."""
+        """Stay silent about tasks that a signal has ended: nobody awaits their results any more."""
         if context.get("exception") not in self._left:
             loop.default_exception_handler(context)
 
@@ -377,7 +386,7 @@ def wait_any(calls: Sequence[PendingCall], timeout: float | None = None) -> list
         timeout: Seconds from now within which one must be done; None: as long as the calls' own deadlines allow.
 
     Raises:
-        WorkerFailed, WorkerDied: of the first call that goes wrong, even while others go on.
+        WorkerFailed, WorkerDied: of the first call that fails, even while others are in flight.
         DeadlineExceeded: a call is past its deadline, or ``timeout`` is over (then of the call that waits longest).
         ValueError: there is nothing to wait for.
     """

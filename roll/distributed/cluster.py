@@ -43,9 +43,9 @@ class Cluster:
     """The workers of a role.
 
     ``cluster.call(TrainWorker.step, batch, loss, epochs=2).result()`` calls the ranks that the method's dispatch mode
-    addresses; arguments and result have the types that the method declares. :meth:`call` is for methods with one
-    result, :meth:`call_all` for those with one of every rank. A method is found by its name in the class that the
-    ranks run: a subclass, say, or any other class with a method like it.
+    addresses; arguments and result have the types that the method declares. :meth:`call` is for methods with a single
+    result, :meth:`call_all` for methods with a result from every rank. A method is looked up by name in the class that
+    the ranks run, which may be a subclass or any other class with such a method.
     """
 
     def __init__(
@@ -81,6 +81,8 @@ class Cluster:
     def _start(self) -> None:
         """Start a process for every rank."""
         self.workers = [self._create_actor(placement) for placement in self._placements]
+        # Passed on as a reference: Ray resolves it in the workers, so the driver starts all ranks without waiting for
+        # rank 0.
         rendezvous = self.workers[0].open_rendezvous.remote()
         started = {r: self._start_worker(r, actor, rendezvous) for r, actor in enumerate(self.workers)}
         self._addresses: list[WorkerAddress] = []
@@ -109,15 +111,19 @@ class Cluster:
             WorkerFailed, WorkerDied, DeadlineExceeded: a worker did not start; the method is named ``start``.
         """
         if self._registrations is None:
+            # In place: calls in flight (the start itself) hold this very list, and name process and log of a failed
+            # rank from it. Addresses come first since an actor has them before its worker class is imported.
             self._addresses[:] = self._address_call.result()
             self._registrations = self._start_call.result()[0]
 
     def leave_out(self, rank: int) -> None:
-        """Go on without a rank that has died, failed or hangs: its process is killed with all that it started, calls to
-        all ranks go to the others. For workers that have nothing to do with one another, such as engines."""
+        """Continue without a rank that has died, failed or hangs: kill its process tree, and address later calls to the
+        other ranks only. For workers that are independent of each other, such as engines."""
         if rank in self._left_out:
             return
         self._left_out.add(rank)
+        # Before ray.kill(), which ends the actor's process only: an engine's own subprocesses would keep the device's
+        # memory.
         diagnosis.kill_process(self._addresses[rank])
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self.workers[rank])
@@ -137,13 +143,14 @@ class Cluster:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
         actor = self._create_actor(self._placements[rank])
+        # A rendezvous of its own: the members of the first process group are fixed, and no new process can join it.
         self._start_worker(rank, actor, actor.open_rendezvous.remote())
         self._replacements[rank] = (actor, actor.address.remote())
         ref = actor.call.remote("initialize", ())
         return PendingCall(self.name, "initialize", {rank: ref}, self.rpc_timeout, [], lambda answers: answers[rank])
 
     def rejoin(self, rank: int) -> None:
-        """Let the process that :meth:`restart` started, and that is ready, take the place of the old one."""
+        """Replace the rank's old process by the one that :meth:`restart` started, once that is initialised."""
         actor, address = self._replacements.pop(rank)
         self.workers[rank], self._addresses[rank] = actor, ray.get(address)
         self._left_out.remove(rank)
@@ -231,6 +238,7 @@ class Cluster:
         if self._closed:
             return
         self._closed = True
+        # Every call to a Ray whose daemon is gone would look for it for a minute.
         if ray_lost() is not None:
             return
         if graceful:
@@ -282,6 +290,7 @@ class Cluster:
             # Devices are given out by this project (lists may overlap), so the actor itself asks Ray for nothing.
             "num_cpus": 0,
             "num_gpus": 0,
+            # An actor that Ray restarted by itself would have neither its model nor its place in the process group.
             "max_restarts": 0,
             "max_concurrency": self.role.max_concurrency or 1,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
@@ -316,7 +325,7 @@ class RankArguments:
 
 
 Collect = Callable[[dict[int, Any]], Any]
-"""From the answers by rank to the result of a call."""
+"""Builds the result of a call from the answers by rank."""
 
 
 def spread(
@@ -362,6 +371,8 @@ def _in_rank_order(answers: dict[int, Any]) -> list[Any]:
 
 def _put(value: object, users: int) -> object:
     small = isinstance(value, _INLINE) or (isinstance(value, tuple) and all(isinstance(v, _INLINE) for v in value))
+    # A value with a single user goes with the call itself; one that several ranks share would be serialised for each of
+    # them.
     return value if users == 1 or small else ray.put(value)
 
 
@@ -396,6 +407,7 @@ def _spread_data(
         )
         for i, info in enumerate(infos)
     }
+    # One source per replica: its tensor- and pipeline-parallel ranks computed the same rows, which must count once.
     sources = sorted((info for info in infos if info.is_data_source), key=lambda info: info.dp_rank)
     padding = -rows % dp_size
 
@@ -437,6 +449,8 @@ def joined(results: list[Any], rows: int, padding: int) -> Any:
         return tuple(joined([result[i] for result in results], rows, padding) for i in range(len(first)))
     if isinstance(first, list):
         chain = [entry for result in results for entry in result]
+        # Padding rows were appended at the end of the batch, so they are the last of the last replica. A list of
+        # another length has no entry per row, and keeps all.
         return chain[: len(chain) - padding] if padding and len(chain) == rows else chain
     metrics = [value for result in results if isinstance(result, dict) for value in result.values()]
     if all(isinstance(result, dict) for result in results) and all(hasattr(one, "merge") for one in metrics):

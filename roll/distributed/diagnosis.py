@@ -53,7 +53,7 @@ class Link:
 
 
 def links(addresses: Iterable[WorkerAddress]) -> list[Link]:
-    """For each other node whether it answers, and how fast it takes a mebibyte."""
+    """Test each other node: does it answer, and how fast does it take a mebibyte?"""
     own = ray.get_runtime_context().get_node_id()
     nodes = {address.node_id: address for address in addresses if address.node_id != own}
     if not nodes:
@@ -62,6 +62,7 @@ def links(addresses: Iterable[WorkerAddress]) -> list[Link]:
     tasks = {
         node_id: ray.remote(_fetch)
         .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False))
+        # In a list, so that the task itself fetches it: Ray would resolve a plain argument before the clock starts.
         .remote([payload])
         for node_id in nodes
         if node_id in alive
@@ -137,6 +138,7 @@ def _dump_stacks(address: WorkerAddress, lines: int) -> list[str]:
     while time.monotonic() < give_up:
         time.sleep(0.05)
         grown = log.stat().st_size
+        # The worker writes while this is read: two equal sizes in a row mean that the dump is complete.
         if grown > before and grown == size:
             break
         size = grown

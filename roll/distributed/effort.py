@@ -55,7 +55,7 @@ class Effort:
 
 
 def _run_queue_seconds() -> dict[str, float]:
-    """By thread, how long it could have run and had no processor; empty where the kernel does not say."""
+    """Seconds that each thread was runnable without a processor; empty where the kernel does not count them."""
     found = {}
     for entry in _TASKS.glob("*/schedstat"):
         try:

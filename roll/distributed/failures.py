@@ -59,7 +59,7 @@ _REFUSALS = (*_NO_ROOM, *map(os.strerror, (errno.EROFS, errno.EACCES)))
 
 
 class OutputRefused(RuntimeError):
-    """The disk does not take what the run writes: starting again would end in the same way."""
+    """The disk refuses the run's files: a restart would fail in the same way."""
 
     @classmethod
     def of(cls, error: BaseException) -> OutputRefused | None:
@@ -77,6 +77,7 @@ def missing_room(error: BaseException) -> str | None:
     """The reason where the driver or a worker had no room for a file (none left, beyond a quota, or beyond the largest
     allowed); None: something else was wrong."""
     if isinstance(error, WorkerFailed):
+        # A worker's exception arrives as text (WorkerRaised), so its errno can only be recognised by its words.
         texts = [report.error for report in error.reports]
     else:  # safetensors has an error of its own, which only says in words what the system did.
         texts = [str(error)] if isinstance(error, OSError | SafetensorError) else []
@@ -102,7 +103,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def needing_room(folder: Path) -> Iterator[None]:
-    """Say what is missing where the block fails for want of room.
+    """Explain a failure of the block that is due to a full disk.
 
     Raises:
         OutputRefused: in place of that error, with its notes.

@@ -54,13 +54,13 @@ _IMPORTED = (
     "roll.models.build",
     "wcwidth",  # half of the time that the import of Ray takes
 )
-"""By the workers of any role with a model."""
+"""Imported by the workers of every role with a model."""
 _READ_WHEN_USED = (MARK_ENV, LOG_DIR_ENV, SOCKET_ENV, SCRIPT_ENV, "SPT_NOENV")
 """The last one is for the title that Ray gives a worker's process."""
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 _SOCKET, _LONGEST_BASE = "socket", 80
 _PATIENCE_SECONDS = 5.0
-"""For the request of a worker, which is written at once."""
+"""Time limit for reading a worker's request, which is sent in one piece."""
 
 _running: ForkServer | None = None
 
@@ -76,7 +76,7 @@ class ForkServer:
 
     def __init__(self, num_devices: int, modules: Iterable[str], system_envs: Mapping[str, str]) -> None:
         self.mark = uuid.uuid4().hex
-        """Of the run's processes: the environment of a fork is, for others, the one of this server."""
+        """The run's mark: /proc shows this server's environment, mark included, as that of each fork."""
         base = tempfile.gettempdir()  # A socket's path has 107 bytes at most.
         self.folder = Path(tempfile.mkdtemp(prefix="roll-fork-", dir=base if len(base) < _LONGEST_BASE else "/tmp"))
         root = str(Path(__file__).parents[2])
@@ -85,6 +85,8 @@ class ForkServer:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             self._process = subprocess.Popen(
+                # -P keeps the working directory off the path, where a file such as json.py would replace a standard
+                # module.
                 [sys.executable, "-P", "-c", begin, str(self.folder / _SOCKET), *modules],
                 env={**os.environ, **absent_here(num_devices, self.mark), **system_envs, MARK_ENV: self.mark},
                 stdin=subprocess.PIPE,
@@ -101,7 +103,7 @@ class ForkServer:
         return {SOCKET_ENV: str(self.folder / _SOCKET), SCRIPT_ENV: script}
 
     def close(self) -> None:
-        """End the server; its forks go on. Nothing happens the second time."""
+        """End the server; its forks keep running. A second call does nothing."""
         self._process.kill()
         self._process.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -118,7 +120,7 @@ def forking(loaded: LoadedConfig[Any]) -> AbstractContextManager[None]:
 
 @contextmanager
 def forked(num_devices: int, modules: Iterable[str], system_envs: Mapping[str, str] | None = None) -> Iterator[None]:
-    """In the block, workers of a Ray that this process starts are forks, on a host where they can be; see
+    """Let the workers of a Ray that this process starts in the block be forks, on a host where they can be; see
     :class:`ForkServer`."""
     global _running
     has_ray = bool(os.environ.get("RAY_ADDRESS")) or ("ray" in sys.modules and sys.modules["ray"].is_initialized())
@@ -154,7 +156,11 @@ def serve() -> None:
         except Exception as error:  # The worker that needs it fails with an account of its own.
             logger.warning("workers are not forked, since %s cannot be imported: %s", name, error)
             return
+        # What was imported leaves the collector's generations: a collection in a fork would write to every page and
+        # copy it.
         gc.freeze()
+        # Only the thread that calls fork() lives on in the child: locks held by any other would stay locked there for
+        # ever.
         if "ray" in sys.modules or len(os.listdir("/proc/self/task")) > 1:
             return
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
@@ -177,7 +183,7 @@ def serve() -> None:
 
 @contextmanager
 def _one_blas_thread() -> Iterator[None]:
-    """In the block, an OpenBLAS that is loaded starts no threads, which a fork would not have."""
+    """Keep an OpenBLAS that is loaded in the block from starting threads, which a fork would not have."""
     given = os.environ.get(_BLAS_THREADS)
     os.environ[_BLAS_THREADS] = "1"
     yield
@@ -190,6 +196,7 @@ class _Request:
     """Request of a worker's script: its arguments and environment, with its standard streams."""
 
     def __init__(self, link: socket.socket) -> None:
+        # A client that connects and says nothing would block the forks of all others.
         link.settimeout(_PATIENCE_SECONDS)
         header, self._streams, _, _ = socket.recv_fds(link, 4, 3)
         with link.makefile("rb") as file:
@@ -214,6 +221,7 @@ class _Request:
 
     def become_worker(self) -> None:
         """Run Ray's script in this process, whose end is the worker's."""
+        # The server ignores SIGCHLD; inherited, it would keep a worker from learning how its own subprocesses ended.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         for number, stream in enumerate(self._streams):
@@ -225,4 +233,5 @@ class _Request:
         sys.argv = self._arguments
         gc.enable()
         runpy.run_path(sys.argv[0], run_name="__main__")
+        # Not a return: the fork would continue in the server's loop, and remove its socket at the end.
         os._exit(0)

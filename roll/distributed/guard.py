@@ -146,6 +146,7 @@ class Guard:
         root = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
         self._process = subprocess.Popen(
+            # -P keeps the working directory off the path, where a file such as json.py would replace a standard module.
             [sys.executable, "-P", "-m", "roll.distributed.guard"],
             env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.PIPE,
@@ -158,10 +159,10 @@ class Guard:
         self.tell({"mark": mark, "folder": str(folder) if folder is not None else None, "driver": os.getpid()})
 
     def tell(self, facts: Mapping[str, Any]) -> None:
-        """Leave something with the guard, in place of what it had under the same name.
+        """Send facts to the guard, which replace earlier ones of the same name.
 
-        ``daemons``: pids of Ray's, by name. ``cause``: why the driver would end now. ``account``: where the run
-        stands, and how to go on. ``log``: the file that both are appended to. ``command``: what to run at the end.
+        ``daemons``: pids of Ray's, by name. ``cause``: why the driver would end now. ``account``: the progress of
+        the run, and how to continue it. ``log``: the file that both are appended to. ``command``: runs at the end.
         """
         with suppress(OSError, ValueError):  # the guard was killed: the run does without it
             self._pipe.write(json.dumps(dict(facts)) + "\n")
@@ -208,6 +209,7 @@ def _messages(facts: dict[str, Any]) -> Iterator[str]:
         ended = [watched.pop(descriptor) for descriptor in ready if descriptor in watched]
         for descriptor in ready:
             if descriptor:
+                # The pidfd of an ended process stays readable for ever, and poll() would return at once each time.
                 poll.unregister(descriptor)
         # The driver's own end takes all of them along, one after the other.
         if ended and 0 not in ready and is_alive(facts["driver"]):

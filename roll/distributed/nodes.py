@@ -175,6 +175,7 @@ def version_reader() -> Callable[[], dict[str, str]]:
         with suppress(ImportError):
             found["roll"] = import_module("roll").__version__
         for name in names:
+            # Metadata instead of an import: torch alone would take seconds on each node.
             found[name] = "not installed"
             with suppress(metadata.PackageNotFoundError):
                 found[name] = metadata.version(name).partition("+")[0]

@@ -79,6 +79,7 @@ def remove_abandoned(base: Path) -> None:
     """Remove this user's session folders under ``base`` whose driver is gone."""
     for lock_file in base.glob(f"{PREFIX}*/{_LOCK_FILE}"):
         with contextlib.suppress(OSError):  # in use, another user's, or removed meanwhile
+            # /tmp belongs to everybody: only what this user has made is removed.
             if lock_file.stat().st_uid != os.getuid():
                 continue
             with lock_file.open() as lock:
@@ -110,6 +111,7 @@ class RayWatch:
     def look(self) -> RayLost | None:
         """The loss of a daemon; None: all run."""
         with self._lock:
+            # Under the lock that stop() takes: an orderly end of the daemons must not be taken for a loss.
             if self._lost is None and not self._stopped.is_set():
                 dead = [(name, process) for name, process in self._node.dead_processes() if name in DAEMONS]
                 if dead:
@@ -205,7 +207,7 @@ class NodeOptions:
 
 
 WORKER_SCRIPT = str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")
-"""Ray's, which starts a worker in the environment that its actor asks for."""
+"""Ray's own script, which starts a worker in the environment that its actor requires."""
 
 
 def start_node(options: NodeOptions, temp_dir: Path, worker_script: str | None = None) -> Node:
@@ -225,6 +227,7 @@ def start_node(options: NodeOptions, temp_dir: Path, worker_script: str | None =
         gcs_address=options.gcs_address,
         gcs_server_port=options.gcs_port if is_head and options.gcs_port else None,
         num_cpus=os.cpu_count(),
+        # 0, since None makes Ray count the accelerators of a host that is to compute on its CPU (ROLL_PLATFORM=cpu).
         num_gpus=0 if options.platform.ray_resource is None else None,
         resources={SLOT_RESOURCE: options.num_devices} if options.platform.ray_resource is None else None,
         labels={NODE_RANK_LABEL: str(options.rank)},
@@ -239,6 +242,8 @@ def start_node(options: NodeOptions, temp_dir: Path, worker_script: str | None =
         include_log_monitor=False,  # type: ignore[arg-type]
         _system_config=dict(SYSTEM_CONFIG) if is_head else None,
     )
+    # The reaper process kills the daemons when this process dies, however it dies; a hook at exit would do so only
+    # after a normal end, where the caller does it already.
     return _LeanNode(parameters, head=is_head, shutdown_at_exit=False, spawn_reaper=True)
 
 

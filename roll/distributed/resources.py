@@ -61,7 +61,9 @@ class ResourceManager:
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self._resource = _device_resource(nodes, num_devices_per_node, num_nodes)
         self._has_accelerators = self._resource in _ACCELERATORS
+        # On a Ray without slots a CPU a node only marks the place: demanding one per device would fail on small hosts.
         amount = 1 if self._resource == "CPU" else num_devices_per_node
+        # STRICT_SPREAD: two bundles on one node would be taken for two nodes with devices of their own.
         self.placement_group = placement_group([{self._resource: amount}] * num_nodes, strategy="STRICT_SPREAD")
         if not self.placement_group.wait(timeout):
             remove_placement_group(self.placement_group)

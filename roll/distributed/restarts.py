@@ -35,12 +35,12 @@ SOCKET_ENV = "ROLL_SUPERVISOR"
 LEFT_OUT_ENV = "ROLL_LEFT_OUT_STEPS"
 REJOIN_ENV = "ROLL_REJOIN_SECONDS"
 RECORD_NAME = "restarts.jsonl"
-"""In the folder of logs: a line for every end, restart and recovery."""
+"""File in the folder of logs with a line for every end, restart and recovery."""
 
 MOST_WAIT = 600.0
 """Seconds of the longest pause before a restart."""
 MOST_REWINDS = 3
-"""From one checkpoint: where the numbers stay non-finite, leaving out further batches does not help."""
+"""Most rewinds to the same checkpoint: if numbers are still non-finite then, skipping more batches does not help."""
 
 FAILED, INTERRUPTED, DONE, WRONG, REWIND = "failed", "interrupted", "done", "wrong", "rewind"
 """Reasons of an end: a fault that a restart may overcome, a signal, the last step, a mistake that a restart would
@@ -48,30 +48,31 @@ repeat, a batch that gave a non-finite number."""
 _SAVE = getattr(signal, "SIGUSR1", None)
 _CLEANUP_SECONDS = 5.0
 _START_SECONDS = 120.0
-"""For the head to end what is left of a run, and to start again."""
+"""Time for the head to clean up after a run and to start again."""
 
 
 class Supervised:
-    """The run's end of the socket; without a supervisor :meth:`tell` does nothing."""
+    """The run's side of the socket to its supervisor; without a supervisor :meth:`tell` does nothing."""
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
         self.left_out: frozenset[int] = frozenset()
         """Steps whose batches no model learns from."""
         self.rejoin_seconds = 0.0
-        """For which a further node waits for the head to come back; 0: it serves for the first time."""
+        """Seconds that a further node waits for the head to come back; 0: it serves for the first time."""
 
     @property
     def is_attached(self) -> bool:
         return self._socket is not None
 
     def attach(self) -> None:
-        """Take over what the supervisor has left in the environment, so that no worker inherits it."""
+        """Connect to the supervisor; its variables leave the environment, so that no worker inherits them."""
         number, steps = os.environ.pop(SOCKET_ENV, None), os.environ.pop(LEFT_OUT_ENV, "")
         self.rejoin_seconds = float(os.environ.pop(REJOIN_ENV, 0.0))
         if number is None or self._socket is not None:
             return
         self._socket = socket.socket(fileno=int(number))
+        # A worker that inherits it would keep the stream open after the run, and the supervisor waiting.
         self._socket.set_inheritable(False)
         self.left_out = frozenset(int(step) for step in steps.split(",") if step)
         threading.Thread(target=self._end_with_parent, daemon=True, name="supervisor").start()
@@ -148,7 +149,7 @@ class Supervisor:
     """Starts a run, and starts it again.
 
     Args:
-        command: starts the run; given the checkpoint to go on from, or None.
+        command: returns the command of the run, for the checkpoint to resume from, or None.
         log_dir: folder of the run's logs, where ends and restarts are recorded.
         is_whole: says whether a checkpoint can be continued from.
         say: shows a line to the user.
@@ -172,7 +173,7 @@ class Supervisor:
         self._rewinds = 0
         self._rejoin = 0.0
         self._previous: tuple[int | None, str | None] | None = None
-        """Where the last attempt died: its step, and its newest checkpoint."""
+        """Step at which the last attempt died, and its newest checkpoint."""
         self._died: float | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._signal: int | None = None
@@ -215,13 +216,15 @@ class Supervisor:
         if self._rejoin:
             environment[REJOIN_ENV] = str(self._rejoin)
         with ours:
+            # The supervisor's copy of the run's end is closed at once: while it is open, the end of the run would never
+            # be read as the end of the stream.
             with theirs:
                 self._child = subprocess.Popen(self._command(checkpoint), env=environment, pass_fds=[theirs.fileno()])
             attempt = Attempt()
             for facts in _messages(ours):
                 attempt.take(facts)
                 if self._died is not None and attempt.reached != attempt.first:
-                    # Training goes on with the first step that is done.
+                    # Training has recovered when the first new step is done.
                     seconds = round(time.monotonic() - self._died, 2)
                     self._record("recovered", steps=attempt.reached, seconds=seconds)
                     self._died = None
@@ -265,6 +268,7 @@ class Supervisor:
         source = f"from {checkpoint}" if checkpoint else "from the beginning (there is no checkpoint)"
         if attempt.end == REWIND:
             assert attempt.reached is not None
+            # Sampling is resumed exactly, so the same batch would come again and give the same non-finite number.
             self._left_out.add(attempt.reached)
             self._tell(f"{attempt.reason}\nrewinding: the run goes on {source}, without the batch of that step")
             return self._signal is None

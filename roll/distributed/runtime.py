@@ -71,10 +71,10 @@ _HEAD_POLL_SECONDS = 1.0
 _HEAD_MISSES = 3
 _OVER = "over"
 _SIGNAL = "signal"
-"""Note of a further node that gets a signal: the number, how many it has had, and its name."""
+"""Key of the note that a further node leaves about a signal: its number, a running count, and the node's name."""
 _POLL_SECONDS = 0.1
 _ANSWER_SECONDS = 120.0
-"""For a node of a cluster that was there to start a process and say which versions it has."""
+"""Time limit for a node of an existing cluster to start a process and report its versions."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RayRuntime:
 
     address: str
     owned: bool
-    """False for a cluster that ran before and goes on afterwards."""
+    """False for an existing cluster, which keeps running afterwards."""
     log_dir: Path | None
     mark: str
     """The value of ``ROLL_RUN_MARK`` in the environment of every process of the run."""
@@ -103,7 +103,7 @@ def ray_runtime(
     join_timeout: float = _JOIN_SECONDS,
     saves_on_usr1: bool = False,
 ) -> Iterator[RayRuntime]:
-    """Ray, for the length of a ``with`` block.
+    """Start or join Ray for the length of a ``with`` block.
 
     * this process is connected to a Ray already (``ray.init()``): that is used, and stays connected.
     * ``RAY_ADDRESS`` set: that cluster is used and left running.
@@ -124,7 +124,7 @@ def ray_runtime(
         log_dir: Folder for one log file a worker; None: ``ROLL_LOG_DIR``, else they go with Ray's own logs.
         object_store_bytes: Size of the object store; None: by the host's memory.
         join_timeout: Seconds that nodes wait for each other.
-        saves_on_usr1: SIGUSR1 asks for a checkpoint, and raises nothing.
+        saves_on_usr1: SIGUSR1 requests a checkpoint, and raises nothing.
 
     Raises:
         ConfigError: environment variables that make no sense; several nodes without a secret between them.
@@ -136,7 +136,7 @@ def ray_runtime(
     require_token(nodes, os.environ)
     log_dir = log_dir or (Path(os.environ[LOG_DIR_ENV]) if os.environ.get(LOG_DIR_ENV) else None)
     exported = {**(system_envs or {}), **({LOG_DIR_ENV: str(log_dir.resolve())} if log_dir else {})}
-    mark = uuid.uuid4().hex if (forks := fork_server()) is None else forks.mark
+    mark = uuid.uuid4().hex if (forks := fork_server()) is None else forks.mark  # /proc shows forks their server's
     inherited = absent_here(num_devices_per_node, mark) | exported
     has_ray = ray.is_initialized()
     auth = contextlib.nullcontext() if has_ray else _private_auth(nodes)
@@ -168,8 +168,8 @@ def ray_runtime(
 
 @contextlib.contextmanager
 def _signals_of_nodes(address: str, world_size: int) -> Iterator[None]:
-    """In the block, a signal that a further node has got counts as one to this process: a scheduler sends it to all
-    nodes of a job, a cloud to the machine that it takes back."""
+    """Treat a signal to a further node as a signal to this process: a scheduler sends it to all nodes of a job, a cloud
+    to the machine that it reclaims."""
     if world_size == 1:
         yield
         return
@@ -205,6 +205,8 @@ def _dismissing_nodes(address: str, do: bool) -> Iterator[None]:
         if do and ray_lost() is None:
             with ending.holding(then_raise=False):
                 Board(address).put(_OVER, b"1")
+                # The board ends with the head: each node, which looks once per poll, must have seen the note before
+                # that.
                 time.sleep(2 * _HEAD_POLL_SECONDS)
 
 
@@ -231,6 +233,7 @@ def _guarded(mark: str, folder: Path | None) -> Iterator[Guard]:
         yield guard
     finally:
         with ending.holding(then_raise=False):
+            # The guard is dismissed last: should this process be killed during the cleanup, the guard finishes it.
             end_run(mark, folder)
             ending.on_first = ending.on_second = None
             guard.dismiss()
@@ -258,7 +261,7 @@ def _own_node(options: NodeOptions, inherited: Mapping[str, str], folder: Path) 
 
 @contextlib.contextmanager
 def _watched(node: Node, folder: Path, guard: Guard) -> Iterator[None]:
-    """The block ends soon after one of Ray's daemons."""
+    """End the block soon after one of Ray's daemons has died."""
 
     def lose(lost: RayLost) -> None:
         guard.tell({"cause": str(lost)})  # Ray may end this process before it can speak
@@ -269,6 +272,8 @@ def _watched(node: Node, folder: Path, guard: Guard) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # A call fails within milliseconds of a daemon's death, the watch polls four times a second: look before the
+        # symptom is reported as the cause.
         lost = watch.look()
         if lost is not None and error is not lost:
             raise lost from error
@@ -330,6 +335,8 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
         ending.holding(),
     ):
         logger.info("node %d serves the run of %s", options.rank, options.gcs_address)
+        # Misses in a row, reset by an answer: a single refused or lost connection must not end a node's share of the
+        # run.
         misses = signals = 0
         passed_on = False
         while misses < _HEAD_MISSES:
@@ -363,6 +370,8 @@ def _pass_on(board: Board, options: NodeOptions, count: int) -> None:
         )
     ending.save_requested = False
     card = NodeCard.of_this_node(options.rank, options.address)
+    # The count makes every note differ from the one before: node 0 reacts to a changed text, and a second SIGUSR1 would
+    # else go unnoticed.
     board.put(_SIGNAL, f"{int(number)} {count} {card}".encode())
 
 
@@ -374,6 +383,7 @@ def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:
     """
     assert options.gcs_address is not None
     card, board = NodeCard.of_this_node(options.rank, options.address), Board(options.gcs_address)
+    # Put before waiting for the head's card: both sides compare, so that each prints the difference in its own log.
     board.put(f"node/{options.rank}", card.to_bytes())
     while (head := board.get("node/0")) is None:
         if time.monotonic() > give_up:
@@ -390,6 +400,7 @@ def _wait_for_nodes(gcs_address: str, address: str, world_size: int, num_nodes: 
         ConfigError: the run needs more nodes than there will be.
         NodeError: some did not come in time, came twice, or have other versions than this one.
     """
+    # Before any waiting: this can be known at once, and waiting for the others may take ten minutes.
     if num_nodes > world_size:
         rule = (
             f"the device ids need {num_nodes} nodes: start the command on {num_nodes} nodes with "
@@ -426,6 +437,7 @@ def _compare_nodes() -> None:
     """
     own = ray.get_runtime_context().get_node_id()
     others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
+    # No CPU is requested, so that nodes whose CPUs are all taken by others still answer.
     read = ray.remote(num_cpus=0, max_retries=0)(version_reader())
     answers = [
         read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()

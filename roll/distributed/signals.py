@@ -66,9 +66,9 @@ class EndingSignals:
         self.received_at = 0.0
         """Its time, on the monotonic clock."""
         self.saves_on_usr1 = False
-        """SIGUSR1 asks for a checkpoint, and the process goes on."""
+        """SIGUSR1 requests a checkpoint, and the process continues."""
         self.save_requested = False
-        """It has come, and no checkpoint since."""
+        """SIGUSR1 has arrived, and no checkpoint was written since."""
         self.on_first: Callable[[signal.Signals], None] | None = None
         """Called with the first signal, in the main thread, before anything is raised."""
         self.on_second: Callable[[str], None] | None = None
@@ -94,6 +94,7 @@ class EndingSignals:
         before = {number: signal.getsignal(number) for number in numbers}
         self._ignored = {number for number in ENDING if before[number] is signal.SIG_IGN}
         reader, writer = socket.socketpair()
+        # Required by set_wakeup_fd(): a handler must never block on a full buffer.
         writer.setblocking(False)
         fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reader,), name="ending signals", daemon=True).start()
@@ -105,10 +106,11 @@ class EndingSignals:
             signal.set_wakeup_fd(fd_before)
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            # Its end is the end of _listen(), which reads from the other side.
             writer.close()
 
     def install(self) -> None:
-        """Take the signals (back) from a library that has installed handlers of its own."""
+        """Install the handlers, also over those that a library has installed meanwhile."""
         if not self._is_installed or threading.current_thread() is not threading.main_thread():
             return
         for number in ENDING:
@@ -160,6 +162,8 @@ class EndingSignals:
         """React as to a signal of this process, from another thread, unless one has come already: another node of the
         run has got it. One that comes to this process later is still the first."""
         if self.received is None:
+            # The listening thread sees this signal too: without the count a real first Ctrl-C would be taken for the
+            # second.
             self._uncounted += not self._asks_to_save(number)
             os.kill(os.getpid(), number)
 
@@ -214,6 +218,7 @@ class EndingSignals:
         elif now - self._first > SAME_SECONDS:
             if self.on_second is not None:
                 self.on_second(f"{signal.Signals(number).name} again: ended at once")
+            # Not sys.exit(): the main thread may be inside a library that never returns, and cleanup is the guard's.
             os._exit(128 + number)
 
 

@@ -69,10 +69,10 @@ def register(
     Args:
         dispatch: How arguments are spread and results joined.
         columns: The columns of DataProto arguments that the method reads; nothing else is shipped. A column that the
-            batch does not have is left to the method to miss. A function is given the call's arguments and says which.
+            batch lacks is skipped without an error. A function receives the call's arguments and returns the names.
             None ships all.
         deadline: Seconds that a call may take; None: the cluster's ``rpc_timeout``.
-        name: What messages call the method; None: its own name.
+        name: The method's name in error messages; None: its own.
 
     Raises:
         ValueError: ``columns`` given to a mode that ships arguments as they are, or a deadline that is not positive.
@@ -172,6 +172,8 @@ class Worker:
 
         context, platform = self.context, current_platform()
         timeout = timedelta(minutes=context.role.backend_timeout)
+        # A store of our own instead of init_method="env://": rank 0 hands over the socket that it has listened on since
+        # the actor's start, so no other process can take the port in between.
         self._store = TCPStore(
             context.master_addr,
             context.master_port,
@@ -181,9 +183,11 @@ class Worker:
             master_listen_fd=context.listen_fd,
         )
         if platform.device_type != "cpu":
+            # 0 is the first of this worker's own devices: the actor has hidden all others (CUDA_VISIBLE_DEVICES).
             platform.set_device(0)
         dist.init_process_group(
             platform.process_group_backend,
+            # A prefix keeps torch's keys apart from those that shutdown() counts with.
             store=PrefixStore("default", self._store),
             rank=context.rank,
             world_size=context.world_size,
@@ -192,7 +196,7 @@ class Worker:
         logger.info("process group of %d ranks on %s", context.world_size, platform.collective_backend)
 
     def ping(self) -> int:
-        """The process id: an answer shows that the worker is there and not busy."""
+        """Return the process id; an answer shows that the worker is alive and idle."""
         return os.getpid()
 
     @register(Dispatch.ONE_TO_ALL)
@@ -237,6 +241,7 @@ class Worker:
 
     def _count_in(self, key: str) -> None:
         assert self._store is not None
+        # Bounded: a rank that has died never arrives, and the end of a run must not hang for it.
         give_up = time.monotonic() + _FAREWELL_SECONDS
         arrived = self._store.add(key, 1)
         while arrived < self.context.world_size and time.monotonic() < give_up:

@@ -16,9 +16,10 @@ WORKER_DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _MOST_THREADS = 16
-"""Of a worker on a CPU host: matrices of models that a CPU can train are too small for more."""
+"""Most threads of a worker on a CPU host: matrices of models that a CPU can train are too small for more."""
 
 RAY_SETTINGS = {
+    # Actors request no devices from Ray (roles may share them), and Ray would hide all devices from such an actor.
     "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
     "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES": "1",
     "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",

@@ -1,5 +1,5 @@
-"""The script of a node whose workers are forked (:mod:`roll.distributed.forked_workers`): asks for a fork and ends with
-it; where there is none, it becomes Ray's own script. It imports next to nothing, since that is the point."""
+"""The script of a node whose workers are forked (:mod:`roll.distributed.forked_workers`): requests a fork and ends with
+it; without a server it becomes Ray's own script. It imports next to nothing: imports are what forks save."""
 
 import contextlib
 import json
@@ -22,6 +22,7 @@ def main() -> None:
     request = json.dumps(
         {"arguments": command, "environment": {**os.environ, **own.get("env_vars", {})}, "folder": os.getcwd()}
     ).encode()
+    # A worker in a container, or of another interpreter (a runtime_env with conda or uv), cannot be a fork of this one.
     is_plain = not own.get("command_prefix") and own.get("py_executable", sys.executable) == sys.executable
     with socket.socket(socket.AF_UNIX) as link, contextlib.suppress(OSError):  # no server
         if is_plain:

@@ -55,7 +55,7 @@ ObjectColumns = dict[str, np.ndarray]
 
 
 class PackedColumn(ABC):
-    """A column as it came off the wire: its rows are known, its padded tensor is made on first access."""
+    """A column as received: the number of rows is known, the padded tensor is built on first access."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -208,4 +208,5 @@ def object_array(key: str, values: Collection[object]) -> np.ndarray:
             "a value for the whole batch belongs into meta_info"
         )
     entries = values.tolist() if isinstance(values, np.ndarray) and values.ndim == 1 else values
+    # Not np.array, which makes a 2-dimensional array of lists of equal length.
     return np.fromiter(entries, dtype=object, count=len(entries))

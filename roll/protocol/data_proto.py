@@ -148,6 +148,7 @@ class DataProto:
         Raises:
             KeyError: a name that is not there; the batch is then unchanged.
         """
+        # Selected before anything is removed: an unknown name raises here, with the batch unchanged.
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         for key in popped._batch:
             del self._batch[key]
@@ -185,6 +186,7 @@ class DataProto:
             ValueError: a name that both have with different values, or different numbers of rows; this batch is then
                 unchanged.
         """
+        # All checks come before the first change, so that a failed union leaves the batch as it was.
         joining.check_union(self, other)
         for key, column in other._batch.stored():
             if key not in self._batch:
@@ -284,6 +286,7 @@ class DataProto:
             KeyError: no such column.
         """
         groups = row_groups(self._group_values(key))
+        # One copy of all rows, of which the groups are slices: one index_select a column, not one a column and group.
         ordered = self._take(np.concatenate([*groups.values(), np.empty(0, np.int64)]))
         bounds = accumulate(map(len, groups.values()), initial=0)
         return {value: ordered._slice(*bound) for value, bound in zip(groups, pairwise(bounds), strict=True)}
@@ -327,6 +330,7 @@ class DataProto:
         pad_size = -len(self) % divisor
         if not pad_size:
             return self, 0
+        # Modulo: a batch of 3 rows for 8 ranks is repeated more than once.
         return self._take(np.arange(len(self) + pad_size) % len(self)), pad_size
 
     def unpad(self, pad_size: int) -> DataProto:
@@ -352,6 +356,7 @@ class DataProto:
         return DataProto.from_dict(*storage.load(Path(path)))
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        # Before it is sent: the error is raised where the batch was put together, not at its reader.
         self.check()
         return _rebuild, to_wire(dict(self.batch.stored()), self.non_tensor_batch, self.meta_info)
 
@@ -359,6 +364,7 @@ class DataProto:
         return self.select()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        # Packed columns are never written to, so copies of the batch may share them.
         columns = {key: c if isinstance(c, PackedColumn) else c.detach().clone() for key, c in self._batch.stored()}
         objects = copy.deepcopy(self.non_tensor_batch, memo)
         return self._build(columns, objects, copy.deepcopy(self.meta_info, memo))
@@ -381,6 +387,7 @@ class DataProto:
         return DataProtoItem(tensors, {k: values[row] for k, values in self.non_tensor_batch.items()}, self.meta_info)
 
     def _slice(self, start: int, stop: int) -> DataProto:
+        # non_tensor_batch is a plain dict: nothing has compared the lengths of what was assigned to it.
         self.check()
         tensors: dict[str, Column] = {
             key: column.rows(start, stop) if isinstance(column, PackedColumn) else column[start:stop]

@@ -1,4 +1,4 @@
-"""Images and videos as they travel: encoded, a PNG or JPEG of some kilobytes, and the sizes that patches give them.
+"""Images and videos in transit: encoded as PNG or JPEG, some kilobytes each, with their sizes in patches.
 
 A video is the list of its frames, each an encoded image. What models make of them is in :mod:`roll.protocol.vision`.
 """
@@ -141,7 +141,7 @@ class EncodedImage:
         return file.getvalue()
 
     def decode(self) -> Image:
-        """The image in RGB; what is transparent lies on white.
+        """Decode to RGB; transparent pixels are blended with white.
 
         Raises:
             ImageError: not an image, one that ends early, or one of more pixels than a decoder should accept.

@@ -74,6 +74,7 @@ def same_value(left: Any, right: Any) -> bool:
 def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape or left.device != right.device:
         return False
+    # Equal bits first: the slower comparison below is for 0.0 and -0.0, and for NaNs of different bits.
     if torch.equal(flat_view(left).view(torch.uint8), flat_view(right).view(torch.uint8)):
         return True
     if not (left.is_floating_point() or left.is_complex()):
@@ -204,6 +205,7 @@ def row_numbers(index: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tenso
 def row_groups(values: Iterable[Hashable]) -> dict[Hashable, np.ndarray]:
     """Value -> its rows (int64, ascending), in the order in which the values first appear."""
     numbers: dict[Hashable, int] = {}
+    # Codes in the order of first appearance: a stable sort by them gives groups in that order, rows in theirs.
     codes = np.fromiter((numbers.setdefault(value, len(numbers)) for value in values), np.int64)
     bounds = np.cumsum(np.bincount(codes, minlength=len(numbers)))[:-1]
     return dict(zip(numbers, np.split(np.argsort(codes, kind="stable"), bounds), strict=False))

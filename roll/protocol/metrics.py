@@ -80,6 +80,8 @@ class Deviation:
     @classmethod
     def of(cls, values: Tensor, weights: Tensor) -> Deviation:
         """The deviation of ``values`` (N,) with ``weights`` (N,)."""
+        # Float64, since value() subtracts two nearly equal moments; in float32 a small deviation of large scores
+        # vanishes.
         exact = values.double()
         return cls(*(float((exact**power * weights).sum()) for power in (1, 2, 0)))
 
@@ -90,6 +92,7 @@ class Deviation:
         if not self.weight:
             return 0.0
         mean = self.total / self.weight
+        # Rounding may leave a tiny negative variance where all values are equal.
         return math.sqrt(max(0.0, self.squares / self.weight - mean**2))
 
 

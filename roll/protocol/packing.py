@@ -49,7 +49,7 @@ _DENSE_FRACTION = 0.85
 
 
 class Spans:
-    """For each of B rows the positions ``starts[b] <= t < stops[b]`` of L that are no padding."""
+    """The positions ``starts[b] <= t < stops[b]`` of each of B rows of length L that are not padding."""
 
     def __init__(self, starts: np.ndarray, stops: np.ndarray, width: int) -> None:
         self.starts = starts
@@ -95,6 +95,7 @@ class Spans:
         return bool((empty | ((self.starts <= other.starts) & (other.stops <= self.stops))).all())
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Without the cached ends and index (8 bytes a token), which the reader can compute.
         return Spans, (self.starts, self.stops, self.width)
 
 
@@ -123,6 +124,7 @@ class Packed(PackedColumn):
             by_token = whole.reshape(self.shape[0] * self.shape[1], *self.shape[2:])
             by_token[self.spans.index] = self.payload
         elif isinstance(self.payload, np.ndarray):
+            # The payload may be read-only memory of the object store, which all readers on the node share.
             whole = self.payload.copy()
         else:
             whole = _filled(self.shape, self.payload, bits)
@@ -221,7 +223,7 @@ class _Packer:
         return None
 
     def _first_and_last(self, flat: np.ndarray, padding: int, signed_zeros: bool) -> tuple[np.ndarray, np.ndarray]:
-        """For each row the first element that is not ``padding`` and the one after the last; (0, 0) if none is."""
+        """Find each row's first element that is not ``padding``, and the end of the last; (0, 0) if there is none."""
         rows, width = np.arange(len(flat)), flat.shape[1]
         words = -(-width // 8)
         if self._inside.shape != (len(flat), 8 * words):  # kept between columns: fresh pages cost more than comparing

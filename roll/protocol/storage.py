@@ -3,7 +3,7 @@
 One safetensors file: tensor columns are under ``batch/NAME``, tensors and numeric arrays met inside objects under
 ``object/NUMBER``, and one uint8 tensor, ``structure``, holds UTF-8 JSON of ``non_tensor_batch`` and ``meta_info``.
 Objects may be None, bool, int, float, str, bytes, list, tuple, dict, numpy scalars and arrays, and tensors, nested at
-will.  What JSON has no word for is a dict of one key that starts with ``$``.
+will.  A type that JSON lacks is written as a dict with a single key that starts with ``$``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from roll.protocol.columns import ObjectColumns, TensorColumns
 
 _FORMAT = "roll.DataProto 1"
 _STRUCTURE = "structure"
-_ENCODING = ("utf-8", "surrogatepass")  # half of a character, as a truncated token stream leaves, is a valid Python str
+_ENCODING = ("utf-8", "surrogatepass")  # a str may hold half a surrogate pair, which a truncated token stream leaves
 
 
 def save(columns: TensorColumns, objects: ObjectColumns, meta_info: Mapping[str, Any], path: Path) -> None:
@@ -48,6 +48,7 @@ def save(columns: TensorColumns, objects: ObjectColumns, meta_info: Mapping[str,
     }
     text = bytearray(json.dumps(structure, ensure_ascii=False, separators=(",", ":")).encode(*_ENCODING))
     tensors[_STRUCTURE] = torch.frombuffer(text, dtype=torch.uint8)
+    # In the same folder: os.replace() is atomic within one file system only.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     os.close(handle)
     try:
@@ -82,7 +83,7 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]], dic
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    """Safetensors refuses two tensors over one memory: columns may be views, so each is its own."""
+    """Copy a tensor: safetensors refuses tensors that share memory, and columns may be views of each other."""
     tensor = tensor.detach().cpu()
     return tensor.clone(memory_format=torch.contiguous_format)
 

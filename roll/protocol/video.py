@@ -93,6 +93,8 @@ class VideoProcessing:
             low = self.frame_min_pixels or self.min_pixels
             high = self.frame_max_pixels or self.max_pixels
             if self.total_pixels is not None:
+                # 5% above the minimum at least, as in qwen_vl_utils (fetch_video): the resizing needs room between the
+                # two.
                 high = max(min(high, self.total_pixels * depth // count), int(low * 1.05))
             return replace(processing, min_pixels=min(low, high), max_pixels=high).resized(height, width)
         factor = processing.patch_size * processing.merge_size

@@ -251,12 +251,14 @@ class _PatchCache:
             if key in self._held:
                 self._held.move_to_end(key)
                 return self._held[key]
+        # Outside the lock: two threads may cut the same image, but none waits while another one decodes.
         patches = _cut(image, processing)
         with self._lock:
             self.num_processed += 1
             if key not in self._held:
                 self._held[key] = patches
                 self._bytes += patches.nbytes
+            # One entry always stays: an image larger than the cache is still cut once for the rows that share it.
             while self._bytes > self._max_bytes and len(self._held) > 1:
                 _, dropped = self._held.popitem(last=False)
                 self._bytes -= dropped.nbytes

@@ -332,7 +332,7 @@ def _plain_value(segment: str) -> str | None:
 
 
 def _with_unit(value: str, rest: str) -> str:
-    """The value with the unit that ``rest`` is; what is none says nothing."""
+    """Return the value, with ``rest`` appended if that is a unit."""
     rest = rest.strip().rstrip(".,;")
     return rf"{value} \text{{ {rest}}}" if unit_of(rest) is not None else value
 

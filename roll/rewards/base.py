@@ -18,7 +18,7 @@ from roll.config.reading.masking import masked_text
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """Without a ``score`` there is an ``error`` that says why: a failure never looks like a bad answer."""
+    """A ``score``, or an ``error`` that explains its absence: a failure never looks like a bad answer."""
 
     score: float | None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class RewardResult:
 
 @dataclass(frozen=True, slots=True)
 class RewardSample:
-    """One finished response and what is known of its prompt."""
+    """One finished response with its prompt and data row."""
 
     prompt: str
     """The prompt as the model saw it, template applied."""
@@ -45,7 +45,7 @@ class RewardSample:
     num_tokens: int = 0
     """Length of the response as the model wrote it, end token included."""
     model_result: RewardResult | None = None
-    """Result of the role ``reward_model``; None where the domain does not ask it."""
+    """Result of the role ``reward_model``; None where the domain does not use it."""
 
 
 class RewardFunction(Protocol):
@@ -116,7 +116,7 @@ class RewardNameError(RewardOptionError):
 
 
 TIMEOUT_MARK = "timeout:"
-"""In the error of a sample whose scoring took too long."""
+"""Marks the error of a sample whose scoring took too long."""
 
 
 def is_timeout(result: RewardResult) -> bool:
@@ -164,6 +164,7 @@ class GuardedReward:
         if len(results) != len(samples):
             raise ValueError(f"returned {len(results)} results for {len(samples)} samples")
         return [
+            # Scores become float32 tensors, in which 1e39 is infinite and would reach the advantages.
             failure(f"{self._name}: the score {one.score} is no finite number of float32")
             if one.score is not None and finite_number(one.score) is None
             else one

@@ -34,12 +34,12 @@ T = TypeVar("T")
 class CustomReward:
     """Calls the function once a sample, with the arguments that it names, or once a batch.
 
-    It may ask for ``prompt``, ``response``, ``ground_truth``, ``finish_reason``, any column of the row, and the options
-    of ``reward_kwargs`` (which win over a column of the same name); with ``**row`` it gets everything.  It returns the
-    score, or a dict with ``score`` and further numbers, which become metrics.  A function that names ``samples`` gets
-    the batch as :class:`RewardSample`s, with its options, and returns one of those for each.  ``async`` functions run
-    concurrently in an event loop.  What is raised is logged with its traceback the first time and carried as the error
-    of the sample (of all samples of a batch), and so is a call that takes too long.
+    Its arguments may be ``prompt``, ``response``, ``ground_truth``, ``finish_reason``, any column of the row, and the
+    options of ``reward_kwargs`` (which take precedence over a column of the same name); with ``**row`` it gets
+    everything.  It returns the score, or a dict with ``score`` and further numbers, which become metrics.  A function
+    that names ``samples`` gets the batch as :class:`RewardSample`s, with its options, and returns a result for each.
+    ``async`` functions run concurrently in an event loop.  An exception is logged with its traceback the first time and
+    becomes the error of the sample (of all samples of a batch), and so does a call that takes too long.
 
     Raises:
         RewardOptionError: an option that the function does not take.
@@ -192,6 +192,7 @@ class LoopThread:
                 # A daemon: a reward that nobody closed does not keep its process alive.
                 self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
                 self._thread.start()
+            # Under the lock: if close() stopped the loop in between, the caller would wait for ever.
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         return future.result()
 

@@ -25,11 +25,11 @@ from roll.rewards.custom import LoopThread
 logger = logging.getLogger(__name__)
 
 RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Statuses that may be gone at the next try; others, such as 401 and 404, never get better."""
+"""Statuses worth a retry; others, such as 401 and 404, are permanent."""
 SHOWN_BODY = 300
 """Characters of an error's body that are quoted."""
 MAX_REPLY = 16 * 2**20
-"""Bytes of an answer. None may come compressed: a few would become gigabytes."""
+"""Bytes of an answer. Compressed answers are refused: a few bytes could expand to gigabytes."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -100,6 +100,7 @@ class JsonClient:
         async def post_all() -> list[Reply]:
             if self._client is None:
                 size = self._options.concurrency
+                # Made here, on the client's own loop, to which a semaphore and an HTTP client are bound.
                 self._slots = asyncio.Semaphore(size)
                 self._client = httpx2.AsyncClient(
                     headers={**self._headers, "Accept-Encoding": "identity"},
@@ -128,6 +129,7 @@ class JsonClient:
             before_sleep=state.note,
             reraise=True,
         )
+        # The deadline begins with the slot: a large batch in the queue is no fault of the service.
         async with self._slots:
             try:
                 async with asyncio.timeout(timeout):
@@ -220,7 +222,7 @@ MISSING = object()
 
 
 class AnswerCache:
-    """Least recently used answers leave memory; what is on disk stays. Safe to use from several threads and processes.
+    """Drops the least recently used answers from memory, none from disk. Safe between threads and processes.
 
     Args:
         folder: where answers are kept between runs, one JSON file each; None: in memory only.

@@ -136,6 +136,7 @@ class RewardModelScore(RewardRule):
         value = value if self.clip is None else max(-self.clip, min(self.clip, value))
         value = self.scale * value + self.shift
         if self.squash == "sigmoid":
+            # By tanh: math.exp(-value) overflows for raw scores below -709.
             value = 0.5 * (1.0 + math.tanh(value / 2.0))
         elif self.squash == "tanh":
             value = math.tanh(value)

@@ -164,6 +164,7 @@ class LLMJudge(ServiceOptions, RewardRule):
                 results[index] = self._result(Reply(cached[key], tries=0))
                 continue
             results[index] = self._result(replies.get(index, by_key[key]))
+            # Only answers with a score: a cached failure would never be tried again.
             if self._cache is not None and results[index].error is None:
                 self._cache.put(key, by_key[key].body)
         return results

@@ -1,4 +1,4 @@
-"""From a judge's answer to a number: rules that find the score, its bounds, and its place between 0 and 1."""
+"""Reads a judge's answer as a number: rules that find the score, its bounds, and its scaling to 0..1."""
 
 from __future__ import annotations
 

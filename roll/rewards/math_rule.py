@@ -271,6 +271,8 @@ class MathVerifier:
         """Equality of ``answer`` and ``gold``. An error is a timeout of wall time, a crash, or an unreadable
         ``gold``; an answer on which the process spends all of its CPU time does not say the same."""
         verdict, cpu_is_spent = self._ask(gold, answer)
+        # Asked about the truth alone: if that is decided, the answer was what used up the time, and counts as wrong.
+        # Else truth or machine are to blame, and the error stands.
         if cpu_is_spent and self._ask(gold, gold)[0].equal:
             return Verdict(equal=False)
         return verdict
@@ -289,6 +291,7 @@ class MathVerifier:
                 status = self._stop()
                 return Verdict(error="the verifier process died"), status == -signal.SIGXCPU
             except TimeoutError:
+                # Killed, not kept: its late verdict would be read as that of the next request.
                 self._stop()
                 return Verdict(error=f"timeout: no verdict within {self._timeout:g} s"), False
         reply = json.loads(line)
@@ -306,6 +309,7 @@ class MathVerifier:
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
+        # A verifier that is dropped without close() (an error at start, a test) leaves no process behind.
         weakref.finalize(self, end_process, self._process)
         self._read_line(self._process, START_TIMEOUT)
         return self._process

@@ -1,4 +1,4 @@
-"""From the name in a YAML file to a reward function: short names, published class paths, and a user's own function."""
+"""Resolves the name in a YAML file to a reward: short names, published class paths, and a user's own function."""
 
 from __future__ import annotations
 

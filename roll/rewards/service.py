@@ -33,7 +33,7 @@ SOCKET_SECONDS = 60.0
 TOKEN_VARIABLE = "ROLL_REWARD_TOKEN"
 
 MAX_OPTIONS = {"timeout": 600.0, "case_timeout": 600.0, "memory_mb": 8192, "output_mb": 256, "processes": 256}
-"""Most that a client may ask of the host, where the service itself is not set to more."""
+"""Upper limits of a client's options, unless the service itself is configured with more."""
 
 
 class ClientOptions:
@@ -93,7 +93,7 @@ def as_number(value: Any) -> float:
 
 
 class RewardPool:
-    """Up to ``instances`` instances of a reward, made when they are first needed.
+    """Holds up to ``instances`` instances of a reward, each built when it is first needed.
 
     Args:
         reward: a short name or a dotted path, as ``worker_cls``.
@@ -189,6 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not (length.isascii() and length.isdigit()):
             self._reply(411, {"error": "Content-Length must say how many bytes follow"}, is_last=True)
             return
+        # The number of digits first: int() raises for more than 4,300 of them.
         if len(length) > 12 or int(length) > MAX_BODY:
             error = f"the request has {length[:20]} bytes, at most {MAX_BODY} are taken"
             self._reply(413, {"error": error}, is_last=True)

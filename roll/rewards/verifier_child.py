@@ -81,6 +81,7 @@ def reply(stream: IO[str], message: dict[str, Any]) -> None:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
+    # Signals are handled between bytecodes only: a C call of the algebra that never returns is ended by the kernel.
     limit_cpu(request["timeout"] + CPU_GRACE)
     try:
         signal.setitimer(signal.ITIMER_REAL, request["timeout"])
@@ -119,8 +120,10 @@ def equivalent(gold: str, given: str, cpu_seconds: float) -> bool:
     truth = parse(boxed(gold), parsing_timeout=None)
     if not truth:
         raise ValueError(f"ground_truth {gold!r} is not a mathematical expression")
+    # Tighter from here on: the truth has been read, and what the kernel ends now is the evaluation of the answer.
     limit_cpu(cpu_seconds + ANSWER_GRACE)
     try:
+        # CPU time, not wall time: on a busy machine a right answer must not be judged wrong for waiting.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         try:
             return says_the_same(joined_inequalities(gold) or truth, given)

@@ -147,6 +147,8 @@ class Endpoint:
         try:
             template = ChatTemplate(self._tokenizer, tools=parsed.tools, arguments=dict(parsed.template_kwargs))
             text = template.render(parsed.messages, parsed.add_generation_prompt)
+            # A template that ignores tools renders the same text: the model would never learn of them, and the client
+            # never know.
             if parsed.tools and text == template.with_tools(()).render(parsed.messages, parsed.add_generation_prompt):
                 raise BadRequest("tools: the model's chat template does not write any", "tools")
             prompt = self._encoded(text, "messages", add_special_tokens=False)
@@ -250,6 +252,7 @@ class ClientTurns:
                 del self._queues[client]
                 if queue:  # to the end of the line
                     self._queues[client] = queue
+            # False where the caller was cancelled while it waited: its work is skipped.
             if result.set_running_or_notify_cancel():
                 try:
                     result.set_result(work())

@@ -68,6 +68,7 @@ class Chat:
                 yield text[len(shown) :]
                 shown = text
         finally:
+            # Also after Ctrl-C: the unfinished request would be computed along with the next question.
             self._engine.abort()
             self.messages = [*asked, {"role": "assistant", "content": shown}] if shown else self.messages
 

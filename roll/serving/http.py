@@ -100,6 +100,7 @@ class HttpServer:
         """Stop serving; a second call does nothing."""
         if self._server is not None and self._thread is not None:
             self._server.should_exit = True
+            # Twice: uvicorn waits SHUTDOWN_SECONDS for open connections, and then cancels them.
             self._thread.join(2 * SHUTDOWN_SECONDS)
             self._thread = self._server = None
         self._socket.close()
@@ -152,6 +153,7 @@ async def while_connected(request: Request, *work: Coroutine[Any, Any, T]) -> li
     Raises:
         ClientDisconnect: the client has gone; the work is dropped.
     """
+    # Kept apart from the gathering: when one fails, gather() leaves the others running.
     tasks = [asyncio.ensure_future(one) for one in work]
     done = asyncio.gather(*tasks)
     try:
@@ -187,6 +189,7 @@ async def read_json(request: Request, in_thread: Callable[..., Awaitable[Any]] =
             too deep, or has text that is no Unicode.
     """
     content = await read_bytes(request)
+    # Counted in the bytes, in C, before the parser runs: it cannot be interrupted once it has begun.
     if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS or content.count(b",") > MAX_VALUES:
         rule = f"the body has more than {MAX_CONTAINERS} lists and objects, or {MAX_VALUES} values"
         raise BadRequest(rule, status=413)

@@ -32,7 +32,7 @@ class ServiceCounts:
     finished: int = 0
     refused: int = 0
     turned_away: int = 0
-    """For lack of room."""
+    """Prompts turned away for lack of room."""
     cancelled: int = 0
     """The client had disconnected."""
     prompt_tokens: int = 0

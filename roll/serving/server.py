@@ -60,6 +60,7 @@ class HttpFront:
         longest = longest_sequence(written, load_config(arguments), arguments.model_name_or_path)
         timeout = cluster.role.engine_timeout if isinstance(cluster.role, GenerationWorkerConfig) else None
 
+        # Called on the server's own event loop, to which the client of the engines and its tasks are bound.
         def make_app() -> Starlette:
             engines = EngineClient(
                 cluster,
@@ -91,7 +92,7 @@ class HttpFront:
             self._server.call(self._service.pause())
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`."""
+        """Serve again after :meth:`pause`."""
         if self._service is not None:
             self._server.call(self._service.resume())
 

@@ -1,4 +1,4 @@
-"""The engines of a cluster for many independent callers on one event loop."""
+"""Shares the engines of a cluster between many independent callers on one event loop."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ class EngineService:
         if self.num_open >= self._max_open_requests:
             self.counts.turned_away += 1
             raise Overloaded(f"{self.num_open} requests are in flight, which is the most")
+        # Counted while it waits: a pause must not let the queue grow without a bound.
         self._num_held += 1
         arrived = time.perf_counter()
         try:

@@ -28,7 +28,7 @@ class Called:
     content: str
     reasoning: str
     calls: list[dict[str, Any]]
-    """With ``id``, and ``function`` of ``name`` and ``arguments``."""
+    """Calls with ``id`` and ``function``, which has ``name`` and ``arguments``."""
 
 
 class CallReader:

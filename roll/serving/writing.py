@@ -303,6 +303,7 @@ class GrowingSample:
     def grow(self, output: GenerationOutput) -> Choice | None:
         """New text and tokens since the last call; None: nothing that can be shown."""
         text = settled_text(self.tokenizer, self.params, output.token_ids)
+        # What has been sent cannot be taken back: a text that changed before its end waits for one that continues it.
         if not text.startswith(self.sent) or len(text) == len(self.sent):
             return None
         return self._new(text, "", output)

@@ -25,7 +25,7 @@ class Callback:
         """After each step.
 
         Args:
-            step: counted from 0; a resumed run goes on counting.
+            step: counted from 0; a resumed run continues the count.
             metrics: of the step, and of an evaluation before it (``val/...``); plain numbers.
         """
 

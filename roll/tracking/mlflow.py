@@ -22,7 +22,7 @@ MAX_VALUE = 6000
 
 
 class MlflowTracker(Tracker):
-    """An MLflow run; a resumed run goes on in the same one, found by the id that is kept in ``folder``.
+    """An MLflow run; a resumed run continues it, found by the id that is kept in ``folder``.
 
     Metrics keep their names but for characters that MLflow does not take: ``val/pass@8`` is ``val/pass_at_8``, as in
     verl. Samples are artifacts, ``samples/<name>/<step>.json``.
@@ -68,6 +68,7 @@ class MlflowTracker(Tracker):
         try:
             if resume_step is not None and written.exists():
                 self._id = written.read_text(encoding="utf-8").strip()
+                # The process before this one may have closed the run, which would then be shown as finished.
                 self._client.update_run(self._id, status="RUNNING")
                 return
             found = self._client.get_experiment_by_name(project)

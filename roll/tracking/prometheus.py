@@ -69,10 +69,11 @@ class PrometheusTracker(Tracker):
         """Nothing: Prometheus holds numbers."""
 
     def collect(self) -> Iterator[Any]:
-        """The gauges, as prometheus_client asks a collector for them."""
+        """Yield the gauges, for prometheus_client, which calls its collectors at each scrape."""
         from prometheus_client.core import GaugeMetricFamily
 
         with self._lock:
+            # A copy: a scrape runs in the server's thread, and log() may add names while the gauges are made.
             values = dict(self._values)
         for name, value in values.items():
             family = GaugeMetricFamily(series_name(name), name, labels=["run"])

@@ -162,8 +162,10 @@ class JsonlTracker(Tracker):
         line = b"\n" * (name in self._torn) + (json.dumps(finite, ensure_ascii=False, default=str) + "\n").encode(
             "utf-8", "surrogatepass"
         )
+        # Marked before the write: an exception leaves the line torn as well as a short write does.
         self._torn.add(name)
         written = self._files[name].write(line)
+        # An unbuffered write may be short on a full disk, without an exception.
         if written != len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder / name))
         self._torn.discard(name)
@@ -201,6 +203,7 @@ def _cut_after(path: Path, resume_step: int | None) -> None:
     if resume_step is None:
         path.replace(path.with_name(path.name + ".previous"))
         return
+    # Written anew and renamed: a kill in the middle leaves the former file whole.
     kept = path.with_name(path.name + ".kept")
     with open(kept, "w", encoding="utf-8") as file:
         for row in _rows(path):

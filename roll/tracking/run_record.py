@@ -71,7 +71,7 @@ from typing import IO, Any, BinaryIO
 logger = logging.getLogger(__name__)
 
 RECORD_FOLDER = "record"
-"""Under a run's output folder: samples, timeline, and where the rest of the run is."""
+"""Folder in a run's output folder: samples, timeline, and the places of the rest of the run."""
 SAMPLES_NAME = "samples.blocks"
 
 _FRAME = struct.Struct("<4siII")
@@ -85,7 +85,7 @@ class SampleLog:
 
     Args:
         path: of the file; its folder is made if need be.
-        max_bytes: nothing is appended beyond, which is said once.
+        max_bytes: limit of the file, logged once when it is reached; later blocks are dropped.
         resume_step: the last step that counts: what comes after it is cut off. None: a new run, an earlier file is
             renamed to ``<name>.previous``.
     """
@@ -101,6 +101,7 @@ class SampleLog:
                 path.replace(path.with_name(f"{path.name}.previous"))
             else:
                 _cut_after(path, resume_step)
+        # Unbuffered: each block is a single write(), so a killed run leaves at most its last block torn.
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
 
     def append(self, block: Mapping[str, Any]) -> None:
@@ -116,7 +117,7 @@ class SampleLog:
             pending.result()
 
     def _write(self, block: Mapping[str, Any]) -> None:
-        """By a single call of the system."""
+        """Write a block by a single system call."""
         data = frame(block)
         if self._file.tell() + len(data) > self._max_bytes:
             self._ended = True
@@ -140,6 +141,7 @@ class SampleLog:
 def frame(block: Mapping[str, Any]) -> bytes:
     """A block as it is in the file; numbers that are not finite become null."""
     try:
+        # Most blocks are finite: the tree is walked in Python only where json has refused it.
         text = json.dumps(block, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
     except ValueError:
         text = json.dumps(_finite(block), ensure_ascii=False, separators=(",", ":"), default=str)
@@ -205,11 +207,13 @@ def _seek_magic(file: BinaryIO, begin: int) -> bool:
             file.seek(place - len(rest) + found)
             return True
         place += len(chunk)
+        # A magic word may lie across two chunks.
         rest = chunk[-len(_MAGIC) + 1 :]
     return False
 
 
 def _cut_after(path: Path, resume_step: int) -> None:
+    # Written anew and renamed: a kill in the middle leaves the former file whole.
     kept = path.with_name(f"{path.name}.kept")
     with open(kept, "wb") as file:
         for step, data, _ in _frames(path):
@@ -256,6 +260,7 @@ class PhaseTimer:
         """Time the block; a name used several times before :meth:`pop` is summed. Counts also when the block raises."""
         self._credit_memory()
         self._open.append(name)
+        # Two clocks: durations must not jump with the wall clock, spans are compared with those of other processes.
         start, began = time.perf_counter(), time.time()
         try:
             yield
@@ -287,7 +292,7 @@ class PhaseTimer:
 
 
 class _LineFile:
-    """Writes a line of JSON a row. What a full disk has no room for is lost, which is said once; the run goes on."""
+    """Writes one line of JSON per row. A full disk costs lines and one warning, not the run."""
 
     def __init__(self, path: Path, mode: str, buffering: int = -1) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

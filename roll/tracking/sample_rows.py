@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 PARTIAL = "\ufffd"
-"""In the text of a token that holds a part of a character."""
+"""Replacement character in the text of a token that holds only a part of a character."""
 
 _PROMPT = {"id": "prompt_id", "text": "prompt", "truth": "ground_truth", "domain": "domain", "tag": "tag"}
 _SAMPLE = {"s": "score", "r": "reward", "k": "kind", "n": "response_tokens", "f": "finish_reason", "o": "outcome"}

@@ -105,7 +105,7 @@ _STEP = "global_step"
 
 
 class OnlineTracker(Tracker):
-    """A run at an online service; a resumed run goes on in the same one, found by the id that is kept in ``folder``.
+    """A run at an online service; a resumed run continues it, found by the id that is kept in ``folder``.
 
     Args:
         folder: where the package keeps its files.
@@ -196,7 +196,7 @@ class SwanLabTracker(OnlineTracker):
 
 
 class TrackioTracker(Tracker):
-    """A Trackio run: a database on this machine, or a Space. A resumed run goes on in the newest one of its name.
+    """A Trackio run: a database on this machine, or a Space. A resumed run continues the newest run of its name.
 
     Args:
         folder: of the databases, which ``TRACKIO_DIR`` names for ``trackio show``; None: the package's own place.
@@ -282,7 +282,7 @@ class TrackedRun:
         log_dir: the run's own folder of logs; files go there unless ``tracker_kwargs.log_dir`` names another place.
         exp_name: name of the experiment; a folder of that name is made under ``tracker_kwargs.log_dir``.
         config: the effective configuration, secrets masked.
-        resume_step: the last finished step of the checkpoint that the run goes on from; None: a new run.
+        resume_step: the last finished step of the checkpoint that the run resumes from; None: a new run.
     """
 
     log_dir: Path
@@ -305,6 +305,8 @@ def build_trackers(
         ModuleNotFoundError: the package of a tracker is not installed.
     """
     options = tracker_options(track_with, tracker_kwargs)
+    # A tracker that is not published is written by another one: with both named, the same curves would be written
+    # twice.
     options = {name: own for name, own in options.items() if UNPUBLISHED_TRACKERS.get(name) not in options}
     trackers: list[Tracker] = [JsonlTracker(run.log_dir, run.resume_step)]
     trackers += [_build(name, own, run) for name, own in options.items() if name != "jsonl"]

@@ -1,4 +1,4 @@
-"""The reward worker's side of the sandbox: starts the zygote, asks it for processes, and waits for their ends."""
+"""The reward worker's side of the sandbox: starts the zygote, requests processes from it, and waits for their ends."""
 
 from __future__ import annotations
 

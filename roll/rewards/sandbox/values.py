@@ -44,6 +44,7 @@ def encode(value: Any, other: Callable[[Any], Encoded]) -> Encoded:
     if value is None or kind in (bool, str, float):
         return value
     if kind is int:
+        # In hexadecimal, since Python refuses to read decimal integers of more than 4,300 digits.
         return value if -_EXACT_INTEGERS <= value <= _EXACT_INTEGERS else {_TAG: "int", "v": hex(value)}
     if kind is list:
         return [encode(item, other) for item in value]
@@ -230,6 +231,8 @@ class Side:
         for key, item in sent.items():
             value = self._by_key[key]
             for name, encoded in item["state"]:
+                # Not __class__ or __dict__, by which a response could turn an object of the tests into one of another
+                # class.
                 if not str(name).isidentifier() or str(name).startswith("__"):
                     raise ValueError(f"no attribute {name!r}")
                 object.__setattr__(value, name, self.decode(encoded))
@@ -291,6 +294,7 @@ class Channel:
         """The next message; ``ChannelClosed`` where nobody is there, or what came is no message."""
         (size,) = _HEADER.unpack(self._read(_HEADER.size))
         if size > self._max_message:
+            # The size is the other process's claim: nothing is read or allocated for it before it has been checked.
             raise ChannelClosed(f"a message of {size} bytes")
         try:
             message = json.loads(self._read(size))

@@ -1,4 +1,4 @@
-"""The process that all sandboxed processes are forked from: prepared once, it knows no tests and no samples.
+"""The process that all sandboxed processes are forked from: prepared once, it holds no tests and no samples.
 
 Run as ``python -m roll.rewards.sandbox.zygote``.  It receives requests with file descriptors over a socket, forks,
 enforces the wall time limit, and reports each end.  Sources, inputs and tests pass it by: they travel through the
@@ -179,6 +179,7 @@ class Zygote:
             Its id, and a descriptor from which ``CONFINED`` can be read, or why it has run nothing.
         """
         self._enter_next_namespace()
+        # Non-blocking: a process that was killed before it wrote must not hold up all others here.
         reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
@@ -381,6 +382,7 @@ def main() -> None:
     candidate.forget_surroundings()
     prelude.install()
     gc.collect()
+    # Each fork shares these pages until they are written to: frozen objects are not touched by its collections.
     gc.freeze()
     folder = None
     if not means.mounts:

@@ -117,6 +117,7 @@ class Fields:
         # bool is an int in Python, but true is no number in JSON.
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
             raise BadRequest(f"{name}: must be {' or '.join(k.__name__ for k in kinds)}, not {value!r}"[:300], name)
+        # Refuses NaN as well, for which every comparison is false.
         if isinstance(value, int | float) and not -MAX_NUMBER <= value <= MAX_NUMBER:
             raise BadRequest(f"{name}: must be from -2^64 to 2^64", name)
         return value

@@ -45,7 +45,7 @@ class Reply:
     content: str
     reasoning: str
     calls: list[dict[str, Any]]
-    """With ``id``, and ``function`` of ``name`` and ``arguments`` (a mapping)."""
+    """Calls with ``id`` and ``function``, which has ``name`` and ``arguments`` (a mapping)."""
     finish_reason: str
     """``stop``, ``length`` or ``tool_calls``."""
     stop_string: bool
