@@ -69,6 +69,7 @@ class BlackBoxAgent:
                         self._workers.start()
                     await session.done.wait()
             finally:
+                # On cancellation too: agents from elsewhere live on, and their calls must not reach the engines.
                 self._endpoint.retire(session)
                 if session.began is not None:
                     busy = time.perf_counter() - session.began - model.seconds
@@ -136,6 +137,7 @@ class BlackBoxAgent:
         if source == "verifier":
             assert self._verifier is not None
             return await self._verifier(session.task, session.model, episode, scratch)
+        # Other statuses (a signal, 127) are faults of the program and say nothing about the policy.
         if source == "exit" and ended is not None and ended.status in (0, 1):
             episode.success = ended.status == 0
             return float(ended.status == 0)

@@ -68,6 +68,7 @@ _DECODER = json.JSONDecoder(parse_constant=no_constant)
 def _json_end(text: str, start: int) -> int:
     """The end of the JSON value at ``start``, whose strings may hold any mark; ``start`` where there is none."""
     try:
+        # RecursionError: a policy may write thousands of opening brackets.
         return _DECODER.raw_decode(text, _after(_SPACE, text, start))[1]
     except (ValueError, RecursionError):
         return start
@@ -83,6 +84,7 @@ def _hermes(text: str, schemas: Schemas | None) -> Found:
     begin = text.find(_CALL_BEGIN)
     while begin >= 0:
         start = begin + len(_CALL_BEGIN)
+        # From the end of the JSON on: its strings may hold the end mark.
         closing = text.find(_CALL_END, _json_end(text, start))
         stop = len(text) if closing < 0 else closing + len(_CALL_END)
         body = text[start : len(text) if closing < 0 else closing]
@@ -202,7 +204,7 @@ def _mistral_calls(named: re.Match[str] | None, body: str) -> list[ToolCall]:
 def _sections(
     opening: re.Pattern[str], ending: re.Pattern[str], read: Callable[[re.Match[str], str], tuple[str, str]]
 ) -> Callable[[str, Schemas | None], Found]:
-    """A finder of calls that stand between marks; ``read`` takes name and JSON from the opening and what follows it."""
+    """A finder of calls between marks; ``read`` takes name and JSON from the opening and what follows it."""
 
     def find(text: str, schemas: Schemas | None) -> Found:
         begun = opening.search(text)
@@ -333,6 +335,7 @@ def _call_of(value: object) -> ToolCall:
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = _json(arguments) if arguments.strip() else {}
+    # Templates of some families write null for a tool without parameters.
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 _MARKER = "Zq7Response{}Zq7"
-"""Stands for a response: plain ASCII, so that neither JSON nor a template's ``trim`` changes it."""
+"""Replaces a response: plain ASCII, so that neither JSON nor a template's ``trim`` changes it."""
 
 
 class TemplateError(ValueError):
@@ -52,7 +52,7 @@ class ChatTemplate:
         end_tokens: ids that end a turn (the model's end tokens; empty: the tokenizer's).
         tools: JSON schemas in OpenAI's form, given to the template.
         arguments: further variables of the template (``enable_thinking``).
-        images: of a vision-language policy; None: a model of text.
+        images: images of a vision-language policy; None: a text model.
 
     Raises:
         TemplateError: the tokenizer has no chat template.
@@ -172,9 +172,11 @@ class ChatTemplate:
         assert new and all(message["role"] != "assistant" for message in new)
         new = self._as_text(new)
         text = self.render(self._with_markers([*history, *new]))
+        # From the right: the text of a response and each of its tool calls hold the same marker.
         _, found, tail = text.rpartition(_MARKER.format(len(history) - 1))
         if not found:
             raise TemplateError("the chat template leaves out the response that the new messages answer")
+        # What precedes the first end token closes the tool call around the marker: the policy sampled that itself.
         starts = [(tail.find(end), end) for end in self._ends if end in tail]
         end = min(starts)[1] if starts else None
         ids = self.encode(tail if end is None else tail[tail.index(end) :])
@@ -261,6 +263,7 @@ def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
 
 def common_prefix(texts: Sequence[str]) -> str:
     """The longest text that all of ``texts`` begin with."""
+    # In sorted order the first and the last differ earliest, so the others need not be compared.
     first, last = min(texts), max(texts)
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return first[:length]

@@ -1,4 +1,4 @@
-"""The model calls of an episode as a tree of token ids: which call goes on from which, and what of it is trained."""
+"""The model calls of an episode as a tree of token ids: which call continues which, and which ids are trained."""
 
 from __future__ import annotations
 
@@ -133,6 +133,7 @@ class Conversations:
         parent, new_ids = self._extend(messages, template, tools or (), role)
         if parent is None:
             new_ids = template.prompt(messages)
+        # After the extension, for the new messages alone: the parent's ids already have their placeholders repeated.
         new_ids, images = self._expanded(new_ids, messages if parent is None else self._behind(parent, messages))
         call = Call(len(self.calls), parent, new_ids, messages, list(tools or ()), role=role, images=images)
         self.calls.append(call)
@@ -220,6 +221,7 @@ class Conversations:
     def known_as(self, call: Call, message: Message) -> None:
         """Register ``message`` as another form of the response of ``call``."""
         digest = _digest([*call.messages, message])
+        # Under both names: equal texts of two roles are two calls, and one of the same role is to be continued.
         self._answered[digest] = self._answered[call.role + digest] = call.index
 
     def _with_tools(self, tools: Sequence[Message] | None) -> ChatTemplate:
@@ -256,6 +258,7 @@ class Conversations:
             if call.finished and call.index not in parents:
                 chain = self._chain(call)
                 found.append(_branch(chain, {one.index for one in chain} - seen))
+                # A shared beginning is trained once: else it would weigh as often as it has continuations.
                 seen |= {one.index for one in chain}
         return found
 
@@ -291,6 +294,7 @@ class Conversations:
         if bridge is None or self._breaks(call, new, bridge, template):
             self.counts.breaks += 1
             return None, []
+        # Without the parent's prompt, which `_chain` adds: only what follows the response is stored in the new call.
         grown = template.extended([], call.response_ids, bridge)
         return known, grown[len(call.response_ids) :]
 
@@ -350,12 +354,14 @@ def _digest(messages: Sequence[Message]) -> str:
 
 def _canonical(message: Message) -> dict[str, Any]:
     content = message.get("content") or ""
+    # Clients send a text as a string or as a list of parts; both have to be recognised as the same message.
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(part["text"] for part in content)
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments")
+        # OpenAI's clients send arguments as JSON text, whose spaces and order of keys are the library's.
         if isinstance(arguments, str):
             with contextlib.suppress(ValueError):
                 arguments = json.loads(arguments)

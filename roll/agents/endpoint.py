@@ -117,6 +117,7 @@ class AgentEndpoint:
             The episodes that the worker has taken and not finished, and whether it has taken any.
         """
         with self._lock:
+            # Under the lock of `_take`: the server's thread could otherwise give an episode to a worker that has ended.
             has_taken = self._workers.pop(key)
         unfinished = [one for one in list(self._sessions.values()) if one.taker == key and not one.done.is_set()]
         return unfinished, has_taken
@@ -231,6 +232,7 @@ class AgentEndpoint:
         while not await request.is_disconnected():
             session = self._take(worker)
             if session is not None:
+                # This is the server's thread; sessions are changed on the event loop of their episode only.
                 session.loop.call_soon_threadsafe(session.begin)
                 return JSONResponse({"key": session.key, "base_url": self.url, "task": session.task.body})
             if time.monotonic() >= until:
@@ -251,6 +253,7 @@ async def _on_loop(session: Session, coroutine: Coroutine[Any, Any, T]) -> T:
         Refusal: the run has ended.
     """
     try:
+        # Conversations and engines belong to the driver's event loop; this is the server's thread.
         future = asyncio.run_coroutine_threadsafe(coroutine, session.loop)
     except RuntimeError as error:
         # Nothing will await it: left open, it would warn of that when it is collected.
@@ -260,6 +263,7 @@ async def _on_loop(session: Session, coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         return await asyncio.wrap_future(future)
     except asyncio.CancelledError:
+        # The episode's end cancels the future, a client that leaves cancels this task: only the former gets an answer.
         if future.cancelled() and (task is None or not task.cancelling()):
             raise episode_over() from None
         raise

@@ -77,6 +77,7 @@ class EnvironmentAgent:
             except BaseException as error:
                 if environment is not None:
                     await self._close(environment)
+                # Cancellation is no failed attempt.
                 if not isinstance(error, Exception):
                     raise
                 if attempt == self._options.retries:
@@ -244,7 +245,7 @@ def _text_of(observation: Sequence[Message]) -> str:
 
 
 def _content_of(observation: Sequence[Message]) -> Any:
-    """The contents of all messages as one: a text, or parts where there are images."""
+    """Join the contents of all messages: a text, or parts where there are images."""
     if not any(has_images(message["content"]) for message in observation):
         return _text_of(observation)
     parts: list[Any] = []

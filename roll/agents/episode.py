@@ -124,7 +124,7 @@ class Response:
 
 @dataclass
 class Seconds:
-    """Where an episode's time went."""
+    """Seconds of an episode by what they were spent on."""
 
     model: float = 0.0
     environment: float = 0.0
@@ -215,6 +215,7 @@ class Model:
     def as_(self, role: str) -> Model:
         """The same policy in another role: its calls have rewards and a baseline of their own, and are trained where
         ``train_roles`` names the role."""
+        # Shallow: conversations, turns and `_seconds` are those of the episode, shared by its roles.
         model = copy.copy(self)
         model.role = role
         return model
@@ -257,6 +258,7 @@ class Model:
         demanded = None
         if openings:
             ids = [template.encode(text) for text in openings]
+            # The longest opening has to fit: the choice is known only after draws, which cost engine time.
             if len(prompt_ids) + max(map(len, ids)) >= self._limits.context:
                 raise EpisodeOver("context_limit")
 
@@ -328,10 +330,12 @@ class Model:
         ids = sampled.token_ids
         text = self.text_of([*call.whole_response, *ids], ended=True)
         prompt = self.conversations.prompt_ids(call)
+        # Without the ids of a forced opening, which may close the thought itself: `text` has them already.
         opened = opened_thought(self.text_of(prompt[: len(prompt) - call.opening][-_TAIL:]))
         parsed = parse_response(text, self._tool_format, call.tools or self._template.tools, opened)
         functions = function_calls(parsed, demanded, self.text_of(ids, ended=True).strip())
         if functions and not parsed.calls:
+            # The text has become the arguments of the demanded call, and was not said as well.
             parsed = replace(parsed, content="")
         message: Message = {"role": "assistant", "content": text}
         if functions:

@@ -34,6 +34,7 @@ class ChatImages:
 
     def __init__(self, model: VisionModel) -> None:
         self._model = model
+        # Weak: an image is kept as long as an episode holds it, not as long as the run.
         self._known: WeakValueDictionary[str, EncodedImage] = WeakValueDictionary()
 
     def take(self, message: Mapping[str, Any], held: dict[str, EncodedImage]) -> Message:

@@ -78,6 +78,7 @@ class Program:
         """Wait for its end, and kill what it has started."""
         status = await self._process.wait()
         self._signal(signal.SIGKILL)
+        # Bounded: a process that left the group (setsid) may hold the pipes open for ever.
         await asyncio.wait(self._readers, timeout=_TERM_SECONDS)
         output, errors = (task.result() if task.done() else b"" for task in self._readers)
         return Exit(status, output.decode("utf-8", "replace"), errors.decode("utf-8", "replace"))
@@ -131,6 +132,7 @@ async def running(
             stderr=pipe,
             env=dict(environment),
             cwd=folder,
+            # A group of its own, so that `killpg` reaches all that it starts, and a Ctrl-C at the terminal does not.
             start_new_session=True,
         )
     except (OSError, ValueError) as error:

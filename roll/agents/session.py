@@ -108,6 +108,7 @@ class Session:
             self.fault = fault
             self.done.set()
             raise Refusal(503, "the engines have failed", "server_error") from fault
+        # The agent got past the limit by a shorter conversation, so that the episode has not ended by it.
         self.limit = None
         reply = self._reply(request, response)
         # Clients send the message back as they got it: thinking apart, cut at stop strings.
@@ -173,6 +174,7 @@ class Session:
                     f"there are {', '.join(self.roles)}" if self.roles else "the agent has none (agent_config.roles)"
                 )
                 raise BadRequest(f"reward: {role!r} is no role of this agent; {there}", "reward")
+            # JSON true is a bool, which Python counts among the integers.
             if not isinstance(value, int | float) or isinstance(value, bool) or finite_number(value) is None:
                 raise BadRequest(f"{role}: is needed, a finite number", "reward")
         numbers = {str(role): float(value) for role, value in by_role.items()}

@@ -27,7 +27,7 @@ class TemplateFiles:
     """A tokenizer's chat template and special tokens, by the names under which a tokenizer has them.
 
     Args:
-        folder: of the model, with ``tokenizer_config.json``.
+        folder: the model's, with ``tokenizer_config.json``.
 
     Raises:
         ValueError: the file is no JSON object.
@@ -52,6 +52,7 @@ class TemplateFiles:
     @property
     def eos_token_id(self) -> int | None:
         end = self.special_tokens_map.get("eos_token")
+        # -1: no added token. `convert_ids_to_tokens` knows it by that, and checks need no other id of it.
         return next((number for number, text in self._added.items() if text == end), -1) if end else None
 
     def convert_ids_to_tokens(self, token_id: int) -> str | None:
@@ -133,6 +134,7 @@ class _Generation(Extension):
 
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> jinja2.Template:
+    # Sandboxed, as in transformers: a template is code of whoever made the model.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

@@ -51,7 +51,7 @@ class PythonText(TextTool):
 
     Args:
         timeout: seconds of a program.
-        keep_error_last_line: of a program that fails, the last line of the error alone.
+        keep_error_last_line: show only the last line of the error of a program that fails.
     """
 
     instruction = "To run a Python program, write it within <code>...</code>. What it prints comes back."

@@ -47,6 +47,7 @@ def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
 
 def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
     """Names of the JSON types that a schema allows; empty: any."""
+    # Bounded: references of a schema may form a circle.
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
     if isinstance(reference := schema.get("$ref"), str):
@@ -74,5 +75,5 @@ def _is_of(value: object, types: set[str]) -> bool:
 
 
 def no_constant(text: str) -> Any:
-    """For ``parse_constant`` of Python's JSON reader, which accepts ``NaN`` and ``Infinity``."""
+    """Refuse ``NaN`` and ``Infinity`` as ``parse_constant`` of Python's JSON reader, which accepts them."""
     raise ValueError(f"{text} is no JSON")

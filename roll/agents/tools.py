@@ -259,6 +259,7 @@ class HeldMcpServer:
             if isinstance(error, MCPError) and error.code != _CONNECTION_CLOSED:  # an error of the call itself
                 raise
         async with self._lock:
+            # Several calls see the same loss; the first of them restarts the server for all.
             if self._session is session:
                 self._session = None
                 await session.close()
@@ -347,6 +348,7 @@ def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     if error is not None:
         where = ".".join(map(str, error.absolute_path))
         return f"{tool.name}{'.' + where if where else ''}: {error.message}"
+    # JSON schemas allow unknown names unless they say otherwise; the function would raise a TypeError for them.
     unknown = set(arguments) - set(tool.parameters.get("properties", {}))
     if unknown and tool.parameters.get("additionalProperties") is not True and not isinstance(tool.function, _McpCall):
         return f"{tool.name} has no argument {', '.join(sorted(unknown))}"

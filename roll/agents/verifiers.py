@@ -106,6 +106,7 @@ class RewardVerifier:
             prompt = model.conversations.prompt_ids(call) + call.response_ids
             return model.text_of(prompt[: len(prompt) - len(behind)]), model.text_of(behind, special=False)
         return (
+            # `-0` would leave nothing: without an opening the whole prompt is shown.
             model.text_of(model.conversations.prompt_ids(call)[: -call.opening or None]),
             model.text_of(call.whole_response, ended=True),
         )

@@ -207,6 +207,7 @@ class VerlAgent:
             tool = tools[call.name]
             kwargs = data.tools_kwargs.get(call.name) or {}
             created = await tool.create(create_kwargs=kwargs.get("create_kwargs") or {})
+            # verl's later tools return the instance's id with a first response, earlier ones the id alone.
             instance = created[0] if isinstance(created, tuple) else created
             answer, reward, _ = await tool.execute(instance, call.arguments, agent_data=data)
         except Exception as error:

@@ -106,13 +106,13 @@ class RoleAsk:
 
 @dataclass(frozen=True)
 class Answer:
-    """A role's columns for the rows that it was asked about."""
+    """A role's columns for the rows that it was given."""
 
     asked: RoleAsk
     rows: Tensor
     """bool (B,)."""
     part: DataProto
-    """Those rows."""
+    """The rows themselves, a part of the batch."""
     seen: DataProto
     """The same as the role saw them."""
     columns: Mapping[str, Tensor]

@@ -141,6 +141,7 @@ class Distillation(RowMethod[DistillConfig, SftRow]):
 
     def batch(self, rows: Sequence[SftRow], pad: int, ranks: int = 1) -> DataProto:
         batch = demonstration_batch(rows, pad)
+        # A copy: the column is changed, and the attention mask must not be.
         mask = batch.batch["attention_mask" if self.config.distill_on_prompt else "response_mask"].clone()
         mask[:, 0] = False  # nothing predicts it
         batch.batch["response_mask"] = mask
@@ -328,6 +329,7 @@ class TeacherCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, self._folder / f"{name}.part")
             (self._folder / f"{INDEX}.part").write_text(json.dumps(index, indent=1), encoding="utf-8")
+            # The shard before the index: an index must never name a shard that is not whole.
             os.replace(self._folder / f"{name}.part", self._folder / name)
             os.replace(self._folder / f"{INDEX}.part", self._folder / INDEX)
         except (OSError, SafetensorError) as error:  # of safetensors, whatever the system said
@@ -344,6 +346,7 @@ class TeacherCache:
                     (self._folder / part).unlink(missing_ok=True)
             return
         self._shards.append(name)
+        # Not strict: `starts` has one entry more, the end of the last row.
         for (key, _), start, length in zip(rows, tensors["starts"].tolist(), lengths, strict=False):
             self._places[key] = number, start, start + length
         self._unwritten = {}

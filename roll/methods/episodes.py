@@ -166,6 +166,7 @@ def as_trajectories(batch: DataProto, layout: TrajectoryLayout) -> DataProto:
         "turn_ids": layout.pack(tensors["turn_ids"], -1),
         "state_ids": layout.pack(tensors["state_ids"], -1),
         "scores": tensors["scores"][first],
+        # One number for each pair of group and role.
         "group_ids": tensors["group_ids"][first] * max(len(roles), 1) + torch.from_numpy(role),
     }
     if "bootstrap_mask" in tensors and "values" in tensors:

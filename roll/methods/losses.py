@@ -101,7 +101,7 @@ class PolicyLoss(SampledLoss):
 
     options: ActorLossOptions = field(default_factory=ActorLossOptions)
     old_is_rollout: bool = False
-    """Its old log-probs are the engine's."""
+    """The old log-probs are the engine's."""
     prefix: str = field(default="actor/", kw_only=True)
     columns: ClassVar[tuple[str, ...]] = (*POLICY_COLUMNS, *LOSS_COLUMNS, SAME_WEIGHTS)
 

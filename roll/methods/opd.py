@@ -1,4 +1,4 @@
-"""On-policy distillation: what is asked of teachers, what their answers become, and the loss of the student.
+"""On-policy distillation: the teachers' passes, what becomes of their columns, and the loss of the student.
 
 For a token a that the student pi sampled in state s, with d = log pi(a|s) - log pi_T(a|s),
 
@@ -231,6 +231,7 @@ def is_off_policy(order: int, lmbda: float) -> bool:
     """True if the prompt that was drawn as number ``order`` is answered by its row: a share of 1 - ``lmbda`` of all,
     evenly spread."""
     share = 1.0 - lmbda
+    # 1e-9: rounding leaves products such as 10 * (1 - 0.9) = 0.9999999999999998 just below a whole number.
     return int((order + 1) * share + 1e-9) > int(order * share + 1e-9)
 
 
@@ -265,6 +266,7 @@ class DatasetResponses:
         source = SourceRow(Path(f"prompt {prompt.prompt_id}"), 0, prompt.row)
         _, text = read_demonstration(Columns.of(self._data_args, source), source)
         tokenizer = self._tokenizer
+        # With the end token: a student that never sees one would learn not to stop.
         ids: Any = tokenizer(f"{text}{tokenizer.eos_token}", add_special_tokens=False)["input_ids"]
         kept = np.array(ids[: self._max_new_tokens], dtype=np.int32)
         return FinishedGroup(

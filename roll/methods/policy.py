@@ -1,4 +1,4 @@
-"""Policy gradients (PPO, GRPO and relatives) as a method: what it asks of which model, credit, and losses.
+"""Policy gradients (PPO, GRPO and relatives) as a method: the columns of each model, credit, and losses.
 
 One training step: reference, policy, teachers and critic compute the columns that something needs; scores become
 advantages; policy and critic learn.
@@ -106,16 +106,19 @@ class PolicyMethod:
             if plan.needs_sum_of_squares:
                 into[Output.SUM_OF_SQUARES] = "old_sum_of_squares"
             if self._config.actor_train.router_replay.mode == "R2":
+                # R2: the update replays the experts that this pass chose; R3 has those of the engine in the batch
+                # already.
                 into[Output.ROUTES] = Output.ROUTES
             asks.append(RoleAsk("actor_train", Ask(tuple(map(Output, into)), temperature), "old_log_probs", into))
         if self.teaching is not None:
+            # After the old log-probs, which the teachers' log-probs are subtracted from.
             asks += self.teaching.asks(plan, temperature)
         if plan.needs_critic:
             asks.append(RoleAsk("critic", VALUES, "values", {Output.VALUES: "values"}, view=_with_bootstrap))
         return asks
 
     def receive(self, batch: DataProto, answers: Iterable[Answer], phase: str) -> Metrics:
-        """Add the columns of a phase to the batch; return what they tell."""
+        """Add the columns of a phase to the batch; return their metrics."""
         if phase == TEACHING:
             assert self.teaching is not None
             return self.teaching.receive(batch, answers)
@@ -174,6 +177,7 @@ class PolicyMethod:
         metrics = [masked, rewarded, outputs.metrics, compute_data_metrics(BatchColumns(**columns))]
         if self._entropy_controller is not None:
             entropy = float(masked_mean(batch.batch["old_entropy"], batch.batch["loss_mask"]))
+            # Before the update of this batch, whose policy it is the weight for (arXiv 2505.22312, section 3).
             self.entropy_coef = self._entropy_controller.step(entropy, int(batch.batch["loss_mask"].sum()))
             metrics.append({"actor/old_entropy": Mean(entropy), "actor/entropy_coef": Mean(self.entropy_coef)})
         return merge_metrics(metrics)
@@ -221,6 +225,7 @@ class PolicyMethod:
         penalties = tensors.get("teacher_kl")
         if self._ignores_rewards:
             shape = tensors["response_mask"].shape
+            # The divergence becomes the reward itself: as a penalty too it would count twice.
             rewards, penalties = -penalties if penalties is not None else torch.zeros(shape), None
         inputs = AdvantageInputs(
             rewards=rewards,
@@ -263,6 +268,8 @@ class PolicyMethod:
             mask = tensors["response_mask"]
             self._kl_controller.update(*finite_mean(row_mean(kl, mask), mask.any(-1)))
             metrics.append({"critic/kl": Mean(mean_kl), "critic/kl_coef": Mean(kl_coef)})
+            # `token_level_rewards` places a number at the end of its response: rewards that are on tokens are added
+            # afterwards.
             at_end, tokens = (rewards, None) if rewards.dim() == 1 else (torch.zeros_like(rewards[:, 0]), rewards)
             rewards = token_level_rewards(at_end, tensors["response_mask"], kl, kl_coef)
             rewards = rewards if tokens is None else rewards + tokens
@@ -297,6 +304,7 @@ class PolicyMethod:
             return None
         shaped = self._penalised(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
         bound = self._config.reward_clip
+        # Clipped like the samples, or a difference of the two would mix clipped and raw rewards.
         return shaped if bound is None else shaped.clamp(-bound, bound)
 
     def state_dict(self) -> dict[str, Any]:
@@ -314,7 +322,7 @@ class PolicyMethod:
 
 
 def _with_bootstrap(batch: DataProto) -> DataProto:
-    """Rows whose values are also wanted where ``bootstrap_mask`` asks for one after a response."""
+    """Rows whose values are also wanted where ``bootstrap_mask`` is set, after a response."""
     if "bootstrap_mask" not in batch.batch:
         return batch
     seen = batch.select(

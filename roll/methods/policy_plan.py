@@ -79,7 +79,7 @@ class PolicyPlan(Plan):
     async_generation_ratio: float
     """Steps that generation may run ahead of training; 0: synchronous."""
     num_additional_prompts: int
-    """Prompts asked beyond the need."""
+    """Prompts drawn beyond the need."""
     needs_critic: bool
     pg_variant: str
     """The actor's policy loss."""
@@ -181,6 +181,7 @@ def policy_plan(config: PolicyConfig) -> dict[str, Any]:
 
 def policy_training_plans(config: PolicyConfig) -> dict[str, TrainingPlan]:
     samples = config.samples_per_step
+    # The actor's schedule begins after the critic's warm-up, when the actor takes its first step.
     warmup = config.critic_warmup if needs_critic(config) else 0
     sequence, epochs = config.longest_sequence, config.ppo_epochs
     plans = {
@@ -216,12 +217,13 @@ def actor_keys(config: PolicyConfig) -> dict[str, Any]:
 
 
 def rollout_file(folder: Path, step: int) -> Path:
-    """Where the batch of a step lies."""
+    """Path of a step's batch."""
     return folder / f"rollout_step_{step:06d}.safetensors"
 
 
 def uses_old_log_probs(config: PolicyConfig) -> bool:
     """More than one optimizer step on a rollout, or KL in the reward."""
+    # In a single step old and current log-probs are the same numbers: the ratio is 1, without a pass to compute it.
     return policy_training_plans(config)["actor_train"].optimizer_steps_per_step > 1 or kl_in_reward(config)
 
 
@@ -309,6 +311,7 @@ def with_adapter(role: WorkerConfig, config: PolicyConfig) -> WorkerConfig:
     if config.weight_sync.lora != "adapter" or room_for is None:
         return role
     needed = room_for(adapter_rank(config.actor_train.model_args))
+    # What the user has written wins.
     engine_args = needed | dict(arguments.strategy_config.get("engine_args") or {})
     options = {**arguments.strategy_config, "engine_args": engine_args}
     return replace(role, strategy_args=replace(arguments, strategy_config=options))

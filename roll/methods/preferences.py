@@ -46,7 +46,7 @@ class PairLoss(Loss):
     """The mean loss of the pairs of all ranks.
 
     Rows come in pairs, the chosen response first, with ``unit_ids`` int64 (B,) equal within a pair, ``ref_log_probs``
-    float32 (B, L) where the loss asks for a reference, and ``slopes`` float32 (B,) where it couples pairs: the
+    float32 (B, L) where the loss needs a reference, and ``slopes`` float32 (B,) where it couples pairs: the
     derivative of the mean loss by the sum of each row's log-probs, which takes the loss's place.
     """
 
@@ -66,6 +66,8 @@ class PairLoss(Loss):
         reference = batch.get("ref_log_probs")
         sums = pair_sums(outputs[Output.LOG_PROBS], batch["response_mask"], reference, self.options, squares)
         slopes = batch.get("slopes")
+        # The coupling loss is not a sum over rows, so that micro-batches cannot share it out; its derivative by each
+        # row is a number, and sum(slope * log-prob) has the same gradient.
         if slopes is not None:
             loss = (sums.policy * slopes.view(-1, 2)).sum()
             return loss, preference_metrics(sums, self.options, None, self.prefix)

@@ -149,6 +149,7 @@ def judged_batch(rows: Sequence[JudgedRow], dp_size: int) -> DataProto:
                 ends = [prompt + end for end in row.step_ends] or [len(side)]
                 scores = row.scores if row.step_ends else [row.scores[response]]
                 entries.append((side, prompt, index, ends, scores, row.margin, row.vision))
+        # Filled up to the widest share, since ranks take equally many rows; without a score mask nothing counts these.
         entries += [([0], 2, -1, [], [], None, None)] * (filled - len(entries))
     columns: Any = zip(*entries, strict=True)
     sequences, shared, units, places, targets, margins, images = columns

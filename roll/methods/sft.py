@@ -39,6 +39,7 @@ class SftLoss(Loss):
     def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         mask = batch["response_mask"]
         nll = -(outputs[Output.LOG_PROBS] * mask).sum()
+        # At least 1: a batch without a response token has loss 0, not 0 / 0.
         loss = nll / max(float(totals["tokens"]), 1.0)
         return loss, {f"{self.prefix}loss": Mean(float(nll.detach()), float(mask.sum()))}
 
@@ -80,6 +81,6 @@ class SFT(RowMethod[SFTConfig, SftRow]):
 
 
 def row_of(stored: StoredRow) -> SftRow:
-    """A demonstration as it is drawn, of a prepared one."""
+    """Make the demonstration that is drawn from a prepared row."""
     assert stored.id is not None, "streams name their rows"
     return SftRow(stored.id, stored.tag, stored.token_ids, stored.prompt_length, spans=stored.spans)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 TEACHER = "teacher"
 """The section and role, the name of a teacher that is the only one, and the beginning of names of its columns."""
 PROBED = 96
-"""Ids whose text a service is asked for: added tokens first, then ids spread over the vocabulary."""
+"""Number of ids whose texts are requested of a service: added tokens first, then ids spread over the vocabulary."""
 UNFINISHED_CHARACTER = "\ufffd"
 
 
@@ -74,7 +74,7 @@ def check_temperature(
     """Engines and services give log-probs at temperature 1; another one can be made of the whole vocabulary only.
 
     Args:
-        name: of the teacher's section.
+        name: name of the teacher's section.
         whole: the teacher gives its whole vocabulary.
         key: the key of ``temperature``.
         instead: what gives the whole vocabulary.
@@ -96,7 +96,7 @@ def check_teachers(
     Args:
         student: the student's model.
         teachers: by section, the key that names the teacher's model, and its plan.
-        wanted: most probable tokens that the run asks for; 0: all; -1: none.
+        wanted: number of most probable tokens that the run needs; 0: all; -1: none.
         longest: tokens of the longest row.
 
     Raises:
@@ -115,7 +115,7 @@ def check_teachers(
 
 
 def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, longest: int) -> Iterator[str]:
-    """Why a run cannot have this service as a teacher: found by asking it about a few ids of the student's."""
+    """Reasons why this service cannot be a teacher, found by requests for a few of the student's ids."""
     from transformers import AutoTokenizer
 
     from roll.strategies.engines.scoring import ALL

@@ -73,7 +73,7 @@ class BatchRecorder:
     """Holds the batch of the step in flight, and writes it when its turn has come or a number was not finite.
 
     Args:
-        folder: of the files.
+        folder: where the files go.
         pipeline: name of the pipeline.
         every: steps between files (``dump_batches``); 0: none but those that are not finite.
         on_nonfinite: the key of that name.
@@ -95,7 +95,7 @@ class BatchRecorder:
         """Write the batch held, if its time has come or a number was not finite.
 
         Raises:
-            NotFinite: a loss or gradient was not finite, and the run is not to go on as it is.
+            NotFinite: a loss or gradient was not finite, and ``on_nonfinite`` does not let the run continue as it is.
         """
         held, self._held = self._held, None
         bad = is_not_finite(metrics)
@@ -165,7 +165,7 @@ class RecordedRollouts:
     """The batches of a run's steps in a folder, one safetensors file a step.
 
     Args:
-        output_dir: of the run; holds the folder where the configuration names none.
+        output_dir: the run's; holds the folder where the configuration names none.
         num_samples: rows of a step's batch; None: it varies.
     """
 

@@ -88,7 +88,7 @@ def parting_in_words(trainer: Trace, engine: Trace) -> str:
 
 
 def by_layer(trainer: Trace, engine: Trace) -> dict[str, tuple[int, int, float]]:
-    """Of each layer: compared numbers' rows, those that differ, and the largest absolute difference."""
+    """By layer: rows compared, rows that differ, and the largest absolute difference."""
     found: dict[str, tuple[int, int, float]] = {}
     for name, rows in trainer.items():
         layer = _LAYER.search(name)

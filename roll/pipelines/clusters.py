@@ -163,6 +163,7 @@ class StartingClusters(Generic[ClustersT]):
     def finish(self, residency: Residency) -> ClustersT:
         """Wait for them, then build the roles that share devices one by one: each leaves before the next comes."""
         results = [call.result() for call in self.pending]
+        # All workers of a host report the same about it: each line once.
         for line in dict.fromkeys(line for lines in results for line in lines if line and isinstance(line, str)):
             logger.info("%s", line)
         for model in self._models(residency, True):

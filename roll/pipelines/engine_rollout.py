@@ -172,12 +172,14 @@ class EngineRollout(Generic[ItemT, GroupT, ValidationT]):
 
     def _collected(self) -> tuple[list[GroupT], Metrics]:
         """Groups that are begun for this step; the engines have nothing left to do afterwards."""
+        # Set again: a validation since the last step kept the engines busy, which is not time of this step's tokens.
         self._busy_before = self._engines.busy_seconds
         plan, source = self._plan, self._source
 
         async def collect() -> RolloutResult[GroupT]:
             count, additional, deadline = plan.prompts_per_step, plan.num_additional_prompts, self._config.rpc_timeout
             result = await collected(source.flow, count, additional, deadline, source.filter_key)
+            # Engines drop aborted requests at their next turn: without one these would stay in their KV caches.
             await self._engines.drain()
             return result
 
@@ -265,7 +267,7 @@ def staleness_metrics(samples: Sequence[Sequence[tuple[int, int]]], step: int) -
     """Steps by which the weights that sampled are older than those that are trained, by sample and by token.
 
     Args:
-        samples: of each sample, or episode, the versions of its tokens, each with its number of tokens.
+        samples: the versions of the tokens of each sample, or episode, each with its number of tokens.
     """
     sampled = [versions for versions in samples if versions]
     oldest = np.array([step - min(version for version, _ in versions) for versions in sampled])

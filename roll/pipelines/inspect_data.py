@@ -40,7 +40,7 @@ def inspect_data(
 
     Args:
         num_rows: rows shown of each domain.
-        only: the one set to show: ``train``, ``validation``, or the name of a validation set; None: all.
+        only: the set to show: ``train``, ``validation``, or the name of a validation set; None: all.
         row_id: the one row to show; None: the first of each domain.
 
     Raises:
@@ -173,7 +173,7 @@ class Painter:
         return Text().join(parts)
 
     def paint(self, token_ids: Sequence[int], contents: Sequence[str], rest: str) -> Text:
-        """The text of ``token_ids``; where ``contents`` stand in it, in their order, it is the data's own."""
+        """The text of ``token_ids``; where ``contents`` occur in it, in their order, it is the data's own."""
         text, special = self._decoded(token_ids)
         painted, position = Text(text), 0
         for content in contents:
@@ -188,7 +188,7 @@ class Painter:
         return painted
 
     def _decoded(self, token_ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and where special tokens stand in it. Runs of plain tokens are decoded together: a character may
+        """The text, and the spans of special tokens in it. Runs of plain tokens are decoded together: a character may
         need several."""
         text, spans = "", []
         for is_special, run in groupby(token_ids, key=self._special.__contains__):

@@ -67,6 +67,7 @@ def balanced_order(
             parts = np.array(balance_partitions(cost[mini], dp_size, equal_counts=True))
             rows = parts[..., None] * unit + np.arange(unit)
             order[mini] = mini * rows_per_mini + rows.reshape(dp_size, -1)
+    # From (mini-batch, rank, row) to (rank, mini-batch, row): the share of a rank is consecutive.
     return order.transpose(1, 0, 2).reshape(-1)
 
 
@@ -105,6 +106,7 @@ def even_mini_batches(batch: DataProto, num_mini_batches: int, dp_size: int) -> 
     begins = np.append([part[0] for part in np.array_split(starts, num_mini_batches)], len(batch))
     parts = [np.arange(begin, end) for begin, end in pairwise(begins)]
     most = max(len(part) for part in parts)
+    # Rounded up to a multiple of the ranks: each takes equally many rows of each mini-batch, as collectives need.
     most += -most % dp_size
     fillers = [np.full(most - len(part), part[-1]) for part in parts]
     filled = batch[np.concatenate([rows for pair in zip(parts, fillers, strict=True) for rows in pair])]
@@ -164,7 +166,7 @@ def answers(
     replacing: Callable[[Cluster, Callable[[], Values]], Values],
 ) -> Iterator[Answer]:
     """The answers of the roles of a phase, in their order. Roles without a device in common compute concurrently,
-    others take turns; a role that has no rows is not asked.
+    others take turns; a role without rows is left out.
 
     Args:
         bring: brings a role onto its devices, which several may share.
@@ -207,7 +209,7 @@ class Computation(Generic[R]):
     def __init__(self, begin: Callable[[], Callable[[], R]]) -> None:
         self._begin = begin
         self._begun: Callable[[], R] | None = None
-        with suppress(WorkerDied):  # found again by the one who waits
+        with suppress(WorkerDied):  # the call that waits begins again, and raises it
             self._begun = begin()
 
     def __call__(self) -> R:
@@ -232,7 +234,9 @@ def start_computing(batch: DataProto, cluster: Cluster, ask: Ask) -> Callable[[]
         call = cluster.call(ModelWorker.forward, batch, ask)
         return lambda: call.result().batch
     order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
+    # Selected before they are ordered: indexing copies, and most columns are not sent.
     shares = cluster.call(ModelWorker.forward, _selected(batch, *POLICY_COLUMNS)[order], ask)
+    # argsort of a permutation is its inverse.
     return lambda: shares.result()[np.argsort(order)].batch
 
 
@@ -287,6 +291,7 @@ def update_in_mini_batches(
     metrics: list[Metrics] = []
     for ordered in passes:
         shares, lengths = dealt_out(ordered, cluster, num_mini_batches)
+        # Without shuffling all epochs are one call, so that the rows are sent once.
         call = cluster.call(TrainWorker.step, shares, loss, mini_batches=num_mini_batches, epochs=epochs // len(passes))
         metrics.append(call.result())
     return merge_metrics(metrics) | lengths
@@ -322,4 +327,5 @@ def shuffled_rows(batch: DataProto, seed: tuple[int, ...], by_prompt: bool) -> n
     together = "group_ids" if by_prompt else "episode_ids"
     _, prompt = np.unique(batch.batch[together].numpy(), return_inverse=True)
     place: np.ndarray = generator.permutation(int(prompt.max()) + 1)
+    # Stable: rows of a prompt or episode keep their order.
     return np.argsort(place[prompt], kind="stable")

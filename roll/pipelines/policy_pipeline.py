@@ -90,6 +90,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
     def begin_loading(self, starting: StartingClusters[Clusters], started: list[Cluster]) -> None:
         """Let the models load; ``started`` ends with the run."""
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+        # Before anything loads: a start that fails half-way must still end these processes.
         self.context.watch(started)
         for judge in starting.clusters.judges.values():
             self.context.at_end(judge.close)
@@ -129,11 +130,13 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         """The algorithm. Until the models learn, a signal may end it, except during the exchange of weights, whose two
         sides wait for each other; a resumed run repeats the step."""
         concurrent = self.plan.validates_concurrently and self.is_validation_due(step)
+        # Before the first step too: engines start from the model's folder, a resumed trainer from its checkpoint.
         self.update_engines(step)
         with self.context.interruptible():
             if self.is_validation_due(step) and not concurrent:
                 self.validate(step)
             batch = self.generate(step)
+        # The state before `credit`, which moves running moments and coefficients: `roll replay` begins with it.
         self.context.hold_batch(step, batch, self.method.state_dict())
         with self.validating(step) if concurrent else nullcontext():
             with self.context.interruptible():
@@ -174,6 +177,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         """Keep the engines of policy and judges, or a reward model, on their devices for the length of the block."""
         judges = self.clusters.judges
         generating = dict.fromkeys(("actor_infer", *judges), GENERATION)
+        # Nothing is undone after an exception: it ends the run, and with it judges and engines.
         self.residency.bring({REWARD_MODEL: WEIGHTS, **generating})
         for judge in judges.values():
             judge.resume()
@@ -187,6 +191,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         """Columns that the models compute of the samples, where something consumes them."""
         if self.plan.engine_log_probs_as_old:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        # groupby joins neighbours only: a method lists the asks of one phase together.
         for phase, asks in groupby(self.method.asks(self.plan, self.temperature), key=attrgetter("phase")):
             with self.context.phase(phase):
                 found = answers(batch, list(asks), self.clusters.of, self.bring, self.replacing)
@@ -221,6 +226,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         warms_up = self.plan.needs_critic and step < self.config.critic_warmup
         with self.context.phase("step_train"):
             for role, loss in self.method.losses(self.plan, self.temperature).items():
+                # The advantages of an untrained critic are noise.
                 if role == "actor_train" and warms_up:
                     continue
                 self.residency.bring({role: TRAINING})
@@ -303,6 +309,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         engines += [self.clusters.reward_model] if self.clusters.reward_model is not None else []
         for cluster in engines:
             cluster.shutdown(graceful=False)
+            # Else the save would ask an engine that has ended to leave its devices.
             self.residency.dismiss(cluster.name)
         self.save(step, state)
 
@@ -318,7 +325,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 cluster.call_all(TrainWorker.save_checkpoint, str(path / cluster.name)).result()
 
     def restore(self) -> int:
-        """Continue from a checkpoint if the configuration asks for it; the number of steps already done."""
+        """Continue from a checkpoint if the configuration names one; return the number of steps done."""
         checkpoint = self.restore_models()
         if checkpoint is None:
             return 0
@@ -328,7 +335,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         return checkpoint.step
 
     def restore_models(self) -> Checkpoint | None:
-        """Load the models that learn from the checkpoint that the configuration asks for, if it does."""
+        """Load the models that learn from the checkpoint that the configuration names, if any."""
         checkpoint = self.context.checkpoint_to_resume()
         if checkpoint is not None:
             for cluster in self.learners():

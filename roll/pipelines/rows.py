@@ -91,9 +91,9 @@ class DrawnRows:
     """The rows of a step whose columns the frozen model computes."""
 
     drawn: Sequence[Any]
-    """In the order of the data."""
+    """Rows in the order of the data."""
     dealt: Sequence[Any]
-    """In the order of the batch, which gives ranks like work."""
+    """The rows in the order of the batch, which gives ranks equal work."""
     batch: DataProto
     complete: Completion | None
     state: dict[str, Any]
@@ -146,6 +146,7 @@ class RowsPipeline:
         """Repeat the step of a recorded batch; return the steps that the model had done before, and the metrics."""
         with self.context.running() as resources:
             steps = self.start(resources)
+            # Taken out and dropped: metrics of the start (dropped rows) are not the step's.
             self.context.recorded()
             self.method.add_own_columns(recorded.batch, self.models)
             self.update(recorded.batch)
@@ -200,6 +201,7 @@ class RowsPipeline:
     def train_one_step(self, step: int) -> None:
         """One optimizer step on the next rows. Until the model learns, a signal may end it; a resumed run repeats the
         step."""
+        # Before a stop no further step is begun: it would have to be waited for, within `interrupt_timeout`.
         ahead = 1 if self.context.stopping else min(self.method.steps_in_flight, self.steps_until_pause(step))
         while len(self.in_flight) < ahead:
             later = step + len(self.in_flight)
@@ -214,13 +216,14 @@ class RowsPipeline:
         self.context.end_step(step)
 
     def next_batch(self, step: int) -> DataProto:
-        """The batch of a step, with all that its update needs. A frozen model with devices of its own goes on with the
-        rows of the step after."""
+        """The batch of a step, with all that its update needs. A frozen model with devices of its own continues with
+        the rows of the step after."""
         if not self.ahead:
             self.ahead.append(self.draw())
         rows = self.ahead[0]
         if rows.complete is not None:
             self.context.record(rows.complete())
+        # Only now: a signal during the wait above leaves the rows here, and `state_dict` draws them again.
         self.ahead.popleft()
         self.method.add_own_columns(rows.batch, self.models)
         self.method.add_estimates(rows.drawn, rows.batch, self.models)
@@ -318,7 +321,7 @@ class RowsPipeline:
             self.export()
 
     def export(self) -> None:
-        """Write the trained model in Hugging Face format, where that is asked for."""
+        """Write the trained model in Hugging Face format, if ``save_hf_model`` is set."""
         self.method.flush()
         if self.section.training_args.save_hf_model:
             self.residency.bring({self.role: WEIGHTS})

@@ -61,10 +61,11 @@ class PendingCheckpoint:
             OSError: the folder could not be completed.
         """
         try:
-            # A rank says once that it could not write: perhaps to a poll that nobody has waited for.
+            # A rank raises once that it could not write: perhaps at a poll whose result was never read.
             for call in (*self._polled, *self._poll(wait=True)):
                 call.result()
         except BaseException as error:
+            # The run goes on, and so would the ranks, writing into the folder while it is removed.
             if missing_room(error):
                 self.settle()
             self.discard()
@@ -125,7 +126,7 @@ class RunCheckpoints:
         self._record, self._published, self._max_steps = record, published, plan.max_steps
 
     def take_up(self) -> Checkpoint | None:
-        """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one; later ones are renamed."""
+        """The checkpoint that ``resume_from_checkpoint`` names, if there is one; later checkpoints are renamed."""
         if self.resume is not None:
             self.manager.supersede_after(self.resume.step)
             logger.info("continuing from %s", self.resume.path)
@@ -146,6 +147,7 @@ class RunCheckpoints:
     @contextmanager
     def writing(self, steps_done: int, state: Mapping[str, Any], writers: Sequence[Cluster]) -> Iterator[Path]:
         """See :meth:`roll.pipelines.run_context.RunContext.writing_checkpoint`."""
+        # One at a time: ranks answer for their last `save_checkpoint` only.
         self.publish()
         pending = PendingCheckpoint(self.manager.writing(steps_done), writers, steps_done)
         try:
@@ -178,6 +180,7 @@ class RunCheckpoints:
 
     def publish(self) -> None:
         """Wait until the pending checkpoint, if there is one, has appeared."""
+        # Forgotten first: if it cannot be published, nothing may try to do so again.
         pending, self.pending = self.pending, None
         if pending is None:
             return

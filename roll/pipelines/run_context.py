@@ -2,7 +2,7 @@
 
 Roles that share devices take turns (:class:`Residency`): what a phase needs is brought onto the devices, what it does
 not need leaves.  A role that shares its devices with no other role never moves.  Nor does anything on a host whose
-device memory is its host memory, unless ``is_offload_states: true`` asks for it.
+device memory is its host memory, unless ``is_offload_states: true`` is set.
 """
 
 from __future__ import annotations
@@ -148,6 +148,7 @@ class RunContext(RunLifetime):
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the block as ``time/<name>``."""
+        # Polled at phases: no thread of the driver waits until the ranks have written a checkpoint.
         if self._checkpoints.pending is not None:
             self._checkpoints.publish_if_written()
         return self._measured(name) if self._measures_memory else self._timer.phase(name)
@@ -168,10 +169,10 @@ class RunContext(RunLifetime):
         return metrics
 
     def hold_batch(self, step: int, batch: DataProto, state: Mapping[str, Any] | None = None) -> None:
-        """Keep the batch of the current step, to be written with its metrics where that is asked for.
+        """Keep the batch of the current step, to be written with its metrics where that is configured.
 
         Args:
-            state: of the driver before the step.
+            state: the driver's, before the step.
         """
         self._batches.hold(step, batch, state or {})
 
@@ -313,6 +314,7 @@ class RunContext(RunLifetime):
         It appears when ``writers`` have all of it on disk: at the end of the block, else at the beginning of a later
         phase, at the latest before the next checkpoint or the end of the run.
         """
+        # At the beginning: a signal that comes while this checkpoint is written asks for another.
         ending.save_requested = False
         validations = {str(steps): metrics for steps, metrics in self._validations.items()}
         whole = dict(state) | {"validations": validations}
@@ -320,7 +322,7 @@ class RunContext(RunLifetime):
             yield path
 
     def checkpoint_to_resume(self) -> Checkpoint | None:
-        """The checkpoint that ``resume_from_checkpoint`` asks for, if there is one."""
+        """The checkpoint that ``resume_from_checkpoint`` names, if there is one."""
         found = self._checkpoints.take_up()
         if found is not None:
             self._interruption.saved_steps = found.step
@@ -380,6 +382,7 @@ class _Tenant:
 
     def onload(self, kinds: Collection[StateKind]) -> None:
         if self.generates:
+            # Without the KV cache an exchange of weights has room for the trainer's copy beside the engine's.
             self._ask_engines(self.cluster.call_all(GenerationWorker.wake, StateKind.KV_CACHE not in kinds))
         else:
             self.cluster.call_all(ModelWorker.load_states, sorted(kinds)).result()
@@ -439,10 +442,12 @@ class Residency:
             self._bring(needs)
 
     def _bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
+        # Roles with devices of their own are no tenants, and never move.
         needed = {name: kinds for name, kinds in needs.items() if name in self._tenants}
         wanted: set[int] = set().union(*(self._tenants[name].devices for name in needed))
         for name, tenant in self._tenants.items():
             superfluous = tenant.resident - needed.get(name, frozenset())
+            # All that leaves does so before anything comes: the two together need not fit onto a device.
             if superfluous and tenant.devices & wanted and not self._is_alone(tenant, needed):
                 self._timed(f"time/{name}/offload/total", tenant.offload, superfluous)
         for name, kinds in needed.items():

@@ -73,6 +73,7 @@ def sole_writer(folder: Path, source: Path) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Not "w", which would empty the file that names the holder before the lock is known to be free.
         file = (folder / LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         raise unwritable(folder, error.strerror, source) from None
@@ -119,10 +120,11 @@ class RunLifetime:
         """Logs, trackers and Ray for the length of a run; whatever was started is stopped again, however it ends."""
         log_dir = self.plan.log_dir
         with ExitStack() as stack:
-            # Prompts, responses and configurations are nobody else's: not on a shared host's disk either.
+            # Prompts, responses and configurations are private, on the disk of a shared host too.
             stack.callback(os.umask, os.umask(0o077))
             is_first_node = os.environ.get("RANK", "0") == "0"
             if is_first_node:
+                # Before the log is opened: a second run must not write into the log of the first.
                 stack.enter_context(sole_writer(self.plan.output_dir, self._loaded.source))
             setup_logging(log_dir)
             stack.enter_context(self._curves_at_end())
@@ -154,6 +156,7 @@ class RunLifetime:
             except BaseException as caught:
                 ending.release()
                 with ending.holding(then_raise=False):
+                    # Ray's calls turn what a signal handler raises into an exception of their own.
                     error = self._end_early(ending.meant(caught))
                 if error is caught:
                     raise
@@ -167,6 +170,7 @@ class RunLifetime:
         Before Ray starts, so that what a full disk refuses is said at once.
         """
         self._outputs.write_config()
+        # Checkpoint n is the state after n steps, which are counted from 0.
         last_step = None if self._resume is None else self._resume.step - 1
         tracked = self._outputs.tracked_run(last_step)
         with naming(self.plan.log_dir):
@@ -184,6 +188,7 @@ class RunLifetime:
 
     def _end_early(self, error: BaseException) -> BaseException:
         """Save what can be saved, and end the clusters; return ``error`` with an account of the run's progress."""
+        # First, while the workers that write the checkpoint are alive.
         if isinstance(error, Interrupted):
             self._interruption.save(self._checkpoints.publish)
         self._interruption.end()
@@ -191,6 +196,7 @@ class RunLifetime:
             self._shut_down(graceful=False)  # a rank that hangs would not take part in an orderly end
         except Exception:
             logger.exception("while the run was ended:")
+        # After the clusters, whose ranks may have been writing into it.
         if self._checkpoints.pending is not None:
             self._checkpoints.pending.discard()
         self._outputs.describe(outcome=f"{type(error).__name__}: {error}")
@@ -211,7 +217,7 @@ class RunLifetime:
                     self._outputs.write_report()
 
     def _account(self) -> str:
-        """The progress of the run, and how to go on."""
+        """The progress of the run, and the command that continues it."""
         reached, newest = self._interruption.steps_done, self._newest_checkpoint()
         steps = "training had not begun" if reached is None else f"{reached} of {self._total_steps} steps are done"
         if newest is None:
@@ -240,13 +246,14 @@ class RunLifetime:
     def _shut_down(self, graceful: bool) -> None:
         """Call the hooks, then end the clusters: all of them, whichever raises."""
         with ExitStack() as stack:
+            # The stack unwinds from its end: hooks before clusters, each in the order of registration.
             for cluster in reversed(self._clusters):
                 stack.callback(cluster.shutdown, graceful=graceful)
             for hook in reversed(self._shutdown_hooks):
                 stack.callback(hook)
 
     def watch(self, clusters: Sequence[Cluster]) -> None:
-        """Clusters to shut down at the end, and to ask for their peak memory."""
+        """Add clusters, which are shut down at the end and whose peak memory is measured."""
         self._clusters += clusters
 
     def _published(self, steps_done: int) -> None:
@@ -301,6 +308,7 @@ class Interruption:
         plan = f"what is done is saved first (at most {self._seconds:g} s); " if self._can_save else ""
         os.write(2, f"\n{number.name}: the run ends; {plan}once more ends it at once\n".encode())
         self._timer = threading.Timer(self._seconds, self._give_up, [number])
+        # Else a run that ends before the limit would wait for it.
         self._timer.daemon = True
         self._timer.start()
 
@@ -315,6 +323,7 @@ class Interruption:
                 self._write(publish)
             elif self._is_over:
                 logger.error("nothing was saved: the step in flight was not done within %s", self._limit)
+        # The limit in time comes as a SystemExit; Ray's calls may make a KeyboardInterrupt of it.
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             late = self._is_over or isinstance(error, SystemExit | KeyboardInterrupt)
             reason = f"it took longer than {self._limit}" if late else str(error)
@@ -333,6 +342,7 @@ class Interruption:
         steps_done, state = self._point
         began = time.monotonic()
         publish()
+        # The checkpoint that was just published may be the one that is wanted.
         if self.saved_steps != steps_done:
             self._save(steps_done, state)
             publish()
@@ -360,7 +370,7 @@ def command_to_go_on(loaded: LoadedConfig[Any]) -> str:
 
 
 class RunOutputs:
-    """Where the files of a run are, and what writes them."""
+    """Paths of a run's files, and their writers."""
 
     def __init__(self, loaded: LoadedConfig[Any], resumed: bool) -> None:
         self._loaded, self._config, self._plan = loaded, loaded.config, loaded.plan
@@ -418,7 +428,7 @@ class RunOutputs:
             write_report(self._plan.output_dir)
 
     def ending_command(self) -> list[str]:
-        """Draws curves and report from another process, should this one end hard."""
+        """Command that draws curves and report in another process, should this process be killed."""
         report = self._plan.output_dir if self._config.report_at_end else None
         panels = self._loaded.pipeline.panels
         return ending_command(self.metrics, self._plot, self._plan.exp_name, panels, report)
@@ -447,7 +457,7 @@ class RunOutputs:
 
 
 def whole_sets(metrics: Mapping[str, float], intervals: bool = False) -> dict[str, float]:
-    """Metrics of whole validation sets: none by tag or under a second name, ends of intervals only where asked for."""
+    """Metrics of whole validation sets: none by tag or under a second name, ends only with ``intervals``."""
     return {
         name: value
         for name, value in metrics.items()

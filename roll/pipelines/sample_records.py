@@ -215,6 +215,7 @@ class SampleRecorder:
         limit = self._settings.max_samples_per_step
         if len(group_ids) <= limit:
             return np.arange(len(group_ids))
+        # The second argsort gives each row its rank among the rows sorted by group.
         rank = np.argsort(np.argsort(group_ids, kind="stable"), kind="stable")
         last = {int(group): int(rank[group_ids == group].max()) for group in np.unique(group_ids)}
         whole = np.flatnonzero([last[int(group)] < limit for group in group_ids])
@@ -349,7 +350,7 @@ class _Block:
         self._samples: list[dict[str, Any]] = []
         self._ids: list[NDArray[np.int64]] = []
         self._read_back: dict[tuple[str, str], str | None] = {}
-        """By prompt what its ids say, where that is not its text."""
+        """By prompt, its decoded ids where they differ from its text."""
 
     def add(self, prompt: Mapping[str, Any], sample: RecordedSample, ids: Sequence[int] | None = None) -> None:
         """A sample; what is None in its prompt is left out.
@@ -372,7 +373,7 @@ class _Block:
     def read_back(
         self, prompt_id: str, text: str, ids: Sequence[int], decode: Callable[[Sequence[int]], str]
     ) -> str | None:
-        """The decoded ids of a prompt, where they are another text than ``text``; asked once for each prompt."""
+        """The decoded ids of a prompt, where they are another text than ``text``; decoded once for each prompt."""
         key = prompt_id, text
         if key not in self._read_back:
             decoded = decode(ids)
@@ -382,6 +383,7 @@ class _Block:
     def finished(self) -> dict[str, Any]:
         """The block, with the vocabulary that it uses."""
         everything = np.concatenate(self._ids) if self._ids else np.zeros(0, dtype=np.int64)
+        # Samples refer to the block's own vocabulary, so that each text of a token is in the file once.
         vocabulary, inverse = np.unique(everything, return_inverse=True)
         parts = np.split(inverse, np.cumsum([len(ids) for ids in self._ids])[:-1]) if self._ids else []
         for sample in self._samples:
@@ -446,6 +448,7 @@ class _Rows:
             sample.mismatch = self._mismatch[row][here]
         if self._advantage is not None:
             same = self._advantage[row]
+            # Not NaN, which marks advantages that differ from token to token.
             if same == same:
                 sample.advantages = float(f"{same:.5g}")
             else:
@@ -461,7 +464,7 @@ class _Rows:
 
 
 def _routes(chosen: NDArray[Any]) -> list[list[int] | None] | None:
-    """The experts (tokens, k) of each token; None: the engine has not reported it, as of the last one."""
+    """The experts (tokens, k) of each token; None: not reported by the engine, such as those of the last token."""
     absent = 255 if chosen.dtype == np.uint8 else -1
     known = (chosen != absent).all(-1).tolist()
     experts = [ids if is_known else None for ids, is_known in zip(chosen.tolist(), known, strict=True)]
@@ -505,7 +508,7 @@ def _turns(turn_ids: NDArray[Any], rewards: NDArray[Any]) -> list[list[float]]:
 
 
 def _number(value: SupportsFloat | None) -> float | None:
-    """To six significant digits; None for nothing, and for what is not finite."""
+    """Round to six significant digits; None for None and for numbers that are not finite."""
     if value is None:
         return None
     number = float(value)

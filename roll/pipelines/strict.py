@@ -62,6 +62,7 @@ class Certificate:
     def mark(self, batch: DataProto, step: int) -> None:
         """Add the column of tokens that can be compared: sampled with weights ``step``."""
         tensors = batch.batch
+        # Asynchronous runs also train tokens of older weights, whose log-probs differ as they must.
         same = tensors["response_mask"] & (tensors["weight_versions"] == step)
         tensors[SAME_WEIGHTS] = same
         self._older = int((tensors["response_mask"] & ~same).sum())
@@ -114,6 +115,7 @@ class Certificate:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         written = self._path.with_suffix(".writing")
         written.write_text(json.dumps(self._facts, indent=1) + "\n")
+        # Atomic: a run that is killed while it writes leaves the last whole certificate.
         os.replace(written, self._path)
 
 

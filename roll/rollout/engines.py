@@ -95,7 +95,7 @@ class EngineClient:
     process may take the place of a lost one (:meth:`readmit`).
 
     Args:
-        max_running_requests: requests that one engine has in hand at a time; further ones wait here.
+        max_running_requests: requests that one engine holds at a time; further requests wait here.
         slice_seconds: how long a turn lasts before finished groups are reported.
         router: chooses among the engines that have room; None: the one with the fewest samples.
         report_refusals: a request that an engine refuses comes back as a group with an ``error``.
@@ -130,7 +130,7 @@ class EngineClient:
         self._waiting: OrderedDict[str, GenerationRequest] = OrderedDict()
         self._numbers = itertools.count()
         self._generations: dict[str, Generation] = {}
-        """By the ids that the engines know: each is used once."""
+        """By the ids that engines get, each of which is used once."""
         self._recalled: list[GenerationRequest] = []
         self._watched: dict[str, Generation] = {}
         self._paused = False
@@ -142,7 +142,7 @@ class EngineClient:
         self.prompt_tokens = 0
         """Tokens of all prompts, as far as engines count them."""
         self.reused_tokens = 0
-        """Those of them that prefix caches had."""
+        """Prompt tokens that prefix caches had."""
         self.num_turns = 0
         """Turns that engines have ended."""
         self.num_deaths = 0
@@ -178,7 +178,7 @@ class EngineClient:
             RemoteError: the engine is lost.
         """
         self._check()
-        while not self._engines:  # the last one is being started again
+        while not self._engines:  # the last engine is being started again
             await self._some_turn()
         engine = min(self._engines, key=lambda one: one.num_samples)
         return await self._cluster.submit(engine.rank, EngineWorker.prompt_score, (token_ids, top))
@@ -196,6 +196,7 @@ class EngineClient:
             listener: is called with what the samples have so far, after every turn of an engine that can tell.
             on_finished: is called with the samples as soon as they are there, before any coroutine continues.
         """
+        # The number keeps names apart: a late report about an aborted request must not end a later one of its name.
         request_id = f"{request.request_id}#{next(self._numbers)}"
         finished = tuple(replace(output, request_id=request_id) for output in request.finished)
         named = replace(request, request_id=request_id, finished=finished)
@@ -226,6 +227,7 @@ class EngineClient:
             generation.finish(None)
             if self._waiting.pop(request_id, None) is None:
                 for engine in self._engines:
+                    # What is still in the next command was never sent, so that the engine has nothing to abort.
                     if not engine.withdraw(request_id) and engine.release(request_id):
                         engine.to_abort.append(request_id)
         self._wake()
@@ -250,6 +252,8 @@ class EngineClient:
         held = self._withdraw(wanted)
         while any(wanted & engine.outstanding.keys() for engine in self._engines):
             for engine in self._engines:
+                # Set again before every turn: a turn in flight was given its command earlier, and each command empties
+                # the list.
                 engine.to_recall = sorted(wanted & engine.outstanding.keys())
             self._start_turns()
             await self._some_turn()
@@ -288,6 +292,7 @@ class EngineClient:
 
     async def dispatched(self) -> None:
         """Return when the turns that are due have been given to their engines."""
+        # One pass for new coroutines to submit, those of the count-down, and one for the turns' tasks to send commands.
         await asyncio.sleep(0)
         while self._wakes_in:
             await asyncio.sleep(0)
@@ -304,6 +309,7 @@ class EngineClient:
     def readmit(self) -> None:
         """Take back the engines that have been started again and are ready. They have the weights of the run's start:
         to be called right before an exchange of weights, with no turn in flight."""
+        # Engines that still load join at a later exchange: waiting for them here would stop all the others.
         ready = {rank: call for rank, call in self._restarting.items() if call.done()}
         for rank, call in ready.items():
             del self._restarting[rank]
@@ -328,7 +334,7 @@ class EngineClient:
     # Turns
 
     def _wake(self) -> None:
-        """Start turns soon, when the coroutines that can continue now have asked for what they need."""
+        """Start turns soon, when the coroutines that can continue now have submitted their requests."""
         if not self._wakes_in and self.failure is None:
             self._wakes_in = PASSES_BEFORE_TURN
             asyncio.get_running_loop().call_soon(self._count_down)
@@ -347,6 +353,8 @@ class EngineClient:
         if not self._paused:
             self._route_waiting()
         for engine in self._engines:
+            # Recalls go out in a pause too; such a turn samples nothing, so no token is drawn during an exchange of
+            # weights.
             has_work = engine.to_recall or (not self._paused and (engine.outstanding or engine.to_abort))
             if engine.turn is None and has_work:
                 engine.turn = asyncio.create_task(self._take_turn(engine))
@@ -393,6 +401,7 @@ class EngineClient:
             if generation is not None and generation.listener is not None:
                 generation.listener(samples)
         for group in report.groups:
+            # False for a request aborted while this turn was in flight, which has been answered already.
             if engine.release(group.request_id):
                 self._watched.pop(group.request_id, None)
                 self._generations.pop(group.request_id).finish(group)
@@ -417,6 +426,7 @@ class EngineClient:
     def _lose(self, engine: EngineAccount, loss: RemoteError) -> None:
         """Give what a lost engine had to the others."""
         self._engines.remove(engine)
+        # Read before `_restart`, which uses up one of the restarts.
         comes_back = self._fixed_weights and self._restarts_left[engine.rank] > 0
         if not self._engines and not self._returns and not comes_back:
             self._fail(loss)
@@ -433,6 +443,8 @@ class EngineClient:
             self.num_engines,
             loss,
         )
+        # In front of those that wait, being older. They restart from what they had when they were given to the engine:
+        # the tokens that it has sampled since are lost with it.
         self._waiting = OrderedDict([*engine.outstanding.items(), *self._waiting.items()])
 
     async def _return(self, rank: int) -> None:

@@ -65,8 +65,8 @@ def build_episode_batch(
     padding token without a score: it takes part in no mean, and the number of episodes stays that of the step.
 
     Args:
-        rule: of all episodes, or by the tag of their task.
-        roles: whose calls are trained; None: all. Those of others are context.
+        rule: for all episodes, or by the tag of their task.
+        roles: roles whose calls are trained; None: all. Calls of other roles are context.
         on_error: an episode that failed by a fault of environment or agent has no score (``drop``), the score 0
             (``zero``, its turns' rewards too), or what it has earned before (``keep``).
         bootstrap: add ``bootstrap_mask`` bool (B, L), the position after the last turn of a truncated trajectory: the
@@ -136,6 +136,7 @@ def _rows(
     episodes = trajectories = 0
     for number, group in enumerate(groups):
         key = json.dumps([group.task.tag, group.task.seed, group.task.row], sort_keys=True, default=str)
+        # By content: a task that was drawn twice is one, whose states are compared over both groups.
         task = tasks.setdefault(key, len(tasks))
         of_group = rule if isinstance(rule, str) else rule[group.task.tag]
         for episode in group.episodes:
@@ -225,7 +226,7 @@ def _state_ids(rows: Sequence[_Row]) -> NDArray[np.int64]:
 
 
 def _images(rows: Sequence[_Row]) -> list[VisionInputs | None]:
-    """Those of each row; rows with the same images hold the same object."""
+    """The images of each row; rows with the same images hold the same object."""
     known: dict[tuple[str, ...], VisionInputs | None] = {(): None}
     found = []
     for row in rows:

@@ -52,7 +52,7 @@ class EngineSampler:
     configures.  Every call has a seed of its own, made of ``name`` and its number.
 
     Args:
-        name: of the episode, unique in the run; its calls stay with one engine by it.
+        name: the episode's, unique in the run; the router keeps its calls on one engine by this name.
         recorded: calls of an earlier process (:meth:`state_dict`).  They are answered as they were, as long as the
             agent asks as it did; where it does not, the rest of them is forgotten.
     """
@@ -122,6 +122,7 @@ class EngineSampler:
     def _known(self, number: int, digest: str) -> State | None:
         known = next((one for one in self._recorded if one["number"] == number), None)
         if known is not None and known["prompt"] != digest:
+            # Another prompt than before (tools may not be deterministic): the later records are of other prompts, too.
             self._recorded, self._begun, known = (), {}, None
         return known
 
@@ -130,7 +131,9 @@ class EngineSampler:
     ) -> GenerationRequest:
         stop = options.get("stop") or ()
         stops = (*self._params.stop_strings, *((stop,) if isinstance(stop, str) else stop))
+        # Not hash(): Python salts that of strings, and a resumed run would sample something else.
         seed = random.Random(f"{self._name}/{number}").getrandbits(63)
+        # Near the limit of the context fewer tokens may be left than the minimum, which engines refuse.
         least = min(self._params.min_new_tokens, max_new_tokens)
         params = replace(
             self._params, max_new_tokens=max_new_tokens, min_new_tokens=least, seed=seed, stop_strings=stops
@@ -168,7 +171,7 @@ class EpisodeSettings:
     redundancy: int = 0
     """Further members; the first ``group_size`` to end without a fault count, the rest is cancelled."""
     max_groups: int = 1 << 30
-    """In flight at a time; others wait for their turn."""
+    """Most groups in flight; further groups wait."""
     retries: int = 1
     """Further attempts at an episode whose environment has failed."""
     keeps: Callable[[EpisodeGroup], bool] = lambda group: True
@@ -264,6 +267,7 @@ class EpisodeFlow(GroupFlow[Task, EpisodeGroup]):
         finally:
             await self._cancel(running)
         self.counts["ended"] += len(sound) + len(failed)
+        # Failed episodes only fill up a group that has too few others.
         chosen = [*sound.items(), *failed.items()][: settings.group_size]
         return [episode for _, episode in sorted(chosen, key=lambda pair: pair[0])]
 
@@ -271,6 +275,7 @@ class EpisodeFlow(GroupFlow[Task, EpisodeGroup]):
         """Have episodes end; their environments may take their time to close."""
         for task in running:
             task.cancel()
+            # Held until it ends: the event loop has weak references to tasks only.
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
             self.counts["cancelled"] += 1
@@ -293,6 +298,8 @@ class EpisodeFlow(GroupFlow[Task, EpisodeGroup]):
             member.sampler = EngineSampler(self._engines, name, player.params, calls)
             model = Model(member.sampler, player.template, player.tool_format, player.limits, player.thinking)
             try:
+                # Environments share processes: one that ends its process fails the others, which must not fail again
+                # beside it in their second attempts.
                 with in_own_process() if attempt else nullcontext():
                     episode = await run_episode(task, player.agent, model, player.limits)
             finally:

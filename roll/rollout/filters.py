@@ -1,4 +1,4 @@
-"""Which groups of samples are worth training on (dynamic sampling, DAPO: arXiv 2503.14476, section 3.2).
+"""Filters of groups that are worth training on (dynamic sampling, DAPO: arXiv 2503.14476, section 3.2).
 
 A group whose samples all have the same reward has zero advantage everywhere and only dilutes the batch.
 """
@@ -53,7 +53,7 @@ def response_mask(scores: np.ndarray, domains: np.ndarray, filters: Mapping[str,
 
 
 def build_filter(kind: str, filter_args: Mapping[str, Any]) -> GroupFilter:
-    """The filter that a ``query_filter_config`` section asks for.
+    """Build the filter of a ``query_filter_config`` section.
 
     ``kind`` is a name or the dotted path of a :data:`FilterFactory`.  A group without any reward is never kept,
     whatever the filter.

@@ -1,6 +1,6 @@
 """Groups in flight: a coroutine each, from being drawn to being accepted or rejected.
 
-That of a prompt goes to an engine, with its samples to the rewards, and with the scored group through the filter.
+The coroutine of a prompt has an engine sample, then the rewards score, then the filter accept or reject the group.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rejections:
     """Rejections by filters, and the reason why nothing else may come.
 
     Args:
-        key: of the configuration, that the filter comes from.
+        key: key of the configuration that the filter comes from.
     """
 
     key: str = "query_filter_config"
@@ -93,7 +93,7 @@ class GroupInFlight(ABC, Generic[ItemT]):
     @property
     @abstractmethod
     def label(self) -> str:
-        """For messages."""
+        """Name of the group in messages."""
 
     @abstractmethod
     def state(self) -> dict[str, Any] | None:
@@ -104,7 +104,7 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
     """Groups in flight: a coroutine each, which a subclass begins.
 
     Args:
-        name: of what the coroutines run, for messages.
+        name: what the coroutines run, in messages.
         draw: gives the next n items to make groups of, or fewer when there are no more.
         first_draw: how many groups were drawn before; continues the count of draws.
     """
@@ -149,12 +149,12 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
             self._start_scoring(group)
 
     def progress_state(self) -> dict[int, dict[str, Any]]:
-        """By number, what the groups that are not complete have so far."""
+        """The progress of incomplete groups, by number."""
         states = ((group.drawn.order, group.state()) for group in self._begun.values())
         return {order: state for order, state in states if state is not None}
 
     def start(self, count: int) -> list[Drawn[ItemT]]:
-        """Draw ``count`` times and begin a group for each; those begun, fewer where there is nothing more to draw."""
+        """Draw ``count`` times and begin a group for each; return what was drawn, fewer where there is no more."""
         drawn = [Drawn(self.next_order + index, item) for index, item in enumerate(self._draw(count))]
         self.exhausted = self.exhausted or len(drawn) < count
         self.next_order += len(drawn)
@@ -195,6 +195,7 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
                 async with asyncio.timeout(None if deadline == math.inf else deadline):
                     await event.wait()
             except TimeoutError:
+                # Long responses finish no group for minutes, but their engines end turns all the while.
                 if moved == self._moves:
                     raise RolloutStalled(self._stall_message(deadline)) from None
 
@@ -203,6 +204,7 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
         unwanted = None if orders is None else set(orders)
         tasks = [task for task, begun in self._begun.items() if unwanted is None or begun.drawn.order in unwanted]
         for task in tasks:
+            # Before the cancellation: `_end` takes the cancellation of a group that it still knows for an error.
             del self._begun[task]
             task.cancel()
         if tasks:
@@ -222,6 +224,7 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
         if task.cancelled():
             error = RuntimeError(f"{self._name} was cancelled by something that it awaits")
         else:
+            # Read even where the group was aborted: asyncio logs an exception that nobody has looked at.
             error = task.exception()
         if begun is None:
             return  # aborted: nobody waits for it
@@ -234,7 +237,7 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
         self._changed.set()
 
     def _ended(self, group: GroupT) -> None:
-        """Hear of a group before it is accepted or rejected."""
+        """Note that a group has ended, before it is accepted or rejected."""
 
     def _stall_message(self, seconds: float) -> str:
         """The message of a stalled rollout: how many groups wait, and where the first of them do."""
@@ -289,13 +292,13 @@ class GroupSettings:
     """Samples of each prompt."""
     params: SamplingParams
     seed: int
-    """With the draw number of a prompt it gives the seed of the prompt's samples, so that a resumed run samples what an
-    uninterrupted one would have."""
+    """The run's. With the draw number of a prompt it gives the seed of the prompt's samples, so that a resumed run
+    samples what an uninterrupted run would have."""
     filters: Mapping[str, GroupFilter] = field(default_factory=dict)
     """By domain; a domain without one keeps every group."""
 
     def params_of(self, order: int) -> SamplingParams:
-        """With the seed of the prompt that was drawn as number ``order``."""
+        """The sampling parameters with the seed of the prompt that was drawn as number ``order``."""
         # Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw.
         return replace(self.params, seed=(self.seed & 0x7FFFFFFF) << 32 | (order & 0xFFFFFFFF))
 
@@ -311,7 +314,7 @@ class _Prompt(GroupInFlight[PromptRow]):
     is_own: bool
     """A loop of the user's own answers it."""
     is_scored: bool = False
-    """Its samples are complete, and it waits for their rewards."""
+    """The samples are complete and wait for their rewards."""
 
     @property
     def label(self) -> str:
@@ -355,6 +358,7 @@ class PromptFlow(GroupFlow[PromptRow, SampleGroup]):
     def _start_group(self, drawn: Drawn[PromptRow], progress: Mapping[str, Any] | None = None) -> None:
         """Answer a prompt, from where ``progress`` left its samples; a user's own loop starts over."""
         prompt = _Prompt(drawn, self._context(drawn, None if self._is_own else progress), self._is_own)
+        # A user's loop may score in parts or not at all: its groups count as generated when they end (`_ended`).
         if not self._is_own:
             prompt.context._on_scoring = partial(self._generated, prompt)
         self._begin(prompt, self._answer(drawn, prompt.context))
@@ -387,6 +391,8 @@ class PromptFlow(GroupFlow[PromptRow, SampleGroup]):
         """A prompt's group, and whether it is accepted."""
         has_waited = asyncio.get_running_loop().create_future() if self._is_own else None
         if has_waited is not None:
+            # Cancelled in the next pass of the event loop: a coroutine that ends before that has awaited nothing, so no
+            # engine can have answered it.
             asyncio.get_running_loop().call_soon(has_waited.cancel)
         try:
             group = await self._loop.answer(drawn.item, context)

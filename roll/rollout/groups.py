@@ -76,7 +76,7 @@ class FinishedGroup:
     weight_versions: list[list[tuple[int, int, int]]]
     """By sample: (version, first, end) of its tokens; together they cover those that were sampled."""
     top_log_probs: list[list[list[tuple[int, float]]]] = field(default_factory=list)
-    """By sample and position the most probable tokens, where they were asked for."""
+    """By sample and position the most probable tokens, where the request wants them."""
     error: str | None = None
     """Why the engine refused the request; such a group has no samples."""
     given: np.ndarray | None = None
@@ -84,7 +84,7 @@ class FinishedGroup:
     and no version is theirs. None: all tokens were sampled."""
 
     routes: list[np.ndarray] = field(default_factory=list)
-    """By sample, as :attr:`GenerationOutput.routes`; empty where nobody has recorded them."""
+    """By sample, as :attr:`GenerationOutput.routes`; empty where the engine records none."""
 
     @property
     def sampled(self) -> np.ndarray:
@@ -122,6 +122,7 @@ class FinishedGroup:
 
     def split(self, flat: np.ndarray) -> list[np.ndarray]:
         """The per-sample views of one of the flat arrays."""
+        # np.split of nothing gives one empty part.
         if not len(self.lengths):
             return []
         return np.split(flat, np.cumsum(self.lengths)[:-1])
@@ -133,7 +134,7 @@ class EngineReport:
 
     groups: list[FinishedGroup] = field(default_factory=list)
     recalled: list[GenerationRequest] = field(default_factory=list)
-    """With everything that their samples have so far."""
+    """Recalled requests, with everything that their samples have so far."""
     progress: dict[str, list[GenerationOutput]] = field(default_factory=dict)
     """By request that is watched and not finished: its samples so far, in any order."""
     num_unfinished: int = 0
@@ -166,7 +167,7 @@ class SampleGroup:
     finished: FinishedGroup
     rewards: list[RewardResult] = field(default_factory=list)
     model_results: list[RewardResult] | None = None
-    """Score of each sample by the role ``reward_model``, where it is asked; known before the rewards."""
+    """Score of each sample by the role ``reward_model``, where the domain uses it; known before the rewards."""
 
     @property
     def num_samples(self) -> int:
@@ -206,6 +207,7 @@ class SampleGroup:
     def mean_score(self) -> float:
         """The mean of the rewards that are there; NaN for a group without any."""
         scores = self.scores()
+        # nanmean of nothing but NaN would warn.
         return float(np.nanmean(scores)) if not np.isnan(scores).all() else float("nan")
 
 
@@ -241,6 +243,7 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
         "attention_mask": torch.from_numpy(attention_mask),
         "response_mask": torch.from_numpy(response_mask),
         "rollout_log_probs": masked_column(behind_prompt, log_probs, np.float32),
+        # Versions exist for sampled tokens alone, log-probs for all after the prompt (0 for given ones): two masks.
         "weight_versions": masked_column(response_mask, _versions_of_tokens(groups), np.int32),
         "scores": torch.from_numpy(np.concatenate([group.scores() for group in groups])),
         "group_ids": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
@@ -251,7 +254,7 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
 
 
 def _routes(groups: Sequence[SampleGroup], shape: tuple[int, ...]) -> np.ndarray:
-    """(B, L, layers, k): experts that each token went to; the mark of a missing record where nobody knows."""
+    """(B, L, layers, k): experts that each token went to; the mark of a missing record where the engine gave none."""
     first = next(group.finished.routes[0] for group in groups if group.finished.routes)
     # uint8 has no -1, and is used for up to 255 experts, whose numbers end at 254.
     column = np.full((*shape, *first.shape[1:]), 255 if first.dtype == np.uint8 else -1, first.dtype)
@@ -274,6 +277,7 @@ def masked_column(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhe
 def _versions_of_tokens(groups: Sequence[SampleGroup]) -> np.ndarray:
     """int32 (sampled tokens,): the version of the weights that each was sampled with, sample after sample."""
     spans = [span for group in groups for spans in group.finished.weight_versions for span in spans]
+    # The shape is given for batches in which nothing was sampled.
     version, start, end = np.array(spans, dtype=np.int32).reshape(-1, 3).T
     return np.repeat(version, end - start)
 
@@ -322,6 +326,7 @@ def greedy_baseline(groups: Sequence[SampleGroup], baselines: Sequence[SampleGro
 
 def _object_columns(groups: Sequence[SampleGroup], sizes: np.ndarray) -> dict[str, Sequence[object] | np.ndarray]:
     def per_group(values: Sequence[object]) -> np.ndarray:
+        # fromiter keeps each value as one object; np.array would unpack sequences.
         return np.repeat(np.fromiter(values, dtype=object, count=len(values)), sizes)
 
     sample_ids = [f"{group.order}-{index}" for group in groups for index in range(group.num_samples)]

@@ -88,7 +88,7 @@ class RolloutContext:
     async def generate(
         self, token_ids: Sequence[int], num_samples: int | None = None, params: SamplingParams | None = None
     ) -> FinishedGroup:
-        """The responses that :meth:`start` asks for."""
+        """Like :meth:`start`; waits for the responses."""
         finished = await self.start(token_ids, num_samples, params)
         assert finished is not None, "nobody else aborts it"
         return finished
@@ -111,7 +111,7 @@ class RolloutContext:
                 with; only what the loop put there stays mere context.
 
         Raises:
-            ValueError: a part whose context does not begin with the prompt's tokens, or that was asked for otherwise.
+            ValueError: a part whose context does not begin with the prompt's tokens, or of no request of this prompt.
         """
         whole = [self._with_context(prompt, part, earlier_rounds) for part in parts]
         return SampleGroup(self.order, prompt, join_requests(str(self.order), whole))
@@ -138,6 +138,8 @@ class RolloutContext:
                 return part  # of a group that was put together before
             raise ValueError(f"context.group was given {part.request_id!r}, which is no request of this prompt")
         _, asked = self._requests[part.request_id]
+        # By identity first: the common case, in which comparing thousands of ids for each prompt would cost driver
+        # time.
         if asked is prompt.token_ids:
             return part
         context, count = list(map(int, asked)), len(prompt.token_ids)
@@ -203,6 +205,7 @@ def _with_prefix(passage: _Passage, part: FinishedGroup) -> FinishedGroup:
 
     def prepended(tokens: Sequence[Any], own: np.ndarray) -> np.ndarray:
         head = np.asarray(tokens, dtype=own.dtype)
+        # The empty array is for a part without samples: concatenate refuses an empty list.
         return np.concatenate([np.zeros(0, own.dtype), *(piece for one in part.split(own) for piece in (head, one))])
 
     return replace(
@@ -216,7 +219,7 @@ def _with_prefix(passage: _Passage, part: FinishedGroup) -> FinishedGroup:
 
 
 def join_requests(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGroup:
-    """The samples of several requests as those of one."""
+    """Merge the samples of several requests into one group."""
     if len(parts) == 1:
         return replace(parts[0], request_id=request_id)
     all_sampled = all(part.given is None for part in parts)
@@ -224,6 +227,8 @@ def join_requests(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGr
     have_routes = all(len(part.routes) == len(part.lengths) for part in parts)
     return FinishedGroup(
         request_id=request_id,
+        # The empty arrays give a group of no parts (a loop returned None) its dtypes; concatenate refuses an empty
+        # list.
         token_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(part.token_ids for part in parts)]),
         log_probs=np.concatenate([np.zeros(0, dtype=np.float32), *(part.log_probs for part in parts)]),
         lengths=np.concatenate([np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)]),

@@ -30,7 +30,7 @@ class GroupCodec(Protocol[ItemT, GroupT]):
         """State of a group of which nothing is there yet."""
 
     def versions(self, group: GroupT) -> list[list[tuple[int, int]]]:
-        """Of each sample, or episode, the versions of the weights that sampled it, each with its number of tokens."""
+        """Versions of the weights that sampled each sample, or episode, each with its number of tokens."""
 
     def is_scored(self, group: GroupT) -> bool:
         """A complete group has its rewards."""
@@ -212,7 +212,7 @@ class ReplayBuffer(Generic[ItemT, GroupT]):
 
     @property
     def generating(self) -> dict[int, Held[ItemT]]:
-        """By order of drawing."""
+        """The groups being generated, by the order of drawing."""
         return dict(self._generating)
 
     def begin(self, drawn: Drawn[ItemT], version: int) -> None:
@@ -250,6 +250,7 @@ class ReplayBuffer(Generic[ItemT, GroupT]):
 
     def take(self, step: int) -> list[GroupT]:
         """The groups of a step, those with the oldest tokens first chosen, in the order in which they were drawn."""
+        # Oldest first: `RunAhead.can_be_taken` counts on it when it promises that no held group becomes too old.
         by_age = sorted(self._ready, key=lambda order: (self._ready[order][1], order))
         chosen = sorted(by_age[: self.ahead.prompts_per_step])
         groups = [self._ready.pop(order) for order in chosen]
@@ -267,6 +268,7 @@ class ReplayBuffer(Generic[ItemT, GroupT]):
         for order in unfinished:
             del self._generating[order]
         self.ledger.stale += len(unfinished)
+        # Rewards in flight are not cancelled: `scored` passes over groups that have left.
         for groups in (self._scoring, self._ready):
             stale = [order for order, (_, version) in groups.items() if self.ahead.is_too_old(version, step)]
             for order in stale:
@@ -275,7 +277,7 @@ class ReplayBuffer(Generic[ItemT, GroupT]):
         return unfinished
 
     def check(self) -> None:
-        """The books balance: every group that was drawn has left in one way or is held in one place."""
+        """Assert that every drawn group has left once or is held in exactly one place."""
         assert self.ledger.held == self.num_held, (self.ledger, self.num_held)
 
     def counts(self) -> dict[str, int]:
@@ -287,7 +289,7 @@ class ReplayBuffer(Generic[ItemT, GroupT]):
         """Everything held, as plain values and arrays.
 
         Args:
-            progress: of every group that is being generated (:meth:`~roll.rollout.flow.GroupFlow.progress_state`).
+            progress: state of every group being generated (:meth:`~roll.rollout.flow.GroupFlow.progress_state`).
         """
         assert progress.keys() == self._generating.keys(), "every unfinished group has its request"
         complete = self._scoring | self._ready

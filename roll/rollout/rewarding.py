@@ -43,7 +43,7 @@ class SampleQuarantine:
     """The account of samples that have killed their workers.
 
     Args:
-        folder: of the file; None: there is none.
+        folder: where the file goes; None: no file is written.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -149,7 +149,7 @@ class ModelInput:
     messages: list[dict[str, Any]] | None = None
     response: str = ""
     error: str | None = None
-    """Why there is nothing to look at."""
+    """Reason why there is no input."""
 
 
 class RuleWorker(Protocol):
@@ -199,9 +199,11 @@ class ModelScorer:
             group.model_results = list(islice(results, group.num_samples))
 
     async def _ask(self, inputs: Sequence[ModelInput]) -> list[RewardResult]:
+        # Ranks that split one copy of the model return the same share: the dict keeps one of each data-parallel rank.
         shares: dict[int, list[RewardResult]] = dict(await self._cluster.call_all(ScoringWorker.score, inputs))
         columns = [iter(shares[rank]) for rank in sorted(shares)]
         count = sum(map(len, shares.values()))
+        # Data-parallel rank r scored inputs r, r + dp_size, ...: dealt back in turn.
         return [next(columns[number % len(columns)]) for number in range(count)]
 
     async def _replace(self, death: WorkerDied) -> None:
@@ -248,7 +250,7 @@ class RewardClient:
     """The reward clusters of all domains for any number of coroutines on one event loop.
 
     Groups that are given in the same pass of the loop travel together: spread over the workers of their domain, those
-    with the fewest samples in hand first.
+    with the fewest outstanding samples first.
 
     Args:
         scorer: the role ``reward_model``; the groups that it wants go through it first.
@@ -272,7 +274,7 @@ class RewardClient:
         self._for_model: Queue = []
         self._for_workers: Queue = []
         self.num_pending = 0
-        """Groups that somebody waits for."""
+        """Groups whose :meth:`score` has not returned."""
         self.num_calls = 0
         """Calls that have been answered."""
 
@@ -295,6 +297,7 @@ class RewardClient:
         loop = asyncio.get_running_loop()
         scored: asyncio.Future[None] = loop.create_future()
         if not queue:
+            # Only the first of a pass schedules the sending: what the same pass queues after it goes along.
             loop.call_soon(send)
         queue.append((group, scored))
         await scored
@@ -321,6 +324,7 @@ class RewardClient:
 
     def _begin(self, queue: Queue, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
         call = asyncio.create_task(self._answer(queue, score))
+        # Held here: the event loop has weak references to tasks only, and an unreferenced one may vanish in mid-call.
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
@@ -353,6 +357,7 @@ class RewardClient:
 
         async def replace(death: WorkerDied) -> None:
             self.quarantine.num_deaths += 1
+            # First of the three: it kills what is left of the old process, and `restart` refuses a rank in use.
             cluster.leave_out(rank)
             await cluster.restart(rank)
             cluster.rejoin(rank)

@@ -21,7 +21,7 @@ class EngineLoad(Protocol):
 
     @property
     def num_requests(self) -> int:
-        """Requests that it has in hand."""
+        """Requests that it holds."""
 
     @property
     def num_samples(self) -> int:
@@ -36,7 +36,7 @@ class Router(Protocol):
 
 
 class PromptAffinityRouter:
-    """The engine with the fewest samples in hand. The samples of a prompt are one request and stay together, so the
+    """The engine with the fewest unfinished samples. The samples of a prompt are one request and stay together, so the
     prompt is computed once."""
 
     def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
@@ -48,7 +48,7 @@ class ConversationAffinityRouter:
     alive and has room; a new conversation, or one that has lost its engine, to the engine with the fewest samples.
 
     Args:
-        max_conversations: remembered at a time; the ones that were heard of longest ago are forgotten first.
+        max_conversations: conversations remembered; the least recently used are forgotten first.
     """
 
     def __init__(self, max_conversations: int = 100_000) -> None:
@@ -75,7 +75,7 @@ routers.add(ConversationAffinityRouter, "EnvAffinityRouter")
 
 
 def build_router(name: str | None, options: Mapping[str, Any]) -> Router:
-    """The router that a ``router_args`` section asks for; ``name`` may be the dotted path of a class of your own.
+    """Build the router of a ``router_args`` section; ``name`` may be the dotted path of a class of your own.
 
     Raises:
         ValueError: no such class, one that does not take these options, or one without a method ``choose``.
@@ -104,7 +104,7 @@ class EngineAccount:
     outstanding: dict[str, GenerationRequest] = field(default_factory=dict)
     """Requests that were given to the engine and have not come back, as they were given."""
     num_samples: int = 0
-    """Their samples that were unfinished then."""
+    """Samples of ``outstanding`` that were unfinished when they were given."""
     to_add: dict[str, GenerationRequest] = field(default_factory=dict)
     to_abort: list[str] = field(default_factory=list)
     to_recall: list[str] = field(default_factory=list)
@@ -123,6 +123,7 @@ class EngineAccount:
         """Take a request off the engine's account; False where it is not on it."""
         request = self.outstanding.pop(request_id, None)
         if request is not None:
+            # By the request as it was given, like `accept`: the account would drift if samples finished since counted.
             self.num_samples -= num_unfinished(request)
         return request is not None
 
@@ -139,6 +140,7 @@ class EngineAccount:
             tuple(self.to_abort),
             tuple(self.to_recall),
             slice_seconds,
+            # A turn with recalls returns at once: a checkpoint or an exchange of weights waits for it.
             work and not self.to_recall,
             tuple(request_id for request_id in watched if request_id in self.outstanding),
             report_refusals,

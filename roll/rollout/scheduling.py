@@ -1,4 +1,4 @@
-"""Which groups a training step gets: collected for the step, or ahead of it while training goes on."""
+"""Schedulers of groups: collected for a training step, or made ahead of it while training goes on."""
 
 from __future__ import annotations
 
@@ -62,6 +62,7 @@ async def collected(
             if progress.rejected and missing + num_additional > 0 and len(accepted) < count:
                 rejections.check(count, len(accepted))
                 flow.start(missing + num_additional)
+        # Counted before the abort below, which empties the flow.
         num_in_flight = flow.num_in_flight
     finally:
         await flow.abort()
@@ -127,8 +128,8 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         deadline: seconds after which a wait in which nothing moves is given up.
         in_flight: weights are exchanged while samples are partial, which then continue with the new ones; False: the
             samples in flight are finished first.
-        takes_turns: the engines' devices are others' between two :meth:`collect`: what is partial when a step has its
-            groups is taken back from the engines, and continues with the next step's weights.
+        takes_turns: other roles have the engines' devices between two :meth:`collect`: what is partial when a step has
+            its groups is taken back from the engines, and continues with the next step's weights.
         rejected_by: key of the configuration that the groups' filter comes from, for messages.
     """
 
@@ -178,11 +179,15 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         self._engines.resubmit(recalled)
         self._engines.resume()
         self._absorb(self._flow.take())
+        # After the flow was absorbed: a group complete there but "generating" here would be dropped, and its event
+        # would find no entry later.
         await self._flow.abort(self.buffer.drop_stale(step))
         self._may_begin = True
         self._fill()
         await self._wait_until(lambda: self.buffer.can_take(step))
         groups = self.buffer.take(step)
+        # They keep their room until the next exchange: groups begun in their place would still have these weights, and
+        # be a step older when trained (arXiv 2505.24298, eq. 3).
         self._taken_at_version += len(groups)
         self._rejections = Rejections(self._rejections.key)
         if self._takes_turns:
@@ -196,6 +201,7 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         """Leave the engines without a turn in flight, for an exchange of weights; they begin again in
         :meth:`collect`."""
         self._may_begin = False
+        # `_may_begin` is off by now: with new groups the flow would never run empty.
         if not self._in_flight:
             await self._wait_until(lambda: not self._flow.num_in_flight)
         await self._engines.pause()
@@ -215,6 +221,7 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
     async def state_dict(self) -> dict[str, Any]:
         """Everything that is held, unfinished samples with their tokens so far: plain values and arrays. The engines
         are interrupted for it, and continue."""
+        # Recalled before the flow is absorbed: the turns that end for it may complete groups.
         recalled = await self._engines.recall()
         self._absorb(self._flow.take())
         state = self.state_between_steps()
@@ -222,7 +229,7 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         return state
 
     def state_between_steps(self) -> dict[str, Any]:
-        """Like :meth:`state_dict`, without a word to the engines: samples have what they had when an engine last got
+        """Like :meth:`state_dict`, without a call to the engines: samples have what they had when an engine last got
         them."""
         known = self._flow.progress_state()
         nothing = self.buffer.codec.no_progress
@@ -230,11 +237,13 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken; before the first :meth:`collect`."""
+        # Until the first exchange the engines have the weights of the run's start: nothing may be sampled with those.
         self._engines.hold()
         self._flow.resume(*self.buffer.load_state_dict(state))
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
+            # No await lies between the check and this, so that no event is lost.
             self._changed.clear()
             await self._flow.watched(self._changed, self._deadline)
 

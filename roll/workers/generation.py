@@ -37,7 +37,7 @@ class GenerationWorker(Worker):
 
     engine: GenerationStrategy
     _prompt_counts = (0, 0)
-    """Those of the engine at the last report."""
+    """The engine's counts at the last report."""
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
@@ -69,10 +69,12 @@ class GenerationWorker(Worker):
                 samples.append(output)
                 if len(samples) == self._open[output.request_id].num_samples:
                     del self._finished[output.request_id]
+                    # Samples end in any order; their place in the group must not depend on timing.
                     samples.sort(key=lambda sample: sample.sample_index)
                     complete.append((self._open.pop(output.request_id), samples))
             if (complete or refused or command.watch) and time.perf_counter() - begin >= command.slice_seconds:
                 break
+            # Though nothing is complete: aborts, recalls and new requests reach the engine with its next command only.
             if time.perf_counter() - begin >= 10 * command.slice_seconds:
                 break
         before, self._prompt_counts = self._prompt_counts, self.engine.prompt_counts
@@ -93,7 +95,7 @@ class GenerationWorker(Worker):
         """One step of the engine; requests that fail by themselves go to ``refused``, by id with the reason.
 
         Raises:
-            RuntimeError: a request has failed, and the command does not ask for failures.
+            RuntimeError: a request has failed, and the command does not set ``report_refusals``.
         """
         failed: dict[str, str] = {}
         outputs = self._quarantine.step(failed) if report_failures else self.engine.step()
@@ -140,6 +142,7 @@ class GenerationWorker(Worker):
         for request in command.add:
             if request.request_id not in refused:
                 self._open[request.request_id] = request
+                # A request that was recalled brings along the samples that had ended by then.
                 self._finished[request.request_id] = list(request.finished)
         return recalled, refused
 
@@ -148,6 +151,7 @@ class GenerationWorker(Worker):
         errors = {}
         for request in requests:
             if self._quarantine.is_open:
+                # In the engine beside a suspect it would become a suspect itself when a step raises.
                 self._quarantine.add(request)
                 continue
             try:
@@ -208,8 +212,8 @@ class Quarantine:
     An error that a plain request meets as well is the engine's own and is raised.
 
     Args:
-        engine: whose steps are taken.
-        begun: the open requests as they must be given to an engine to go on, by what their samples have.
+        engine: takes the steps.
+        begun: gives the open requests, with what their samples have, in the form that lets an engine continue them.
     """
 
     def __init__(
@@ -275,6 +279,7 @@ class Quarantine:
                 failed[begun[0].request_id] = f"{type(error).__name__}: {error}"
             elif begun:
                 middle = len(begun) // 2
+                # extendleft reverses: the first half comes out first.
                 self._suspects.extendleft([begun[middle:], begun[:middle]])
             return []
 

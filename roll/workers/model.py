@@ -148,6 +148,7 @@ class RewardModelWorker(ModelWorker):
 
         args = self.context.role.model_args
         config = load_config(args)
+        # Before the weights load, which takes minutes for a large model.
         check_has_score(config.architectures, config.num_labels, str(args.model_name_or_path))
         self._longest = getattr(config, "max_position_embeddings", None)
         self._image_token = getattr(config, "image_token_id", None)
@@ -160,7 +161,7 @@ class RewardModelWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def score(self, inputs: Sequence[ModelInput]) -> tuple[int, list[RewardResult]]:
-        """Collective. The data-parallel rank and the results of its samples: every ``dp_size``-th from that one on."""
+        """Collective. The data-parallel rank, and the results of every ``dp_size``-th input from that rank on."""
         info = self.rank_info
         own = inputs[info.dp_rank :: info.dp_size]
         sequences = [self._read(one) for one in own]

@@ -50,7 +50,7 @@ class TrainWorker(ModelWorker):
                 minimised = partial(watched_loss, loss=partial(loss, totals=total))
                 found = self.strategy.train_step(share, minimised, loss.outputs, loss.temperature, loss.comparisons)
                 metrics.append(prefixed(found, loss.prefix))
-                for later in shares:  # the next one is computed with other weights
+                for later in shares:  # later mini-batches are computed with other weights
                     later.pop(SAME_WEIGHTS, None)
         return merge_metrics(metrics)
 
@@ -80,6 +80,8 @@ class TrainWorker(ModelWorker):
         """Collective. The denominators of each mini-batch, in one sum over the ranks."""
         counts = [loss.counts(share) for share in shares]
         shapes = {name: part.shape for name, part in counts[0].items()}
+        # Float64: float32 counts tokens exactly up to 2**24 only. All mini-batches at once: one all-reduce a call
+        # instead of one an optimizer step.
         flat = torch.stack([torch.cat([part.double().reshape(-1) for part in own.values()]) for own in counts])
         sizes = [shape.numel() for shape in shapes.values()]
         return [
@@ -112,6 +114,7 @@ class TrainWorker(ModelWorker):
             base_version: what all of the engines hold; None: they are sent everything.
         """
         selection = WeightSelection(base_version is not None, options.adapters_apart)
+        # A generator whose steps are collectives: all ranks have to exhaust it, whatever happens on rank 0.
         buckets = self.strategy.named_full_weights(options.bucket_bytes, selection)
         if self.context.rank == 0:
             scalings = self.strategy.adapter_scalings() if options.adapters_apart else {}

@@ -148,7 +148,7 @@ def token_checks(batch: DataProto, groups: Sequence[EpisodeGroup]) -> Metrics:
             here = sampled[own == turn].tolist()
             trained[int(number[row]), turn] += 1
             changed += sum(one != other for one, other in zip(here, expected, strict=False))
-            # zip ends with the shorter one: missing and surplus tokens count as well.
+            # zip stops at the end of the shorter list: missing and surplus tokens count as well.
             changed += abs(len(here) - len(expected))
     wanted = {
         (index, call.index): len(call.response_ids)

@@ -95,6 +95,7 @@ def load_episode_data(
         players,
         others,
         TaskSource(plan.train, f"train/{config.seed}", data, in_order),
+        # Without the run's seed: runs of other seeds are validated on the same tasks.
         None if validation is None else TaskSource(validation, "validation", data, in_order),
         processes,
         list(shared.values()),

@@ -252,6 +252,7 @@ def entry_plan(config: AgenticConfig, tag: str, most_new_tokens: int | None) -> 
     section = config.custom_envs[tag]
     played = played_as(section)
     agent, agent_config = agent_of(section)
+    # A response leaves room for one token of prompt at least.
     new_tokens = min(section.max_tokens_per_step, config.sequence_length - 1)
     return EntryPlan(
         tag=tag,

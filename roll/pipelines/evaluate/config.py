@@ -195,7 +195,7 @@ def own_folders(folders: Folders) -> Folders:
 
 
 def finished_role(config: EvaluateConfig, longest: int, name: str, section: WorkerConfig) -> WorkerConfig:
-    """The section of a role as its workers get it; engines load weights themselves, since nobody trains."""
+    """The section of a role as its workers get it; engines load weights themselves, since there is no trainer."""
     if name == "actor_infer":
         return own_weights(with_cache_length(section, longest))
     return finished(config, longest, name, section)

@@ -104,6 +104,8 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         try:
             while True:
                 while flow.num_in_flight < most and (number := next(waiting, None)) is not None:
+                    # The draw has the prompt's own number: seeds do not depend on what was answered before an
+                    # interruption.
                     flow.next_order = number
                     flow.start(1)
                 if not flow.num_in_flight:

@@ -1,6 +1,6 @@
 """The evaluation on prompts: every model answers the prompts of every set, and rewards score the answers.
 
-A model that is served elsewhere (``evaluate.against``) is an OpenAI-compatible service that is asked by chats.
+A model that is served elsewhere (``evaluate.against``) is an OpenAI-compatible service that gets chat requests.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def address_of(config: EvaluateConfig, url: str) -> RemoteStrategyConfig:
 
 
 class NoEngines:
-    """In place of engines, where nothing of this run generates."""
+    """Replaces the engine client where nothing in this run generates."""
 
     num_turns = 0
 

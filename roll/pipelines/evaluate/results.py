@@ -200,7 +200,7 @@ def missed(thresholds: Mapping[str, float], results: Mapping[str, Mapping[str, A
     """A sentence for every threshold that a model stays below.
 
     Args:
-        results: metrics by model; those that compare two models stand with the model that is compared.
+        results: metrics by model; those that compare two models are listed under the model that is compared.
     """
     for key, least in thresholds.items():
         name, _, rest = key.partition("/")

@@ -194,7 +194,7 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_concurrent(config: RLVRConfig, checks: Checks) -> None:
-    """Roles that are to answer and score during training share their devices with nobody."""
+    """Roles that answer and score during training share their devices with no other role."""
     key, section = "validation.concurrent", config.validation
     if section is None or not section.concurrent:
         return
@@ -229,7 +229,7 @@ def check_harness(config: RLVRConfig, harness: HarnessConfig, checks: Checks) ->
 
 
 def longest_in_validation(config: RLVRConfig) -> tuple[int, int]:
-    """Longest prompt and longest sequence that a set asks for; 0 where none says so."""
+    """Longest prompt and longest sequence that a set configures; 0 where none does."""
     sets = config.validation.sets.values() if config.validation is not None else ()
     prompts = [config.val_prompt_length, *(one.prompt_length for one in sets)]
     sequences = [config.val_sequence_length, *(one.sequence_length for one in sets)]

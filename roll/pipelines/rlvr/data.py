@@ -121,7 +121,7 @@ def seen_by_engine(vision: VisionModel, infer: WorkerConfig) -> VisionModel:
 
 
 def remarks(config: RLVRConfig, counts: LoadCounts) -> list[str]:
-    """Problems of rows that the rewards cannot score or that the policy is hardly meant to be asked.
+    """Problems of rows that the rewards cannot score or that are hardly meant as prompts.
 
     Raises:
         DataError: no row of a domain has the ground truth that its reward needs.

@@ -289,7 +289,7 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
         return found
 
     def served_section(self, loaded: LoadedConfig[RLVRConfig], role: str) -> WorkerConfig:
-        """With its model's own weights and a KV cache for the run's longest sequence, unless its
+        """The section with its model's own weights and a KV cache for the run's longest sequence, unless its
         ``strategy_config.max_model_len`` says otherwise."""
         plan = loaded.plan
         longest = plan.max_sequence_length if isinstance(plan, RLVRPlan) else plan.sequence_length

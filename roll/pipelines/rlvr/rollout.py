@@ -41,7 +41,7 @@ from roll.tracking import SampleTable
 
 @dataclass(frozen=True)
 class ValidationPass:
-    """One way of answering the prompts of a set."""
+    """A pass over the prompts of a set, and how it answers them."""
 
     name: str
     """``sampled`` or ``greedy``, after the set's name if it has one; part of the metrics' names."""
@@ -50,7 +50,7 @@ class ValidationPass:
 
 
 def passes_of(validation_set: ValidationSet) -> list[ValidationPass]:
-    """By sampling and, unless switched off, greedily."""
+    """The passes over a set: by sampling and, unless switched off, greedily."""
     prefix, length = f"{validation_set.name}." if validation_set.name else "", validation_set.max_new_tokens
     params = sampling_params(validation_set.generating_args, length)
     passes = [ValidationPass(f"{prefix}sampled", params, validation_set.samples_per_prompt)]
@@ -211,7 +211,7 @@ class PromptSource(RolloutSource[PromptRow, SampleGroup, Validation]):
 
 
 def reward_metrics(groups: list[SampleGroup]) -> Metrics:
-    """By domain: score, further numbers of the reward, and shares of samples whose reward failed or timed out."""
+    """Metrics by domain: score, other numbers of the reward, shares of samples whose reward failed or timed out."""
     by_domain: dict[str, list[SampleGroup]] = defaultdict(list)
     for group in groups:
         by_domain[group.prompt.domain].append(group)
