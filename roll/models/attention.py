@@ -105,8 +105,8 @@ def shared_prompt_attention(
 
 
 MOST_PARTS = 2
-"""Up to this many parts of each prompt (the responses of a pair) a CPU computes them one after another, without padding
-and with fewer copies than all at once: the backward pass takes a third less."""
+"""Up to this many parts of each prompt (the responses of a pair) a CPU computes them one after another. Without padding
+and with fewer copies, the backward pass takes a third less time than for all at once."""
 
 
 def _part_by_part(query: Tensor, key: Tensor, value: Tensor, parts: PromptParts, scaling: float | None) -> Tensor:
@@ -212,8 +212,8 @@ _ARRIVING: ContextVar[_Sent] = ContextVar("arriving", default=(None, None))
 
 @contextmanager
 def arriving(pattern: AttentionPattern | None, context_group: ProcessGroup | None) -> Iterator[None]:
-    """While this lasts, :func:`layout_attention` refuses calls in which these have not arrived: layers that do not pass
-    keywords on would let rows see one another."""
+    """Let :func:`layout_attention` refuse calls without these arguments inside the block: layers that drop unknown
+    keywords would silently let packed rows attend to each other."""
     token = _ARRIVING.set((pattern, context_group))
     try:
         yield
@@ -261,7 +261,7 @@ def layout_attention(
     if context_group is None:
         return attend(query, key, value, attention_pattern, scaling), None
     ranks, (rows, heads, chunk, dim) = context_group.size(), query.shape
-    if key.shape[1] % ranks:  # fewer key-value heads than ranks, say: each query head brings its own copy
+    if key.shape[1] % ranks:  # such as fewer key-value heads than ranks: repeated to one for each query head
         key, value = _repeated(query, key, value)
     whole = [_heads_for_sequence(tensor, context_group) for tensor in (query, key, value)]
     output = attend(whole[0], whole[1], whole[2], attention_pattern, scaling).transpose(0, 1)
@@ -324,7 +324,7 @@ def _varlen_attention(
         longest,
         longest,
         scale=scaling,
-        window_size=(-1, 0),
+        window_size=(-1, 0),  # causal: no limit to the left, nothing to the right
         **grouped,
     )
     assert isinstance(output, Tensor)
@@ -332,6 +332,6 @@ def _varlen_attention(
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with each head (dimension 1) as often as there are query heads for it."""
+    """Repeat each key and value head (dimension 1) for the query heads that share it."""
     times = query.shape[1] // key.shape[1]
     return (key, value) if times == 1 else (key.repeat_interleave(times, 1), value.repeat_interleave(times, 1))

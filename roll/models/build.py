@@ -373,6 +373,6 @@ def _tiled(mlp: Callable[[Tensor], Tensor], num_tiles: int, hidden: Tensor) -> T
     """``mlp(hidden)`` for (..., H) ``hidden``, in tiles along the longest of its leading dimensions."""
     dim = max(range(hidden.ndim - 1), key=hidden.shape.__getitem__)
     if torch.is_grad_enabled():
-        # There is nothing random in an MLP.
+        # An MLP draws no random numbers, so their state need not be saved and restored for each tile.
         mlp = partial(checkpoint, mlp, use_reentrant=False, preserve_rng_state=False)
     return torch.cat([mlp(tile) for tile in hidden.chunk(num_tiles, dim)], dim)

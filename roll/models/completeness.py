@@ -44,7 +44,7 @@ def incomplete(
     for name, stored, expected in mismatched:
         parts.append(f"holds {name} of shape {list(stored)}, and the model has {list(expected)}")
         break
-    # One more: the model has a module of this name, with parameters, but for the number of a layer.
+    # The model has a module of this name with parameters, apart from the number of the layer.
     known = {_NUMBER.sub("#", name.rpartition(".")[0]) for name, _ in model.named_parameters()}
     more = [name for name in unexpected if not overridden and _NUMBER.sub("#", name.rpartition(".")[0]) in known]
     if missing and unexpected:

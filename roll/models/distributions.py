@@ -4,8 +4,8 @@ target distributions.
 No more than one chunk's logits exist at a time.  The backward pass computes a chunk again and differentiates
 it there, so that neither logits nor probabilities (N, V) are kept.
 
-A model is compared with a target over buckets: the target's k tokens, and one for the rest of the vocabulary, whose
-mass is summed directly rather than as one minus the others, which would leave nothing of a small one.
+A model is compared with a target over buckets: the target's k tokens, and one for the rest of the vocabulary. Its mass
+is summed directly: one minus the others' would cancel to 0, or below, where it is small.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def top_tokens(
 def rest_of(table: Tensor, ids: Tensor) -> Tensor:
     """(n,): log of the mass of the tokens that are not among ``ids`` (n, k); ``table`` (n, V) are log-probs."""
     mass = table.exp().scatter(1, ids, 0.0).sum(-1)
-    return mass.clamp(min=torch.finfo(mass.dtype).tiny).log()
+    return mass.clamp(min=torch.finfo(mass.dtype).tiny).log()  # -87 at least in float32, where 0 would give -inf
 
 
 def compared(
@@ -108,6 +108,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, logits_of, outputs, chunk, names):  # type: ignore[no-untyped-def]
         parts = []
+        # Once even without tokens: the names and number of the outputs come from a pass.
         for start in range(0, max(1, hidden.shape[0]), chunk):
             rows = slice(start, start + chunk)
             learned, noted = outputs(logits_of(hidden[rows], weight, bias), rows)

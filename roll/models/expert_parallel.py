@@ -1,4 +1,4 @@
-"""Fused experts divided over ranks: tokens travel to the experts that they chose, and back.
+"""Fused experts divided over ranks: tokens are sent to the experts that they chose, and back.
 
 The ranks of an expert-parallel role form a mesh (``ep``, ``efsdp``), the last fastest.  Experts are divided over
 ``ep``; the ranks of one ``efsdp`` group hold rows of the same experts and gather them for a pass (``fully_shard``).  A
@@ -58,6 +58,7 @@ class ExpertMesh:
             assert size * self.mesh.size(0) == layer.num_experts, "checked with the configuration"
             own = slice(size * index, size * (index + 1))
             for name, parameter in list(layer.experts.named_parameters(recurse=False)):
+                # A copy: a view would keep the storage of all experts alive.
                 part = nn.Parameter(parameter.detach()[own].clone(), requires_grad=parameter.requires_grad)
                 setattr(layer.experts, name, part)
             experts: Any = layer.experts
@@ -106,9 +107,9 @@ def own_rows(tensor: Tensor) -> slice:
 
 @contextmanager
 def substituted(experts: nn.Module, name: str, tensor: Tensor) -> Iterator[None]:
-    """A module finds ``tensor`` under the name of a parameter, for the length of a block."""
+    """Let a module find ``tensor`` under the name of a parameter, inside the block."""
     held = experts.__dict__.get(name)  # FSDP1 keeps a gathered parameter there
-    experts.__dict__[name] = tensor  # before the parameter of that name, which stays where it is
+    experts.__dict__[name] = tensor  # found before nn.Module.__getattr__ looks for the parameter, which is untouched
     try:
         yield
     finally:
@@ -147,7 +148,7 @@ class DispatchedExperts:
     def __call__(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         top_k = top_k_index.shape[-1]
         chosen = top_k_index.reshape(-1)
-        # In the order of experts, and so of the ranks that hold them.
+        # Sorted by expert, and so by rank: an all-to-all sends one contiguous run to each rank.
         order = chosen.argsort(stable=True)
         token = order // top_k
         sent, received, experts = self.destinations(chosen)
@@ -172,7 +173,8 @@ class DispatchedExperts:
         """Each row (N, H) by its expert (N,) of this rank."""
         number = len(rows)
         if not number:
-            # Every rank's parameters take part in the backward pass, or the sums of gradients would not match.
+            # A rank that no token reaches computes a dummy one: without a backward pass through its parameters their
+            # reduce-scatter would not be called here, and the other ranks would hang in theirs.
             rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), experts.new_zeros(1)
         ones = rows.new_ones(len(rows), 1)
         with ExitStack() as stack:

@@ -1,10 +1,10 @@
 """Sparse layers of mixture-of-experts models: where they are, what their routers chose, and experts that are modules.
 
 transformers 5 holds a layer's experts as two fused tensors (experts, rows, columns), which every pass uses.  Remote
-code and models of your own may hold them as modules in a ``ModuleList`` of which a forward pass calls the chosen ones
-only.  Sharded, such a module waits for ranks that have chosen others: with as many experts on each rank it is even
-given another expert's weights.  :func:`run_every_expert` makes each pass call all of them, in their order, on a token
-that counts nothing where they were not chosen.
+code and custom models may hold them as modules in a ``ModuleList``, of which a forward pass calls the chosen ones only.
+Sharded, each call is an all-gather: ranks that call different experts wait for each other, or, if they call equally
+many, get another expert's weights.  :func:`run_every_expert` makes each pass call all of them, in their order; those
+that were not chosen compute one token, whose result is multiplied by zero.
 
 A router is the child of a sparse layer with a weight of (experts, hidden).  It returns its logits, or (transformers 5)
 logits, weights and indices of the chosen experts.
@@ -101,7 +101,7 @@ def chosen_experts(output: RouterOutput, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 class RoutingRecorder:
-    """Observer of a model's routers in a forward pass, by hooks that cost nothing until they are needed."""
+    """Observes, replays or overrides a model's routers in a forward pass, by hooks that cost nothing when unused."""
 
     def __init__(self, layers: Sequence[SparseLayer]) -> None:
         self.layers = layers
@@ -153,7 +153,7 @@ class RoutingRecorder:
 def _redirected(output: RouterOutput, experts: Tensor) -> RouterOutput:
     """A router's output with other choices; weights keep their gradients."""
     if isinstance(output, Tensor):
-        # The layer chooses by itself: far above what a router computes.
+        # The layer takes the top k of the logits itself, so these get logits that no router reaches.
         return output + 100.0 * torch.zeros_like(output).index_fill(-1, experts, 1.0)
     return tuple(
         part if part.is_floating_point() else experts.to(part.dtype).expand_as(part).contiguous() for part in output
@@ -178,8 +178,8 @@ class _AllExperts(nn.ModuleList):
         self._called, self._next, self._idle = set(), 0, []
         output = forward(hidden, *args, **keywords)
         self._run_idle(len(self))
-        # A product, as above: it keeps a tensor for the backward pass, so the recomputation of a checkpointed layer
-        # goes on to here on every rank. Where the last expert is an idle one it would otherwise stop inside that.
+        # A product, as above, saves a tensor for the backward pass. Activation checkpointing stops recomputing at the
+        # last saved tensor, so with this one all ranks recompute up to here, also if the last expert is an idle one.
         parts = [*self._idle, (self._token * self._zero).sum()]
         self._token, self._idle = None, []
         idle = torch.stack(parts).sum()

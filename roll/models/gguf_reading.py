@@ -133,8 +133,8 @@ def _reader() -> str:
 
 @contextmanager
 def _moved_into(folder: Path) -> Iterator[Path]:
-    """A new folder, whose files replace those of ``folder`` at the end, ``config.json`` last: what others see of it is
-    whole."""
+    """Yield a new folder whose files replace those of ``folder`` at the end, ``config.json`` last: its existence tells
+    other processes that the rest is there."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
         partial = Path(name)

@@ -12,10 +12,10 @@ same products, but kernels choose the order of a sum by the shape of the whole b
   same, with zeros after the last key, up to 128 keys.  The fused attention kernels of torch divide rows and keys by the
   lengths of the whole call.
 
-So there are two operations here: :func:`linear`, with a least number of rows, and :func:`attention`, in float32, whose
-keys are filled up to a multiple of 16 and whose values are summed in blocks of 128 keys, one after another; activations
-are those of torch, on filled-up rows.  Gradients flow through all of them and need no fixed order.
-:func:`check_processor` repeats the measurement where it has to hold.
+So there are two operations here: :func:`linear`, with a minimal number of rows, and :func:`attention`, in float32,
+whose keys are padded to a multiple of 16 and whose values are summed in blocks of 128 keys, in order; activations are
+torch's, on padded rows.  Gradients flow through all of them and need no fixed order.  :func:`check_processor` repeats
+the measurement on the processor of the run.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
 
 KEY = "strict_on_policy"
 ROWS = 8
-"""Rows of a product are filled up to a multiple of this in attention, elsewhere to this at least."""
+"""Rows of a product are padded to a multiple of this in attention, elsewhere to at least this."""
 KEYS = 16
-"""Keys are filled up to a multiple of this."""
+"""Keys are padded to a multiple of this."""
 FEW_ROWS = 4
-"""A decoding step of so many query heads for a key head, or fewer, is filled up to this."""
+"""A decoding step with up to this many query heads for a key head is padded to this number."""
 ELEMENTS = 32
-"""Elements of a row of activations are filled up to a multiple of this."""
+"""Elements of a row of activations are padded to a multiple of this."""
 BLOCK = 128
 """Keys whose values are summed by one product."""
 
 
 def is_invariant(args: ModelArguments) -> bool:
-    """A role with these arguments computes with the operations of this module."""
+    """Return True for a role that computes with the operations of this module."""
     return args.attn_implementation == INVARIANT_ATTENTION
 
 
 def computes_invariantly(model: PreTrainedModel) -> bool:
-    """:func:`make_invariant` has changed the model."""
+    """Return True if :func:`make_invariant` has changed the model."""
     name: str | None = model.config.get_text_config()._attn_implementation
     return name == INVARIANT_ATTENTION
 
@@ -76,6 +76,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     count = len(rows)
     if count < ROWS:
         rows = F.pad(rows, (0, 0, 0, ROWS - count))
+    # Not F.linear, which calls a BLAS for float32: with several threads its sums depend on the number of rows.
     out = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return out[:count].view(*x.shape[:-1], len(weight))
 
@@ -138,6 +139,7 @@ def attention(
     else:
         seen = F.pad(bias, (0, more), value=-torch.inf) if more else bias
         weights = F.pad((scores[:, :, :group] + seen[:, None]).softmax(-1), (0, 0, 0, 0, 0, more_heads))
+    # Blocks of a fixed size, added in order: a block of zeros after the last key changes no bit of the sum.
     weights, values = weights.flatten(0, 1).flatten(1, 2), value.flatten(0, 1)
     out = torch.bmm(weights[..., :BLOCK], values[:, :BLOCK])
     for begin in range(BLOCK, length + more, BLOCK):

@@ -41,7 +41,7 @@ class _OnDevice:
 class PromptParts(_OnDevice):
     """A flat run of N tokens as G prompts (padded to P) and B response parts (padded to R), for attention.
 
-    Indices of padding point at token 0: harmless, because nothing looks at the result.
+    Indices of padding point at token 0: harmless, since its result is discarded.
     """
 
     prompts: Tensor
@@ -80,12 +80,12 @@ class PackedSequences(_OnDevice):
 
 
 AttentionPattern = PromptParts | PackedSequences
-"""Attention pattern of a flat run of tokens: who sees whom."""
+"""Attention pattern of a flat run of tokens: which tokens see which."""
 
 
 @dataclass(frozen=True)
 class ImageTokens(_OnDevice):
-    """The placeholder tokens of a layout, which features of images replace. Each distinct image is there once."""
+    """The placeholder tokens of a layout, replaced by features of images. Each distinct image is included once."""
 
     pixel_values: Tensor
     """float32 (patches, patch_dim), of I images, one after another."""
@@ -248,13 +248,14 @@ def with_token_rows(layout: TokenLayout) -> TokenLayout:
 
 
 def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1) -> TokenLayout:
-    """The rows as they are. Right padding needs no mask: nothing before it can see it.
+    """Lay out the rows unchanged. Right padding needs no mask: under causal attention nothing before it sees it.
 
     Args:
         input_ids: int64 (B, L), right-padded.
         response_mask: bool (B, L); its first column is ignored (nothing predicts the first token).
         width_multiple: T is rounded up to a multiple of this, so that fewer different shapes are computed.
     """
+    # Column t - 1 predicts token t; what comes after the last predictor need not be computed.
     rows, columns = response_mask[:, 1:].nonzero(as_tuple=True)
     length = input_ids.shape[1]
     width = int(columns.max()) + 1 if len(columns) else 1
@@ -276,15 +277,15 @@ def row_layout(input_ids: Tensor, response_mask: Tensor, width_multiple: int = 1
 
 
 def packed_layout(input_ids: Tensor, response_mask: Tensor) -> TokenLayout:
-    """The rows without padding, one after another in one flat run of tokens; positions restart with each row.
+    """Lay out the rows without padding, one after another in one flat run of tokens; positions restart with each row.
 
-    Rows without a response token take no part.
+    Rows without a response token are left out.
 
     Args: as :func:`row_layout`.
     """
     last = _last_responses(response_mask)
     rows = last.nonzero()[:, 0]
-    if not len(rows):
+    if not len(rows):  # a pass with nothing to predict, which other ranks' collectives need nevertheless
         return row_layout(input_ids[:1], response_mask[:1])
     lengths = last[rows]
     offsets = pad(lengths.cumsum(0), (1, 0))
@@ -330,13 +331,13 @@ def padded(layout: TokenLayout, sequences: int, length: int) -> TokenLayout:
 
 
 def _moved(indices: Tensor, width: int, length: int) -> Tensor:
-    """Indices into flattened rows of ``width`` as indices into flattened rows of ``length``."""
+    """Convert indices into flattened rows of ``width`` to indices into flattened rows of ``length``."""
     return indices // width * length + indices % width
 
 
 def _last_responses(response_mask: Tensor) -> Tensor:
-    """int64 (B,): the column of each row's last response token, which is the number of tokens that predict one or are
-    seen by one that does; 0 where there is none (or the first token alone)."""
+    """Return int64 (B,), the column of each row's last response token, which is also the number of tokens that have to
+    be computed; 0 for a row without one (or whose first token is the only one)."""
     length = response_mask.shape[1]
     columns = torch.arange(length, device=response_mask.device)
     return torch.where(response_mask, columns, 0).amax(1)
@@ -348,15 +349,15 @@ def shared_prompt_layout(
     without_groups: Callable[[Tensor, Tensor], TokenLayout] = row_layout,
     prompt_keys: Tensor | None = None,
 ) -> TokenLayout:
-    """Adjacent rows with the same prompt after one copy of it, all in one flat run of tokens.
+    """Lay out adjacent rows with the same prompt after one copy of it, all in one flat run of tokens.
 
-    A row's prompt is everything before its first response token; what follows (in multi-turn work the environment's
-    tokens too) is its response part.  Rows without a response token take no part.
+    A row's prompt is everything before its first response token; what follows (with several turns the environment's
+    tokens too) is its response part.  Rows without a response token are left out.
 
     Args: as :func:`row_layout`; ``without_groups`` lays rows out of which no two share a prompt; ``prompt_keys``
         int64 (B, L) tells prompts apart where ids do not (they are the same for any image); None: the ids do.
     """
-    response_mask = response_mask.clone()
+    response_mask = response_mask.clone()  # the caller's batch keeps its mask
     response_mask[:, 0] = False
     rows = response_mask.any(1).nonzero()[:, 0]
     ids, mask = input_ids[rows], response_mask[rows]

@@ -4,8 +4,8 @@
 device, then sharded, and then each tensor's local rows are read from the safetensors files straight into their place.
 The result equals ``from_pretrained``, bit by bit.
 
-Only folders whose tensors are the model's parameters, name by name and shape by shape, can be read like this; for all
-others :func:`build_on_meta` gives None, and the model is loaded whole.
+This works only for folders whose tensors are the model's parameters, name by name and shape by shape; for all others
+:func:`build_on_meta` gives None, and every rank loads the whole model.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TensorFiles:
         return {name: shapes[name] for name in self._files}
 
     def fingerprint(self) -> str:
-        """A hash of names, shapes and two rows of every tensor: tells models apart without reading all of them."""
+        """Return a hash of names, shapes and two rows of every tensor: it tells models apart without reading them."""
         digest = hashlib.blake2b(digest_size=16)
         by_file: dict[Path, list[str]] = {}
         for name, path in self._files.items():
@@ -194,10 +194,11 @@ class MetaModel:
             root: the language model, or a module around it; its parameters may be sharded (``fully_shard``) by rows.
             whole: a parameter as a shard of the stored tensor, where that is more than the module knows of.
         """
+        # Buffers that no file has (rotary frequencies) are computed already; to_empty() would drop their values.
         computed = {name: buffer for name, buffer in root.named_buffers() if not buffer.is_meta}
         root.to_empty(device=device)
         if not any(isinstance(parameter, DTensor) for parameter in root.parameters()):
-            # DTensors keep their identity; other parameters are replaced, a tied one once for each of its names.
+            # to_empty() replaces parameters, a tied one once for each of its names: tie them again. DTensors it keeps.
             self.language_model.tie_weights()
         for name, buffer in root.named_buffers():
             if name in computed:
@@ -242,13 +243,13 @@ class MetaModel:
 
 
 class ModuleReader:
-    """Gives the modules of a model on ``meta`` their tensors one module at a time, for backends that shard each as soon
-    as it is there, so that a rank never holds the whole model. A tied parameter stays one."""
+    """Reads the tensors of a model on ``meta`` module by module, for backends that shard each module before the next
+    one is read, so that a rank never holds the whole model. Tied parameters stay tied."""
 
     def __init__(self, meta: MetaModel, device: torch.device) -> None:
         self._meta, self._device = meta, device
         self._paths = {id(module): name for name, module in meta.language_model.named_modules()}
-        # By identity; the parameters on meta are kept, so that no other object takes theirs.
+        # By id(), so the meta parameters are kept alive: a freed object's id may be given to another.
         self._on_meta = dict(meta.language_model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._on_meta.items()}
         self._made: dict[int, nn.Parameter] = {}

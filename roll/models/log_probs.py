@@ -53,13 +53,13 @@ class HeadMemory:
     chunk_bytes: int
     """Logits computed at once. Two to three times as much is held for a moment (softmax, cast)."""
     min_chunk_tokens: int = 128
-    """At least so many tokens at once, or the matrix product is slow."""
+    """Lower limit of a chunk's tokens: a product of fewer rows reads the whole output matrix for little work."""
     kept_bytes: int = 64 * 2**20
-    """Up to here the log-softmax of *all* tokens is kept for the backward pass rather than computed again."""
+    """Up to this size the log-softmax of *all* tokens is kept for the backward pass instead of recomputed."""
 
     @classmethod
     def for_device(cls, device: torch.device) -> HeadMemory:
-        """On a CPU a chunk that stays in the cache; on an accelerator one large enough to fill it."""
+        """Return limits for a device: on a CPU a chunk that stays in the cache, on an accelerator one that fills it."""
         return cls(chunk_bytes=2 * 2**20 if device.type == "cpu" else 128 * 2**20)
 
     def chunk_tokens(self, vocabulary: int) -> int:
@@ -155,7 +155,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 kept.append(table)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy, *kept)
         ctx.chunk, ctx.of_logits = chunk, (temperature, excluded, product)
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None for an unused output, whose part of the gradient is then skipped
         if squares is not None:
             ctx.mark_non_differentiable(squares)
         return log_probs, entropy, squares
@@ -180,7 +180,7 @@ class _TokenLogProbs(torch.autograd.Function):
             )
             if ctx.of_logits[0] != 1.0:
                 grad_logits.div_(ctx.of_logits[0])
-            grad_logits = grad_logits.to(weight.dtype)
+            grad_logits = grad_logits.to(weight.dtype)  # the compute dtype, as in autograd's own backward of a product
             if grad_hidden is not None:
                 torch.mm(grad_logits, weight, out=grad_hidden[rows])
             if grad_weight is not None:
@@ -301,8 +301,7 @@ class ResponseModel(nn.Module):
             setattr(head, _EXCLUDED, vision_token_ids(language_model.config))
             if computes_invariantly(language_model):
                 setattr(head, _PRODUCT, invariant.linear)
-            # A method of the output matrix's own module, so that a backend with that module in a unit of its own can
-            # gather it first.
+            # A method of the module itself, so that a backend that shards it as a unit of its own can gather it first.
             head.log_probs = MethodType(_head_log_probs, head)
 
     def forward(self, layout: TokenLayout, outputs: Collection[str], temperature: float = 1.0) -> dict[str, Tensor]:
@@ -312,7 +311,7 @@ class ResponseModel(nn.Module):
         is no head: a pass for ``routing_sums`` alone.  Where the layout asks for whole distributions, what
         :mod:`roll.models.distributions` makes of them.
         """
-        # Plain rows must not meet a model that would take the keywords for something else.
+        # Only with values: a model whose attention was not replaced may not accept these keywords, or misread them.
         keywords = {"attention_pattern": layout.pattern, "context_group": self.context_group}
         extra = {name: value for name, value in keywords.items() if value is not None}
         body: Any = self.language_model.base_model

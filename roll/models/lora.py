@@ -43,14 +43,15 @@ ADAPTER = "default"
 """peft's name for the one adapter of a model; part of its parameters' names."""
 
 DOWN_PART, UP_PART = "#lora_A", "#lora_B"
-"""Behind the name of a weight: the matrices A and B of its adapter, where they are sent by themselves."""
+"""Suffixes of a weight's name for the matrices A and B of its adapter, where they are sent separately."""
 
 _WHOLE = f".modules_to_save.{ADAPTER}."
 _ORIGINAL = ".original_module."
 _LORA_A, _LORA_B = f".lora_A.{ADAPTER}.", f".lora_B.{ADAPTER}."
 _BASES = re.compile(r"(\.base_layer)+\.")  # peft wraps a module once for each of its tensors
 EXPERT_TENSORS = ("gate_up_proj", "down_proj")
-"""The fused tensors of a sparse layer's experts that adapters go with: both, of which peft wraps the first inside."""
+"""The fused tensors of a sparse layer's experts, both adapted or neither; of peft's two wrappers the first's is the
+inner one."""
 _TENSOR = "parameter_name"  # of peft's modules that adapt a tensor
 _FILE_PREFIX = "base_model.model."
 _VALUE_HEAD = VALUE_HEAD.removesuffix(".")
@@ -129,6 +130,7 @@ def merged_weight(weight: Tensor, down: Tensor, up: Tensor, scaling: float) -> T
         ups = up.float().unflatten(1, (-1, len(weight))).permute(2, 0, 1)
         downs = down.float().unflatten(0, (len(weight), -1))
         return torch.baddbmm(weight.float(), ups, downs, alpha=scaling).to(weight.dtype)
+    # Rounded once: in bfloat16, B A and the sum would each be rounded, and small updates of large weights lost.
     return torch.addmm(weight.float(), up.float(), down.float(), alpha=scaling).to(weight.dtype)
 
 
@@ -151,7 +153,7 @@ class Adapters:
     def __init__(self, model: PreTrainedModel, config: LoraConfig) -> None:
         self._config = config
         named = dict(model.named_modules())
-        # Kept as objects: a sharding backend may rename modules, it does not replace them.
+        # Modules, not names: wrappers of a sharding backend change the names but not the objects.
         self._switches: list[Any] = [module for module in named.values() if hasattr(module, "disable_adapters")]
         adapting: dict[str, Any] = {path: module for path, module in named.items() if hasattr(module, "lora_A")}
         self.scalings = {
@@ -167,7 +169,7 @@ class Adapters:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The base model as it was loaded, for the length of a block without gradients."""
+        """Compute with the base model as it was loaded, in a block without gradients."""
         # peft's own switch also turns requires_grad off and on, which a backend that has sharded the parameters may
         # meet at the wrong moment; without gradients the flag is all that matters.
         for module in self._switches:
@@ -211,6 +213,7 @@ class Adapters:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(contiguous, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         self._config.base_model_name_or_path = base
+        # As PeftModel.save_pretrained does: the file says inference, while this model goes on training.
         trains, self._config.inference_mode = self._config.inference_mode, True
         self._config.save_pretrained(str(folder))
         self._config.inference_mode = trains
@@ -240,6 +243,7 @@ def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype:
     except ImportError as error:
         raise ImportError(f"model_args.lora_target needs peft: {install_command('peft')}") from error
     config = _loaded_config(peft, model, args) if args.adapter_name_or_path else _new_config(peft, model, args)
+    # Every rank draws the same A, and then its own random numbers (seeded by rank) as if nothing had been drawn.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         peft.inject_adapter_in_model(config, model, ADAPTER)
@@ -256,10 +260,10 @@ def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype:
 
 @contextmanager
 def _with_adapted_tensor(wrapper: ParamWrapper, active: Sequence[str]) -> Iterator[None]:
-    """The experts that ``wrapper`` wraps find ``W + scaling B A`` under the name of W, for the length of a pass.
+    """Give the experts that ``wrapper`` wraps ``W + scaling B A`` under the name of W, inside the block.
 
-    In place of peft's parametrization, which writes to parameters and changes the module's class in every pass: FSDP1's
-    parameters are views of a flat one, which may not be written to.
+    It replaces peft's parametrization, which writes to parameters and changes the module's class in every pass: FSDP1's
+    parameters are views of a flat one and must not be written to.
     """
     name, experts = getattr(wrapper, _TENSOR), wrapper.get_base_layer()
     up, down, scaling = wrapper.get_delta_factors(ADAPTER)
@@ -439,7 +443,7 @@ def _target_modules(
             )
     if is_pattern(target):
         return str(target)
-    # peft goes by the ends of names, which modules of a vision tower may share.
+    # peft matches by suffix, which modules of a vision tower may share: so with a tower every module is named in full.
     return [name for found in matches.values() for name in found] if any(map(_in_tower, names)) else list(matches)
 
 

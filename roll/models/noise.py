@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 SEEDS = 4
 NOISE = 1e-4
-"""Difference of logits above which it is no rounding."""
+"""Difference of logits that is too large for rounding."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Noise:
     zeroed: frozenset[tuple[str, str]] = frozenset()
     """Class and attribute: probabilities of layers that need the training mode, to recompute their activations."""
     by_name: bool = False
-    """Nothing could be tried: what has a probability of dropout or jitter stays in evaluation mode."""
+    """No copy could be tried, so every module with a probability of dropout or jitter stays in evaluation mode."""
 
     def silence(self, model: nn.Module) -> None:
         """Switch it off in ``model``, in place; the dropout of adapters stays."""
@@ -39,6 +39,7 @@ class Noise:
                 continue
             if kind in self.pinned or (self.by_name and _may_be_random(module)):
                 module.eval()
+                # A strategy calls train() on the whole model before every step, which would undo it.
                 module.train = MethodType(_keep_mode, module)
             for owner, attribute in self.zeroed:
                 if owner == kind:

@@ -12,7 +12,7 @@ Partitions = list[list[int]]
 
 
 def workload(lengths: ArrayLike) -> NDArray[np.float64]:
-    """Cost of a sequence in a transformer: ``24576 L + L^2`` (matrix products, then attention)."""
+    """Return the relative cost of a sequence in a transformer, ``24576 L + L^2``: matrix products and attention."""
     length = np.asarray(lengths, dtype=np.float64)
     return 24576.0 * length + length**2
 

@@ -18,7 +18,7 @@ _LENGTHS = "row_lengths"
 
 
 def dependent_rotaries(model: nn.Module) -> list[Any]:
-    """Modules that transformers' ``dynamic_rope_update`` acts in, by its own rule."""
+    """Return the modules whose angles transformers' ``dynamic_rope_update`` changes, by its own rule."""
     found = []
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
@@ -29,7 +29,7 @@ def dependent_rotaries(model: nn.Module) -> list[Any]:
 
 
 def longest_alike(rotary: Any) -> int:
-    """Rows of up to so many tokens have the same angles."""
+    """Return the length up to which all rows have the same angles."""
     parameters = rotary.config.rope_parameters
     parts = [parameters, *(part for part in parameters.values() if isinstance(part, dict))]
     longropes = [part for part in parts if part.get("rope_type") == "longrope"]
@@ -101,11 +101,12 @@ def _forward(rotary: Any, x: Tensor, position_ids: Tensor, *args: object, **kwar
     positions = position_ids.expand(lengths.shape)
     chosen: tuple[Tensor, Tensor] | None = None
     for length in lengths.unique().tolist():
-        # What was chosen for an earlier batch stays until a short one comes.
+        # dynamic_rope_update keeps the angles of the longest row so far until a short batch resets them: reset here.
         rotary.max_seq_len_cached = rotary.original_max_seq_len
         if hasattr(rotary, "original_inv_freq"):  # one for each kind of layer otherwise
             rotary.register_buffer("inv_freq", rotary.original_inv_freq.to(x.device), persistent=False)
-        # A last column says how long the row is; padding says nothing.
+        # It reads the length off the largest position: an extra column has that of this length, and positions beyond it
+        # (padding, longer rows) are clamped.
         marked = torch.cat([positions.clamp(max=length - 1), positions.new_full((len(positions), 1), length - 1)], 1)
         cos, sin = (part[:, :-1] for part in rotary.of_batch(x, marked, *args, **kwargs))
         own = (lengths == length)[..., None]

@@ -1,10 +1,10 @@
-"""Router choices that travel with their tokens: recorded in one pass, replayed in another.
+"""Router choices, stored with their tokens: recorded in one pass, replayed in another.
 
 A column ``routed_experts`` (B, L, layers, k) holds for each token of a batch the experts that the routers chose when it
 was the input, best first: uint8 for up to 255 experts (48 layers of 8 choices are 384 bytes a token), int16 beyond.
 The last token of a sequence is no input, so it has none; 255 (or -1) marks a choice that was not recorded.
 
-Replay takes over *choices* only: weights come from the live logits of the chosen experts, so routers learn as ever.
+Only *choices* are replayed: weights come from the live logits of the chosen experts, so routers get their gradients.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def missing_mark(dtype: torch.dtype) -> int:
 
 
 def encoded(routes: Tensor, num_experts: int) -> Tensor:
-    """A column's values from int (..., layers, k) with ``MISSING``."""
+    """Convert int (..., layers, k) with ``MISSING`` to the values of a column."""
     dtype = route_dtype(num_experts)
     return torch.where(routes < 0, missing_mark(dtype), routes).to(dtype)
 
@@ -84,6 +84,7 @@ def replayed(output: object, routes: Tensor, router: nn.Module, by_sigmoid: bool
     chosen = torch.where(known, routes, live.long())
     again = _weights(logits, chosen, router, by_sigmoid)
     same = (chosen == live).all(-1)
+    # Tokens whose choice is the live one must get the router's own weights: else its formula is another than ours.
     with torch.no_grad():
         if not torch.allclose(again[same].float(), weights[same].float(), rtol=2e-2, atol=1e-3):
             raise ValueError(
@@ -98,8 +99,8 @@ def replayed(output: object, routes: Tensor, router: nn.Module, by_sigmoid: bool
 
 
 def _weights(logits: Tensor, chosen: Tensor, router: nn.Module, by_sigmoid: bool) -> Tensor:
-    """Weights of chosen experts: gathered from all scores, never from those of the live choice only, whose gradients
-    would be zero elsewhere."""
+    """Weights of chosen experts, gathered from the scores of all experts: those of the live choice alone would give the
+    replayed experts no gradient."""
     scores = logits.float().sigmoid() if by_sigmoid else logits.float().softmax(-1)
     weights = scores.gather(-1, chosen)
     # Mixtral's and gpt-oss's always sum to 1; the latter's softmax over the chosen logits is the same.

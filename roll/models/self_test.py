@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROUNDING = 5e-3
-"""Largest difference of a log-prob or a value in float32 that is none; linear attention amplifies rounding to 1e-3."""
+"""Up to this difference of log-probs or values in float32 it is rounding, which linear attention amplifies to 1e-3."""
 
 _PROMPTS = (4, 4, 3)
 _RESPONSES = (9, 3, 5)
@@ -53,7 +53,7 @@ _BEYOND = (9, 3, ORIGINAL_LENGTH + 1)
 """Where the configuration has an original length."""
 
 FAILURES = (RuntimeError, TypeError, AttributeError, KeyError, IndexError)
-"""Errors of a forward pass that is not made for what it is given."""
+"""Errors of a forward pass whose code does not expect its input."""
 
 Layouts = Mapping[str, Callable[[Tensor, Tensor, Tensor | None], TokenLayout]]
 _PADDED = "padded rows"
@@ -62,7 +62,7 @@ LAYOUTS: Layouts = {
     "packed rows": lambda ids, mask, keys: packed_layout(ids, mask),
     "shared prompts": lambda ids, mask, keys: shared_prompt_layout(ids, mask, prompt_keys=keys),
 }
-"""Of ids, response mask and, where rows have images, keys that tell prompts apart; each (B, T)."""
+"""Functions of ids, response mask and (if rows have images) keys that distinguish prompts, each (B, T)."""
 _KEYS = {
     "packed rows": ("use_remove_padding", "use_sequence_packing"),
     "shared prompts": ("use_prefix_sharing",),
@@ -74,14 +74,14 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: 
     """Collective over ``context_group``. Compare a small copy of the role's model with transformers.
 
     Args:
-        context_group: ranks that share each row, which the copy is computed by as well; on its device.
+        context_group: ranks that share each row; they compute the copy too, on the group's device.
 
     Returns:
-        What is to be switched off in the model itself.
+        The randomness to switch off in the model itself.
 
     Raises:
-        ValueError: it is computed otherwise in a layout of the role; the message says which, by how much, and what
-            would work.
+        ValueError: its results differ in a layout of the role; the message says which, by how much, and what would
+            work.
     """
     begin, args = time.monotonic(), role.model_args
     where = f"{role.name}.model_args.model_name_or_path: {args.model_name_or_path}"
@@ -91,7 +91,7 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: 
     with torch.random.fork_rng(devices=[]):
         model = _copy_of(config, role, head)
         tried = None if model is None else _by_itself(model, head)
-        # Ranks that share rows take the same path, or one would wait for another's part.
+        # Ranks that share rows must take the same path, or one would wait for another's part.
         if not agreed(tried is not None, context_group) or model is None or tried is None:
             logger.warning("%s: not self-tested, since no small copy of a %s model works", where, config.model_type)
             return untried
@@ -132,12 +132,12 @@ def uses_layout_attention(role: WorkerConfig) -> str | None:
 
 
 def _copy_of(config: PretrainedConfig, role: WorkerConfig, head: HeadName) -> PreTrainedModel | None:
-    """Dropout that the user wrote is not among what is found."""
+    """Build the copy, without the dropout that the user set: that is wanted, and not to be found as noise."""
     args = role.model_args
     for key in args.model_config_kwargs:
         if "drop" in key:
             setattr(config, key, 0.0)
-    # Other kernels, such as flash attention's, want a GPU and half precision.
+    # Other kernels, such as flash attention's, need a GPU and half precision.
     implementation = "eager" if attention_implementation(args) == "eager" else None
     # 4 heads for each unit of width, which the ranks share evenly.
     width = next(width for width in count(1) if 4 * width % args.ulysses_size == 0)
@@ -145,7 +145,7 @@ def _copy_of(config: PretrainedConfig, role: WorkerConfig, head: HeadName) -> Pr
 
 
 def agreed(holds: bool, group: ProcessGroup | None) -> bool:
-    """Collective. It holds on every rank of the group; None: this rank alone."""
+    """Collective. Return True if ``holds`` on every rank of the group; None: this rank alone."""
     if group is None:
         return holds
     flag = torch.tensor(int(holds), device=current_platform().device())
@@ -157,7 +157,7 @@ Compare = Callable[[ProcessGroup | None], str | None]
 
 
 def _alone(compare: Compare, group: ProcessGroup | None = None) -> str | None:
-    """The fault in words, an exception of the pass being one; None where there is none."""
+    """Return the fault, or the exception of the pass, as text; None if there is none."""
     try:
         return compare(group)
     except (*FAILURES, ValueError) as error:
@@ -173,7 +173,7 @@ def _together(compare: Compare, context_group: ProcessGroup) -> str | None:
     """
     if dist.get_backend(context_group) != "gloo":
         return _alone(compare, context_group)
-    # Where nothing failed the group stays: a later one would get its name, and find the addresses that it left behind.
+    # Kept if nothing failed: a later group would get the same name, and read this one's stale addresses in the store.
     group = dist.new_group(dist.get_process_group_ranks(context_group), use_local_synchronization=True)
     try:
         return compare(group)
@@ -183,7 +183,7 @@ def _together(compare: Compare, context_group: ProcessGroup) -> str | None:
         first = dist.distributed_c10d._get_default_store().compare_set(key, "", failure)
     dist.destroy_process_group(group)
     del group
-    gc.collect()  # Frames of the pass hold the group, and its connections with it.
+    gc.collect()  # frames of the failed pass hold the group, and its connections close only with the last reference
     return str(first, "utf-8")
 
 
@@ -214,7 +214,7 @@ class Rows:
         return torch.arange(self.mask.shape[1]) <= last
 
     def keywords(self, row: int, config: PretrainedConfig) -> dict[str, Any]:
-        """Of the plain model's own forward pass over one row."""
+        """Return the keywords of the plain model's forward pass over one row."""
         ids = self.ids[row : row + 1, : int(self.attended[row].sum())]
         seen = None if self.images is None else self.images[row]
         if seen is None:
@@ -281,7 +281,7 @@ def _by_itself(model: PreTrainedModel, head: HeadName) -> tuple[PreTrainedModel,
     sizes its family has never seen, cannot be computed at all."""
     untouched = copy.deepcopy(model)
     try:
-        # Many tokens, since an expert may be drawn only where two are nearly as good.
+        # Many tokens: a router may draw only where two experts score nearly the same.
         noise = find_noise(model, torch.randint(2, 62, (8, 24)))
         return untouched, noise, plain_values(model, rows_of(model), head)
     except (*FAILURES, ValueError, StopIteration) as error:

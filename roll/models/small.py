@@ -71,7 +71,7 @@ SIZES: dict[str, int] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-"""Keys of sizes. One that is missing here makes a copy wider than it need be, or impossible, which is said."""
+"""Keys of sizes. One that is missing here makes a copy wider than necessary, or impossible, which the log reports."""
 
 _WIDENED = {*_HIDDEN, *_INNER, *_HEADS, *_EXPERTS, "moe_intermediate_size"}
 _ENDINGS = {
@@ -169,17 +169,17 @@ def _drawn(config: PretrainedConfig, head: HeadName, trusted: bool) -> PreTraine
             parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
     model.get_input_embeddings().weight.normal_()
     model.eval()
-    model(input_ids=torch.arange(2, 2 + WINDOW)[None], use_cache=False)  # a copy that cannot be computed is none
+    model(input_ids=torch.arange(2, 2 + WINDOW)[None], use_cache=False)  # raises here, so that another copy is tried
     found: PreTrainedModel = model
     return found
 
 
 def _made_anew(config: PretrainedConfig, divided: Divided, loosely: bool = False, completely: bool = False) -> Any:
-    """By the constructor, which derives what depends on sizes; the parts of a composite one likewise.
+    """Make the configuration by its constructor, which derives what depends on sizes; parts of a composite one too.
 
     Args:
-        loosely: sizes that have other names keep their proportion to those that are known, and a constructor that
-            refuses its own configuration's entries is given the declared ones.
+        loosely: sizes of unknown names keep their proportion to the known ones, and a constructor that refuses entries
+            of its own configuration gets the declared ones only.
         completely: numbers that the configuration leaves open are filled in.
     """
     values = {key: value for key, value in config.to_dict().items() if key not in ("transformers_version", "dtype")}
@@ -200,7 +200,7 @@ def _made_anew(config: PretrainedConfig, divided: Divided, loosely: bool = False
         ]
         for key, part in parts.items():
             if part is text:
-                # Marks of images and of their ends get ids after those of words.
+                # The special tokens of images get ids after those of words, which the rows of the test draw from.
                 changed |= {name: VOCABULARY + index for index, name in enumerate(names)}
                 small[key].vocab_size += len(names)
         for part in small.values():
@@ -216,7 +216,7 @@ def _made_anew(config: PretrainedConfig, divided: Divided, loosely: bool = False
 
 
 def _with_sizes(config: PretrainedConfig, divided: Divided) -> Any:
-    """By assignment, for constructors that refuse the values of their own configuration."""
+    """Change the sizes by assignment, for constructors that refuse the values of their own configuration."""
     for key, value in _changed(config.to_dict(), lambda key: hasattr(config, key), divided).items():
         if isinstance(getattr(config, key, None), PretrainedConfig):
             _with_sizes(getattr(config, key), divided)
@@ -308,7 +308,7 @@ def _open_number(key: str) -> Any:
 
 
 def _few_layers(values: dict[str, Any], least: int) -> dict[str, Any]:
-    """So many layers, the first of each kind among them."""
+    """Keep at least ``least`` layers, the first of each kind among them: every kind is to be tested."""
     changed = dict(values)
     count = next((values[key] for key in _LAYERS if isinstance(values.get(key), int)), 0)
     if not count:

@@ -9,12 +9,12 @@ matrices for each expert, under names that depend on the family:
 | ``mlp.experts.gate_up_proj[e]``, lower  | ``mlp.experts.e.up_proj.weight``          | ``...experts.e.w3.weight``  |
 | ``mlp.experts.down_proj[e]``            | ``mlp.experts.e.down_proj.weight``        | ``...experts.e.w2.weight``  |
 
-Qwen3-VL-MoE is stored as it computes but for the order of the last two dimensions: (E, H, 2I) and (E, I, H); gpt-oss
-just as it computes.  Their experts travel to the engines as matrices all the same, ``mlp.experts.gate_up_proj[e]``.
+Qwen3-VL-MoE is stored as it computes except for the order of the last two dimensions: (E, H, 2I) and (E, I, H); gpt-oss
+exactly as it computes.  Their experts are sent to the engines as matrices too, ``mlp.experts.gate_up_proj[e]``.
 
-The mapping is read off transformers' own table: its conversion runs on tensors of row numbers, and what comes out says
-which rows of which live tensor each stored one is.  So a stored tensor is a view of a live one, in both directions, and
-weights travel and are compared under stored names: the same for every trainer and every engine.
+The mapping follows transformers' own table: its conversion runs on tensors of row numbers, and its output shows which
+rows of which live tensor each stored one is.  So a stored tensor is a view of a live one, in both directions, and
+weights are sent and compared under stored names, which are the same for every trainer and every engine.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A stored tensor: some rows of a live one, of which all but the last dimension are counted as rows."""
+    """A stored tensor: some rows of a live one, whose dimensions but the last are flattened into rows."""
 
     name: str
     begin: int
     end: int
     shape: tuple[int, ...]
     is_transposed: bool = False
-    """The whole of a live tensor (E, rows, columns), as (E, columns, rows)."""
+    """It is a whole live tensor (E, rows, columns), stored as (E, columns, rows)."""
 
     def of(self, live: Tensor) -> Tensor:
         """A view."""
@@ -127,11 +127,11 @@ class StoredLayout:
         yield from ((part.name, part.of(tensor)) for part in parts)
 
     def views(self, live: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All stored tensors of ``live``, as views of it: what is written into them is computed with."""
+        """Return all stored tensors of ``live``, as views: writing into them changes what the model computes."""
         return {name: view for key, tensor in live.items() for name, view in self.split(key, tensor)}
 
     def live_name(self, stored: str) -> str:
-        """The live tensor that a stored one is of."""
+        """Return the name of the live tensor that holds a stored one."""
         return self._live[stored][0] if stored in self._live else stored
 
     def joined(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -148,8 +148,8 @@ class StoredLayout:
         return live
 
     def on_the_way(self) -> StoredLayout:
-        """The layout in which weights travel: as stored, but for experts that are stored as one tensor, which are
-        matrices, so that no more of them than a bucket is gathered at a time."""
+        """Return the layout in which weights are sent: as stored, but experts stored as one tensor become matrices, so
+        that never more than a bucket of them is gathered at a time."""
         layout = copy(self)
         layout._parts = {name: self._matrices(name) or parts for name, parts in self._parts.items()}
         layout._live = {part.name: (name, part) for name, parts in layout._parts.items() for part in parts}
@@ -208,7 +208,7 @@ def _conversion(model: PreTrainedModel) -> _Conversion | None:
     table = [one for one in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(one, PrefixChange)]
     if not table:
         return None
-    # All that the conversion asks of a model. Without a shape, what is transposed where shapes differ is transposed.
+    # All that the conversion reads of a model. With shape None a transposition that depends on the shapes takes place.
     stand_in: Any = SimpleNamespace(
         _weight_conversions=table, config=model.config, get_parameter=lambda name: SimpleNamespace(shape=None)
     )

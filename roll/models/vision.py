@@ -63,7 +63,7 @@ def reads_images(config: PretrainedConfig) -> bool:
         )
     text = config.text_config
     if config.model_type == "qwen3_vl_moe" and text.moe_intermediate_size == text.hidden_size:
-        # transformers tells the two layouts of an expert's matrix apart by its shape alone.
+        # transformers distinguishes the two layouts of an expert's matrix by shape, which a square one has in both.
         raise ValueError(
             f"model_args.model_name_or_path: experts of moe_intermediate_size {text.moe_intermediate_size}, its "
             "hidden_size, would be transposed when they are written and not when they are read; any other size works"
@@ -148,7 +148,7 @@ def with_images(batch: dict[str, Any], config: PretrainedConfig) -> tuple[dict[s
     merge_size = config.vision_config.spatial_merge_size
     columns[POSITIONS] = rope_positions(features, mask, pool.grids, merge_size, intervals)
     columns[PROMPT_KEYS] = torch.where(features >= 0, -1 - features, ids)
-    # Nothing depends on a row without a response.
+    # No result depends on a row without a response, so the tower need not compute its images.
     columns[FEATURES] = features.masked_fill(~columns["response_mask"].any(1)[:, None], -1)
     return columns, pool
 
@@ -246,8 +246,8 @@ def text_inputs(body: Any, layout: TokenLayout) -> dict[str, Any]:
 
 
 def _nothing_seen(body: Any, like: Tensor) -> Tensor:
-    """0 of the type of ``like``, computed by the whole tower: through every output that an image would be seen by, or
-    the layers after the others would get no gradient. (Through no other one: ZeRO-3 compares what ranks compute.)"""
+    """Return 0 in the dtype of ``like``, computed by the whole tower: through every output that an image would use, or
+    some layers would get no gradient, and through no other (ZeRO-3 requires the same modules on all ranks)."""
     config: Any = body.config.vision_config
     side = config.spatial_merge_size
     channels = getattr(config, "in_channels", 3)

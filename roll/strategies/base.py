@@ -71,7 +71,7 @@ class WeightSelection:
     """Selection of a model's tensors, and their form."""
 
     trained_only: bool = False
-    """Without the parameters that training never changes."""
+    """Leave out the parameters that training never changes."""
     adapters_apart: bool = False
     """W, A and B of a LoRA weight as separate tensors, not W + scaling B A; see :meth:`MergedWeight.separate`."""
 
@@ -81,7 +81,7 @@ ALL_WEIGHTS = WeightSelection()
 
 @dataclass(frozen=True)
 class Comparison:
-    """Distributions whose columns a batch has (:func:`target_columns`), and how the model is compared with them."""
+    """Target distributions in a batch's columns (:func:`target_columns`), and how the model is compared with them."""
 
     name: str
     temperature: float
@@ -92,7 +92,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Computation:
-    """Options of a pass, whatever the backend; see :meth:`ModelStrategy.forward`."""
+    """Options of a pass, the same under every backend; see :meth:`ModelStrategy.forward`."""
 
     outputs: Collection[Output]
     temperature: float = 1.0
@@ -103,7 +103,7 @@ TOP_COLUMNS = ("top_log_probs", "top_ids", "tail_log_prob")
 
 
 def target_columns(name: str) -> tuple[str, ...]:
-    """The columns of a target, in the order of :data:`TOP_COLUMNS`, as :meth:`forward_top_tokens` gives them."""
+    """Return the columns of a target, in the order of :data:`TOP_COLUMNS`, as :meth:`forward_top_tokens` gives them."""
     return tuple(f"{name}/{column}" for column in TOP_COLUMNS)
 
 
@@ -224,12 +224,13 @@ class ModelStrategy(ABC):
                 continue
             tensors = self._device_tensors(kind)
             if kind is StateKind.OPTIMIZER_STATES and tensors:
-                # Some backends update the parameters in place: those are offloaded with the model.
+                # Some backends step the parameters themselves, without master copies. Those go with the model: the
+                # forward pass needs them while the optimizer's states are away.
                 parameters = storages_of(self._device_tensors(StateKind.MODEL_PARAMS))
                 tensors = [tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in parameters]
-            # Gradients are zeros between optimizer steps.
+            # Gradient buffers are zero between optimizer steps, so they need no copy in host memory.
             self._offloaded[kind] = OffloadedStorages(tensors, keep_contents=kind is not StateKind.OTHER_PARAMS)
-        current_platform().empty_cache()
+        current_platform().empty_cache()  # or the allocator keeps the freed blocks from the engine on this device
 
     def load_states(self, include: Collection[StateKind]) -> None:
         """Bring states back that :meth:`offload_states` moved."""
@@ -349,7 +350,8 @@ class OffloadedStorages:
         Args:
             keep_contents: False for what is rewritten before it is read (gradients); it comes back as zeros.
         """
-        # Not resizable: a file mapped into host memory, as freshly loaded weights are. It takes nothing from a device.
+        # By storage, not by tensor: parameters that are views of one flat buffer share it, and a view frees nothing.
+        # Not resizable: a file mapped into host memory, as freshly loaded weights are. It occupies no device memory.
         storages = {key: storage for key, storage in storages_of(tensors).items() if storage.resizable()}
         self._held: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
         for storage in storages.values():
@@ -358,7 +360,7 @@ class OffloadedStorages:
             if keep_contents:
                 copy = torch.empty(size, dtype=torch.uint8, pin_memory=current_platform().pin_memory)
                 copy.copy_(_as_bytes(storage))
-            storage.resize_(0)
+            storage.resize_(0)  # frees the memory; the tensors, and whoever holds them, stay the same objects
             self._held.append((storage, size, copy))
 
     def restore(self) -> None:
@@ -372,7 +374,7 @@ class OffloadedStorages:
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages that hold the tensors' elements, each once, by address; those without any are left out."""
+    """Return the storages of the tensors by address, each once; empty ones (all at address 0) are left out."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
 

@@ -1,4 +1,5 @@
-"""From a strategy's name in the YAML to the strategy. A backend is imported only when it is chosen."""
+"""Construction of strategies by their names in the YAML. A backend is imported only when it is chosen: most are
+optional packages."""
 
 from __future__ import annotations
 

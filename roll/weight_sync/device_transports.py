@@ -1,13 +1,13 @@
 """Transports that move a bucket between devices, past host memory: ``broadcast`` and ``cuda_ipc``.
 
-``broadcast``: a process group of the sending rank and the engines, apart from the trainer's own. Large tensors are sent
-from where they lie, small ones together in one buffer. The group stays for the next update, and is formed again when
+``broadcast``: a process group of the sending rank and the engines, separate from the trainer's. Large tensors are sent
+from where they are, small ones together in one buffer. The group stays for the next update and is formed anew when
 the engines have changed or an update has failed.
 
 ``cuda_ipc``: a bucket in the trainer's GPU memory, read there by an engine on the same GPU. The sender packs the bucket
 into one allocation and hands out CUDA's handle of it (by torch's own reductions, which multiprocessing uses to share
-CUDA tensors). An engine maps the allocation, copies from it and lets it go before it answers; only then the sender
-frees or reuses it.
+CUDA tensors). An engine maps the allocation, copies from it and unmaps it before it answers; only then does the sender
+free or reuse it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out
 from roll.weight_sync.transports import Link, Receiver, Sender, Tensors
 
 _LARGE = 1 << 20
-"""Bytes from which a tensor is sent by itself: the latency of a message is then little compared with its transfer."""
+"""Bytes from which a tensor is sent by itself, without a copy: the latency of a message is then small compared with
+its transfer."""
 
 _serial = itertools.count()
 
 Group = Any
-"""A backend of torch.distributed by itself: which classes there are depends on how torch was built."""
+"""A backend of torch.distributed; untyped, since the classes that exist depend on how torch was built."""
 
 
 @dataclass(frozen=True)
 class BroadcastLink(Link):
     key: str
-    """Name of the group, since ports are used again."""
+    """Identity of the group: a new one may get the same port, and an engine compares links."""
     host: str
     port: int
     rank: int
@@ -74,7 +75,7 @@ class _BroadcastReceiver(Receiver):
     def receive(self, payload: BroadcastPayload) -> dict[str, torch.Tensor]:
         assert self._group is not None, "closed"
         if self._buffer.numel() < payload.large_bytes:
-            del self._buffer
+            del self._buffer  # before the larger one is allocated: an engine has little memory to spare
             self._buffer = torch.empty(payload.large_bytes, dtype=torch.uint8, device=self._device)
         small = WeightBucket(payload.small, torch.empty(payload.small_bytes, dtype=torch.uint8, device=self._device))
         large = WeightBucket(payload.large, self._buffer)
@@ -111,14 +112,15 @@ class BroadcastSender(Sender):
     def start(self, engines: Sequence[Any], version: int, seconds: float) -> Sequence[BroadcastLink]:
         self._seconds = seconds
         if self._members != list(engines):
+            # A process group's members are fixed: a lost or replaced engine means a new group.
             self.abandon()
             size = len(engines) + 1
-            # Left to itself, torch would listen on every interface of the host.
+            # TCPStore has no authentication and would listen on every interface; this socket listens on one.
             listener = socket.create_server((self._host, 0), backlog=1024)
             port = listener.getsockname()[1]
             self._store = TCPStore(
                 self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-            )
+            )  # without waiting: the engines get the port only in the call that follows
             key = f"{self._host}/{os.getpid()}/{next(_serial)}"
             self._links = [
                 BroadcastLink(_BroadcastReceiver, key, self._host, self._store.port, rank, size, self._backend, seconds)
@@ -168,7 +170,8 @@ def broadcasts(group: Group, messages: Sequence[torch.Tensor], seconds: float) -
 
 
 def process_group(backend: str, store: Store, rank: int, size: int, seconds: float) -> Group:
-    """Collective. A group of its own, whatever groups the processes are in already."""
+    """Collective. Form a group outside torch's registry of groups, which knows one world per process: the sender's is
+    the trainer's, an engine's its own."""
     timeout = timedelta(seconds=seconds)
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
@@ -178,7 +181,7 @@ def process_group(backend: str, store: Store, rank: int, size: int, seconds: flo
 
 
 def group_device(backend: str) -> torch.device:
-    """The device of a group's messages."""
+    """Return the device of a group's messages."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
@@ -200,7 +203,7 @@ class _CudaIpcReceiver(Receiver):
         return WeightBucket(payload.entries, payload.rebuild(*payload.handle)).tensors()
 
     def settle(self) -> None:
-        # Copies from the mapped memory must be done before the sender may write there again.
+        # The engine's copies are asynchronous; once it answers, the sender writes to this memory again.
         torch.cuda.synchronize()
         torch.cuda.ipc_collect()
 
@@ -215,7 +218,7 @@ class CudaIpcSender(Sender):
         from torch.multiprocessing.reductions import reduce_tensor
 
         self._bucket = WeightBucket.pack(tensors.items(), torch.device("cuda", torch.cuda.current_device()))
-        # The handle may be opened as soon as it is sent, the kernels that fill the bucket may still be running.
+        # Another process does not wait for this one's stream: it could read before the bucket is filled.
         torch.cuda.synchronize()
         rebuild, handle = reduce_tensor(self._bucket.buffer)
         return CudaIpcPayload(self._bucket.entries, rebuild, handle)

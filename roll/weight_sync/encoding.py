@@ -1,13 +1,13 @@
-"""The form in which weights travel: buckets of tensors, changed elements only, checksums; and the messages of an update
-between driver, trainer and engines.
+"""The form in which weights are sent: buckets of tensors, changed elements only, checksums; and the messages of an
+update between driver, trainer and engines.
 
 **Buckets**: many named tensors in one flat buffer.
 
-**delta**: of a tensor that the engine holds already, only the elements that are not what they were. Master weights are
-float32, what is sent is rounded to the compute dtype. A step of 1e-6 moves a bfloat16 weight of 0.02 to its neighbour
-(1.2e-4 away) once in a hundred steps, so most elements are bit for bit what they were. Indices are int32, so an element
-costs 4 bytes besides its own; a tensor that would grow by that is sent whole. Nothing is rounded or left out: both
-sides check the whole tensor.
+**delta**: of a tensor that the engine holds already, only the elements whose bits have changed. Master weights are
+float32, and what is sent is rounded to the compute dtype. A step of 1e-6 moves a bfloat16 weight of 0.02 to its
+neighbour (1.2e-4 away) once in a hundred steps, so most elements are unchanged, bit for bit. Indices are int32, so an
+element costs 4 bytes besides its own; a tensor that would grow by that is sent whole. The result is exact: both sides
+verify the whole tensor.
 
 **Checksums** of a tensor's bytes, which both ends compute where the tensor lies. Two kinds. In host memory XXH3
 (64 bits, seeded with a hash of dtype and shape), which reads memory about as fast as it can be copied. XXH3 is a chain
@@ -40,7 +40,8 @@ from roll.protocol.columns import flat_view
 
 MIB = 2**20
 _PIPELINED_BYTES = 64 * MIB
-"""Buckets from this size on are taken over in 20 ms or more, so that a message to an engine costs little."""
+"""Loading a bucket of this size takes an engine 20 ms or more, so the message itself costs little; larger ones would
+only delay the overlap."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,11 @@ class SyncOptions:
     """Settings of every update of a run."""
 
     buffer_bytes: int
-    """Most bytes of a buffer for weights on their way; an update uses up to two at a time."""
+    """Maximal bytes of a buffer for weights in transit; an update uses up to two at a time."""
     deadline: float
     """Seconds for one whole exchange."""
     patience: float
-    """Seconds that an engine may take over one message before it counts as lost."""
+    """Seconds that an engine may spend on one message before it counts as lost."""
     transport: TransportName = "object_store"
     directory: str | None = None
     """Folder of ``safetensors``."""
@@ -61,8 +62,8 @@ class SyncOptions:
 
     @property
     def bucket_bytes(self) -> int:
-        """Most bytes of one bucket. A transport that holds two besides the one being gathered gets smaller ones:
-        also because nothing overlaps while the first is gathered and the last is taken over."""
+        """Maximal bytes of a bucket. Transports with two slots get smaller ones: both slots must fit the buffer, and
+        nothing overlaps while the first bucket is gathered and the last is loaded."""
         if self.transport in ("broadcast", "cuda_ipc"):
             return self.buffer_bytes
         return max(1, min(self.buffer_bytes // 2, _PIPELINED_BYTES))
@@ -82,14 +83,14 @@ class WeightSyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class LostEngines:
-    """An update that did not come to its end because of some engines; the others can be sent everything again."""
+    """An update that failed because of some engines, and can be repeated with the others."""
 
     ranks: tuple[int, ...]
     text: str
 
 
 Checksum = int | dict[int, int]
-"""Checksum of a tensor that an engine holds; by rank where the ranks of an engine hold different values."""
+"""Checksum of a tensor that an engine holds; by rank if the ranks of the engine hold different values."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class UpdateStart:
     base_version: int | None = None
     """The version whose tensors this update changes some of; None: all tensors are sent."""
     scalings: dict[str, float] = field(default_factory=dict)
-    """Weights whose adapters come apart, and the factor of ``B A`` for each."""
+    """Weights whose adapters are sent separately, and the factor of ``B A`` for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +256,9 @@ INDICES_PART, VALUES_PART = "#indices", "#values"
 """Suffixes of a tensor's name: which elements of it (int32, of the flattened tensor), and their new values."""
 
 _CHUNK = 1 << 18
-"""Elements that are compared at a time: what this needs stays in the cache."""
+"""Elements compared at a time: the mask and its indices (0.25 and at most 2 MiB) then stay in the cache."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LARGEST_INDEX = 2**31 - 1
+_LARGEST_INDEX = 2**31 - 1  # of int32: a larger tensor is always sent whole
 
 
 class DeltaEncoder:
@@ -267,12 +268,12 @@ class DeltaEncoder:
         self._held: dict[str, torch.Tensor] = {}
 
     def forget(self) -> None:
-        """The engines hold nothing that can be built on: the next tensors are sent whole."""
+        """Forget what was sent: the next tensors are sent whole."""
         self._held.clear()
 
     def encode(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts that turn what was sent last under this name into ``tensor``: none where that is the same, and
-        itself where it is smaller than they."""
+        """Return the parts that turn what was last sent under this name into ``tensor``: none if nothing changed, and
+        the tensor itself where that is smaller."""
         flat = flat_view(tensor.detach().cpu())
         held = self._held.get(name)
         if held is None or held.dtype != flat.dtype or held.numel() != flat.numel() or flat.numel() > _LARGEST_INDEX:
@@ -291,12 +292,13 @@ class DeltaEncoder:
 
 def changed_elements(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """int32 indices of the elements whose bits differ; both flat and of one dtype."""
+    # Compared as integers: as floats a NaN would differ from itself, and -0.0 would equal 0.0.
     integer = _INTEGERS[before.itemsize]
     first, second = before.view(integer), after.view(integer)
     found = []
     for start in range(0, first.numel(), _CHUNK):
         changed = (first[start : start + _CHUNK] != second[start : start + _CHUNK]).nonzero()[:, 0]
-        found.append(changed.to(torch.int32).add_(start))
+        found.append(changed.to(torch.int32).add_(start))  # nonzero() gives int64: twice the bytes on the wire
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int32)
 
 
@@ -323,7 +325,7 @@ ChecksumKind = Literal["xxh3", "words"]
 
 
 def checksum_kind(device: torch.device) -> ChecksumKind:
-    """The kind that is computed where ``device``'s tensors lie."""
+    """Return the kind that is computed on ``device`` itself, without a copy to the host."""
     return "xxh3" if device.type == "cpu" else "words"
 
 
@@ -349,11 +351,12 @@ def _word_checksum(tensor: torch.Tensor) -> int:
     num_words = data.numel() // _WORD_BYTES
     total = _sum_words(data[: num_words * _WORD_BYTES], seed, first_word=0)
     tail = data[num_words * _WORD_BYTES :]
-    if tail.numel():
+    if tail.numel():  # padded with zeros: unambiguous, since the seed holds the shape
         last_word = torch.zeros(_WORD_BYTES, dtype=torch.uint8, device=data.device)
         last_word[: tail.numel()] = tail
         total += _sum_words(last_word, seed, first_word=num_words)
     value = (seed + total) & _MASK
+    # The finaliser of SplitMix64: every bit of the sum affects every bit of the checksum.
     value = ((value ^ (value >> 30)) * _MULTIPLIER) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -384,6 +387,7 @@ def _sum_words(data: torch.Tensor, seed: int, first_word: int) -> int:
 
 
 def _seed(tensor: torch.Tensor) -> int:
+    # Not Python's hash(): both ends are processes of their own, and its salt differs between them.
     description = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
     return int.from_bytes(hashlib.blake2b(description, digest_size=8).digest(), "little")
 

@@ -1,7 +1,7 @@
-"""The receiving half of weight sync: from what a transport hands over to the weights of an engine.
+"""The receiving half of weight sync: from the buckets of a transport to the weights of an engine.
 
-Weights of a LoRA model whose base and adapters come apart are merged here, or handed to an engine that computes with
-them as they are.
+If a LoRA model's base and adapters are sent separately they are merged here, or handed to an engine that computes with
+adapters itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class WeightReceiver:
-    """Lives in the engine's process; one method a message of the update."""
+    """Lives in the engine's process, with a method for each message of an update."""
 
     def __init__(self, engine: GenerationStrategy) -> None:
         self._engine = engine
@@ -45,10 +45,10 @@ class WeightReceiver:
         self._adapted = AdapterParts() if engine.takes_adapters else AdaptedWeights()
 
     def start(self, start: UpdateStart) -> ChecksumKind:
-        """An update begins; the kind of checksum that the engine will report.
+        """Begin an update and return the kind of checksum that the engine will report.
 
         Raises:
-            ValueError: the update changes something else than what the engine holds.
+            ValueError: the update is a delta to a version that the engine does not hold.
         """
         if start.base_version not in (None, self._held_version):
             raise ValueError(
@@ -56,20 +56,22 @@ class WeightReceiver:
                 f"{'none' if self._held_version is None else self._held_version}"
             )
         if self._update is not None:
-            # It ended early, by another engine's death; what it has brought is overwritten.
+            # The last one was cut short by another engine's death. This one is full and overwrites what it brought,
+            # but the engine cannot start another reload inside an open one.
             self._update = None
             self._engine.finish_weight_update()
         self._receiver = self._connected(start.link)
         self._engine.start_weight_update(start.version)
-        self._update, self._held_version = start, None
+        self._update, self._held_version = start, None  # None until finished: half an update is no version
         self._adapted.start(start.scalings, keep=start.base_version is not None)
         return self._checksum_kind
 
     def _connected(self, link: Link) -> Receiver:
-        """The connection of the last update, or a new one in its place."""
+        """Return the connection of the last update if the link is the same, else a new one in its place."""
         known, receiver = self._connections.get(link.receiver, (None, None))
         if receiver is None or known != link:
             if receiver is not None:
+                # Forgotten first: should connecting fail, a closed receiver must not be found again.
                 del self._connections[link.receiver]
                 receiver.close()
             receiver = link.connect()
@@ -77,7 +79,7 @@ class WeightReceiver:
         return receiver
 
     def update(self, header: BucketHeader, payload: object) -> None:
-        """Take over one bucket.
+        """Load one bucket.
 
         Raises:
             ValueError: a bucket of another update.
@@ -91,7 +93,7 @@ class WeightReceiver:
             )
         if whole := dict(self._whole_tensors(tensors)):
             self._engine.update_weights(whole)
-        del tensors, whole  # what is mapped goes with its last tensor
+        del tensors, whole  # memory that is mapped for this call is unmapped with its last tensor
         self._receiver.settle()
 
     def _whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,6 +102,7 @@ class WeightReceiver:
             if separator + part == INDICES_PART:
                 weights = self._engine.held_weights()
                 assert weights is not None, "this engine takes whole models only"
+                # In place where it can be; an engine that stores the tensor strided gets the changed copy back.
                 held = weights[name].contiguous()
                 apply_delta(held, tensor, tensors[name + VALUES_PART])
                 yield name, held
@@ -109,10 +112,10 @@ class WeightReceiver:
                 yield name, tensor
 
     def finish(self, unsent: Sequence[str] = ()) -> dict[str, Checksum]:
-        """Make the new weights current; a checksum per tensor of what the engine now holds.
+        """Make the new weights current and return the checksum of each tensor that the engine now holds.
 
         Args:
-            unsent: tensors that the update did not bring and that are checked all the same.
+            unsent: tensors that the update did not bring and that are verified too.
         """
         assert self._update is not None, "no update has been started"
         self._adapted.hand_over(self._engine)
@@ -125,14 +128,14 @@ class WeightReceiver:
         return checksums
 
     def close(self) -> None:
-        """Give up all connections."""
+        """Close all connections."""
         for _, receiver in self._connections.values():
             receiver.close()
         self._connections.clear()
 
 
 class AdapterParts:
-    """For an engine that computes with adapters: keeps A and B until all of an update's are there."""
+    """Collects A and B of all weights, for an engine that computes with adapters and takes them as a whole."""
 
     def __init__(self) -> None:
         self._scalings: Mapping[str, float] = {}
@@ -144,43 +147,45 @@ class AdapterParts:
         self._parts.clear()
 
     def takes(self, key: str) -> bool:
-        """True for a tensor of an update that belongs here: A or B of an adapted weight."""
+        """Return True for A or B of an adapted weight."""
         name, separator, _ = key.partition("#")
         return bool(separator) and name in self._scalings
 
     def take(self, key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Keep a copy of a part; nothing goes to the engine yet."""
-        self._parts[key] = tensor.clone()
+        """Keep a part; nothing goes to the engine yet."""
+        self._parts[key] = tensor.clone()  # the transport reuses the bucket's memory
         yield from ()
 
     def hand_over(self, engine: GenerationStrategy) -> None:
-        """Give the engine the adapter, if it is whole; what is missing will be missed in its checksums."""
+        """Give the engine the adapter if it is complete; otherwise the verification reports what is missing."""
         wanted = [weight + part for weight in self._scalings for part in (DOWN_PART, UP_PART)]
         if wanted and self._parts.keys() >= set(wanted):
             engine.update_adapter(self._parts, self._scalings)
         self._parts = {}
 
     def checksums(self, held: Mapping[str, Checksum]) -> dict[str, Checksum]:
-        """None: the engine has them."""
+        """Return nothing: the engine reports those of its adapters itself."""
         return {}
 
 
 class AdaptedWeights:
-    """Keeps the base and the adapters of every adapted weight: the engine's own weights are the merged ones, from
-    which the base could not be had back exactly."""
+    """Keeps base and adapters of every adapted weight, and gives the engine the merged one.
+
+    The base has to be kept: subtracting ``B A`` from a merged bfloat16 weight does not restore its bits.
+    """
 
     def __init__(self) -> None:
         self._scalings: Mapping[str, float] = {}
         self._parts: dict[str, torch.Tensor] = {}
         self._merged: dict[str, int] = {}
-        """Checksums of what the engine was given in this update."""
+        """Checksums of the merged weights given to the engine in this update."""
 
     def start(self, scalings: Mapping[str, float], keep: bool) -> None:
-        """An update begins.
+        """Begin an update.
 
         Args:
             scalings: the factor of ``B A`` by weight.
-            keep: the update does not bring what it does not change.
+            keep: the update brings changed tensors only, so the parts of earlier ones remain valid.
         """
         self._scalings = scalings
         self._merged.clear()
@@ -188,11 +193,11 @@ class AdaptedWeights:
             self._parts.clear()
 
     def takes(self, key: str) -> bool:
-        """True for a tensor of an update that belongs here: W, A or B of an adapted weight."""
+        """Return True for W, A or B of an adapted weight."""
         return key.partition("#")[0] in self._scalings
 
     def take(self, key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Keep a copy of a part; the merged weight, by its name, when that is the last of them (B)."""
+        """Keep a copy of a part; with the last one (B) yield the merged weight under its own name."""
         if key in self._parts:
             self._parts[key].copy_(tensor)
         else:
@@ -205,14 +210,16 @@ class AdaptedWeights:
             yield name, merged
 
     def hand_over(self, engine: GenerationStrategy) -> None:
-        """The engine has the merged weights already."""
+        """Do nothing: the engine has the merged weights already."""
 
     def checksums(self, held: Mapping[str, Checksum]) -> dict[str, Checksum]:
-        """Checksums of every part. In place of a base's: the engine's own of the merged weight, where it was given
-        another.
+        """Return the checksum of every part, which the sender compares with what it sent.
+
+        The engine's merged weight is verified here, since the sender never sees it: if it differs from the one given,
+        the engine's checksum takes the place of the base's, and the comparison fails.
 
         Args:
-            held: by the engine.
+            held: checksums of the engine's own weights.
         """
         found: dict[str, Checksum] = {key: tensor_checksum(tensor) for key, tensor in self._parts.items()}
         return found | {name: held.get(name, 0) for name, merged in self._merged.items() if held.get(name) != merged}

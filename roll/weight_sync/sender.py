@@ -1,7 +1,7 @@
 """The sending half of weight sync. The driver says which engines get which version; the trainer gathers a bucket, hands
 it to every engine, and verifies what arrived.
 
-While the engines take over one bucket, the trainer gathers the next: at most two buckets exist at a time.
+While the engines load one bucket, the trainer gathers the next: at most two buckets exist at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 def sync_options(run: RunConfig, keys: WeightSyncConfig, engines: GenerationWorkerConfig, plan: Plan) -> SyncOptions:
-    """Those of a run on hosts like this one."""
+    """Return the settings of every weight update of a run, for hosts like this one."""
     train, infer = (plan.roles[role].device_mapping for role in ("actor_train", "actor_infer"))
     return SyncOptions(
         buffer_bytes=run.model_update_buffer_size_mb * MIB,
@@ -78,7 +78,7 @@ class WeightSync:
         self._target = target
         nodes = {source.addresses[0].node_id, *(address.node_id for address in target.addresses)}
         if options.transport == "shared_memory" and len(nodes) > 1:
-            # Memory is shared on one host only: between several Ray carries the weights.
+            # A memory file can be mapped on its own host only; Ray's object store copies to the others by itself.
             logger.info("weights travel by object_store: %s has engines on other hosts than the sender", target.name)
             options = replace(options, transport="object_store")
         self._options = options
@@ -87,13 +87,14 @@ class WeightSync:
         self._held_version: int | None = None
 
     def sync(self, version: int) -> Metrics:
-        """Bring the engines to ``version``; no turn of theirs may be in flight. Engines that have died, fail or do not
-        answer are killed and left out; where that happens during the update, the others are sent everything again.
+        """Bring the engines to ``version``; none of them may be generating. Engines that have died, fail or do not
+        answer are killed and left out; if that happens during the update, it is repeated with the others, in full.
 
         Raises:
             WorkerFailed: an engine holds other values than it was sent (caused by a ``WeightSyncError``).
             RemoteError: the last engine is lost, or a trainer failed.
         """
+        # An engine found dead here costs a ping; found during the update it costs a second gather of the whole model.
         ping = self._options.patience
         pings = {rank: self._target.submit(rank, Worker.ping).within(ping) for rank in self._target.live_ranks}
         for rank, call in pings.items():
@@ -113,15 +114,17 @@ class WeightSync:
         }
 
     def _try(self, version: int) -> SyncReport | None:
-        """An update of the engines that are there; None: one of them was lost in it."""
+        """Update the engines that are alive; None if one of them was lost on the way."""
         engines = {rank: self._target.workers[rank] for rank in self._target.live_ranks}
         can_build_on_it = self._options.mode != "full" and self._holders.issuperset(engines)
         base_version = self._held_version if can_build_on_it else None
+        # Until this update has succeeded: one that fails half-way leaves the engines with tensors of two versions, on
+        # which no delta can be built.
         self._holders = set()
         begin = time.monotonic()
         call = self._source.call_all(SendingWorker.send_weights, engines, version, base_version, self._options)
         reports = call.result()
-        report = next(report for report in reports if report is not None)
+        report = next(report for report in reports if report is not None)  # rank 0's: the others only gather
         if isinstance(report, LostEngines):
             self._lose(report, time.monotonic() - begin)
             return None
@@ -129,7 +132,7 @@ class WeightSync:
         return report
 
     def _lose(self, lost: LostEngines, seconds: float) -> None:
-        """Go on without the engines that an update failed of."""
+        """Continue without the engines that made an update fail."""
         for rank in lost.ranks:
             address = self._target.addresses[rank]
             report = RankReport(rank, f"pid {address.pid} on {address.node_ip}", lost.text, log_file=address.log_file)
@@ -138,13 +141,13 @@ class WeightSync:
 
     def _leave_out(self, rank: int, loss: RemoteError) -> None:
         if self._target.live_ranks == [rank]:
-            raise loss
+            raise loss  # nothing is left that could generate
         self._target.leave_out(rank)
 
 
 Answers = Callable[[str, float], list[Any]]
-"""Waits for a method in progress on every engine: one answer an engine, all there by a time on the monotonic clock; the
-first argument is how a message names the update.
+"""Waits for a method that all engines are running and returns their results, in order. Arguments: the name of the
+update in messages, and the deadline on the monotonic clock.
 
 Raises:
     WeightSyncError: an engine died, failed or did not answer; it is named.
@@ -173,22 +176,24 @@ class RayEngines:
 
 
 _GRACE_SECONDS = 2.0
-"""Seconds for which the other engines are listened to after the first failure."""
+"""Seconds to wait for further failures after the first: a broken connection is often reported by its healthy end first,
+and the engine that died shows up a moment later."""
 
 
 def _answers(method: str, refs: Mapping[int, ray.ObjectRef[Any]], update: str, end: float) -> list[Any]:
     found: dict[int, Any] = {}
     while waiting := {ref: rank for rank, ref in refs.items() if rank not in found}:
         ready, late = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end - time.monotonic()))
-        # None ready: the time is over, and each that is late becomes a failure.
+        # None ready: the deadline has passed, so every engine that has not answered counts as failed.
         answered = {waiting[ref]: _answer(method, update, waiting[ref], ref) for ref in ready or late}
         found |= answered
         if any(isinstance(answer, _Failure) for answer in answered.values()):
-            # The first to fail is not always the one to blame: a broken connection has two ends.
+            # Keep listening, but not until the deadline: engines that wait for the failed one may never answer.
             end = min(end, time.monotonic() + _GRACE_SECONDS)
     failures = {rank: found[rank] for rank in refs if isinstance(found[rank], _Failure)}
     if failures:
         worst = min(failures.values(), key=lambda failure: failure.gravity)
+        # Only the gravest kind is dropped: engines that failed because a peer did are sound and get the update again.
         to_blame = [rank for rank, failure in failures.items() if failure.gravity == worst.gravity]
         raise WeightSyncError(worst.text, lost=to_blame)
     return [found[rank] for rank in refs]
@@ -196,7 +201,7 @@ def _answers(method: str, refs: Mapping[int, ray.ObjectRef[Any]], update: str, e
 
 def _answer(method: str, update: str, engine: int, ref: ray.ObjectRef[Any]) -> Any:
     try:
-        return ray.get(ref, timeout=0)
+        return ray.get(ref, timeout=0)  # 0: it is ready, or it is too late
     except ray.exceptions.GetTimeoutError:
         return _Failure(2, f"{update}: engine {engine} was not done with {method!r} in time")
     except ray.exceptions.RayTaskError as error:
@@ -210,12 +215,13 @@ def _answer(method: str, update: str, engine: int, ref: ray.ObjectRef[Any]) -> A
 @dataclass(frozen=True)
 class _Failure:
     gravity: int
-    """0: the most probable to have made others fail; 3: most probably made to fail by another."""
+    """Likelihood that it is a consequence: 0 a death, 1 an error of its own, 2 a time-out, 3 trouble with a peer."""
     text: str
 
 
 _BLAME_SECONDS = 2.0
-"""Seconds for which the engines are listened to when the transport fails: the cause is more probably theirs."""
+"""Seconds to wait for an engine's error when the sender's end of the transport fails: an engine that died mid-transfer
+is the usual cause, and its error names it where "connection closed" names nobody."""
 
 NamedBuckets = Iterable[list[tuple[str, torch.Tensor]]]
 
@@ -230,17 +236,17 @@ class Update:
     base_version: int | None = None
     """The version that all engines hold and the update changes; None: the update brings all tensors."""
     scalings: Mapping[str, float] = field(default_factory=dict)
-    """Weights whose adapters come apart, and the factor of ``B A`` for each."""
+    """Weights whose adapters are sent separately, and the factor of ``B A`` for each."""
     patience: float | None = None
-    """Seconds that an engine may take over one message, a bucket say; None: as long as the whole exchange."""
+    """Seconds that an engine may take for one message (a bucket, say); None: no limit but the deadline."""
 
 
 class WeightSender:
     """Lives as long as the sending rank, and remembers what the engines hold.
 
     Args:
-        bucket_bytes: with ``delta``, changed elements are collected to as much before they are sent.
-        delta: send changed elements only, where that is less.
+        bucket_bytes: with ``delta``, the size to which changed elements are collected before they are sent.
+        delta: send only the changed elements of a tensor, where that is less than the tensor.
     """
 
     def __init__(self, transport: Sender, bucket_bytes: int = 0, delta: bool = False) -> None:
@@ -271,6 +277,7 @@ class WeightSender:
         try:
             return exchange.run(buckets, encode, self._bucket_bytes if self._delta is not None else 0)
         except BaseException:
+            # Engines may be left reading a buffer or waiting in a collective of this update: reuse neither.
             self._transport.abandon()
             raise
 
@@ -291,9 +298,10 @@ class _Exchange:
     def run(
         self, buckets: NamedBuckets, encode: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], collect_bytes: int
     ) -> SyncReport:
-        """Args:
-        encode: a tensor to what is sent of it; nothing where the engines hold it.
-        collect_bytes: what is sent of several buckets travels together until it is as much.
+        """
+        Args:
+            encode: from a tensor to what is sent of it; empty if the engines hold it already.
+            collect_bytes: what is sent of successive buckets is collected to this size.
         """
         update = self._update
         links = self._transport.start(self._engines.members, update.version, self._seconds_left)
@@ -301,8 +309,11 @@ class _Exchange:
             "start_weight_update",
             lambda engine: (UpdateStart(update.version, links[engine], update.base_version, dict(update.scalings)),),
         )
+        # After the call, not before: both ends have to be in the rendezvous of a process group at the same time.
         self._transporting(question, lambda: self._transport.connect(self._seconds_left))
+        # One kind on all engines: the trainer hashes each tensor once.
         (kind,) = set(self._answers(question))
+        # Also the tensors of earlier updates that this one does not bring are verified at its end.
         unsent = dict.fromkeys(self._checksums)
         in_flight: deque[Answers] = deque()
         hashing: Future[None] | None = None
@@ -310,8 +321,8 @@ class _Exchange:
         with ThreadPoolExecutor(1) as pool:
             for named in chain(buckets, [None]):
                 if hashing is not None:
-                    hashing.result()
-                # Concurrently with the packing and sending of the same tensors: neither holds the interpreter.
+                    hashing.result()  # a bucket's memory may be reused once the next but one is gathered
+                # In parallel with packing and sending: xxhash, torch and memcpy all release the GIL.
                 hashing = pool.submit(self._hash, named or [], kind)
                 for name, tensor in named or ():
                     if encoded := encode(name, tensor.detach()):
@@ -320,6 +331,7 @@ class _Exchange:
                     else:
                         unsent[name] = None
                 if parts and (named is None or _num_bytes(parts) >= collect_bytes):
+                    # Packing overwrites the oldest slot, so the engines must have copied out of it.
                     if len(in_flight) == self._transport.slots:
                         self._wait(in_flight.popleft())
                     in_flight.append(self._hand_over(parts))
@@ -347,12 +359,12 @@ class _Exchange:
         return question
 
     def _wait(self, question: Answers) -> None:
-        """For the engines to have taken a bucket."""
+        """Wait until the engines have copied a bucket, and free its slot."""
         self._answers(question)
         self._transporting(question, self._transport.release)
 
     def _transporting(self, question: Answers, act: Callable[[], None]) -> None:
-        """Run the sender's end of ``question``. When it fails, what an engine says about it comes first."""
+        """Run the sender's end of ``question``. If it fails, an engine's own error takes precedence."""
         try:
             act()
         except (RuntimeError, OSError) as error:
@@ -364,7 +376,7 @@ class _Exchange:
 
     @property
     def _seconds_left(self) -> float:
-        """For the next message to be taken."""
+        """Time limit of the next message, never 0 or less."""
         left = self._end - time.monotonic()
         return max(1e-3, left if self._update.patience is None else min(left, self._update.patience))
 

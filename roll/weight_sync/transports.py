@@ -1,19 +1,19 @@
 """Transports: how the bytes of a bucket get from the sending rank to the engines; through host memory and storage.
 
 An update is ``start(version) -> update(bucket)* -> finish(version)``. Control messages (versions, checksums, errors)
-are calls of the engines whatever the transport; a transport only says what an engine gets with a call in order to
-receive the tensors.
+are actor calls under every transport; a transport only decides what payload goes with a call and how an engine gets the
+tensors from it.
 
 - ``object_store``: a bucket is written into Ray's object store once, and read there by every engine of the host. Ray
-  carries it to other hosts by itself. The tensors are written where they will be read: pickled with protocol 5 each of
-  them travels out of band, so the sender copies once, into shared memory, and an engine not at all.
+  copies it to other hosts by itself. Tensors are pickled out of band (protocol 5), so the sender copies them once, into
+  shared memory, and an engine not at all.
 - ``safetensors``: a bucket is a file on storage that trainer and engines share. It is written under another name and
-  renamed when it is whole, so an engine never reads half of one. It is deleted when every engine has read it; the
-  folder of an update when the update is over, and those of unfinished updates when the next one starts.
+  renamed once complete, so an engine never reads half of it. It is deleted when every engine has read it; the
+  folder of an update at its end, and those of unfinished updates when the next one starts.
 - ``shared_memory``: a bucket in memory that the processes of a host share, for engines on the sender's host. The sender
-  keeps two anonymous memory files, fills them in turn, and fills one while the engines copy out of the other. They stay
-  for the next update: memory that a process has not touched before costs more than copying into it. An engine maps a
-  file by way of ``/proc``, once; the kernel frees it with its last user, however the processes ended.
+  keeps two anonymous memory files and fills one while the engines copy out of the other. They stay for the next
+  update: page faults of fresh memory cost more than the copy into it. An engine maps a file once, through ``/proc``;
+  the kernel frees it with its last user, so no crash leaves it behind.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive(self, payload: Any) -> dict[str, torch.Tensor]:
-        """The tensors of a bucket. They may lie in memory that is shared, read-only or used again for the next one:
-        valid until the call in which they came returns."""
+        """Return the tensors of a bucket. Their memory may be shared, read-only or reused for the next bucket: they are
+        valid until the actor call that brought them returns."""
 
     def settle(self) -> None:
         """The engine has copied the tensors of the last bucket; called before it answers."""
@@ -58,13 +58,13 @@ class Receiver(ABC):
 
 @dataclass(frozen=True)
 class Link:
-    """An engine's end of a transport, as sent to it at the start of each update; picklable. As long as an engine gets
-    equal ones it uses the receiver of the last update again."""
+    """An engine's end of a transport, sent to it at the start of each update; picklable. An engine that gets the same
+    link again reuses the receiver of the last update."""
 
     receiver: type[Receiver]
 
     def connect(self) -> Receiver:
-        """Make the receiver; most have nothing to connect, since a payload says where its tensors lie."""
+        """Make the receiver. Most have nothing to connect: the payload says where its tensors are."""
         return self.receiver()
 
 
@@ -76,7 +76,7 @@ class Sender(ABC):
     """Buckets that may be packed and not yet released: with two, one is packed while the engines take the other."""
 
     def start(self, engines: Sequence[Any], version: int, seconds: float) -> Sequence[Link]:
-        """An update begins; one link for each of ``engines``, of which only the identity counts.
+        """Begin an update; return a link for each of ``engines``, of which only the identity counts.
 
         Args:
             seconds: how long the whole exchange may take.
@@ -84,23 +84,23 @@ class Sender(ABC):
         return [Link(self.receiver)] * len(engines)
 
     def connect(self, seconds: float) -> None:
-        """Called when the engines get their links: where both ends must meet, they do here."""
+        """Called while the engines open their links: the sender's half of a rendezvous, where there is one."""
 
     @abstractmethod
     def pack(self, tensors: Tensors) -> Any:
-        """The payload that engines get for this bucket. The tensors must stay as they are until :meth:`release`."""
+        """Return the payload that engines get for this bucket. The tensors must not change until :meth:`release`."""
 
     def deliver(self, seconds: float) -> None:
-        """Called when the engines are being handed what :meth:`pack` gave last: send it, where it does not go along."""
+        """Called while the engines receive the last payload: send the tensors, where the payload does not hold them."""
 
     def release(self) -> None:
-        """The engines have taken the tensors of the first :meth:`pack` that was not released."""
+        """Free the oldest packed bucket, which all engines have copied."""
 
     def finish(self) -> None:
         """The update has succeeded."""
 
     def abandon(self) -> None:
-        """The update failed: give up connections whose other end may be anywhere."""
+        """Close connections after a failed update: the other end may be at any message of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ def _rebuild(table: list[tuple[str, str, tuple[int, ...]]], arrays: list[np.ndar
 
 class _ObjectStoreReceiver(Receiver):
     def receive(self, payload: TensorBundle) -> dict[str, torch.Tensor]:
-        return payload.tensors  # Ray has replaced the reference in the call by the bundle
+        return payload.tensors  # Ray resolves a top-level ObjectRef argument before the call
 
 
 class ObjectStoreSender(Sender):
@@ -146,7 +146,7 @@ class ObjectStoreSender(Sender):
         return self._shared[-1]
 
     def release(self) -> None:
-        # The last reference here: the store frees the bucket.
+        # The owner's last reference: only now may Ray evict the bucket.
         self._shared.popleft()
 
     def abandon(self) -> None:
@@ -158,7 +158,7 @@ _PREFIX = "update-"
 
 class _FileReceiver(Receiver):
     def receive(self, payload: str) -> dict[str, torch.Tensor]:
-        # The tensors are views of the mapped file, which stays mapped after the file is gone.
+        # Views of an mmap, which stays valid after the sender has unlinked the file.
         with safe_open(payload, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
 
@@ -179,6 +179,7 @@ class FileSender(Sender):
 
     def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[Link]:
         self._directory.mkdir(parents=True, exist_ok=True)
+        # Left by a process that was killed in an update. Nobody reads them: the folder is this run's alone.
         for stale in self._directory.glob(f"{_PREFIX}*"):
             shutil.rmtree(stale)
         self._update = self._directory / f"{_PREFIX}{version}"
@@ -207,7 +208,7 @@ class FileSender(Sender):
 
 
 _GRAIN = 1 << 21
-"""Sizes are multiples of this many bytes: a huge page."""
+"""Sizes are rounded up to 2 MiB, the size of a huge page."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class SharedPayload:
 
     path: str
     serial: int
-    """Equal path and serial: the same file, however often numbers are used again."""
+    """Tells two files of one path apart: pids and descriptors are reused."""
     slot: int
     size: int
     """Bytes of the file."""
@@ -233,7 +234,7 @@ class _SharedMemoryReceiver(Receiver):
     def receive(self, payload: SharedPayload) -> dict[str, torch.Tensor]:
         key = (payload.path, payload.serial)
         if payload.slot not in self._mapped or self._mapped[payload.slot][0] != key:
-            # What was mapped before goes with its last view.
+            # The old mapping is freed with its last view; mmap.close() raises BufferError while there is one.
             self._mapped[payload.slot] = key, _mapped(payload.path, payload.size)
         memory = self._mapped[payload.slot][1][: payload.used]
         return WeightBucket(payload.entries, tensor_over(memory)).tensors()
@@ -260,7 +261,7 @@ class SharedMemorySender(Sender):
         slot, self._next = self._next, (self._next + 1) % self.slots
         file = self._files[slot]
         if file is None or file.size < used:
-            # Freed first: where the engines still hold it, so do they when they are handed the next one.
+            # Freed before the larger one is allocated, so that the sender never holds both.
             self._files[slot] = file = None
             self._files[slot] = file = _MemoryFile(used)
         bucket = WeightBucket(entries, torch.from_numpy(file.memory))
@@ -269,7 +270,7 @@ class SharedMemorySender(Sender):
         return SharedPayload(file.path, file.serial, slot, file.size, entries, used)
 
     def abandon(self) -> None:
-        # An engine may still be reading: the next update must not write there.
+        # An engine may still be copying from them: the next update gets new files.
         self._files = [None] * self.slots
 
 
@@ -284,7 +285,7 @@ class _MemoryFile:
         self.serial = next(_serial)
         self._descriptor = os.memfd_create(f"roll-weights-{self.serial}")
         try:
-            # Taken now, with an error if there is not as much: a write that finds no memory would end the process.
+            # memfd pages are allocated on first write, and running out then is a SIGBUS. fallocate raises ENOSPC.
             os.posix_fallocate(self._descriptor, 0, self.size)
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
             self.memory = _mapped(self.path, self.size, writable=True)

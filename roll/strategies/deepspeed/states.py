@@ -141,7 +141,7 @@ class MasterStates:
             self.get(run, moment).copy_(values)
 
     def make_moments(self, updates: int) -> None:
-        """Moments of zeros after ``updates`` updates, where there are none yet: as AdamW makes them when it steps."""
+        """Create missing moments as AdamW does in its first step: zeros, here with a count of ``updates``."""
         if self._stage == 3:  # the groups are filled during a step only
             masters = list(self._optimizer.fp32_partitioned_groups_flat)
         else:
@@ -196,7 +196,7 @@ def set_masters(engine: DeepSpeedEngine, elements: Callable[[str, torch.Size, in
     """
     masters = MasterStates(engine)
     if engine.zero_optimization_stage() == 0:
-        # It also made a step of zeros to create the moments; AdamW would count it.
+        # DeepSpeed created the moments by a step with zero gradients, which AdamW counts in its bias correction.
         engine.basic_optimizer.state.clear()
     for run in masters.runs():
         if run.length:

@@ -103,7 +103,8 @@ class DeepSpeedStrategy(DataParallelStrategy):
         enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
         self.progress = TrainingProgress(self.role.training_args, num_training_steps, self.compute_dtype)
         rounds = self.compute_dtype is not torch.float32
-        loaded: dict[str, torch.Tensor] = {}  # every weight, which DeepSpeed replaces by parts of one flat tensor
+        # DeepSpeed makes its float32 masters from weights that it has rounded first: the exact ones are kept for them.
+        loaded: dict[str, torch.Tensor] = {}
         if rounds and meta is None:
             named = self.model.language_model.named_parameters()
             loaded = {name: p.data for name, p in named if p.requires_grad}
@@ -218,7 +219,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
             "train_micro_batch_size_per_gpu": self.role.training_args.per_device_train_batch_size,
             "gradient_accumulation_steps": 2,
             "gradient_clipping": float(max_grad_norm or 0.0),
-            # DeepSpeed divides by it: a step that never comes in place of 0.
+            # DeepSpeed takes the step modulo this number, so "never" cannot be 0.
             "steps_per_print": config.steps_per_print or sys.maxsize,
             "wall_clock_breakdown": config.wall_clock_breakdown,
             "zero_optimization": (section | {"stage": plan.stage}),
@@ -228,7 +229,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
         if dtype is torch.bfloat16:
             options["bf16"] = {"check_grad_overflow": True, **numbers(config.bf16), "enabled": True}
         if dtype is torch.float16:
-            # A scale that DeepSpeed does not move: the strategy does, as under every other backend.
+            # Any value but 0 makes the scale static for DeepSpeed: the strategy moves it, as under every other backend.
             options["fp16"] = {"enabled": True, "loss_scale": INITIAL_SCALE}
         accumulates = fp32_accumulation and self.plan.stage > 0 and dtype is torch.bfloat16
         data_types = ({"grad_accum_dtype": "fp32"} if accumulates else {}) | numbers(config.data_types)
@@ -282,10 +283,11 @@ class DeepSpeedStrategy(DataParallelStrategy):
             self.engine.optimizer.loss_scale = self.progress.scale
 
     def _differentiate(self, loss: torch.Tensor) -> None:
-        """DeepSpeed takes the mean over ranks; the loss is this rank's share of a sum."""
+        """DeepSpeed averages over ranks, but the loss is this rank's share of a sum: hence the factor."""
         share = loss * self.world_size
         if self.progress.loss_scale is not None and self.plan.stage == 0:
             share = share * self.progress.scale  # the higher stages' optimizers multiply by it themselves
+        # Not divided by the accumulation steps, a nominal 2: the loss is already divided by the whole step's tokens.
         self.engine.backward(share, scale_wrt_gas=False)
         if self.steps_each_micro_batch and not self._is_last:
             self.engine.step()

@@ -180,7 +180,7 @@ class GenerationStrategy(ABC):
 
     @abstractmethod
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over full tensors by Hugging Face name. The tensors may be read-only shared memory: copy, never keep."""
+        """Load full tensors by Hugging Face name. They may be read-only shared memory: copy, never keep."""
 
     @abstractmethod
     def finish_weight_update(self) -> Mapping[str, Checksum]:
@@ -314,7 +314,7 @@ def not_finite(outputs: Iterable[GenerationOutput]) -> dict[str, str]:
 
 
 _NOTICE_SECONDS = 2.0
-"""Time between an error caused by a rank's death and the end of its process: a peer may report first."""
+"""Seconds to wait for a rank's process to end after an error: a peer often reports the broken connection first."""
 _END_SECONDS = 10.0
 """Limit for killed ranks to be gone."""
 
@@ -339,7 +339,7 @@ class RankWatch:
             self._thread.start()
 
     def close(self) -> None:
-        """Let the ranks end from now on."""
+        """Stop watching: from now on ranks may end."""
         self._is_over.set()
 
     @contextmanager
@@ -359,11 +359,12 @@ class RankWatch:
         for number, (sentinel, rank) in enumerate(self._ranks.items()):
             if sentinel in dead:
                 logger.error("rank %d of the engine (pid %d) has died, and the engine ends with it", number, rank.pid)
-        # The ranks hold devices that the engine's replacement needs: wait until none is left.
+        # A replacement of this engine gets the same devices, which are free only when every rank is gone.
         for rank in self._ranks.values():
             rank.kill()
         left, give_up = set(self._ranks), time.monotonic() + _END_SECONDS
         while left and time.monotonic() < give_up:
             left -= set(wait(list(left), give_up - time.monotonic()))
         logging.shutdown()
+        # From a thread, while the main one may be stuck inside a collective: sys.exit() would end this thread only.
         os._exit(1)

@@ -53,7 +53,7 @@ class SamplingParams:
     top_log_probs: int = 0
     """Number of most probable tokens reported at each position, with their log-probs."""
     seed: int | None = None
-    """Sample i of the request draws from the stream (seed, i), whatever else is in the batch; None: engine's own."""
+    """Sample i draws from the stream (seed, i), independently of the rest of the batch; None: a seed of the engine."""
     json_schema: str | None = None
     """JSON schema, as a text, that the response follows: every token is sampled among those that can continue it."""
 
@@ -140,7 +140,7 @@ class GenerationOutput:
 def interrupted(
     request: GenerationRequest, aborted: Iterable[GenerationOutput], finished: Iterable[GenerationOutput]
 ) -> GenerationRequest:
-    """``request`` as any engine takes it to continue where it was stopped.
+    """Make of ``request`` one with which any engine continues where it was stopped.
 
     Args:
         aborted: its unfinished samples, whole responses so far.
@@ -160,7 +160,7 @@ def continued(begun: PartialSample, output: GenerationOutput) -> GenerationOutpu
     """The whole response of a sample that was continued: what it came with, then the tokens of ``output``."""
     spans, shift = list(begun.weight_versions), len(begun.token_ids)
     for version, start, end in output.weight_versions:
-        if spans and version == spans[-1][0]:
+        if spans and version == spans[-1][0]:  # the interruption itself is no change of weights
             spans[-1] = (version, spans[-1][1], end + shift)
         elif end > start:
             spans.append((version, start + shift, end + shift))
@@ -174,8 +174,8 @@ def continued(begun: PartialSample, output: GenerationOutput) -> GenerationOutpu
 
 
 def visible_text(text: str, params: SamplingParams) -> str:
-    """The response as rewards and people see it: it ends before the stop string that ended it, or with it where
-    ``include_stop_str_in_output`` asks for that. The token ids keep the whole stop string either way."""
+    """Return the response as rewards and people see it: it ends before its stop string, or with it if
+    ``include_stop_str_in_output`` is set. The token ids keep the whole stop string either way."""
     found = [(text.find(stop), stop) for stop in params.stop_strings if stop in text]
     if not found:
         return text
@@ -421,7 +421,7 @@ def _border(best: torch.Tensor, probs: torch.Tensor, top_p: torch.Tensor) -> tor
     """The value in ``best`` (B, k, descending) at which the sum of ``probs`` reaches ``top_p``."""
     before = probs.cumsum(-1, dtype=torch.float64) - probs
     count = (before < top_p[:, None]).sum(-1).clamp(min=1)
-    # Rounding must not drop the last tokens of a row that wants them all.
+    # With top_p = 1 a cumulative sum that rounding has brought to 1 early must not drop the last tokens.
     border = best.gather(1, (count - 1)[:, None])[:, 0]
     return torch.where(top_p < 1, border, best.new_full((), -torch.inf))
 

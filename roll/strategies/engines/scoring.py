@@ -2,8 +2,8 @@
 (:mod:`roll.strategies.remote`).
 
 Both report, for every position of a sequence, the log-prob of the token there and the most probable tokens in its
-place, at temperature 1. Position t of what they report is about token t, as predicted by those in front of it; the
-columns of a batch are laid out the same way, so nothing is shifted.
+place, at temperature 1. Position t of a report is about token t given the tokens before it; the columns of a batch are
+laid out the same way, so nothing is shifted.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ScoringStrategy(ModelStrategy):
         return columns
 
     def _scored(self, batch: TensorBatch, top: int) -> Iterator[tuple[torch.Tensor, PromptScore]]:
-        """By row the positions that count and the score; nothing after the last of them is computed."""
+        """Yield each row's response positions and its score; nothing after the last of them is computed."""
         images = batch.get(IMAGES)
         if images is not None and any(one is not None for one in images):
             raise ValueError(f"{self.role.name}: {self._name} scores token ids here, and takes no images")

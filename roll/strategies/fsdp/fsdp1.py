@@ -61,7 +61,7 @@ class FsdpStrategy(ShardedStrategy):
         shapes = {name: tensor.shape for name, tensor in self._named_tensors()}
         self._names = list(shapes)
         self.mesh = build_mesh(self.device.type, self.dims)
-        # On a CPU host everything is in host memory as it is.
+        # On a CPU everything is in host memory already.
         offload = self.config.offload_policy and self.device.type != "cpu"
         if self.mesh.size() > 1 or self.compute_dtype is not torch.float32 or offload:
             self.root = self._wrap_model(offload)
@@ -164,7 +164,7 @@ class FsdpStrategy(ShardedStrategy):
                 _reshard(unit, handle, True)
 
     def _decay_groups(self) -> list[dict[str, Any]]:
-        # Every parameter is a run of elements here: which of them is a matrix shows in its whole shape.
+        # With use_orig_params a sharded parameter is a flat view: only its whole shape tells a matrix from a vector.
         def num_dims(parameter: torch.Tensor) -> int:
             return len(self._pieces[parameter].shape) if parameter in self._pieces else parameter.ndim
 
@@ -174,7 +174,7 @@ class FsdpStrategy(ShardedStrategy):
         self._reduces = last or self.config.reduce_scatter_during_grad_accumulation
 
     def _differentiate(self, loss: torch.Tensor) -> None:
-        """FSDP1 takes the mean over ranks; the loss is this rank's share of a sum."""
+        """FSDP1 averages over ranks, but the loss is this rank's share of a sum: hence the factor."""
         if self.root is None:
             super()._differentiate(loss)
             return

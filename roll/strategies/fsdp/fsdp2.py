@@ -44,6 +44,7 @@ class Fsdp2Strategy(ShardedStrategy):
         self.root = self._shard_model()
         if self._meta is not None:
             device = torch.device("cpu") if self.config.offload_policy else self.device
+            # After sharding, so that each rank allocates and reads its own rows only.
             self._meta.read(self.model, device, self._whole)
             self._meta = None
         elif self.root is None:
@@ -80,7 +81,7 @@ class Fsdp2Strategy(ShardedStrategy):
         divided: list[torch.nn.Module] = []
         if self._expert_mesh is not None:
             divided = self._expert_mesh.divide(self.sparse_layers)
-            # The weights of chosen experts come in the router's type.
+            # The inputs include the routing weights, which transformers keeps in the router's dtype (float32 in some).
             own = {"mesh": self._expert_mesh.sharding, "mp_policy": replace(precision, cast_forward_inputs=False)}
             for experts in divided:
                 fully_shard(experts, **(options | own))
@@ -91,12 +92,14 @@ class Fsdp2Strategy(ShardedStrategy):
             casts = {"mp_policy": replace(precision, cast_forward_inputs=False)} if id(unit) in tower else {}
             fully_shard(unit, **(options | casts))
         if config.wrap_policy.wrap_lm_output:
+            # A unit is gathered by the hooks of its forward(), but the output matrix is entered by log_probs().
             for head in output_matrices(model.language_model):
                 register_fsdp_forward_method(head, "log_probs")
-        root = fully_shard(model, **options)
+        root = fully_shard(model, **options)  # last: the root takes the parameters that no unit has
         for module in model.modules():
             if isinstance(module, FSDPModule) and mesh.size() > 1:
-                # The loss is already divided by global denominators. gloo has no reduction with a factor: a plain sum.
+                # The loss is already divided by global denominators, so no mean over ranks. gloo has no reduction with
+                # a factor (ReduceOp.PREMUL_SUM), hence the plain sum.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         return root
@@ -121,7 +124,7 @@ class Fsdp2Strategy(ShardedStrategy):
             self.root.set_requires_all_reduce(last)
 
     def _decay_groups(self) -> list[dict[str, Any]]:
-        """Groups of parameters on one mesh each, as a fused step requires."""
+        """Return groups whose parameters are on one mesh: a fused step refuses DTensors of two."""
         groups = super()._decay_groups()
         if self._expert_mesh is None:
             return groups

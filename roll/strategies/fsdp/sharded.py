@@ -96,7 +96,7 @@ def _expert_units(layers: Sequence[SparseLayer], names: set[str]) -> list[nn.Mod
     units = [module for module in inside if type(module).__name__ in names]
     other = names - {type(unit).__name__ for unit in units}
     if other and layers:
-        # A layer's experts by any other name: transformers 4 had a module for each, transformers 5 has one for all.
+        # Configurations name transformers 4's class of a single expert; transformers 5 fuses a layer's into one module.
         experts = [one for layer in layers for one in ([layer.experts] if layer.is_fused else layer.experts.children())]
         logger.info(
             "strategy_config.wrap_policy.moe_experts: no module of a sparse layer is a %s; taken for %s",
@@ -104,7 +104,7 @@ def _expert_units(layers: Sequence[SparseLayer], names: set[str]) -> list[nn.Mod
             ", ".join(sorted({type(one).__name__ for one in experts})),
         )
         units += [one for one in experts if one not in units]
-    # Adapters of fused experts add to the tensors in the call of what wraps them, so that is where they are gathered.
+    # peft's wrapper of fused experts adds A and B to their tensors in its own forward: they must be gathered for that.
     wrapped = {id(layer.experts): getattr(layer.block, EXPERTS) for layer in layers}
     return [wrapped.get(id(unit), unit) for unit in units]
 
@@ -175,7 +175,7 @@ class ShardedStrategy(DataParallelStrategy):
             grads = [parameter.grad for parameter in self.model.parameters()]
             return [None if grad is None else local_tensor(grad) for grad in grads]
 
-        self._begin_micro_batch(last=True)
+        self._begin_micro_batch(last=True)  # so that the backward passes of the test reduce the gradients it compares
         differentiate = self._differentiate if learns else None
         advice = f"set {policy}.apply_expert_patch: true, or leave {policy}.wrap_policy to the model"
         clear = self.model.zero_grad
@@ -227,9 +227,10 @@ class ShardedStrategy(DataParallelStrategy):
         assert self.optimizer is not None
         gradients = [local_tensor(parameter.grad) for parameter in self.trainable if parameter.grad is not None]
         scale = self.progress.scale
+        # Over the shards only: replicas hold the same summed gradient, which would count once for each.
         shard_group = self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
         norm = float(global_norm(gradients, shard_group, self.device)) / scale
-        if math.isfinite(norm):
+        if math.isfinite(norm):  # the same number on all ranks, so all step or none does
             scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -239,7 +240,7 @@ class ShardedStrategy(DataParallelStrategy):
 
     def save(self, path: Path) -> None:
         assert self.optimizer is not None
-        self.saved()
+        self.saved()  # at most one checkpoint is held in host memory at a time
         if self.config.async_save_ckpt and self._background is None:
             self._background = ThreadPoolExecutor(1, "checkpoint")
         with_moments = not self.config.save_only_model
@@ -258,7 +259,7 @@ class ShardedStrategy(DataParallelStrategy):
             return True
         if not wait and not self._writing.done():
             return False
-        writing, self._writing = self._writing, None
+        writing, self._writing = self._writing, None  # before result(): an error is raised once, not at every call
         writing.result()
         return True
 

@@ -81,7 +81,7 @@ class SlotCache:
 
     def move(self, destination: np.ndarray, source: np.ndarray, length: int) -> None:
         """Copy the first ``length`` tokens of rows ``source`` over rows ``destination`` (the two do not meet)."""
-        # Slices of neighbouring rows (a group often ends together): ten times as fast as indexing by lists of rows.
+        # By runs of adjacent rows (a group often ends together): ten times as fast as indexing by lists of rows.
         breaks = np.flatnonzero((np.diff(destination) != 1) | (np.diff(source) != 1)) + 1
         for to, origin in zip(np.split(destination, breaks), np.split(source, breaks), strict=True):
             target = self.data[:, :, to[0] : to[-1] + 1, :, :length]
@@ -140,7 +140,8 @@ class DecodeSlots:
         return [state[: self.size].clone() for state in self._states]
 
     def put_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Keep those of the rows that count; after them may be rows of samples that have just begun."""
+        """Write back the states of the decoded rows only: the rows after them, used to fill up the batch, may belong to
+        samples that were admitted in this step."""
         for held, new in zip(self._states, states, strict=True):
             held[: self._count] = new[: self._count]
 

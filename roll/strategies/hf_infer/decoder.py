@@ -79,7 +79,7 @@ class Decoder(ABC):
         self.key_multiple = KEYS if self.is_invariant else 1
         """Keys that a decoding step reads are as many as a multiple of this."""
         self.cache_dtype = torch.float32 if self.is_invariant else self.dtype
-        """Of keys and values; that of attention, which would convert all of them in every step."""
+        """Dtype of keys and values. Invariant attention is float32 and would otherwise convert all in every step."""
         self.routing: RoutingRecorder | None = None
         """Set where experts' choices are recorded."""
         self.chosen: np.ndarray | None = None
@@ -100,11 +100,11 @@ class Decoder(ABC):
             )
 
     def prefix_key(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Sequence[int]:
-        """Numbers by which the prefix cache knows a sequence, equal only where the computation is."""
+        """Return numbers that identify a sequence in the prefix cache: equal only if keys and values are."""
         return token_ids
 
     def forget_weights(self) -> None:
-        """Drop what was computed with the weights as they were."""
+        """Drop everything computed with the old weights."""
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
@@ -215,7 +215,7 @@ class _Linear:
 @dataclass(frozen=True)
 class _Layer:
     name: str
-    """Of the model's module."""
+    """Name of the model's module."""
     input_norm: torch.Tensor
     qkv: _Linear
     query_norm: torch.Tensor | None
@@ -275,7 +275,7 @@ class FusedDecoder(Decoder):
             heads = grid.pad(self._heads(layer, x, cos, sin)).transpose(1, 2)
             queries, keys, values = self._split(heads)
             keys_values[index, 0], keys_values[index, 1] = keys, values
-            # Padding follows the prompt, where causal attention does not see it.
+            # Padding comes after the prompt, where causal attention does not see it.
             x = self._attend(index, grid, x, queries, keys, values)
         return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
 
@@ -431,7 +431,7 @@ class _PromptGrid:
         counts = torch.tensor([len(prompt) for prompt in prompts])
         self.num_prompts, self.longest = len(prompts), int(counts.max())
         self._num_tokens = int(counts.sum())
-        # Filled up to a few sizes with copies of a token, whose results nobody reads (the engine's _decode says why).
+        # Padded to a few sizes with copies of a token, whose results are discarded: oneDNN builds a kernel per size.
         filler = filled_tokens(self._num_tokens) - self._num_tokens
         flat = [token for prompt in prompts for token in prompt] + [prompts[0][0]] * filler
         positions = torch.cat([torch.arange(length) for length in counts.tolist()] + [torch.zeros(filler).long()])

@@ -30,7 +30,7 @@ _MAX_GATHERED_TOKENS = 8 * _MAX_PREFILL_TOKENS  # of prompts of which a prefix i
 
 @dataclass(slots=True)
 class _QueuedGroup:
-    """Samples of a request that start after the same tokens and have not started yet."""
+    """Samples of a request that begin with the same tokens and have not started yet."""
 
     request: GenerationRequest
     seed: int
@@ -51,7 +51,7 @@ class _QueuedGroup:
         return prompt if self.carried is None else [*prompt, *self.carried.token_ids]
 
     def aborted(self) -> list[GenerationOutput]:
-        """Outputs of the samples as they are."""
+        """Return outputs of the samples as they are."""
         outputs = [GenerationOutput(self.request.request_id, index, [], [], "abort") for index in self.waiting]
         if self.carried is not None:
             outputs = [replace(continued(self.carried, output), routes=self.carried.routes) for output in outputs]
@@ -60,7 +60,7 @@ class _QueuedGroup:
 
 @dataclass(slots=True)
 class _Admission:
-    """Admission of one step: number of samples by group."""
+    """The samples admitted in one step: their number by group."""
 
     groups: list[_QueuedGroup] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
@@ -121,7 +121,7 @@ class GenerationEngine:
         self._unfinished: dict[str, int] = {}
         self._rows = RunningRows(max_num_seqs, max_model_len)
         self._cache = self._new_cache()
-        # A state sums up all tokens to the last: there is none for a prefix.
+        # The state of a linear-attention layer sums up all tokens so far; that of a prefix cannot be recovered from it.
         self._prefixes = PrefixCache(0 if decoder.cache_shape.states else prefix_cache_tokens)
         self.num_prompt_tokens = 0
         """Tokens of all prompts so far, each counted when its first samples start."""
@@ -180,7 +180,7 @@ class GenerationEngine:
         done = stopped | full
         done[failed] = False
         if len(failed):
-            self._prefixes.clear()  # their prompts may be in it
+            self._prefixes.clear()  # it may hold their prompts, whose keys and values may not be finite either
             self._cache.clear(failed)
         for row in failed:
             sample = self._rows.samples[row]
@@ -202,7 +202,7 @@ class GenerationEngine:
     def recover(self) -> list[GenerationOutput]:
         """Drop everything after an error in :meth:`step`; return the samples as they were before it."""
         if self._has_recorded:
-            # These tokens have not been reported; some may have ended their samples.
+            # The step failed after recording. Its tokens were never reported, and one may have ended its sample: undo.
             self._rows.generated[: self._rows.size] -= 1
         outputs = [self._rows.output(row, "abort") for row in range(self._rows.size)]
         for output in outputs:
@@ -244,7 +244,7 @@ class GenerationEngine:
             group.prompt = None
         for row, sample in enumerate(self._rows.samples):
             sample.note_version(version, int(self._rows.generated[row]))
-            sample.stale = True
+            sample.stale = True  # its cache is of older weights: not to be kept as a prefix
 
     @torch.inference_mode()
     def recompute_running(self) -> None:
@@ -311,6 +311,8 @@ class GenerationEngine:
             prompts = [group.token_ids for group in cached.groups]
             found = [group.found for group in cached.groups if group.found is not None]
             longest = max(map(len, prompts))
+            # One sample of each prompt: extended in its row of the cache, without another copy. Otherwise in a buffer,
+            # since the prompt is written to several rows, or kept for samples that wait for a row.
             if max(cached.counts) == 1 and not any(len(group.waiting) > 1 for group in cached.groups):
                 room = self._cache.rows(self._rows.size, len(cached.groups), longest)
             else:
@@ -345,6 +347,7 @@ class GenerationEngine:
                     self._rows.put_routes(self._rows.size - 1, prompts.routes[number], group.carried)
         if groups[-1].waiting and groups[-1].prompt is None:
             groups[-1].prompt = prompts.only(len(groups) - 1)
+        # A cached prompt that was extended in its own row is there already.
         if prompts.keys_values.untyped_storage().data_ptr() != self._cache.data.untyped_storage().data_ptr():
             self._cache.write_prompts(first_row, prompts.keys_values, counts, prompts.states)
         source = torch.repeat_interleave(torch.tensor(counts)).to(self._decoder.device)

@@ -66,7 +66,7 @@ class GenericDecoder(Decoder):
     def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
         if not self._shape.states or len({len(prompt) for prompt in prompts}) == 1:
             return self._prefill(prompts, images)
-        # A state goes through whatever follows a prompt, so only prompts of one length are computed together.
+        # A recurrent state would be changed by the padding after a shorter prompt: only equal lengths go together.
         assert images is None
         by_length: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompts):
@@ -97,7 +97,7 @@ class GenericDecoder(Decoder):
         tokens = torch.zeros(len(prompts), int(lengths.max()), dtype=torch.int64, device=self.device)
         for row, prompt in enumerate(prompts):
             tokens[row, : len(prompt)] = torch.tensor(prompt, device=self.device)
-        # Padding follows the prompt, where causal attention does not see it: no mask is needed.
+        # Padding comes after the prompt, where causal attention does not see it: no mask is needed.
         wanted, which = torch.unique(lengths - 1, return_inverse=True)
         cache = self._new_cache()
         inputs, offsets = self._inputs(tokens, [len(prompt) for prompt in prompts], images)
@@ -132,7 +132,7 @@ class GenericDecoder(Decoder):
             )
         ]
         logits = torch.cat([part for part, _ in parts])
-        # A prompt of text, which may stand between prompts with images, has none.
+        # A prompt of text, which may be among prompts with images, has none.
         return PromptStates(keys_values, logits, [offsets[0] if offsets else 0 for _, offsets in parts])
 
     def _extend(
@@ -179,7 +179,8 @@ class GenericDecoder(Decoder):
             layer.slots = slots
         states = slots.states()
         for linear, conv, recurrent in zip(self._linear, states[::2], states[1::2], strict=True):
-            # Marked as after a prefill, which these layers have never seen: the states are those of the engine's rows.
+            # These layer objects never ran a prefill, so transformers' flags are set as after one: without them a step
+            # would start from zero states.
             linear.conv_states[0], linear.recurrent_states[0] = conv, recurrent
             linear.conv_kernel_size[0] = conv.shape[-1]
             linear.is_conv_states_initialized[0] = linear.is_recurrent_states_initialized[0] = True
@@ -208,14 +209,14 @@ class GenericDecoder(Decoder):
         return masks | {SLIDING: mask(self._window)} if SLIDING in self._kinds else masks
 
     def _new_cache(self) -> Cache:
-        """Keeps all tokens in layers with a window too."""
+        """Make a cache that keeps all tokens, also in layers with a window: the engine's rows hold whole prompts."""
         if LINEAR not in self._kinds:
             return DynamicCache()
         return Cache(layers=[LinearAttentionLayer() if kind == LINEAR else DynamicLayer() for kind in self._kinds])
 
     @torch.no_grad()
     def _probe(self) -> Cache:
-        """Shapes that the model really writes into a cache, found by computing one token."""
+        """Compute one token, for the shapes that the model really writes into a cache."""
         cache = self._new_cache()
         self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), past_key_values=cache, use_cache=True)
         return cache

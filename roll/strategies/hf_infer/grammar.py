@@ -27,10 +27,10 @@ class JsonGrammars:
 
     def start(self, schema: str) -> Grammar:
         """State of a response before its first token. Raises ValueError for a text that is no JSON schema."""
-        return Grammar(self._compiled(schema).deep_copy(), self._vocab_size)
+        return Grammar(self._compiled(schema).deep_copy(), self._vocab_size)  # a matcher has the state of one response
 
     def _compile(self, schema: str) -> llguidance.LLMatcher:
-        # Free white space would let a model that is unsure write nothing else until its tokens are used up.
+        # With free white space an unsure model may write nothing else until its tokens are used up.
         vocabulary, problem = self._vocabulary, ""
         try:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(

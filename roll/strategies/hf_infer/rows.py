@@ -38,7 +38,7 @@ class RunningSample:
     sample_index: int
     matcher: StopStringMatcher | None
     grammar: Grammar | None = None
-    """Of the JSON schema that the response follows."""
+    """State of the JSON schema that the response follows."""
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(weight version, first token that was sampled with it)."""
     stale: bool = False
@@ -95,7 +95,8 @@ class RunningRows:
         """(capacity, max_model_len, layers, k), of prompt and response."""
 
     def put_routes(self, row: int, of_prompt: np.ndarray, carried: PartialSample | None) -> None:
-        """Those of a row's first tokens; what a sample was begun with elsewhere stays as it was sampled."""
+        """Set the routes of a row's first tokens. Tokens sampled elsewhere keep the routes they were sampled with: a
+        replay must repeat those, not what the current weights choose."""
         if self.routes is None:
             self.routes = np.zeros((self.capacity, self.max_model_len, *of_prompt.shape[1:]), of_prompt.dtype)
         count = int(self.lengths[row])
@@ -104,7 +105,7 @@ class RunningRows:
             self.routes[row, : len(carried.routes)] = carried.routes
 
     def add_routes(self, chosen: np.ndarray) -> None:
-        """Those of the first rows' last tokens, which have been the input."""
+        """Add the routes of the first rows' last tokens, the inputs of this step."""
         assert self.routes is not None
         size = len(chosen)
         self.routes[np.arange(size), self.lengths[:size] - 1] = chosen
@@ -323,7 +324,7 @@ class Sampler:
         logs = scaled.log_softmax(-1) if self._in_logs else None
         probs = scaled.softmax(-1) if logs is None else logs.exp()
         draws = uniforms(rows.stream_keys[: rows.size], rows.generated[: rows.size])
-        # Of a row that is not finite any token does: its log-prob says so.
+        # The search may end past a row that is not finite. Any valid token will do: its log-prob is not finite either.
         tokens = invert_cumulative(probs, torch.from_numpy(draws).to(self._device)).clamp_(0, self._vocab_size - 1)
         if settings.greedy is not None:
             tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)

@@ -180,7 +180,8 @@ class HfInferStrategy(GenerationStrategy):
                     f"hf_infer: {name} has shape {tuple(tensor.shape)}, the engine's is {tuple(weights[name].shape)}"
                 )
             copy_into(weights[name], tensor)
-            # Of what the engine holds, while the trainer gathers the next bucket: at the end all would wait for it.
+            # Of the engine's own tensor, and now, while the trainer gathers the next bucket: at the end of the update
+            # every engine and the trainer would wait for it.
             self._updated[name] = tensor_checksum(weights[name])
 
     def finish_weight_update(self) -> dict[str, int]:

@@ -43,7 +43,7 @@ class Recorder:
         self.counts: list[int] = []
 
     def locate(self, count: int, places: list[tuple[int, int]]) -> None:
-        """Operations on ``count`` rows have the sequence's tokens at ``places``."""
+        """Note where the sequence's tokens are in operations on ``count`` rows."""
         self.counts.append(count)
         self.places.append(places)
 
@@ -57,7 +57,7 @@ class Recorder:
             held |= {position: rows[row].clone() for row, position in self.places[self.counts.index(len(rows))]}
 
     def begins_with(self, tokens: Sequence[int]) -> bool:
-        """``tokens`` are a beginning of the sequence."""
+        """Return True if ``tokens`` are a prefix of the sequence."""
         return self.sequence[: len(tokens)] == list(tokens)
 
 

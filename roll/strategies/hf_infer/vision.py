@@ -59,7 +59,7 @@ class VisionDecoder(GenericDecoder):
         """Ids with a negative number, made of its content, in place of an image's or video's tokens."""
         if vision is None:
             return token_ids
-        # 56 bits of the key, for the cache keeps int64; plus 1, since minus zero is a token's id.
+        # 56 bits of the key, since the cache stores int64; plus 1, since -0 would be the id of token 0.
         keys = (-(int(key[:14], 16) + 1) for key in vision.image_keys)
         names = (name for name, count in zip(keys, vision.num_tokens, strict=True) for _ in range(count))
         placeholders = (self._config.image_token_id, self._config.video_token_id)
@@ -77,7 +77,8 @@ class VisionDecoder(GenericDecoder):
         self, tokens: torch.Tensor, lengths: Sequence[int], images: Images | None, known: int = 0
     ) -> tuple[dict[str, Any], Sequence[int]]:
         if images is None:
-            # Three equal positions a token, spelled out: the model would remember those of an earlier call.
+            # Three equal positions for each token, always passed: the model would otherwise reuse the rope deltas that
+            # it stored in an earlier call.
             positions = torch.arange(known, tokens.shape[1], device=self.device).expand(3, len(tokens), -1)
             return {"position_ids": positions}, ()
         real = torch.arange(tokens.shape[1], device=self.device) < torch.tensor(lengths, device=self.device)[:, None]

@@ -6,8 +6,9 @@ several projections as one matrix (query, key and value; gate and up).  With ten
     column-parallel (rows of W sharded):   A whole on each rank, B this rank's rows;  B_part (A x)
     row-parallel (columns of W sharded):   A this rank's columns, B whole;            B sum_ranks(A_part x_part)
 
-so ranks exchange the r numbers of ``A x`` for each token, never whole hidden states.  A gradient of what is whole comes
-out whole on each rank; with sequence parallelism it is of the rank's tokens only, and Megatron sums what is marked so.
+so ranks exchange the r numbers of ``A x`` for each token, never whole hidden states.  The gradient of a whole matrix is
+whole on each rank; with sequence parallelism it covers the rank's tokens only, and Megatron sums the parameters marked
+``sequence_parallel``.
 
 Dropout is applied to x, with a separate mask for each projection.  Every tensor-parallel rank draws the mask of the
 whole x from the same random state and takes the part that it computes with, so the mask is that of one rank.
@@ -20,8 +21,8 @@ of its experts, and of them an equal part for each of the ranks that share an ex
     B as a matrix (out r, E)    a part of the rows, columns of the rank's experts
 
 Ranks that share a matrix compute with the same tokens, and Megatron sums their partial outputs and partial gradients
-of inputs.  So what a rank needs whole of A and B is gathered for the pass, and of its gradient each rank gets the
-sum over ranks of its own part: no element is held, counted in the norm of the gradient or updated twice.
+of inputs.  So A or B is gathered for a pass where a rank needs it whole, and the gradient is reduce-scattered to the
+parts: no element is held, counted in the norm of the gradient or updated twice.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _own_mask(part: Tensor, probability: float, sharded_dim: int | None, group: 
     if sharded_dim is not None:
         shape[sharded_dim] *= group.size()
     kept = torch.empty(shape, dtype=torch.bool, device=part.device)
-    # With sequence parallelism Megatron computes its layers in a random state of each rank's own.
+    # Megatron's layers run in a random state that differs between tensor-parallel ranks; this one they share.
     with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
         kept.bernoulli_(1.0 - probability)
     if sharded_dim is not None:
@@ -302,7 +303,8 @@ def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dt
         ValueError: see :func:`roll.models.lora.add_adapters`; modules to be trained in full that are no embeddings,
             output matrix or norm.
     """
-    # peft puts an adapter on the device of its base. One zero in place of each tensor of the base takes no memory.
+    # peft puts an adapter on the device of its base, which here is meta: so the base becomes expanded zeros on the CPU,
+    # one element of memory each.
     model._apply(lambda tensor: torch.zeros((), dtype=dtype if tensor.is_floating_point() else None).expand_as(tensor))
     model.tie_weights()
     adapters = add_adapters(model, args, seed, torch.float32)
@@ -392,7 +394,7 @@ def _adapt_experts(
 
 @contextmanager
 def disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """No adapter, for the length of a block without gradients."""
+    """Compute without adapters, in a block without gradients."""
     modules = [
         module
         for chunk in chunks

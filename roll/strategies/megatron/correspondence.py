@@ -2,7 +2,7 @@
 
 Megatron fuses query, key and value matrices, and the gate and up matrices of an MLP, and shards matrices over
 tensor-parallel ranks.  A :class:`Layout` splits whole Hugging Face tensors into a rank's parameter and joins the ranks'
-parameters into whole tensors again; both only move numbers, so moments of an optimizer go the same way as weights.
+parameters into whole tensors again; both only move numbers, so they serve for an optimizer's moments as well.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def install() -> None:
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    # It warns of every draw that changes the CPU's random state, which here is the one that is drawn from.
+    # Its tracker warns whenever the CPU's random state changes inside a fork, which here is the state drawn from.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
@@ -54,7 +54,7 @@ def install() -> None:
 
 @contextmanager
 def construction() -> Iterator[None]:
-    """For the time in which Megatron Core builds a model or an optimizer."""
+    """Make ``Tensor.cuda`` and ``Tensor.type`` work on a CPU while Megatron Core builds a model or an optimizer."""
     if torch.cuda.is_available():
         yield
         return
@@ -73,7 +73,7 @@ def construction() -> Iterator[None]:
 
 
 def _on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Megatron's own function leaves a CPU tensor as it is even where an array is requested."""
+    """Replace Megatron's function, which returns a CPU tensor unchanged even if an array is requested."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

@@ -1,9 +1,9 @@
 """Whole distributions from an output matrix whose rows are sharded over tensor-parallel ranks: what
 :mod:`roll.models.distributions` computes, without gathering logits.
 
-Each rank has the logits of its own tokens. Ranks sum normalisers, the listed tokens' log-probs (0 but on the rank that
-has the token) and the mass of the rest; everything after that they all compute alike. In the backward pass the
-normaliser's gradient is summed over ranks, since each uses it for its own tokens.
+Each rank has the logits of its own tokens. Ranks sum normalisers, the listed tokens' log-probs (0 except on the rank
+that has the token) and the mass of the rest; from there on all compute the same. In the backward pass the normaliser's
+gradient is summed over ranks, since each uses it for its own tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OwnTokens:
         return cls(group, start, max(0, min(weight.shape[0], vocab_size - start)))
 
     def logits(self, hidden: Tensor, weight: Tensor, _: Tensor | None = None) -> Tensor:
-        """float32 (n, rows), those of padding as good as minus infinity."""
+        """Return float32 (n, rows); padding gets a finite logit that makes its probability 0 (``-inf`` gives NaNs)."""
         logits = torch.nn.functional.linear(hidden, weight).float()
         logits[:, self.count :] = EXCLUDED_LOGIT
         return logits
@@ -54,7 +54,7 @@ class OwnTokens:
         return logits - copy_to_tensor_model_parallel_region(normaliser, group=self.group)[:, None]
 
     def summed(self, part: Tensor) -> Tensor:
-        """Over ranks; each gets the gradient of the whole."""
+        """Sum over ranks. Backward is the identity: all ranks compute the same from the sum."""
         whole: Tensor = reduce_from_tensor_model_parallel_region(part.clone(), group=self.group)
         return whole
 

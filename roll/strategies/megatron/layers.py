@@ -54,7 +54,8 @@ class RMSNorm(nn.Module):
         super().__init__()
         device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Each rank sees its part of the sequence only: Megatron sums the gradients of parameters with this mark.
+        # With sequence parallelism each rank normalises a part of the sequence only, so its gradient is a partial sum:
+        # Megatron all-reduces those of parameters with this mark.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
 
@@ -85,7 +86,7 @@ class AllHeadsRMSNorm(nn.Module):
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A sum over ranks that each rank uses in a different way: its gradient is summed as well."""
+    """A sum over ranks that each rank uses for its own heads: the gradient is the sum over ranks as well."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
@@ -226,7 +227,7 @@ class RoutedLayer(TransformerLayer):
         arrangement = kwargs["packed_seq_params"]
         self.mlp.router._share = arrangement.share
         assert arrangement.is_padding is not None
-        # Without any token a mean over them would be 0 / 0.
+        # Nothing is masked in a micro-batch of padding alone: a mean over no tokens would be 0 / 0 (its share is 0).
         self.mlp.router._is_padding = self.mlp.router._own(arrangement.is_padding) if arrangement.share else None
         routes = (
             None
@@ -301,7 +302,7 @@ class Router(TopKRouter):
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *_: object, **__: object
     ) -> Tensor:
-        """Megatron would multiply by the number of tokens here, by which it divides all gradients later."""
+        """Attach the loss without Megatron's factor: the number of tokens, by which it would divide all gradients."""
         # Each of the ranks that share the tokens (tensor and context) computes its share of the same loss.
         scaled: Tensor = MoEAuxLossAutoScaler.apply(activation, aux_loss * self._share)
         return scaled

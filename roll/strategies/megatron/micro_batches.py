@@ -1,4 +1,4 @@
-"""Micro-batches as a Megatron stage computes them, and their way through Megatron's pipeline schedules."""
+"""Micro-batches as a Megatron stage computes them, run through Megatron's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from roll.strategies.training.micro_batches import (
 
 @dataclass(frozen=True)
 class Arrangement:
-    """Attention pattern and positions of a flat run of tokens, and what routers of experts have to know of any tokens.
+    """Attention pattern and positions of a flat run of tokens, and what routers have to know of any tokens.
 
-    It travels where Megatron's layers pass on their own description of packed sequences, which they do not interpret:
-    of the names that they ask for it has only these, with values that mean rows.
+    It is passed as ``packed_seq_params``, which Megatron's layers hand on to attention without interpreting it, except
+    for the two attributes below; their values mean ordinary rows.
     """
 
     qkv_format: ClassVar[str] = "sbhd"
@@ -49,7 +49,7 @@ class Arrangement:
     is_padding: Tensor | None = None
     """bool (s / ranks, b), for routers."""
     share: float = 1.0
-    """Weight of the micro-batch in the balance loss: one of all micro-batches of all replicas."""
+    """Weight of the micro-batch in the balance loss: 1 / the number of micro-batches of all replicas."""
     routes: Tensor | None = None
     """int64 (s / ranks, b, layers, k), experts that tokens are to go to (:mod:`roll.models.routes`)."""
     sources: Tensor | None = None
@@ -90,6 +90,8 @@ class MicroBatch:
         flat = values.new_zeros(shape.numel(), *rest)
         flat = flat.index_copy(0, self.destinations, values) if rest else flat.scatter(0, self.destinations, values)
         if context_group.size() > 1:
+            # All-reduce forward, identity backward: all of these ranks compute the same loss from the sum, so a
+            # backward all-reduce would count its gradient once for each.
             flat = reduce_from_tensor_model_parallel_region(flat, group=context_group)
         return flat.view(*shape, *rest)
 
@@ -121,12 +123,13 @@ class Chunking:
     """Targets that the response tokens' distributions are compared with."""
 
     def micro_batches(self, batch: TensorBatch, rule: MicroBatching) -> list[MicroBatch]:
-        """The rows of ``batch`` as ``rule`` says; at least one micro-batch, if an empty one."""
+        """Divide the rows of ``batch`` as ``rule`` says; at least one micro-batch, even if it is empty."""
         plan = plan_micro_batches(batch, rule, self._count, self.shares_prompts)
         parts = [micro_batch(batch, rows) for rows in plan]
         layouts = [lay_out(part, rule, self.shares_prompts) for part in parts]
         sizes = [layout.input_ids.shape for layout in layouts]
         shapes = [(rows, width + -width % self.divisor) for rows, width in sizes]
+        # The interleaved schedule runs without variable_seq_lengths: all its messages have one shape.
         if self.same_shape:
             shapes = [(max(rows for rows, _ in shapes), max(width for _, width in shapes))] * len(shapes)
         if self.peers_share_shapes:
@@ -135,7 +138,7 @@ class Chunking:
         return [self._build(*arguments, share) for arguments in zip(plan, parts, layouts, shapes, strict=True)]
 
     def _share(self, parts: list[TensorBatch]) -> float:
-        """Collective over data-parallel ranks. One of all their micro-batches with something in them."""
+        """Collective over data-parallel ranks. Return 1 / the number of their micro-batches that are not empty."""
         count = torch.tensor(float(sum(not is_empty(part) for part in parts)), device=self.device)
         dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
         return 1.0 / max(1.0, float(count))
@@ -148,8 +151,8 @@ class Chunking:
         return largest
 
     def _count(self, count: int) -> int:
-        """Replicas need not make as many passes as each other, unless they exchange tokens: gradients are summed after
-        the last."""
+        """Replicas may make different numbers of passes, since gradients are summed after the last one, unless they
+        exchange tokens for experts. Megatron's interleaved schedule refuses a last group smaller than the pipeline."""
         count = max(1, count if self.peers is None else int(self._largest(count)))
         return count + -count % self.count_divisor if self.same_shape else count
 
@@ -194,7 +197,8 @@ class Chunking:
 
 
 class _Computed(dict[str, Tensor]):
-    """Outputs of the last stage: where there are experts, Megatron asks them for their device."""
+    """Outputs of the last stage. With experts, Megatron reads ``output_tensor.device`` for the scale of its balance
+    loss."""
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +235,7 @@ def run_training(
 
     def finish(part: MicroBatch, computed: dict[str, Tensor]) -> tuple[Tensor, Tensor, Metrics]:
         aligned = _aligned(part, computed)
-        # Every rank goes through the backward pass: others wait for it in their collectives.
+        # Every rank needs a backward pass, also without a loss: others wait for it in their collectives.
         loss = torch.stack([values.sum() for values in aligned.values()]).sum() * 0.0
         metrics: Metrics = {}
         if not is_empty(part.columns):
@@ -273,7 +277,7 @@ def _run(
             data_iterator=[iter(parts) for _ in chunks] if several else iter(parts),
             model=chunks if several else chunks[0],
             num_microbatches=len(parts),
-            seq_length=length * parallel_state.get_context_parallel_world_size(),
+            seq_length=length * parallel_state.get_context_parallel_world_size(),  # which the schedule divides again
             micro_batch_size=rows,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

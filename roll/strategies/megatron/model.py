@@ -112,9 +112,9 @@ class ResponseGPT(GPTModel):
 
 
 def _start_of_gradients(module: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
-    """Let gradients come back to frozen embeddings all the same.
+    """Let gradients flow back to the embeddings even if they are frozen.
 
-    Megatron gives a recomputed layer no gradient, and a pipeline stage no backward pass, unless its input wants one.
+    Megatron gives a recomputed layer no gradient, and a pipeline stage no backward pass, unless its input requires one.
     """
     return hidden.requires_grad_() if torch.is_grad_enabled() and not hidden.requires_grad else hidden
 
@@ -153,6 +153,7 @@ class LogProbHead(ColumnParallelLinear):
             wanted, comparisons: as of a layout (:mod:`roll.models.layouts`).
             weight: the embeddings' matrix, where it is the output matrix too.
         """
+        # Either way the backward pass sums over ranks: each has the gradient of its own part of the vocabulary only.
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
             hidden = hidden.flatten(0, 1).index_select(0, predictors)
@@ -185,7 +186,8 @@ class ValueHead(nn.Module):
     def forward(self, hidden: Tensor, predictors: Tensor, *_: object, **__: object) -> dict[str, Tensor]:
         """Arguments as of :class:`LogProbHead`."""
         if self.sequence_parallel:
-            # All ranks compute the same from here on, so a rank's own part of the gradient is already whole.
+            # All ranks compute the same from here on, so each has the whole gradient and takes its part of it; a
+            # reduce-scatter would multiply it by their number.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         hidden = hidden.flatten(0, 1).index_select(0, predictors)
         return {"values": nn.functional.linear(hidden, self.weight, self.bias)[:, 0].float()}
@@ -246,7 +248,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         for first in range(0, hidden.shape[0], chunk):
             rows = slice(first, first + chunk)
             logits = _logits(hidden[rows], weight[:own], temperature)
-            # A rank whose rows are all padding takes part in the sums all the same.
+            # A rank whose rows are all padding of the vocabulary still has to take part in the collectives.
             peak = logits.amax(1) if own else logits.new_full((logits.shape[0],), -torch.inf)
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
             mine, index = _own_targets(targets[rows], own)

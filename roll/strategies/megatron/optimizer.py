@@ -64,6 +64,7 @@ def build_optimizer(
     )
     with construction():
         chain = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    # wd_mult is applied by Megatron's OptimizerParamScheduler, which is not used: without this, biases would decay.
     for group in chain.param_groups:
         group["weight_decay"] = args.weight_decay * group["wd_mult"]
     return chain
@@ -96,7 +97,7 @@ class MasterStates:
             if part is not None:
                 whole.view(-1)[interval] = part.detach().flatten()
         if self._is_distributed:
-            # Intervals of the ranks do not overlap: their sum is exact.
+            # Ranks hold disjoint intervals and zeros elsewhere, so this sum is a gather, exact in every bit.
             dist.all_reduce(whole, group=self._replicas[parameter])
         return whole
 
@@ -183,7 +184,7 @@ def save_states(
     state: dict[str, Any],
 ) -> None:
     """Collective. Write weights, moments, ``state`` (JSON values) and RNG states."""
-    # A rank or stage may hold nothing that is trained.
+    # A rank or stage may train nothing and count 0 updates, but must take part in the same collectives below.
     newest = torch.tensor(masters.step, device=current_platform().device())
     dist.all_reduce(newest, op=dist.ReduceOp.MAX)
     updates = int(newest)

@@ -173,9 +173,10 @@ def _parallelism(options: MegatronStrategyConfig, dims: ParallelDims, dtype: tor
         "moe_router_load_balancing_type": options.moe_router_load_balancing_type,
         "batch_p2p_comm": not interleaved,
         "overlap_p2p_comm": interleaved,
-        # The interleaved schedule frees outputs that are still being sent: right with CUDA streams, wrong with gloo.
+        # The interleaved schedule frees outputs once their send is queued: safe in the order of a CUDA stream, but gloo
+        # reads the memory later.
         "deallocate_pipeline_outputs": dims.pp > 1 and (torch.cuda.is_available() or not interleaved),
-        # The fused kernels are Triton's or Apex's.
+        # The fused kernels need Triton or Apex.
         "bias_activation_fusion": options.bias_activation_fusion and torch.cuda.is_available(),
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,

@@ -104,7 +104,7 @@ def _difference(
         _Uncomputed: there is no copy, or none that these ranks can compute.
     """
     setting = _of_copy(role, options, str(folder))
-    # transformers writes files on rank 0 only.
+    # Made on rank 0 alone and broadcast: save_pretrained writes nothing on other ranks.
     dims = options.parallel_dims(role, dist.get_world_size())
     made = [_small_copy(config, head, dims) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made, src=0)

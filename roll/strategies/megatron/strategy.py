@@ -113,6 +113,8 @@ class MegatronStrategy(ModelStrategy):
                 bucket_size=self.config.ddp_bucket_size,
             )
             with cpu_compat.construction():
+                # As Megatron's own training: buckets of the first chunk only. Communication of later chunks is hidden
+                # by the computation of the earlier ones anyway.
                 self.ddp_chunks = [
                     DistributedDataParallel(self.transformer_config, options, chunk, disable_bucketing=index > 0)
                     for index, chunk in enumerate(self.gpt_chunks)
@@ -121,6 +123,7 @@ class MegatronStrategy(ModelStrategy):
             config = self.transformer_config
             config.finalize_model_grads_func = _sum_gradients
             if self.config.overlap_grad_reduce:
+                # As in Megatron's training loop: otherwise the hooks would reduce buckets in every micro-batch.
                 functions = [chunk.no_sync for chunk in self.ddp_chunks]
                 config.no_sync_func = functions if len(functions) > 1 else functions[0]
             if self.progress.loss_scale is not None:
@@ -130,7 +133,8 @@ class MegatronStrategy(ModelStrategy):
             )
             self.masters = MasterStates(self.optimizer, self.parameters)
             if self.compute_dtype is not torch.float32:
-                self._read_weights()  # master weights as the files have them, not rounded
+                # Again, now into the masters: Megatron made them from parameters already rounded to 16 bits.
+                self._read_weights()
         for chunk in self.chunks:
             chunk.train(num_training_steps > 0)
 
@@ -184,7 +188,8 @@ class MegatronStrategy(ModelStrategy):
             for correspondence, parameter in parameters_of(chunk, self._skeleton.config, self.head, self._stored)
         ]
         for own in self.parameters:
-            # Megatron marks what its own initialisation shards; the gradient norm counts all else on one rank only.
+            # Megatron marks only what its own initialisation shards. A parameter without the mark counts as a copy, and
+            # the gradient norm takes it from one tensor-parallel rank.
             own.parameter.tensor_model_parallel = not isinstance(own.correspondence.layout, Replicated)  # type: ignore[attr-defined]
             if own.correspondence.of_expert:
                 # Megatron marks an expert's own process groups with several expert-parallel ranks only.
@@ -197,7 +202,7 @@ class MegatronStrategy(ModelStrategy):
         self._read_weights()
 
     def _adapt_skeleton(self) -> None:
-        """Draw or load the adapters, whole: they are small."""
+        """Draw or load the adapters, whole on every rank: they are small."""
         args = self.role.model_args
         self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
         tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
@@ -296,7 +301,7 @@ class MegatronStrategy(ModelStrategy):
             router.records = False
         results = dict(zip(names, whole.to(batch["input_ids"].device).unbind(), strict=True))
         if Output.ROUTES in computation.outputs:
-            # Each rank of a replica has noted some of the layers for some of the tokens.
+            # Each rank of a replica has recorded its own layers for its own tokens; summing puts them together.
             shape, config = batch["input_ids"].shape, self.transformer_config
             layers, top_k = sum(sparse_layers(self._skeleton.config)), config.moe_router_topk
             # Counted from 1, so that ranks' parts can be summed.
@@ -355,7 +360,7 @@ class MegatronStrategy(ModelStrategy):
         computed = run_forward(self.chunks, parts, outputs, temperature)
         for chunk, mode in zip(self.chunks, modes, strict=True):
             chunk.train(mode)
-        # Other stages than the last have computed nothing to put in place.
+        # Only the last stage has outputs, hence strict=False: the other lists are empty.
         for part, by_name in zip(parts, computed, strict=False):
             for name, whole in results.items() if part.rows else ():
                 values = by_name[name].detach()
@@ -405,11 +410,12 @@ class MegatronStrategy(ModelStrategy):
         metrics are complete (other stages return ``grad_norm`` and ``lr``)."""
         info = self._info
         if self.adapters is not None and self.role.model_args.lora_dropout:
-            # A random state that is the same on tensor-parallel ranks, and another on all others and in every step.
+            # Dropout must agree on tensor-parallel ranks, which all hold the same input, and differ elsewhere. The key
+            # has the step's number, so a resumed run draws the same masks.
             key = np.random.SeedSequence((self.seed, self.progress.step, info.dp_rank, info.cp_rank, info.pp_rank))
             model_parallel_cuda_manual_seed(int(key.generate_state(1)[0]))
         self.optimizer.zero_grad()
-        for chunk in self.ddp_chunks:
+        for chunk in self.ddp_chunks:  # the float32 gradients, which zero_grad() does not reach
             chunk.zero_grad_buffer()
         chunking = replace(self._chunking(), comparisons=computation.comparisons)
         parts = chunking.micro_batches(batch, micro_batching(self.role, trains=True))
@@ -441,6 +447,7 @@ class MegatronStrategy(ModelStrategy):
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)
+        # The group without context-parallel ranks: those are given the same rows, which would count twice.
         if self._info.dp_size > 1:
             dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return total.to(value.device)
@@ -486,5 +493,5 @@ class MegatronStrategy(ModelStrategy):
 
 
 def _sum_gradients(chunks: list[nn.Module], num_tokens: torch.Tensor | None, **options: object) -> None:
-    """Megatron would divide by a number of tokens here; losses are divided already."""
+    """Sum gradients over ranks. Given a number of tokens Megatron would divide by it; losses are divided already."""
     finalize_model_grads(chunks, None, **options)

@@ -48,7 +48,7 @@ class OwnParameter:
 
 
 def read_parameter(own: OwnParameter, files: TensorFiles, given: Mapping[str, Tensor], stored: StoredLayout) -> Tensor:
-    """This rank's part of a parameter, float32. A value head that the folder lacks is zero.
+    """Read this rank's part of a parameter, float32. A value head that the folder lacks is zero.
 
     Args:
         given: whole tensors by name that are not taken from the folder: those of adapters.
@@ -173,7 +173,7 @@ class FullWeights:
         for bucket in in_buckets(self._selected(selection), bucket_bytes, lambda weight: weight.num_bytes):
             whole: list[tuple[str, Tensor]] = []
             while bucket:
-                weight = bucket.pop(0)  # and with it what was gathered to read it
+                weight = bucket.pop(0)  # drops its cache of gathered tensors, or a bucket would hold them all
                 tensor = weight.read()
                 if tensor is not None:
                     whole.append((weight.name, tensor))
@@ -238,7 +238,7 @@ class FullWeights:
     def _collect(self, stage: int, entry: Correspondence) -> list[Tensor]:
         """The tensors of one parameter on rank 0; nothing elsewhere. One replica does the work."""
         info, group = self._info, None
-        if entry.of_expert:  # on the ranks of no pipeline of rank 0, maybe
+        if entry.of_expert:  # its owner may be outside rank 0's pipeline group, so this goes over the world
             own, owner = self._own.get(entry.name), self._owners[entry.name]
             tensors = self._joined(entry) if own is not None and not own.replicas.rank() else []
         elif info.dp_rank or info.cp_rank:

@@ -1,4 +1,4 @@
-"""From this project's terms to SGLang's and back: server arguments, sampling settings, samples."""
+"""Translation to SGLang's interface and back: server arguments, sampling settings, samples."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def engine_arguments(
         "sampling_backend": BACKEND,
         "grammar_backend": "none",
         "custom_weight_loader": [LOADER, REPORTER],
-        # The sampler looks at the tokens of each step on the host.
+        # The sampler needs the tokens of each step on the host; overlapped, the next step starts before they are there.
         "disable_overlap_schedule": True,
         "stream_interval": 1,
         "log_level": "warning",
@@ -99,7 +99,7 @@ def _cpu_tokens(options: SglangStrategyConfig, model_config: PretrainedConfig, m
 @contextmanager
 def bound_threads(num_ranks: int) -> Iterator[None]:
     """Give each rank started in the block its own cores, on a CPU; SGLang would give each a NUMA node, and refuse
-    more ranks than nodes. What the environment says comes first."""
+    more ranks than nodes. A setting in the environment takes precedence."""
     if _BINDING in os.environ:
         yield
         return
@@ -144,7 +144,7 @@ def sampling_settings(
 
 @dataclass(eq=False)
 class Sample:
-    """One sample in progress, and what has come of it."""
+    """One sample in progress and its tokens so far."""
 
     request: GenerationRequest
     index: int
@@ -162,7 +162,7 @@ class Sample:
     finish_reason: FinishReason | None = None
 
     def take(self, chunk: Mapping[str, Any]) -> None:
-        """Take over the tokens that SGLang has reported by now, and its reason where they are all.
+        """Record the tokens that SGLang has reported since the last chunk, and its finish reason with the last one.
 
         Raises:
             RuntimeError: SGLang gave the sample up.
@@ -188,7 +188,7 @@ class Sample:
         self.finish_reason = reason["type"]
 
     def new_version(self, version: int) -> None:
-        """The next tokens are those of other weights."""
+        """Note that the next tokens are sampled with other weights."""
         start = self.earlier_versions[-1][2] if self.earlier_versions else 0
         if len(self.token_ids) > start:
             self.earlier_versions.append((self.version, start, len(self.token_ids)))
@@ -203,7 +203,7 @@ class Sample:
         self.earlier_versions = [span for span in spans if span[1] < count]
 
     def output(self) -> GenerationOutput:
-        """The whole response, ``abort`` where it has not ended."""
+        """Return the whole response, with the reason ``abort`` if it has not ended."""
         last = self.earlier_versions[-1][2] if self.earlier_versions else 0
         own = GenerationOutput(
             self.request.request_id,

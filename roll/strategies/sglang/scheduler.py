@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 BACKEND = "pytorch"
-"""SGLang's name of the backend that gives way to this sampler in its process: the one it has on every platform."""
+"""SGLang's sampler backend that is replaced by this one: the one that exists on every platform."""
 
 
 class Row:
@@ -141,7 +141,7 @@ def draw(logits: torch.Tensor, settings: Settings, generated: np.ndarray) -> tup
         tokens = logits.argmax(-1)
     else:
         draws = torch.from_numpy(uniforms(settings.stream_keys, generated)).to(logits.device)
-        # Of a row that is not finite any token does: its log-prob says so.
+        # The search may end past a row that is not finite. Any valid token will do: its log-prob is not finite either.
         tokens = invert_cumulative(scaled.softmax(-1), draws).clamp_(0, logits.shape[1] - 1)
         if settings.greedy is not None:
             tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
@@ -166,7 +166,7 @@ def _append(self: SamplingBatchInfo, other: SamplingBatchInfo) -> None:
 def install() -> None:
     """Make this the sampler of the SGLang in this process, and let its batches carry rows."""
     register_sampler_backend(BACKEND, DistributionSampler)
-    # The three methods do nothing in SGLang, which has them to be filled in.
+    # In SGLang these three methods are empty hooks, called as a batch is made, filtered and merged.
     SamplingBatchInfo.adjusted_from_schedule_batch = _begin
     SamplingBatchInfo.adjusted_filter_batch = _keep
     SamplingBatchInfo.adjusted_merge_batch = _append

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _STEP_SECONDS = 1.0
 """Limit of a step's wait for a token."""
 _TURNS = 5
-"""Turns of the event loop after which what has arrived has reached the samples."""
+"""Turns of the event loop after which the chunks received so far have passed SGLang's queues to the samples."""
 
 
 class SglangStrategy(PackagedEngine):
@@ -125,7 +125,7 @@ class SglangStrategy(PackagedEngine):
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     async def _follow(self, sample: Sample, token_ids: list[int], settings: dict[str, Any]) -> None:
-        """Take over a sample's tokens as they come, until it ends."""
+        """Record a sample's tokens as they arrive, until it ends."""
         assert self._engine is not None
         self._num_started += 1
         keep = self._config.in_flight_update == "keep"
@@ -135,9 +135,9 @@ class SglangStrategy(PackagedEngine):
             return_logprob=True,
             top_logprobs_num=min(sample.request.params.top_log_probs, self._vocab_size),
             stream=True,
-            # SGLang aborts every request whose name begins so: the point keeps 1 from being the beginning of 10.
+            # SGLang aborts every request whose id has the given prefix: without the point, aborting 1 would abort 10.
             rid=f"{self._num_started}.",
-            # Nothing is dropped from the cache at an update then, but prefixes are found under the same salt only.
+            # The cache then survives updates; the salt keeps new requests from reusing prefixes of older weights.
             cache_salt=str(self._version) if keep else None,
         )
         try:

@@ -90,7 +90,8 @@ _errors: list[str] = []
 
 @torch.no_grad()
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Load a bucket of full tensors by Hugging Face name. An error ends the update, not SGLang: it is reported."""
+    """Load a bucket of full tensors by Hugging Face name. An error is reported at the end of the update: raised here,
+    it would end SGLang's process."""
     try:
         for name, tensor in named_tensors:
             whole = tensor_checksum(tensor)
@@ -227,7 +228,7 @@ class WeightUpdates:
     async def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Full tensors by Hugging Face name; at least one."""
         device = next(iter(tensors.values())).device
-        # A copy in one piece: this may be read-only shared memory, and each piece costs a file handle.
+        # One contiguous copy: this may be read-only shared memory, and each separate tensor costs a file descriptor.
         bucket = WeightBucket.pack(tensors.items(), device)
         await self._send(LOADER, list(bucket.tensors().items()))
 
@@ -260,7 +261,7 @@ class WeightUpdates:
         flush_cache: bool = False,
         weight_version: str | None = None,
     ) -> None:
-        # Each rank takes its own handles: they are gone once they have been read.
+        # Serialised once for each rank: a handle can be opened once.
         payloads = [MultiprocessingSerializer.serialize(tensors) for _ in range(self._num_ranks)]
         message = io_struct.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,

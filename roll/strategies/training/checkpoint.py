@@ -93,6 +93,7 @@ def save_training(
             (path / STATE_NAME).write_text(json.dumps(whole), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         failure = str(error)
+    # Raised on all ranks or none: a single rank that left here would let the others wait in their next collective.
     failures: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     first = next((rank for rank, text in enumerate(failures) if text), None)

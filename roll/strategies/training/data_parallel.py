@@ -1,7 +1,7 @@
 """Data-parallel strategies (FSDP, DeepSpeed, plain models): a rank's rows in micro-batches, computed and reduced.
 
-A backend says how a module is sharded, differentiated and updated; everything here is the same under each of them, so
-that they give the same numbers.
+A backend defines how a module is sharded, differentiated and updated. All else is here and shared, so that backends
+give the same numbers.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ class DataParallelStrategy(GatheredWeights):
     """Layers with experts; none of a dense model."""
     balance: ExpertBalance | None = None
     _meta: MetaModel | None = None
-    """The weights to be read; None: they have been."""
+    """The weights still to be read; None once they have been."""
     mixes_types = True
-    """A layer may hold parameters of two dtypes: a frozen base and what is trained."""
+    """A layer may hold two dtypes: a frozen base in the compute dtype next to float32 adapters (FSDP1 flattens a unit
+    into one tensor of one dtype)."""
 
     @cached_property
     def dims(self) -> ParallelDims:
@@ -91,7 +92,7 @@ class DataParallelStrategy(GatheredWeights):
         """Collective. The response model's forward pass."""
 
     def _begin_micro_batch(self, last: bool) -> None:
-        """Hook before each micro-batch of a training step; ``last``: the optimizer step follows it."""
+        """Hook before each micro-batch of a training step; ``last``: the optimizer step comes after it."""
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         """Collective. Accumulate the gradient of ``loss``."""
@@ -123,6 +124,7 @@ class DataParallelStrategy(GatheredWeights):
         elif key is not None:
             use_layout_attention(language_model, key)
         self._prepare_experts(language_model)
+        # Before the backend shards the model: afterwards, parameters have the shapes of shards.
         self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}
         live = {base_name(name): tensor.shape for name, tensor in language_model.state_dict().items()}
         self._stored = StoredLayout(language_model, live)
@@ -133,7 +135,7 @@ class DataParallelStrategy(GatheredWeights):
             self.model.routing = RoutingRecorder(self.sparse_layers)
 
     def _self_test(self, context_group: ProcessGroup | None) -> Noise:
-        """Collective over ranks that share rows. Parts of the model to switch off; see
+        """Collective over ranks that share rows. Return the parts of the model to switch off; see
         :func:`~roll.models.self_test.check_role`."""
         return check_role(self.role, self.head.value, self.trains, context_group)
 
@@ -152,8 +154,8 @@ class DataParallelStrategy(GatheredWeights):
             )
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        """Load the language model, with adapters where the role has them. Their base is frozen: float32 copies of
-        weights that never change would only be rounded to the compute dtype in every pass, so it is held in that."""
+        """Load the language model, with adapters if the role has them. Their base is frozen and held in the compute
+        dtype: float32 copies of weights that never change would only be rounded to it in every pass."""
         args = self.role.model_args
         if not uses_lora(args):
             language_model = build_model(args, self.head.value, storage_dtype, self.seed)
@@ -166,7 +168,7 @@ class DataParallelStrategy(GatheredWeights):
         return language_model
 
     def _build_without_weights(self, dtype: torch.dtype) -> PreTrainedModel | None:
-        """A model in ``_meta`` that each rank reads its own part of later; None where it has to be loaded whole."""
+        """Build a model in ``_meta`` of which each rank later reads its own part; None if it must be loaded whole."""
         self._meta = build_on_meta(self.role.model_args, self.head.value, dtype, self.seed)
         if self._meta is None:
             return None
@@ -211,8 +213,8 @@ class DataParallelStrategy(GatheredWeights):
         comparisons: Sequence[Comparison] = (),
         top_tokens: TopTokens | None = None,
     ) -> None:
-        """Collective. Compute all rows without gradient and write what comes of them into ``results``, (B, L, ...)
-        each; missing ones are added."""
+        """Collective. Compute all rows without gradient and write the outputs into ``results``, (B, L, ...) each;
+        missing ones are added."""
         batch, images = self._with_images(batch)
         was_training = self.model.training
         self.model.eval()
@@ -221,6 +223,7 @@ class DataParallelStrategy(GatheredWeights):
             part = micro_batch(batch, rows)
             shape = part["input_ids"].shape
             layout = replace(self._layout(part, rule, images, comparisons), top_tokens=top_tokens)
+            # Also without rows: other ranks gather parameters in this pass, and wait for this one's shards.
             computed = self._outputs(layout, outputs, temperature, shape)
             if self.model.records_routes:
                 group, chosen = self.model.context_group, self.model.chosen_experts
@@ -234,6 +237,7 @@ class DataParallelStrategy(GatheredWeights):
                     dist.all_reduce(flat, group=group)
                 column = encoded(flat - 1, self.sparse_layers[0].num_experts).view(*shape, *chosen.shape[1:])
                 if self.role.use_prefix_sharing:
+                    # A shared prompt was computed for the first of its rows only.
                     column = with_prompts_of_leaders(column.cpu(), part["input_ids"].cpu(), part["response_mask"].cpu())
                 computed[Output.ROUTES] = column
             for name, values in computed.items():
@@ -245,7 +249,7 @@ class DataParallelStrategy(GatheredWeights):
         self.model.train(was_training)
 
     def _with_images(self, batch: TensorBatch) -> tuple[TensorBatch, ImagePool | None]:
-        """The batch with columns of numbers in place of its images; a text model's batch as it is."""
+        """Return the batch with columns of numbers in place of its images; a text model's batch unchanged."""
         if self.model.reads_images or IMAGES in batch:
             return with_images(batch, self.model.language_model.config)
         return batch, None
@@ -262,7 +266,7 @@ class DataParallelStrategy(GatheredWeights):
         aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
         if group is None or not aligned:
             return aligned
-        if layout.top_tokens is not None:
+        if layout.top_tokens is not None:  # of several dtypes and shapes, so not stacked; never differentiated
             for values in aligned.values():
                 dist.all_reduce(values, group=group)
             return aligned
@@ -272,7 +276,7 @@ class DataParallelStrategy(GatheredWeights):
     def _layout(
         self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None, comparisons: Sequence[Comparison] = ()
     ) -> TokenLayout:
-        """The tokens of a micro-batch, padded so that ranks that share sequences get as many columns each."""
+        """Lay out a micro-batch, padded so that all ranks that share its sequences get the same number of columns."""
         layout = lay_out(part, rule, self.role.use_prefix_sharing)
         if images is not None and FEATURES in part:
             layout = images.attach(layout, part)
@@ -365,12 +369,13 @@ class DataParallelStrategy(GatheredWeights):
             layout = with_token_rows(layout)
         names = [str(name) for name in computation.outputs]
         aligned = self._outputs(layout, names, computation.temperature, part["input_ids"].shape)
-        balance_loss = None if self.balance is None else self.balance.share()
+        balance_loss = None if self.balance is None else self.balance.share()  # a collective: also for an empty part
         if is_empty(part):
             self._differentiate(_zero_loss(aligned))
             return []
         columns = {name: column.to(self.device, non_blocking=True) for name, column in part.items()}
         loss, metrics = loss_fn(aligned, columns)
+        # A loss may be a constant (every token masked). Without a backward pass the others' reduce-scatter would hang.
         loss = loss if loss.requires_grad else _zero_loss(aligned)
         self._differentiate(loss if balance_loss is None else loss + balance_loss)
         replayed = None if routing is None else routing.replay_counts
@@ -382,7 +387,7 @@ class DataParallelStrategy(GatheredWeights):
         return [tensor for tensor in local if tensor.device.type == self.device.type]
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        total = value.to(self.device, copy=True)
+        total = value.to(self.device, copy=True)  # or, on a CPU, the caller's tensor would be reduced in place
         if self.rank % self.dims.cp:
             total.zero_()  # counted by the first of the ranks that share these rows
         if self.world_size > 1:
@@ -391,5 +396,5 @@ class DataParallelStrategy(GatheredWeights):
 
 
 def _zero_loss(outputs: TensorBatch) -> torch.Tensor:
-    """0, with a gradient of zeros to every parameter."""
+    """Return 0 with a gradient of zeros for every parameter that the outputs depend on."""
     return sum((values.sum() for values in outputs.values()), start=torch.zeros(())) * 0.0

@@ -133,6 +133,7 @@ class ExpertBalance:
 
     def _sum(self, value: Tensor) -> Tensor:
         """Over all ranks. Ranks that share sequences hold parts of them, so nothing is counted twice."""
+        # float64: counts of tokens are exact to 2**53, in float32 only to 16.8 million.
         total = value.to(self.device, torch.float64, copy=True)
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
@@ -182,6 +183,7 @@ def check_choices_may_differ(
         return values.detach().float()
 
     own = rank % 2
+    # Without context groups: their ranks would share one row, and could not choose differently.
     with _outside_context_groups(model), torch.set_grad_enabled(differentiate is not None):
         try:
             apart = results(own, 1.0)
@@ -221,6 +223,7 @@ def check_same_on_all_ranks(numbers: Sequence[int], device: torch.device) -> Non
         RuntimeError: on every rank, if the ranks' numbers differ.
     """
     own = zlib.crc32(repr(list(numbers)).encode())
+    # The maximum of x and of -x in one collective: all are equal if and only if max = min.
     ends = torch.tensor([own, -own], device=device)
     dist.all_reduce(ends, op=dist.ReduceOp.MAX)
     if int(ends[0]) != -int(ends[1]):

@@ -1,8 +1,8 @@
 """Whole weights for engines and exports: sharded parameters, gathered on rank 0 in buckets.
 
-FSDP1, FSDP2 and ZeRO-3 shard alike in this: a rank holds a run of the elements of a parameter, all of them or none, and
-the runs of the ranks in their order are the parameter.  So every run is received where it belongs in the whole tensor,
-and nothing is copied on the way.
+FSDP1, FSDP2 and ZeRO-3 have this in common: a rank holds a contiguous run (perhaps empty) of a flattened parameter, and
+the runs in the order of the ranks are the parameter.  So rank 0 receives every run at its place in the whole tensor,
+without an intermediate copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roll.strategies.base import ALL_WEIGHTS, ModelStrategy, WeightSelection
 from roll.weight_sync.encoding import in_buckets
 
 EXPORT_BUCKET_BYTES = 2**30
-"""Device memory that an export may hold gathered at once; the whole model is put together in host memory."""
+"""Device memory for gathered tensors of an export; the whole model is assembled in host memory."""
 
 ADAPTER_FOLDER = "adapter"
 """Folder of the unmerged adapter, in peft's format, next to the merged model of an export."""
@@ -47,8 +47,8 @@ class Pieces:
         return cls(shape, tuple(max(0, min(size, total - rank * size)) for rank in range(num_ranks)))
 
     def within(self, part: torch.Tensor, rank: int, begin: int, end: int) -> tuple[torch.Tensor, Pieces]:
-        """The elements of ``part``, which ``rank`` holds, that lie in ``begin:end`` of the flattened whole; and the
-        pieces of that stretch alone."""
+        """Return the elements of ``part``, held by ``rank``, that lie in ``begin:end`` of the flattened whole, and the
+        pieces of that stretch."""
         ends = list(accumulate(self.sizes))
         runs = [(max(begin, last - size), min(end, last)) for last, size in zip(ends, self.sizes, strict=True)]
         stretch = Pieces(torch.Size([end - begin]), tuple(max(0, last - first) for first, last in runs))
@@ -91,8 +91,10 @@ def gather_to_rank0(
     if span is not None:
         cut = [piece.within(part, rank, *span) for part, piece in zip(parts, pieces, strict=True)]
         parts, pieces = [part for part, _ in cut], [piece for _, piece in cut]
+    # To the device of the collective: with offload, shards are in host memory, which NCCL cannot send.
     held = [part.detach().to(device) for part in parts]
     if rank != 0:
+        # Cast by the sender: bfloat16 is half the bytes of float32 master weights.
         own = [flat_view(part)[: piece.sizes[rank]].to(dtype) for part, piece in zip(held, pieces, strict=True)]
         leaving = [dist.P2POp(dist.isend, run, 0, group, tag) for tag, run in enumerate(own) if run.numel()]
         for work in dist.batch_isend_irecv(leaving) if leaving else []:
@@ -106,6 +108,7 @@ def gather_to_rank0(
         from_others = list(zip(runs, senders, strict=True))[1:]
         arriving += [dist.P2POp(dist.irecv, run, peer, group, tag) for run, peer in from_others if run.numel()]
     works = dist.batch_isend_irecv(arriving) if arriving else []
+    # Rank 0's own runs are copied while the others' arrive.
     for tensor, part, piece in zip(whole, held, pieces, strict=True):
         run = _runs(tensor, piece)[0]
         copy_into(run, flat_view(part)[: run.numel()])
@@ -140,7 +143,7 @@ class GatheredWeights(ModelStrategy):
 
     def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Collective. The tensors whole, on the device, in :meth:`_wire_dtype` (other ranks may return empty ones)."""
-        # One exchange for each dtype: master weights in the compute dtype, buffers in their own.
+        # An exchange for each dtype: weights travel in the compute dtype, buffers in their own.
         by_dtype: dict[torch.dtype, list[tuple[int, tuple[torch.Tensor, Pieces]]]] = {}
         whole: dict[int, torch.Tensor] = {}
         for index, tensor in enumerate(tensors):
@@ -172,19 +175,19 @@ class GatheredWeights(ModelStrategy):
         return gather_to_rank0(parts, pieces, group, dtype, self.device, span)
 
     def _reshard(self) -> None:
-        """Free gathered parameters, where the backend keeps some after a forward pass."""
+        """Free gathered parameters, if the backend keeps some after a forward pass."""
 
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once.
 
-        What is gathered at a time is a bucket, or one tensor as engines name it where that is larger: the experts of a
-        layer, which are one tensor here, come in stretches of as many matrices as fit.
+        At most a bucket is gathered at a time, or a single tensor (as engines name it) that is larger. The experts of a
+        layer, one tensor here, are gathered in stretches of as many matrices as fit.
         """
         for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
             first = bucket[0]
-            # Several stored tensors, none of which needs more than a stretch of the live one.
+            # The live tensor is several stored ones (experts, fused here), each of which needs a stretch of it only.
             is_divided = len(self._on_the_way.parts(first.name)) > 1
             if len(bucket) == 1 and is_divided and self._num_bytes(first) > bucket_bytes:
                 yield from self._stretches(first, bucket_bytes)
@@ -192,7 +195,7 @@ class GatheredWeights(ModelStrategy):
             weights = self._whole_weights(bucket)
             parts = [part for name, tensor in weights for part in self._on_the_way.split(name, tensor)]
             whole = [(name, part.contiguous()) for name, part in parts]
-            # The matrices of experts, of which a layer's are gathered as two tensors, come in runs.
+            # A layer's experts, gathered as two tensors, become hundreds of matrices: sent in buckets of their own.
             yield from (
                 [whole] if len(whole) <= len(bucket) else in_buckets(whole, bucket_bytes, lambda named: named[1].nbytes)
             )
@@ -257,7 +260,8 @@ class GatheredWeights(ModelStrategy):
                     if names[id(parameter)] == embeddings:
                         weights[name] = weights[embeddings]
             if self._stored.transposes:
-                # transformers would look at the shapes of what this rank holds, and those may be shards.
+                # save_pretrained would reverse the layout by the shapes of the live parameters, which may be shards: so
+                # it is done here, and its own conversions are switched off.
                 split = (part for name, tensor in weights.items() for part in self._stored.split(name, tensor))
                 weights = {name: tensor.contiguous() for name, tensor in split}
                 language_model._weight_conversions = []

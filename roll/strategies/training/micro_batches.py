@@ -47,8 +47,8 @@ def plan_micro_batches(
 ) -> list[Rows]:
     """Divide a rank's rows into micro-batches.
 
-    Rows that a loss compares (adjacent rows of one ``unit_ids``) are never divided, and count as one wherever ``rule``
-    counts rows.
+    Rows that a loss compares (adjacent rows of one ``unit_ids``) are never separated, and count as one row where
+    ``rule`` counts rows.
 
     Args:
         largest_count: collective; the largest of the ranks' numbers of micro-batches.
@@ -89,10 +89,12 @@ def plan_micro_batches(
         groups = [([row], n) for row, n in enumerate(lengths)]
     costs = np.array([cost for _, cost in groups], dtype=np.int64)
     packs = pack_sequences(costs, capacity)
+    # Called on every rank, with 0 where there are no rows: it is a collective.
     wanted = largest_count(max(len(packs), min(rule.min_count, len(groups))) if groups else 0)
     if rule.balances and groups:
+        # This rank makes `wanted` passes in any case; spreading its rows over them costs less than empty passes.
         packs = balance_packs(costs, capacity, min(wanted, len(groups)))
-    # Every rank's heaviest passes first: ranks that wait for one another in each pass then have like work in it.
+    # Heaviest first on every rank: ranks wait for one another in each pass, so the i-th passes should be alike.
     packs.sort(key=lambda pack: -int(costs[pack].sum()))
     plan = [sorted(row for group in pack for row in groups[group][0]) for pack in packs]
     return _filled(plan, wanted)
@@ -101,7 +103,7 @@ def plan_micro_batches(
 def rows_of_like_lengths(
     lengths: np.ndarray, max_tokens: int, width_multiple: int, units: list[list[int]] | None = None
 ) -> list[Rows]:
-    """Rows from long to short, as many at a time as make at most ``max_tokens`` when all are as wide as the longest.
+    """Group rows from long to short, so that each group, padded to its longest row, has at most ``max_tokens``.
 
     Args:
         units: rows that stay together, as long as the longest of them; None: every row alone.
@@ -151,7 +153,7 @@ def _filled(plan: list[Rows], count: int) -> list[Rows]:
 
 
 def micro_batch(batch: TensorBatch, rows: Rows) -> TensorBatch:
-    """Some rows, truncated to the longest of them; without rows an empty micro-batch.
+    """Select rows, truncated to the longest of them; without rows an empty micro-batch.
 
     An empty micro-batch is one row of one token with nothing to predict: it lets a rank take part in the others'
     collectives and adds nothing to any sum.
@@ -171,15 +173,15 @@ def micro_batch(batch: TensorBatch, rows: Rows) -> TensorBatch:
 
 
 def row_index(rows: Rows) -> slice | list[int]:
-    """Index of the rows in a tensor: without a copy where they are consecutive."""
+    """Return an index of the rows: a slice if they are consecutive, which selects without a copy."""
     return slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
 
 
 def lay_out(part: TensorBatch, rule: MicroBatching, shares_prompts: bool) -> TokenLayout:
-    """The tokens of a micro-batch as a model computes them under ``rule``."""
+    """Lay out a micro-batch's tokens as ``rule`` says."""
     ids, mask = part["input_ids"], part["response_mask"]
     if shares_prompts:
-        # A token budget counts what rows without a common prompt have in common with it: no padding either.
+        # The plan under a token budget counted real tokens, so rows without a common prompt must not be padded either.
         no_padding = rule.removes_padding or rule.max_tokens is not None
         return shared_prompt_layout(ids, mask, packed_layout if no_padding else row_layout, part.get(PROMPT_KEYS))
     return packed_layout(ids, mask) if rule.removes_padding else row_layout(ids, mask, rule.width_multiple)
@@ -232,7 +234,8 @@ def is_empty(batch: TensorBatch) -> bool:
 
 
 def merged_floats(parts: Iterable[Metrics]) -> Metrics:
-    """Merge the metrics of micro-batches, then turn tensors in them into floats, all in one transfer."""
+    """Merge the metrics of micro-batches and turn their tensors into floats in one transfer: each ``.item()`` would
+    wait for the device."""
     merged = merge_metrics(parts)
     places = [
         (name, item.name)

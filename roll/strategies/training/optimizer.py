@@ -65,6 +65,7 @@ class LearningRateSchedule:
     @classmethod
     def from_arguments(cls, args: TrainingArguments, total_steps: int) -> LearningRateSchedule:
         """``warmup_steps`` where it is set, else ``warmup_ratio`` of ``total_steps`` (rounded up)."""
+        # Rounded up as transformers.TrainingArguments.get_warmup_steps does.
         warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
         options = dict(args.lr_scheduler_kwargs)
         return cls(args.lr_scheduler_type, args.learning_rate, warmup, total_steps, args.min_lr_ratio, options)
@@ -118,6 +119,7 @@ class LearningRateSchedule:
 
 
 INITIAL_SCALE = 2.0**16
+"""This and the growth interval of 2000 are the defaults of ``torch.amp.GradScaler``."""
 
 
 @dataclass
@@ -138,7 +140,7 @@ class DynamicLossScale:
     def adapt(self, finite: bool) -> None:
         """After an update: ``finite`` if it was made."""
         if not finite:
-            # Below 1 nothing is gained: the loss itself is too large.
+            # A scale below 1 would not help: the loss itself overflows.
             self.value, self.good_updates = max(1.0, self.value / 2), 0
             return
         self.good_updates += 1
@@ -169,6 +171,7 @@ def decay_groups(
     vectors: list[torch.Tensor] = []
     seen: set[torch.Tensor] = set()
     for module in model.modules():
+        # A tied parameter belongs to several modules, and twice in an optimizer it would be stepped twice.
         own = {name: one for name, one in module.named_parameters(recurse=False) if one not in seen}
         seen.update(own.values())
         is_stack = any(num_dims(parameter) >= 3 for parameter in own.values())
@@ -218,8 +221,9 @@ def global_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, devic
     """
     if gradients:
         norms = torch._foreach_norm(gradients)
+        # float32 before squaring: an fp16 norm of 256 squared is already infinite.
         squared = torch.stack([norm.float() for norm in norms]).square().sum().to(device)
-    else:
+    else:  # a rank may hold no element of anything trained, and still takes part in the collective
         squared = torch.zeros((), device=device)
     if shard_group is not None:
         all_reduce(squared, group=shard_group)
@@ -227,7 +231,8 @@ def global_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, devic
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Factor of a gradient of global norm ``norm`` that makes the norm at most ``max_norm``."""
+    """Return the factor that brings a gradient of global norm ``norm`` to at most ``max_norm``, with the epsilon of
+    ``torch.nn.utils.clip_grad_norm_``."""
     return max_norm / (norm + 1e-6) if max_norm is not None and norm > max_norm else 1.0
 
 
@@ -255,13 +260,13 @@ class TrainingProgress:
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def finish_step(self, norm: float, dp_size: int) -> Metrics:
-        """Count a step whose unscaled gradient had this norm. If it was not finite the update was skipped: the step
-        counts, the weights are unchanged."""
+        """Count a step whose unscaled gradient had this norm. If it was not finite the update was skipped: the schedule
+        advances, the weights are unchanged."""
         metrics: Metrics = {"grad_norm": Mean(norm), "lr": Mean(self.learning_rate)}
         finite = math.isfinite(norm)
         if not finite:
             logger.warning("optimizer step %d: gradient norm is %s; the update is skipped", self.step, norm)
-            metrics["skipped_updates"] = Sum(1.0 / dp_size)
+            metrics["skipped_updates"] = Sum(1.0 / dp_size)  # summed over replicas, which all report it
         if self.loss_scale is not None:
             metrics["loss_scale"] = Mean(self.loss_scale.value)
             self.loss_scale.adapt(finite)

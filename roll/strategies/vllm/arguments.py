@@ -1,4 +1,4 @@
-"""From this project's terms to vLLM's and back: engine arguments, sampling parameters, results."""
+"""Translation to vLLM's interface and back: engine arguments, sampling parameters, results."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def engine_arguments(
         arguments |= {
             "tensor_parallel_size": options.tensor_parallel_size,
             "pipeline_parallel_size": options.pipeline_parallel_size,
-            # Else the ranks would be at work on the next tokens when weights arrive, and these were of the old ones.
+            # Otherwise ranks may be computing the next tokens while weights arrive: tokens of a mixture of versions.
             "async_scheduling": False,
         }
     if getattr(model_config, "vision_config", None) is not None:
@@ -148,8 +148,8 @@ def _on_cpu(
     return chosen | {
         "block_size": block,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes or cache,
-        # vLLM takes back the random number of a prompt that is half computed, which torch's CPU generators cannot do:
-        # prompts are computed whole.
+        # After a partial prefill vLLM rewinds the request's generator by its offset, which torch's CPU generators do
+        # not have: so prompts are computed whole.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(options.max_num_batched_tokens or _CPU_BATCHED_TOKENS, max_model_len),
     }
@@ -177,7 +177,7 @@ def sampling_params(
     seed = None
     if params.seed is not None:
         seed = stream_key(params.seed, sample_index)
-        # vLLM draws from the beginning of a stream, and its first numbers have been used.
+        # vLLM starts every request at the beginning of its stream, whose first numbers this sample has used already.
         seed = (stream_key(seed, num_begun) if num_begun else seed) & _SEED_MASK
     return vllm.SamplingParams(
         temperature=params.temperature,
@@ -201,7 +201,7 @@ def sampling_params(
 
 
 def scoring_params(top: int) -> vllm.SamplingParams:
-    """vLLM's settings for a prompt to be scored: it samples one more token all the same."""
+    """Return vLLM's settings for a prompt to be scored; one token is its minimum to sample."""
     return vllm.SamplingParams(
         temperature=0.0,
         max_tokens=1,
@@ -276,7 +276,7 @@ def recorded_routes(
 
 
 def show_begun_text(detokenizer: Any, token_ids: Sequence[int]) -> None:
-    """Let a stop string be found that begins in the tokens a sample came with. vLLM looks for it in the text that was
-    generated, to which these tokens, being in its prompt, do not belong."""
+    """Let vLLM find a stop string that begins in the tokens a sample came with. It searches the generated text only,
+    and to vLLM these tokens are part of the prompt."""
     text = detokenizer.tokenizer.decode(list(token_ids), skip_special_tokens=False)
     detokenizer.output_text = text.rstrip("\ufffd")  # a character that is not whole comes with its last token

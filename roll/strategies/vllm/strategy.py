@@ -135,6 +135,7 @@ class VllmStrategy(PackagedEngine):
     def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
         requests = list(requests)
         taken = set(self._unfinished)
+        # All are checked before any is added: an error must not leave half of them running.
         for request in requests:
             check_request(request, taken, self._max_model_len, self._vocab_size)
             self._images.check(f"request {request.request_id!r}", request.prompt_token_ids, request.vision)
@@ -164,7 +165,8 @@ class VllmStrategy(PackagedEngine):
         """
         prompt = self._images.prompt(token_ids, vision)
         if self._config.in_flight_update == "keep":
-            # Nothing is dropped from the cache at an update, but blocks are found again under the same salt only.
+            # Blocks stay in the cache across updates. The salt enters their hashes, so that a new request never reuses
+            # keys and values of older weights.
             prompt["cache_salt"] = str(self._version)
         (rendered,) = self._running_engine().renderer.render_cmpl([prompt])
         if vision is not None and list(rendered["prompt_token_ids"]) != list(token_ids):
@@ -304,7 +306,7 @@ class VllmStrategy(PackagedEngine):
         """
         self._updating("update_weights")
         if not self._is_reloading:
-            # Not before: an update of the adapter alone leaves the model as it is.
+            # Only with the first tensor: an update of the adapter alone must not touch the model.
             self._ask_ranks("roll_start_reload")
             self._is_reloading = True
         self._ask_ranks("roll_load", self._for_ranks(tensors))
@@ -333,13 +335,14 @@ class VllmStrategy(PackagedEngine):
             self._ask_ranks("roll_close_memory")
         engine.reset_encoder_cache()  # of the vision tower as it was
         if self._config.in_flight_update == "recompute":
+            # Running requests are preempted as well: a block in use could not be dropped.
             engine.reset_prefix_cache(reset_running_requests=True)
         engine.set_weight_version(str(version))
         self._version, self._new_version = version, None
         return self._checksums
 
     def _for_ranks(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The tensors in shared memory where ranks are processes: vLLM's queue would copy them for each."""
+        """Put the tensors into shared memory if ranks are processes: vLLM's RPC would pickle them for each."""
         return self._memory.pack(tensors) if self._num_ranks > 1 else dict(tensors)
 
     def _ask_ranks(self, method: str, *arguments: object) -> list[Any]:

@@ -10,8 +10,8 @@ Experts of a sparse layer, by the names under which vLLM takes them:
 | gpt-oss: ``experts.gate_up_proj[e]`` (H, 2I)| ``experts.e.gate_up_proj``, which it transposes                      |
 | gpt-oss: ``experts.gate_up_proj_bias`` (E, 2I) | ``experts.e.gate_up_proj_bias`` (2I)                              |
 
-A tensor of all experts is no choice: of gpt-oss vLLM 0.32 copies it past the loaders that a reload watches, where it is
-lost without an error.
+A tensor of all experts cannot be sent: for gpt-oss vLLM 0.32 copies it bypassing the loaders that a reload watches, and
+it is lost without an error.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ class ReloadVerifier:
                 self._watch(method)
 
     def expect(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """A tensor as it was sent is about to be loaded: as these very tensor objects."""
+        """Register a tensor that is about to be loaded; return what to load, in these very objects: the comparison
+        finds tensors again by address."""
         parts = checkpoint_tensors(self._model_type, name, tensor)
         if [part for part, _ in parts] != [name]:
             checksums = {part: tensor_checksum(content) for part, content in parts}
@@ -109,7 +110,8 @@ class ReloadVerifier:
         return parts
 
     def _watch(self, method: Any) -> None:
-        """Look at the layers of ``method`` when they are loaded and before, on a CPU, they are packed."""
+        """Compare the layers of ``method`` once they are loaded and before, on a CPU, they are packed: oneDNN's packed
+        form cannot be read back."""
         process: Callable[[Any], None] = method.process_weights_after_loading
 
         def process_watched(layer: Any) -> None:
@@ -161,7 +163,7 @@ class ReloadVerifier:
         held: torch.Tensor,
         whole: torch.Tensor | None = None,
     ) -> None:
-        """``whole``: what was sent in the layer's orientation, where that is another."""
+        """Record the checksum of a part; ``whole`` is the tensor in the layer's orientation, if that differs."""
         checksum = tensor_checksum(held)
         meant = meant_part(layer, sent if whole is None else whole, held).to(held.dtype)
         if meant is not sent and checksum == tensor_checksum(meant):
@@ -193,7 +195,7 @@ class ReloadVerifier:
             if is_pp_missing_parameter(own, self._model):
                 self._taken(name)
             elif own.endswith(_SINKS) and own in parameters:
-                # vLLM's loader of gpt-oss writes the attention sinks past the reload, where they are lost.
+                # vLLM's loader of gpt-oss writes the attention sinks bypassing the reload, which then discards them.
                 parameter = parameters[own]
                 sent, heads = self._taken(name), len(parameter)
                 part = sent.narrow(0, get_tensor_model_parallel_rank() * heads, heads)
@@ -253,7 +255,7 @@ class ReloadVerifier:
 
 def is_packed(layer: Any) -> bool:
     """True for a matrix that is multiplied in a packed form on a CPU."""
-    # Its own attribute: what vLLM wraps around a layer for LoRA passes on all of the layer's.
+    # vars(), since vLLM's LoRA wrapper forwards all attributes of its layer and would be found packed as well.
     return "cpu_linear" in vars(layer) and getattr(layer, "weight", None) is not None and layer.weight.ndim == 2
 
 
@@ -291,12 +293,12 @@ def check_packing(layer: nn.Module, probe: Probe) -> None:
 
 
 def computes_with(layer: Any, probe: Probe) -> bool:
-    """True if a packed layer computes the product that its plain matrix had, but for rounding."""
+    """Return True if a packed layer computes the product of its plain matrix, up to rounding."""
     dtype = layer.weight.dtype
     computed = layer.cpu_linear(probe.vector.to(dtype)[None], layer.weight, None)[0].float()
     # Sums are float32 in any order, and the result is rounded once to its dtype.
     allowed = probe.product.abs() * torch.finfo(dtype).eps + probe.magnitude * 1e-5
-    # Rows that are not finite say nothing: weights may be so, and rows that nothing was sent for are as memory was.
+    # Rows that are not finite prove nothing: weights may be so, and rows never sent hold uninitialised memory.
     agrees = ((computed - probe.product).abs() <= allowed) | ~probe.product.isfinite()
     return bool(agrees.all())
 

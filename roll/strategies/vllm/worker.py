@@ -74,7 +74,7 @@ def check_results(results: Sequence[Any]) -> None:
 
 
 def joined_checksums(by_rank: Sequence[Mapping[str, int]]) -> dict[str, Checksum]:
-    """One checksum of each tensor where all ranks that have a part of it agree, else theirs, by rank."""
+    """Join the ranks' checksums: one for each tensor on which all ranks that have a part of it agree, else by rank."""
     found: defaultdict[str, dict[int, int]] = defaultdict(dict)
     for rank, checksums in enumerate(by_rank):
         for name, checksum in checksums.items():
@@ -157,7 +157,7 @@ class PolicyAdapter:
 
 
 class WeightReceiver:
-    """Methods for ``collective_rpc``, in every rank. Attributes stand in vLLM's own class, hence the prefix."""
+    """Methods for ``collective_rpc`` in every rank. They become part of vLLM's own worker class, hence the prefix."""
 
     model_runner: Any
     _roll_verifier: ReloadVerifier | None = None
@@ -170,8 +170,8 @@ class WeightReceiver:
         quieten()
         self._roll_memory = RankMemory.receiver()
         Thread(target=_end_with, args=(engine_pid,), daemon=True, name="roll-engine-watch").start()
-        # vLLM makes the buffers that a later stage receives into in its trial run of the model, which on a CPU takes
-        # place only before it compiles.
+        # vLLM allocates a later stage's receive buffers in its profiling run, which on a CPU takes place only if it
+        # compiles the model.
         runner = self.model_runner
         is_later_stage = not get_pp_group().is_first_rank
         if is_later_stage and runner.device.type == "cpu" and runner.intermediate_tensors is None:
@@ -246,9 +246,9 @@ class WeightReceiver:
 
 
 def _end_with(parent: int) -> None:
-    """vLLM's own watch asks the loop of this process to end, which it may never get to: a rank whose neighbour has gone
-    waits for it inside a sum over the ranks."""
-    while os.getppid() == parent:
+    """End this rank when its parent has died. vLLM only asks the process's loop to stop, which never happens in a rank
+    that waits for a dead peer inside an all-reduce."""
+    while os.getppid() == parent:  # an orphan's parent is init
         time.sleep(_WATCH_SECONDS)
     time.sleep(_WATCH_SECONDS)
     os._exit(1)
