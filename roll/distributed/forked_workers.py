@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.config.strategies.registry import BACKENDS
-from roll.distributed.guard import MARK_ENV
+from roll.distributed.guard import MARK_ENV, is_alive
 from roll.distributed.signals import ENDING
 from roll.distributed.worker_environment import LOG_DIR_ENV, absent_here
 from roll.distributed.worker_script import SCRIPT_ENV, SOCKET_ENV
@@ -58,7 +58,7 @@ _IMPORTED = (
 _READ_WHEN_USED = (MARK_ENV, LOG_DIR_ENV, SOCKET_ENV, SCRIPT_ENV, "SPT_NOENV")
 """The last one is for the title that Ray gives a worker's process."""
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-_SOCKET, _LONGEST_BASE = "socket", 80
+_PREFIX, _SOCKET, _LONGEST_BASE = "roll-fork-", "socket", 70
 _PATIENCE_SECONDS = 5.0
 """Time limit for reading a worker's request, which is sent in one piece."""
 
@@ -77,8 +77,10 @@ class ForkServer:
     def __init__(self, num_devices: int, modules: Iterable[str], system_envs: Mapping[str, str]) -> None:
         self.mark = uuid.uuid4().hex
         """The run's mark: /proc shows this server's environment, mark included, as that of each fork."""
-        base = tempfile.gettempdir()  # A socket's path has 107 bytes at most.
-        self.folder = Path(tempfile.mkdtemp(prefix="roll-fork-", dir=base if len(base) < _LONGEST_BASE else "/tmp"))
+        temporary = tempfile.gettempdir()  # A socket's path has 107 bytes at most.
+        base = Path(temporary if len(temporary) < _LONGEST_BASE else "/tmp")
+        _remove_abandoned(base)
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))  # mode 0700
         root = str(Path(__file__).parents[2])
         begin = f"import sys; sys.path.insert(0, {root!r}); from roll.distributed.forked_workers import serve; serve()"
         # As for Ray's daemons: a signal to the whole process group is the driver's.
@@ -107,6 +109,14 @@ class ForkServer:
         self._process.kill()
         self._process.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _remove_abandoned(base: Path) -> None:
+    """Remove this user's folders whose driver was killed, and its server before that could remove them."""
+    for folder in base.glob(f"{_PREFIX}*-*"):
+        with suppress(OSError, ValueError):  # removed meanwhile, or not one of ours
+            if folder.stat().st_uid == os.getuid() and not is_alive(int(folder.name.split("-")[2])):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def forking(loaded: LoadedConfig[Any]) -> AbstractContextManager[None]:
@@ -170,7 +180,7 @@ def serve() -> None:
                 break
             link, _ = server.accept()
             request = None
-            with suppress(OSError, ValueError):  # a client that is gone, or none of ours
+            with suppress(OSError, ValueError, struct.error):  # a client that is gone, or none of ours
                 request = _Request(link)
             if request is not None:
                 if request.would_import(environment) and os.fork() == 0:
