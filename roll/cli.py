@@ -35,6 +35,8 @@ from roll.distributed.forked_workers import forking
 from roll.preflight import check_parts, dequantise_models, fetch, find_models, require_packages
 
 if TYPE_CHECKING:
+    from roll.pipelines.serve import Served
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 EXIT_CONFIG = 2
@@ -274,32 +276,16 @@ def server_key(host: str, variable: str | None, may: str) -> str:
 def serve(arguments: argparse.Namespace) -> int:
     """Serve a model, or the engines of a file's role, over HTTP until interrupted."""
     key = server_key(arguments.host, arguments.api_key_env, "use the engines")
-    named, words = arguments.config, arguments.overrides
-    is_model = is_model_path(named)
-    if is_model and words:
-        raise ConfigError([Problem(words[0], named, "changes a YAML file; this is a model")])
-    if not is_model:
-        if strategy := arguments.strategy:
-            key = f"{arguments.role}.strategy_args.strategy_name"
-            raise ConfigError(
-                [Problem("--strategy", strategy, f"goes with a model; change this file: {key}={strategy}")]
-            )
-        loaded: LoadedConfig[Any] = load_config(None, named, None, words, check_files=False)
-        require_packages(loaded)
-        dequantise_models(loaded, say)
+    served = served_by(arguments)
     from roll.distributed.failures import RayLost, RemoteError
     from roll.distributed.signals import Interrupted
-    from roll.pipelines import serve as served_engines
+    from roll.pipelines.serve import serve as answer
     from roll.serving.server import FrontOptions, HttpFront
 
-    if is_model:
-        served = served_engines.of_model(named, arguments.strategy)
-    else:
-        served = served_engines.of_file(loaded, arguments.role)
     model = arguments.model_name or Path(served.model).name.removesuffix(GGUF)
     options = FrontOptions(model, key, served.running_requests, arguments.max_open_requests)
     try:
-        served_engines.serve(served, HttpFront(options, arguments.host, arguments.port))
+        answer(served, HttpFront(options, arguments.host, arguments.port))
     except (RayLost, RemoteError, OSError) as error:
         show_error(error)
         if isinstance(error, RayLost):
@@ -308,6 +294,30 @@ def serve(arguments: argparse.Namespace) -> int:
     except (KeyboardInterrupt, Interrupted):
         pass
     return 0
+
+
+def served_by(arguments: argparse.Namespace) -> Served:
+    """Engines of the model, or of the configuration and role, that ``roll serve`` names.
+
+    Raises:
+        ConfigError: neither, or arguments that do not go with it.
+    """
+    named, words, strategy = arguments.config, arguments.overrides, arguments.strategy
+    if is_model_path(named):
+        if words:
+            raise ConfigError([Problem(words[0], named, "changes a YAML file; this is a model")])
+        from roll.pipelines.serve import of_model
+
+        return of_model(named, strategy)
+    if strategy:
+        key = f"{arguments.role}.strategy_args.strategy_name"
+        raise ConfigError([Problem("--strategy", strategy, f"goes with a model; change this file: {key}={strategy}")])
+    loaded: LoadedConfig[Any] = load_config(None, named, None, words, check_files=False)
+    require_packages(loaded)
+    dequantise_models(loaded, say)
+    from roll.pipelines.serve import of_file
+
+    return of_file(loaded, arguments.role)
 
 
 def is_model_path(word: str) -> bool:

@@ -154,12 +154,12 @@ def _names(schema: Mapping[str, Any]) -> str | None:
 
 def _parameters(opening: str) -> Callable[[str, str, Mapping[str, Any]], ToolCall]:
     """A reader of arguments in elements ``parameter`` whose ``opening`` tag holds their name in place of ``{}``."""
-    pair = re.compile(r"\s*" + opening.format(r'([^>"\n]+)') + r"\n?(.*)", re.DOTALL)
+    pair = re.compile(r"\s*" + opening.format(r"([^>\n]+)") + r"\n?(.*)", re.DOTALL)
 
     def read(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
         # A name that the tool does not have begins no argument: it is a text that mentions the mark.
         known = _names(schema)
-        following = opening.format('[^>"\n]+' if known is None else f"(?:{known})")
+        following = opening.format(r"[^>\n]+" if known is None else f"(?:{known})")
         named = "|".join(map(re.escape, schema.get("properties") or ())) or "(?!)"
         begin = re.compile(opening.format(f"(?:{named})"))
         between = re.compile(rf"</parameter>\s*(?={following})")

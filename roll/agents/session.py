@@ -12,7 +12,7 @@ from roll.agents.agent_options import Sampling, ToolChoice
 from roll.agents.chat_ids import Message, TemplateError
 from roll.agents.episode import EngineFault, EpisodeOver, Model, Response, Task
 from roll.agents.images import has_images
-from roll.config.finite import finite_number
+from roll.rewards.base import finite_number
 from roll.serving.dialects.parts import ChatRequest, Reply
 from roll.serving.refusals import BadRequest, Refusal
 from roll.strategies.engines.requests import visible_text

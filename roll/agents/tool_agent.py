@@ -13,7 +13,7 @@ from roll.agents.chat_ids import Message
 from roll.agents.episode import Episode, Model, Response, Task
 from roll.agents.tools import ToolBox, ToolError, ToolResult, tool_messages
 from roll.agents.verifiers import Verifier
-from roll.config.finite import finite_number
+from roll.rewards.base import finite_number
 
 
 class ToolAgent:

@@ -11,9 +11,8 @@ from typing import Any, Protocol
 from roll.agents.conversation import Call
 from roll.agents.episode import Agent, Episode, EpisodeOver, Model, Task
 from roll.agents.programs import ProgramError, program_environment, running
-from roll.config.finite import finite_number
 from roll.datasets.forms import read_ground_truth
-from roll.rewards.base import GuardedReward, RewardSample
+from roll.rewards.base import GuardedReward, RewardSample, finite_number
 from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward
 from roll.rewards.thoughts import opened_thought, said_by

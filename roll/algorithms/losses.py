@@ -260,8 +260,8 @@ def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
     if not isinstance(loss, Choice):
         written = {key: value for key, value in settings.items() if value is not None}
         loss, _ = SchemaReader(problems).read_choice(PPOConfig.__dataclass_fields__["loss"], written)
-    for problem in problems.errors:
-        raise ValueError(str(problem))
+    if problems.errors:
+        raise ValueError(str(problems.errors[0]))
     options_class = options_class_of(loss.name)
     known = [option.name for option in fields(options_class)]
     for name in loss.options:

@@ -23,11 +23,10 @@ from roll.checkpoint.contents import (
 from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import CheckpointManager
 from roll.checkpoint.tensors import WEIGHT, StoredTensors, stored_tensors
-from roll.config.model_files import gguf_file
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import ModelArguments
 from roll.models.build import VALUE_HEAD, HeadName, checked_config, empty_model
-from roll.models.gguf_reading import dequantise
+from roll.models.gguf_reading import dequantised_path
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_names, base_name, is_adapter, merged_weight
 from roll.models.stored import StoredLayout
@@ -133,8 +132,7 @@ def find_trained(path: Path, role: str | None, model: str | None) -> TrainedMode
     if model is None:
         rule = "the checkpoint does not say which model its run began with; name it"
         raise config_error("--model", None, rule, "models/Qwen2.5-7B")
-    file = gguf_file(model)
-    return TrainedModel(folder, state, contents, model if file is None else str(dequantise(file)))
+    return TrainedModel(folder, state, contents, dequantised_path(model))
 
 
 def config_error(key: str, value: str | None, rule: str, example: str | None = None) -> ConfigError:

@@ -21,13 +21,11 @@ import logging
 import os
 import runpy
 import select
-import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -36,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.config.strategies.registry import BACKENDS
-from roll.distributed.guard import MARK_ENV, is_alive
+from roll.distributed.guard import MARK_ENV, session_dir
 from roll.distributed.signals import ENDING
 from roll.distributed.worker_environment import LOG_DIR_ENV, absent_here
 from roll.distributed.worker_script import SCRIPT_ENV, SOCKET_ENV
@@ -52,13 +50,11 @@ _IMPORTED = (
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.parallel",
     "roll.models.build",
-    "wcwidth",  # half of the time that the import of Ray takes
 )
 """Imported by the workers of every role with a model."""
 _READ_WHEN_USED = (MARK_ENV, LOG_DIR_ENV, SOCKET_ENV, SCRIPT_ENV, "SPT_NOENV")
 """The last one is for the title that Ray gives a worker's process."""
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-_PREFIX, _SOCKET, _LONGEST_BASE = "roll-fork-", "socket", 70
 _PATIENCE_SECONDS = 5.0
 """Time limit for reading a worker's request, which is sent in one piece."""
 
@@ -69,18 +65,16 @@ class ForkServer:
     """The process that is forked, as the driver sees it.
 
     Args:
+        folder: of its socket, which only this user may enter.
         num_devices: of this node, by which threads are divided.
         modules: to import, in addition to what every model needs.
         system_envs: variables of all workers.
     """
 
-    def __init__(self, num_devices: int, modules: Iterable[str], system_envs: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, num_devices: int, modules: Iterable[str], system_envs: Mapping[str, str]) -> None:
         self.mark = uuid.uuid4().hex
         """The run's mark: /proc shows this server's environment, mark included, as that of each fork."""
-        temporary = tempfile.gettempdir()  # A socket's path has 107 bytes at most.
-        base = Path(temporary if len(temporary) < _LONGEST_BASE else "/tmp")
-        _remove_abandoned(base)
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))  # mode 0700
+        self._socket = folder / "socket"
         root = str(Path(__file__).parents[2])
         begin = f"import sys; sys.path.insert(0, {root!r}); from roll.distributed.forked_workers import serve; serve()"
         # As for Ray's daemons: a signal to the whole process group is the driver's.
@@ -89,7 +83,7 @@ class ForkServer:
             self._process = subprocess.Popen(
                 # -P keeps the working directory off the path, where a file such as json.py would replace a standard
                 # module.
-                [sys.executable, "-P", "-c", begin, str(self.folder / _SOCKET), *modules],
+                [sys.executable, "-P", "-c", begin, str(self._socket), *modules],
                 env={**os.environ, **absent_here(num_devices, self.mark), **system_envs, MARK_ENV: self.mark},
                 stdin=subprocess.PIPE,
             )
@@ -102,21 +96,12 @@ class ForkServer:
 
     def environment(self, script: str) -> dict[str, str]:
         """Variables of a node whose workers are forked; ``script`` is the path of Ray's own."""
-        return {SOCKET_ENV: str(self.folder / _SOCKET), SCRIPT_ENV: script}
+        return {SOCKET_ENV: str(self._socket), SCRIPT_ENV: script}
 
     def close(self) -> None:
         """End the server; its forks keep running. A second call does nothing."""
         self._process.kill()
         self._process.communicate()
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _remove_abandoned(base: Path) -> None:
-    """Remove this user's folders whose driver was killed, and its server before that could remove them."""
-    for folder in base.glob(f"{_PREFIX}*-*"):
-        with suppress(OSError, ValueError):  # removed meanwhile, or not one of ours
-            if folder.stat().st_uid == os.getuid() and not is_alive(int(folder.name.split("-")[2])):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def forking(loaded: LoadedConfig[Any]) -> AbstractContextManager[None]:
@@ -137,12 +122,13 @@ def forked(num_devices: int, modules: Iterable[str], system_envs: Mapping[str, s
     if has_ray or current_platform().device_type != "cpu" or not sys.platform.startswith("linux"):
         yield
         return
-    _running = ForkServer(num_devices, modules, system_envs or {})
-    try:
-        yield
-    finally:
-        _running.close()
-        _running = None
+    with session_dir() as folder:
+        _running = ForkServer(folder, num_devices, modules, system_envs or {})
+        try:
+            yield
+        finally:
+            _running.close()
+            _running = None
 
 
 def fork_server() -> ForkServer | None:
@@ -188,7 +174,6 @@ def serve() -> None:
                     request.become_worker()
                 request.close()
             link.close()
-    shutil.rmtree(Path(path).parent, ignore_errors=True)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The end of a run's processes: the guard, which outlives the driver, and the search for what is left.
+"""The end of a run: the guard, which outlives the driver, and the search for processes and folders that are left.
 
 Ray ends a driver whose node daemon has died on the spot; the kernel ends one that wants too much memory; and a second
 Ctrl-C ends it at once. None of them leaves the driver time to end its processes, to say what happened, or to draw its
@@ -14,6 +14,7 @@ Needs the standard library only, so that the guard starts in no time: ``python -
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -22,9 +23,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +129,47 @@ def end_run(mark: str, folder: Path | None = None, patience: float = 2.0) -> Non
     kill(left)
     while left and run_processes(mark, folder) and time.monotonic() < give_up + patience:
         time.sleep(0.05)
+
+
+PREFIX = "roll-ray-"
+RAY_FOLDER = "s"
+"""Inside ours, since Ray opens the folder that it is given to everyone (mode 0777)."""
+_LOCK_FILE = "driver.lock"
+_LONGEST_BASE = 20
+"""Ray's socket names under its folder take up to 67 of the 107 bytes that a Unix socket's path may have."""
+
+
+@contextmanager
+def session_dir() -> Iterator[Path]:
+    """A fresh folder for Ray or the fork server, removed at the end; those that killed runs left are removed first.
+
+    The folder lies in one that only this user may enter. The driver holds a lock on a file there, so a folder whose
+    lock is free has no owner.
+    """
+    base = tempfile.gettempdir()
+    base = base if len(base) <= _LONGEST_BASE else "/tmp"
+    remove_abandoned(Path(base))
+    closed = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # mode 0700
+    try:
+        with (closed / _LOCK_FILE).open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            folder = closed / RAY_FOLDER
+            folder.mkdir(0o700)
+            yield folder
+    finally:
+        shutil.rmtree(closed, ignore_errors=True)
+
+
+def remove_abandoned(base: Path) -> None:
+    """Remove this user's session folders under ``base`` whose driver is gone."""
+    for lock_file in base.glob(f"{PREFIX}*/{_LOCK_FILE}"):
+        with suppress(OSError):  # in use, another user's, or removed meanwhile
+            # /tmp belongs to everybody: only what this user has made is removed.
+            if lock_file.stat().st_uid != os.getuid():
+                continue
+            with lock_file.open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock_file.parent, ignore_errors=True)
 
 
 _FAREWELL_SECONDS = 5.0

@@ -24,7 +24,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.distributed import worker_script
 from roll.distributed.failures import NodeError, RayLost
 from roll.distributed.forked_workers import fork_server
-from roll.distributed.guard import Guard, end_run
+from roll.distributed.guard import Guard, end_run, session_dir
 from roll.distributed.nodes import (
     NodeCard,
     NodeEnvironment,
@@ -46,7 +46,6 @@ from roll.distributed.ray_node import (
     daemon_pids,
     ray_lost,
     reload_auth,
-    session_dir,
     set_current,
     start_node,
 )

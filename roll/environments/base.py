@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
-from roll.config.finite import finite_number
+from roll.rewards.base import finite_number
 
 Message = dict[str, Any]
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll.config.installation import install_command
-from roll.config.model_files import CONFIG, dequantised_folder, is_installed
+from roll.config.model_files import CONFIG, dequantised_folder, gguf_file, is_installed
 from roll.config.weight_files import SINGLE
 from roll.models.build import auto_class, empty_model, quiet_transformers
 from roll.models.completeness import incomplete
@@ -51,6 +51,16 @@ def describe(file: Path) -> Path:
     if not (folder / CONFIG).is_file() and (problem := _describe(file, folder)) is not None:
         raise ValueError(problem)
     return folder
+
+
+def dequantised_path(path: str) -> str:
+    """Return the path that loaders are given: of a GGUF file the folder of its weights, dequantised first if need be.
+
+    Raises:
+        ValueError, OSError: see :func:`dequantise`.
+    """
+    file = gguf_file(path)
+    return path if file is None else str(dequantise(file))
 
 
 def dequantise(file: Path) -> Path:

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from roll.config.finite import finite_number
 from roll.config.reading.errors import did_you_mean
-from roll.rewards.base import RewardOptionError, RewardResult, RewardSample, failure
+from roll.rewards.base import RewardOptionError, RewardResult, RewardSample, failure, finite_number
 
 logger = logging.getLogger(__name__)
 

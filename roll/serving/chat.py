@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from roll.config.model_files import gguf_file, loadable, model_number, require_model
+from roll.config.model_files import model_number, require_model
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import GenerationWorkerConfig, ModelArguments, StrategyArguments
 from roll.datasets.templates import render_native
 from roll.datasets.types import DataError
-from roll.models.gguf_reading import dequantise
+from roll.models.gguf_reading import dequantised_path
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams, check_sampling_params
 from roll.strategies.hf_infer import HfInferStrategy
 
@@ -110,9 +110,7 @@ def engine_section(
         ValueError: no model, or one that cannot be read.
     """
     require_model(path)
-    if (file := gguf_file(path)) is not None:
-        dequantise(file)
-    folder = str(loadable(path))
+    folder = dequantised_path(path)
     longest = min(LONGEST, model_number(folder, "max_position_embeddings") or LONGEST)
     return GenerationWorkerConfig(
         name="actor_infer",

@@ -157,9 +157,8 @@ def start(options: Options) -> HttpServer:
     Raises:
         ValueError: a model that cannot be trained here. OSError: no such model, or the port is taken.
     """
-    from roll.config.model_files import gguf_file, loadable
     from roll.models.build import load_config
-    from roll.models.gguf_reading import dequantise
+    from roll.models.gguf_reading import dequantised_path
     from roll.serving.http import HttpServer
     from roll.strategies.engines.requests import longest_sequence
     from roll.training_service.adapters import Base
@@ -169,9 +168,7 @@ def start(options: Options) -> HttpServer:
     from roll.training_service.service import Service
 
     http = HttpServer(options.host, options.port)
-    if (file := gguf_file(options.args.model_name_or_path)) is not None:
-        dequantise(file)
-    path = str(loadable(options.args.model_name_or_path))
+    path = dequantised_path(str(options.args.model_name_or_path))
     args = replace(options.args, model_name_or_path=path)
     config = load_config(args)
     length = longest_sequence(options.max_length, config, path)

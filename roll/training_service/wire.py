@@ -56,7 +56,7 @@ SampleResponse: sequences *SampledSequence 1, prompt_logprobs bytes 2, topk_prom
 
 
 @cache
-def _messages() -> dict[str, Any]:
+def messages() -> dict[str, Any]:
     """Message classes by name."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
@@ -132,7 +132,7 @@ def read_pass(body: bytes) -> PassRequest:
     """
     from google.protobuf.message import DecodeError
 
-    message = _messages()["ForwardBackwardRequest"]()
+    message = messages()["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
@@ -207,7 +207,7 @@ def pass_output(log_probs: Sequence[torch.Tensor], metrics: Mapping[str, float])
         log_probs: float32 (T,) or (T, K) of each datum's target tokens.
         metrics: names end in ``:`` and the reduction over the requests of one pass.
     """
-    message = _messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    message = messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for own in log_probs:
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
         data = own.float().contiguous().numpy().tobytes()
@@ -244,7 +244,7 @@ def sample_output(
         samples: of each, :data:`STOP` or :data:`LENGTH`, tokens, their log-probs, and the most probable ones.
         prompt_log_probs: float32 (length of the prompt,), NaN where not computed.
     """
-    message = _messages()["SampleResponse"]()
+    message = messages()["SampleResponse"]()
     for reason, tokens, log_probs, top in samples:
         sequence = message.sequences.add(
             stop_reason=reason,
@@ -252,9 +252,9 @@ def sample_output(
             logprobs=np.asarray(log_probs, np.float32).tobytes(),
         )
         if sample_top:
-            sequence.topk_sampled_logprobs.CopyFrom(_messages()["TopkLogprobs"](**_top(top, sample_top)))
+            sequence.topk_sampled_logprobs.CopyFrom(messages()["TopkLogprobs"](**_top(top, sample_top)))
     if prompt_log_probs is not None:
         message.prompt_logprobs = prompt_log_probs.astype(np.float32).tobytes()
     if prompt_k:
-        message.topk_prompt_logprobs.CopyFrom(_messages()["TopkLogprobs"](**_top(prompt_top, prompt_k)))
+        message.topk_prompt_logprobs.CopyFrom(messages()["TopkLogprobs"](**_top(prompt_top, prompt_k)))
     return bytes(message.SerializeToString())

@@ -17,8 +17,13 @@ UV_VALUES = """
 """Options of ``uv run`` that take the next word."""
 PYTHON_VALUES = {"-W", "-X", "--check-hash-based-pycs"}
 LAUNCHING_MODULES = (
-    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
-    *("coverage", "cProfile", "debugpy", "viztracer"),
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "accelerate.commands.launch",
+    "coverage",
+    "cProfile",
+    "debugpy",
+    "viztracer",
 )
 """Modules that start Python on a further module or script: launchers, and tools that measure it or wait for it."""
 LAUNCHER_SWITCHES = """

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from roll.config.roles import WorkerConfig
 from roll.distributed import Cluster, ResourceManager, ray_runtime
-from roll.distributed.ray_node import RAY_FOLDER
+from roll.distributed.guard import RAY_FOLDER
 from roll.distributed.signals import ending
 from tests.distributed.light_workers import BasicWorker
 

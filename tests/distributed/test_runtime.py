@@ -17,7 +17,7 @@ import pytest
 from roll.config.reading.errors import ConfigError
 from roll.distributed import RayRuntime
 from roll.distributed.failures import NodeError
-from roll.distributed.guard import is_alive, run_processes
+from roll.distributed.guard import PREFIX, is_alive, remove_abandoned, run_processes, session_dir
 from roll.distributed.nodes import (
     NodeCard,
     NodeEnvironment,
@@ -26,7 +26,6 @@ from roll.distributed.nodes import (
     interface_of,
     require_token,
 )
-from roll.distributed.ray_node import PREFIX, remove_abandoned, session_dir
 from roll.distributed.signals import SAME_SECONDS
 
 ROOT = Path(__file__).parents[2]

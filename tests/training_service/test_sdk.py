@@ -20,7 +20,7 @@ from roll.strategies.engines.requests import SamplingParams
 from roll.training_service.adapters import Base, LoraOptions, Tenant
 from roll.training_service.fields import Fields
 from roll.training_service.sampling import Sampler, SampleRequest
-from roll.training_service.wire import _messages
+from roll.training_service.wire import messages
 from tests.training_service.batches import data, sequences
 from tests.training_service.conftest import MAX_LENGTH, NAME
 
@@ -344,7 +344,7 @@ def test_a_prompt_that_waits_several_times_is_computed_once(base_folder: Path, t
     drawn = {}
     for name, answer in answers.items():
         assert isinstance(answer, bytes)
-        drawn[name] = [one.tokens for one in _messages()["SampleResponse"].FromString(answer).sequences]
+        drawn[name] = [one.tokens for one in messages()["SampleResponse"].FromString(answer).sequences]
     assert {name: len(own) for name, own in drawn.items()} == {name: own[1] for name, own in asked.items()}
     assert drawn["c"] == drawn["d"]
     assert len({*drawn["a"], *drawn["b"]}) == 5
