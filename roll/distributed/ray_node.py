@@ -226,13 +226,22 @@ class Board:
         with _token_accepted():
             self._client = GcsClient(address=address)
 
-    def put(self, key: str, text: bytes) -> None:
-        """
+    def put(self, key: str, text: bytes, seconds: float | None = None) -> bool:
+        """Returns whether the head took the text; False: it did not within ``seconds``.
+
+        Without a limit, Ray ends this process where the head is gone for a minute.
+
         Raises:
             NodeError: the head does not know the token of this node.
         """
-        with _token_accepted():
-            self._client.internal_kv_put(key.encode(), text, True, self._NAMESPACE)
+        try:
+            with _token_accepted():
+                self._client.internal_kv_put(key.encode(), text, True, self._NAMESPACE, timeout=seconds)
+        except ray.exceptions.RayError:
+            if seconds is None:
+                raise
+            return False
+        return True
 
     def get(self, key: str) -> bytes | None:
         """The text under a key; None: there is none.

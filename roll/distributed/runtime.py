@@ -343,13 +343,14 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
             error = connection_error(host, port)
             misses = 0 if error is None else misses + 1
             if error is None and (ending.save_requested or (ending.received is not None and not passed_on)):
-                signals, passed_on = signals + 1, ending.received is not None
-                _pass_on(board, options, signals)
+                signals += 1
+                passed_on = _pass_on(board, options, signals) and ending.received is not None
             if error is None and supervised.is_attached and board.glance(_OVER) is not None:
                 ending.check()
                 supervised.tell(end=DONE)
                 raise SystemExit(0)
-            if node.dead_processes():
+            # Daemons end with their head: a loss only where the head is still there afterwards.
+            if node.dead_processes() and connection_error(host, port) is None:
                 raise NodeError(
                     f"Ray's processes on node {options.rank} ended while the head still runs: node 0 may have given "
                     "this node up after it could not reach it for a while"
@@ -359,7 +360,8 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
     raise SystemExit(0)
 
 
-def _pass_on(board: Board, options: NodeOptions, count: int) -> None:
+def _pass_on(board: Board, options: NodeOptions, count: int) -> bool:
+    """Returns whether node 0 has the signal; False: it may have ended meanwhile, by a signal of its own."""
     number = ending.received or signal.SIGUSR1
     if ending.received is not None:
         logger.warning(
@@ -371,7 +373,10 @@ def _pass_on(board: Board, options: NodeOptions, count: int) -> None:
     card = NodeCard.of_this_node(options.rank, options.address)
     # The count makes every note differ from the one before: node 0 reacts to a changed text, and a second SIGUSR1 would
     # else go unnoticed.
-    board.put(_SIGNAL, f"{int(number)} {count} {card}".encode())
+    arrived = board.put(_SIGNAL, f"{int(number)} {count} {card}".encode(), _HEAD_POLL_SECONDS)
+    if not arrived and ending.received is None:
+        ending.save_requested = True
+    return arrived
 
 
 def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:

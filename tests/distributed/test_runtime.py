@@ -152,17 +152,66 @@ with ray_runtime(2, num_nodes=2, join_timeout=90, system_envs={"ROLL_TEST_GLOBAL
 """
 
 
-@pytest.mark.long
-@pytest.mark.e2e
-def test_two_nodes_join_and_leave():
+LEAVING_SCRIPT = """
+import logging
+import os
+import sys
+import time
+from roll.distributed import ray_runtime
+from roll.distributed.nodes import NodeCard
+from roll.distributed.ray_node import connection_error
+
+read, cards = NodeCard.of_this_node, []
+
+def read_late(rank, address):
+    if cards and rank:  # the second card goes with the signal
+        print("passing on", flush=True)
+        while connection_error(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])) is None:
+            time.sleep(0.05)
+    cards.append(rank)
+    return read(rank, address)
+
+NodeCard.of_this_node = read_late
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+with ray_runtime(2):
+    print("up", flush=True)
+    input()
+"""
+
+
+def _two_nodes(script: str) -> list[subprocess.Popen[str]]:
+    """Nodes 0 and 1 of a run, on this host."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RAY_AUTH_TOKEN": "1f" * 32}
-    command = [sys.executable, "-c", NODE_SCRIPT]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    follower = subprocess.Popen(command, env=_environment(RANK="1", **shared), **pipes)
-    head = subprocess.Popen(command, env=_environment(RANK="0", **shared), **pipes)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, "-c", script]
+    return [
+        subprocess.Popen(command, env=_environment(RANK=rank, **shared), cwd=ROOT, text=True, **pipes)
+        for rank in ("0", "1")
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_a_signal_reaches_a_node_whose_head_ends():
+    """A scheduler sends it to all nodes, and the head may be done before a further node can pass it on."""
+    head, follower = _two_nodes(LEAVING_SCRIPT)
+    assert "up\n" in head.stdout, "it is read as far as that line"
+    assert any("serves the run" in line for line in follower.stdout)
+    follower.send_signal(signal.SIGTERM)
+    assert "passing on\n" in follower.stdout
+    _, errors = head.communicate("end\n", timeout=60)
+    assert head.returncode == 0, errors
+    _, errors = follower.communicate(timeout=30)
+    assert follower.returncode == 128 + signal.SIGTERM, errors
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_two_nodes_join_and_leave():
+    head, follower = _two_nodes(NODE_SCRIPT)
     output, errors = head.communicate(timeout=180)
     assert head.returncode == 0, errors
     seen, refused = output.splitlines()
