@@ -94,6 +94,10 @@ class MathRule(RewardRule):
         score = self.score if verdict.equal else self.format_score
         return RewardResult(score, {"correct": float(bool(verdict.equal)), "answered": 1.0})
 
+    def prepare(self) -> str:
+        self._verifier.start()
+        return ""
+
     def close(self) -> None:
         self._verifier.close()
 
@@ -252,7 +256,7 @@ class Verdict:
 
 
 class MathVerifier:
-    """One helper process, started at first use and again when it had to be killed.
+    """One helper process, started at first use if not before, and again when it had to be killed.
 
     Calls may come from any thread; they are answered one after the other.  The limit works off the main thread, where
     signals do not.
@@ -265,7 +269,14 @@ class MathVerifier:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_ready = False
         self._received = b""
+
+    def start(self) -> None:
+        """Start the process, and do not wait for it: ahead of the first use, its start costs nobody time."""
+        with self._lock:
+            if self._process is None:
+                self._launch()
 
     def equivalent(self, gold: str, answer: str) -> Verdict:
         """Equality of ``answer`` and ``gold``. An error is a timeout of wall time, a crash, or an unreadable
@@ -300,9 +311,17 @@ class MathVerifier:
         return Verdict(reply.get("equal"), reply.get("error")), False
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._stop()
+        process = self._process
+        if process is None or process.poll() is not None:
+            self._stop()
+            process = self._launch()
+        if not self._is_ready:
+            self._read_line(process, START_TIMEOUT)
+            self._is_ready = True
+        return process
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        self._is_ready = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "roll.rewards.verifier_child"],
             stdin=subprocess.PIPE,
@@ -311,7 +330,6 @@ class MathVerifier:
         )
         # A verifier that is dropped without close() (an error at start, a test) leaves no process behind.
         weakref.finalize(self, end_process, self._process)
-        self._read_line(self._process, START_TIMEOUT)
         return self._process
 
     def _read_line(self, process: subprocess.Popen[bytes], timeout: float) -> bytes:

@@ -56,8 +56,8 @@ MOST_COMPARISONS = 64
 
 
 @cache
-def _verifier() -> MathVerifier:
-    """One process for all votes; it is started when it is first needed, and ends with this one."""
+def verifier() -> MathVerifier:
+    """One process for all votes; it ends with this one."""
     return MathVerifier(timeout=2.0)
 
 
@@ -79,7 +79,7 @@ def merged_votes(votes: Sequence[str | None], correct: Sequence[bool] | np.ndarr
             quick = compare_quickly(canonical(other), answer)
             if quick is None and left > 0:
                 left -= 1
-                quick = equivalent(canonical(other), answer, _verifier()).equal
+                quick = equivalent(canonical(other), answer, verifier()).equal
             if quick:
                 found = other
                 break

@@ -19,7 +19,7 @@ from roll.methods.policy import PromptRows
 from roll.pipelines.clusters import Clusters
 from roll.pipelines.engine_rollout import RolloutSource
 from roll.pipelines.files import dumped_table, pad_token_id
-from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics
+from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics, verifier
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData
 from roll.pipelines.rlvr.plan import RLVRPlan, ValidationSet
@@ -119,6 +119,8 @@ class Validation:
 async def validate(plan: ValidationPlan, scheduler: RolloutScheduler) -> Validation:
     """Answer and score the prompts of every set, round after round, alongside whatever else the engines do."""
     began = time.perf_counter()
+    if any(one.num_samples > 1 for passes in plan.passes.values() for one in passes):
+        verifier().start()  # it will compare their votes
     answered: dict[str, list[SampleGroup]] = defaultdict(list)
     for one in plan.rounds():
         way, count = one.way, len(one.rows)
