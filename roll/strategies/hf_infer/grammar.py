@@ -10,6 +10,8 @@ import llguidance.hf
 import numpy as np
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
+from roll.strategies.engines.schemas import schema_grammar
+
 
 class JsonGrammars:
     """Compiles schemas for a tokenizer.
@@ -30,18 +32,10 @@ class JsonGrammars:
         return Grammar(self._compiled(schema).deep_copy(), self._vocab_size)  # a matcher has the state of one response
 
     def _compile(self, schema: str) -> llguidance.LLMatcher:
-        # With free white space an unsure model may write nothing else until its tokens are used up.
-        vocabulary, problem = self._vocabulary, ""
-        try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(
-                schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-            )
-            matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
-            problem = matcher.get_error()
-        except ValueError as error:  # a text that the compiler does not take for JSON, or nested too deeply
-            problem = str(error)
-        if problem:
-            raise ValueError(f"response_format: not a JSON schema that can be followed: {problem}"[:500])
+        vocabulary = self._vocabulary
+        matcher = llguidance.LLMatcher(vocabulary, schema_grammar(schema), log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"response_format: {matcher.get_error()}"[:500])
         return matcher
 
     @cached_property

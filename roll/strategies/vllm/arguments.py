@@ -24,6 +24,7 @@ from roll.strategies.engines.requests import (
     SamplingParams,
     stream_key,
 )
+from roll.strategies.engines.schemas import schema_grammar
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -171,6 +172,9 @@ def sampling_params(
         end_token_ids: end every sample, in addition to the request's own stop tokens.
         room: tokens that fit after the prompt.
         num_begun: tokens of the response that the sample comes with; vLLM counts them to its prompt.
+
+    Raises:
+        ValueError: see :func:`schema_grammar`.
     """
     own = params.normalised()
     max_tokens = min(params.max_new_tokens, room) - num_begun
@@ -179,6 +183,8 @@ def sampling_params(
         seed = stream_key(params.seed, sample_index)
         # vLLM starts every request at the beginning of its stream, whose first numbers this sample has used already.
         seed = (stream_key(seed, num_begun) if num_begun else seed) & _SEED_MASK
+    if params.json_schema is not None:
+        schema_grammar(params.json_schema)  # one that cannot be compiled is refused before it ends vLLM's process
     return vllm.SamplingParams(
         temperature=params.temperature,
         top_p=own.top_p,

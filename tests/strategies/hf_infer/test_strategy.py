@@ -199,6 +199,8 @@ def test_responses_follow_a_json_schema(model_folder, tokenizer):
     ("changes", "rule"),
     [
         ({"json_schema": '{"type": "nothing"}'}, "response_format: not a JSON schema .*nothing"),
+        ({"json_schema": '{"minItems": 1000000000}'}, "response_format: .* needs more than 2 s or 1 GiB to compile"),
+        ({"json_schema": '{"multipleOf": 123456789}'}, "response_format: .* needs more than 2 s or 1 GiB to compile"),
         ({"json_schema": "{}", "min_new_tokens": 2}, "min_new_tokens is 2, must be 0 with response_format"),
     ],
 )

@@ -358,11 +358,12 @@ def following_a_schema(folder: Path) -> dict[str, Any]:
     alone = {(one.request_id, one.sample_index): one.token_ids for one in all_of(started)}
     started.add_requests([GenerationRequest("held", [5, 6, 7], held, 4), plain])
     outputs = all_of(started)
-    refused = ""
-    try:
-        started.add_requests([GenerationRequest("bad", [5], replace(held, json_schema='{"type": "nothing"}'))])
-    except Exception as error:  # vLLM's own, which the worker reports as this request's
-        refused = str(error)
+    refused = []
+    for bad in ('{"type": "nothing"}', '{"multipleOf": 123456789}'):
+        try:
+            started.add_requests([GenerationRequest("bad", [5], replace(held, json_schema=bad))])
+        except ValueError as error:
+            refused.append(str(error))
     texts = [
         (tokenizer.decode(one.token_ids, skip_special_tokens=True), one.finish_reason)
         for one in outputs

@@ -99,4 +99,5 @@ def test_responses_follow_a_json_schema(in_engine_process, folders):
         assert written in wholes if reason == "stop" else any(whole.startswith(written) for whole in wholes), text
     assert all(-1000 < value <= 0 for value in found["log_probs"])
     assert max(found["log_probs"]) > -1e-6, "where the schema leaves one token its probability is 1"
-    assert "nothing" in found["refused"]
+    nothing, too_large = found["refused"]
+    assert "nothing" in nothing and "needs more than 2 s or 1 GiB" in too_large
