@@ -222,13 +222,18 @@ def sampling_mismatch(facts: Facts) -> Finding | None:
     values = facts.values("actor/train_infer_log_diff_abs_mean")
     if not values or _lag(facts) > 0 or values[0] < 0.03:
         return None
+    # Rounding in bf16 is 0.05 in small models and falls on both sides, so that its mean is a few percent of that; what
+    # samples from another distribution gives its own tokens more than the trainer does.
+    excess = facts.values("actor/train_infer_kl_k1")
+    if excess and abs(excess[0]) < 0.25 * values[0]:
+        return None
     arguments = facts.setting("actor_infer.generating_args", {}) or {}
     shown = ", ".join(f"{key} {arguments[key]}" for key in ("temperature", "top_p", "top_k") if key in arguments)
     return Finding(
         "engine_mismatch",
         "Engine and trainer disagree about the log-probs from the first step on",
         (
-            f"mean |log-prob of trainer - engine| is {values[0]:.2g} before any update (float32: 1e-6, bf16: 1e-2)",
+            f"mean |log-prob of trainer - engine| is {values[0]:.2g} before any update (float32: 1e-6, bf16: to 0.05)",
             f"sampling: {shown or 'not in the configuration'}",
             *_first_wrong_token(facts),
         ),

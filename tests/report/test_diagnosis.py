@@ -79,6 +79,14 @@ def test_a_rank_that_others_wait_for_in_every_call(tmp_path: Path) -> None:
     assert "1.30 s, the other ranks 0.40 s" in slow["straggler"][0]
 
 
+def test_rounding_is_no_mismatch_of_engine_and_trainer(tmp_path: Path) -> None:
+    """The first is a run of a model of 135M in bf16; in the second the engine sampled from fewer tokens."""
+    blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(4)]
+    distance, excess = "actor__train_infer_log_diff_abs_mean", "actor__train_infer_kl_k1"
+    assert found(tmp_path / "bf16", blocks, **{distance: [0.0465] * 4, excess: [0.0022, 0.001, 0.0013, 0.0077]}) == {}
+    assert "engine_mismatch" in found(tmp_path / "top_k", blocks, **{distance: [0.05] * 4, excess: [0.05] * 4})
+
+
 def test_scores_that_become_equal_are_no_constant_reward(tmp_path: Path) -> None:
     blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(6)]
     low, high = "critic__score__min", "critic__score__max"
