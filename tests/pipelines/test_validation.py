@@ -102,6 +102,7 @@ def test_majorities_of_blocks():
         ("<answer> X + 1 </answer>", "X + 1"),
         ("<think>it is 3</think> the answer is $72", "72"),
         ("<think>it is 3", None),
+        (r"\boxed{50\%}", "50\\%"),
         ("no idea", None),
     ],
 )

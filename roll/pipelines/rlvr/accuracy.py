@@ -47,7 +47,7 @@ def voted_answer(response: str, prompt: str = "") -> str | None:
     found = next((answer for read in READERS if (answer := read(text)) is not None), None)
     if found is None or len(found) > LONGEST:
         return None
-    number = parse_number(found)
+    number = None if "%" in found else parse_number(found)  # 50% is 0.5 to some and 50 to others
     return str(number) if number is not None else found.strip().strip(".$").strip()
 
 
