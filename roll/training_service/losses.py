@@ -102,6 +102,10 @@ def loss_of(name: str, options: Mapping[str, float | str]) -> Loss:
     return loss
 
 
+MAX_TARGETS = 1024
+"""Targets of a position: the columns of all data of a micro-batch are as many as those of the widest."""
+
+
 def check_datum(loss: Loss, name: str, datum: Datum, where: str, vocabulary: int, longest: int) -> None:
     """
     Raises:
@@ -118,6 +122,8 @@ def check_datum(loss: Loss, name: str, datum: Datum, where: str, vocabulary: int
     if targets.ndim not in (1, 2) or shape[0] != length or (targets.ndim == 2 and name != "cross_entropy"):
         kinds = f"({length},)" + (f" or ({length}, K)" if name == "cross_entropy" else "")
         raise ValueError(f"{where}.{TARGETS}: the shape is {tuple(shape)}, must be {kinds}")
+    if targets.ndim == 2 and not 1 <= shape[1] <= MAX_TARGETS:
+        raise ValueError(f"{where}.{TARGETS}: {shape[1]} targets a position must be in [1, {MAX_TARGETS}]")
     for key, tensor in datum.inputs.items():
         if key not in (*loss.needs, *loss.takes):
             known = ", ".join((*loss.needs, *loss.takes))

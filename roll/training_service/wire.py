@@ -7,6 +7,7 @@ does not show: enumerations are int32, maps are repeated pairs, and members of a
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 MAX_DECODED = 8 * MAX_BODY
-"""Bytes of a request after decompression, or of one tensor after it is made dense."""
+"""Bytes of a request after decompression, or of its sparse tensors after they are made dense."""
 MAX_DATA = 4096
 """Data of one request; the SDK sends 1,024."""
 PROTOBUF = "application/x-protobuf"
@@ -143,6 +144,13 @@ def read_pass(body: bytes) -> PassRequest:
     try:
         if not 1 <= len(message.data) <= MAX_DATA:
             raise ValueError(f"{len(message.data)} data; a request has 1 to {MAX_DATA}")
+        # Python integers, before anything is made: rows and columns of a few bytes can ask for any amount of memory.
+        values = (pair.value for datum in message.data for pair in datum.loss_fn_inputs)
+        dense = sum(8 * math.prod(map(abs, one.shape)) for one in values if one.HasField("sparse_csr"))
+        if dense > MAX_DECODED:
+            raise ValueError(
+                f"sparse tensors of {dense} bytes when they are dense; a request has {MAX_DECODED} at most"
+            )
         data = [_datum(datum, f"data[{index}]") for index, datum in enumerate(message.data)]
     except ValueError as error:
         problem = str(error)
@@ -186,8 +194,8 @@ def _tensor(message: Message, where: str) -> torch.Tensor:
 
 
 def _dense(csr: Message, shape: list[int], dtype: np.dtype[Any], where: str) -> torch.Tensor:
-    if len(shape) != 2 or not 0 <= shape[0] * shape[1] * dtype.itemsize <= MAX_DECODED or min(shape) < 0:
-        raise ValueError(f"{where}: a sparse tensor of shape {shape} must be (T, K), of at most {MAX_DECODED} bytes")
+    if len(shape) != 2 or min(shape) < 0:
+        raise ValueError(f"{where}: a sparse tensor of shape {shape} must be (T, K)")
     values = _array(csr.values, dtype, where)
     rows = _array(csr.crow_indices, np.dtype(np.int64), where)
     columns = _array(csr.col_indices, np.dtype(np.int64), where)

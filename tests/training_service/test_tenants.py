@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import pytest
 
 from roll.training_service import adapters
@@ -212,6 +214,28 @@ def test_a_body_that_is_small_until_it_is_decompressed(http: httpx2.Client) -> N
     headers = {"content-type": "application/x-protobuf", "content-encoding": "zstd"}
     assert len(bomb) < 1 << 20
     assert http.post("/forward_backward", content=bomb, headers=headers).status_code == 413
+
+
+@pytest.mark.parametrize(("count", "columns", "rule"), [(64, 1 << 22, "bytes when they are dense"), (1, 2048, "1024]")])
+def test_a_tensor_that_is_small_while_it_is_sparse(count: int, columns: int, rule: str) -> None:
+    from roll.training_service.losses import check_datum, loss_of
+    from roll.training_service.wire import messages, read_pass
+
+    message = messages()["ForwardBackwardRequest"](model_id="m", seq_id=1, loss_fn="cross_entropy")
+    for _ in range(count):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array([1], np.int32).tobytes()
+        for key, dtype in (("target_tokens", 2), ("weights", 1)):
+            tensor = datum.loss_fn_inputs.add(key=key).value
+            tensor.dtype, tensor.sparse_csr.crow_indices = dtype, np.zeros(2, np.int64).tobytes()
+            tensor.shape.extend([1, columns])
+    body = message.SerializeToString()
+    assert len(body) < 1 << 14
+    found = read_pass(body)
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        if found.problem is not None:
+            raise ValueError(found.problem)
+        check_datum(loss_of("cross_entropy", {}), "cross_entropy", found.data[0], "data[0]", 8, 8)
 
 
 def test_models_of_a_session_that_has_ended_make_room(options: Callable[..., Any], tmp_path: Path) -> None:
