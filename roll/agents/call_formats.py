@@ -31,7 +31,7 @@ Found = Iterator[tuple[int, int, Callable[[], list[ToolCall]]]]
 """Begin and end of calls in a text, and a function that parses them or raises ``BadCall``."""
 
 _CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
-_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>")
+_FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]{1,256})>")
 _FUNCTION_END = re.compile(r"(?:</parameter>|\A)\s*(?P<end></function>(?:\s*</tool_call>)?)")
 _INVOKE = re.compile(r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"\n]+)">')
 _INVOKE_END = re.compile(r"(?:</parameter>|\A)\s*(?P<end></invoke>(?:\s*</minimax:tool_call>)?)")
