@@ -54,9 +54,9 @@ test: $(VENV)/.installed-test $(VLLM) lint
 	wait $$mypy; types=$$?; cat $(VENV)/mypy.log; exit $$((tests + types))
 
 test-long: $(VENV)/.installed-test $(VLLM) $(VISION)
-	$(PYTEST) -m long $(PYTEST_ARGS)
+	$(PYTEST) -m 'long and not matrix' $(PYTEST_ARGS)
 
-# Every row of every matrix, of which `make test` runs those that `default_rows` names.
+# Every row of every matrix, of which `make test` and `make test-long` run those that `default_rows` names.
 test-matrix: $(VENV)/.installed-test $(VLLM) $(VISION)
 	$(PYTEST) -m matrix $(PYTEST_ARGS)
 
@@ -116,7 +116,7 @@ install-sglang: $(SGLANG)/.installed
 
 # vLLM engines of several ranks, one test at a time: their ranks spin while they wait for each other.
 test-vllm-parallel: $(VENV)/.installed-test $(VLLM)
-	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_adapters.py tests/pipelines/test_vllm_ranks_run.py $(PYTEST_ARGS)
+	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_adapters.py tests/pipelines/test_vllm_ranks_run.py -k ranks $(PYTEST_ARGS)
 
 docker-test:
 	tests/docker/build_and_run.sh

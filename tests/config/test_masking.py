@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import string
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -238,14 +239,20 @@ def hidden_keys(before: Any, after: Any, key: str = "") -> Iterator[str]:
         yield key
 
 
+@cache
+def trees_of(root: Path) -> list[tuple[Path, Any]]:
+    """Of all YAML files below ``root``, read by libyaml where it is there: it takes a tenth of the time."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    files = sorted(root.rglob("*.yaml"))
+    return [(file, tree) for file in files for tree in yaml.load_all(file.read_text("utf-8"), Loader=loader)]
+
+
 @pytest.mark.usefixtures("schema")
 @pytest.mark.parametrize("root", ROOTS, ids=["examples", "published"])
 def test_values_of_whole_configurations_stay(root: Path) -> None:
-    files = sorted(root.rglob("*.yaml"))
-    if not files:
+    if not trees_of(root):
         pytest.skip("PUBLIC_CONFIGS_DIR does not name a folder of published configurations")
-    for file in files:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    for file, tree in trees_of(root):
         assert set(hidden_keys(tree, masked(tree))) <= CREDENTIALS, file
 
 
@@ -285,7 +292,6 @@ def texts_of(tree: Any) -> Iterator[str]:
 
 
 def test_texts_of_published_files_and_ours_are_not() -> None:
-    files = [file for root in ROOTS for file in root.rglob("*.yaml")]
-    texts = {text for file in files for tree in yaml.safe_load_all(file.read_text("utf-8")) for text in texts_of(tree)}
+    texts = {text for root in ROOTS for _, tree in trees_of(root) for text in texts_of(tree)}
     wrong = [text for text in texts if looks_random(text)]
     assert len(texts) > 500 and len(wrong) <= 0.001 * len(texts), wrong

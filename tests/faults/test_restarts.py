@@ -96,7 +96,7 @@ def same(name: str, ours: float | None, theirs: float, of_episodes: bool) -> boo
 
 @pytest.mark.parametrize(
     "pipeline",
-    ["rlvr", "agentic", *(pytest.param(name, marks=only_test_faults) for name in ("sft", "dpo", "rm", "distill"))],
+    ["rlvr", *(pytest.param(name, marks=only_test_faults) for name in ("agentic", "sft", "dpo", "rm", "distill"))],
 )
 def test_a_killed_rank_costs_no_number(start: Start, run: Run, world: TinyWorld, tmp_path: Path, pipeline: str) -> None:
     """A rank is killed in the fourth update, or the third; the metrics are those of the run that nobody disturbed."""

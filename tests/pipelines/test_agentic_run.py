@@ -75,6 +75,7 @@ FAULTY = LETTERS | {
 }
 
 
+@pytest.mark.default_rows("synchronous")  # asynchronous ones: tests/faults/test_restarts.py
 @pytest.mark.parametrize("ratio", [0, 1], ids=["synchronous", "asynchronous"])
 def test_faults_of_environments_cost_no_step(run: Run, ratio: int, tmp_path: Path) -> None:
     """Some raise, some hang, some are slow, some end their process: all steps are done, every episode is accounted

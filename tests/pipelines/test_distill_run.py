@@ -162,6 +162,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.default_rows("packed, ZeRO-2", "Megatron, two tensor ranks")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_the_same_numbers(run: Run, wanted: list[dict[str, float]], name: str) -> None:
     """ROLL cuts the teacher's vocabulary without tensor parallelism and not with it: two layouts, two losses."""

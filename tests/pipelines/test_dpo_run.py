@@ -117,6 +117,7 @@ LAYOUTS = supervised_layouts("actor_train") | {
 }
 
 
+@pytest.mark.default_rows("packed to equal work", "Megatron, two tensor ranks")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_the_same_numbers(run: Run, whole: FinishedRun, name: str) -> None:
     assert_same(run(LAYOUTS[name], pipeline="dpo"), whole.steps)

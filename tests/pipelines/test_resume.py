@@ -53,6 +53,7 @@ def weights(finished: FinishedRun) -> bytes:
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("ctrl-c")  # kill -9 at the worst moments: tests/faults/test_chaos.py
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill-9", "ctrl-c"])
 def test_grpo_after_a_signal_to_the_driver(
     start: Start, grpo_run: FinishedRun, run: Run, world: TinyWorld, tmp_path: Path, number: signal.Signals

@@ -144,6 +144,7 @@ def episodes_run(run: Run) -> FinishedRun:
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("two ranks, packed", "a row a turn, two ranks, shared prompts")
 @pytest.mark.parametrize("name", EPISODE_LAYOUTS)
 def test_layout_of_the_update_on_episodes(run: Run, episodes_run: FinishedRun, name: str) -> None:
     (row,), (expected,) = run(EPISODES | EPISODE_LAYOUTS[name], "agentic").steps, episodes_run.steps

@@ -77,6 +77,10 @@ def test_the_first_token_that_differs_ends_the_run(run, tmp_path, ranks):
 
 
 @pytest.mark.long
+@pytest.mark.default_rows(
+    *("two ranks, packed, bf16", "shared prompts, bf16", "another temperature", "sequences over ranks"),
+    *("gradient checkpointing", "ZeRO-1, bf16", "ZeRO-3, bf16", "LoRA, fsdp"),
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_trainer_and_layout(run, name):
     check_equal(run(STRICT | RUNS[name]), 2)

@@ -198,6 +198,7 @@ def test_trainers_compute_what_engines_sampled_from_videos(run: Run, clips: Tiny
     assert untimed(resumed.steps[-1]) == untimed(whole.steps[-1])
 
 
+@pytest.mark.default_rows("topk")
 @pytest.mark.parametrize("form", ["advantage", "topk"])
 def test_opd_03_a_teacher_sees_the_students_images(run: Run, pictures: TinyWorld, tmp_path: Path, form: str) -> None:
     """The student itself has nothing to teach about its own samples, with its images; another model has."""

@@ -230,6 +230,7 @@ def test_it_is_what_the_run_would_have_exported(run, untied_model, moe_folder, t
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("f32-qwen2", "q8_0-qwen3", "f32-llama")
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("dtype", ["f32", "q8_0"])
 def test_a_gguf_file_computes_the_same(folders, tmp_path, name, dtype):

@@ -267,6 +267,7 @@ def test_weights_arrive_in_an_engine(run_ranks, model_of, tmp_path, name, kind):
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("qwen2_5_vl-fsdp2", "qwen3_vl-zero3", "qwen3_vl_moe-fsdp1")
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("kind", vision_models.KINDS)
 def test_export_is_a_folder_of_transformers(run_ranks, model_of, tmp_path, name, kind):
@@ -308,6 +309,7 @@ def test_adapters_are_on_the_language_model(run_ranks, model_of, name):
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("qwen2_5_vl-padded", "qwen3_vl-packed", "qwen3_vl-shared prompts")
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared prompts"])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_the_ratio_to_what_was_sampled_is_one(run_ranks, model_of, tmp_path, kind, layout):

@@ -11,6 +11,7 @@ from tests.strategies.vllm import cases
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
+@pytest.mark.default_rows("qwen2-fp32", "qwen3-bf16")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_greedy_tokens_and_log_probs_after_updates(in_engine_process, folders, name, dtype):
@@ -45,6 +46,7 @@ def test_stop_strings_end_where_hf_infer_ends(in_engine_process, folders):
     assert ours == embedded and ours[1] == "stop" and len(ours[0]) < 20
 
 
+@pytest.mark.default_rows("qwen3_moe", "gpt_oss")
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"])
 def test_experts_are_computed_with_after_updates(in_engine_process, tmp_path, family):
     """Every tensor of every expert is read back from where it belongs, and packed for the kernel again; so are biases

@@ -14,8 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 @whole_engines
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
+@pytest.mark.parametrize(("name", "kind"), [("qwen2", "pipeline_parallel_size"), ("qwen3", "tensor_parallel_size")])
 def test_two_ranks(in_engine_process, folders, name, kind):
     found = in_engine_process(parallel_cases.two_ranks, folders[name], kind)
     check_greedy(found["greedy"])
