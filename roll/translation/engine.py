@@ -31,6 +31,11 @@ NEWER_EXAMPLES = re.compile(r"examples[./]train[./]")
 """Folder in which the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
 BLANKS = {"model": "MODEL_PATH", "train_files": "TRAIN_FILES", "val_files": "VAL_FILES"}
 """Facts that a script may leave for its reader to fill in, and the variables that take them."""
+MEASURES = re.compile(
+    r"[._](?:wandb|swanlab|tensorboard|mlflow|trackio|to_log|log_to|log_(?:dir|file|path|freq|interval|level)"
+    r"|num_(?:processes|threads|workers))(?![a-z])"
+)
+"""Names of keys that say what is logged, or how many processes work."""
 SIZES = ("gpus", "nodes", "engine_gpus", "engine_nodes")
 SECTIONS = ("tracker_kwargs", "actor_train", "actor_infer", "reference", "critic", "rewards", "validation")
 IDLE_WITHOUT = {
@@ -103,7 +108,7 @@ def translate(
     keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
     variables = {name: value for name, value in source.environment.items() if name in dialect.rules}
     explicit = _flat({**keys, **variables}, dialect)
-    changes = _complete(explicit, dialect) + _switched_off(explicit, dialect)
+    changes = _complete(explicit, dialect) + _idle(explicit, dialect)
     _check_program(source, dialect, draft)
     _refuse_doubles(explicit, dialect, draft)
     known = _defaults(dialect, explicit) if whole else {}
@@ -202,13 +207,13 @@ def facts_of(recipe: LoadedConfig[RLVRConfig]) -> dict[str, Any]:
 
 
 def _flat(explicit: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """Sections written as one value (``a={b: 1}``, in YAML or JSON) as the keys within them, where the dialect knows
-    those alone."""
+    """Sections written as one value (``a={b: 1}``, in YAML or JSON; null: empty) as the keys within them, where the
+    dialect knows those alone."""
     flat: dict[str, Any] = {}
     for key, value in explicit.items():
         section = None
         if dialect.find(key) is None and any(name.startswith(f"{key}.") for name in dialect.rules):
-            section = _section(value)
+            section = {} if value is None else _section(value)
         if section is None:
             flat[key] = value
         else:
@@ -291,12 +296,18 @@ def _complete(explicit: dict[str, Any], dialect: Dialect) -> list[Note]:
     return notes
 
 
-def _switched_off(explicit: dict[str, Any], dialect: Dialect) -> list[Note]:
-    """Take out sections of a fork that ``enable`` switches off: nothing reads the rest of them there."""
-    switches = [k for k, on in explicit.items() if k.endswith(".enable") and on is False and dialect.find(k) is None]
-    sections = tuple(key.removesuffix("enable") for key in switches)
-    idle = [key for key in explicit if key.startswith(sections) and dialect.find(key) is None] if sections else []
-    return [Note(key, explicit.pop(key), (), "left out: its section is switched off there") for key in idle]
+def _idle(explicit: dict[str, Any], dialect: Dialect) -> list[Note]:
+    """Take out keys of a fork that change nothing in the run: of sections that ``enable`` switches off, and those whose
+    names say what is logged or how many processes work."""
+    unknown = [key for key in explicit if dialect.find(key) is None]
+    sections = tuple(
+        key.removesuffix("enable") for key in unknown if key.endswith(".enable") and explicit[key] is False
+    )
+    texts = {
+        key: "its name says what is logged, or how many processes work" for key in unknown if MEASURES.search(f".{key}")
+    }
+    texts |= {key: "its section is switched off there" for key in unknown if key.startswith(sections)}
+    return [Note(key, explicit.pop(key), (), f"left out: {text}") for key, text in texts.items()]
 
 
 def _check_program(source: Source, dialect: Dialect, draft: Draft) -> None:

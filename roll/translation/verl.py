@@ -158,7 +158,10 @@ CONVERSIONS = {
     "distill_mode": one_of(DISTILLATION),
     "loss": one_of(LOSSES),
     "load_format": one_of(
-        {"auto": "auto", "dummy": "dummy", "safetensors": "auto", "hf": "auto"},
+        {
+            **dict.fromkeys(("dummy", "dummy_dtensor", "dummy_megatron", "dummy_hf"), "dummy"),
+            **dict.fromkeys(("auto", "safetensors", "hf", "dtensor", "megatron"), "auto"),
+        },
         {"flash_rl": "FlashRL quantises the engine, which would sample from another model"},
     ),
     **{f.__name__: f for f in (config_name, level, bands)},

@@ -43,6 +43,56 @@ def test_null_is_as_if_it_were_not_written(translated: Translate) -> None:
     assert steps["max_steps"] == 7
 
 
+def test_a_section_that_is_null_is_empty(translated: Translate) -> None:
+    text = (
+        f"{SKYRL} generator.inference_engine.speculative_config=null generator.sampling_params.additional_kwargs=null"
+    )
+    assert translated(text).keys == translated(SKYRL).keys
+
+
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        (SKYRL, "generator.inference_engine.engine_init_kwargs.max_model_len"),
+        (VERL, "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len"),
+    ],
+)
+def test_a_length_among_the_options_of_the_engine_leaves_room_for_a_response(
+    text: str, option: str, translated: Translate
+) -> None:
+    translation = translated(f"{text} {option}=512")
+    assert translation.keys[f"{OPTIONS}.max_model_len"] == 512 and translation.keys["prompt_length"] == 511
+    load(translation, QUICKSTART)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (f"{VERL} actor_rollout_ref.rollout.use_fire_sampling=True", "has no translation"),
+        (f"{VERL} +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer=muon", "AdamW only"),
+        (f"{SKYRL} trainer.update_ref_every_epoch=true", "the reference stays as it is"),
+        (f"{SKYRL} trainer.policy.model.lora.exclude_modules=[q_proj]", "has no translation"),
+        (f"{SKYRL} trainer.policy.megatron_config.freeze_moe_router=true", "routers learn with the rest"),
+        (f"{SKYRL} trainer.algorithm.enable_sample_support_replay=true", "of the whole vocabulary"),
+    ],
+)
+def test_values_that_would_change_the_run_are_not_passed_over(text: str, rule: str, translated: Translate) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        translated(text)
+
+
+def test_options_of_the_optimizer_that_have_a_key(translated: Translate) -> None:
+    verl = translated(f"{VERL} +actor_rollout_ref.actor.optim.override_optimizer_config.adam_beta2=0.95")
+    skyrl = translated(f"{SKYRL} trainer.policy.megatron_config.optimizer_config_kwargs.adam_beta2=0.95")
+    key = "actor_train.training_args.adam_beta2"
+    assert verl.keys[key] == skyrl.keys[key] == 0.95
+
+
+def test_without_flash_attention_the_model_chooses(translated: Translate) -> None:
+    """gpt-oss has no sdpa."""
+    assert translated(f"{SKYRL} trainer.flash_attn=false").keys["actor_train.model_args.attn_implementation"] is None
+
+
 def test_servers_of_skyrl_become_engines_of_the_run(translated: Translate) -> None:
     servers = "generator.inference_engine.external_server_urls=['http://a:1','http://b:1'] "
     text = f"{REMOTE}{servers} trainer.placement.colocate_all=false generator.inference_engine.tensor_parallel_size=2"
@@ -427,6 +477,17 @@ def test_steps_of_critic_warmup_count_from_one_there(translated: Translate) -> N
     alone = translated(f"{VERL} trainer.critic_warmup=20")
     assert "critic_warmup" not in alone.keys
     assert any("the first 19 steps train nothing" in note.text for note in alone.notes)
+
+
+def test_keys_of_a_fork_that_measure_are_left_out(translated: Translate) -> None:
+    own = "reward_model.prime_num_processes=32 trainer.val_generations_to_log_to_txt=9 wandb_config.project=p"
+    translation = translated(f"{VERL} {own}")
+    assert translation.keys == translated(VERL).keys
+    left_out = [note.theirs for note in translation.notes if "its name says what is logged" in note.text]
+    assert left_out == [word.partition("=")[0] for word in own.split()]
+    for key in ("actor_rollout_ref.actor.log_ratio_cap", "algorithm.log_prob_floor", "trainer.save_start_step"):
+        with pytest.raises(ConfigError, match="no translation is known"):
+            translated(f"{VERL} {key}=1")
 
 
 def test_a_section_of_a_fork_that_is_switched_off_is_left_out(translated: Translate) -> None:
