@@ -99,7 +99,7 @@ def measure_growth(name: str, turns: int = 50) -> None:
 
         setattr(owner, method, measured)
 
-    for owner, method in ((engine._prefixes, "extended"), (engine._prefixes, "put"), (engine._cache, "write_prompts")):
+    for owner, method in ((engine._prefixes, "put"), (engine._cache, "write_prompts")):
         timed(owner, method, "copies")
     timed(engine._decoder, "extend", "new prompt")
     generator = torch.Generator().manual_seed(0)

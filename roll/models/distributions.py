@@ -25,8 +25,45 @@ ChunkOutputs = Callable[[Tensor, slice], tuple[Named, Named]]
 """From the logits (n, V) of the tokens in a slice to (n,) tensors by name: with gradient, and without."""
 
 
+class Vocabulary:
+    """The tokens that a matrix of logits (n, V) is about: all of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def table(self, logits: Tensor, temperature: float) -> Tensor:
+        """(n, V) log-probs, with gradient."""
+        return torch.log_softmax(logits / temperature, dim=-1)
+
+    def at(self, table: Tensor, ids: Tensor) -> Tensor:
+        """(n, k) log-probs of tokens (n, k)."""
+        return table.gather(1, ids)
+
+    def rest(self, table: Tensor, ids: Tensor) -> Tensor:
+        """(n,): log of the mass of the tokens that are not among ``ids``."""
+        return rest_of(table, ids)
+
+    def summed(self, part: Tensor) -> Tensor:
+        """A sum over the tokens here, over all of them."""
+        return part
+
+    def best(self, table: Tensor, count: int, limit: int) -> tuple[Tensor, Tensor]:
+        """Log-probs (n, count), descending, and ids of the most probable tokens below ``limit``."""
+        log_probs, ids = table[:, :limit].topk(count, dim=-1)
+        return log_probs, ids
+
+    def is_best(self, table: Tensor, ids: Tensor, of_ids: Tensor) -> Tensor:
+        """bool (n,): ``ids``, with log-probs ``of_ids``, are the most probable tokens."""
+        return table.argmax(-1) == ids
+
+
 def top_tokens(
-    logits_of: Callable[[slice], Tensor], num_tokens: int, chunk: int, temperature: float, wanted: TopTokens
+    vocabulary: Vocabulary,
+    logits_of: Callable[[slice], Tensor],
+    num_tokens: int,
+    chunk: int,
+    temperature: float,
+    wanted: TopTokens,
 ) -> Named:
     """The most probable tokens of each distribution, and the mass of all others.
 
@@ -36,12 +73,14 @@ def top_tokens(
     Returns:
         ``top_log_probs`` (N, k), descending; ``top_ids`` int32 (N, k); ``tail_log_prob`` (N,).
     """
+    limit = min(wanted.limit, vocabulary.size)
+    count = min(wanted.count or limit, limit)
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    # Once without tokens too: the empty columns need their widths.
     for start in range(0, max(1, num_tokens), chunk):
-        table = torch.log_softmax(logits_of(slice(start, start + chunk)) / temperature, dim=-1)
-        listed = table[:, : wanted.limit]
-        log_probs, ids = listed.topk(min(wanted.count or wanted.limit, listed.shape[1]), dim=-1)
-        parts.append((log_probs, ids.int(), rest_of(table, ids)))
+        table = vocabulary.table(logits_of(slice(start, start + chunk)), temperature)
+        log_probs, ids = vocabulary.best(table, count, limit)
+        parts.append((log_probs, ids.int(), vocabulary.rest(table, ids)))
     log_probs, int_ids, tail = (torch.cat(column) for column in zip(*parts, strict=True))
     return {"top_log_probs": log_probs, "top_ids": int_ids, "tail_log_prob": tail}
 
@@ -53,6 +92,7 @@ def rest_of(table: Tensor, ids: Tensor) -> Tensor:
 
 
 def compared(
+    vocabulary: Vocabulary,
     logits: Tensor,
     rows: slice,
     targets: Tensor,
@@ -63,23 +103,24 @@ def compared(
     """Outputs of one chunk: log-probs, entropies if wanted, and for each target, under ``<name>/``, the
     ``divergence``, with gradient; ``model_mass`` and ``target_mass`` of the target's k tokens and ``agreement`` (1
     where both sides' most probable tokens are the same), without."""
-    table = torch.log_softmax(logits / temperature, dim=-1)
-    learned = {"log_probs": table.gather(1, targets[rows, None])[:, 0]}
+    table = vocabulary.table(logits, temperature)
+    learned = {"log_probs": vocabulary.at(table, targets[rows, None])[:, 0]}
     noted: Named = {}
     if "entropy" in outputs:
-        learned["entropy"] = -(table.exp() * table).sum(-1)
+        learned["entropy"] = -vocabulary.summed((table.exp() * table).sum(-1))
     if "sum_of_squares" in outputs:
-        noted["sum_of_squares"] = table.detach().exp().square().sum(-1)
+        noted["sum_of_squares"] = vocabulary.summed(table.detach().exp().square().sum(-1))
     for whole in comparisons:
         target, same = whole.at(rows), whole.temperature == temperature
-        of_model = table if same else torch.log_softmax(logits / target.temperature, dim=-1)
-        q, p = of_model.gather(1, target.ids), target.log_probs.to(table.dtype)
+        of_model = table if same else vocabulary.table(logits, target.temperature)
+        q, p = vocabulary.at(of_model, target.ids), target.log_probs.to(table.dtype)
+        best = vocabulary.is_best(of_model.detach(), target.ids[:, 0], q.detach()[:, 0])
         noted[f"{target.name}/model_mass"] = q.detach().exp().sum(-1)
         noted[f"{target.name}/target_mass"] = p.exp().sum(-1)
-        noted[f"{target.name}/agreement"] = (of_model.argmax(-1) == target.ids[:, 0]).to(table.dtype)
-        has_tail = target.ids.shape[1] < table.shape[1]
+        noted[f"{target.name}/agreement"] = best.to(table.dtype)
+        has_tail = target.ids.shape[1] < vocabulary.size
         if has_tail:
-            q = torch.cat([q, rest_of(of_model, target.ids)[:, None]], dim=1)
+            q = torch.cat([q, vocabulary.rest(of_model, target.ids)[:, None]], dim=1)
             p = torch.cat([p, target.tail[:, None].to(p.dtype)], dim=1)
         learned[f"{target.name}/divergence"] = target.divergence(q, p, has_tail)
     return learned, noted

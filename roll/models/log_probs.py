@@ -30,7 +30,7 @@ from torch.nn.functional import linear
 
 from roll.models import invariant
 from roll.models.attention import arriving
-from roll.models.distributions import Named, chunked, compared, top_tokens
+from roll.models.distributions import Named, Vocabulary, chunked, compared, top_tokens
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
 from roll.models.invariant import computes_invariantly
 from roll.models.layouts import TargetDistributions, TokenLayout, TopTokens
@@ -235,7 +235,7 @@ def _head_log_probs(
             excluded=excluded,
             product=product,
         )
-    chunk = HeadMemory.for_device(hidden.device).chunk_tokens(head.weight.shape[0])
+    whole, chunk = Vocabulary(len(head.weight)), HeadMemory.for_device(hidden.device).chunk_tokens(len(head.weight))
 
     def logits_of(some: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _logits(some, weight, bias, excluded, product)
@@ -243,8 +243,8 @@ def _head_log_probs(
     if wanted is not None:
         with torch.no_grad():
             of_rows = lambda rows: logits_of(hidden[rows], head.weight, head.bias)  # noqa: E731
-            return top_tokens(of_rows, hidden.shape[0], chunk, temperature, wanted)
-    of_chunk = lambda logits, rows: compared(logits, rows, targets, temperature, outputs, comparisons)  # noqa: E731
+            return top_tokens(whole, of_rows, hidden.shape[0], chunk, temperature, wanted)
+    of_chunk = lambda logits, rows: compared(whole, logits, rows, targets, temperature, outputs, comparisons)  # noqa: E731
     return chunked(hidden, head.weight, head.bias, logits_of, of_chunk, chunk)
 
 

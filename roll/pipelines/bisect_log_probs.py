@@ -199,7 +199,7 @@ class Pair:
 
         engine, trainer = (tracing.Recorder([*chosen.prompt, *chosen.response]) for _ in range(2))
         running: Any = self.engine
-        with tracing.watching_engine(running._running_engine(), engine):
+        with tracing.watching_engine(running, engine):
             self.sample(prompts, count, max_new_tokens)
         strategy: Any = self.trainer
         with tracing.watching_trainer(strategy, trainer):

@@ -250,9 +250,6 @@ class RehearsedModule(_Rehearsed):
             self.model.requires_grad_(False)
         self.model.train(num_training_steps > 0)
 
-    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, Tensor]:
-        return self.model(layout, outputs, temperature)
-
     def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
         return [tensor.detach().to(self._wire_dtype(tensor)) for tensor in tensors]
 

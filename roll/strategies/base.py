@@ -16,18 +16,24 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import train_strategies, trains
+from roll.config.strategies.base import ParallelDims, StrategyConfig
+from roll.config.strategies.registry import train_strategies, trains, typed_strategy_config
 from roll.models.layouts import TopTokens
 from roll.platforms import current_platform
-from roll.protocol.metrics import Metrics
+from roll.protocol.metrics import Metrics, merge_metrics
 from roll.protocol.metrics import RankInfo as RankInfo
+
+if TYPE_CHECKING:
+    from roll.models.lora import Adapters
 
 TensorBatch = dict[str, torch.Tensor]
 """Columns of one batch. Always present: ``input_ids`` int64 (B, L), ``attention_mask`` bool (B, L, right-padded),
@@ -90,15 +96,6 @@ class Comparison:
     """See :class:`roll.models.layouts.TargetDistributions`."""
 
 
-@dataclass(frozen=True)
-class Computation:
-    """Options of a pass, the same under every backend; see :meth:`ModelStrategy.forward`."""
-
-    outputs: Collection[Output]
-    temperature: float = 1.0
-    comparisons: Sequence[Comparison] = ()
-
-
 TOP_COLUMNS = ("top_log_probs", "top_ids", "tail_log_prob")
 
 
@@ -125,7 +122,10 @@ class ModelStrategy(ABC):
     parameters in the compute dtype, which never change, and no optimizer.
     """
 
+    config: StrategyConfig
+    """The role's ``strategy_config``."""
     compute_dtype: torch.dtype
+    adapters: Adapters | None = None
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class ModelStrategy(ABC):
         max_grad_norm: float | None = None,
     ) -> None:
         """``max_grad_norm`` is the pipeline's, used unless the role sets its own."""
-        self.role = role
+        self.role, self.config = role, typed_strategy_config(role.strategy_args)
         self.head = head
         self.seed = seed
         self.trains = trains(role.strategy_args.strategy_name)
@@ -163,10 +163,18 @@ class ModelStrategy(ABC):
             ValueError: optimizer steps requested of a forward-only strategy; an unsupported model or unsupported sizes.
         """
 
-    @property
-    @abstractmethod
-    def rank_info(self) -> RankInfo: ...
+    @cached_property
+    def dims(self) -> ParallelDims:
+        """Degrees of parallelism; ``cp`` consecutive ranks share each sequence, and so are given the same rows."""
+        dims = self.config.parallel_dims(self.role, dist.get_world_size())
+        dims.validate(self.role.name)
+        return dims
 
+    @property
+    def rank_info(self) -> RankInfo:
+        return self.dims.rank_info(dist.get_rank())
+
+    @abstractmethod
     def forward(
         self,
         batch: TensorBatch,
@@ -179,12 +187,6 @@ class ModelStrategy(ABC):
         Log-probs, entropies and sums of squares are those of ``softmax(logits / temperature)``. With ``comparisons``
         there is also, for each of them, what :func:`roll.models.distributions.compared` says.
         """
-        self._check_outputs(outputs)
-        return self._forward(batch, Computation(outputs, temperature, comparisons))
-
-    @abstractmethod
-    def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
-        """The backend's part of :meth:`forward`."""
 
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
         """Collective. The most probable tokens at each response position, of ``softmax(logits / temperature)``.
@@ -208,7 +210,7 @@ class ModelStrategy(ABC):
 
     def adapter_scalings(self) -> dict[str, float]:
         """The factor of ``B A`` for every weight that has an adapter."""
-        return {}
+        return {} if self.adapters is None else self.adapters.scalings
 
     @abstractmethod
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
@@ -264,20 +266,9 @@ class ModelStrategy(ABC):
         temperature: float = 1.0,
         comparisons: Sequence[Comparison] = (),
     ) -> Metrics:
-        """Collective. One optimizer step on this rank's rows, in micro-batches as the role's keys say.
-
-        With ``comparisons`` the outputs include, for each, what :func:`roll.models.distributions.compared` says.
-
-        Returns the loss function's metrics merged over micro-batches, plus ``grad_norm`` (before clipping, of the
-        whole model) and ``lr``; data-parallel strategies add ``tokens_per_micro_batch`` (as computed, padding
-        included) and ``padding_ratio`` (the share of them on which no result depends).
-        """
-        self._check_outputs(outputs)
-        return self._train_step(batch, loss_fn, Computation(outputs, temperature, comparisons))
-
-    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
-        """The backend's part of :meth:`train_step`."""
-        raise self._takes_no_steps()
+        """Collective. :meth:`backward` on this rank's rows, then :meth:`optimizer_step`; the metrics of both."""
+        metrics = self.backward(batch, loss_fn, outputs, temperature, comparisons)
+        return merge_metrics([metrics, self.optimizer_step()])
 
     def backward(
         self,
@@ -287,17 +278,20 @@ class ModelStrategy(ABC):
         temperature: float = 1.0,
         comparisons: Sequence[Comparison] = (),
     ) -> Metrics:
-        """Collective. The part of :meth:`train_step` before the optimizer: add the gradient of a loss to those of
-        earlier calls since the last step, where the backend can (``accumulates``). Returns the loss's metrics."""
-        self._check_outputs(outputs)
-        return self._add_gradient(batch, loss_fn, Computation(outputs, temperature, comparisons))
+        """Collective. Add the gradient of a loss to those of earlier calls since the last step, where the backend can
+        (``accumulates``), in micro-batches as the role's keys say.
 
-    def _add_gradient(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
-        """The backend's part of :meth:`backward`."""
+        With ``comparisons`` the outputs include, for each, what :func:`roll.models.distributions.compared` says.
+
+        Returns the loss function's metrics merged over micro-batches; data-parallel strategies add
+        ``tokens_per_micro_batch`` (as computed, padding included) and ``padding_ratio`` (the share of them on which no
+        result depends).
+        """
         raise self._takes_no_steps()
 
     def optimizer_step(self) -> Metrics:
-        """Collective. The rest of :meth:`train_step`, on the sum of the gradients; ``grad_norm`` and ``lr``."""
+        """Collective. One step on the sum of the gradients; ``grad_norm`` (before clipping, of the whole model) and
+        ``lr``."""
         raise self._takes_no_steps()
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
@@ -327,10 +321,7 @@ class ModelStrategy(ABC):
         return AssertionError(f"{self.role.strategy_args.strategy_name} computes only")
 
     def _refuse_steps(self, num_training_steps: int) -> None:
-        """
-        Raises:
-            ValueError: optimizer steps are requested of a forward-only strategy.
-        """
+        """Raise ValueError where a forward-only strategy is to take optimizer steps."""
         name = self.role.strategy_args.strategy_name
         if num_training_steps and not self.trains:
             trainer = name.replace("_infer", "_train")

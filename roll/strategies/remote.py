@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from roll.config.strategies.registry import RemoteStrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import RemoteStrategyConfig
 from roll.rewards.http_client import LOOPBACK, JsonClient, ServiceOptions
 from roll.strategies.engines.requests import PromptScore
 from roll.strategies.engines.scoring import ALL, ScoringStrategy
@@ -97,58 +97,34 @@ class PromptLogProbs(RemoteService):
         """
         shared = {"model": self.model, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
         answers = self.post([shared | {"prompt": list(prompt)} for prompt in prompts])
-        return [self._read(body, prompt) for prompt, body in zip(prompts, answers, strict=True)]
-
-    def _read(self, body: Any, prompt: Sequence[int]) -> list[Mapping[str, Any] | None]:
-        try:
-            rows: Any = body["choices"][0]["prompt_logprobs"]
-        except (KeyError, IndexError, TypeError):
-            rows = None
-        if not isinstance(rows, list):
-            raise ServiceRefused(f"{self._base_url}: the answer has no prompt_logprobs")
-        if len(rows) != len(prompt):
-            raise ServiceRefused(
-                f"{self._base_url}: prompt_logprobs has {len(rows)} positions for a prompt of {len(prompt)} tokens"
-            )
-        for place, (row, token) in enumerate(zip(rows[1:], prompt[1:], strict=True), start=1):
-            if not isinstance(row, Mapping) or str(token) not in row:
+        found = []
+        for prompt, body in zip(prompts, answers, strict=True):
+            try:
+                rows: Any = body["choices"][0]["prompt_logprobs"]
+            except (KeyError, IndexError, TypeError):
+                rows = None
+            if not isinstance(rows, list):
+                raise ServiceRefused(f"{self._base_url}: the answer has no prompt_logprobs")
+            if len(rows) != len(prompt):
                 raise ServiceRefused(
-                    f"{self._base_url}: position {place} of prompt_logprobs is not about token {token}, which is there"
+                    f"{self._base_url}: prompt_logprobs has {len(rows)} positions for a prompt of {len(prompt)} tokens"
                 )
-        return rows
-
-
-def as_score(rows: Sequence[Mapping[str, Any] | None], prompt: Sequence[int], top: int) -> PromptScore:
-    """The service's scores of a prompt, in this project's form.
-
-    Raises:
-        ServiceRefused: a log-prob that is none.
-    """
-    log_probs, tops, ranks = [], [], []
-    for token, row in zip(prompt[1:], rows[1:], strict=True):
-        assert row is not None
-        try:
-            entries = [(int(key), float(entry["logprob"])) for key, entry in row.items()]
-            rank = row[str(token)].get("rank")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ServiceRefused(f"prompt_logprobs: {type(error).__name__}: {error}") from error
-        if not all(math.isfinite(value) for _, value in entries):
-            raise ServiceRefused("prompt_logprobs has log-probs that are not finite")
-        # The prompt's own token is listed as well; it is the last where it is none of the most probable.
-        entries.sort(key=lambda entry: -entry[1])
-        tops.append(entries if top == ALL else entries[:top])
-        log_probs.append(float(row[str(token)]["logprob"]))
-        ranks.append(rank if isinstance(rank, int) else 0)
-    return PromptScore(log_probs, tops, ranks)
+            for place, (row, token) in enumerate(zip(rows[1:], prompt[1:], strict=True), start=1):
+                if not isinstance(row, Mapping) or str(token) not in row:
+                    raise ServiceRefused(
+                        f"{self._base_url}: position {place} of prompt_logprobs is not about token {token}, which is "
+                        "there"
+                    )
+            found.append(rows)
+        return found
 
 
 class RemoteScoring(ScoringStrategy):
     """A model that is served elsewhere."""
 
+    config: RemoteStrategyConfig
+
     def _configure(self) -> None:
-        options = typed_strategy_config(self.role.strategy_args)
-        assert isinstance(options, RemoteStrategyConfig)
-        self._options = options
         self._service: PromptLogProbs | None = None
 
     def initialize(self, num_training_steps: int = 0) -> None:
@@ -158,12 +134,34 @@ class RemoteScoring(ScoringStrategy):
             ServiceRefused: it does not answer.
         """
         self._refuse_steps(num_training_steps)
-        self._service = PromptLogProbs(self._options)
+        self._service = PromptLogProbs(self.config)
 
     def scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
+        """See the base class.
+
+        Raises:
+            ServiceRefused: no answer, or a log-prob that is none.
+        """
         assert self._service is not None, "initialize() comes first"
-        answers = self._service.ask(prompts, top)
-        return [as_score(rows, prompt, top) for rows, prompt in zip(answers, prompts, strict=True)]
+        scores = []
+        for rows, prompt in zip(self._service.ask(prompts, top), prompts, strict=True):
+            score = PromptScore([], [], [])
+            for token, row in zip(prompt[1:], rows[1:], strict=True):
+                assert row is not None
+                try:
+                    entries = [(int(key), float(entry["logprob"])) for key, entry in row.items()]
+                    rank = row[str(token)].get("rank")
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    raise ServiceRefused(f"prompt_logprobs: {type(error).__name__}: {error}") from error
+                if not all(math.isfinite(value) for _, value in entries):
+                    raise ServiceRefused("prompt_logprobs has log-probs that are not finite")
+                # The prompt's own token is listed as well; it is the last where it is none of the most probable.
+                entries.sort(key=lambda entry: -entry[1])
+                score.top.append(entries if top == ALL else entries[:top])
+                score.log_probs.append(float(row[str(token)]["logprob"]))
+                score.ranks.append(rank if isinstance(rank, int) else 0)
+            scores.append(score)
+        return scores
 
     def shutdown(self) -> None:
         if self._service is not None:

@@ -134,7 +134,7 @@ class Sampler:
             return sample_output(samples, top, None, (), 0)
         score = PromptScore([], [])
         if len(request.prompt) > 1:
-            score = self._engine.prompt_score(request.prompt, request.prompt_top)
+            score = self._engine.prompt_scores([request.prompt], request.prompt_top)[0]
         log_probs = np.array([np.nan, *score.log_probs], np.float32)
         tops: list[Sequence[tuple[int, float]]] = [(), *score.top]
         if request.last_n is not None:

@@ -173,9 +173,9 @@ class GenerationWorker(Worker):
         ]
 
     def prompt_score(self, arguments: tuple[Sequence[int], int]) -> PromptScore | str:
-        """:meth:`GenerationStrategy.prompt_score` of token ids and a number of tokens; or why there is none."""
+        """:meth:`GenerationStrategy.prompt_scores` of token ids and a number of tokens; or why there is none."""
         try:
-            return self.engine.prompt_score(*arguments)
+            return self.engine.prompt_scores([arguments[0]], arguments[1])[0]
         except ValueError as error:
             return str(error)
 

@@ -10,7 +10,7 @@ import torch
 
 from roll.algorithms.distillation import DIVERGENCES, divergence
 from roll.config.losses import DivergenceConfig, KDObjective
-from roll.models.distributions import compared, rest_of, top_tokens
+from roll.models.distributions import Vocabulary, compared, rest_of, top_tokens
 from roll.models.layouts import TargetDistributions, TopTokens
 
 OBJECTIVES = get_args(KDObjective)
@@ -61,7 +61,8 @@ def compare(student: torch.Tensor, teacher: torch.Tensor, k: int, **options: Any
     keys = DivergenceConfig(logits_topk=k, **options)
     temperature = keys.kd_temperature * keys.teacher_temperature
     size = teacher.shape[1]
-    top = top_tokens(lambda rows: teacher[rows], len(teacher), 2, temperature, TopTokens(k, size))
+    whole = Vocabulary(size)
+    top = top_tokens(whole, lambda rows: teacher[rows], len(teacher), 2, temperature, TopTokens(k, size))
     targets = TargetDistributions(
         "teacher",
         top["top_ids"].long(),
@@ -72,7 +73,7 @@ def compare(student: torch.Tensor, teacher: torch.Tensor, k: int, **options: Any
     )
     everything = slice(0, len(student))
     zeros = torch.zeros(len(student), dtype=torch.int64)
-    return compared(student, everything, zeros, 1.0, ("log_probs",), [targets])[0]["teacher/divergence"]
+    return compared(whole, student, everything, zeros, 1.0, ("log_probs",), [targets])[0]["teacher/divergence"]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)

@@ -30,7 +30,7 @@ from roll.config.strategies.remote import RemoteStrategyConfig
 from roll.distributed import WorkerContext
 from roll.methods.base import Ask
 from roll.methods.teachers import check_teachers, probe_ids, service_problems
-from roll.models.distributions import top_tokens
+from roll.models.distributions import Vocabulary, top_tokens
 from roll.models.layouts import TopTokens
 from roll.protocol import DataProto
 from roll.rehearsal.formulas import quick_lines
@@ -85,7 +85,8 @@ def test_columns_are_those_of_the_model_itself(make_serving: Any, count: int, li
         with torch.no_grad():
             logits = model(batch.batch["input_ids"][row : row + 1, :length]).logits[0, :-1].float()
         places = mask[row].nonzero()[:, 0]
-        plain = top_tokens(logits[places - 1].__getitem__, len(places), 64, temperature, TopTokens(count, limit))
+        whole, own_rows = Vocabulary(logits.shape[1]), logits[places - 1]
+        plain = top_tokens(whole, own_rows.__getitem__, len(places), 64, temperature, TopTokens(count, limit))
         torch.testing.assert_close(found["top_log_probs"][row][places], plain["top_log_probs"], atol=2e-5, rtol=0)
         assert torch.equal(found["top_ids"][row][places][:, :5], plain["top_ids"][:, :5])
         torch.testing.assert_close(

@@ -45,13 +45,13 @@ def started(role: WorkerConfig, steps: int = 0, value: bool = False, max_grad_no
 def trainer(role: WorkerConfig, value: bool = False, max_grad_norm: float | None = None) -> Any:
     """The training strategy of ``role``, which keeps the whole gradient of each step as it is before clipping."""
     strategy = new_strategy(role, value, max_grad_norm)
-    clip_and_step = strategy._clip_and_step
+    step = strategy.optimizer_step
 
-    def recording(learning_rate: float) -> float:
+    def recording() -> Any:
         strategy.gradients = whole_gradients(strategy)
-        return clip_and_step(learning_rate)
+        return step()
 
-    strategy._clip_and_step = recording
+    strategy.optimizer_step = recording
     strategy.initialize(num_training_steps=10)
     return strategy
 

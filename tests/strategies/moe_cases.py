@@ -21,7 +21,7 @@ def choices(role: WorkerConfig, batch: TensorBatch) -> torch.Tensor:
     strategy = jobs.started(role)
     layout = with_token_rows(row_layout(batch["input_ids"], batch["response_mask"]))
     with torch.no_grad():
-        strategy._compute(layout, ("log_probs",), 1.0)
+        strategy.called(layout, ("log_probs",), 1.0)
     return strategy.model.routing_sums.counts.sum(0)
 
 

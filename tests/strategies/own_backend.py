@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from roll.config.roles import WorkerConfig
 from roll.config.strategies import registry
 from roll.config.strategies.base import Backend, StrategyConfig
-from roll.models.layouts import TokenLayout
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import StateKind
 from roll.strategies.factory import create_strategy
@@ -38,9 +36,6 @@ class ReplicatedStrategy(DataParallelStrategy):
             self.progress = TrainingProgress(self.role.training_args, num_training_steps, torch.float32)
             args = self.role.training_args
             self.optimizer = adamw(decay_groups(self.model, args.weight_decay), args)
-
-    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        return self.model(layout, outputs, temperature)
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         return [*self.model.parameters()] if kind is StateKind.MODEL_PARAMS else []

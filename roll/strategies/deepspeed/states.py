@@ -8,7 +8,6 @@ stage that wrote them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -69,18 +68,27 @@ class MasterStates:
 
     def runs(self) -> list[Run]:
         """One for each trained parameter; of length 0 where other ranks keep it."""
-        named = self._engine.module.language_model.named_parameters()
-        return [self._run(name, parameter) for name, parameter in named if parameter.requires_grad]
+        runs = []
+        for name, parameter in self._engine.module.language_model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            size = full_shape(parameter).numel()
+            start, length = 0, size if self._stage == 0 else 0
+            if is_partitioned(parameter):
+                part = parameter.ds_tensor.numel()
+                start = min(dist.get_rank() * part, size)
+                length = min(part, size - start)
+            elif self._stage > 0 and parameter._hp_mapping is not None:
+                place = parameter._hp_mapping.lp_fragment_address
+                start, length = place.start, place.numel
+            runs.append(Run(name, parameter, start, length))
+        return runs
 
     @property
     def updates(self) -> int:
         """Updates made so far, the same for all parameters; 0 before the first."""
         steps = [float(state["step"]) for state in self._adam.state.values() if "step" in state]
         return int(max(steps, default=0.0))
-
-    def writes(self, run: Run) -> bool:
-        """True if this rank writes the run: under ZeRO-0 all ranks have all of it."""
-        return bool(run.length) and (self._stage > 0 or dist.get_rank() == 0)
 
     def get(self, run: Run, moment: str | None) -> Tensor:
         """float32 (length,): the moment of the run, or (None) its weight."""
@@ -147,38 +155,20 @@ class MasterStates:
         else:
             masters = [master for group in self._adam.param_groups for master in group["params"]]
         for index, master in enumerate(masters):
-            with self._on_device(index):
-                state: dict[str, Any] = self._adam.state[master]
-                for name in MOMENTS:
-                    if name not in state:
-                        state[name] = torch.zeros_like(master)
-                # The fused AdamW counts where the weights are, others on the host; keep it where it is.
-                counter = state.get("step")
-                device = counter.device if isinstance(counter, Tensor) else master.device
-                state["step"] = torch.full((), float(updates), device=device)
-
-    def _run(self, name: str, parameter: Any) -> Run:
-        size = full_shape(parameter).numel()
-        if self._stage == 3:
-            part = parameter.ds_tensor.numel()
-            start = min(dist.get_rank() * part, size)
-            return Run(name, parameter, start, min(part, size - start))
-        if self._stage == 0:
-            return Run(name, parameter, 0, size)
-        if parameter._hp_mapping is None:
-            return Run(name, parameter, 0, 0)
-        place = parameter._hp_mapping.lp_fragment_address
-        return Run(name, parameter, place.start, place.numel)
-
-    @contextmanager
-    def _on_device(self, index: int) -> Iterator[None]:
-        """A group of ZeRO-3 that is kept on a disk comes from there, and goes back at the end of the block."""
-        if self._stage == 3 and self._optimizer._swappable_optimizer_subgroup(index):
-            self._optimizer._optimizer_states_and_gradient_swap_in(index)
-            yield
-            self._optimizer._optimizer_states_and_gradient_swap_out(index)
-        else:
-            yield
+            # A group of ZeRO-3 that is kept on a disk comes from there, and goes back.
+            swaps = self._stage == 3 and self._optimizer._swappable_optimizer_subgroup(index)
+            if swaps:
+                self._optimizer._optimizer_states_and_gradient_swap_in(index)
+            state: dict[str, Any] = self._adam.state[master]
+            for name in MOMENTS:
+                if name not in state:
+                    state[name] = torch.zeros_like(master)
+            # The fused AdamW counts where the weights are, others on the host; keep it where it is.
+            counter = state.get("step")
+            device = counter.device if isinstance(counter, Tensor) else master.device
+            state["step"] = torch.full((), float(updates), device=device)
+            if swaps:
+                self._optimizer._optimizer_states_and_gradient_swap_out(index)
 
 
 def _fitted(values: Tensor, partition: Tensor) -> Tensor:
@@ -213,7 +203,8 @@ def save_states(
 
     def pieces() -> Iterator[Piece]:
         for run in masters.runs():
-            if masters.writes(run):
+            # Under ZeRO-0 all ranks have all of it.
+            if run.length and (engine.zero_optimization_stage() > 0 or dist.get_rank() == 0):
                 moments = {kind: masters.get(run, kind) for kind in (MOMENTS if updates else ())}
                 yield Piece(run.name, {WEIGHT: masters.get(run, None), **moments}, run.start, updates=updates)
 

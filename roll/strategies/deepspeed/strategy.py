@@ -7,10 +7,10 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Collection
+import zlib
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,8 @@ from torch.distributed import ProcessGroup
 
 from roll.config.installation import install_command
 from roll.config.strategies.deepspeed import ZeroPlan, numbers, plan_zero, switch
-from roll.config.strategies.registry import DeepSpeedStrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import DeepSpeedStrategyConfig
 from roll.models.build import DTYPES, enable_gradient_checkpointing
-from roll.models.layouts import TokenLayout
 from roll.models.loading import MetaModel, ModuleReader
 from roll.models.log_probs import run_head_when_called
 from roll.platforms import Platform
@@ -33,7 +32,7 @@ from roll.strategies.deepspeed.states import (
     set_masters,
 )
 from roll.strategies.training.data_parallel import DataParallelStrategy
-from roll.strategies.training.experts import calls_recorded, check_choices_may_differ, check_same_on_all_ranks
+from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.optimizer import (
     INITIAL_SCALE,
@@ -51,25 +50,20 @@ PASSED_THROUGH = ("activation_checkpointing", "aio", "comms_logger", "flops_prof
 """Sections and keys of the configuration that DeepSpeed gets as they are."""
 
 
-class _TrainingOptions(TypedDict, total=False):
-    fp32_accumulation: bool
-    max_grad_norm: float | None
-
-
 class DeepSpeedStrategy(DataParallelStrategy):
     """Parameters in the compute dtype; where it trains, float32 master weights and AdamW moments.
 
     ZeRO-3 shards parameters, also of forward-only roles; any other stage leaves the whole model on each rank.
     """
 
+    config: DeepSpeedStrategyConfig
+
     def _configure(self) -> None:
-        config = typed_strategy_config(self.role.strategy_args)
-        assert isinstance(config, DeepSpeedStrategyConfig), config
-        self.config = config
         self.compute_dtype = DTYPES[self.role.model_args.dtype]
         self.environ = {**os.environ, **self.role.system_envs}
         self.plan = self._plan(self.trains)
-        self.steps_each_micro_batch = self.trains and switch(config, "step_each_micro_batch", self.environ)
+        self._clips_at, self._sums_in_fp32 = 0.0, False
+        self.steps_each_micro_batch = self.trains and switch(self.config, "step_each_micro_batch", self.environ)
 
     def _plan(self, trains: bool) -> ZeroPlan:
         has_accelerator = self.platform.device_type != "cpu"
@@ -94,12 +88,10 @@ class DeepSpeedStrategy(DataParallelStrategy):
             else:
                 self.model.to(self.device)
             return
-        options: _TrainingOptions = {
-            "fp32_accumulation": switch(self.config, "fp32_grad_accumulation", self.environ),
-            "max_grad_norm": self.max_grad_norm,
-        }
+        self._clips_at = float(self.max_grad_norm or 0.0)
+        self._sums_in_fp32 = switch(self.config, "fp32_grad_accumulation", self.environ)
         self._load_model(torch.float32)
-        meta = self._read_model(**options)
+        meta = self._read_model()
         enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
         self.progress = TrainingProgress(self.role.training_args, num_training_steps, self.compute_dtype)
         rounds = self.compute_dtype is not torch.float32
@@ -111,7 +103,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
         args = self.role.training_args
         # What ZeRO-3 has partitioned is flat: the whole shape says whether it is a matrix.
         groups = decay_groups(self.model, args.weight_decay, lambda one: len(full_shape(one)))
-        self.engine = self._start_engine(adamw(groups, args), **options)
+        self.engine = self._start_engine(adamw(groups, args))
         if rounds and meta is not None:
             set_masters(self.engine, meta.elements)
         elif rounds:
@@ -138,13 +130,19 @@ class DeepSpeedStrategy(DataParallelStrategy):
         def clear() -> None:
             # Ranks that have called others have been given parts of others, and keep them for passes to come. DeepSpeed
             # would compare the order at the next pass, and rank 0 not hear of it but wait for those that have.
-            check_same_on_all_ranks(called, self.device)
+            own = zlib.crc32(repr(called).encode())
+            # The maximum of x and of -x in one collective: all are equal if and only if max = min.
+            ends = torch.tensor([own, -own], device=self.device)
+            dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+            if int(ends[0]) != -int(ends[1]):
+                raise RuntimeError(
+                    "ranks called different modules, whose parameters all of them have to gather together"
+                )
             if learns:
                 self.engine.optimizer.zero_grad()
 
         if learns:
             self._begin_micro_batch(last=True)
-        differentiate = self._differentiate if learns else None
         section = f"{self.role.name}.strategy_args.strategy_config"
         advice = f"set {section}.zero_stage: 2, or leave {section}.zero_optimization.leaf_module to the model"
         # DeepSpeed gathers parameters for the call of these modules, and not for those inside a leaf.
@@ -153,15 +151,23 @@ class DeepSpeedStrategy(DataParallelStrategy):
         modules = list(self.model.modules())
         leaves = [module for module in modules if z3_leaf_module(module)]
         inside = {id(inner) for leaf in leaves for inner in leaf.modules() if inner is not leaf}
-        with calls_recorded([module for module in modules if id(module) not in inside], called):
-            check_choices_may_differ(self.model, self._compute, differentiate, gradients, clear, self.device, advice)
+        hooks = [
+            module.register_forward_pre_hook(lambda module, args, number=number: called.append(number))
+            for number, module in enumerate(module for module in modules if id(module) not in inside)
+        ]
+        try:
+            differentiate = self._differentiate if learns else None
+            check_choices_may_differ(self.model, self.called, differentiate, gradients, clear, self.device, advice)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         """Without weights where they can be read later, in the compute type; float32 ones are read apart."""
         model = self._build_without_weights(self.compute_dtype)
         return model or super()._build_language_model(storage_dtype)
 
-    def _read_model(self, **options: Unpack[_TrainingOptions]) -> MetaModel | None:
+    def _read_model(self) -> MetaModel | None:
         """Collective. Read the weights of a model without any: under ZeRO-3 module by module, each partitioned before
         the next one is read. What they were read from; None where the model was loaded whole."""
         meta, self._meta = self._meta, None
@@ -184,7 +190,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
                 offload = self.plan.offload_param
                 deepspeed.zero.Init(
                     module=holder,
-                    config_dict_or_path=self._options(**options),
+                    config_dict_or_path=self._options(),
                     dtype=self.compute_dtype,
                     remote_device=None if offload == "none" else offload,
                     pin_memory=self.platform.pin_memory and offload != "none",
@@ -192,7 +198,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
                 partitioned = whole[0]
         return meta
 
-    def _options(self, fp32_accumulation: bool = False, max_grad_norm: float | None = None) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         """DeepSpeed's configuration.
 
         Batch sizes are nominal: the strategy says which micro-batch is the last of an optimizer step, because their
@@ -218,7 +224,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
         options |= {
             "train_micro_batch_size_per_gpu": self.role.training_args.per_device_train_batch_size,
             "gradient_accumulation_steps": 2,
-            "gradient_clipping": float(max_grad_norm or 0.0),
+            "gradient_clipping": self._clips_at,
             # DeepSpeed takes the step modulo this number, so "never" cannot be 0.
             "steps_per_print": config.steps_per_print or sys.maxsize,
             "wall_clock_breakdown": config.wall_clock_breakdown,
@@ -231,20 +237,18 @@ class DeepSpeedStrategy(DataParallelStrategy):
         if dtype is torch.float16:
             # Any value but 0 makes the scale static for DeepSpeed: the strategy moves it, as under every other backend.
             options["fp16"] = {"enabled": True, "loss_scale": INITIAL_SCALE}
-        accumulates = fp32_accumulation and self.plan.stage > 0 and dtype is torch.bfloat16
+        accumulates = self._sums_in_fp32 and self.plan.stage > 0 and dtype is torch.bfloat16
         data_types = ({"grad_accum_dtype": "fp32"} if accumulates else {}) | numbers(config.data_types)
         if data_types:
             options["data_types"] = data_types
         return options
 
-    def _start_engine(
-        self, optimizer: torch.optim.Optimizer | None, **options: Unpack[_TrainingOptions]
-    ) -> DeepSpeedEngine:
+    def _start_engine(self, optimizer: torch.optim.Optimizer | None) -> DeepSpeedEngine:
         deepspeed = join_process_group(self.platform)
         if self.plan.stage == 3:
             self._use_units(deepspeed)
-        engine, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._options(**options))
-        return engine
+        self.called, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=self._options())
+        return self.called
 
     def _use_units(self, deepspeed: ModuleType) -> None:
         """Gather a decoder layer's parameters together, and the output matrix when it is used.
@@ -269,16 +273,9 @@ class DeepSpeedStrategy(DataParallelStrategy):
         if layers:
             deepspeed.utils.set_z3_leaf_modules(language_model, list(layers))
 
-    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        module = self.engine if hasattr(self, "engine") else self.model
-        return module(layout, outputs, temperature)
-
     def _begin_micro_batch(self, last: bool) -> None:
         self._is_last = last
         self.engine.set_gradient_accumulation_boundary(last)
-        self._set_loss_scale()
-
-    def _set_loss_scale(self) -> None:
         if self.progress.loss_scale is not None:
             self.engine.optimizer.loss_scale = self.progress.scale
 
@@ -314,7 +311,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
 
     def load(self, path: Path) -> None:
         self.progress.restore(load_states(path, self.engine, self.contents, self._buffers()))
-        self._set_loss_scale()
 
     def _sharded(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Pieces] | None:
         # Rank r holds the r-th part of a flattened parameter in `ds_tensor`, the last part padded.
@@ -342,8 +338,9 @@ class DeepSpeedStrategy(DataParallelStrategy):
         return self._on_device([*parameters, *parts])
 
 
-def import_deepspeed(platform: Platform) -> ModuleType:
-    """The ``deepspeed`` module, quiet, for the devices of ``platform``.
+def join_process_group(platform: Platform) -> ModuleType:
+    """Collective. The ``deepspeed`` module, quiet, for the devices of ``platform``, in torch's default process group,
+    which must exist.
 
     Raises:
         ImportError: DeepSpeed is not installed; the message names the extra.
@@ -360,12 +357,6 @@ def import_deepspeed(platform: Platform) -> ModuleType:
             f"the deepspeed strategies need DeepSpeed, an optional package: {install_command('deepspeed')}"
         ) from error
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    return deepspeed
-
-
-def join_process_group(platform: Platform) -> ModuleType:
-    """Collective. Let DeepSpeed use torch's default process group, which must exist; return its module."""
-    deepspeed = import_deepspeed(platform)
     # DeepSpeed reads the index of this rank's device here; a worker sees only its own.
     os.environ.setdefault("LOCAL_RANK", "0")
     if platform.device_type == "cpu":

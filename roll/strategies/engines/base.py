@@ -19,14 +19,15 @@ import torch
 from packaging.version import Version
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.base import Backend
-from roll.models.build import load_config
+from roll.config.strategies.base import Backend, EngineConfig
+from roll.config.strategies.registry import typed_strategy_config
+from roll.models.build import checked_config
 from roll.platforms import current_platform
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, longest_sequence
 from roll.weight_sync.encoding import Checksum, tensor_checksum
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +35,15 @@ logger = logging.getLogger(__name__)
 class GenerationStrategy(ABC):
     """An engine driven by repeated :meth:`step` calls from one thread."""
 
+    _config: EngineConfig
+
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
         self.role = role
         self.seed = seed
         self._name = role.strategy_args.strategy_name
+        config = typed_strategy_config(role.strategy_args)
+        assert isinstance(config, EngineConfig), config
+        self._config = config
         self._failures: dict[str, str] = {}
         self._version = 0
         """Version of the weights that tokens are sampled with."""
@@ -45,16 +51,11 @@ class GenerationStrategy(ABC):
         """Version of the update in progress."""
 
     def _read_model_folder(self, max_model_len: int | None) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-        """The model's Hugging Face configuration and its tokenizer; sets the longest sequence and the end tokens.
-
-        Args:
-            max_model_len: of ``strategy_config``.
-        """
+        """The model's Hugging Face configuration and its tokenizer; sets the longest sequence and the end tokens."""
         from transformers import AutoTokenizer, GenerationConfig
 
         args = self.role.model_args
-        path, config = args.model_name_or_path, load_config(args)
-        assert path
+        config, path = checked_config(args, "causal_lm"), str(args.model_name_or_path)
         self._max_model_len = longest_sequence(max_model_len, config, path)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, trust_remote_code=args.trust_remote_code
@@ -63,7 +64,16 @@ class GenerationStrategy(ABC):
             generation_config = GenerationConfig.from_pretrained(path)
         except OSError:  # a folder without one
             generation_config = None
-        self._end_token_ids = end_token_ids(generation_config, config, tokenizer)
+        # The generation config (or else the model's) and the tokenizer differ where a chat model was made from a base
+        # model; each knows one way to end.
+        ends: list[int] = []
+        for source in (generation_config, config.get_text_config()):
+            eos = getattr(source, "eos_token_id", None)
+            if eos is not None and not ends:
+                ends += eos if isinstance(eos, list | tuple) else [eos]
+        if tokenizer.eos_token_id is not None:
+            ends.append(tokenizer.eos_token_id)
+        self._end_token_ids = tuple(dict.fromkeys(int(token) for token in ends))
         return config, tokenizer
 
     @abstractmethod
@@ -104,7 +114,12 @@ class GenerationStrategy(ABC):
     ) -> list[GenerationOutput]:
         """Outputs of the requests that have not failed. Those in ``failed``, and those with a sample that was not drawn
         from finite log-probs, are aborted."""
-        reasons = {**(failed or {}), **not_finite(outputs)}
+        reasons = dict(failed or {})
+        for output in outputs:
+            finite = np.isfinite(output.log_probs)
+            if not finite.all():
+                why = f"sample {output.sample_index}: the log-probs of token {int(finite.argmin())} are not finite"
+                reasons.setdefault(output.request_id, why)
         if reasons:
             self.abort(reasons)
             self._failures |= reasons
@@ -127,11 +142,7 @@ class GenerationStrategy(ABC):
         return 0, 0
 
     def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
-        """:meth:`prompt_score` of each prompt."""
-        return [self.prompt_score(token_ids, top) for token_ids in prompts]
-
-    def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
-        """Log-probs of a prompt's own tokens, and the ``top`` most probable at each position (-1: all), descending.
+        """Log-probs of each prompt's own tokens, and the ``top`` most probable at each position (-1: all), descending.
 
         Raises:
             ValueError: an engine that gives none.
@@ -150,11 +161,7 @@ class GenerationStrategy(ABC):
         self._new_version = version
 
     def _updating(self, method: str) -> int:
-        """The version of the update in progress, which ``method`` is a part of.
-
-        Raises:
-            RuntimeError: no update is in progress.
-        """
+        """The version of the update in progress, which ``method`` is a part of; RuntimeError without one."""
         if self._new_version is None:
             where = "without start_weight_update"
             if method != "finish_weight_update":
@@ -163,18 +170,12 @@ class GenerationStrategy(ABC):
         return self._new_version
 
     def _check_no_update(self) -> None:
-        """
-        Raises:
-            RuntimeError: a step during an update, whose tokens would be sampled with a mixture of weights.
-        """
+        """Refuse a step during an update: its tokens would be sampled with a mixture of weights."""
         if self._new_version is not None:
             raise RuntimeError(f"{self._name}: step() between start_weight_update and finish_weight_update")
 
     def _check_idle(self) -> None:
-        """
-        Raises:
-            RuntimeError: an engine that is to sleep has unfinished samples.
-        """
+        """Refuse to sleep with unfinished samples."""
         if self.num_unfinished:
             raise RuntimeError(f"{self._name}: sleep with {self.num_unfinished} unfinished samples; abort them first")
 
@@ -265,23 +266,6 @@ def cache_numbers(config: PretrainedConfig) -> tuple[int, int]:
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_dim
 
 
-def end_token_ids(
-    generation_config: GenerationConfig | None, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, ...]:
-    """Every token that ends a sequence by the generation config (or else the model's config) or the tokenizer.
-
-    The two differ where a chat model was made from a base model; each knows one way to end.
-    """
-    ids: list[int] = []
-    for source in (generation_config, config.get_text_config()):
-        eos = getattr(source, "eos_token_id", None)
-        if eos is not None and not ids:
-            ids += eos if isinstance(eos, list | tuple) else [eos]
-    if tokenizer.eos_token_id is not None:
-        ids.append(tokenizer.eos_token_id)
-    return tuple(dict.fromkeys(int(token) for token in ids))
-
-
 def check_version(backend: Backend, version: str, allow_untested: bool) -> None:
     """Refuse a version that this code was not tried with.
 
@@ -299,18 +283,6 @@ def check_version(backend: Backend, version: str, allow_untested: bool) -> None:
             f"{text}; install one of them, or set strategy_config.allow_untested_version: true to try this one"
         )
     logger.warning("%s", text)
-
-
-def not_finite(outputs: Iterable[GenerationOutput]) -> dict[str, str]:
-    """Reasons by request id for requests with a token whose log-prob is not finite."""
-    found: dict[str, str] = {}
-    for output in outputs:
-        finite = np.isfinite(output.log_probs)
-        if not finite.all():
-            position = int(finite.argmin())
-            why = f"sample {output.sample_index}: the log-probs of token {position} are not finite"
-            found.setdefault(output.request_id, why)
-    return found
 
 
 _NOTICE_SECONDS = 2.0

@@ -21,7 +21,7 @@ from roll.protocol.metrics import RankInfo
 from roll.protocol.vision import IMAGES
 from roll.strategies.base import (
     ALL_WEIGHTS,
-    Computation,
+    Comparison,
     ModelStrategy,
     Output,
     StateKind,
@@ -50,10 +50,15 @@ class ScoringStrategy(ModelStrategy):
     def rank_info(self) -> RankInfo:
         return RankInfo()
 
-    def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
+    def forward(
+        self,
+        batch: TensorBatch,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        comparisons: Sequence[Comparison] = (),
+    ) -> TensorBatch:
         """Log-probs of the response tokens, at temperature 1 only."""
-        assert set(computation.outputs) <= {Output.LOG_PROBS} and not computation.comparisons, computation
-        assert computation.temperature == 1.0, computation
+        assert set(outputs) <= {Output.LOG_PROBS} and not comparisons and temperature == 1.0, (outputs, temperature)
         log_probs = torch.zeros(batch["response_mask"].shape)
         for row, (positions, score) in enumerate(self._scored(batch, 0)):
             log_probs[row, positions] = torch.tensor([score.log_probs[at - 1] for at in positions.tolist()])
@@ -90,7 +95,9 @@ class ScoringStrategy(ModelStrategy):
         """Yield each row's response positions and its score; nothing after the last of them is computed."""
         images = batch.get(IMAGES)
         if images is not None and any(one is not None for one in images):
-            raise ValueError(f"{self.role.name}: {self._name} scores token ids here, and takes no images")
+            raise ValueError(
+                f"{self.role.name}: {self.role.strategy_args.strategy_name} scores token ids here, and takes no images"
+            )
         places = [own.nonzero()[:, 0] for own in batch["response_mask"]]
         prompts = [
             row[: int(own.max()) + 1].tolist() for row, own in zip(batch["input_ids"], places, strict=True) if len(own)
@@ -99,17 +106,13 @@ class ScoringStrategy(ModelStrategy):
         for own in places:
             yield own, next(scores) if len(own) else PromptScore([], [])
 
-    @property
-    def _name(self) -> str:
-        return self.role.strategy_args.strategy_name
-
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        raise AssertionError(f"{self._name} as a scorer gives no weights")
+        raise AssertionError("a scorer gives no weights")
 
     def save_hf(self, path: object) -> None:
-        raise AssertionError(f"{self._name} as a scorer gives no weights")
+        raise AssertionError("a scorer gives no weights")
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         return []

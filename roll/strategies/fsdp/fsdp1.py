@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -21,15 +22,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from roll.config.strategies.fsdp import FSDP1_OFFLOAD
 from roll.config.strategies.registry import Fsdp1StrategyConfig
 from roll.models.build import DTYPES
-from roll.models.layouts import TokenLayout
 from roll.models.loading import ModuleReader
 from roll.models.log_probs import output_matrices, run_head_when_called
 from roll.models.vision import vision_modules
-from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, wrapped_units
-from roll.strategies.training.gather import Pieces, exchange_sizes
+from roll.strategies.fsdp.sharded import ShardedStrategy, wrapped_units
+from roll.strategies.training.gather import Pieces
 from roll.strategies.training.optimizer import decay_groups
 
 if TYPE_CHECKING:
@@ -45,26 +44,14 @@ class FsdpStrategy(ShardedStrategy):
     config: Fsdp1StrategyConfig
     mixes_types = False
 
-    def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. See :meth:`ShardedStrategy.initialize`.
-
-        Raises:
-            ValueError: training with parameters in host memory, which FSDP1 cannot do.
-        """
-        if self.trains and num_training_steps and self.config.offload_policy:
-            raise ValueError(f"{self.role.name}.strategy_args.strategy_config.offload_policy: {FSDP1_OFFLOAD}")
-        super().initialize(num_training_steps)
-
-    def _build(self, storage_dtype: torch.dtype) -> None:
-        self._load_model(storage_dtype)
+    def _shard(self) -> None:
         self.root: FullyShardedDataParallel | None = None
         shapes = {name: tensor.shape for name, tensor in self._named_tensors()}
         self._names = list(shapes)
-        self.mesh = build_mesh(self.device.type, self.dims)
         # On a CPU everything is in host memory already.
         offload = self.config.offload_policy and self.device.type != "cpu"
         if self.mesh.size() > 1 or self.compute_dtype is not torch.float32 or offload:
-            self.root = self._wrap_model(offload)
+            self.called = self.root = self._wrap_model(offload)
         elif self._meta is None:  # one rank in float32: nothing is sharded or cast, and the module pays for no hooks
             self.model.to(self.device)
         else:
@@ -73,9 +60,12 @@ class FsdpStrategy(ShardedStrategy):
         self._pieces: dict[torch.Tensor, Pieces] = {}
         if self.root is not None:
             parameters = {clean_name(name): value for name, value in self.model.language_model.named_parameters()}
-            held = [(value, shapes[name]) for name, value in parameters.items()]
-            pieces = exchange_sizes(held, self.mesh.get_group("fsdp"), self.device)
-            self._pieces = dict(zip(parameters.values(), pieces, strict=True))
+            group, own = self.mesh.get_group("fsdp"), [value.numel() for value in parameters.values()]
+            table = torch.empty(dist.get_world_size(group), len(own), dtype=torch.int64, device=self.device)
+            dist.all_gather(list(table.unbind()), torch.tensor(own, device=self.device), group=group)
+            for (name, parameter), sizes in zip(parameters.items(), table.T.tolist(), strict=True):
+                assert sum(sizes) == shapes[name].numel(), (name, sizes)
+                self._pieces[parameter] = Pieces(shapes[name], tuple(sizes))
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
         return self._build_without_weights(storage_dtype) or super()._build_language_model(storage_dtype)
@@ -149,9 +139,6 @@ class FsdpStrategy(ShardedStrategy):
             assert isinstance(wrapper, FullyShardedDataParallel) and wrapper.module is head
             wrapper.__dict__["log_probs"] = MethodType(FullyShardedDataParallel.__call__, wrapper)
         return root
-
-    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        return (self.root or self.model)(layout, outputs, temperature)
 
     def _reshard(self) -> None:
         """Give back parameters that are still gathered; a no-op before the first forward pass."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from roll.config.strategies.fsdp import Fsdp2StrategyConfig
 from roll.models.build import DTYPES, tile_mlp_layers
 from roll.models.expert_parallel import ExpertMesh, row_runs
-from roll.models.layouts import TokenLayout
 from roll.models.log_probs import output_matrices
 from roll.models.vision import vision_modules
-from roll.strategies.fsdp.sharded import ShardedStrategy, build_mesh, wrapped_units
+from roll.strategies.fsdp.sharded import ShardedStrategy, wrapped_units
 from roll.strategies.training.gather import Pieces
 
 if TYPE_CHECKING:
@@ -36,9 +34,7 @@ class Fsdp2Strategy(ShardedStrategy):
     _expert_mesh: ExpertMesh | None = None
     """None: experts are not divided over ranks."""
 
-    def _build(self, storage_dtype: torch.dtype) -> None:
-        self._load_model(storage_dtype)
-        self.mesh = build_mesh(self.device.type, self.dims)
+    def _shard(self) -> None:
         if self.dims.ep > 1:
             self._expert_mesh = ExpertMesh.build(self.device.type, self.world_size, self.dims.ep)
         self.root = self._shard_model()
@@ -103,9 +99,6 @@ class Fsdp2Strategy(ShardedStrategy):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         return root
-
-    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        return self.model(layout, outputs, temperature)
 
     def _reshard(self) -> None:
         """After a forward pass without a backward pass the root stays gathered, and under ``reshard_after_forward:

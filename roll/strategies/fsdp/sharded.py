@@ -21,18 +21,14 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
-from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
 from roll.models.experts import EXPERTS, SparseLayer, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
-from roll.protocol.metrics import Metrics
-from roll.strategies.base import Computation, LossFunction, StateKind, TensorBatch
+from roll.strategies.base import StateKind
 from roll.strategies.training.checkpoint import Shard, pieces_of, restore_shards, resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
-from roll.strategies.training.micro_batches import merged_floats
 from roll.strategies.training.optimizer import (
     TrainingProgress,
     adamw,
@@ -48,13 +44,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-
-def build_mesh(device_type: str, dims: ParallelDims) -> DeviceMesh:
-    """Collective. The ranks by copy of the parameters (``ddp``, where there are several) and shard (``fsdp``)."""
-    if dims.dp_replicate == 1:
-        return init_device_mesh(device_type, (dims.dp_shard,), mesh_dim_names=("fsdp",))
-    return init_device_mesh(device_type, (dims.dp_replicate, dims.dp_shard), mesh_dim_names=("ddp", "fsdp"))
 
 
 def wrapped_units(
@@ -118,17 +107,19 @@ class ShardedStrategy(DataParallelStrategy):
     optimizer: torch.optim.AdamW | None = None
 
     def _configure(self) -> None:
-        config = typed_strategy_config(self.role.strategy_args)
-        assert isinstance(config, ShardedStrategyConfig), config
-        self.config = config
-        self.compute_dtype = DTYPES[config.param_dtype or self.role.model_args.dtype]
+        self.compute_dtype = DTYPES[self.config.param_dtype or self.role.model_args.dtype]
         self._background: ThreadPoolExecutor | None = None
         self._writing: Future[Any] | None = None
 
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. Build and shard the model, and make its optimizer; see :meth:`ModelStrategy.initialize`."""
         self._refuse_steps(num_training_steps)
-        self._build(DTYPES[self.config.master_dtype] if self.trains else self.compute_dtype)
+        self._load_model(DTYPES[self.config.master_dtype] if self.trains else self.compute_dtype)
+        # The ranks by copy of the parameters (where there are several) and shard.
+        copies, shards = self.dims.dp_replicate, self.dims.dp_shard
+        sizes, names = ((shards,), ("fsdp",)) if copies == 1 else ((copies, shards), ("ddp", "fsdp"))
+        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        self._shard()
         if not self.trains:
             self.model.requires_grad_(False)
         if num_training_steps:
@@ -176,15 +167,14 @@ class ShardedStrategy(DataParallelStrategy):
             return [None if grad is None else local_tensor(grad) for grad in grads]
 
         self._begin_micro_batch(last=True)  # so that the backward passes of the test reduce the gradients it compares
-        differentiate = self._differentiate if learns else None
         advice = f"set {policy}.apply_expert_patch: true, or leave {policy}.wrap_policy to the model"
-        clear = self.model.zero_grad
-        check_choices_may_differ(self.model, self._compute, differentiate, gradients, clear, self.device, advice)
+        differentiate, clear = self._differentiate if learns else None, self.model.zero_grad
+        check_choices_may_differ(self.model, self.called, differentiate, gradients, clear, self.device, advice)
         self._reshard()
 
     @abstractmethod
-    def _build(self, storage_dtype: torch.dtype) -> None:
-        """Collective. Load the model and shard it."""
+    def _shard(self) -> None:
+        """Collective. Shard the model over :attr:`mesh`, and read its weights if they have not been."""
 
     def _shards(self) -> Iterator[Shard]:
         """This rank's parts of the trained parameters."""
@@ -194,7 +184,7 @@ class ShardedStrategy(DataParallelStrategy):
             if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
                 shard = self._sharded(parameter)
                 before = () if shard is None else shard[1].sizes[: self.mesh.get_local_rank("fsdp")]
-                yield Shard(name, parameter, sum(before))
+                yield name, parameter, sum(before)
 
     def _decay_groups(self) -> list[dict[str, Any]]:
         return decay_groups(self.model, self.role.training_args.weight_decay)
@@ -219,9 +209,6 @@ class ShardedStrategy(DataParallelStrategy):
     def _differentiate(self, loss: torch.Tensor) -> None:
         scale = self.progress.scale
         (loss if scale == 1.0 else loss * scale).backward()
-
-    def _add_gradient(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
-        return merged_floats(self._backward_passes(batch, loss_fn, computation))
 
     def _clip_and_step(self, learning_rate: float) -> float:
         assert self.optimizer is not None

@@ -43,10 +43,6 @@ class SlotCache:
         self.data = torch.zeros(size, dtype=dtype, device=device)
         self.states = [torch.zeros(num_rows, *own, dtype=kind, device=device) for own, kind in shape.states]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.data, *self.states))
-
     def release(self) -> None:
         self.data, self.states = self.data.new_empty(0), []
 
@@ -65,19 +61,6 @@ class SlotCache:
             for held, new in zip(self.states, states, strict=True):
                 held[first_row : first_row + count] = new[prompt]
             first_row += count
-
-    def clear(self, rows: np.ndarray) -> None:
-        """Zero rows that may hold NaN: attention multiplies what lies past a row's end by 0, which has to give 0 for
-        the next sample in that row."""
-        self.data[:, :, rows] = 0
-
-    def rows(self, first_row: int, count: int, length: int) -> torch.Tensor:
-        """The first ``length`` places of some rows, a view: (num_layers, 2, count, num_kv_heads, length, head_dim)."""
-        return self.data[:, :, first_row : first_row + count, :, :length]
-
-    def read(self, row: int, length: int) -> torch.Tensor:
-        """The first ``length`` tokens of a row, a view: (num_layers, 2, num_kv_heads, length, head_dim)."""
-        return self.data[:, :, row, :, :length]
 
     def move(self, destination: np.ndarray, source: np.ndarray, length: int) -> None:
         """Copy the first ``length`` tokens of rows ``source`` over rows ``destination`` (the two do not meet)."""
@@ -163,29 +146,20 @@ class DecodeSlots:
 
 
 _BLOCK = 16  # tokens; a shorter prefix is recomputed sooner than copied
-_GROWTH = 1.25  # factor for a full buffer
 
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """A sequence of ``length`` tokens in buffers that have room for more.
-
-    ``token_ids``: int64 (capacity,); ``keys_values``: (num_layers, 2, num_kv_heads, capacity, head_dim).
-    """
+    """``token_ids``: int64 (length,); ``keys_values``: (num_layers, 2, num_kv_heads, length, head_dim)."""
 
     token_ids: np.ndarray
     keys_values: torch.Tensor
-    length: int
     blocks: list[int]
     """Numbers of its whole blocks, see :func:`_chained`."""
 
-    @property
-    def capacity(self) -> int:
-        return len(self.token_ids)
-
     def common(self, token_ids: np.ndarray) -> int:
         """Length of the common prefix of the sequence and ``token_ids``."""
-        shorter = min(self.length, len(token_ids))
+        shorter = min(len(self.token_ids), len(token_ids))
         different = np.flatnonzero(self.token_ids[:shorter] != token_ids[:shorter])
         return int(different[0]) if len(different) else shorter
 
@@ -194,8 +168,7 @@ class PrefixCache:
     """Keys and values of ended samples, for prompts that begin with them (the next turn of a conversation).
 
     A table of blocks of tokens, each chained to those before it, leads to the sequence that holds a prefix, so a
-    look-up costs the length of a prompt, however many sequences there are.  A sequence that continues is appended to in
-    place.
+    look-up costs the length of a prompt, however many sequences there are.
 
     Args:
         max_tokens: capacity of all sequences together; the least recently used leave first. 0: nothing is held.
@@ -208,7 +181,7 @@ class PrefixCache:
         self._table: dict[int, CachedSequence] = {}
         """A block to the sequence with it that was put last."""
         self.num_tokens = 0
-        """Tokens that there is room for in all sequences."""
+        """Tokens of all sequences."""
         self.num_reused = 0
         """Tokens that did not have to be computed, since the cache was made."""
 
@@ -232,7 +205,7 @@ class PrefixCache:
         return found, known
 
     def put(self, token_ids: Sequence[int], keys_values: torch.Tensor) -> None:
-        """Hold a sequence: append it to one that is a prefix of it, if there is one.
+        """Hold a sequence, in the place of one that is a prefix of it, if there is one.
 
         Args:
             keys_values: (num_layers, 2, num_kv_heads, length, head_dim) of its tokens; copied.
@@ -244,11 +217,13 @@ class PrefixCache:
         if prefix is not None and known == len(new):
             self._sequences.move_to_end(prefix)
             return
-        if prefix is not None and known < prefix.length:
-            prefix, known = None, 0
-        sequence = self._with_room(prefix, known, new, keys_values)
-        sequence.keys_values[:, :, :, known : len(new)] = keys_values[:, :, :, known:]
-        sequence.blocks = blocks
+        if prefix is not None and known == len(prefix.token_ids):
+            self._drop(prefix)
+        while self.num_tokens + len(new) > self._max_tokens:
+            self._drop(next(iter(self._sequences)))
+        sequence = CachedSequence(new, keys_values.clone(), blocks)
+        self._sequences[sequence] = None
+        self.num_tokens += len(new)
         self._table.update(dict.fromkeys(blocks, sequence))
 
     def clear(self) -> None:
@@ -261,33 +236,9 @@ class PrefixCache:
         """The sequence that has the most of these blocks, or any with their beginning."""
         return next((self._table[block] for block in reversed(blocks) if block in self._table), None)
 
-    def _with_room(
-        self, prefix: CachedSequence | None, known: int, token_ids: np.ndarray, like: torch.Tensor
-    ) -> CachedSequence:
-        """``prefix``, or a new sequence, as the most recently used, with ``token_ids`` and room for their keys and
-        values."""
-        length = len(token_ids)
-        if prefix is not None:
-            self._drop(prefix)
-        sequence = prefix
-        if sequence is None or sequence.capacity < length:
-            # A longer buffer each time, so that all copies of a growing sequence cost a constant times its length.
-            spare = self._max_tokens - self.num_tokens
-            capacity = length if prefix is None else max(length, min(int(prefix.capacity * _GROWTH), spare))
-            shape = (*like.shape[:3], capacity, like.shape[4])
-            sequence = CachedSequence(np.empty(capacity, np.int64), like.new_empty(shape), length, [])
-            if prefix is not None:
-                sequence.keys_values[:, :, :, :known] = prefix.keys_values[:, :, :, :known]
-        sequence.token_ids[:length], sequence.length = token_ids, length
-        while self.num_tokens + sequence.capacity > self._max_tokens:
-            self._drop(next(iter(self._sequences)))
-        self._sequences[sequence] = None
-        self.num_tokens += sequence.capacity
-        return sequence
-
     def _drop(self, sequence: CachedSequence) -> None:
         del self._sequences[sequence]
-        self.num_tokens -= sequence.capacity
+        self.num_tokens -= len(sequence.token_ids)
         for block in sequence.blocks:
             if self._table.get(block) is sequence:
                 del self._table[block]
@@ -302,10 +253,3 @@ def _chained(token_ids: np.ndarray) -> list[int]:
         number = hash((number, data[start : start + size]))
         blocks.append(number)
     return blocks
-
-
-def gather(room: torch.Tensor, found: Sequence[tuple[CachedSequence, int]]) -> None:
-    """Copy the known beginnings of prompts into ``room`` (num_layers, 2, num_prompts, num_kv_heads, longest,
-    head_dim)."""
-    for row, (sequence, known) in enumerate(found):
-        room[:, :, row, :, :known] = sequence.keys_values[:, :, :, :known]

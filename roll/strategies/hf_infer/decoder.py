@@ -64,6 +64,7 @@ Images = Sequence[VisionInputs | None]
 class Decoder(ABC):
     """A causal language model computed token by token."""
 
+    cache_shape: CacheShape
     masked_token_ids: tuple[int, ...] = ()
     """Tokens that are never sampled."""
 
@@ -84,10 +85,6 @@ class Decoder(ABC):
         """Set where experts' choices are recorded."""
         self.chosen: np.ndarray | None = None
         """(tokens, layers, k), of the last pass, padding included."""
-
-    @property
-    @abstractmethod
-    def cache_shape(self) -> CacheShape: ...
 
     def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
         """
@@ -187,21 +184,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-_FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})  # those that do not change with the length
-
-
-def is_fusable(model: PreTrainedModel) -> bool:
-    """True for a model that :class:`FusedDecoder` computes."""
-    config = model.config
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        return False
-    if computes_invariantly(model) and config.intermediate_size % invariant.ELEMENTS:
-        return False
-    return type(model).__name__ in _FAMILIES and config.hidden_act == "silu" and rope in _STATIC_ROPE
-
-
 @dataclass(frozen=True)
 class _Linear:
     weight: torch.Tensor
@@ -247,6 +229,7 @@ class FusedDecoder(Decoder):
         self._scale = self._head_dim**-0.5
         product = invariant.linear if computes_invariantly(model) else linear
         self._layers = [_fuse_layer(f"model.layers.{i}", layer, product) for i, layer in enumerate(body.layers)]
+        self.cache_shape = CacheShape(len(self._layers), self._num_kv_heads, self._head_dim)
         self.watch: Callable[[str, torch.Tensor], None] | None = None
         """Given what each operation computes, by the names of :mod:`roll.strategies.hf_infer.tracing`."""
         # After the layers are fused: it takes the model's tensors, which have become views of the fused ones.
@@ -260,10 +243,6 @@ class FusedDecoder(Decoder):
         sin = sin[0].clone()
         sin[:, : self._head_dim // 2].neg_()
         self._cos, self._sin = (cos[0][:, None].contiguous(), sin[:, None].contiguous())
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        return CacheShape(len(self._layers), self._num_kv_heads, self._head_dim)
 
     def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
         grid = _PromptGrid(prompts, self.device)
@@ -338,19 +317,14 @@ class FusedDecoder(Decoder):
             queries, keys, values = self._split(self._heads(layer, x, cos, sin))
             all_keys, all_values = slots.append(index, keys, values)
             if self.is_invariant:
-                mixed = self._invariant_step(queries, all_keys, all_values, bias)
+                seen = queries.new_zeros(1, all_keys.shape[2]) if bias is None else bias
+                mixed = invariant.attention(
+                    queries[:, :, None], all_keys, all_values, self._scale, bias=seen[:, None, None]
+                ).flatten(1)
             else:
                 mixed = decode_attention(queries, all_keys, all_values, bias, self._scale)
             x = self._finish_layer(layer, x, mixed)
         return self._logits(x)
-
-    def _invariant_step(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """:func:`decode_attention` with the operations of :mod:`roll.models.invariant`."""
-        seen = queries.new_zeros(1, keys.shape[2]) if bias is None else bias
-        mixed = invariant.attention(queries[:, :, None], keys, values, self._scale, bias=seen[:, None, None])
-        return mixed.flatten(1)
 
     def _heads(self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotated queries and keys, and values: (N, num_heads + 2 * num_kv_heads, head_dim)."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from llguidance import LLMatcher
 
 from roll.strategies.engines.requests import (
     FinishReason,
@@ -17,11 +18,11 @@ from roll.strategies.engines.requests import (
     StopStringMatcher,
     check_request,
     continued,
-    stream_key,
 )
-from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache, gather
+from roll.strategies.engines.sampling import stream_key
+from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates, round_up
-from roll.strategies.hf_infer.grammar import Grammar, JsonGrammars
+from roll.strategies.hf_infer.grammar import JsonGrammars
 from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler
 
 _MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
@@ -56,31 +57,6 @@ class _QueuedGroup:
         if self.carried is not None:
             outputs = [replace(continued(self.carried, output), routes=self.carried.routes) for output in outputs]
         return outputs
-
-
-@dataclass(slots=True)
-class _Admission:
-    """The samples admitted in one step: their number by group."""
-
-    groups: list[_QueuedGroup] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    longest: int = 0
-    """Most tokens of them that are to be computed."""
-    longest_whole: int = 0
-    """Most tokens of them, those of prefixes included."""
-
-    def has_room(self, rest: int, whole: int) -> bool:
-        """True if one more prompt of ``whole`` tokens fits, of which ``rest`` are to be computed."""
-        count = len(self.groups) + 1
-        return (
-            max(self.longest, rest) * count <= _MAX_PREFILL_TOKENS
-            and max(self.longest_whole, whole) * count <= _MAX_GATHERED_TOKENS
-        )
-
-    def add(self, group: _QueuedGroup, count: int, rest: int = 0, whole: int = 0) -> None:
-        self.groups.append(group)
-        self.counts.append(count)
-        self.longest, self.longest_whole = max(self.longest, rest), max(self.longest_whole, whole)
 
 
 class GenerationEngine:
@@ -138,7 +114,7 @@ class GenerationEngine:
 
     @property
     def cache_bytes(self) -> int:
-        return self._cache.num_bytes
+        return sum(tensor.nbytes for tensor in (self._cache.data, *self._cache.states))
 
     def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
         requests = list(requests)
@@ -176,12 +152,13 @@ class GenerationEngine:
         failed = np.flatnonzero(~np.isfinite(log_probs))
         self._has_recorded = True
         self._rows.record(tokens, log_probs)
-        stopped, full = self._rows.stopped(), self._rows.full()
-        done = stopped | full
+        stopped, size = self._rows.stopped(), self._rows.size
+        done = stopped | (self._rows.generated[:size] >= self._rows.max_new[:size])
         done[failed] = False
         if len(failed):
             self._prefixes.clear()  # it may hold their prompts, whose keys and values may not be finite either
-            self._cache.clear(failed)
+            # Attention multiplies what lies past a row's end by 0, which has to give 0 for the next sample there.
+            self._cache.data[:, :, failed] = 0
         for row in failed:
             sample = self._rows.samples[row]
             sample.stale = True
@@ -262,17 +239,6 @@ class GenerationEngine:
         for sample in rows.samples:
             sample.stale = False
 
-    def release_cache(self) -> None:
-        """Free the cache's memory. Only between requests."""
-        assert not self._rows.size, "samples are running"
-        self._prefixes.clear()
-        self._cache.release()
-
-    def restore_cache(self) -> None:
-        """Undo :meth:`release_cache`."""
-        if not self._cache.data.numel():
-            self._cache = self._new_cache()
-
     def _new_sampler(self) -> Sampler:
         decoder = self._decoder
         return Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids, decoder.is_invariant)
@@ -284,51 +250,52 @@ class GenerationEngine:
 
     def _admit(self) -> torch.Tensor | None:
         """Start queued samples in free rows, first come first served; the logits of their first tokens."""
-        admission, free = _Admission(), self._rows.capacity - self._rows.size
+        admitted: list[tuple[_QueuedGroup, int]] = []
+        free, longest, longest_whole = self._rows.capacity - self._rows.size, 0, 0
         for group in self._queue:
             if not free:
                 break
             group.found = None
             if group.prompt is None:
-                key = self._decoder.prefix_key(group.token_ids, group.request.vision)
-                group.found = self._prefixes.find(key)
-            whole = len(group.token_ids)
-            rest = whole - (group.found[1] if group.found is not None else 0)
-            if admission.groups and not admission.has_room(rest, whole):
+                group.found = self._prefixes.find(self._decoder.prefix_key(group.token_ids, group.request.vision))
+            whole, number = len(group.token_ids), len(admitted) + 1
+            # Of each prompt only the rest is computed.
+            longest = max(longest, whole - (group.found[1] if group.found is not None else 0))
+            longest_whole = max(longest_whole, whole)
+            is_too_much = longest * number > _MAX_PREFILL_TOKENS or longest_whole * number > _MAX_GATHERED_TOKENS
+            if admitted and is_too_much:
                 break
             count = min(free, len(group.waiting))
-            admission.add(group, count, rest, whole)
+            admitted.append((group, count))
             free -= count
-        if not admission.groups:
+        if not admitted:
             return None
-        logits, cached, missing = [], _Admission(), _Admission()
-        for group, count in zip(admission.groups, admission.counts, strict=True):
-            if group.prompt is not None:
-                logits.append(self._start_samples([group], [count], group.prompt))
-            else:
-                (missing if group.found is None else cached).add(group, count)
-        if cached.groups:
-            prompts = [group.token_ids for group in cached.groups]
-            found = [group.found for group in cached.groups if group.found is not None]
+        new = [one for one in admitted if one[0].prompt is None]
+        cached = [(group, count, group.found) for group, count in new if group.found is not None]
+        missing = [(group, count) for group, count in new if group.found is None]
+        logits = [self._start_samples([one], one[0].prompt) for one in admitted if one[0].prompt is not None]
+        if cached:
+            prompts, found = [group.token_ids for group, _, _ in cached], [found for _, _, found in cached]
             longest = max(map(len, prompts))
             # One sample of each prompt: extended in its row of the cache, without another copy. Otherwise in a buffer,
             # since the prompt is written to several rows, or kept for samples that wait for a row.
-            if max(cached.counts) == 1 and not any(len(group.waiting) > 1 for group in cached.groups):
-                room = self._cache.rows(self._rows.size, len(cached.groups), longest)
+            if all(count == len(group.waiting) == 1 for group, count, _ in cached):
+                first = self._rows.size
+                room = self._cache.data[:, :, first : first + len(cached), :, :longest]
             else:
                 shape = self._cache.shape
-                size = (shape.num_layers, 2, len(cached.groups), shape.num_kv_heads, longest, shape.head_dim)
+                size = (shape.num_layers, 2, len(cached), shape.num_kv_heads, longest, shape.head_dim)
                 room = self._cache.data.new_zeros(size)
-            gather(room, found)
+            for row, (sequence, known) in enumerate(found):
+                room[:, :, row, :, :known] = sequence.keys_values[:, :, :, :known]
             self._prefixes.num_reused += sum(known for _, known in found)
             self.num_prompt_tokens += sum(map(len, prompts))
-            images = _images([group.request for group in cached.groups])
+            images = _images([group.request for group, _, _ in cached])
             states = self._decoder.extend(room, [known for _, known in found], prompts, images)
-            logits.append(self._start_samples(cached.groups, cached.counts, states))
-        if missing.groups:
-            prompts = [group.token_ids for group in missing.groups]
-            computed = self._prefill(prompts, [group.request for group in missing.groups])
-            logits.append(self._start_samples(missing.groups, missing.counts, computed))
+            logits.append(self._start_samples([(group, count) for group, count, _ in cached], states))
+        if missing:
+            prompts = [group.token_ids for group, _ in missing]
+            logits.append(self._start_samples(missing, self._prefill(prompts, [group.request for group, _ in missing])))
         while self._queue and not self._queue[0].waiting:
             self._queue.popleft()
         return logits[0] if len(logits) == 1 else torch.cat(logits)
@@ -337,16 +304,16 @@ class GenerationEngine:
         self.num_prompt_tokens += sum(map(len, prompts))
         return self._decoder.prefill(prompts, _images(requests))
 
-    def _start_samples(self, groups: list[_QueuedGroup], counts: list[int], prompts: PromptStates) -> torch.Tensor:
-        """Give ``counts[i]`` samples of ``groups[i]`` (prompt i of ``prompts``) the next rows; their logits."""
-        first_row = self._rows.size
-        for number, (group, count) in enumerate(zip(groups, counts, strict=True)):
+    def _start_samples(self, groups: list[tuple[_QueuedGroup, int]], prompts: PromptStates) -> torch.Tensor:
+        """Give samples of each group (prompt i of ``prompts``), as many as said, the next rows; their logits."""
+        first_row, counts = self._rows.size, [count for _, count in groups]
+        for number, (group, count) in enumerate(groups):
             for _ in range(count):
                 self._start_sample(group, prompts.offsets[number] if prompts.offsets else 0)
                 if prompts.routes is not None:
                     self._rows.put_routes(self._rows.size - 1, prompts.routes[number], group.carried)
-        if groups[-1].waiting and groups[-1].prompt is None:
-            groups[-1].prompt = prompts.only(len(groups) - 1)
+        if group.waiting and group.prompt is None:
+            group.prompt = prompts.only(number)
         # A cached prompt that was extended in its own row is there already.
         if prompts.keys_values.untyped_storage().data_ptr() != self._cache.data.untyped_storage().data_ptr():
             self._cache.write_prompts(first_row, prompts.keys_values, counts, prompts.states)
@@ -365,7 +332,7 @@ class GenerationEngine:
         sample.note_version(self._version, int(self._rows.generated[self._rows.size - 1]))
         self._sampler.admit(self._rows.size - 1, group.token_ids)
 
-    def _start_grammar(self, request: GenerationRequest, carried: PartialSample | None = None) -> Grammar | None:
+    def _start_grammar(self, request: GenerationRequest, carried: PartialSample | None = None) -> LLMatcher | None:
         """State of a response's schema after the tokens that it has. Raises ValueError for one that is none."""
         if request.params.json_schema is None:
             return None
@@ -373,7 +340,7 @@ class GenerationEngine:
             raise ValueError("response_format: this engine was started without a tokenizer")
         grammar = self._grammars.start(request.params.json_schema)
         for token in carried.token_ids if carried is not None else ():
-            grammar.push(token)
+            grammar.consume_token(token)
         return grammar
 
     def _decode(self, size: int) -> torch.Tensor:
@@ -394,7 +361,8 @@ class GenerationEngine:
         slots = DecodeSlots(self._cache, places, self._rows.lengths[:size], ahead, multiple)
         logits = self._decoder.decode(tokens, slots)[:size]
         if self._decoder.chosen is not None:
-            self._rows.add_routes(self._decoder.chosen[:size])
+            assert self._rows.routes is not None
+            self._rows.routes[np.arange(size), self._rows.lengths[:size] - 1] = self._decoder.chosen[:size]
         return logits
 
     def _release(self, rows: np.ndarray, reasons: Sequence[FinishReason]) -> list[GenerationOutput]:
@@ -408,7 +376,7 @@ class GenerationEngine:
             sample = self._rows.samples[row]
             if self._prefixes.accepts(length) and not sample.stale:
                 key = self._decoder.prefix_key(self._rows.token_ids(row)[:length], sample.request.vision)
-                self._prefixes.put(key, self._cache.read(row, length))
+                self._prefixes.put(key, self._cache.data[:, :, row, :, :length])
         for output in outputs:
             self._unfinished[output.request_id] -= 1
             if not self._unfinished[output.request_id]:

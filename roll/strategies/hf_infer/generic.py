@@ -10,7 +10,6 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from roll.models.routes import encoded
-from roll.protocol.vision import VisionInputs
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates
 
@@ -35,7 +34,10 @@ class GenericDecoder(Decoder):
         config = model.config.get_text_config()
         self._kinds: tuple[str, ...] = tuple(getattr(config, "layer_types", None) or ())
         self._window: int | None = getattr(config, "sliding_window", None)
-        probe = self._probe()
+        # One token, for the shapes that the model really writes into a cache.
+        probe, token = self._new_cache(), torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with torch.no_grad():
+            self.model(token, past_key_values=probe, use_cache=True)
         written = _written(probe)
         self._widths = [(keys.shape[-1], values.shape[-1]) for keys, values in written]
         heads = {tensor.shape[1] for pair in written for tensor in pair}
@@ -45,7 +47,7 @@ class GenericDecoder(Decoder):
                 "the engine needs one number of heads in every layer"
             )
         states = tuple((state.shape[1:], state.dtype) for state in _states(probe.layers))
-        self._shape = CacheShape(len(written), heads.pop(), max(max(pair) for pair in self._widths), states)
+        self.cache_shape = CacheShape(len(written), heads.pop(), max(max(pair) for pair in self._widths), states)
         self._layers: list[_RowsLayer] = []
         self._linear: list[LinearAttentionLayer] = []
         layers: list[Any] = []
@@ -59,12 +61,8 @@ class GenericDecoder(Decoder):
                 layers.append(self._layers[-1])
         self._cache = Cache(layers=layers)
 
-    @property
-    def cache_shape(self) -> CacheShape:
-        return self._shape
-
     def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
-        if not self._shape.states or len({len(prompt) for prompt in prompts}) == 1:
+        if not self.cache_shape.states or len({len(prompt) for prompt in prompts}) == 1:
             return self._prefill(prompts, images)
         # A recurrent state would be changed by the padding after a shorter prompt: only equal lengths go together.
         assert images is None
@@ -102,7 +100,7 @@ class GenericDecoder(Decoder):
         cache = self._new_cache()
         inputs, offsets = self._inputs(tokens, [len(prompt) for prompt in prompts], images)
         logits = self._run(input_ids=tokens, **inputs, past_key_values=cache, logits_to_keep=wanted)
-        width = self._shape.head_dim
+        width = self.cache_shape.head_dim
         keys_values = torch.stack([torch.stack([_padded(part, width) for part in pair]) for pair in _written(cache)])
         routes = None if self.chosen is None else self.chosen.reshape(*tokens.shape, *self.chosen.shape[1:])
         first = logits[torch.arange(len(prompts), device=self.device), which]
@@ -125,38 +123,20 @@ class GenericDecoder(Decoder):
         prompts: Sequence[Sequence[int]],
         images: Images | None = None,
     ) -> PromptStates:
-        parts = [
-            self._extend(keys_values[:, :, row, :, : len(prompt)], count, prompt, vision)
-            for row, (count, prompt, vision) in enumerate(
-                zip(known, prompts, images or [None] * len(prompts), strict=True)
-            )
-        ]
-        logits = torch.cat([part for part, _ in parts])
-        # A prompt of text, which may be among prompts with images, has none.
-        return PromptStates(keys_values, logits, [offsets[0] if offsets else 0 for _, offsets in parts])
-
-    def _extend(
-        self, keys_values: torch.Tensor, known: int, prompt: Sequence[int], vision: VisionInputs | None
-    ) -> tuple[torch.Tensor, Sequence[int]]:
-        """Logits (1, vocab_size) and offsets after one prompt.
-
-        Args:
-            keys_values: (num_layers, 2, num_kv_heads, length of the prompt, head_dim).
-        """
-        tokens = torch.tensor([prompt], device=self.device)
-        inputs, offsets = self._inputs(tokens, [len(prompt)], None if vision is None else [vision], known)
-        assert self.routing is None, "what is known of a prompt has no routes"
-        logits = self._run(
-            input_ids=tokens[:, known:],
-            **inputs,
-            past_key_values=Cache(
-                layers=[
-                    _PromptLayer(part, known, widths) for part, widths in zip(keys_values, self._widths, strict=True)
-                ]
-            ),
-            logits_to_keep=1,
-        )
-        return logits[:, -1], offsets
+        all_logits, all_offsets = [], []
+        for row, (count, prompt, vision) in enumerate(
+            zip(known, prompts, images or [None] * len(prompts), strict=True)
+        ):
+            assert self.routing is None, "what is known of a prompt has no routes"
+            tokens = torch.tensor([prompt], device=self.device)
+            inputs, offsets = self._inputs(tokens, [len(prompt)], None if vision is None else [vision], count)
+            parts = zip(keys_values[:, :, row, :, : len(prompt)], self._widths, strict=True)
+            cache = Cache(layers=[_PromptLayer(part, count, widths) for part, widths in parts])
+            logits = self._run(input_ids=tokens[:, count:], **inputs, past_key_values=cache, logits_to_keep=1)
+            all_logits.append(logits[:, -1])
+            # A prompt of text, which may be among prompts with images, has none.
+            all_offsets.append(offsets[0] if offsets else 0)
+        return PromptStates(keys_values, torch.cat(all_logits), all_offsets)
 
     def _inputs(
         self, tokens: torch.Tensor, lengths: Sequence[int], images: Images | None, known: int = 0
@@ -213,13 +193,6 @@ class GenericDecoder(Decoder):
         if LINEAR not in self._kinds:
             return DynamicCache()
         return Cache(layers=[LinearAttentionLayer() if kind == LINEAR else DynamicLayer() for kind in self._kinds])
-
-    @torch.no_grad()
-    def _probe(self) -> Cache:
-        """Compute one token, for the shapes that the model really writes into a cache."""
-        cache = self._new_cache()
-        self.model(torch.zeros(1, 1, dtype=torch.int64, device=self.device), past_key_values=cache, use_cache=True)
-        return cache
 
 
 def _written(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:

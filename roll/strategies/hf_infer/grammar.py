@@ -7,7 +7,6 @@ from functools import cached_property, lru_cache
 
 import llguidance
 import llguidance.hf
-import numpy as np
 from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 from roll.strategies.engines.schemas import schema_grammar
@@ -27,9 +26,9 @@ class JsonGrammars:
         self._end_token_ids = list(end_token_ids)
         self._compiled = lru_cache(maxsize=64)(self._compile)
 
-    def start(self, schema: str) -> Grammar:
+    def start(self, schema: str) -> llguidance.LLMatcher:
         """State of a response before its first token. Raises ValueError for a text that is no JSON schema."""
-        return Grammar(self._compiled(schema).deep_copy(), self._vocab_size)  # a matcher has the state of one response
+        return self._compiled(schema).deep_copy()
 
     def _compile(self, schema: str) -> llguidance.LLMatcher:
         vocabulary = self._vocabulary
@@ -46,18 +45,3 @@ class JsonGrammars:
         if not self._end_token_ids:
             raise ValueError("response_format: the model has no end token (eos_token_id), so no text would end")
         return llguidance.hf.from_tokenizer(self._tokenizer, self._vocab_size, self._end_token_ids)
-
-
-class Grammar:
-    """State of a response that follows a schema."""
-
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
-        self._vocab_size = vocab_size
-
-    def banned(self) -> np.ndarray:
-        """Bool (vocab_size,): tokens that cannot come next. After a complete text only its end can."""
-        return np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)[: self._vocab_size] == 0
-
-    def push(self, token: int) -> None:
-        self._matcher.consume_token(token)

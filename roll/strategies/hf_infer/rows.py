@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from llguidance import LLMatcher
 
 from roll.strategies.engines.requests import (
     FinishReason,
@@ -20,12 +21,8 @@ from roll.strategies.engines.requests import (
     GenerationRequest,
     PartialSample,
     StopStringMatcher,
-    filter_threshold,
-    invert_cumulative,
-    penalise_repetition,
-    uniforms,
 )
-from roll.strategies.hf_infer.grammar import Grammar
+from roll.strategies.engines.sampling import RowSettings, penalise_repetition
 
 _NO_TOKEN = -1
 
@@ -37,7 +34,7 @@ class RunningSample:
     request: GenerationRequest
     sample_index: int
     matcher: StopStringMatcher | None
-    grammar: Grammar | None = None
+    grammar: LLMatcher | None = None
     """State of the JSON schema that the response follows."""
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(weight version, first token that was sampled with it)."""
@@ -104,12 +101,6 @@ class RunningRows:
         if carried is not None and carried.routes is not None:
             self.routes[row, : len(carried.routes)] = carried.routes
 
-    def add_routes(self, chosen: np.ndarray) -> None:
-        """Add the routes of the first rows' last tokens, the inputs of this step."""
-        assert self.routes is not None
-        size = len(chosen)
-        self.routes[np.arange(size), self.lengths[:size] - 1] = chosen
-
     def append(
         self,
         sample: RunningSample,
@@ -163,11 +154,11 @@ class RunningRows:
         self.log_probs[rows, at] = log_probs
         self.last_tokens[: self.size] = tokens
         for row, grammar in self.grammars():
-            grammar.push(int(tokens[row]))
+            grammar.consume_token(int(tokens[row]))
         self.generated[: self.size] += 1
         self.lengths[: self.size] += 1
 
-    def grammars(self) -> list[tuple[int, Grammar]]:
+    def grammars(self) -> list[tuple[int, LLMatcher]]:
         """Rows whose responses follow a schema."""
         return [(row, sample.grammar) for row, sample in enumerate(self.samples) if sample.grammar is not None]
 
@@ -180,10 +171,6 @@ class RunningRows:
                 if sample.matcher is not None and sample.matcher.push(int(self.last_tokens[row])):
                     stopped[row] = True
         return stopped & (self.generated[:n] >= self.min_new[:n])
-
-    def full(self) -> np.ndarray:
-        """Bool (size,): no further token is allowed."""
-        return self.generated[: self.size] >= self.max_new[: self.size]
 
     def output(self, row: int, reason: FinishReason) -> GenerationOutput:
         count, sample = int(self.generated[row]), self.samples[row]
@@ -253,7 +240,9 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
         self._seen: torch.Tensor | None = None
-        self._settings = _Settings(rows, device)
+        self._epoch = -1
+        """Epoch of ``rows`` that the settings are of."""
+        self._settings: RowSettings
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """A sample has started in ``row``."""
@@ -280,8 +269,10 @@ class Sampler:
             tokens int64 (size,), log-probs float64 (size,), on the host.
         """
         rows = self._rows
-        if self._settings.epoch != rows.epoch:
-            self._settings = _Settings(rows, self._device)
+        if self._epoch != rows.epoch:
+            n, self._epoch = rows.size, rows.epoch
+            top_p, min_p, penalty = rows.top_p[:n], rows.min_p[:n], rows.repetition_penalty[:n]
+            self._settings = RowSettings(rows.temperature[:n], rows.top_k[:n], top_p, min_p, penalty, self._device)
         settings = self._settings
         logits = logits.float()
         if self._masked is not None:
@@ -295,40 +286,28 @@ class Sampler:
             banned = torch.from_numpy(rows.stop_ids[row, column]).to(self._device)
             logits[torch.from_numpy(row).to(self._device), banned] = -torch.inf
         for at, grammar in rows.grammars():
-            logits[at, torch.from_numpy(grammar.banned()).to(self._device)] = -torch.inf
+            # Of the tokens that cannot come next; after a complete text only its end can.
+            banned_ids = np.frombuffer(grammar.compute_logit_bias(), np.uint8)[: self._vocab_size] == 0
+            logits[at, torch.from_numpy(banned_ids).to(self._device)] = -torch.inf
+        most_top = int(rows.num_top[: rows.size].max(initial=0))
         if settings.all_greedy:
-            distribution = logits.log_softmax(-1)
-            log_probs, tokens = distribution.max(-1)
+            table = logits.log_softmax(-1)
+            log_probs, tokens = table.max(-1)
         else:
-            tokens, probs, logs = self._draw(logits, settings)
+            scaled = settings.filtered(logits)
+            logs = scaled.log_softmax(-1) if self._in_logs else None
+            probs = scaled.softmax(-1) if logs is None else logs.exp()
+            tokens = settings.drawn(logits, probs, rows.stream_keys[: rows.size], rows.generated[: rows.size])
             index = tokens[:, None]
             log_probs = (probs.gather(1, index).log() if logs is None else logs.gather(1, index))[:, 0]
-            distribution = probs
-        if settings.most_top:
-            self._record_top(distribution if settings.all_greedy else distribution.log(), settings.most_top)
+            table = probs.log() if most_top else probs
+        if most_top:
+            self._record_top(table, most_top)
         if settings.penalty is not None and self._seen is not None:
             self._seen[torch.arange(rows.size, device=self._device), tokens] = True
         # One transfer; ids and float32 log-probs are exact in float64.
         host = torch.stack((tokens.double(), log_probs.double())).cpu().numpy()
         return host[0].astype(np.int64), host[1]
-
-    def _draw(
-        self, logits: torch.Tensor, settings: _Settings
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Tokens, probabilities (size, vocab_size), and with ``in_logs`` their logarithms."""
-        rows = self._rows
-        scaled = logits if settings.temperature is None else logits / settings.temperature[:, None]
-        if settings.filters:
-            threshold = filter_threshold(scaled, settings.top_k, settings.top_p, settings.min_p)
-            scaled = scaled.masked_fill(scaled < threshold[:, None], -torch.inf)
-        logs = scaled.log_softmax(-1) if self._in_logs else None
-        probs = scaled.softmax(-1) if logs is None else logs.exp()
-        draws = uniforms(rows.stream_keys[: rows.size], rows.generated[: rows.size])
-        # The search may end past a row that is not finite. Any valid token will do: its log-prob is not finite either.
-        tokens = invert_cumulative(probs, torch.from_numpy(draws).to(self._device)).clamp_(0, self._vocab_size - 1)
-        if settings.greedy is not None:
-            tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
-        return tokens, probs, logs
 
     def _record_top(self, log_probs: torch.Tensor, count: int) -> None:
         """Record the most probable tokens of the rows that ask for them."""
@@ -338,28 +317,3 @@ class Sampler:
             wanted = int(self._rows.num_top[row])
             top = list(zip(token_rows[row][:wanted], value_rows[row][:wanted], strict=True))
             self._rows.samples[row].top_log_probs.append(top)
-
-
-class _Settings:
-    """The active rows' settings on the device; None or False where no row uses one."""
-
-    def __init__(self, rows: RunningRows, device: torch.device) -> None:
-        n = rows.size
-        self.epoch = rows.epoch
-
-        def on_device(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array[:n].copy()).to(device)
-
-        temperature = rows.temperature[:n]
-        greedy = temperature == 0
-        self.all_greedy = bool(greedy.all())
-        self.greedy = on_device(greedy) if greedy.any() else None
-        plain = bool(((temperature == 1) | greedy).all())
-        self.temperature = None if plain else on_device(np.where(greedy, np.float32(1), temperature))
-        self.top_k = on_device(rows.top_k) if (rows.top_k[:n] > 0).any() else None
-        self.top_p = on_device(rows.top_p) if (rows.top_p[:n] < 1).any() else None
-        self.min_p = on_device(rows.min_p) if (rows.min_p[:n] > 0).any() else None
-        self.filters = self.top_k is not None or self.top_p is not None or self.min_p is not None
-        penalised = bool((rows.repetition_penalty[:n] != 1).any())
-        self.penalty = on_device(rows.repetition_penalty) if penalised else None
-        self.most_top = int(rows.num_top[:n].max(initial=0))

@@ -1,9 +1,9 @@
-"""hf_infer: a role's model in a :class:`GenerationEngine`, or computing log-probs of batches."""
+"""hf_infer: a role's model as a :class:`GenerationEngine`, or computing log-probs of batches."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import HfInferStrategyConfig, typed_strategy_config
+from roll.config.strategies.registry import HfInferStrategyConfig
 from roll.models.build import (
     DTYPES,
     attention_implementation,
@@ -22,16 +22,15 @@ from roll.models.build import (
     load_config,
 )
 from roll.models.experts import RoutingRecorder, sparse_layers
-from roll.models.invariant import check_processor, is_invariant, make_invariant
-from roll.models.layouts import TokenLayout
+from roll.models.invariant import ELEMENTS, check_processor, computes_invariantly, is_invariant, make_invariant
 from roll.models.rotary import dependent_rotaries, longest_alike
 from roll.models.stored import StoredLayout
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
 from roll.strategies.base import OffloadedStorages, StateKind
-from roll.strategies.engines.base import GenerationStrategy, end_token_ids
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, longest_sequence
-from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder, is_fusable
+from roll.strategies.engines.base import GenerationStrategy
+from roll.strategies.engines.requests import GenerationOutput, PromptScore, longest_sequence
+from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import FULL, LINEAR, SLIDING, GenericDecoder
 from roll.strategies.hf_infer.grammar import JsonGrammars
@@ -45,20 +44,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FUSED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+"""Models that :class:`FusedDecoder` computes."""
+_STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+"""Rotary angles that do not change with the length."""
 SCORED_POSITIONS = 256
 """Tokens of a prompt whose logits are in memory at a time."""
 
 
-class HfInferStrategy(GenerationStrategy):
+class HfInferStrategy(GenerationEngine, GenerationStrategy):
     """Generation by transformers models, with continuous batching, on CPU or GPU."""
 
+    _config: HfInferStrategyConfig
+
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
-        super().__init__(role, seed)
-        config = typed_strategy_config(role.strategy_args)
-        assert isinstance(config, HfInferStrategyConfig)
-        self._config = config
-        self._engine: GenerationEngine | None = None
-        self._decoder: Decoder | None = None
+        GenerationStrategy.__init__(self, role, seed)
         self._updated: dict[str, int] = {}
         """Checksums of the tensors of the update in progress."""
         self._asleep: OffloadedStorages | None = None
@@ -66,97 +66,68 @@ class HfInferStrategy(GenerationStrategy):
         """The logits are the output matrix's, and need not be computed for all positions at a time."""
 
     def initialize(self) -> None:
-        from transformers import AutoTokenizer
-
-        args = self.role.model_args
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            args.model_name_or_path, trust_remote_code=args.trust_remote_code
-        )
-        config = checked_config(args, "causal_lm")
-        max_model_len = longest_sequence(self._config.max_model_len, config, args.model_name_or_path)
-        max_model_len = _before_angles_change(self._config.max_model_len, max_model_len, config)
+        tokenizer: Any
+        config, tokenizer = self._read_model_folder(self._config.max_model_len)
+        max_model_len = _before_angles_change(self._config.max_model_len, self._max_model_len, config)
         self._plain_head = check_engine(self.role, config, max_model_len, create_decoder)
         model = _load_model(self.role, self._config.load_format)
         self._stored = StoredLayout(model).on_the_way()
-        self._decoder = create_decoder(model, max_model_len)
+        decoder = create_decoder(model, max_model_len)
         if self.role.router_replay.mode == "R3":
-            layers = sparse_layers(self._decoder.model)
+            layers = sparse_layers(decoder.model)
             if not layers:
                 raise ValueError(
                     f"{self.role.name}.router_replay.mode: R3 records experts, and "
                     f"{self.role.model_args.model_name_or_path} has none; set it to disabled"
                 )
-            self._decoder.routing = RoutingRecorder(layers)
-        end_ids = end_token_ids(model.generation_config, model.config, tokenizer)
-        self._engine = GenerationEngine(
-            self._decoder,
+            decoder.routing = RoutingRecorder(layers)
+        GenerationEngine.__init__(
+            self,
+            decoder,
             partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
-            end_ids,
+            self._end_token_ids,
             max_num_seqs=self._config.max_num_seqs,
             max_model_len=max_model_len,
             seed=self.seed,
             # A prompt found in the cache is not computed, so nothing of it would be recorded.
-            prefix_cache_tokens=0 if self._decoder.routing is not None else self._config.prefix_cache_tokens,
-            grammars=JsonGrammars(tokenizer, self._decoder.vocab_size, end_ids),
+            prefix_cache_tokens=0 if decoder.routing is not None else self._config.prefix_cache_tokens,
+            grammars=JsonGrammars(tokenizer, decoder.vocab_size, self._end_token_ids),
         )
         logger.info(
             "hf_infer: up to %d samples of %d tokens; KV cache of %.1f MiB on %s",
             self._config.max_num_seqs,
             max_model_len,
-            self._engine.cache_bytes / 2**20,
-            self._decoder.device,
+            self.cache_bytes / 2**20,
+            decoder.device,
         )
-
-    def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
-        self._running_engine().add_requests(requests)
 
     def step(self) -> list[GenerationOutput]:
         self._check_no_update()
-        return self._running_engine().step()
-
-    @property
-    def num_unfinished(self) -> int:
-        return self._running_engine().num_unfinished
-
-    def abort(self, request_ids: Iterable[str] | None = None) -> list[GenerationOutput]:
-        return self._running_engine().abort(request_ids)
-
-    def take_failures(self) -> dict[str, str]:
-        return self._running_engine().take_failures()
-
-    def recover(self) -> list[GenerationOutput]:
-        return self._running_engine().recover()
-
-    def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
-        return self._running_engine().running(request_ids)
-
-    @property
-    def prompt_counts(self) -> tuple[int, int]:
-        return self._running_engine().prompt_counts
+        return super().step()
 
     @torch.no_grad()
-    def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
-        """See the base class; a separate pass without cache, with the logits of a few hundred positions at a time."""
-        decoder = self._decoder
-        assert decoder is not None, "initialize() comes first"
-        ids = torch.tensor([list(token_ids)], device=decoder.device)
-        model: Any = decoder.model
-        if self._plain_head:
-            head, hidden = model.get_output_embeddings(), model.base_model(input_ids=ids, use_cache=False)[0][0, :-1]
-        else:
-            head, hidden = torch.nn.Identity(), model(input_ids=ids, use_cache=False).logits[0, :-1]
-        log_probs: list[float] = []
-        ranks: list[int] = []
-        tops: list[list[tuple[int, float]]] = []
-        for begin in range(0, len(hidden), SCORED_POSITIONS):
-            part = head(hidden[begin : begin + SCORED_POSITIONS]).float().log_softmax(-1)
-            targets = ids[0, 1 + begin : 1 + begin + len(part), None]
-            own = part.gather(1, targets)
-            log_probs += own[:, 0].tolist()
-            ranks += ((part > own).sum(-1) + 1).tolist()
-            values, indices = part.topk(part.shape[-1] if top < 0 else min(top, part.shape[-1]))
-            tops += [list(zip(*row, strict=True)) for row in zip(indices.tolist(), values.tolist(), strict=True)]
-        return PromptScore(log_probs, tops, ranks)
+    def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
+        """See the base class; separate passes without cache, with the logits of a few hundred positions at a time."""
+        model: Any = self._decoder.model
+        head: Any = model.get_output_embeddings() if self._plain_head else torch.nn.Identity()
+        scores = []
+        for token_ids in prompts:
+            ids = torch.tensor([list(token_ids)], device=self._decoder.device)
+            if self._plain_head:
+                hidden = model.base_model(input_ids=ids, use_cache=False)[0][0, :-1]
+            else:
+                hidden = model(input_ids=ids, use_cache=False).logits[0, :-1]
+            score = PromptScore([], [], [])
+            for begin in range(0, len(hidden), SCORED_POSITIONS):
+                part = head(hidden[begin : begin + SCORED_POSITIONS]).float().log_softmax(-1)
+                own = part.gather(1, ids[0, 1 + begin : 1 + begin + len(part), None])
+                score.log_probs.extend(own[:, 0].tolist())
+                score.ranks.extend(((part > own).sum(-1) + 1).tolist())
+                found = part.topk(part.shape[-1] if top < 0 else min(top, part.shape[-1]))
+                rows = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+                score.top.extend(list(zip(*row, strict=True)) for row in rows)
+            scores.append(score)
+        return scores
 
     def start_weight_update(self, version: int) -> None:
         super().start_weight_update(version)
@@ -188,23 +159,22 @@ class HfInferStrategy(GenerationStrategy):
         """See the base class; the checksums are those of the tensors of this update, as the engine computes with
         them."""
         version = self._updating("finish_weight_update")
-        self._running_engine().set_version(version)
+        self.set_version(version)
         if self._config.in_flight_update == "recompute":
-            self._running_engine().recompute_running()
-        self._version, self._new_version = version, None
+            self.recompute_running()
+        self._new_version = None
         return dict(self._updated)
 
     def held_weights(self) -> dict[str, torch.Tensor]:
         """See the base class; views of what the engine computes with."""
-        assert self._decoder is not None, "initialize() comes first"
         return self._stored.views(self._decoder.weights)
 
     def sleep(self) -> None:
         """Free the KV cache and move the weights to host memory. Only between requests."""
         self._check_idle()
         if self._asleep is None:
-            self._running_engine().release_cache()
-            assert self._decoder is not None
+            self._prefixes.clear()
+            self._cache.release()
             self._asleep = OffloadedStorages(self._decoder.weights.values())
             current_platform().empty_cache()
 
@@ -212,15 +182,11 @@ class HfInferStrategy(GenerationStrategy):
         if self._asleep is not None:
             self._asleep.restore()
             self._asleep = None
-        if not weights_only:
-            self._running_engine().restore_cache()
+        if not weights_only and not self._cache.data.numel():
+            self._cache = self._new_cache()
 
     def shutdown(self) -> None:
-        self._engine = self._decoder = None
-
-    def _running_engine(self) -> GenerationEngine:
-        assert self._engine is not None, "initialize() comes first"
-        return self._engine
+        vars(self).clear()
 
 
 def _before_angles_change(written: int | None, max_model_len: int, config: PretrainedConfig) -> int:
@@ -272,9 +238,13 @@ def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
     if getattr(model.config, "vision_config", None) is not None:
         decoder = VisionDecoder(model)
     else:
-        window = getattr(model.config, "sliding_window", None)
-        has_window = window and max_model_len > window and not getattr(model.config, "layer_types", None)
-        is_fused = is_fusable(model) and not has_window
+        config: Any = model.config
+        window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+        has_window = window and max_model_len > window if not types else set(types) != {FULL}
+        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+        is_fused = type(model).__name__ in _FUSED and config.hidden_act == "silu" and rope in _STATIC_ROPE
+        if has_window or (is_fused and computes_invariantly(model) and config.intermediate_size % ELEMENTS):
+            is_fused = False
         decoder = FusedDecoder(model, max_model_len) if is_fused else GenericDecoder(model)
     logger.info("hf_infer: %s is computed by %s", type(model).__name__, type(decoder).__name__)
     return decoder
@@ -322,9 +292,6 @@ class HfForwardStrategy(DataParallelStrategy):
         self.model.requires_grad_(False)
         self.model.eval()
         self.model.to(self.device)
-
-    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        return self.model(layout, outputs, temperature)
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()] if kind is StateKind.MODEL_PARAMS else []

@@ -37,24 +37,15 @@ class Recorder:
     def __init__(self, sequence: Sequence[int]) -> None:
         self.sequence = list(sequence)
         self.trace: Trace = {}
-        self.places: list[list[tuple[int, int]]] = []
-        """Where the sequence's tokens are in the pass that is being computed: (row of flattened tokens, position), for
+        self.places: dict[int, list[tuple[int, int]]] = {}
+        """Where the sequence's tokens are in the pass that is being computed: (row of flattened tokens, position), by
         every number of rows that its operations may have."""
-        self.counts: list[int] = []
-
-    def locate(self, count: int, places: list[tuple[int, int]]) -> None:
-        """Note where the sequence's tokens are in operations on ``count`` rows."""
-        self.counts.append(count)
-        self.places.append(places)
-
-    def forget(self) -> None:
-        self.counts, self.places = [], []
 
     def add(self, name: str, tensor: Tensor) -> None:
         rows = tensor.detach().flatten(0, -2) if tensor.ndim > 1 else tensor.detach()
-        if len(rows) in self.counts:
+        if len(rows) in self.places:
             held = self.trace.setdefault(name, {})
-            held |= {position: rows[row].clone() for row, position in self.places[self.counts.index(len(rows))]}
+            held |= {position: rows[row].clone() for row, position in self.places[len(rows)]}
 
     def begins_with(self, tokens: Sequence[int]) -> bool:
         """Return True if ``tokens`` are a prefix of the sequence."""
@@ -87,7 +78,7 @@ def watching_engine(engine: GenerationEngine, recorder: Recorder) -> Iterator[No
     plain = {name: getattr(decoder, name) for name in ("prefill", "decode")}
 
     def prefill(prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
-        recorder.forget()
+        recorder.places.clear()
         longest, flat, grid, last = max(map(len, prompts)), 0, [], []
         tokens = []
         for row, prompt in enumerate(prompts):
@@ -97,18 +88,18 @@ def watching_engine(engine: GenerationEngine, recorder: Recorder) -> Iterator[No
                 last.append((row, len(prompt) - 1))
             flat += len(prompt)
         if isinstance(decoder, FusedDecoder):
-            recorder.locate(filled_tokens(flat), tokens)
-            recorder.locate(filled_prompts(len(prompts)), last)
+            recorder.places[filled_tokens(flat)] = tokens
+            recorder.places.setdefault(filled_prompts(len(prompts)), last)
         else:
-            recorder.locate(len(prompts) * longest, grid)
+            recorder.places[len(prompts) * longest] = grid
         states: PromptStates = plain["prefill"](prompts, images)
         return states
 
     def decode(tokens: Tensor, slots: DecodeSlots) -> Tensor:
-        recorder.forget()
+        recorder.places.clear()
         rows = [(row, engine._rows.token_ids(row)) for row in range(len(engine._rows.samples))]
         known = [(row, len(ids) - 1) for row, ids in rows if recorder.begins_with(ids)]
-        recorder.locate(slots.size, known)
+        recorder.places[slots.size] = known
         logits: Tensor = plain["decode"](tokens, slots)
         return logits
 
@@ -131,7 +122,7 @@ def watching_trainer(strategy: DataParallelStrategy, recorder: Recorder) -> Iter
     plain, replaced = strategy._outputs, cast("Any", strategy)
 
     def outputs(layout: TokenLayout, names: Collection[str], temperature: float, shape: torch.Size) -> TensorBatch:
-        recorder.forget()
+        recorder.places.clear()
         found: dict[int, list[tuple[int, int]]] = {}
         for flat, (source, token) in enumerate(
             zip(layout.sources.flatten().tolist(), layout.input_ids.flatten().tolist(), strict=True)
@@ -143,7 +134,7 @@ def watching_trainer(strategy: DataParallelStrategy, recorder: Recorder) -> Iter
         whole = [places for places in found.values() if all(position >= 0 for _, position in places)]
         end = len(recorder.sequence) - 2  # the last token is predicted, and never an input
         places = next((places for places in whole if any(position == end for _, position in places)), [])
-        recorder.locate(layout.input_ids.numel(), places)
+        recorder.places[layout.input_ids.numel()] = places
         return plain(layout, names, temperature, shape)
 
     replaced._outputs = outputs

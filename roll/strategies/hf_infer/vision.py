@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +39,11 @@ class VisionDecoder(GenericDecoder):
                 f"hf_infer: {type(model).__name__} is not a vision-language model that it computes; those are "
                 "Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE"
             )
-        self._config = model.config
+        self._config, tower = model.config, model.config.vision_config
+        self._patch_dim = 3 * int(tower.temporal_patch_size) * int(tower.patch_size) ** 2
         self.masked_token_ids = vision_token_ids(model.config)
-        self._features: OrderedDict[str, _ImageFeatures] = OrderedDict()
+        self._features: OrderedDict[str, tuple[torch.Tensor, list[torch.Tensor]]] = OrderedDict()
+        """Of each image (tokens, hidden size), and the same for some layers of the text."""
         self.num_towers = 0
         """Images that the tower has seen, since the decoder was made."""
 
@@ -67,11 +68,6 @@ class VisionDecoder(GenericDecoder):
 
     def forget_weights(self) -> None:
         self._features.clear()
-
-    @property
-    def _patch_dim(self) -> int:
-        vision = self._config.vision_config
-        return 3 * int(vision.temporal_patch_size) * int(vision.patch_size) ** 2
 
     def _inputs(
         self, tokens: torch.Tensor, lengths: Sequence[int], images: Images | None, known: int = 0
@@ -134,8 +130,7 @@ class VisionDecoder(GenericDecoder):
             )
             layers = getattr(outputs, "deepstack_features", None) or []
             for index, key in enumerate(missing):
-                deepstack = [layer[index] for layer in layers]
-                self._features[key] = _ImageFeatures(outputs.pooler_output[index], deepstack)
+                self._features[key] = outputs.pooler_output[index], [layer[index] for layer in layers]
             self.num_towers += len(missing)
         found = []
         for vision in given:
@@ -143,18 +138,10 @@ class VisionDecoder(GenericDecoder):
                 self._features.move_to_end(key)
                 if isinstance(image, EncodedVideo) == of_videos:
                     found.append(self._features[key])
-        held = sum(len(one.pooled) for one in self._features.values())
+        held = sum(len(pooled) for pooled, _ in self._features.values())
         while len(self._features) > len(missing) and held > FEATURE_CACHE_TOKENS:
-            held -= len(self._features.popitem(last=False)[1].pooled)
-        pooled = torch.cat([one.pooled for one in found])[-placeholders:]
-        layers = zip(*(one.deepstack for one in found), strict=True)
+            held -= len(self._features.popitem(last=False)[1][0])
+        pooled = torch.cat([pooled for pooled, _ in found])[-placeholders:]
+        layers = zip(*(deepstack for _, deepstack in found), strict=True)
         deepstack = [(torch.cat(layer)[-placeholders:],) for layer in layers]
         return SimpleNamespace(pooler_output=(pooled,), deepstack_features=deepstack)
-
-
-@dataclass(frozen=True)
-class _ImageFeatures:
-    """The vision tower's features of an image: (tokens, hidden size), and the same for some layers of the text."""
-
-    pooled: torch.Tensor
-    deepstack: list[torch.Tensor]

@@ -93,13 +93,17 @@ def _own_mask(part: Tensor, probability: float, sharded_dim: int | None, group: 
     return kept.to(part.dtype) / (1.0 - probability)
 
 
-class AdaptedColumnLinear(ColumnParallelLinear):
-    """Column-parallel; its outputs are those of one or more projections."""
+class Adapted:
+    """A module of Megatron's with adapters by the name of the projection."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         self.adapters = nn.ModuleDict()
         self.uses_adapters = True
+
+
+class AdaptedColumnLinear(Adapted, ColumnParallelLinear):
+    """Column-parallel; its outputs are those of one or more projections."""
 
     def adapt(
         self,
@@ -152,14 +156,8 @@ class AdaptedColumnLinear(ColumnParallelLinear):
         return torch.cat([part.unflatten(-1, (self._groups, -1)) for part in parts], -1).flatten(-2)
 
 
-class AdaptedRowLinear(RowParallelLinear):
+class AdaptedRowLinear(Adapted, RowParallelLinear):
     """Row-parallel; one projection."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        assert self.input_is_parallel
-        self.adapters = nn.ModuleDict()
-        self.uses_adapters = True
 
     def adapt(self, ranks: Mapping[str, int], scalings: Mapping[str, float], dropout: float) -> None:
         """Add an adapter for each projection in ``ranks``."""
@@ -231,13 +229,8 @@ class ExpertRowLinear(_AdaptedLinear, RowParallelLinear):
     """Down of an expert: its columns are sharded, its output is partial."""
 
 
-class AdaptedExperts(SequentialMLP):
+class AdaptedExperts(Adapted, SequentialMLP):
     """The experts on this rank."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)
-        self.adapters = nn.ModuleDict()
-        self.uses_adapters = True
 
     def adapt(
         self, ranks: Mapping[str, int], scalings: Mapping[str, float], shapes: Mapping[str, Sequence[int]]
@@ -324,16 +317,6 @@ def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dt
     return adapters
 
 
-def of_experts_as_matrices(
-    tensors: Mapping[str, Tensor], adapters: Adapters, experts: int
-) -> Iterator[tuple[str, Tensor]]:
-    """``tensors``, of which each B of experts has the form in which it is sharded."""
-    ups = {adapter_names(weight)[1] for weight in adapters.scalings if not weight.endswith(".weight")}
-    for name, tensor in tensors.items():
-        # peft's B (out, r E) as (out r, E), in which the experts of a rank are some of the columns.
-        yield name, tensor.reshape(-1, experts) if name in ups else tensor
-
-
 def add_to_chunk(
     chunk: GPTModel,
     hf: PretrainedConfig,
@@ -355,9 +338,12 @@ def add_to_chunk(
     for layer in chunk.decoder.layers:
         is_sparse = not hasattr(layer.mlp, "linear_fc1")
         if is_sparse:
-            _adapt_experts(
-                layer.mlp.experts, f"model.layers.{layer.layer_number - 1}.mlp.experts", scalings, shapes, stored
-            )
+            path = f"model.layers.{layer.layer_number - 1}.mlp.experts"
+            weights = {name: f"{path}.{name}" for name in EXPERT_TENSORS if f"{path}.{name}" in scalings}
+            if weights:
+                whole = {name: stored.live_shape(weight) for name, weight in weights.items()}
+                ranks = {name: shapes[adapter_names(one)[0]][0] // whole[name][0] for name, one in weights.items()}
+                layer.mlp.experts.adapt(ranks, {name: scalings[one] for name, one in weights.items()}, whole)
         has_shared = is_sparse and layer.mlp.shared_experts is not None
         for path in LINEARS[:2] + (SHARED_LINEARS if has_shared else ()) if is_sparse else LINEARS:
             sources, layout = in_layer(f"{path}.weight", hf)
@@ -377,30 +363,10 @@ def add_to_chunk(
                 module.adapt(ranks, factors, dropout, widths, groups)
 
 
-def _adapt_experts(
-    experts: AdaptedExperts,
-    path: str,
-    scalings: Mapping[str, float],
-    shapes: Mapping[str, Sequence[int]],
-    stored: StoredLayout,
-) -> None:
-    weights = {name: f"{path}.{name}" for name in EXPERT_TENSORS if f"{path}.{name}" in scalings}
-    if not weights:
-        return
-    whole = {name: stored.live_shape(weight) for name, weight in weights.items()}
-    ranks = {name: shapes[adapter_names(weight)[0]][0] // whole[name][0] for name, weight in weights.items()}
-    experts.adapt(ranks, {name: scalings[weight] for name, weight in weights.items()}, whole)
-
-
 @contextmanager
 def disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Compute without adapters, in a block without gradients."""
-    modules = [
-        module
-        for chunk in chunks
-        for module in chunk.modules()
-        if isinstance(module, AdaptedColumnLinear | AdaptedRowLinear | AdaptedExperts)
-    ]
+    modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapted)]
     for module in modules:
         module.uses_adapters = False
     try:

@@ -204,11 +204,11 @@ def parameters_of(
 ) -> Iterator[tuple[Correspondence, nn.Parameter]]:
     """Every parameter of a model chunk with its correspondence; sources are stored tensors."""
     for name, parameter in chunk.named_parameters():
+        layout: Layout
         if name.startswith("decoder.layers."):
             index, _, inner = name.removeprefix("decoder.layers.").partition(".")
             layer = chunk.decoder.layers[int(index)].layer_number - 1
             prefix, path = f"model.layers.{layer}.", f"decoder.layers.{layer}"
-            layout: Layout
             if inner.startswith(_EXPERTS):
                 number, _, part = inner.removeprefix(_EXPERTS).partition(".")
                 expert = chunk.decoder.layers[int(index)].mlp.local_expert_indices[int(number)]
@@ -231,7 +231,17 @@ def parameters_of(
                 own = tuple(stored.parts(f"{prefix}{source}")[0].name for source in sources)
                 yield Correspondence(f"{path}.{inner}", own, layout), parameter
         else:
-            yield _outside_layers(name, hf, head, bool(getattr(parameter, "shared", False))), parameter
+            is_copy, source = bool(getattr(parameter, "shared", False)), "model.embed_tokens.weight"
+            layout = ShardedVocabulary(hf.vocab_size)
+            if name == "decoder.final_layernorm.weight":
+                source, layout = "model.norm.weight", Replicated()
+            elif name != "embedding.word_embeddings.weight":
+                assert name in ("output_layer.weight", "output_layer.bias"), name
+                if head is ModelHead.VALUE:
+                    source, layout = f"score.{name.rpartition('.')[2]}", Replicated()
+                elif not is_copy:
+                    source = "lm_head.weight"
+            yield Correspondence(name, (source,), layout, is_copy), parameter
 
 
 _EXPERTS = "mlp.experts.local_experts."
@@ -241,7 +251,14 @@ _EXPERT_ADAPTERS = "mlp.experts.adapters."
 def in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
     """The sources and the layout of a parameter of a transformer layer, by its name there."""
     if _ADAPTERS in name:
-        return _of_adapter(name, hf)
+        # A is sharded where the inputs of its layer are, B where the outputs are.
+        path, _, rest = name.partition(_ADAPTERS)
+        projection, _, part = rest.partition(".")
+        weights, layout = in_layer(f"{path}.weight", hf)
+        (weight,) = (one for one in weights if one.endswith(f".{projection}.weight"))
+        is_sharded = isinstance(layout, Sharded) == (part == "down")
+        own: Layout = (Sharded(1) if part == "down" else Sharded(0)) if is_sharded else Replicated()
+        return (adapter_names(weight)[part != "down"],), own
     if name == "mlp.shared_experts.gate_weight":
         return ("mlp.shared_expert_gate.weight",), Replicated()
     kind = name.rpartition(".")[2]
@@ -265,29 +282,3 @@ def in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
     }
     sources, layout = table[name.rpartition(".")[0]]
     return tuple(f"{source}.{kind}" for source in sources), layout
-
-
-def _of_adapter(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
-    """A is sharded where the inputs of its layer are, B where the outputs are."""
-    path, _, rest = name.partition(_ADAPTERS)
-    projection, _, part = rest.partition(".")
-    weights, layout = in_layer(f"{path}.weight", hf)
-    (weight,) = (one for one in weights if one.endswith(f".{projection}.weight"))
-    down, up = adapter_names(weight)
-    shards_inputs = isinstance(layout, Sharded)
-    if part == "down":
-        return (down,), Sharded(1) if shards_inputs else Replicated()
-    return (up,), Replicated() if shards_inputs else Sharded(0)
-
-
-def _outside_layers(name: str, hf: PretrainedConfig, head: ModelHead, is_copy: bool) -> Correspondence:
-    embeddings = "model.embed_tokens.weight"
-    if name == "decoder.final_layernorm.weight":
-        return Correspondence(name, ("model.norm.weight",), Replicated())
-    if name == "embedding.word_embeddings.weight":
-        return Correspondence(name, (embeddings,), ShardedVocabulary(hf.vocab_size))
-    assert name in ("output_layer.weight", "output_layer.bias"), name
-    if head is ModelHead.VALUE:
-        return Correspondence(name, (f"score.{name.rpartition('.')[2]}",), Replicated())
-    source = embeddings if is_copy else "lm_head.weight"
-    return Correspondence(name, (source,), ShardedVocabulary(hf.vocab_size), is_copy)

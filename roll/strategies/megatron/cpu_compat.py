@@ -80,34 +80,10 @@ def _on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False
 class _Stream:
     """A stream or an event that is always done."""
 
-    def wait_stream(self, stream: _Stream) -> None:
-        """There is nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
+    wait_stream = synchronize = staticmethod(lambda *_: None)
 
     def record_event(self) -> _Stream:
         return self
-
-
-_THE_STREAM = _Stream()
-
-
-class _Cuda(ModuleType):
-    """``torch.cuda`` with the CPU as its current device."""
-
-    Stream = Event = staticmethod(lambda *_, **__: _THE_STREAM)
-    current_stream = staticmethod(lambda *_: _THE_STREAM)
-    stream = staticmethod(lambda _: nullcontext())
-
-    current_device = staticmethod(lambda: _CPU)
-    synchronize = staticmethod(lambda *_: None)
-    manual_seed = staticmethod(torch.manual_seed)
-    get_rng_state = staticmethod(lambda *_: torch.get_rng_state())
-    set_rng_state = staticmethod(lambda state, *_: torch.set_rng_state(state))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
 
 
 def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
@@ -129,29 +105,35 @@ def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Pro
             output.copy_(total)
 
 
-class _Distributed(ModuleType):
-    """``torch.distributed`` on gloo."""
+class _Over(ModuleType):
+    """A module with some names of its own; all others are those of another."""
 
-    all_gather = staticmethod(_all_gather)
-    reduce_scatter = staticmethod(_reduce_scatter)
+    def __init__(self, base: ModuleType, **own: object) -> None:
+        super().__init__(base.__name__)
+        vars(self).update(own, _base=base)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
-
-
-class _Torch(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        return getattr(vars(self)["_base"], name)
 
 
 @functools.cache
 def _stand_in() -> ModuleType:
-    module = _Torch("torch")
-    module.cuda = _Cuda("torch.cuda")  # type: ignore[attr-defined]
-    module.distributed = _Distributed("torch.distributed")  # type: ignore[attr-defined]
-    for name in _FACTORIES:
-        setattr(module, name, _on_cpu(getattr(torch, name)))
-    return module
+    stream = _Stream()
+    cuda = _Over(
+        torch.cuda,
+        Stream=lambda *_, **__: stream,
+        Event=lambda *_, **__: stream,
+        current_stream=lambda *_: stream,
+        stream=lambda _: nullcontext(),
+        current_device=lambda: _CPU,
+        synchronize=lambda *_: None,
+        manual_seed=torch.manual_seed,
+        get_rng_state=lambda *_: torch.get_rng_state(),
+        set_rng_state=lambda state, *_: torch.set_rng_state(state),
+    )
+    distributed = _Over(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _Over(torch, cuda=cuda, distributed=distributed, **factories)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

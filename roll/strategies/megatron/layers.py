@@ -90,20 +90,14 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _summed(value, group)
+        ctx.group, total = group, value.clone()
+        if group.size() > 1:
+            dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
-
-
-def _summed(value: Tensor, group: ProcessGroup) -> Tensor:
-    if group.size() == 1:
-        return value
-    total = value.clone()
-    dist.all_reduce(total, group=group)
-    return total
+        return _SumOverRanks.apply(gradient, ctx.group), None
 
 
 class RotaryAngles(nn.Module):

@@ -205,36 +205,26 @@ class _Computed(dict[str, Tensor]):
         return next(iter(self.values())).device
 
 
-Finish = Callable[..., Any]
-"""Function of the last stage on the outputs of a micro-batch."""
-
-
-def run_forward(
-    chunks: list[nn.Module], parts: list[MicroBatch], outputs: Collection[str], temperature: float
-) -> list[TensorBatch]:
-    """Collective. On the last stage, the outputs of each micro-batch in its rows' own layout; elsewhere nothing."""
-
-    def finish(part: MicroBatch, computed: dict[str, Tensor], non_loss_data: bool) -> TensorBatch:
-        return _aligned(part, computed)
-
-    return _run(chunks, parts, outputs, temperature, finish, forward_only=True)
-
-
-def run_training(
+def run(
     chunks: list[nn.Module],
     parts: list[MicroBatch],
     outputs: Collection[str],
     temperature: float,
-    loss_fn: LossFunction,
-) -> list[Metrics]:
-    """Collective. Forward and backward of all micro-batches, then the sum of gradients over ranks.
+    loss_fn: LossFunction | None = None,
+) -> list[Any]:
+    """Collective. Forward passes of all micro-batches; with a loss their backward passes too, then the sum of
+    gradients over ranks.
 
     Returns:
-        The loss function's metrics of each micro-batch with something to learn from, on the last stage.
+        On the last stage, the outputs of each micro-batch in its rows' own layout; with a loss, the metrics of each one
+        with something to learn from. Elsewhere nothing.
     """
+    group = parallel_state.get_context_parallel_group()
 
-    def finish(part: MicroBatch, computed: dict[str, Tensor]) -> tuple[Tensor, Tensor, Metrics]:
-        aligned = _aligned(part, computed)
+    def finish(part: MicroBatch, computed: dict[str, Tensor], **_: object) -> Any:
+        aligned = {name: part.aligned(values, group) for name, values in computed.items()}
+        if loss_fn is None:
+            return aligned
         # Every rank needs a backward pass, also without a loss: others wait for it in their collectives.
         loss = torch.stack([values.sum() for values in aligned.values()]).sum() * 0.0
         metrics: Metrics = {}
@@ -245,34 +235,16 @@ def run_training(
         # A count of 0 tokens: the loss is divided already. Megatron writes into its loss, which may be in the metrics.
         return loss.clone(), torch.zeros((), dtype=torch.int, device=loss.device), metrics
 
-    return [metrics for metrics in _run(chunks, parts, outputs, temperature, finish, forward_only=False) if metrics]
-
-
-def _aligned(part: MicroBatch, computed: dict[str, Tensor]) -> TensorBatch:
-    group = parallel_state.get_context_parallel_group()
-    return {name: part.aligned(values, group) for name, values in computed.items()}
-
-
-def _run(
-    chunks: list[nn.Module],
-    parts: list[MicroBatch],
-    outputs: Collection[str],
-    temperature: float,
-    finish: Finish,
-    forward_only: bool,
-) -> list[Any]:
-    def forward_step(iterator: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Any, Finish]:
+    def forward_step(iterator: Iterator[MicroBatch], chunk: nn.Module) -> tuple[Any, Callable[..., Any]]:
         part = next(iterator)
         computed = chunk(part, outputs, temperature)
-        if isinstance(computed, dict):
-            computed = _Computed(computed)
-        return computed, partial(finish, part)
+        return _Computed(computed) if isinstance(computed, dict) else computed, partial(finish, part)
 
     rows, length = parts[0].input_ids.shape
-    several = len(chunks) > 1
+    several, forward_only = len(chunks) > 1, loss_fn is None
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):
-        return schedule(
+        results: list[Any] = schedule(
             forward_step_func=forward_step,
             data_iterator=[iter(parts) for _ in chunks] if several else iter(parts),
             model=chunks if several else chunks[0],
@@ -282,3 +254,4 @@ def _run(
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+    return results if forward_only else [metrics for metrics in results if metrics]

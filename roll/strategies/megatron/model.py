@@ -17,6 +17,7 @@ logits and these numbers only.  Tokens are taken in chunks, computed again in th
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,12 +32,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
+from roll.models.distributions import chunked, compared, top_tokens
 from roll.models.layouts import TargetDistributions, TopTokens
 from roll.models.log_probs import HeadMemory
 from roll.strategies.base import ModelHead
-from roll.strategies.megatron.distributions import vocab_parallel_comparison, vocab_parallel_top_tokens
+from roll.strategies.megatron.distributions import OwnTokens
 from roll.strategies.megatron.layers import RotaryAngles, RoutedLayer, Router, block
 from roll.strategies.megatron.micro_batches import MicroBatch
 from roll.strategies.megatron.parallel import sparse_layers
@@ -160,15 +161,18 @@ class LogProbHead(ColumnParallelLinear):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden.flatten(0, 1).index_select(0, predictors))
         weight = self.weight if weight is None else weight
-        group = parallel_state.get_tensor_model_parallel_group()
-        shared = {"group": group, "vocab_size": self.vocab_size, "temperature": temperature}
+        tokens = OwnTokens(weight, parallel_state.get_tensor_model_parallel_group(), self.vocab_size)
+        chunk = HeadMemory.for_device(hidden.device).chunk_tokens(weight.shape[0])
         if wanted is not None:
-            return vocab_parallel_top_tokens(hidden, weight, wanted=wanted, **shared)
+            with torch.no_grad():
+                of_rows = lambda rows: tokens.logits(hidden[rows], weight)  # noqa: E731
+                return top_tokens(tokens, of_rows, hidden.shape[0], chunk, temperature, wanted)
         if comparisons:
-            return vocab_parallel_comparison(
-                hidden, weight, targets, outputs=outputs, comparisons=comparisons, **shared
+            compare = partial(
+                compared, tokens, targets=targets, temperature=temperature, outputs=outputs, comparisons=comparisons
             )
-        computed = vocab_parallel_log_probs(hidden, weight, targets, **shared)
+            return chunked(hidden, weight, None, tokens.logits, compare, chunk)
+        computed = vocab_parallel_log_probs(hidden, weight, targets, tokens, temperature)
         named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
         return {name: values for name, values in named if name in outputs}
 
@@ -197,20 +201,18 @@ def vocab_parallel_log_probs(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
-    *,
-    group: ProcessGroup,
-    vocab_size: int,
+    tokens: OwnTokens,
     temperature: float = 1.0,
     memory: HeadMemory | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of ``targets[i]`` under ``softmax((W @ hidden[i]) / temperature)``, entropy and sum of squares.
 
     Args:
-        hidden: (N, H), the same on all ranks of ``group``; N may be 0. Its gradient is this rank's share: the sum over
+        hidden: (N, H), the same on all ranks of the group; N may be 0. Its gradient is this rank's share: the sum over
             ranks is the caller's.
-        weight: (V / n, H): this rank's rows, in rank order. Rows from ``vocab_size`` on are padding.
-        targets: int64 (N,), in [0, ``vocab_size``).
-        group: the n ranks. All call at the same time, in forward and backward.
+        weight: (V / n, H): this rank's rows, in rank order.
+        targets: int64 (N,), in [0, V).
+        tokens: those of ``weight``. All n ranks of its group call at the same time, in forward and backward.
         temperature: greater than 0.
 
     Returns:
@@ -219,10 +221,9 @@ def vocab_parallel_log_probs(
     """
     assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
     memory = memory or HeadMemory.for_device(hidden.device)
-    start = group.rank() * weight.shape[0]
-    own = max(0, min(weight.shape[0], vocab_size - start))
-    chunk = memory.chunk_tokens(weight.shape[0])
-    return _VocabParallelLogProbs.apply(hidden, weight, targets - start, own, group, temperature, chunk)
+    return _VocabParallelLogProbs.apply(
+        hidden, weight, targets, tokens, temperature, memory.chunk_tokens(weight.shape[0])
+    )
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -238,11 +239,11 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        own: int,
-        group: ProcessGroup,
+        tokens: OwnTokens,
         temperature: float,
         chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        own, group = tokens.count, tokens.group
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
         entropy, squares, log_normalizer = (torch.empty_like(log_probs) for _ in range(3))
         for first in range(0, hidden.shape[0], chunk):
@@ -251,8 +252,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             # A rank whose rows are all padding of the vocabulary still has to take part in the collectives.
             peak = logits.amax(1) if own else logits.new_full((logits.shape[0],), -torch.inf)
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-            mine, index = _own_targets(targets[rows], own)
-            of_target = logits.gather(1, index)[:, 0] * mine if own else logits.new_zeros(logits.shape[0])
+            mine, index = tokens.places(targets[rows, None])
+            of_target = logits.gather(1, index)[:, 0] * mine[:, 0] if own else logits.new_zeros(logits.shape[0])
             powers = (logits - peak[:, None]).exp_()
             sums = torch.stack([powers.sum(1), (powers * logits).sum(1), of_target, powers.square_().sum(1)])
             dist.all_reduce(sums, group=group)
@@ -261,7 +262,7 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             entropy[rows] = log_normalizer[rows] - sums[1] / sums[0]
             squares[rows] = sums[3] / sums[0].square()
         ctx.save_for_backward(hidden, weight, targets, log_normalizer, entropy)
-        ctx.own, ctx.temperature, ctx.chunk = own, temperature, chunk
+        ctx.tokens, ctx.temperature, ctx.chunk = tokens, temperature, chunk
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(squares)
         return log_probs, entropy, squares
@@ -270,26 +271,21 @@ class _VocabParallelLogProbs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None) -> tuple[Any, ...]:
         hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
+        own = ctx.tokens.count
         grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
         for first in range(0, hidden.shape[0], ctx.chunk):
             rows = slice(first, first + ctx.chunk)
-            table = _logits(hidden[rows], weight[: ctx.own], ctx.temperature) - log_normalizer[rows, None]
+            table = _logits(hidden[rows], weight[:own], ctx.temperature) - log_normalizer[rows, None]
             factor = torch.zeros_like(table)
             if grad_entropy is not None:
                 factor -= (table + entropy[rows, None]) * grad_entropy[rows, None]
             if grad_log_probs is not None:
                 factor -= grad_log_probs[rows, None]
             grad_logits = table.exp_().mul_(factor)
-            if grad_log_probs is not None and ctx.own:
-                mine, index = _own_targets(targets[rows], ctx.own)
-                grad_logits.scatter_add_(1, index, (grad_log_probs[rows] * mine)[:, None])
+            if grad_log_probs is not None and own:
+                mine, index = ctx.tokens.places(targets[rows, None])
+                grad_logits.scatter_add_(1, index, grad_log_probs[rows, None] * mine)
             grad_logits = grad_logits.div_(ctx.temperature).to(weight.dtype)
-            torch.mm(grad_logits, weight[: ctx.own], out=grad_hidden[rows])
-            grad_weight[: ctx.own].addmm_(grad_logits.t(), hidden[rows])
-        return grad_hidden, grad_weight, None, None, None, None, None
-
-
-def _own_targets(targets: Tensor, own: int) -> tuple[Tensor, Tensor]:
-    """bool (n,) which targets are among this rank's rows, and int64 (n, 1) indices that are valid in any case."""
-    mine = (targets >= 0) & (targets < own)
-    return mine, targets.clamp(0, max(0, own - 1))[:, None]
+            torch.mm(grad_logits, weight[:own], out=grad_hidden[rows])
+            grad_weight[:own].addmm_(grad_logits.t(), hidden[rows])
+        return grad_hidden, grad_weight, None, None, None, None

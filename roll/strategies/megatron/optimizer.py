@@ -197,22 +197,18 @@ def save_states(
             held = {kind: masters.get(own.parameter, kind) for kind in kinds}
             is_shared = isinstance(own.correspondence.layout, Replicated) and own.shards.rank() > 0
             if not own.replicas.rank() and not own.correspondence.is_copy and not is_shared:
-                yield from _pieces(own, held, naming, updates)
+                layout, rank, size = own.correspondence.layout, own.shards.rank(), own.shards.size()
+                by_kind = {kind: layout.unfuse(tensor, rank, size) for kind, tensor in held.items()}
+                for index, source in enumerate(own.correspondence.sources):
+                    named = naming(source)
+                    first, last, left, right = named.place(layout.region(named.shape, rank, size))
+                    stride = 0 if right - left == named.width else named.width
+                    shape = (last - first, right - left) if stride else (-1,)
+                    tensors = {kind: parts[index].reshape(shape) for kind, parts in by_kind.items()}
+                    if last > first:
+                        yield Piece(named.name, tensors, first * named.width + left, stride, updates)
 
     save_training(path, contents, pieces(), {**state, "updates": updates})
-
-
-def _pieces(own: OwnParameter, held: dict[str, Tensor], naming: Naming, updates: int) -> Iterator[Piece]:
-    layout, rank, size = own.correspondence.layout, own.shards.rank(), own.shards.size()
-    by_kind = {kind: layout.unfuse(tensor, rank, size) for kind, tensor in held.items()}
-    for index, source in enumerate(own.correspondence.sources):
-        named = naming(source)
-        first, last, left, right = named.place(layout.region(named.shape, rank, size))
-        stride = 0 if right - left == named.width else named.width
-        shape = (last - first, right - left) if stride else (-1,)
-        tensors = {kind: parts[index].reshape(shape) for kind, parts in by_kind.items()}
-        if last > first:
-            yield Piece(named.name, tensors, first * named.width + left, stride, updates)
 
 
 def load_states(

@@ -13,39 +13,19 @@ over ``expert_tensor`` ranks next to each other, the experts over ``expert`` suc
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 from roll.config.roles import ModelArguments
 from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.registry import MegatronStrategyConfig
-from roll.models.build import has_tied_embeddings, load_config, local_folder
-from roll.models.stored import StoredLayout
-from roll.platforms import current_platform
+from roll.models.build import checked_config, empty_model, local_folder
 from roll.strategies.base import ModelHead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-
-def create_groups(dims: ParallelDims, seed: int) -> None:
-    """Collective. The process groups of all dimensions, and Megatron's random states."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=dims.tp,
-        pipeline_model_parallel_size=dims.pp,
-        virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
-        context_parallel_size=dims.cp,
-        expert_model_parallel_size=dims.ep,
-        expert_tensor_parallel_size=dims.etp,
-        create_gloo_process_groups=False,
-    )
-    model_parallel_cuda_manual_seed(seed)
-    current_platform().synchronize()
 
 
 def build_transformer_config(
@@ -57,26 +37,18 @@ def build_transformer_config(
 ) -> TransformerConfig:
     """
     Raises:
-        ValueError: sizes that do not fit the model, or an unknown name in ``additional_configs``.
+        ValueError: an unknown name in ``additional_configs``.
     """
-    for key, count in (("num_key_value_heads", hf.num_key_value_heads), ("intermediate_size", hf.intermediate_size)):
-        if count % dims.tp:
-            raise ValueError(
-                f"strategy_config.tensor_model_parallel_size: {dims.tp} does not divide the model's {key} "
-                f"{count}; use a size that does"
-            )
-    if hf.num_attention_heads % (dims.tp * dims.cp):
-        raise ValueError(
-            f"strategy_config.context_parallel_size: {dims.cp} x tensor_model_parallel_size {dims.tp} does "
-            f"not divide the model's {hf.num_attention_heads} attention heads; use a smaller one"
-        )
-    stages = dims.pp * dims.vpp
-    if hf.num_hidden_layers < stages:
-        raise ValueError(
-            f"strategy_config.pipeline_model_parallel_size: {stages} stages for {hf.num_hidden_layers} layers; use at "
-            f"most {hf.num_hidden_layers}"
-        )
-    settings = _architecture(hf) | _parallelism(options, dims, dtype) | _recomputation(args, options)
+    settings = _architecture(hf) | _parallelism(options, dims, dtype)
+    # Each layer is computed again in the backward pass unless the role chooses otherwise.
+    if options.recompute_granularity == "selective":
+        settings |= {"recompute_granularity": "selective", "recompute_modules": options.recompute_modules}
+    elif options.recompute_granularity == "full" or not args.disable_gradient_checkpointing:
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": options.recompute_method or "uniform",
+            "recompute_num_layers": options.recompute_num_layers or 1,
+        }
     known = {name for name in TransformerConfig.__dataclass_fields__ if not name.startswith("_")}
     unknown = options.additional_configs.keys() - known
     if unknown:
@@ -183,19 +155,6 @@ def _parallelism(options: MegatronStrategyConfig, dims: ParallelDims, dtype: tor
     }
 
 
-def _recomputation(args: ModelArguments, options: MegatronStrategyConfig) -> dict[str, Any]:
-    """Each layer is computed again in the backward pass unless the role chooses otherwise."""
-    if options.recompute_granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": options.recompute_modules}
-    if options.recompute_granularity == "full" or not args.disable_gradient_checkpointing:
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": options.recompute_method or "uniform",
-            "recompute_num_layers": options.recompute_num_layers or 1,
-        }
-    return {}
-
-
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe")
 """Values of ``model_type`` whose layers are translated (Qwen2.5 is ``qwen2``)."""
 
@@ -207,12 +166,9 @@ def skeleton(args: ModelArguments, head: ModelHead) -> PreTrainedModel:
         ValueError: no path, or a model that is not translated.
         OSError: no such folder, or a folder without a model.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
-    if not args.model_name_or_path:
-        raise ValueError("model_args.model_name_or_path: empty; give a model folder, or set `pretrain` for all roles")
-    local_folder(args.model_name_or_path)  # The files say whether the output matrix is the embeddings.
-    config = load_config(args)
+    if args.model_name_or_path:
+        local_folder(args.model_name_or_path)  # The files say whether the output matrix is the embeddings.
+    config = checked_config(args, head.value)
     reasons = {
         f"model_type {config.model_type}": config.model_type not in FAMILIES,
         "sliding-window layers": set(getattr(config, "layer_types", None) or ()) - {"full_attention"},
@@ -230,11 +186,7 @@ def skeleton(args: ModelArguments, head: ModelHead) -> PreTrainedModel:
             "backend does not compute; use a Qwen2, Qwen2.5, Qwen3, Llama, Mixtral or OLMoE model, or strategy_name: "
             "fsdp2_train"
         )
-    with torch.device("meta"):
-        if head is ModelHead.VALUE:
-            config.num_labels = 1
-            return AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return empty_model(config, head.value, dtype=torch.float32)
 
 
 def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:
@@ -252,23 +204,3 @@ def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:
         )
     frequencies: torch.Tensor = rotary.inv_freq.float()
     return frequencies
-
-
-def write_export(model: PreTrainedModel, stored: dict[str, torch.Tensor], source: str, path: Path) -> None:
-    """Write ``stored`` (tied ones once) with ``model``'s configuration and the source's generation configuration."""
-    from transformers import GenerationConfig
-
-    weights = StoredLayout(model).joined(stored)
-
-    names = dict(model.named_parameters())
-    assert weights.keys() == names.keys(), names.keys() ^ weights.keys()
-    model.load_state_dict(weights, assign=True, strict=not has_tied_embeddings(model))
-    model.tie_weights()
-    if (Path(source) / GENERATION_CONFIG).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(source)
-    model.config.dtype = next(iter(weights.values())).dtype
-    path.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(path)
-
-
-GENERATION_CONFIG = "generation_config.json"

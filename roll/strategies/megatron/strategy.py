@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -22,27 +22,26 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from roll.checkpoint.contents import ModelContents, trained_under
+from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import micro_batching
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
-from roll.models.build import DTYPES
+from roll.config.strategies.registry import MegatronStrategyConfig
+from roll.models.build import DTYPES, freeze_modules, has_tied_embeddings
 from roll.models.distributions import COMPARED
 from roll.models.layouts import TopTokens
 from roll.models.loading import TensorFiles
-from roll.models.lora import Adapters, is_trained_whole, source_name
+from roll.models.lora import adapter_names, is_trained_whole, source_name
 from roll.models.routes import encoded, with_prompts_of_leaders
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
-    Computation,
+    Comparison,
     LossFunction,
     ModelHead,
     ModelStrategy,
     Output,
-    RankInfo,
     StateKind,
     TensorBatch,
     WeightSelection,
@@ -51,20 +50,18 @@ from roll.strategies.megatron import adapters as megatron_adapters
 from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.correspondence import Replicated, parameters_of
 from roll.strategies.megatron.layers import Router
-from roll.strategies.megatron.micro_batches import Chunking, MicroBatch, run_forward, run_training
+from roll.strategies.megatron.micro_batches import Chunking, MicroBatch, run
 from roll.strategies.megatron.model import ResponseGPT
 from roll.strategies.megatron.optimizer import MasterStates, Named, build_optimizer, load_states, save_states
 from roll.strategies.megatron.parallel import (
     build_transformer_config,
-    create_groups,
     num_experts,
     rotary_frequencies,
     skeleton,
     sparse_layers,
-    write_export,
 )
 from roll.strategies.megatron.self_test import check_megatron
-from roll.strategies.megatron.weights import FullWeights, OwnParameter, freeze, read_parameter
+from roll.strategies.megatron.weights import FullWeights, OwnParameter, read_parameter
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES
 from roll.strategies.training.micro_batches import merged_floats, replay_metrics, row_index
@@ -77,16 +74,13 @@ class MegatronStrategy(ModelStrategy):
     One process holds one such strategy: Megatron keeps its process groups in global variables.
     """
 
-    adapters: Adapters | None = None
+    config: MegatronStrategyConfig
     masters: MasterStates | None = None
     chunks: list[nn.Module]
     parameters: list[OwnParameter]
     progress: TrainingProgress
 
     def _configure(self) -> None:
-        config = typed_strategy_config(self.role.strategy_args)
-        assert isinstance(config, MegatronStrategyConfig), config
-        self.config = config
         self.compute_dtype = DTYPES[self.role.model_args.dtype]
 
     def initialize(self, num_training_steps: int = 0) -> None:
@@ -121,7 +115,8 @@ class MegatronStrategy(ModelStrategy):
                 ]
             self.chunks = list(self.ddp_chunks)
             config = self.transformer_config
-            config.finalize_model_grads_func = _sum_gradients
+            # Given a number of tokens Megatron would divide by it; losses are divided already.
+            config.finalize_model_grads_func = lambda parts, _, **options: finalize_model_grads(parts, None, **options)
             if self.config.overlap_grad_reduce:
                 # As in Megatron's training loop: otherwise the hooks would reduce buckets in every micro-batch.
                 functions = [chunk.no_sync for chunk in self.ddp_chunks]
@@ -139,11 +134,24 @@ class MegatronStrategy(ModelStrategy):
             chunk.train(num_training_steps > 0)
 
     def _build(self) -> None:
-        self.dims = self.config.parallel_dims(self.role, dist.get_world_size())
-        self.dims.validate(self.role.name)
         self._info = self.rank_info
         self._read_skeleton()
-        create_groups(self.dims, self.seed)
+        for key, size, rule, example in self.config.shape_problems(
+            self.role.name, self.role, self._skeleton.config.to_dict()
+        ):
+            raise ValueError(f"{key}: {size} {rule}; use e.g. {example}")
+        dims = self.dims
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=dims.tp,
+            pipeline_model_parallel_size=dims.pp,
+            virtual_pipeline_model_parallel_size=dims.vpp if dims.vpp > 1 else None,
+            context_parallel_size=dims.cp,
+            expert_model_parallel_size=dims.ep,
+            expert_tensor_parallel_size=dims.etp,
+            create_gloo_process_groups=False,
+        )
+        model_parallel_cuda_manual_seed(self.seed)
+        self.platform.synchronize()
         self.transformer_config = self._own_config()
         check_megatron(self.role, self.head, self._skeleton.config, self.config, self._of_copy)
         torch.manual_seed(self.seed + self._info.dp_rank)
@@ -169,12 +177,25 @@ class MegatronStrategy(ModelStrategy):
     def _read_skeleton(self) -> None:
         args = self.role.model_args
         self._skeleton = skeleton(args, self.head)
+        freeze_modules(self._skeleton, args.freeze_module_prefix)
         self._live = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
         self._stored = StoredLayout(self._skeleton, self._live)
         self._shapes = self._stored.stored_shapes()
         self._adapter_tensors: dict[str, torch.Tensor] = {}
         if uses_lora(args):
-            self._adapt_skeleton()
+            self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
+            # Whole on every rank: they are small.
+            tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
+            experts = num_experts(self._skeleton.config)
+            ups = {adapter_names(weight)[1] for weight in self.adapters.scalings if not weight.endswith(".weight")}
+            # peft's B (out, r E) as (out r, E), in which the experts of a rank are some of the columns.
+            named = {name: own.reshape(-1, experts) if name in ups else own for name, own in tensors.items()}
+            self._shapes |= {source_name(name): tensor.shape for name, tensor in named.items()}
+            # A critic's head is the model folder's, unless it continues from an adapter that has one.
+            from_adapter = args.adapter_name_or_path is not None
+            self._adapter_tensors = {
+                source_name(name): tensor for name, tensor in named.items() if from_adapter or source_name(name) == name
+            }
 
     def _build_chunks(self) -> None:
         """This rank's part of the model, with its weights."""
@@ -194,26 +215,18 @@ class MegatronStrategy(ModelStrategy):
             if own.correspondence.of_expert:
                 # Megatron marks an expert's own process groups with several expert-parallel ranks only.
                 own.parameter.allreduce = not self.dims.has_expert_groups  # type: ignore[attr-defined]
-        freeze(self.parameters, list(self._live), self.role.model_args.freeze_module_prefix, self._stored)
-        if self.adapters is not None:
-            trained = {source_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
-            for own in self.parameters:
-                own.parameter.requires_grad_(own.correspondence.sources[0] in trained)
+        trained = {source_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
+        for own in self.parameters:
+            sources = own.correspondence.sources
+            frozen = [name for name in sources if self._stored.live_name(name) not in trained]
+            if frozen and len(frozen) < len(sources):
+                raise ValueError(
+                    f"model_args.freeze_module_prefix: {self.role.model_args.freeze_module_prefix!r} freezes "
+                    f"{', '.join(frozen)} but not all of {', '.join(sources)}, which Megatron keeps as one; name the "
+                    "module above"
+                )
+            own.parameter.requires_grad_(not frozen)
         self._read_weights()
-
-    def _adapt_skeleton(self) -> None:
-        """Draw or load the adapters, whole on every rank: they are small."""
-        args = self.role.model_args
-        self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
-        tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
-        experts = num_experts(self._skeleton.config)
-        named = dict(megatron_adapters.of_experts_as_matrices(tensors, self.adapters, experts))
-        self._shapes |= {source_name(name): tensor.shape for name, tensor in named.items()}
-        # A critic's head is the model folder's, unless it continues from an adapter that has one.
-        from_adapter = args.adapter_name_or_path is not None
-        self._adapter_tensors = {
-            source_name(name): tensor for name, tensor in named.items() if from_adapter or source_name(name) == name
-        }
 
     def _build_chunk(self, index: int) -> ResponseGPT:
         hf = self._skeleton.config
@@ -264,13 +277,6 @@ class MegatronStrategy(ModelStrategy):
             if own.correspondence.sources[0] in whole
         ]
 
-    def adapter_scalings(self) -> dict[str, float]:
-        return {} if self.adapters is None else self.adapters.scalings
-
-    @property
-    def rank_info(self) -> RankInfo:
-        return self.dims.rank_info(dist.get_rank())
-
     def _chunking(self) -> Chunking:
         return Chunking(
             context_rank=self._info.cp_rank,
@@ -286,21 +292,28 @@ class MegatronStrategy(ModelStrategy):
             balances=bool(self.transformer_config.moe_aux_loss_coeff),
         )
 
-    def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
+    def forward(
+        self,
+        batch: TensorBatch,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        comparisons: Sequence[Comparison] = (),
+    ) -> TensorBatch:
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
-        names = [str(name) for name in computation.outputs if name is not Output.ROUTES]
-        names += [f"{one.name}/{name}" for one in computation.comparisons for name in COMPARED]
+        self._check_outputs(outputs)
+        names = [str(name) for name in outputs if name is not Output.ROUTES]
+        names += [f"{one.name}/{name}" for one in comparisons for name in COMPARED]
         shape = batch["input_ids"].shape
         whole = torch.zeros(len(names), *shape, dtype=torch.float32, device=self.device)
         for router in self._routers:
-            router.records = Output.ROUTES in computation.outputs
+            router.records = Output.ROUTES in outputs
         results = dict(zip(names, whole.unbind(), strict=True))
-        chunking = replace(self._chunking(), comparisons=computation.comparisons)
-        parts = self._compute_rows(batch, chunking, names, computation.temperature, results, [whole])
+        chunking = replace(self._chunking(), comparisons=comparisons)
+        parts = self._compute_rows(batch, chunking, names, temperature, results, [whole])
         for router in self._routers:
             router.records = False
         results = dict(zip(names, whole.to(batch["input_ids"].device).unbind(), strict=True))
-        if Output.ROUTES in computation.outputs:
+        if Output.ROUTES in outputs:
             # Each rank of a replica has recorded its own layers for its own tokens; summing puts them together.
             shape, config = batch["input_ids"].shape, self.transformer_config
             layers, top_k = sum(sparse_layers(self._skeleton.config)), config.moe_router_topk
@@ -357,7 +370,7 @@ class MegatronStrategy(ModelStrategy):
         for chunk in self.chunks:
             chunk.eval()
         parts = chunking.micro_batches(batch, micro_batching(self.role, trains=False))
-        computed = run_forward(self.chunks, parts, outputs, temperature)
+        computed = run(self.chunks, parts, outputs, temperature)
         for chunk, mode in zip(self.chunks, modes, strict=True):
             chunk.train(mode)
         # Only the last stage has outputs, hence strict=False: the other lists are empty.
@@ -383,12 +396,23 @@ class MegatronStrategy(ModelStrategy):
 
     def save_hf(self, path: Path) -> None:
         """Collective. Weights are written in the compute dtype; adapters merged, and separately in ``adapter/``."""
+        from transformers import GenerationConfig
+
         weights: dict[str, torch.Tensor] = {}
         for bucket in self.named_full_weights(EXPORT_BUCKET_BYTES):
             weights |= {name: tensor.cpu() for name, tensor in bucket}
         if self._info.rank == 0:
-            model = skeleton(self.role.model_args, self.head)
-            write_export(model, weights, str(self.role.model_args.model_name_or_path), path)
+            model, source = skeleton(self.role.model_args, self.head), str(self.role.model_args.model_name_or_path)
+            live = StoredLayout(model).joined(weights)
+            names = dict(model.named_parameters())
+            assert live.keys() == names.keys(), names.keys() ^ live.keys()
+            model.load_state_dict(live, assign=True, strict=not has_tied_embeddings(model))
+            model.tie_weights()
+            if (Path(source) / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(source)
+            model.config.dtype = self.compute_dtype
+            path.mkdir(parents=True, exist_ok=True)
+            model.save_pretrained(path)
         if self.adapters is not None:
             trained = [name for name, parameter in self._skeleton.named_parameters() if parameter.requires_grad]
             sources = {source_name(name) for name in trained}
@@ -405,9 +429,17 @@ class MegatronStrategy(ModelStrategy):
                 )
         dist.barrier()
 
-    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
+    def backward(
+        self,
+        batch: TensorBatch,
+        loss_fn: LossFunction,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        comparisons: Sequence[Comparison] = (),
+    ) -> Metrics:
         """Collective. All ranks of a replica are given the same rows; the loss function runs on the last stage, whose
-        metrics are complete (other stages return ``grad_norm`` and ``lr``)."""
+        metrics are complete."""
+        self._check_outputs(outputs)
         info = self._info
         if self.adapters is not None and self.role.model_args.lora_dropout:
             # Dropout must agree on tensor-parallel ranks, which all hold the same input, and differ elsewhere. The key
@@ -417,22 +449,19 @@ class MegatronStrategy(ModelStrategy):
         self.optimizer.zero_grad()
         for chunk in self.ddp_chunks:  # the float32 gradients, which zero_grad() does not reach
             chunk.zero_grad_buffer()
-        chunking = replace(self._chunking(), comparisons=computation.comparisons)
+        chunking = replace(self._chunking(), comparisons=comparisons)
         parts = chunking.micro_batches(batch, micro_batching(self.role, trains=True))
         for router in self._routers:
             router.counts = None
-        names = [str(name) for name in computation.outputs]
+        names = [str(name) for name in outputs]
         with self._without_optimizer():
-            metrics = run_training(self.chunks, parts, names, computation.temperature, loss_fn)
+            metrics: list[Metrics] = run(self.chunks, parts, names, temperature, loss_fn)
         counts = [router.counts for router in self._routers if router.counts is not None]
         if counts and metrics:
             metrics.append(replay_metrics(torch.stack(counts).sum(0)))
-        norm = self._clip_and_step(self.progress.learning_rate)
-        metrics.append(self.progress.finish_step(norm, info.dp_size))
         return merged_floats(metrics)
 
-    def _clip_and_step(self, learning_rate: float) -> float:
-        """Clip, and step unless the gradient is not finite; its norm, unscaled, before that."""
+    def optimizer_step(self) -> Metrics:
         self.optimizer.prepare_grads()
         scale = self.progress.scale
         norm = float(self.optimizer.get_grad_norm()) / scale
@@ -441,9 +470,9 @@ class MegatronStrategy(ModelStrategy):
             gradients = [main.grad for main in mains if main.grad is not None]
             scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
             for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
+                group["lr"] = self.progress.learning_rate
             self.optimizer.step_with_ready_grads()
-        return norm
+        return self.progress.finish_step(norm, self._info.dp_size)
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
         total = value.to(self.device, copy=True)
@@ -477,10 +506,7 @@ class MegatronStrategy(ModelStrategy):
     def contents(self) -> ModelContents:
         """Description of the model in a checkpoint."""
         named = dict(self._skeleton.named_parameters())
-        if self.adapters is None:
-            trained = trained_under(named, self.role.model_args.freeze_module_prefix)
-        else:
-            trained = {name for name, parameter in named.items() if parameter.requires_grad}
+        trained = {name for name, parameter in named.items() if parameter.requires_grad}
         shapes = {name: parameter.shape for name, parameter in named.items()}
         return describe_model(self.role, shapes, trained, self.adapter_scalings())
 
@@ -490,8 +516,3 @@ class MegatronStrategy(ModelStrategy):
         if kind is StateKind.OPTIMIZER_STATES and self.masters is not None:
             return list(self.masters.tensors())
         return [own.parameter.data for own in self.parameters] if kind is StateKind.MODEL_PARAMS else []
-
-
-def _sum_gradients(chunks: list[nn.Module], num_tokens: torch.Tensor | None, **options: object) -> None:
-    """Sum gradients over ranks. Given a number of tokens Megatron would divide by it; losses are divided already."""
-    finalize_model_grads(chunks, None, **options)

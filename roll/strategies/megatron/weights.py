@@ -1,4 +1,4 @@
-"""Weights of a Megatron model: read from Hugging Face's files, frozen, and gathered on rank 0."""
+"""Weights of a Megatron model: read from Hugging Face's files and gathered on rank 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from roll.config.lora import names_of
 from roll.models.loading import TensorFiles
 from roll.models.lora import DOWN_PART, UP_PART, adapter_names, merged_rows, merged_weight
 from roll.models.stored import StoredLayout
@@ -64,35 +63,6 @@ def read_parameter(own: OwnParameter, files: TensorFiles, given: Mapping[str, Te
     regions = [layout.region(stored.shape(name), group.rank(), group.size()) for name in sources]
     parts = [stored.read(files, name, *region).float() for name, region in zip(sources, regions, strict=True)]
     return layout.fuse(parts, group.size())
-
-
-def freeze(
-    parameters: list[OwnParameter], names: list[str], prefixes: str | Sequence[str] | None, stored: StoredLayout
-) -> None:
-    """Freeze parameters whose Hugging Face name starts with one of the prefixes (a list, or with commas).
-
-    Args:
-        names: those of the whole model.
-
-    Raises:
-        ValueError: a prefix that matches nothing, or only a part of what Megatron keeps as one parameter.
-    """
-    for prefix in names_of(prefixes):
-        if not any(name.startswith(prefix) for name in names):
-            known = ", ".join(sorted({name.split(".")[0] for name in names}))
-            raise ValueError(
-                f"model_args.freeze_module_prefix: no parameter starts with {prefix!r}; the top modules are {known}"
-            )
-        for own in parameters:
-            sources = own.correspondence.sources
-            matching = [name for name in sources if stored.live_name(name).startswith(prefix)]
-            if matching and len(matching) < len(sources):
-                raise ValueError(
-                    f"model_args.freeze_module_prefix: {prefix!r} freezes {', '.join(matching)} but not all of "
-                    f"{', '.join(sources)}, which Megatron keeps as one; name the module above"
-                )
-            if matching:
-                own.parameter.requires_grad_(False)
 
 
 Collect = Callable[[], list[Tensor]]

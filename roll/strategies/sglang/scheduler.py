@@ -20,7 +20,7 @@ from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 from sglang.srt.managers.scheduler import run_scheduler_process
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-from roll.strategies.engines.requests import filter_threshold, invert_cumulative, penalise_repetition, uniforms
+from roll.strategies.engines.sampling import RowSettings, penalise_repetition
 
 if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -51,27 +51,16 @@ class Row:
             self.seen = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, context, True).to(device)
 
 
-class Settings:
-    """The settings of a batch on the device; None or False where no row uses one."""
+class Settings(RowSettings):
+    """The settings of a batch on the device."""
 
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
         self.rows = rows
-        temperature = np.array([row.temperature for row in rows], dtype=np.float32)
-        greedy = temperature == 0
-
-        def column(values: list[Any], dtype: torch.dtype, neutral: float) -> torch.Tensor | None:
-            if all(value == neutral for value in values):
-                return None
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        self.all_greedy = bool(greedy.all())
-        self.greedy = torch.from_numpy(greedy).to(device) if greedy.any() else None
-        self.temperature = column(np.where(greedy, np.float32(1), temperature).tolist(), torch.float32, 1.0)
-        self.top_k = column([row.top_k for row in rows], torch.int64, 0)
-        self.top_p = column([row.top_p for row in rows], torch.float32, 1.0)
-        self.min_p = column([row.min_p for row in rows], torch.float32, 0.0)
-        self.filters = any(setting is not None for setting in (self.top_k, self.top_p, self.min_p))
-        self.penalty = column([row.penalty for row in rows], torch.float32, 1.0)
+        temperature, top_p, min_p, penalty = (
+            np.array([getattr(row, name) for row in rows], dtype=np.float32)
+            for name in ("temperature", "top_p", "min_p", "penalty")
+        )
+        super().__init__(temperature, np.array([row.top_k for row in rows], np.int64), top_p, min_p, penalty, device)
         self.stream_keys = np.array([row.stream_key for row in rows], dtype=np.uint64)
         self.num_prompt = np.array([row.num_prompt for row in rows], dtype=np.int64)
 
@@ -132,19 +121,12 @@ def draw(logits: torch.Tensor, settings: Settings, generated: np.ndarray) -> tup
     for index, row in enumerate(rows):
         if generated[index] < row.min_new and row.banned:
             logits[index, row.banned] = -torch.inf
-    scaled = logits if settings.temperature is None else logits / settings.temperature[:, None]
-    if settings.filters:
-        threshold = filter_threshold(scaled, settings.top_k, settings.top_p, settings.min_p)
-        scaled = scaled.masked_fill(scaled < threshold[:, None], -torch.inf)
+    scaled = settings.filtered(logits)
     log_probs = scaled.log_softmax(-1)
     if settings.all_greedy:
         tokens = logits.argmax(-1)
     else:
-        draws = torch.from_numpy(uniforms(settings.stream_keys, generated)).to(logits.device)
-        # The search may end past a row that is not finite. Any valid token will do: its log-prob is not finite either.
-        tokens = invert_cumulative(scaled.softmax(-1), draws).clamp_(0, logits.shape[1] - 1)
-        if settings.greedy is not None:
-            tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
+        tokens = settings.drawn(logits, scaled.softmax(-1), settings.stream_keys, generated)
     for index, row in enumerate(rows):
         if row.seen is not None:
             row.seen[tokens[index]] = True

@@ -14,7 +14,6 @@ import torch
 from sglang.srt.managers import io_struct
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.sglang import SGLANG, SglangStrategyConfig
 from roll.platforms import current_platform
 from roll.strategies.engines.base import PackagedEngine, check_version
@@ -23,8 +22,8 @@ from roll.strategies.engines.requests import (
     GenerationRequest,
     StopStringMatcher,
     check_request,
-    stream_key,
 )
+from roll.strategies.engines.sampling import stream_key
 from roll.strategies.sglang.arguments import Sample, bound_threads, engine_arguments, sampling_settings
 from roll.strategies.sglang.scheduler import TokenEngine
 from roll.strategies.sglang.weights import WeightUpdates, check
@@ -40,11 +39,10 @@ _TURNS = 5
 class SglangStrategy(PackagedEngine):
     """Generation by SGLang, on CPU or GPU. All waiting is done in this class's methods, on one event loop."""
 
+    _config: SglangStrategyConfig
+
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
         super().__init__(role, seed)
-        config = typed_strategy_config(role.strategy_args)
-        assert isinstance(config, SglangStrategyConfig)
-        self._config = config
         self._engine: TokenEngine | None = None
         self._following: dict[Sample, asyncio.Task[None]] = {}
         """Unfinished samples, also those whose end no step has reported, in the order of their arrival."""

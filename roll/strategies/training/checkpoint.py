@@ -13,7 +13,6 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,46 +145,37 @@ def resumed(
         )
 
 
-@dataclass(frozen=True)
-class Shard:
-    """This rank's part of a trained parameter under FSDP: consecutive elements of it."""
-
-    name: str
-    """In the Hugging Face model."""
-    parameter: nn.Parameter
-    start: int
-    """The first element of the part, in the whole parameter, flattened."""
-
-    @property
-    def local(self) -> Tensor:
-        return local_tensor(self.parameter.detach())
+Shard = tuple[str, nn.Parameter, int]
+"""This rank's part of a trained parameter under FSDP, consecutive elements of it: its name in the Hugging Face model,
+the parameter, and the first element of the part in the whole parameter, flattened."""
 
 
 def pieces_of(shards: Iterable[Shard], optimizer: Optimizer, with_moments: bool) -> Iterator[Piece]:
     """The part of ``shards`` that this rank writes."""
-    for shard in shards:
-        if not shard.local.numel():
+    for name, parameter, start in shards:
+        local = local_tensor(parameter.detach())
+        if not local.numel():
             continue
-        state = optimizer.state.get(shard.parameter, {}) if with_moments else {}
+        state = optimizer.state.get(parameter, {}) if with_moments else {}
         moments = {kind: local_tensor(state[kind]).flatten() for kind in MOMENTS if kind in state}
         updates = int(state["step"]) if "step" in state else 0
-        yield Piece(shard.name, {WEIGHT: shard.local.flatten(), **moments}, shard.start, updates=updates)
+        yield Piece(name, {WEIGHT: local.flatten(), **moments}, start, updates=updates)
 
 
 @torch.no_grad()
 def restore_shards(shards: Iterable[Shard], optimizer: Optimizer, stored: StoredTensors) -> None:
     """Load parameters and AdamW moments from a checkpoint; moments that it lacks start new."""
-    for shard in shards:
-        local = shard.local
-        begin, end = shard.start, shard.start + local.numel()
-        local.copy_(stored.read(WEIGHT, shard.name, begin, end).view(local.shape))
-        optimizer.state.pop(shard.parameter, None)
-        is_absent = not local.numel() and not isinstance(shard.parameter, DTensor)  # FSDP1 gives it no gradient
-        if is_absent or not stored.has(MOMENTS[0], shard.name):
+    for name, parameter, begin in shards:
+        local = local_tensor(parameter.detach())
+        end = begin + local.numel()
+        local.copy_(stored.read(WEIGHT, name, begin, end).view(local.shape))
+        optimizer.state.pop(parameter, None)
+        is_absent = not local.numel() and not isinstance(parameter, DTensor)  # FSDP1 gives it no gradient
+        if is_absent or not stored.has(MOMENTS[0], name):
             continue
-        state: dict[str, Any] = optimizer.state[shard.parameter]
+        state: dict[str, Any] = optimizer.state[parameter]
         # As AdamW makes them when it first steps; the fused one counts on the device.
-        state["step"] = torch.full((), float(stored.updates(shard.name)), device=shard.parameter.device)
+        state["step"] = torch.full((), float(stored.updates(name)), device=parameter.device)
         for kind in MOMENTS:
-            state[kind] = torch.zeros_like(shard.parameter, memory_format=torch.preserve_format)
-            local_tensor(state[kind]).copy_(stored.read(kind, shard.name, begin, end).view(local.shape))
+            state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            local_tensor(state[kind]).copy_(stored.read(kind, name, begin, end).view(local.shape))

@@ -6,8 +6,7 @@ give the same numbers.
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -19,8 +18,6 @@ import torch.distributed as dist
 from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import MicroBatching, micro_batching
-from roll.config.strategies.base import ParallelDims
-from roll.config.strategies.registry import typed_strategy_config
 from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
 from roll.models.build import build_model, checked_config
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
@@ -38,14 +35,12 @@ from roll.protocol.metrics import Metrics
 from roll.protocol.vision import IMAGES
 from roll.strategies.base import (
     Comparison,
-    Computation,
     LossFunction,
     Output,
-    RankInfo,
     TensorBatch,
 )
 from roll.strategies.training.checkpoint import describe_model
-from roll.strategies.training.experts import ExpertBalance, balance_coefficient
+from roll.strategies.training.experts import ExpertBalance
 from roll.strategies.training.gather import GatheredWeights
 from roll.strategies.training.micro_batches import (
     Rows,
@@ -69,6 +64,8 @@ if TYPE_CHECKING:
 class DataParallelStrategy(GatheredWeights):
     """Every rank computes its own rows with the whole model, of which it may hold a shard only."""
 
+    called: Callable[..., dict[str, torch.Tensor]]
+    """The response model's forward pass (collective): itself, or the backend's wrapper of it."""
     progress: TrainingProgress
     sparse_layers: Sequence[SparseLayer] = ()
     """Layers with experts; none of a dense model."""
@@ -78,18 +75,6 @@ class DataParallelStrategy(GatheredWeights):
     mixes_types = True
     """A layer may hold two dtypes: a frozen base in the compute dtype next to float32 adapters (FSDP1 flattens a unit
     into one tensor of one dtype)."""
-
-    @cached_property
-    def dims(self) -> ParallelDims:
-        """Degrees of parallelism; ``cp`` consecutive ranks share each sequence, and so are given the same rows."""
-        options = typed_strategy_config(self.role.strategy_args)
-        dims = options.parallel_dims(self.role, dist.get_world_size())
-        dims.validate(self.role.name)
-        return dims
-
-    @abstractmethod
-    def _compute(self, layout: TokenLayout, outputs: Collection[str], temperature: float) -> dict[str, torch.Tensor]:
-        """Collective. The response model's forward pass."""
 
     def _begin_micro_batch(self, last: bool) -> None:
         """Hook before each micro-batch of a training step; ``last``: the optimizer step comes after it."""
@@ -130,7 +115,7 @@ class DataParallelStrategy(GatheredWeights):
         self._stored = StoredLayout(language_model, live)
         self._on_the_way = self._stored.on_the_way()
         self._trained_names = {name for name, parameter in language_model.named_parameters() if parameter.requires_grad}
-        self.model = ResponseModel(language_model, context_group)
+        self.called = self.model = ResponseModel(language_model, context_group)
         if self.sparse_layers:
             self.model.routing = RoutingRecorder(self.sparse_layers)
 
@@ -147,8 +132,11 @@ class DataParallelStrategy(GatheredWeights):
     def _watch_balance(self) -> None:
         """Add the balance loss and the gauges of the experts' load, for a role that trains."""
         if self.sparse_layers:
-            args = self.role.model_args
-            coefficient = balance_coefficient(args, self.model.language_model.config)
+            args, config = self.role.model_args, self.model.language_model.config
+            coefficient = args.moe_aux_loss_coef
+            if coefficient is None:  # that of the model's own configuration
+                is_enabled = getattr(config, "output_router_logits", False)
+                coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if is_enabled else 0.0
             self.balance = ExpertBalance(
                 self.model, self.sparse_layers, coefficient, args.moe_aux_loss_scope, self.device
             )
@@ -180,20 +168,23 @@ class DataParallelStrategy(GatheredWeights):
         with self.adapters.disabled() if self.adapters else nullcontext():
             yield
 
-    @property
-    def rank_info(self) -> RankInfo:
-        return self.dims.rank_info(dist.get_rank())
-
-    def _forward(self, batch: TensorBatch, computation: Computation) -> TensorBatch:
+    def forward(
+        self,
+        batch: TensorBatch,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        comparisons: Sequence[Comparison] = (),
+    ) -> TensorBatch:
+        self._check_outputs(outputs)
         shape, device = batch["input_ids"].shape, batch["input_ids"].device
-        names = [str(name) for name in computation.outputs if name is not Output.ROUTES]
+        names = [str(name) for name in outputs if name is not Output.ROUTES]
         results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
-        self.model.records_routes = Output.ROUTES in computation.outputs
+        self.model.records_routes = Output.ROUTES in outputs
         if self.model.records_routes:
             layer = self.sparse_layers[0]
             dtype, size = route_dtype(layer.num_experts), (*shape, len(self.sparse_layers), layer.top_k)
             results[Output.ROUTES] = torch.full(size, missing_mark(dtype), dtype=dtype, device=device)
-        self._compute_rows(batch, results, names, computation.temperature, computation.comparisons)
+        self._compute_rows(batch, results, names, temperature, comparisons)
         self.model.records_routes = False
         return results
 
@@ -262,7 +253,7 @@ class DataParallelStrategy(GatheredWeights):
         if group is not None:
             layout = layout.chunk(group.rank(), group.size())
         layout = layout.to(self.device)
-        computed = self._compute(layout, outputs, temperature)
+        computed = self.called(layout, outputs, temperature)
         aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
         if group is None or not aligned:
             return aligned
@@ -307,15 +298,20 @@ class DataParallelStrategy(GatheredWeights):
         """Description of the model in a checkpoint."""
         return describe_model(self.role, self._shapes, self._trained_names, self.adapter_scalings())
 
-    def _train_step(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> Metrics:
-        return merged_floats([*self._backward_passes(batch, loss_fn, computation), self.optimizer_step()])
-
     def optimizer_step(self) -> Metrics:
         norm = self._clip_and_step(self.progress.learning_rate)
         return self.progress.finish_step(norm, self.rank_info.dp_size)
 
-    def _backward_passes(self, batch: TensorBatch, loss_fn: LossFunction, computation: Computation) -> list[Metrics]:
+    def backward(
+        self,
+        batch: TensorBatch,
+        loss_fn: LossFunction,
+        outputs: Collection[Output],
+        temperature: float = 1.0,
+        comparisons: Sequence[Comparison] = (),
+    ) -> Metrics:
         """Collective. Forward and backward passes over all micro-batches."""
+        self._check_outputs(outputs)
         batch, images = self._with_images(batch)
         rule, balance = micro_batching(self.role, trains=True), self.balance
         plan = plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
@@ -327,10 +323,11 @@ class DataParallelStrategy(GatheredWeights):
                     self._count_choices(balance, batch, plan, rule, images)
             for index, rows in enumerate(plan):
                 self._begin_micro_batch(last=index == len(plan) - 1)
-                metrics += self._backward(micro_batch(batch, rows), rule, images, loss_fn, computation)
+                part = micro_batch(batch, rows)
+                metrics += self._backward(part, rule, images, loss_fn, outputs, temperature, comparisons)
         if balance is not None:
             metrics.append(balance.metrics())
-        return metrics
+        return merged_floats(metrics)
 
     @torch.no_grad()
     def _count_choices(
@@ -358,17 +355,18 @@ class DataParallelStrategy(GatheredWeights):
         rule: MicroBatching,
         images: ImagePool | None,
         loss_fn: LossFunction,
-        computation: Computation,
+        outputs: Collection[Output],
+        temperature: float,
+        comparisons: Sequence[Comparison],
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
-        layout = self._layout(part, rule, images, computation.comparisons)
-        routing = self.model.routing
+        layout, routing = self._layout(part, rule, images, comparisons), self.model.routing
         if routing is not None:
             routing.replay_counts = None
         if self.balance is not None:
             layout = with_token_rows(layout)
-        names = [str(name) for name in computation.outputs]
-        aligned = self._outputs(layout, names, computation.temperature, part["input_ids"].shape)
+        names = [str(name) for name in outputs]
+        aligned = self._outputs(layout, names, temperature, part["input_ids"].shape)
         balance_loss = None if self.balance is None else self.balance.share()  # a collective: also for an empty part
         if is_empty(part):
             self._differentiate(_zero_loss(aligned))

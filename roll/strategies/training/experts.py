@@ -16,37 +16,23 @@ numbers between the forward and the backward pass; with several, a forward pass 
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from roll.config.roles import ModelArguments
 from roll.models.experts import RoutingSums, SparseLayer
 from roll.models.layouts import row_layout
 from roll.models.log_probs import ResponseModel
 from roll.protocol.metrics import Mean, Metrics
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 SHARES_SHOWN = 32
 """Up to this many experts, each expert's share is a separate metric."""
 TOLERANCE = 0.02
 """Relative tolerance of the layout's test. bf16 rounds to .004; another expert's weights are off by 0.2 or more."""
-
-
-def balance_coefficient(args: ModelArguments, config: PretrainedConfig) -> float:
-    """``moe_aux_loss_coef``; null: the coefficient in the model's own configuration."""
-    if args.moe_aux_loss_coef is not None:
-        return args.moe_aux_loss_coef
-    is_enabled = getattr(config, "output_router_logits", False)
-    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if is_enabled else 0.0
 
 
 class ExpertBalance:
@@ -160,7 +146,6 @@ def check_choices_may_differ(
         differentiate: its backward pass; None where nothing is trained (or gradients cannot be read).
         gradients: this rank's shards.
         clear: drops all gradients. It may raise a RuntimeError, on all ranks, if the ranks called different modules.
-        device: where the passes run.
         advice: the end of the message.
 
     Raises:
@@ -184,7 +169,8 @@ def check_choices_may_differ(
 
     own = rank % 2
     # Without context groups: their ranks would share one row, and could not choose differently.
-    with _outside_context_groups(model), torch.set_grad_enabled(differentiate is not None):
+    group, model.context_group = model.context_group, None
+    with torch.set_grad_enabled(differentiate is not None):
         try:
             apart = results(own, 1.0)
             apart_gradients = [None if gradient is None else gradient.clone() for gradient in gradients()]
@@ -194,6 +180,8 @@ def check_choices_may_differ(
             together = [results(row, counts[row] / ranks) for row in (0, 1)][own]
         except RuntimeError as reason:
             raise ValueError(f"{_WRONG}: {reason}; {advice}") from reason
+        finally:
+            model.context_group = group
     error = _relative_error([apart], [together], device)
     if differentiate is not None:
         error = max(error, _relative_error(apart_gradients, gradients(), device))
@@ -202,45 +190,7 @@ def check_choices_may_differ(
         raise ValueError(f"{_WRONG} (a relative error of {error:.1g}); {advice}")
 
 
-@contextmanager
-def calls_recorded(modules: Sequence[nn.Module], called: list[int]) -> Iterator[None]:
-    """Add the number of each of ``modules`` to ``called`` when it is called."""
-    hooks = [
-        module.register_forward_pre_hook(lambda module, args, number=number: called.append(number))
-        for number, module in enumerate(modules)
-    ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def check_same_on_all_ranks(numbers: Sequence[int], device: torch.device) -> None:
-    """Collective.
-
-    Raises:
-        RuntimeError: on every rank, if the ranks' numbers differ.
-    """
-    own = zlib.crc32(repr(list(numbers)).encode())
-    # The maximum of x and of -x in one collective: all are equal if and only if max = min.
-    ends = torch.tensor([own, -own], device=device)
-    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-    if int(ends[0]) != -int(ends[1]):
-        raise RuntimeError("ranks called different modules, whose parameters all of them have to gather together")
-
-
 _WRONG = "this model computes something else when ranks choose different experts"
-
-
-@contextmanager
-def _outside_context_groups(model: ResponseModel) -> Iterator[None]:
-    """Let each rank compute its row alone."""
-    group, model.context_group = model.context_group, None
-    try:
-        yield
-    finally:
-        model.context_group = group
 
 
 def _relative_error(actual: Sequence[Tensor | None], wanted: Sequence[Tensor | None], device: torch.device) -> float:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from roll.models.build import has_tied_embeddings
 from roll.models.log_probs import ResponseModel
-from roll.models.lora import Adapters, MergedWeight, merged_rows
+from roll.models.lora import MergedWeight, merged_rows
 from roll.models.stored import StoredLayout
 from roll.protocol.columns import copy_into, flat_view
 from roll.strategies.base import ALL_WEIGHTS, ModelStrategy, WeightSelection
@@ -54,20 +54,6 @@ class Pieces:
         stretch = Pieces(torch.Size([end - begin]), tuple(max(0, last - first) for first, last in runs))
         first, start = runs[rank][0], ends[rank] - self.sizes[rank]
         return flat_view(part)[first - start : first - start + stretch.sizes[rank]], stretch
-
-
-def exchange_sizes(
-    parameters: Iterable[tuple[torch.Tensor, torch.Size]], group: ProcessGroup, device: torch.device
-) -> list[Pieces]:
-    """Collective. The pieces of parameters, given as this rank's part and the shape of the whole."""
-    parameters = list(parameters)
-    own = torch.tensor([part.numel() for part, _ in parameters], device=device)
-    table = own.new_empty(dist.get_world_size(group), len(parameters))
-    dist.all_gather(list(table.unbind()), own, group=group)
-    sizes = table.T.tolist()
-    pieces = [Pieces(shape, tuple(row)) for (_, shape), row in zip(parameters, sizes, strict=True)]
-    assert all(sum(piece.sizes) == piece.shape.numel() for piece in pieces), pieces
-    return pieces
 
 
 def gather_to_rank0(
@@ -128,7 +114,6 @@ class GatheredWeights(ModelStrategy):
     """The part of a strategy that sends its whole model to engines and exports it."""
 
     model: ResponseModel
-    adapters: Adapters | None = None
     rank: int
     _stored: StoredLayout
     _on_the_way: StoredLayout
@@ -223,9 +208,6 @@ class GatheredWeights(ModelStrategy):
         whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
         parts = [[next(whole) for _ in weight.parts] for weight in bucket]
         return [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if self.rank == 0 else []
-
-    def adapter_scalings(self) -> dict[str, float]:
-        return {} if self.adapters is None else self.adapters.scalings
 
     def _selected_weights(self, selection: WeightSelection) -> Iterator[MergedWeight]:
         named = self._named_tensors()

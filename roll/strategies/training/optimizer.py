@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 from torch.distributed.tensor import DTensor
 
-from roll.config.names import LR_SCHEDULER_OPTIONS
 from roll.config.roles import TrainingArguments
 from roll.protocol.metrics import Mean, Metrics, Sum
 
@@ -31,44 +30,15 @@ INVERSE_SQRT_TIMESCALE = 10_000
 POLYNOMIAL_LR_END = 1e-7
 
 
-@dataclass(frozen=True)
 class LearningRateSchedule:
-    """A linear warm-up to ``peak`` over ``warmup_steps`` steps, then the decay of ``kind`` down to
-    ``peak * min_ratio`` at ``total_steps``, and that value from there on.
+    """A linear warm-up to ``learning_rate`` over ``warmup_steps`` steps, or ``warmup_ratio`` of ``total_steps``, then
+    the decay of ``lr_scheduler_type`` down to ``min_lr_ratio`` of it at ``total_steps``, and that from there on."""
 
-    Attributes:
-        options: ``training_args.lr_scheduler_kwargs``.
-
-    Raises:
-        ValueError: an unknown kind, an option that it does not have, a ``min_ratio`` outside [0, 1].
-    """
-
-    kind: str
-    peak: float
-    warmup_steps: int
-    total_steps: int
-    min_ratio: float = 0.0
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        known = LR_SCHEDULER_OPTIONS.get(self.kind)
-        if known is None:
-            names = ", ".join(LR_SCHEDULER_OPTIONS)
-            raise ValueError(f"training_args.lr_scheduler_type: {self.kind!r}; must be one of {names}, e.g. cosine")
-        for name in self.options:
-            if name not in known:
-                listed = ", ".join(known) or "none"
-                raise ValueError(f"training_args.lr_scheduler_kwargs.{name}: no option of {self.kind}; it has {listed}")
-        if not 0.0 <= self.min_ratio <= 1.0:
-            raise ValueError(f"training_args.min_lr_ratio: {self.min_ratio}; must lie between 0 and 1, e.g. 0.1")
-
-    @classmethod
-    def from_arguments(cls, args: TrainingArguments, total_steps: int) -> LearningRateSchedule:
-        """``warmup_steps`` where it is set, else ``warmup_ratio`` of ``total_steps`` (rounded up)."""
+    def __init__(self, args: TrainingArguments, total_steps: int) -> None:
+        self.kind, self.peak, self.min_ratio = args.lr_scheduler_type, args.learning_rate, args.min_lr_ratio
         # Rounded up as transformers.TrainingArguments.get_warmup_steps does.
-        warmup = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
-        options = dict(args.lr_scheduler_kwargs)
-        return cls(args.lr_scheduler_type, args.learning_rate, warmup, total_steps, args.min_lr_ratio, options)
+        self.warmup_steps = args.warmup_steps or math.ceil(args.warmup_ratio * total_steps)
+        self.total_steps, self.options = total_steps, args.lr_scheduler_kwargs
 
     def __call__(self, step: int) -> float:
         """The learning rate of optimizer step ``step``, counted from 0. The first step's is never 0."""
@@ -146,13 +116,6 @@ class DynamicLossScale:
         self.good_updates += 1
         if self.good_updates == self.growth_interval:
             self.value, self.good_updates = self.value * 2, 0
-
-    def state(self) -> dict[str, Any]:
-        """JSON values."""
-        return {"value": self.value, "good_updates": self.good_updates}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self.value, self.good_updates = float(state["value"]), int(state["good_updates"])
 
 
 def decay_groups(
@@ -246,7 +209,7 @@ class TrainingProgress:
     """Optimizer steps of a run: their number, the learning rate of each and, in fp16, the loss scale."""
 
     def __init__(self, args: TrainingArguments, num_training_steps: int, compute_dtype: torch.dtype) -> None:
-        self.schedule = LearningRateSchedule.from_arguments(args, num_training_steps)
+        self.schedule = LearningRateSchedule(args, num_training_steps)
         self.loss_scale = DynamicLossScale() if compute_dtype is torch.float16 else None
         self.step = 0
 
@@ -275,11 +238,14 @@ class TrainingProgress:
 
     def state(self) -> dict[str, Any]:
         """JSON values."""
-        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state()}
-        return {"step": self.step, **scale}
+        found: dict[str, Any] = {"step": self.step}
+        if (scale := self.loss_scale) is not None:
+            found["loss_scale"] = {"value": scale.value, "good_updates": scale.good_updates}
+        return found
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """The inverse of :meth:`state`."""
         self.step = int(state["step"])
         if self.loss_scale is not None and "loss_scale" in state:
-            self.loss_scale.restore(state["loss_scale"])
+            held = state["loss_scale"]
+            self.loss_scale.value, self.loss_scale.good_updates = float(held["value"]), int(held["good_updates"])

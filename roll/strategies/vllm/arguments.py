@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import vllm
-from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from roll.config.roles import WorkerConfig
@@ -17,13 +15,10 @@ from roll.models.build import DTYPES, overrides
 from roll.platforms import Platform
 from roll.strategies.engines.base import cache_numbers
 from roll.strategies.engines.requests import (
-    FinishReason,
-    GenerationOutput,
     PartialSample,
-    PromptScore,
     SamplingParams,
-    stream_key,
 )
+from roll.strategies.engines.sampling import stream_key
 from roll.strategies.engines.schemas import schema_grammar
 
 if TYPE_CHECKING:
@@ -157,7 +152,6 @@ def _on_cpu(
 
 
 _SEED_MASK = (1 << 63) - 1
-_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
 def sampling_params(
@@ -206,51 +200,13 @@ def sampling_params(
     )
 
 
-def scoring_params(top: int) -> vllm.SamplingParams:
-    """Return vLLM's settings for a prompt to be scored; one token is its minimum to sample."""
-    return vllm.SamplingParams(
-        temperature=0.0,
-        max_tokens=1,
-        prompt_logprobs=top,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )
-
-
-def prompt_score(flat: Any) -> PromptScore:
-    """From vLLM's log-probs of a prompt: by position the prompt's own token, then the most probable ones; nothing at
-    the first."""
-    log_probs, top = _split(flat, 1)
-    return PromptScore(log_probs, top, [flat.ranks[start] for start in flat.start_indices[1:]])
-
-
-def _split(flat: Any, first: int = 0) -> tuple[list[float], list[list[tuple[int, float]]]]:
+def by_position(flat: Any, first: int = 0) -> tuple[list[float], list[list[tuple[int, float]]]]:
     """By position from ``first`` on: the log-prob of the token itself, the first entry, and the further ones."""
     spans = list(zip(flat.start_indices, flat.end_indices, strict=True))[first:]
     further = [
         list(zip(flat.token_ids[start + 1 : end], flat.logprobs[start + 1 : end], strict=True)) for start, end in spans
     ]
     return [flat.logprobs[start] for start, _ in spans], further
-
-
-def generation_output(
-    request_id: str, sample_index: int, sample: CompletionOutput, weight_version: int
-) -> GenerationOutput:
-    """A finished or aborted sample; ``weight_version`` is used where vLLM reports none (no token was sampled)."""
-    token_ids = list(sample.token_ids)
-    log_probs, top = _split(sample.logprobs) if token_ids else ([], [])
-    assert len(log_probs) == len(token_ids), "one position of log-probs per token"
-    spans = [(int(span.version), span.start, span.end) for span in sample.weight_versions or ()]
-    return GenerationOutput(
-        request_id,
-        sample_index,
-        token_ids,
-        log_probs,
-        _REASONS[sample.finish_reason],
-        spans or [(weight_version, 0, len(token_ids))],
-        top if any(top) else [],  # where only the sampled token was requested there are none
-    )
 
 
 def recorded_routes(
@@ -279,10 +235,3 @@ def recorded_routes(
         if begun.routes is not None and len(begun.routes) == num_begun_inputs:
             routes[:num_begun_inputs] = begun.routes
     return routes
-
-
-def show_begun_text(detokenizer: Any, token_ids: Sequence[int]) -> None:
-    """Let vLLM find a stop string that begins in the tokens a sample came with. It searches the generated text only,
-    and to vLLM these tokens are part of the prompt."""
-    text = detokenizer.tokenizer.decode(list(token_ids), skip_special_tokens=False)
-    detokenizer.output_text = text.rstrip("\ufffd")  # a character that is not whole comes with its last token

@@ -7,16 +7,16 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.vllm import VLLM, VllmStrategyConfig
 from roll.platforms import current_platform
 from roll.protocol.vision import VisionInputs
@@ -31,16 +31,13 @@ from roll.strategies.engines.requests import (
     continued,
 )
 from roll.strategies.vllm.arguments import (
+    by_position,
     engine_arguments,
-    generation_output,
-    prompt_score,
     recorded_routes,
     sampling_params,
-    scoring_params,
-    show_begun_text,
 )
 from roll.strategies.vllm.verification import quieten
-from roll.strategies.vllm.vision import ImagePrompts, check_torchvision
+from roll.strategies.vllm.vision import ImagePrompts
 from roll.strategies.vllm.worker import POLICY, RankMemory, check_results, joined_checksums
 from roll.weight_sync.encoding import Checksum
 
@@ -72,12 +69,11 @@ class VllmStrategy(PackagedEngine):
     """Generation by vLLM, on CPU or GPU. The engine and its scheduler are in this process, and so is its model, unless
     the engine has several ranks: these are processes that this one starts and ends. The death of one ends them all."""
 
+    _config: VllmStrategyConfig
+    _engine: LLMEngine
+
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
         super().__init__(role, seed)
-        config = typed_strategy_config(role.strategy_args)
-        assert isinstance(config, VllmStrategyConfig)
-        self._config = config
-        self._engine: LLMEngine | None = None
         self._samples: dict[str, _Sample] = {}
         self._unfinished: dict[str, set[str]] = {}
         """Keys of ``_samples`` by request."""
@@ -88,7 +84,7 @@ class VllmStrategy(PackagedEngine):
         self._is_reloading = False
         self._checksums: dict[str, Checksum] = {}
         """Checksums of the tensors that the update has brought so far."""
-        self._num_ranks = config.devices_per_worker
+        self._num_ranks = self._config.devices_per_worker
         self._records_routes = role.router_replay.mode == "R3"
         self._num_experts = 0
         self._memory = RankMemory()
@@ -104,8 +100,6 @@ class VllmStrategy(PackagedEngine):
         quieten()
         platform = current_platform()
         model_config, tokenizer = self._read_model_folder(self._config.max_model_len)
-        if getattr(model_config, "vision_config", None) is not None:
-            check_torchvision()
         if self._records_routes:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the one that can
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
@@ -148,11 +142,10 @@ class VllmStrategy(PackagedEngine):
                 for index in request.unfinished_samples:
                     begun = request.partial.get(index)
                     if begun is None:
-                        fresh = fresh or self._rendered(request.prompt_token_ids, request.vision)
-                        self._add_sample(request, index, fresh, None)
+                        prompt = fresh = fresh or self._rendered(request.prompt_token_ids, request.vision)
                     else:
                         prompt = self._rendered([*request.prompt_token_ids, *begun.token_ids], request.vision)
-                        self._add_sample(request, index, prompt, begun)
+                    self._add_sample(request, index, prompt, begun)
             except Exception:  # vLLM has further limits: drop this request's samples and keep the others
                 self.abort([request.request_id])
                 self._unfinished.pop(request.request_id, None)
@@ -168,7 +161,7 @@ class VllmStrategy(PackagedEngine):
             # Blocks stay in the cache across updates. The salt enters their hashes, so that a new request never reuses
             # keys and values of older weights.
             prompt["cache_salt"] = str(self._version)
-        (rendered,) = self._running_engine().renderer.render_cmpl([prompt])
+        (rendered,) = self._engine.renderer.render_cmpl([prompt])
         if vision is not None and list(rendered["prompt_token_ids"]) != list(token_ids):
             found, expected = len(rendered["prompt_token_ids"]), len(token_ids)
             raise ValueError(
@@ -179,7 +172,7 @@ class VllmStrategy(PackagedEngine):
     def _add_sample(
         self, request: GenerationRequest, index: int, prompt: EngineInput, begun: PartialSample | None
     ) -> None:
-        engine, key = self._running_engine(), f"{request.request_id}/{index}"
+        engine, key = self._engine, f"{request.request_id}/{index}"
         room = self._max_model_len - len(request.prompt_token_ids)
         num_begun = 0 if begun is None else len(begun.token_ids)
         limited = replace(request.params, top_log_probs=min(request.params.top_log_probs, self._vocab_size))
@@ -187,7 +180,10 @@ class VllmStrategy(PackagedEngine):
         params.bad_words = self._images.never_sampled
         internal_id = engine.add_request(key, prompt, params, lora_request=POLICY if self.takes_adapters else None)
         if begun is not None and request.params.stop_strings:
-            show_begun_text(engine.output_processor.request_states[internal_id].detokenizer, begun.token_ids)
+            # vLLM searches the generated text for stop strings, and to it these tokens are part of the prompt.
+            detokenizer: Any = engine.output_processor.request_states[internal_id].detokenizer
+            text = detokenizer.tokenizer.decode(list(begun.token_ids), skip_special_tokens=False)
+            detokenizer.output_text = text.rstrip("\ufffd")  # a character that is not whole comes with its last token
         self._samples[key] = _Sample(request.request_id, index, internal_id, begun, len(request.prompt_token_ids))
         self._unfinished[request.request_id].add(key)
 
@@ -199,14 +195,11 @@ class VllmStrategy(PackagedEngine):
 
     def _step(self) -> list[GenerationOutput]:
         with self._watch.blamed():
-            results: list[Any] = self._running_engine().step()
+            results: list[Any] = self._engine.step()
         for result in results:
             if result.request_id in self._scoring:
                 self._scoring[result.request_id] = result
         return [self._take(result) for result in results if result.request_id not in self._scoring]
-
-    def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore:
-        return self.prompt_scores([token_ids], top)[0]
 
     def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
         """See the base class; samples in flight continue meanwhile, and the next step returns those that finish.
@@ -215,7 +208,7 @@ class VllmStrategy(PackagedEngine):
             ValueError: a prompt without room for the token that vLLM samples after it, or more tokens requested than
                 the engine's ``max_logprobs``.
         """
-        engine = self._running_engine()
+        engine = self._engine
         keys = [f"{SCORING}{number}" for number in range(len(prompts))]
         try:
             for key, token_ids in zip(keys, prompts, strict=True):
@@ -224,11 +217,21 @@ class VllmStrategy(PackagedEngine):
                 )
                 rendered = self._rendered(token_ids, None)
                 lora = POLICY if self.takes_adapters else None
-                engine.add_request(key, rendered, scoring_params(min(top, self._vocab_size)), lora_request=lora)
+                params = vllm.SamplingParams(
+                    temperature=0.0,
+                    max_tokens=1,  # its minimum to sample
+                    prompt_logprobs=min(top, self._vocab_size),
+                    flat_logprobs=True,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                engine.add_request(key, rendered, params, lora_request=lora)
                 self._scoring[key] = None
             while any(result is None for result in self._scoring.values()):
                 self._finished_early += self._step()
-            return [prompt_score(self._scoring[key].prompt_logprobs) for key in keys]
+            found = [self._scoring[key].prompt_logprobs for key in keys]
+            # The first position of a prompt has none.
+            return [PromptScore(*by_position(one, 1), [one.ranks[at] for at in one.start_indices[1:]]) for one in found]
         except Exception:
             engine.abort_request([key for key, result in self._scoring.items() if result is None])
             raise
@@ -246,13 +249,13 @@ class VllmStrategy(PackagedEngine):
         self._finished_early = [output for output in early if output.request_id not in names]
         keys = self._keys(names)
         results = self._so_far(keys)  # before the abort: the engine forgets what an aborted request had
-        self._running_engine().abort_request([self._samples[key].internal_id for key in keys], internal=True)
+        self._engine.abort_request([self._samples[key].internal_id for key in keys], internal=True)
         return [self._take(result) for result in results]
 
     def recover(self) -> list[GenerationOutput]:
         """See the base class. What the prefix cache has noted of the step that failed was never computed."""
         outputs = self.abort()
-        self._running_engine().reset_prefix_cache()
+        self._engine.reset_prefix_cache()
         return outputs
 
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
@@ -269,7 +272,7 @@ class VllmStrategy(PackagedEngine):
 
     def _so_far(self, keys: Sequence[str]) -> list[Any]:
         """vLLM's own account of samples as if they ended here; it only reads what vLLM keeps of them."""
-        states = self._running_engine().output_processor.request_states
+        states = self._engine.output_processor.request_states
         mine = [states[self._samples[key].internal_id] for key in keys]
         return [state.make_request_output([], None, FinishReason.ABORT, None) for state in mine]
 
@@ -283,14 +286,27 @@ class VllmStrategy(PackagedEngine):
         return self._output(sample, result)
 
     def _output(self, sample: _Sample, result: RequestOutput) -> GenerationOutput:
-        output = generation_output(sample.request_id, sample.index, result.outputs[0], self._version)
+        own = result.outputs[0]
+        token_ids, reason = list(own.token_ids), cast("Any", own.finish_reason)
+        log_probs, top = by_position(own.logprobs) if token_ids else ([], [])
+        assert len(log_probs) == len(token_ids), "one position of log-probs per token"
+        assert reason in ("stop", "length", "abort"), reason
+        spans = [(int(span.version), span.start, span.end) for span in own.weight_versions or ()]
+        output = GenerationOutput(
+            sample.request_id,
+            sample.index,
+            token_ids,
+            log_probs,
+            reason,
+            spans or [(self._version, 0, len(token_ids))],  # vLLM reports none where no token was sampled
+            top if any(top) else [],  # where only the sampled token was requested there are none
+        )
         whole = output if sample.begun is None else continued(sample.begun, output)
         if self._records_routes:
             before = sample.prompt_length - 1
             num_begun = 0 if sample.begun is None else before + len(sample.begun.token_ids)
-            rows = result.outputs[0].routed_experts
             number = before + len(whole.token_ids)
-            whole.routes = recorded_routes(rows, number, self._num_experts, sample.begun, num_begun)
+            whole.routes = recorded_routes(own.routed_experts, number, self._num_experts, sample.begun, num_begun)
         return whole
 
     def start_weight_update(self, version: int) -> None:
@@ -326,7 +342,7 @@ class VllmStrategy(PackagedEngine):
 
     def finish_weight_update(self) -> dict[str, Checksum]:
         """See the base class. The checksum of a tensor is there only if the engine holds exactly that tensor."""
-        version, engine = self._updating("finish_weight_update"), self._running_engine()
+        version, engine = self._updating("finish_weight_update"), self._engine
         if self._is_reloading:
             self._checksums |= joined_checksums(self._ask_ranks("roll_finish_reload"))
             self._is_reloading = False
@@ -348,30 +364,26 @@ class VllmStrategy(PackagedEngine):
     def _ask_ranks(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of the worker extension; return one result a rank."""
         with self._watch.blamed():
-            results = self._running_engine().collective_rpc(method, args=arguments)
+            results = self._engine.collective_rpc(method, args=arguments)
             check_results(results)
         return results
 
     def _release(self) -> bool:
         with self._watch.blamed():
-            self._running_engine().sleep(self._config.sleep_level)
+            self._engine.sleep(self._config.sleep_level)
         return True
 
     def _resume(self, parts: list[str]) -> None:
         with self._watch.blamed():
-            self._running_engine().wake_up(parts)
+            self._engine.wake_up(parts)
 
     def shutdown(self) -> None:
-        if self._engine is None:
+        if not hasattr(self, "_engine"):
             return
         self._watch.close()
         self._engine.engine_core.shutdown()
         self._memory.abandon()
-        self._engine = None
+        del self._engine
         self._samples.clear()
         self._unfinished.clear()
         gc.collect()
-
-    def _running_engine(self) -> LLMEngine:
-        assert self._engine is not None, "initialize() comes first"
-        return self._engine

@@ -146,8 +146,15 @@ class ReloadVerifier:
             sent, shard = self._taken(name), arguments["shard_id"]
             local = layer._map_global_expert_id_to_local_expert_id(arguments["expert_id"])
             if local >= 0:  # else another rank has the expert
-                held = expert_part(getattr(layer, parameter_name), local, shard)
-                self._note(name, layer, parameter_name, sent, held, oriented(layer, sent, shard))
+                # Gate (w1) and up (w3) are above one another; down (w2) and those of gpt-oss are alone.
+                held = getattr(layer, parameter_name).data[local]
+                if shard in ("w1", "w3"):
+                    held = held.chunk(2)[shard == "w3"]
+                whole = sent
+                if shard.startswith(_GPT_OSS):  # transposed; the bias of an output on one rank only
+                    is_repeated = shard == _OUTPUT and layer.moe_config.moe_parallel_config.tp_rank > 0
+                    whole = sent.t() if sent.ndim == 2 else torch.zeros_like(sent) if is_repeated else sent
+                self._note(name, layer, parameter_name, sent, held, whole)
 
     def _compare(self, name: str, layer: nn.Module, parameter_name: str, shard: str | int | None = None) -> None:
         sent = self._taken(name)
@@ -355,26 +362,3 @@ def checkpoint_tensors(model_type: str, name: str, tensor: torch.Tensor) -> list
         layer, biases = found.groups()
         return [(f"{layer}.{expert}.{biases}", bias) for expert, bias in enumerate(tensor)]
     return [(name, tensor)]
-
-
-def expert_part(parameter: torch.Tensor, expert: int, shard: str) -> torch.Tensor:
-    """The part of experts' fused parameter (experts, rows, columns) that one tensor of the checkpoint went to.
-
-    Args:
-        shard: ``w1`` (gate) and ``w3`` (up) are above one another; ``w2`` (down) and those of gpt-oss are alone.
-    """
-    whole = parameter.data[expert]
-    if shard not in ("w1", "w3"):
-        return whole
-    rows = len(whole) // 2
-    return whole[:rows] if shard == "w1" else whole[rows:]
-
-
-def oriented(layer: Any, sent: torch.Tensor, shard: str) -> torch.Tensor:
-    """One tensor of an expert as the layer holds it: of gpt-oss transposed; the bias of an output on one rank only."""
-    if not shard.startswith(_GPT_OSS):
-        return sent
-    if sent.ndim == 2:
-        return sent.t()
-    is_repeated = shard == _OUTPUT and layer.moe_config.moe_parallel_config.tp_rank > 0
-    return torch.zeros_like(sent) if is_repeated else sent

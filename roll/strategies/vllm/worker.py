@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_world_group
-from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
 from vllm.lora.request import LoRARequest
@@ -125,11 +124,13 @@ class PolicyAdapter:
         self._manager.remove_adapter(POLICY.lora_int_id)
         self._manager.add_adapter(LoRAModel(POLICY.lora_int_id, rank, layers))
         self._manager.activate_adapter(POLICY.lora_int_id)
-        return self._checksums(tensors, scalings)
-
-    def _checksums(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> dict[str, int]:
         slot = self._manager.lora_index_to_id.index(POLICY.lora_int_id)
-        places = dict(self._places())
+        # The checkpoint's modules: the layer that computes each, and which of the layer's adapters is its own.
+        places = {
+            module: (layer, index)
+            for name, layer in self._manager.modules.items()
+            for index, module in enumerate(self._manager.packed_modules.get(name, [name]))
+        }
         found = {}
         for weight in scalings:
             layer, index = places.get(weight.removesuffix(".weight"), (None, 0))
@@ -148,12 +149,6 @@ class PolicyAdapter:
                 is_right = checksum == tensor_checksum(own.to(held.device))
                 found[weight + part] = tensor_checksum(sent.to(held.device)) if is_right else checksum
         return found
-
-    def _places(self) -> Iterator[tuple[str, tuple[BaseLayerWithLoRA, int]]]:
-        """The checkpoint's modules: the layer that computes each, and which of the layer's adapters is its own."""
-        for name, layer in self._manager.modules.items():
-            for index, module in enumerate(self._manager.packed_modules.get(name, [name])):
-                yield module, (layer, index)
 
 
 class WeightReceiver:

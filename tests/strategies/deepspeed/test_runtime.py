@@ -11,7 +11,7 @@ import pytest
 
 from roll.config.installation import install_command
 from roll.platforms import CpuPlatform
-from roll.strategies.deepspeed.strategy import import_deepspeed
+from roll.strategies.deepspeed.strategy import join_process_group
 
 ROOT = Path(__file__).parents[3]
 WITHOUT_COMPILER = """
@@ -37,7 +37,7 @@ dist.destroy_process_group()
 def test_without_deepspeed_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ImportError, match=re.escape(install_command("deepspeed"))):
-        import_deepspeed(CpuPlatform())
+        join_process_group(CpuPlatform())
 
 
 @pytest.mark.long

@@ -8,14 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.strategies.engines.requests import (
-    GenerationRequest,
-    SamplingParams,
-    filter_threshold,
-    invert_cumulative,
-    stream_key,
-    uniforms,
-)
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+from roll.strategies.engines.sampling import filter_threshold, invert_cumulative, stream_key, uniforms
 from tests.strategies.hf_infer.helpers import (
     EOS,
     VOCAB_SIZE,

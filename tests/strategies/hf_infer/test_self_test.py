@@ -78,7 +78,7 @@ def test_prompts_are_scored_by_the_model_s_own_logits():
     strategy._decoder, strategy._plain_head = create_decoder(model, 64), False
     ids = [5, 9, 3, 30, 4]
     wanted = model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])
-    assert strategy.prompt_score(ids, 1).log_probs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
+    assert strategy.prompt_scores([ids], 1)[0].log_probs == pytest.approx(wanted[:, 0].tolist(), abs=1e-5)
 
 
 def test_a_decoder_that_computes_something_else_is_refused(monkeypatch):

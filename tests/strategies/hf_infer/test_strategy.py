@@ -239,6 +239,6 @@ def test_sleep_frees_the_cache_and_wake_restores_the_engine(model_folder):
         strategy.sleep()
     strategy.abort()
     strategy.sleep()
-    assert strategy._running_engine().cache_bytes == 0
+    assert strategy.cache_bytes == 0
     strategy.wake()
     assert run(strategy, [replace(request)])["r", 0].token_ids == expected

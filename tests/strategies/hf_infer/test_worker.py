@@ -70,7 +70,7 @@ class Poison(Exception):
 def poison(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Let requests whose name begins with ``bad`` make a step of the engine fail: at their admission, after their
     third token, or by logits that are no numbers."""
-    engine = worker.engine._engine  # type: ignore[attr-defined]
+    engine = worker.engine  # type: ignore[attr-defined]
     start_sample, sample = engine._start_sample, Sampler.sample
     stopped = RunningRows.stopped
 

@@ -10,7 +10,7 @@ from tests.strategies import jobs
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ({"pp": 2, "vpp": 4}, {}, "8 stages for 4 layers; use at most 4"),
+        ({"pp": 2, "vpp": 4}, {}, "x virtual_pipeline_model_parallel_size 4 must divide the model's 4 layers"),
         ({"additional_configs": {"num_layer": 3}}, {}, "TransformerConfig has no num_layer"),
         ({}, {"model_args": {"freeze_module_prefix": "modle"}}, "no parameter starts with 'modle'"),
         (
@@ -27,7 +27,7 @@ def test_refused(run, sizes, options, message):
 
 def test_sizes_that_do_not_fit(run):
     answer = run(jobs.refused, 4, "megatron_infer", "qwen2", config={"tp": 4}, batch=None)[0]
-    assert "tensor_model_parallel_size: 4 does not divide the model's num_key_value_heads 2" in answer
+    assert "tensor_model_parallel_size: 4 must divide the model's 2 key-value heads; use e.g. 2" in answer
     answer = run(jobs.refused, 2, "megatron_infer", "qwen2", config={"tp": 4}, batch=None)[0]
     assert "must divide the role's 2 ranks" in answer
 

@@ -13,6 +13,7 @@ def cut_head(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_tokens: int
 ) -> dict[str, torch.Tensor]:
     """On each rank: its rows of ``weight``; gradients of a loss through both outputs."""
+    from roll.strategies.megatron.distributions import OwnTokens
     from roll.strategies.megatron.model import vocab_parallel_log_probs
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -24,9 +25,8 @@ def cut_head(
         hidden,
         own,
         targets,
-        group=dist.group.WORLD,
-        vocab_size=len(weight),
-        temperature=temperature,
+        OwnTokens(own, dist.group.WORLD, len(weight)),
+        temperature,
         memory=HeadMemory(chunk_bytes=4 * rows * chunk_tokens, min_chunk_tokens=chunk_tokens),
     )
     _loss(log_probs, entropy).backward()
