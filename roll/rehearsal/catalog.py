@@ -196,19 +196,15 @@ def find_config(path: str | None, given: Path | None = None) -> Mapping[str, Any
     Raises:
         ConfigError: the given file cannot be read.
     """
-    if given is not None:
-        return _read(given)
-    try:
-        own = read_model_config(path)
-    except ValueError as error:
-        raise ConfigError([Problem("model_args.model_name_or_path", path, str(error))]) from error
-    return own or known_config(path or "")
-
-
-def _read(given: Path) -> Mapping[str, Any]:
+    if given is None:
+        try:
+            own = read_model_config(path)
+        except ValueError as error:
+            raise ConfigError([Problem("model_args.model_name_or_path", path, str(error))]) from error
+        return own or known_config(path or "")
     file = given / CONFIG if given.is_dir() else given
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError([Problem("--model-config", str(given), f"cannot be read: {error}")]) from error
     if not isinstance(config, dict) or "model_type" not in config:

@@ -8,6 +8,8 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,26 +32,25 @@ def main(words: Sequence[str]) -> int:
     # Only tensors without contents are computed with: no accelerator is needed, or touched.
     os.environ["ROLL_PLATFORM"] = "cpu"
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    from roll.rehearsal.formulas import size
     from roll.rehearsal.recipe import rehearse_recipe
     from roll.rehearsal.report import render, to_json
     from roll.rehearsal.suggestions import suggest
 
-    errors = Console(stderr=True, emoji=False)
-
-    def say(text: str) -> None:
-        errors.print(text, markup=False, highlight=False, soft_wrap=True)
-
+    say = partial(Console(stderr=True, emoji=False).print, markup=False, highlight=False, soft_wrap=True)
     known: dict[Any, Any] = {}
     report = rehearse_recipe(loaded, machine, given, say, known)
     found = [] if report.fits or arguments.no_suggestions else suggest(loaded, report, given, say, known)
     if arguments.json:
-        content = to_json(report) | {"suggestions": [one.as_json() for one in found]}
+        content = to_json(report) | {"suggestions": [asdict(one) for one in found]}
         sys.stdout.write(json.dumps(content, indent=1) + "\n")
     else:
         console = Console(emoji=False, width=max(100, Console().width))
         render(report, console)
         for one in found:
-            console.print(one.sentence(machine), markup=False, highlight=False, soft_wrap=True)
+            share = f"{size(one.peak)} of {size(machine.gpu.memory)}"
+            text = f"fits with {' '.join(one.overrides)}: at most {share}, a step of at least {one.seconds:,.1f} s"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
         if not report.fits and not found and not arguments.no_suggestions:
             console.print("no single change that was rehearsed makes it fit", markup=False, highlight=False)
     return 0 if report.fits else EXIT_DOES_NOT_FIT

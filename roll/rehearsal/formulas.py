@@ -159,28 +159,20 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
             on_host=config.offload_policy,
         )
     if isinstance(config, DeepSpeedStrategyConfig):
-        return _zero_states(role, config, shape, weights, trained, learns)
+        environ = {**os.environ, **role.section.system_envs}
+        plan = plan_zero(config, environ, trains=learns, has_accelerator=True)
+        masters = 4 if compute < 4 else 0
+        return States(
+            parameters=weights * compute / (world if plan.stage == 3 else 1),
+            gradients=learns * trained * (4 if plan.stage else compute) / (world if plan.stage >= 2 else 1),
+            optimizer=learns * trained * (8 + masters) / (world if plan.stage >= 1 else 1),
+            gathered=(2 * shape.layer + shape.embeddings) * compute if plan.stage == 3 else 0.0,
+            on_host=plan.offload_param != "none",
+            optimizer_on_host=plan.offload_optimizer != "none",
+        )
     if isinstance(config, MegatronStrategyConfig):
         return megatron_states(role, config, shape, learns)
     return States(weights * compute, 0.0, 0.0)
-
-
-def _zero_states(
-    role: RolePlan, config: DeepSpeedStrategyConfig, shape: ModelShape, weights: float, trained: float, learns: bool
-) -> States:
-    environ = {**os.environ, **role.section.system_envs}
-    plan = plan_zero(config, environ, trains=learns, has_accelerator=True)
-    compute, ranks = BYTES[role.section.model_args.dtype], role.world_size
-    masters = 4 if compute < 4 else 0
-    shard = ranks if plan.stage >= 1 else 1
-    return States(
-        parameters=weights * compute / (ranks if plan.stage == 3 else 1),
-        gradients=learns * trained * (4 if plan.stage else compute) / (ranks if plan.stage >= 2 else 1),
-        optimizer=learns * trained * (8 + masters) / shard,
-        gathered=(2 * shape.layer + shape.embeddings) * compute if plan.stage == 3 else 0.0,
-        on_host=plan.offload_param != "none",
-        optimizer_on_host=plan.offload_optimizer != "none",
-    )
 
 
 def megatron_states(role: RolePlan, config: MegatronStrategyConfig, shape: ModelShape, learns: bool) -> States:
@@ -204,17 +196,6 @@ def megatron_share(dims: ParallelDims, shape: ModelShape) -> float:
         layer = shape.layer / dims.tp
     ends = shape.embeddings if dims.pp == 1 else shape.vocabulary * shape.hidden
     return layers * layer + ends / dims.tp
-
-
-def activation_bytes(role: RolePlan, shape: ModelShape, tokens: int) -> float:
-    """The most that one micro-batch of a training role keeps, roughly: with recomputation a hidden state of each layer
-    and the inside of one; without, the inside of all. A gated MLP keeps about four tensors as wide as it is, attention
-    about six as wide as the model."""
-    compute = BYTES[role.section.model_args.dtype]
-    inside = tokens * compute * (8 * shape.hidden + 4 * shape.intermediate + 2 * shape.heads * shape.head_dim)
-    if role.section.model_args.disable_gradient_checkpointing:
-        return float(shape.layers * inside)
-    return float(shape.layers * tokens * shape.hidden * compute + 1.5 * inside)
 
 
 def _known_shapes(plan: Plan) -> Iterator[tuple[RolePlan, ModelShape]]:
@@ -249,7 +230,14 @@ def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         tokens = training.rule.max_tokens if training.rule is not None else None
         if tokens is None:
             tokens = training.micro_batch_size * role.sequence_length
-        activations = activation_bytes(role, shape, tokens)
+        # Roughly the most that a micro-batch keeps: with recomputation a hidden state of each layer and the inside of
+        # one, without it the inside of all. A gated MLP keeps about four tensors of its width, attention about six of
+        # the model's.
+        compute = BYTES[role.section.model_args.dtype]
+        inside = tokens * compute * (8 * shape.hidden + 4 * shape.intermediate + 2 * shape.heads * shape.head_dim)
+        activations = float(shape.layers * inside)
+        if not role.section.model_args.disable_gradient_checkpointing:
+            activations = float(shape.layers * tokens * shape.hidden * compute + 1.5 * inside)
         parts = [f"states {size(states.total - states.gathered)}"]
         parts += [f"gathered layers {size(states.gathered)}"] if states.gathered else []
         parts.append(f"activations {size(activations)}")
@@ -364,15 +352,12 @@ def generation_time(
     attention = 2.0 * shape.layers * shape.heads * shape.head_dim * (response + 2 * prompt) * own * response
     flops = 2.0 * shape.active * tokens + attention
     running = min(use.running, max(1.0, own))
-    steps = response * own / running
-    read = shape.total if not shape.experts else _read_weights(shape, running)
+    steps, read = response * own / running, float(shape.total)
+    if shape.experts:
+        # Weights that the running samples use together: an expert is used by none with probability (1 - k/E)^samples.
+        per_expert = (shape.layer - shape.active_layer) / (shape.experts - shape.top_k)
+        used = shape.experts * (1.0 - (1.0 - shape.top_k / shape.experts) ** running)
+        dense = shape.layer - shape.experts * per_expert
+        read = float(shape.layers * (dense + used * per_expert) + shape.embeddings)
     cached = running * (prompt + response / 2) * shape.kv_bytes(itemsize)
     return flops / ranks / speed, steps * (read * itemsize + cached) / ranks / gpu.bandwidth
-
-
-def _read_weights(shape: ModelShape, tokens: float) -> float:
-    """Weights that so many tokens use together: an expert is used by none with probability (1 - k/E)^tokens."""
-    per_expert = (shape.layer - shape.active_layer) / (shape.experts - shape.top_k)
-    used = shape.experts * (1.0 - (1.0 - shape.top_k / shape.experts) ** tokens)
-    dense = shape.layer - shape.experts * per_expert
-    return float(shape.layers * (dense + used * per_expert) + shape.embeddings)

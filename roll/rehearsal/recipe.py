@@ -60,16 +60,12 @@ class DeviceUse:
     ids: tuple[int, ...]
     roles: tuple[str, ...]
     phases: list[PhaseUse]
-    phases_without_offload: list[PhaseUse]
-    """The same if nothing were offloaded between phases."""
+    peak_without_offload: PhaseUse
+    """The fullest phase if nothing were offloaded between phases."""
 
     @property
     def peak(self) -> PhaseUse:
         return max(self.phases, key=lambda phase: phase.total)
-
-    @property
-    def peak_without_offload(self) -> PhaseUse:
-        return max(self.phases_without_offload, key=lambda phase: phase.total)
 
 
 @dataclass
@@ -224,6 +220,11 @@ def _task(loaded: LoadedConfig[Any], name: str) -> Task:
     scores = is_rm or loaded.pipeline.task_of(role.key, role.section) is SCORES
     head = ModelHead.VALUE if name == "critic" else ModelHead.SCORE if scores else ModelHead.CAUSAL_LM
     compared, given = loaded.pipeline.distributions(config, name)
+    outputs: tuple[Output, ...] = ()
+    if plan.pipeline == "dpo":
+        outputs = (Output.SUM_OF_SQUARES,) if config.use_weighting else ()
+    elif name == "actor_train" and isinstance(config, PolicyRunConfig):
+        outputs = (Output.ENTROPY,) if config.log_entropy or config.entropy_loss_coef else ()
     args = role.section.model_args
     if args.attn_implementation == INVARIANT_ATTENTION:  # of CPUs; accelerators run their own kernels
         args = replace(args, attn_implementation=None)
@@ -241,20 +242,10 @@ def _task(loaded: LoadedConfig[Any], name: str) -> Task:
         bucket_bytes=loaded.config.model_update_buffer_size_mb * 2**20,
         head=head,
         units=units,
-        more_outputs=_more_outputs(loaded, name),
+        more_outputs=outputs,
         compared_tokens=compared,
         top_tokens=given,
     )
-
-
-def _more_outputs(loaded: LoadedConfig[Any], name: str) -> tuple[Output, ...]:
-    """Outputs besides log-probs that the losses of the policy need."""
-    config = loaded.config
-    if loaded.plan.pipeline == "dpo":
-        return (Output.SUM_OF_SQUARES,) if config.use_weighting else ()
-    if name != "actor_train" or not isinstance(config, PolicyRunConfig):
-        return ()
-    return (Output.ENTROPY,) if config.log_entropy or config.entropy_loss_coef else ()
 
 
 class _RecordingCluster:
@@ -338,7 +329,8 @@ class _Step:
                 moved: [self._use(phase, names, states) for phase, states in zip(self.phases, found, strict=True)]
                 for moved, found in present.items()
             }
-            uses.append(DeviceUse(tuple(ids), names, pages[offloads], pages[False]))
+            kept = max(pages[False], key=lambda phase: phase.total)
+            uses.append(DeviceUse(tuple(ids), names, pages[offloads], kept))
         return uses
 
     def _residents(self, offloads: bool) -> list[dict[str, set[StateKind]]]:

@@ -90,17 +90,15 @@ def deepspeed_run(role: RolePlan, options: DeepSpeedStrategyConfig, shape: Model
                                                                               micro-batch
     =====  ==========  =====================  ==============================  ===================================
     """
-    run = rehearse(task, execute_sharded=False)
+    run, learns = rehearse(task, execute_sharded=False), task.updates > 0
     environ = {**os.environ, **role.section.system_envs}
-    learns = task.updates > 0
     plan = plan_zero(options, environ, trains=learns, has_accelerator=not task.on_cpu)
     ranks, compute = task.world_size, BYTES[role.section.model_args.dtype]
     whole = run.states[StateKind.MODEL_PARAMS]
     weights = whole / compute
     with_adapters = uses_lora(role.section.model_args) and "train" in run.works
     trained = run.works["train"].peak[Kind.GRADIENTS] / compute if with_adapters else weights
-    stage, masters = plan.stage, 4 if compute < 4 else 0
-    shard = ranks if stage else 1
+    stage, masters, shard = plan.stage, 4 if compute < 4 else 0, ranks if plan.stage else 1
     parameters = whole / ranks if stage == 3 else whole
     # Without master weights the optimizer updates the parameters: under ZeRO 1 and 2 a float32 copy of its share.
     copies = 4 / ranks if compute == 4 and stage in (1, 2) else 0.0
@@ -132,7 +130,13 @@ def deepspeed_run(role: RolePlan, options: DeepSpeedStrategyConfig, shape: Model
                 work.peak[Kind.GRADIENTS] = int(accumulated / (ranks if stage >= 2 else 1))
             work.peak[Kind.COMMUNICATION] = int(bucket * overlap) if stage else 0
             if task.on_cpu and stage in (1, 2):
-                _take_freed_pages(work, accumulates=work.micro_batches > task.updates)
+                # A CPU's memory is taken when it is written to: the bucket's, and where no earlier micro-batch has left
+                # gradients theirs, while the backward pass frees activations. A GPU's allocator holds both throughout.
+                room = work.peak[Kind.ACTIVATIONS]
+                for kind in (Kind.COMMUNICATION, Kind.GRADIENTS)[: 1 if work.micro_batches > task.updates else 2]:
+                    taken = min(room, work.peak[kind])
+                    work.peak[kind] -= taken
+                    room -= taken
             if plan.offload_optimizer != "none":
                 work.peak[Kind.GRADIENTS] = 0
             gradient = Collective("reduce_scatter" if stage else "all_reduce", group, int(trained * compute))
@@ -143,16 +147,6 @@ def deepspeed_run(role: RolePlan, options: DeepSpeedStrategyConfig, shape: Model
             work.peak[Kind.COMMUNICATION] = 2 * min(task.bucket_bytes, int(whole))
             work.collectives[Collective("gather", group, int(whole))] += 1
     return run
-
-
-def _take_freed_pages(work: Work, accumulates: bool) -> None:
-    """A CPU's memory is taken when it is written to: the bucket's, and where no earlier micro-batch has left gradients
-    theirs, while the backward pass frees activations. A GPU's allocator holds both from the beginning."""
-    room = work.peak[Kind.ACTIVATIONS]
-    for kind in (Kind.COMMUNICATION, Kind.GRADIENTS)[: 1 if accumulates else 2]:
-        taken = min(room, work.peak[kind])
-        work.peak[kind] -= taken
-        room -= taken
 
 
 def megatron_run(

@@ -70,17 +70,15 @@ def traffic(collectives: Counter[Collective], devices: Sequence[int], per_node: 
     Args:
         devices: the role's device ids, by rank.
     """
-    totals: dict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    flows = []
     for collective, count in collectives.items():
         ranks = len(collective.ranks)
         if ranks < 2:
             continue
         nodes = {devices[rank] // per_node for rank in collective.ranks if rank < len(devices)}
         within, between = _shares(collective.name, float(collective.num_bytes), ranks, max(1, len(nodes)))
-        total = totals[collective.name, ranks]
-        total[0] += count * within
-        total[1] += count * between
-    return [Traffic(name, ranks, *sums) for (name, ranks), sums in totals.items()]
+        flows.append(Traffic(collective.name, ranks, count * within, count * between))
+    return merged([flows])
 
 
 def _shares(name: str, total: float, ranks: int, nodes: int) -> tuple[float, float]:

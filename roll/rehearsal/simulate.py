@@ -264,23 +264,6 @@ class RehearsedModule(_Rehearsed):
         raise AssertionError("there is nothing to save")
 
 
-def full_rows(rows: int, task: Task) -> TensorBatch:
-    """Samples of full length; those of a group share a prompt."""
-    length = task.prompt + task.response
-    columns = torch.arange(length).expand(rows, -1)
-    group = torch.arange(rows)[:, None] // max(1, task.group_size)
-    # Whatever the ids, prompts of different groups must differ.
-    ids = torch.where(columns == 0, group % 97, columns % 89) + 3
-    batch = {
-        "input_ids": ids,
-        "attention_mask": torch.ones_like(ids, dtype=torch.bool),
-        "response_mask": columns >= task.prompt,
-    }
-    if task.units > 1:
-        batch["unit_ids"] = torch.arange(rows) // task.units
-    return batch
-
-
 def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
     """Run what a role does in a pipeline step.
 
@@ -341,19 +324,26 @@ def _targets(strategy: _Rehearsed, batch: TensorBatch, task: Task) -> tuple[Tens
         name: one.expand(size) for name, one, size in zip(target_columns("target"), contents, sizes, strict=True)
     }
     options = DivergenceConfig(logits_topk=task.compared_tokens)
-
-    def compare(own: Tensor, target: Tensor, has_tail: bool) -> Tensor:
-        return divergence(own, target, options, has_tail)
-
-    return batch | columns, [Comparison("target", 1.0, compare)]
+    return batch | columns, [
+        Comparison("target", 1.0, lambda own, target, tail: divergence(own, target, options, tail))
+    ]
 
 
-def _first_micro_batches(
-    strategy: _Rehearsed, task: Task, rows: int, trains: bool, most: int = 2
-) -> tuple[TensorBatch, int]:
-    """The rows of the first micro-batches, which are the largest, and the number of all."""
+def _first_micro_batches(task: Task, rows: int, trains: bool, most: int = 2) -> tuple[TensorBatch, int]:
+    """The rows of the first micro-batches, which are the largest, and the number of all. Samples are of full length;
+    those of a group share a prompt."""
     with unset_fake_temporarily():
-        batch = full_rows(rows, task)
+        columns = torch.arange(task.prompt + task.response).expand(rows, -1)
+        group = torch.arange(rows)[:, None] // max(1, task.group_size)
+        # Whatever the ids, prompts of different groups must differ.
+        ids = torch.where(columns == 0, group % 97, columns % 89) + 3
+        batch = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids, dtype=torch.bool),
+            "response_mask": columns >= task.prompt,
+        }
+        if task.units > 1:
+            batch["unit_ids"] = torch.arange(rows) // task.units
         rule = micro_batching(task.role, trains)
         plan = plan_micro_batches(batch, rule, lambda count: count, task.role.use_prefix_sharing)
         chosen = sorted(row for micro_batch in plan[:most] for row in micro_batch)
@@ -361,7 +351,7 @@ def _first_micro_batches(
 
 
 def _train(strategy: _Rehearsed, task: Task) -> Work:
-    batch, count = _first_micro_batches(strategy, task, task.rows_per_update, trains=True)
+    batch, count = _first_micro_batches(task, task.rows_per_update, trains=True)
     batch, comparisons = _targets(strategy, batch, task)
     strategy.passes = []
     outputs = [Output.LOG_PROBS, *task.more_outputs] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
@@ -378,7 +368,7 @@ def _train(strategy: _Rehearsed, task: Task) -> Work:
 def _forward(strategy: _Rehearsed, task: Task) -> Work:
     gives = task.top_tokens is not None
     # Columns of distributions are gathered in host memory: more passes would count them as the device's.
-    batch, count = _first_micro_batches(strategy, task, task.forward_rows, trains=False, most=1 if gives else 2)
+    batch, count = _first_micro_batches(task, task.forward_rows, trains=False, most=1 if gives else 2)
     strategy.passes = []
     with strategy.tracker.counting() as tally:
         if task.top_tokens is not None:

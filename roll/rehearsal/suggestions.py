@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,6 @@ from roll.config.strategies.registry import (
 )
 from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
-from roll.rehearsal.catalog import Hardware
-from roll.rehearsal.formulas import size
 from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
 from roll.rehearsal.simulate import RoleRun
 
@@ -36,13 +34,6 @@ class Suggestion:
     overrides: tuple[str, ...]
     peak: float
     seconds: float
-
-    def sentence(self, machine: Hardware) -> str:
-        share = f"{size(self.peak)} of {size(machine.gpu.memory)}"
-        return f"fits with {' '.join(self.overrides)}: at most {share}, a step of at least {self.seconds:,.1f} s"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def suggest(
@@ -146,8 +137,13 @@ def _of_role(plan: Plan, name: str) -> Iterator[tuple[str, ...]]:
             yield (f"++{path}.offload=cpu",)
     if isinstance(options, ShardedStrategyConfig) and not options.offload_policy:
         yield (f"++{path}.offload_policy=true",)
-    if training is not None and len(role.device_mapping) == plan.num_devices:
-        yield from _more_nodes(plan, role, training)
+    alone = training is not None and len(role.device_mapping) == plan.num_devices
+    if training is not None and alone and training.gradient_accumulation_steps % 2 == 0:
+        # Twice the devices for the role alone; its batch stays what it is.
+        yield (
+            f"++{key}.device_mapping=list(range(0,{2 * len(role.device_mapping)}))",
+            f"++{key}.training_args.gradient_accumulation_steps={training.gradient_accumulation_steps // 2}",
+        )
 
 
 def _smaller_micro_batches(role: RolePlan, training: TrainingPlan) -> Iterator[tuple[str, ...]]:
@@ -173,13 +169,3 @@ def _smaller_micro_batches(role: RolePlan, training: TrainingPlan) -> Iterator[t
                 f"++{key}.training_args.per_device_train_batch_size={smaller}",
                 f"++{key}.training_args.gradient_accumulation_steps={accumulation}",
             )
-
-
-def _more_nodes(plan: Plan, role: RolePlan, training: TrainingPlan) -> Iterator[tuple[str, ...]]:
-    """The role alone on twice the devices; its batch stays what it is."""
-    if training.gradient_accumulation_steps % 2 == 0:
-        devices = 2 * len(role.device_mapping)
-        yield (
-            f"++{role.key}.device_mapping=list(range(0,{devices}))",
-            f"++{role.key}.training_args.gradient_accumulation_steps={training.gradient_accumulation_steps // 2}",
-        )

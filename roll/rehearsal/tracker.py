@@ -82,10 +82,6 @@ class Tally:
     """Bytes by kind when most was held."""
 
     @property
-    def peak_bytes(self) -> int:
-        return sum(self.peak.values())
-
-    @property
     def flops(self) -> int:
         return sum(operation.flops * count for operation, count in self.operations.items())
 
@@ -184,7 +180,12 @@ class Tracker(TorchDispatchMode):
         if func.namespace == "c10d":
             self._communicate(func, args, inputs)
             return func(*args, **kwargs)
-        result = _grouped_mm(func, args, kwargs) if func is aten._grouped_mm.default else func(*args, **kwargs)
+        if func is aten._grouped_mm.default:
+            # On fake tensors it refuses other types than bf16, which the kernel computes all the same.
+            first, second, *rest = args
+            result = func(first.bfloat16(), second.bfloat16(), *rest, **kwargs).to(first.dtype)
+        else:
+            result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if inputs:
             moved = self._traffic.move(*operands(func, args, kwargs, inputs, outputs))
@@ -239,13 +240,6 @@ class Tracker(TorchDispatchMode):
         if self._total > self._peak:
             self._peak = self._total
             self.tally.peak = dict(self.live)
-
-
-def _grouped_mm(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """On fake tensors it refuses other types than bf16, which the kernel computes all the same."""
-    first, second, *rest = args
-    result: Tensor = func(first.bfloat16(), second.bfloat16(), *rest, **kwargs)
-    return result.to(first.dtype)
 
 
 _COLLECTIVES = {
