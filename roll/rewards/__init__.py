@@ -11,7 +11,7 @@ from roll.rewards.base import (
     failure_rates,
 )
 from roll.rewards.composition import build_section, reward_options
-from roll.rewards.registry import build_reward, register_reward, resolve_name, reward_names
+from roll.rewards.registry import build_reward, resolve_name
 
 __all__ = [
     "RewardError",
@@ -24,8 +24,6 @@ __all__ = [
     "build_reward",
     "build_section",
     "failure_rates",
-    "register_reward",
     "resolve_name",
-    "reward_names",
     "reward_options",
 ]

@@ -6,11 +6,12 @@ fast.
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from roll.config.reading.masking import masked_text
 
@@ -25,6 +26,16 @@ def finite_number(value: object) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if abs(number) <= FLOAT32_MAX else None
+
+
+def read_json(value: object) -> Any:
+    """The contents of a text that holds a JSON list or object; any other value as it is."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +70,33 @@ class RewardSample:
     """Result of the role ``reward_model``; None where the domain does not use it."""
 
 
-class RewardFunction(Protocol):
+class RewardFunction(ABC):
     """Scores a batch; called from one thread at a time, in any thread."""
 
+    @abstractmethod
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One result a sample, in order. Never raises for what a model has written."""
-        ...
+
+    def check_host(self) -> None:
+        """Called once on the driver's host before anything starts; most rewards run anywhere.
+
+        Raises:
+            RewardOptionError: this host does not give what the options ask for.
+        """
+
+    def prepare(self) -> str:
+        """Called once in the worker, before the run starts. What it raises ends the run; most rewards need nothing.
+
+        Returns:
+            A line about the worker's host, which the driver logs once; empty: nothing to say.
+        """
+        return ""
 
     def close(self) -> None:
-        """Release helper processes; the function is not used again."""
-        ...
+        """Release helper processes; the reward is not used again."""
 
 
-class RewardRule(ABC):
+class RewardRule(RewardFunction):
     """A reward that judges one sample at a time. Subclasses are dataclasses: their fields are the rule's options."""
 
     numbers: ClassVar[tuple[str, ...]] = ()
@@ -87,24 +112,6 @@ class RewardRule(ABC):
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         return [self.judge(sample) for sample in samples]
-
-    def check_host(self) -> None:
-        """Called once on the driver's host before anything starts; most rules run anywhere.
-
-        Raises:
-            RewardOptionError: this host does not give what the options ask for.
-        """
-
-    def prepare(self) -> str:
-        """Called once in the worker, before the run starts. What it raises ends the run; most rules need nothing.
-
-        Returns:
-            A line about the worker's host, which the driver logs once; empty: nothing to say.
-        """
-        return ""
-
-    def close(self) -> None:
-        """Most rules have nothing to release."""
 
 
 def failure(error: str) -> RewardResult:
@@ -130,14 +137,10 @@ TIMEOUT_MARK = "timeout:"
 """Marks the error of a sample whose scoring took too long."""
 
 
-def is_timeout(result: RewardResult) -> bool:
-    return result.error is not None and TIMEOUT_MARK in result.error
-
-
 logger = logging.getLogger(__name__)
 
 
-class GuardedReward:
+class GuardedReward(RewardFunction):
     """Calls a reward; what it raises becomes the error of the sample that it was raised for.
 
     The first traceback is logged, and so is the first error that the reward reports itself; later ones are counted
@@ -146,10 +149,8 @@ class GuardedReward:
 
     def __init__(self, name: str, reward: RewardFunction) -> None:
         self.numbers: tuple[str, ...] = getattr(reward, "numbers", ())
-        self._name = name
-        self._reward = reward
-        self._has_raised = False
-        self._has_failed = False
+        self._name, self._reward = name, reward
+        self._has_raised = self._has_failed = False
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         try:
@@ -183,13 +184,10 @@ class GuardedReward:
         ]
 
     def check_host(self) -> None:
-        """Let a rule look at this host."""
-        if isinstance(self._reward, RewardRule):
-            self._reward.check_host()
+        self._reward.check_host()
 
     def prepare(self) -> str:
-        """Let a rule get ready; what it raises is not the error of a sample."""
-        return self._reward.prepare() if isinstance(self._reward, RewardRule) else ""
+        return self._reward.prepare()
 
     def close(self) -> None:
         self._reward.close()
@@ -223,5 +221,5 @@ def failure_rates(results: Sequence[RewardResult]) -> dict[str, float]:
     if not results:
         return {}
     errors = sum(result.error is not None for result in results)
-    timeouts = sum(is_timeout(result) for result in results)
+    timeouts = sum(TIMEOUT_MARK in (result.error or "") for result in results)
     return {"error_rate": errors / len(results), "timeout_rate": timeouts / len(results)}

@@ -163,15 +163,20 @@ class CodeSandbox(RewardRule):
                 raise RewardOptionError(f"code_sandbox: require = {self.require}: no protection {name!r}; {known}")
         if "/" in self.file_name or not self.file_name:
             raise RewardOptionError(f"code_sandbox: file_name = {self.file_name!r}: must be a plain name")
-        self._service = self._make_service() if self.service_url else None
-        limits = Limits(
-            wall=self.timeout,
-            memory=self.memory_mb * MEBIBYTE,
-            file_size=self.output_mb * MEBIBYTE,
-            processes=self.processes,
-        )
+        self._service: HttpReward | None = None
+        if self.service_url:
+            # A program per request, with the options that are not the default.
+            local = ("service_url", "api_key_env", "parallel")
+            default = CodeSandbox()
+            own = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in local}
+            changed = {name: value for name, value in own.items() if value != getattr(default, name)}
+            wait = self.timeout * SERVICE_PATIENCE
+            self._service = HttpReward(
+                self.service_url, self.api_key_env, 1, options=changed, timeout=wait, concurrency=SERVICE_REQUESTS
+            )
+        memory, output = self.memory_mb * MEBIBYTE, self.output_mb * MEBIBYTE
         self._judging = Judging(
-            limits=limits,
+            limits=Limits(wall=self.timeout, memory=memory, file_size=output, processes=self.processes),
             case_timeout=self.case_timeout,
             tolerance=self.tolerance,
             command=tuple(self.command),
@@ -181,16 +186,6 @@ class CodeSandbox(RewardRule):
         )
         self._sandbox = Sandbox(Settings(tuple(self.preload), tuple(self.readable), tuple(self.require)))
         self._is_reported = False
-
-    def _make_service(self) -> HttpReward:
-        """A client that sends a program per request, with the options that are not the default."""
-        default, local = CodeSandbox(), ("service_url", "api_key_env", "parallel")
-        options = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in local}
-        changed = {name: value for name, value in options.items() if value != getattr(default, name)}
-        wait = self.timeout * SERVICE_PATIENCE
-        return HttpReward(
-            self.service_url, self.api_key_env, 1, options=changed, timeout=wait, concurrency=SERVICE_REQUESTS
-        )
 
     def check_host(self) -> None:
         """Find out, in a third of a second, whether this host gives what ``require`` names; a service has its own."""
@@ -214,7 +209,7 @@ class CodeSandbox(RewardRule):
         if self._service is not None:
             return ""
         report = self._sandbox.start()
-        accepted = consequence(report.broken_promises)
+        accepted = consequence([name for name in report.missing if name in PROMISED])
         line = f"code sandbox: {report.line()}" + (f"; accepted by require: {accepted}" if accepted else "")
         if not self._is_reported:
             self._is_reported = True

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from roll.config.rewards import RewardComponentConfig, RewardConfig, judge_sampling
-from roll.rewards.base import GuardedReward, RewardFunction, RewardOptionError, RewardResult, RewardSample, is_timeout
+from roll.rewards.base import (
+    TIMEOUT_MARK,
+    GuardedReward,
+    RewardFunction,
+    RewardOptionError,
+    RewardResult,
+    RewardSample,
+)
 from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward, load_target, option_names, resolve_name
 
@@ -17,14 +24,14 @@ OWN_NUMBERS = ("score", "error_rate", "timeout_rate")
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One of the rewards, and its part in the score."""
+    """A reward and its part in the score."""
 
     name: str
     reward: RewardFunction
     part: RewardComponentConfig = field(default_factory=RewardComponentConfig)
 
 
-class CompositeReward:
+class CompositeReward(RewardFunction):
     """``score = (sum of weight * score over the components) * (product over the gates)``.
 
     Every component's score, failures and numbers are among the metrics of a result as ``<component>/<number>``.  A
@@ -48,10 +55,9 @@ class CompositeReward:
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         columns = [component.reward(samples) for component in self._components]
-        return [self.combined(row) for row in zip(*columns, strict=True)]
+        return [self._combined(row) for row in zip(*columns, strict=True)]
 
-    def combined(self, results: Sequence[RewardResult]) -> RewardResult:
-        """The result of a sample from those of its components, in their order."""
+    def _combined(self, results: Sequence[RewardResult]) -> RewardResult:
         total, factor = 0.0, 1.0
         metrics: dict[str, float] = {}
         errors = []
@@ -61,7 +67,8 @@ class CompositeReward:
             # Averaged over samples, failures become rates.
             metrics |= {f"{name}/{number}": value for number, value in result.metrics.items()}
             metrics |= {} if score is None else {f"{name}/score": score}
-            metrics |= {f"{name}/error_rate": float(has_failed), f"{name}/timeout_rate": float(is_timeout(result))}
+            timed_out = TIMEOUT_MARK in (result.error or "")
+            metrics |= {f"{name}/error_rate": float(has_failed), f"{name}/timeout_rate": float(timed_out)}
             if score is None:
                 errors.append(f"{name}: {result.error}")
             elif component.part.gate:
@@ -75,16 +82,14 @@ class CompositeReward:
 
     def check_host(self) -> None:
         for component in self._components:
-            if isinstance(component.reward, GuardedReward):
-                try:
-                    component.reward.check_host()
-                except RewardOptionError as error:
-                    error.component = component.name
-                    raise
+            try:
+                component.reward.check_host()
+            except RewardOptionError as error:
+                error.component = component.name
+                raise
 
     def prepare(self) -> str:
-        parts = [component.reward for component in self._components]
-        return "\n".join(filter(None, [part.prepare() for part in parts if isinstance(part, GuardedReward)]))
+        return "\n".join(filter(None, [component.reward.prepare() for component in self._components]))
 
     def close(self) -> None:
         for component in self._components:
@@ -104,8 +109,7 @@ SECTION_KEYS = {
     "judge_prompt": "prompt",
     "code_url": "service_url",
 }
-"""Keys of a reward section that are options of some rewards: each is handed to a reward that has the option, unless
-``reward_kwargs`` sets it."""
+"""Keys of a reward section, and the options of some rewards that they set."""
 
 
 def build_section(name: str, config: RewardConfig) -> GuardedReward | CompositeReward:
@@ -120,9 +124,8 @@ def build_section(name: str, config: RewardConfig) -> GuardedReward | CompositeR
     components = []
     for key, part in config.components.items():
         limits = Limits(part.timeout or config.timeout, config.concurrency)
-        shared = section_options(name, config) | {"timeout": limits.timeout}
         try:
-            reward = build_reward(*chosen_options(part.worker_cls or key, shared, part.reward_kwargs), limits)
+            reward = build_reward(*reward_options(name, config, key), limits)
         except RewardOptionError as error:
             error.component = key
             raise
@@ -130,15 +133,22 @@ def build_section(name: str, config: RewardConfig) -> GuardedReward | CompositeR
     return CompositeReward(components)
 
 
-def reward_options(name: str, config: RewardConfig) -> tuple[str, dict[str, Any]]:
-    """Arguments of :func:`roll.rewards.build_reward` for the section ``rewards.<name>`` without components.
+def reward_options(name: str, config: RewardConfig, component: str = "") -> tuple[str, dict[str, Any]]:
+    """Arguments of :func:`roll.rewards.build_reward` for the section ``rewards.<name>``, or one of its components.
 
-    Without ``worker_cls`` the section's name is the reward's.
+    Without ``worker_cls`` the name of the component or the section is the reward's. The section's own keys are handed
+    to rewards that have the option; ``reward_kwargs`` takes precedence.
 
     Raises:
         RewardOptionError: the reward does not exist.
     """
-    return chosen_options(config.worker_cls or name, section_options(name, config), config.reward_kwargs)
+    part = config.components[component] if component else config
+    worker_cls = part.worker_cls or component or name
+    accepted = option_names(worker_cls)
+    values = {option: getattr(config, key) for key, option in SECTION_KEYS.items()}
+    values |= {"timeout": part.timeout or config.timeout} | ({"service_url": None} if config.use_local else {})
+    given = {option: value for option, value in values.items() if value is not None} | judge_sampling(name, config)
+    return worker_cls, {option: value for option, value in given.items() if option in accepted} | part.reward_kwargs
 
 
 def concurrent_calls(name: str, config: RewardConfig) -> int:
@@ -149,17 +159,3 @@ def concurrent_calls(name: str, config: RewardConfig) -> int:
     if config.max_concurrency is not None or config.components:
         return config.max_concurrency or 1
     return int(getattr(load_target(resolve_name(config.worker_cls or name)), "concurrent_calls", 1))
-
-
-def section_options(name: str, config: RewardConfig) -> dict[str, Any]:
-    """The section's own keys under the names of the options that they set; those without a value are left out."""
-    values = {option: getattr(config, key) for key, option in SECTION_KEYS.items()}
-    if config.use_local:
-        values["service_url"] = None
-    return {option: value for option, value in values.items() if value is not None} | judge_sampling(name, config)
-
-
-def chosen_options(worker_cls: str, shared: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The reward and its options: ``shared`` ones that it has, then its ``own``."""
-    accepted = option_names(worker_cls)
-    return worker_cls, {**{option: value for option, value in shared.items() if option in accepted}, **own}

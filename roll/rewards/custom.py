@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from roll.config.reading.errors import did_you_mean
-from roll.rewards.base import RewardOptionError, RewardResult, RewardSample, failure, finite_number
+from roll.rewards.base import RewardFunction, RewardOptionError, RewardResult, RewardSample, failure, finite_number
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ CLOSING_SECONDS = 5.0
 T = TypeVar("T")
 
 
-class CustomReward:
+class CustomReward(RewardFunction):
     """Calls the function once a sample, with the arguments that it names, or once a batch.
 
     Its arguments may be ``prompt``, ``response``, ``ground_truth``, ``finish_reason``, any column of the row, and the
@@ -90,7 +90,17 @@ class CustomReward:
     def _outcomes(self, calls: Sequence[Callable[[], Any]], limit: float | None) -> list[Any]:
         """Each call's result or exception, in order."""
         if self._loop is not None:
-            return self._loop.run(gathered(calls, limit, self._limits.concurrency))
+
+            async def all_of_them() -> list[Any]:
+                free = asyncio.Semaphore(self._limits.concurrency)
+
+                async def one(make: Callable[[], Awaitable[Any]]) -> Any:
+                    async with free, asyncio.timeout(limit):
+                        return await make()
+
+                return await asyncio.gather(*map(one, calls), return_exceptions=True)
+
+            return self._loop.run(all_of_them())
         outcomes: list[Any] = []
         for call in calls:
             try:
@@ -205,22 +215,3 @@ class LoopThread:
             if not self._thread.is_alive():
                 self._loop.close()
             self._loop = self._thread = None
-
-
-async def gathered(
-    makers: Sequence[Callable[[], Awaitable[Any]]], timeout: float | None, concurrency: int
-) -> list[Any]:
-    """Each coroutine's result, or the exception that it raised, in order.
-
-    Args:
-        makers: each makes one coroutine.
-        timeout: seconds for one of them.
-        concurrency: coroutines in flight at a time.
-    """
-    free = asyncio.Semaphore(concurrency)
-
-    async def one(make: Callable[[], Awaitable[Any]]) -> Any:
-        async with free, asyncio.timeout(timeout):
-            return await make()
-
-    return await asyncio.gather(*(one(make) for make in makers), return_exceptions=True)

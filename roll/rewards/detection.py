@@ -119,41 +119,34 @@ def best_matching(weights: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
     row_of = [-1] * columns
     row_price, column_price = [0.0] * rows, [0.0] * columns
     for start in range(rows):
-        _augment(weights, start, row_of, row_price, column_price)
-    return sorted((row, column) for column, row in enumerate(row_of) if row >= 0)
-
-
-def _augment(
-    weights: Sequence[Sequence[float]], start: int, row_of: list[int], row_price: list[float], column_price: list[float]
-) -> None:
-    """Match one row more along the cheapest path; costs are the negated weights, reduced by the prices."""
-    columns = len(row_of)
-    distance, came_from, is_done = [math.inf] * columns, [-1] * columns, [False] * columns
-    row, base, last = start, 0.0, -1
-    while row >= 0:
-        nearest, at = math.inf, -1
+        # Match one row more along the cheapest path; costs are the negated weights, reduced by the prices.
+        distance, came_from, is_done = [math.inf] * columns, [-1] * columns, [False] * columns
+        row, base, last = start, 0.0, -1
+        while row >= 0:
+            nearest, at = math.inf, -1
+            for column in range(columns):
+                if is_done[column]:
+                    continue
+                # At least 0 up to rounding, since the prices are feasible: Dijkstra's algorithm applies.
+                reduced = base - weights[row][column] - row_price[row] - column_price[column]
+                if reduced < distance[column]:
+                    distance[column], came_from[column] = reduced, last
+                if distance[column] < nearest:
+                    nearest, at = distance[column], column
+            base, last, is_done[at] = nearest, at, True
+            row = row_of[at]
+        row_price[start] += base
         for column in range(columns):
             if is_done[column]:
-                continue
-            # At least 0 up to rounding, since the prices are feasible: Dijkstra's algorithm applies.
-            reduced = base - weights[row][column] - row_price[row] - column_price[column]
-            if reduced < distance[column]:
-                distance[column], came_from[column] = reduced, last
-            if distance[column] < nearest:
-                nearest, at = distance[column], column
-        base, last, is_done[at] = nearest, at, True
-        row = row_of[at]
-    row_price[start] += base
-    for column in range(columns):
-        if is_done[column]:
-            gain = base - distance[column]
-            if row_of[column] >= 0:
-                row_price[row_of[column]] += gain
-            column_price[column] -= gain
-    while last >= 0:
-        before = came_from[last]
-        row_of[last] = row_of[before] if before >= 0 else start
-        last = before
+                gain = base - distance[column]
+                if row_of[column] >= 0:
+                    row_price[row_of[column]] += gain
+                column_price[column] -= gain
+        while last >= 0:
+            before = came_from[last]
+            row_of[last] = row_of[before] if before >= 0 else start
+            last = before
+    return sorted((row, column) for column, row in enumerate(row_of) if row >= 0)
 
 
 @dataclass

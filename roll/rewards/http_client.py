@@ -121,27 +121,31 @@ class JsonClient:
         self._thread.close()
 
     async def _post(self, body: object) -> Reply:
-        timeout, state = self._options.timeout, _Progress()
+        timeout, tries, last, answer = self._options.timeout, 0, "", None
         retrying = AsyncRetrying(
             retry=retry_if_exception(lambda error: isinstance(error, ServiceError) and error.is_transient),
             stop=stop_after_attempt(self._options.max_retries + 1),
             wait=self._pause,
-            before_sleep=state.note,
             reraise=True,
         )
         # The deadline begins with the slot: a large batch in the queue is no fault of the service.
         async with self._slots:
             try:
                 async with asyncio.timeout(timeout):
-                    answer: Any = await retrying(self._try_once, body, state)
+                    async for attempt in retrying:
+                        with attempt:
+                            tries += 1
+                            try:
+                                answer = await self._try_once(body)
+                            except ServiceError as error:
+                                last = f"; before that: {error}"
+                                raise
             except TimeoutError:
-                last = f"; before that: {state.last_error}" if state.last_error else ""
-                message = f"timeout: no answer within {timeout:g} s ({state.tries} tries{last})"
-                return Reply(error=masked_text(message), tries=state.tries)
+                message = f"timeout: no answer within {timeout:g} s ({tries} tries{last})"
+                return Reply(error=masked_text(message), tries=tries)
             except ServiceError as error:
-                tries = f" ({state.tries} tries)" if state.tries > 1 else ""
-                return Reply(error=masked_text(f"{error}{tries}"), tries=state.tries)
-        return Reply(answer, tries=state.tries)
+                return Reply(error=masked_text(f"{error} ({tries} tries)" if tries > 1 else str(error)), tries=tries)
+        return Reply(answer, tries=tries)
 
     def _pause(self, state: RetryCallState) -> float:
         """Seconds until the next try."""
@@ -151,39 +155,38 @@ class JsonClient:
         wanted = error.retry_after if isinstance(error, ServiceError) else None
         return drawn if wanted is None else min(max(wanted, drawn), longest)
 
-    async def _post_bounded(self, client: httpx2.AsyncClient, body: object) -> httpx2.Response:
-        """The answer, of which no more than ``max_reply`` bytes are ever held.
-
-        Raises:
-            ServiceError: it is longer, or compressed although that was not accepted.
-        """
-        async with client.stream("POST", self._url, json=body) as response:
-            encoding = response.headers.get("content-encoding", "identity")
-            if encoding.lower() != "identity":
-                raise ServiceError(f"{self._url}: the answer is compressed ({encoding[:20]!r})", is_transient=False)
-            content = bytearray()
-            async for piece in response.aiter_raw():
-                content += piece
-                if len(content) > self._max_reply:
-                    message = f"{self._url}: the answer is longer than {self._max_reply} bytes"
-                    raise ServiceError(message, is_transient=False)
-        return httpx2.Response(response.status_code, headers=response.headers, content=bytes(content))
-
-    async def _try_once(self, body: object, state: _Progress) -> Any:
+    async def _try_once(self, body: object) -> Any:
+        """The answer, of which no more than ``max_reply`` bytes are ever held."""
         assert self._client is not None
-        state.tries += 1
+        content = bytearray()
         try:
-            async with asyncio.timeout(self._request_timeout):
-                response = await self._post_bounded(self._client, body)
+            async with (
+                asyncio.timeout(self._request_timeout),
+                self._client.stream("POST", self._url, json=body) as reply,
+            ):
+                encoding = reply.headers.get("content-encoding", "identity")
+                if encoding.lower() != "identity":
+                    raise ServiceError(f"{self._url}: the answer is compressed ({encoding[:20]!r})", is_transient=False)
+                async for piece in reply.aiter_raw():
+                    content += piece
+                    if len(content) > self._max_reply:
+                        message = f"{self._url}: the answer is longer than {self._max_reply} bytes"
+                        raise ServiceError(message, is_transient=False)
         except (TimeoutError, httpx2.TimeoutException) as error:
             message = f"timeout: {self._url} did not answer within {self._request_timeout:g} s"
             raise ServiceError(message, is_transient=True) from error
         except httpx2.TransportError as error:
             raise ServiceError(f"{self._url}: {type(error).__name__}: {error}", is_transient=True) from error
+        response = httpx2.Response(reply.status_code, headers=reply.headers, content=bytes(content))
         if response.status_code != 200:
             text = shown_body(response.text)
             message = f"{self._url}: status {response.status_code}: {text}"
-            raise ServiceError(message, response.status_code in RETRIED_STATUS, retry_after(response))
+            try:
+                wanted = float(response.headers.get("retry-after", "nan"))
+            except ValueError:  # a date
+                wanted = math.nan
+            transient = response.status_code in RETRIED_STATUS
+            raise ServiceError(message, transient, None if math.isnan(wanted) else max(0.0, wanted))
         try:
             return response.json()
         except (ValueError, RecursionError) as error:  # also integers of thousands of digits, and endless nesting
@@ -191,31 +194,9 @@ class JsonClient:
             raise ServiceError(f"{self._url}: the answer is not JSON: {text!r}", is_transient=True) from error
 
 
-class _Progress:
-    """Number of tries of a request, and the last failure."""
-
-    def __init__(self) -> None:
-        self.tries = 0
-        self.last_error = ""
-
-    def note(self, state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome is not None else None
-        self.last_error = str(error)
-        logger.debug("try %d failed: %s", self.tries, error)
-
-
 def shown_body(text: str) -> str:
     """The beginning of an error's body. Services quote the key that they refuse: masked before anything is cut."""
     return masked_text(" ".join(text[: 4 * SHOWN_BODY].split()))[:SHOWN_BODY]
-
-
-def retry_after(response: httpx2.Response) -> float | None:
-    """The seconds of a ``Retry-After`` header; None without one, or where it is a date."""
-    try:
-        seconds = float(response.headers.get("retry-after", ""))
-    except ValueError:
-        return None
-    return None if math.isnan(seconds) else max(0.0, seconds)
 
 
 MISSING = object()

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from roll.config.installation import install_command
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.answers import after_thought
-from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
+from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure, read_json
 from roll.rewards.ifeval_instructions import CHECKS
 from roll.rewards.rlvr_ifeval import FUNCTIONS
 
@@ -117,9 +117,5 @@ def read_instructions(sample: RewardSample) -> list[Instruction]:
 
 def as_mapping(value: object) -> dict[str, Any]:
     """A mapping, or one written as JSON; anything else is empty."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return {}
+    value = read_json(value)
     return dict(value) if isinstance(value, Mapping) else {}

@@ -28,12 +28,6 @@ def is_in(text: str, code: str) -> bool:
     return language(text) in (code, None)
 
 
-def has_paragraphs(text: str, *, num_paragraphs: int) -> bool:
-    """Paragraphs are divided by ``***``."""
-    paragraphs = parts(text, r"\s?\*\*\*\s?")
-    return paragraphs is not None and len(paragraphs) == int(num_paragraphs)
-
-
 def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """Paragraphs are divided by two line ends; empty ones do not count."""
     paragraphs = [piece.strip() for piece in text.split("\n\n")]
@@ -90,7 +84,6 @@ def two_responses(text: str) -> bool:
     return answers is not None and len(answers) == 2 and answers[0] != answers[1]
 
 
-WORD = re.compile(r"\w+")
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 # What the Treebank tokenizer of the published checker puts between words: "ROLL's" has one, LOG_LEVEL and A-B are one.
 _BETWEEN_WORDS = re.compile(
@@ -110,10 +103,6 @@ _SENTENCE_END = re.compile(
 _LAST_WORD = re.compile(r"(\S*)\.\W*$")
 _LONGEST_ABBREVIATION = 40
 _INITIALS = re.compile(r"(?:[A-Za-z]\.)*[A-Za-z]")
-
-
-def count_words(text: str) -> int:
-    return len(WORD.findall(text))
 
 
 def count_sentences(text: str) -> int:
@@ -138,11 +127,6 @@ def _ends_in_abbreviation(piece: str) -> bool:
     # A single capital is an initial ("J. Smith"), "I" and small letters are words.
     is_initial = _INITIALS.fullmatch(word) is not None and (len(word) > 1 or (word.isupper() and word != "I"))
     return is_initial or word.lower() in _ABBREVIATIONS
-
-
-def count_capital_words(text: str) -> int:
-    """Words without small letters, such as ``NASA``, ``GPT-4`` and ``I``."""
-    return sum(word.isupper() for word in _BETWEEN_WORDS.split(text))
 
 
 def parts(text: str, separator: str) -> list[str] | None:
@@ -181,9 +165,12 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "length_constraints:number_sentences": lambda text, *, num_sentences, relation: holds(
         count_sentences(text), relation, num_sentences
     ),
-    "length_constraints:number_paragraphs": has_paragraphs,
+    # Divided by ``***``.
+    "length_constraints:number_paragraphs": lambda text, *, num_paragraphs: (
+        (found := parts(text, r"\s?\*\*\*\s?")) is not None and len(found) == int(num_paragraphs)
+    ),
     "length_constraints:number_words": lambda text, *, num_words, relation: holds(
-        count_words(text), relation, num_words
+        len(re.findall(r"\w+", text)), relation, num_words
     ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
     "detectable_content:number_placeholders": lambda text, *, num_placeholders: (
@@ -208,8 +195,9 @@ CHECKS: dict[str, Callable[..., bool]] = {
         text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
     ),
     "startend:quotation": lambda text: len(text.strip()) > 1 and text.strip()[0] == text.strip()[-1] == '"',
+    # Words without small letters, such as ``NASA``, ``GPT-4`` and ``I``.
     "change_case:capital_word_frequency": lambda text, *, capital_frequency, capital_relation: holds(
-        count_capital_words(text), capital_relation, capital_frequency
+        sum(map(str.isupper, _BETWEEN_WORDS.split(text))), capital_relation, capital_frequency
     ),
     "change_case:english_capital": lambda text: text.isupper() and is_in(text, "en"),
     "change_case:english_lowercase": lambda text: text.islower() and is_in(text, "en"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,17 +14,16 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.answers import after_thought
-from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
+from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure, read_json
 from roll.rewards.http_client import MISSING, AnswerCache, JsonClient, Reply, ServiceOptions
-from roll.rewards.judge_reading import NoScore, ScoreReader
+from roll.rewards.judge_reading import Extract, NoScore, ScoreReader
 
-Extract = Literal["yes_no", "number", "boxed", "json", "regex", "logprob"]
 TOP_LOG_PROBS = 20
 """The most that OpenAI's interface gives."""
 
 
 @dataclass
-class LLMJudge(ServiceOptions, RewardRule):
+class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
     """Asks a judge about each response. Requests of a batch are sent concurrently, up to ``concurrency``.
 
     A request that fails, an answer without a score and a score out of bounds are errors of the sample, never a 0.
@@ -49,22 +47,6 @@ class LLMJudge(ServiceOptions, RewardRule):
     """``correctness``, ``score_1_to_10``, ``yes_or_no``, a file with a Jinja template, or the template itself."""
     system_prompt: str = ""
     """The system message; empty: none."""
-    extract: Extract | None = None
-    """Rule that finds the score in the answer; null: as the built-in prompt asks for it."""
-    score_pattern: str = ""
-    """``extract: regex``: a regular expression with a group named ``score``; the last match counts."""
-    json_field: str = "score"
-    """``extract: json``: the field, with dots for nested objects."""
-    positive: str = "Yes"
-    """Counts as 1."""
-    negative: str = "No"
-    """Counts as 0."""
-    min_score: float | None = None
-    """The judge's lowest score; a lower one is an error."""
-    max_score: float | None = None
-    """The judge's highest score; a higher one is an error."""
-    rescale: bool = True
-    """With both bounds: bring scores to 0..1."""
     unanswered_score: float = 0.0
     """Score of a response whose thought never ended; the judge is not called."""
     temperature: float = 0.0
@@ -90,15 +72,13 @@ class LLMJudge(ServiceOptions, RewardRule):
         if self.api_key_env and not self.api_key and self.api_key_env not in os.environ:
             raise RewardOptionError(f"api_key_env = {self.api_key_env!r}: no such variable in the environment")
         self._template: Template = load_template(self.prompt)
-        built_in = BUILT_IN.get(self.prompt)
-        extract = self.extract or (built_in.extract if built_in is not None else None)
-        if extract is None:
+        _, usual, *bounds = BUILT_IN.get(self.prompt, ("", None, None, None))
+        self.extract = self.extract or usual
+        if self.extract is None:
             raise RewardOptionError("extract must be set for a prompt of your own: how the answer states its score")
-        low, high = self.min_score, self.max_score
-        if built_in is not None and low is None and high is None:
-            low, high = built_in.min_score, built_in.max_score
-        words = self.positive, self.negative
-        self._reader = ScoreReader(extract, self.score_pattern, self.json_field, *words, low, high, self.rescale)
+        if self.min_score is None and self.max_score is None:
+            self.min_score, self.max_score = bounds
+        self.check_reading()
         self._cache = AnswerCache(Path(self.cache_dir).expanduser() if self.cache_dir else None) if self.cache else None
         key = self.api_key or os.environ.get(self.api_key_env, "")
         self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self, key)
@@ -135,7 +115,7 @@ class LLMJudge(ServiceOptions, RewardRule):
             negative=self.negative,
         )
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
-        by_log_prob = self._reader.extract == "logprob"
+        by_log_prob = self.extract == "logprob"
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [*system, {"role": "user", "content": text}],
@@ -173,8 +153,7 @@ class LLMJudge(ServiceOptions, RewardRule):
         if reply.error is not None:
             return failure(f"llm_judge: {reply.error}")
         try:
-            choice = reply.body["choices"][0]
-            score, raw = self._reader.read(choice)
+            score, raw = self.read(reply.body["choices"][0])
         except NoScore as error:
             return failure(f"llm_judge: {error}")
         except (KeyError, IndexError, TypeError, AttributeError):
@@ -193,23 +172,14 @@ VARIABLES = (
 """Variables of a template."""
 
 
-@dataclass(frozen=True)
-class BuiltIn:
-    """A template that comes with the package, and how its answers are read where nothing else is said."""
-
-    file: str
-    extract: str
-    min_score: float | None = None
-    max_score: float | None = None
-
-
-BUILT_IN = {
-    "correctness": BuiltIn("correctness.jinja", "yes_no"),
-    "score_1_to_10": BuiltIn("score_1_to_10.jinja", "number", 1.0, 10.0),
-    "yes_or_no": BuiltIn("yes_or_no.jinja", "logprob"),
+BUILT_IN: dict[str, tuple[str, Extract, float | None, float | None]] = {
+    "correctness": ("correctness.jinja", "yes_no", None, None),
+    "score_1_to_10": ("score_1_to_10.jinja", "number", 1.0, 10.0),
+    "yes_or_no": ("yes_or_no.jinja", "logprob", None, None),
     # The name in ROLL's published files, of a prompt that asks for correctness too.
-    "Qwen2.5-7B-Instruct-RLVR-prompt": BuiltIn("correctness.jinja", "yes_no"),
+    "Qwen2.5-7B-Instruct-RLVR-prompt": ("correctness.jinja", "yes_no", None, None),
 }
+"""Templates of the package by name: file, ``extract``, ``min_score`` and ``max_score`` where they are not set."""
 
 
 def load_template(prompt: str) -> Template:
@@ -220,7 +190,7 @@ def load_template(prompt: str) -> Template:
     """
     text = prompt
     if prompt in BUILT_IN:
-        template = resources.files(__package__) / "judge_templates" / BUILT_IN[prompt].file
+        template = resources.files(__package__) / "judge_templates" / BUILT_IN[prompt][0]
         text = template.read_text(encoding="utf-8")
     elif "{{" not in prompt and "{%" not in prompt:
         file = Path(prompt).expanduser()
@@ -243,12 +213,7 @@ def load_template(prompt: str) -> Template:
 def question_of(sample: RewardSample) -> str:
     """The user's question: the last user message of the row (its text, without images), else the row's ``question``,
     else the prompt as templated."""
-    messages = sample.row.get("messages")
-    if isinstance(messages, str):
-        try:
-            messages = json.loads(messages)
-        except (ValueError, RecursionError):
-            messages = None
+    messages = read_json(sample.row.get("messages"))
     for message in reversed(messages if isinstance(messages, list) else []):
         if isinstance(message, dict) and message.get("role") == "user":
             content = message.get("content", "")

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import regex  # type: ignore[import-untyped]
 
@@ -31,33 +31,45 @@ class NoScore(ValueError):
     """The answer has no score in the required form."""
 
 
-@dataclass(frozen=True)
+Extract = Literal["yes_no", "number", "boxed", "json", "regex", "logprob"]
+
+
+@dataclass(kw_only=True)
 class ScoreReader:
-    """Rule that finds the score; see ``extract`` of :class:`roll.rewards.judge.LLMJudge`."""
+    """Options by which the score is found in a judge's answer."""
 
-    extract: str
-    pattern: str = ""
+    extract: Extract | None = None
+    """Rule that finds the score in the answer; null: as the built-in prompt asks for it."""
+    score_pattern: str = ""
+    """``extract: regex``: a regular expression with a group named ``score``; the last match counts."""
     json_field: str = "score"
+    """``extract: json``: the field, with dots for nested objects."""
     positive: str = "Yes"
+    """Counts as 1."""
     negative: str = "No"
+    """Counts as 0."""
     min_score: float | None = None
+    """The judge's lowest score; a lower one is an error."""
     max_score: float | None = None
+    """The judge's highest score; a higher one is an error."""
     rescale: bool = True
+    """With both bounds: bring scores to 0..1."""
 
-    def __post_init__(self) -> None:
+    def check_reading(self) -> None:
+        """Raise ``RewardOptionError`` for options that contradict each other, or a pattern that cannot be used."""
         low, high = self.min_score, self.max_score
         if low is not None and high is not None and low >= high:
             raise RewardOptionError(f"min_score = {low:g}: must be less than max_score {high:g}")
         if self.extract == "regex":
-            key = f"score_pattern = {self.pattern!r}"
+            key = f"score_pattern = {self.score_pattern!r}"
             try:
-                names = regex.compile(self.pattern).groupindex
+                names = regex.compile(self.score_pattern).groupindex
             except regex.error as error:
                 raise RewardOptionError(f"{key}: not a regular expression: {error}") from error
             if "score" not in names:
                 example = r"Rating: (?P<score>\d+)"
                 raise RewardOptionError(f"{key}: must have a group named score, as in {example!r}")
-        elif self.pattern:
+        elif self.score_pattern:
             raise RewardOptionError(f"score_pattern belongs to extract: regex, not to {self.extract}")
 
     def read(self, choice: Mapping[str, Any]) -> tuple[float, float]:
@@ -81,12 +93,13 @@ class ScoreReader:
         return raw, raw
 
     def _find(self, text: str, is_cut: bool) -> float:
+        assert self.extract is not None, "set by the judge"
         found = {
             "yes_no": lambda: stated_word(text, self.positive, self.negative, is_cut),
             "number": lambda: self._on_scale(_decisive(text, _STRONG_NUMBERS, _WEAK_NUMBERS, is_cut)),
             "boxed": lambda: self._value(last_boxed(text)),
             "json": lambda: self._value(json_value(text, self.json_field)),
-            "regex": lambda: self._value(last_match(self.pattern, text, is_cut)),
+            "regex": lambda: self._value(last_match(self.score_pattern, text, is_cut)),
         }[self.extract]()
         if found is None:
             why = "; it was cut off: give it more max_tokens" if is_cut else ""
@@ -94,11 +107,7 @@ class ScoreReader:
         return float(found)
 
     def _on_scale(self, match: re.Match[str] | None) -> float | None:
-        """The number of a match as it was written.
-
-        Raises:
-            NoScore: it belongs to another scale than the requested one.
-        """
+        """The number of a match as it was written; ``NoScore`` if it is on another scale than ``max_score``."""
         if match is None:
             return None
         number, scale = match["number"].replace("−", "-"), _scale_of(match)

@@ -333,12 +333,7 @@ class MathVerifier:
         return self._process
 
     def _read_line(self, process: subprocess.Popen[bytes], timeout: float) -> bytes:
-        """The next line.
-
-        Raises:
-            TimeoutError: none within ``timeout`` seconds.
-            EOFError: the process has ended.
-        """
+        """The next line; ``TimeoutError`` after ``timeout`` seconds, ``EOFError`` where the process has ended."""
         assert process.stdout is not None
         deadline = time.monotonic() + timeout
         while b"\n" not in self._received:

@@ -6,10 +6,10 @@ import dataclasses
 import importlib
 import inspect
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
-from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS, REWARDS, BuiltInReward
+from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS, REWARDS
 from roll.config.plugins import dotted_path, offered
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.schema import Mismatch, convert
@@ -17,29 +17,6 @@ from roll.rewards.base import RewardFunction, RewardNameError, RewardOptionError
 from roll.rewards.custom import BATCH_ARGUMENT, CustomReward, Limits
 
 _PUBLISHED_PREFIX = "roll.pipeline.rlvr.rewards."
-
-R = TypeVar("R", bound=type)
-
-
-def reward_names() -> list[str]:
-    """The short names that ``worker_cls`` takes."""
-    return sorted(REWARDS)
-
-
-def register_reward(name: str) -> Callable[[R], R]:
-    """Give a :class:`RewardRule` dataclass of one's own a short name.
-
-    Raises:
-        ValueError: the name is taken.
-    """
-
-    def decorate(rule: R) -> R:
-        if name in REWARDS:
-            raise ValueError(f"reward name {name!r} is taken")
-        REWARDS.add(BuiltInReward(name, target=f"{rule.__module__}.{rule.__qualname__}"))
-        return rule
-
-    return decorate
 
 
 def resolve_name(worker_cls: str) -> str:
@@ -50,7 +27,7 @@ def resolve_name(worker_cls: str) -> str:
     """
     if worker_cls in REWARDS:
         return worker_cls
-    known = ", ".join((*reward_names(), *offered("rewards")))
+    known = ", ".join((*sorted(REWARDS), *offered("rewards")))
     worker_cls = dotted_path("rewards", worker_cls)
     class_name = worker_cls.rpartition(".")[2]
     if worker_cls.startswith(_PUBLISHED_PREFIX) or class_name == worker_cls:
@@ -71,8 +48,8 @@ def build_reward(
     """The reward function that ``worker_cls`` names, with its ``reward_kwargs``.
 
     Args:
-        worker_cls: a short name (:func:`reward_names`), a class path as published by ROLL, or the dotted path of a
-            function ``(prompt, response, ground_truth, **row) -> float | dict`` or of a :class:`RewardRule` class.
+        worker_cls: a short name, a class path as published by ROLL, or the dotted path of a function ``(prompt,
+            response, ground_truth, **row) -> float | dict`` or of a :class:`RewardRule` class.
         options: the rule's fields, or keyword arguments of one's own function.
         limits: time and concurrency of one's own function; None: no time limit.  Rules have options for theirs.
 
@@ -82,9 +59,27 @@ def build_reward(
     options = dict(options or {})
     name = resolve_name(worker_cls)
     target = load_target(name)
-    if isinstance(target, type):
-        return build_rule(name, target, options)
-    return CustomReward(name, target, options, limits)
+    if not isinstance(target, type):
+        return CustomReward(name, target, options, limits)
+    fields = {field.name: field for field in dataclasses.fields(target) if field.init}
+    hints = typing.get_type_hints(target)
+    checked = {}
+    for option, value in options.items():
+        if option not in fields:
+            hint = did_you_mean(option, fields)
+            raise RewardOptionError(
+                f"reward {name}: unknown option {option!r}; {hint}known: {', '.join(fields) or 'none'}"
+            )
+        try:
+            checked[option] = convert(value, hints[option])
+        except Mismatch as error:
+            raise RewardOptionError(f"reward {name}: {option} = {value!r}: {error.rule}") from None
+    unset = dataclasses.MISSING
+    for option, field in fields.items():
+        if field.default is unset and field.default_factory is unset and option not in options:
+            raise RewardOptionError(f"reward {name}: option {option!r} must be set in reward_kwargs")
+    built: RewardFunction = target(**checked)
+    return built
 
 
 def option_names(worker_cls: str) -> set[str]:
@@ -126,30 +121,3 @@ def load_target(name: str) -> Any:
     if isinstance(target, type) and not (issubclass(target, RewardRule) and dataclasses.is_dataclass(target)):
         raise RewardNameError(f"worker_cls {name!r}: a class must be a dataclass derived from roll.rewards.RewardRule")
     return target
-
-
-def build_rule(name: str, rule: type, options: Mapping[str, Any]) -> RewardFunction:
-    """An instance of a rule's dataclass; every option is checked against the field's type.
-
-    Raises:
-        RewardOptionError: an option that the rule lacks, of the wrong type, or missing.
-    """
-    fields = {field.name: field for field in dataclasses.fields(rule) if field.init}
-    hints = typing.get_type_hints(rule)
-    checked = {}
-    for option, value in options.items():
-        if option not in fields:
-            hint = did_you_mean(option, fields)
-            raise RewardOptionError(
-                f"reward {name}: unknown option {option!r}; {hint}known: {', '.join(fields) or 'none'}"
-            )
-        try:
-            checked[option] = convert(value, hints[option])
-        except Mismatch as error:
-            raise RewardOptionError(f"reward {name}: {option} = {value!r}: {error.rule}") from None
-    unset = dataclasses.MISSING
-    for option, field in fields.items():
-        if field.default is unset and field.default_factory is unset and option not in options:
-            raise RewardOptionError(f"reward {name}: option {option!r} must be set in reward_kwargs")
-    built: RewardFunction = rule(**checked)
-    return built

@@ -1,12 +1,9 @@
-"""``python -m roll.rewards.service REWARD``: a reward as a service of its own, which ``http_reward`` can ask.
-
-The standard library's server is enough: a request is little work here and much in the reward.
-"""
+"""``python -m roll.rewards.service REWARD``: a reward as a service of its own, for ``http_reward``."""
 
 from __future__ import annotations
 
 import argparse
-import hmac
+import asyncio
 import json
 import logging
 import math
@@ -15,12 +12,19 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from roll.rewards.base import GuardedReward, RewardOptionError, RewardSample
 from roll.rewards.http_client import LOOPBACK
 from roll.rewards.registry import build_reward, load_target, resolve_name
+from roll.serving.http import HttpServer, answered, is_same, key_of, read_bytes
+from roll.serving.refusals import BadRequest, wrong_key
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +32,19 @@ MAX_BODY = 64 * 2**20
 """Bytes of a request."""
 MAX_SAMPLES = 4096
 MAX_SHOWN = 1000
-SOCKET_SECONDS = 60.0
-"""Longest silence of a client in the middle of a request."""
 TOKEN_VARIABLE = "ROLL_REWARD_TOKEN"
 
 MAX_OPTIONS = {"timeout": 600.0, "case_timeout": 600.0, "memory_mb": 8192, "output_mb": 256, "processes": 256}
 """Upper limits of a client's options, unless the service itself is configured with more."""
 
 
-class ClientOptions:
-    """Options that clients of a service may choose.
+class RewardPool:
+    """Holds up to ``instances`` instances of a reward, each built when it is first needed, and decides on the options
+    that clients may choose.
 
     Args:
-        reward: a short name or a dotted path.
+        reward: a short name or a dotted path, as ``worker_cls``.
+        instances: most at a time; further requests wait.
         own: the service's own options.
         allowed: names that clients may set, ``*`` for all; None: the rule's ``client_options``.
 
@@ -48,8 +52,15 @@ class ClientOptions:
         RewardOptionError: options that the reward does not have or cannot use.
     """
 
-    def __init__(self, reward: str, own: Mapping[str, Any], allowed: Sequence[str] | None = None) -> None:
-        self._own = dict(own)
+    def __init__(
+        self,
+        reward: str,
+        instances: int = 1,
+        own: Mapping[str, Any] | None = None,
+        allowed: Sequence[str] | None = None,
+    ) -> None:
+        self._reward = reward
+        self._own = dict(own or {})
         if allowed is None:
             target = load_target(resolve_name(reward))
             # A class opens no options to clients by what it inherits.
@@ -58,6 +69,12 @@ class ClientOptions:
         # Also a test of the service's own options, at its start.
         self._model = build_reward(reward, self._own)
         self._model.close()
+        self.threads = ThreadPoolExecutor(instances, thread_name_prefix="reward")
+        """Runs :meth:`score`: as many requests at a time as there are instances."""
+        self._instances = instances
+        self._lock = threading.Lock()
+        self._idle: list[tuple[str, GuardedReward]] = []
+        """The longest unused first, each after its options as JSON."""
 
     def merged(self, options: object) -> dict[str, Any]:
         """The service's options with those of a request.
@@ -83,39 +100,14 @@ class ClientOptions:
                 raise RewardOptionError(f"options: {name} = {value!r}: at most {limit:g} is granted")
         return {**self._own, **options}
 
-
-def as_number(value: Any) -> float:
-    """The number that an option means, also as a text; NaN for anything else."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
-class RewardPool:
-    """Holds up to ``instances`` instances of a reward, each built when it is first needed.
-
-    Args:
-        reward: a short name or a dotted path, as ``worker_cls``.
-        instances: most at a time; further requests wait.
-        options: what clients may choose; None: what they may by default.
-    """
-
-    def __init__(self, reward: str, instances: int, options: ClientOptions | None = None) -> None:
-        self._reward = reward
-        self._options = options or ClientOptions(reward, {})
-        self._free = threading.Semaphore(instances)
-        self._instances = instances
-        self._lock = threading.Lock()
-        self._idle: list[tuple[str, GuardedReward]] = []
-        """The longest unused first, each after its options as JSON."""
-
-    def score(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def score(self, content: bytes) -> list[dict[str, Any]]:
         """The results of a request, as they are sent back.
 
         Raises:
-            RewardOptionError, KeyError, TypeError, ValueError: a request that cannot be understood.
+            RewardOptionError, KeyError, TypeError, ValueError, AttributeError, RecursionError: a request that cannot be
+                understood.
         """
+        body = json.loads(content)
         if len(body["samples"]) > MAX_SAMPLES:
             raise ValueError(f"samples: at most {MAX_SAMPLES} a request")
         samples = [
@@ -128,92 +120,60 @@ class RewardPool:
             )
             for sample in body["samples"]
         ]
-        options = self._options.merged(body.get("options") or {})
+        options = self.merged(body.get("options") or {})
         key = json.dumps(options, sort_keys=True)
-        with self._free:
+        with self._lock:
+            # The one that was used last: the others age, and leave first.
+            place = next((at for at in reversed(range(len(self._idle))) if self._idle[at][0] == key), None)
+            reward = None if place is None else self._idle.pop(place)[1]
+        reward = reward or GuardedReward(self._reward, build_reward(self._reward, options))
+        try:
+            results = reward(samples)
+        finally:
             with self._lock:
-                # The one that was used last: the others age, and leave first.
-                place = next((at for at in reversed(range(len(self._idle))) if self._idle[at][0] == key), None)
-                reward = None if place is None else self._idle.pop(place)[1]
-            reward = reward or GuardedReward(self._reward, build_reward(self._reward, options))
-            try:
-                results = reward(samples)
-            finally:
-                with self._lock:
-                    self._idle.append((key, reward))
-                    surplus = self._idle[: -self._instances]
-                    del self._idle[: -self._instances]
-                for _, old in surplus:
-                    old.close()
+                self._idle.append((key, reward))
+                surplus = self._idle[: -self._instances]
+                del self._idle[: -self._instances]
+            for _, old in surplus:
+                old.close()
         return [
             {"error": result.error} if result.score is None else {"score": result.score, "metrics": result.metrics}
             for result in results
         ]
 
     def close(self) -> None:
-        with self._lock:
-            for _, reward in self._idle:
-                reward.close()
-            self._idle.clear()
+        """Wait for the requests that are being scored, and close every instance."""
+        self.threads.shutdown(cancel_futures=True)
+        for _, reward in self._idle:
+            reward.close()
+        self._idle.clear()
 
 
-class RewardServer(ThreadingHTTPServer):
-    """Answers ``POST`` to any path, a thread a request."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, pool: RewardPool, host: str, port: int, api_key: str = "") -> None:
-        super().__init__((host, port), _Handler)
-        self.pool = pool
-        self.api_key = api_key
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.server_address[0]!s}:{self.server_address[1]}/score"
+def as_number(value: Any) -> float:
+    """The number that an option means, also as a text; NaN for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
-class _Handler(BaseHTTPRequestHandler):
-    server: RewardServer
-    protocol_version = "HTTP/1.1"
+def make_app(pool: RewardPool, api_key: str = "") -> Starlette:
+    """The application that scores requests to ``/score`` with a pool; ``api_key``: of its clients, empty for none."""
 
-    timeout = SOCKET_SECONDS
+    def admit(request: Request) -> None:
+        if api_key and not is_same(key_of(request), api_key):
+            raise wrong_key("the token")
 
-    def do_POST(self) -> None:
-        given = self.headers.get("Authorization", "")
-        # Before anything else is read: strangers cost nothing.
-        if self.server.api_key and not hmac.compare_digest(given.encode(), f"Bearer {self.server.api_key}".encode()):
-            self._reply(401, {"error": "the token is missing or wrong"}, is_last=True)
-            return
-        length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit()):
-            self._reply(411, {"error": "Content-Length must say how many bytes follow"}, is_last=True)
-            return
-        # The number of digits first: int() raises for more than 4,300 of them.
-        if len(length) > 12 or int(length) > MAX_BODY:
-            error = f"the request has {length[:20]} bytes, at most {MAX_BODY} are taken"
-            self._reply(413, {"error": error}, is_last=True)
-            return
-        content = self.rfile.read(int(length))
+    async def score(request: Request, _: None) -> Response:
+        content = await read_bytes(request, MAX_BODY)
         try:
-            self._reply(200, {"results": self.server.pool.score(json.loads(content))})
-        except RecursionError:
-            self._reply(400, {"error": "the request is nested too deep"})
-        except (RewardOptionError, KeyError, TypeError, ValueError, AttributeError) as error:
-            self._reply(400, {"error": f"{type(error).__name__}: {error}"[:MAX_SHOWN]})
+            results = await asyncio.get_running_loop().run_in_executor(pool.threads, pool.score, content)
+        except (RewardOptionError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise BadRequest(f"{type(error).__name__}: {error}"[:MAX_SHOWN]) from error
+        # Not JSONResponse, which fails for all samples where a metric of one is NaN.
+        return Response(json.dumps({"results": results}), media_type="application/json")
 
-    def _reply(self, status: int, body: dict[str, Any], is_last: bool = False) -> None:
-        """Send an answer; the last one where the rest of the request stays unread."""
-        self.close_connection = self.close_connection or is_last
-        content = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """No line a request."""
+    return Starlette(routes=[Route("/score", answered(score, admit), methods=["POST"])])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -244,22 +204,19 @@ def main(arguments: list[str] | None = None) -> int:
         if not isinstance(own, dict):
             raise ValueError("must be a JSON object")
         allowed = None if options.client_options is None else options.client_options.split(",")
-        client = ClientOptions(options.reward, own, allowed)
+        pool = RewardPool(options.reward, max(1, options.instances), own, allowed)
         GuardedReward(options.reward, build_reward(options.reward, own)).check_host()
     except (RewardOptionError, ValueError) as error:
         parser.error(f"--options {options.options}: {error}")
-    pool = RewardPool(options.reward, max(1, options.instances), client)
-    server = RewardServer(pool, options.host, options.port, "" if options.without_token else token)
-    # From another thread, since it waits for the loop that the signal has interrupted.
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=server.shutdown).start())
-    logger.info("%s scores responses at %s", options.reward, server.url)
-    try:
-        server.serve_forever()
-    except KeyboardInterrupt:
-        logger.info("stopped")
-    finally:
-        server.server_close()
-        pool.close()
+    server = HttpServer(options.host, options.port)
+    server.start(lambda: make_app(pool, "" if options.without_token else token))
+    logger.info("%s scores responses at %s/score", options.reward, server.url)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    stopped.wait()
+    server.close()
+    pool.close()
     return 0
 
 

@@ -167,8 +167,8 @@ async def while_connected(request: Request, *work: Coroutine[Any, Any, T]) -> li
             task.cancel()
 
 
-async def read_bytes(request: Request) -> bytes:
-    """The body of a request, read no further than it may be long.
+async def read_bytes(request: Request, most: int = MAX_BODY) -> bytes:
+    """The body of a request, read no further than it may be long (``most`` bytes).
 
     Raises:
         BadRequest: it is too long (status 413).
@@ -176,8 +176,8 @@ async def read_bytes(request: Request) -> bytes:
     content = bytearray()
     async for piece in request.stream():
         content += piece
-        if len(content) > MAX_BODY:
-            raise BadRequest(f"the body is longer than {MAX_BODY} bytes", status=413)
+        if len(content) > most:
+            raise BadRequest(f"the body is longer than {most} bytes", status=413)
     return bytes(content)
 
 

@@ -150,8 +150,8 @@ VERDICTS: list[tuple[str, dict[str, Any], str, float | None]] = [
     ("number", TEN, "Score：7", 7),
     ("number", TEN, "Total score: 4 + 3 = 7", 7),
     ("number", TEN, "Total score: 4 + 3", None),
-    ("regex", {"pattern": r"Rating: (?P<score>\d+)"}, "3", None),
-    ("regex", {**TEN, "pattern": r"Grade (?P<score>\d+)"}, "Grade 3, then Grade 4 of 5", 4),
+    ("regex", {"score_pattern": r"Rating: (?P<score>\d+)"}, "3", None),
+    ("regex", {**TEN, "score_pattern": r"Grade (?P<score>\d+)"}, "Grade 3, then Grade 4 of 5", 4),
 ]
 
 CUT: list[tuple[str, dict[str, Any], str, float | None]] = [
@@ -169,7 +169,7 @@ CUT: list[tuple[str, dict[str, Any], str, float | None]] = [
     ("json", TEN, '{"reason": "...", "sco', None),
     ("boxed", TEN, "\\boxed{8} bec", 8),
     ("boxed", TEN, "\\boxed{8", None),
-    ("regex", {**TEN, "pattern": r"Grade (?P<score>\d+)"}, "Grade 1", None),
-    ("regex", {**TEN, "pattern": r"Grade (?P<score>\d+)"}, "Grade 1.", 1),
+    ("regex", {**TEN, "score_pattern": r"Grade (?P<score>\d+)"}, "Grade 1", None),
+    ("regex", {**TEN, "score_pattern": r"Grade (?P<score>\d+)"}, "Grade 1.", 1),
 ]
 """The same of answers that ``max_tokens`` has cut off."""

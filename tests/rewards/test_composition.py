@@ -11,14 +11,14 @@ import pytest
 
 from roll.config.rewards import RewardComponentConfig, RewardConfig
 from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_section, failure_rates
-from roll.rewards.base import GuardedReward, failure
+from roll.rewards.base import GuardedReward, RewardFunction, failure
 from roll.rewards.composition import Component, CompositeReward
 
 OWN = "tests.rewards.own_rewards"
 
 
 @dataclass
-class Told:
+class Told(RewardFunction):
     """Gives the results that it was told."""
 
     results: list[RewardResult]
@@ -134,16 +134,13 @@ def test_a_wrong_option_names_its_component() -> None:
     assert caught.value.component == "gsm"
 
 
-class Fragile:
+class Fragile(RewardFunction):
     """Raises for one text, wherever it stands in a batch; returns too little for another."""
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         if any(sample.response == "boom" for sample in samples):
             raise ZeroDivisionError("boom went off")
         return [RewardResult(1.0) for sample in samples if sample.response != "lost"]
-
-    def close(self) -> None:
-        pass
 
 
 def test_what_a_reward_raises_costs_one_sample_and_is_logged_once_with_its_traceback(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from roll.config.installation import install_command
 from roll.rewards import RewardOptionError, RewardSample, build_reward
 from roll.rewards.ifeval import follows, loosened
-from roll.rewards.ifeval_instructions import CHECKS, count_capital_words, count_sentences, count_words
+from roll.rewards.ifeval_instructions import CHECKS, count_sentences
 from roll.rewards.rlvr_ifeval import FUNCTIONS, _spans
 
 GERMAN = "Der Garten hinter dem Haus ist im Sommer voller Blumen und die Kinder spielen dort gern."
@@ -199,10 +199,11 @@ def test_sentences(text: str, sentences: int) -> None:
 
 
 def test_words() -> None:
-    assert count_words("state-of-the-art, isn't it?") == 7
+    assert CHECKS["length_constraints:number_words"]("state-of-the-art, isn't it?", num_words=7, relation="exactly")
     # As NLTK cuts words: "DO", "N'T".
-    assert count_capital_words("The U.S. and NASA's I DON'T a1 A1") == 6
-    assert count_capital_words("`LOG_LEVEL=DEBUG` (A-B/C), IT'S GPT-4.") == 5
+    capitals = CHECKS["change_case:capital_word_frequency"]
+    assert capitals("The U.S. and NASA's I DON'T a1 A1", capital_frequency=6, capital_relation="exactly")
+    assert capitals("`LOG_LEVEL=DEBUG` (A-B/C), IT'S GPT-4.", capital_frequency=5, capital_relation="exactly")
 
 
 def test_loose_variants_are_the_published_eight() -> None:

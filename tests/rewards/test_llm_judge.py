@@ -59,7 +59,7 @@ def test_a_question_with_an_image_is_shown_by_its_text() -> None:
 
 @pytest.mark.parametrize(("written", "rescale", "score"), [(10, True, 1.0), (1, True, 0.0), (5.5, False, 5.5)])
 def test_scores_between_bounds_are_rescaled(written: float, rescale: bool, score: float) -> None:
-    reader = ScoreReader("number", min_score=1.0, max_score=10.0, rescale=rescale)
+    reader = ScoreReader(extract="number", min_score=1.0, max_score=10.0, rescale=rescale)
     assert reader.read({"message": {"content": f"Score: {written}"}}) == (score, written)
 
 
@@ -67,8 +67,8 @@ def test_scores_between_bounds_are_rescaled(written: float, rescale: bool, score
     ("extract", "options", "text", "score", "finish_reason"),
     [(*case, "stop") for case in VERDICTS] + [(*case, "length") for case in CUT],
 )
-def test_verdicts(extract: str, options: dict[str, Any], text: str, score: float | None, finish_reason: str) -> None:
-    reader = ScoreReader(extract, **options)
+def test_verdicts(extract: Any, options: dict[str, Any], text: str, score: float | None, finish_reason: str) -> None:
+    reader = ScoreReader(extract=extract, **options)
     choice = {"message": {"content": text}, "finish_reason": finish_reason}
     if score is None:
         with pytest.raises(NoScore):
@@ -83,7 +83,7 @@ def test_verdicts_are_found_in_linear_time() -> None:
         for extract in ("number", "yes_no"):
             began = time.process_time()
             with pytest.raises(NoScore):
-                ScoreReader(extract).read({"message": {"content": text}})
+                ScoreReader(extract=extract).read({"message": {"content": text}})
             assert time.process_time() - began < 2
 
 
@@ -97,7 +97,7 @@ def test_a_cut_answer_without_a_verdict_is_an_error_and_not_zero() -> None:
 
 def test_a_pattern_that_backtracks_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roll.rewards.judge_reading.PATTERN_SECONDS", 0.02)
-    reader = ScoreReader("regex", pattern=r"(?P<score>(a|aa)+)$")
+    reader = ScoreReader(extract="regex", score_pattern=r"(?P<score>(a|aa)+)$")
     with pytest.raises(NoScore, match="timeout: "):
         reader.read({"message": {"content": "a" * 1000 + "b"}})
 
@@ -108,7 +108,7 @@ def log_probs(**tokens: float) -> dict[str, Any]:
 
 
 def test_the_chance_of_a_word() -> None:
-    reader = ScoreReader("logprob")
+    reader = ScoreReader(extract="logprob")
     assert reader.read(log_probs(Yes=-1.0, No=-1.0))[0] == pytest.approx(0.5)
     # exp(-1) + exp(-2) against exp(-3); an unrelated token counts for neither.
     expected = (0.36788 + 0.13534) / (0.36788 + 0.13534 + 0.04979)
