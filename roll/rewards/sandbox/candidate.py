@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import builtins
+import contextlib
 import copy
 import inspect
 import io
@@ -33,39 +34,47 @@ _OPERATORS = """
 """
 
 
-def serve(channel: Channel, source: bytes) -> None:
-    """Run the source, report how that went, and answer requests until the other side closes the channel."""
+def serve_calls(request: dict[str, Any]) -> None:
+    """Run the source as the module ``solution``, report how that went, and answer requests of another process for calls
+    of its functions until that process closes the channel."""
+    source = read_all(SOURCE, MAX_SOURCE)
+    open_streams()
+    channel = Channel(CHANNEL, request["max_message"])
     module = types.ModuleType(MODULE)
     sys.modules[MODULE] = module
-    request = channel.receive()
-    server = Server(channel, module, request.get("classes", []))
-    exec(request.get("prelude", ""), module.__dict__)  # noqa: S102  the tests' classes that only hold data
+    preparation = channel.receive()
+    server = Server(channel, module, preparation.get("classes", []))
+    exec(preparation.get("prelude", ""), module.__dict__)  # noqa: S102  the tests' classes that only hold data
     # For responses that define none of that name.
     server.classes = {name: module.__dict__.get(name) for name in server.classes}
     try:
         code = compile(source, f"{MODULE}.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         channel.send({"compile_error": str(error)[:MAX_TEXT]})
-        return
+        os._exit(0)
     prelude.open_for_program()
     try:
         exec(code, module.__dict__)  # noqa: S102  this process exists to run it
-    except BaseException as error:  # whatever it raises, the other side hears of it
+    except BaseException as error:  # reported to the other side, whatever it is
         server.send({"raised": server.describe(error)})
-        return
+        os._exit(0)
     server.send({"ready": True})
-    try:
+    with contextlib.suppress(ChannelClosed):
         while True:
             server.answer(channel.receive())
-    except ChannelClosed:
-        return
+    os._exit(0)
 
 
 class Server(Side):
     """The response's side of calls: holds the objects that the tests know by number."""
 
     def __init__(self, channel: Channel, module: types.ModuleType, classes: list[str]) -> None:
-        super().__init__("r", classes, self._class_named)
+        # The response's own class of a name is preferred to the tests'.
+        def find(name: str) -> Any:
+            own = module.__dict__.get(name)
+            return own if isinstance(own, type) else self.classes[name]
+
+        super().__init__("r", classes, find)
         self._channel = channel
         self.classes: dict[str, Any] = dict.fromkeys(classes)
         """The tests' data classes by name."""
@@ -93,12 +102,8 @@ class Server(Side):
             "anext": lambda iterator: self._await(iterator.__anext__()),
         }
 
-    def _class_named(self, name: str) -> Any:
-        own = self._namespace.get(name)
-        return own if isinstance(own, type) else self.classes[name]
-
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message with what has been printed since the last one."""
+        """Send a message with what has been printed since the last message."""
         for name, stream in self._output.items():
             if stream.tell():
                 message[name] = stream.getvalue()
@@ -146,7 +151,7 @@ class Server(Side):
         return reply
 
     def describe(self, error: BaseException) -> dict[str, Any]:
-        """An exception as data: its text and class, and a number for the attributes of the response's own."""
+        """An exception as data: text and class, and a number by which attributes of the response's own are read."""
         try:
             text = str(error)[:MAX_TEXT]
         except BaseException:  # its own __str__ may do anything
@@ -188,7 +193,7 @@ class Server(Side):
         return encoded
 
     def decode_foreign(self, data: dict[str, Any]) -> Any:
-        """A function or an iterator of the tests, as one here, or an object of this side."""
+        """A stand-in for a function or an iterator of the tests, or an object of this side."""
         number = data["id"]
         if data["t"] == "callback":
             return lambda *args: self.call_back(number, args)
@@ -212,7 +217,7 @@ class Server(Side):
 
 
 class TestsInput(io.TextIOBase):
-    """Standard input that asks the tests' process for its own."""
+    """Standard input that is read from the tests' process."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -236,13 +241,12 @@ def as_plain(value: object) -> Any:
 
 
 COMPILE_STATUS = 121
-"""Exit status of a script that is not valid Python. Others may exit with it too: it feeds a metric, no verdict."""
+"""Exit status of a script that is not valid Python. Others may exit with it too: it only feeds a metric."""
 SOURCE, CHANNEL, VERDICTS = 3, 4, 5
-"""Descriptors beyond the standard ones."""
+"""Descriptors after those of the standard streams."""
 MAX_SOURCE = 4 * 2**20
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
-    "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -250,7 +254,7 @@ ENVIRONMENT = {
     # The order of sets of texts would differ from run to run, and a reward with it.
     "PYTHONHASHSEED": "0",
 }
-"""All that a sandboxed process knows of its surroundings."""
+"""All that a sandboxed process knows of its surroundings, besides the path of its private folder."""
 
 
 def forget_surroundings() -> None:
@@ -305,14 +309,6 @@ def run_script(request: dict[str, Any]) -> None:
         sys.stderr.flush()
     finally:
         os._exit(status)
-
-
-def serve_calls(request: dict[str, Any]) -> None:
-    """Run the source as the module ``solution``, whose functions another process calls."""
-    source = read_all(SOURCE, MAX_SOURCE)
-    open_streams()
-    serve(Channel(CHANNEL, request["max_message"]), source)
-    os._exit(0)
 
 
 def run_tests(request: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The cases that decide on a program, read from the columns of a data row in the shapes that data sets have.
+"""Reads the test cases of a program from a data row, in the formats of common data sets.
 
 =====================  ==================================================================================
 shape                  columns (or keys of a JSON ``ground_truth`` or ``test_cases``)
@@ -9,7 +9,7 @@ asserts                a list of texts; ``test_list`` with ``test_setup_code`` o
 check function         ``test`` and ``entry_point``: the test defines ``check(candidate)``
 input and output       ``{"inputs": [...], "outputs": [...]}``; ``[{"input" or "stdin": ..., "output" or
                        "expected_stdout": ...}]``
-calls                  the same with ``fn_name``; inputs are lists of arguments, or texts with a JSON value a line
+calls                  the same with ``fn_name``; inputs are lists of arguments, or texts with one JSON value per line
 pytest                 ``{"pytest": text}``; ``case_type: pytest`` with ``[{"assert_code": text}]``
 =====================  ==================================================================================
 """
@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from roll.rewards.base import read_json
 from roll.rewards.sandbox.snippets import CaseError, Method, check_pytest_file, prepared
 
 Kind = Literal["io", "calls", "tests", "pytest"]
@@ -35,7 +36,7 @@ class Cases:
 
     kind: Kind
     texts: list[str] = field(default_factory=list)
-    """``tests``: a source a case. ``pytest``: the text of one file."""
+    """``tests``: one source per case. ``pytest``: the text of the file."""
     setup: str = ""
     entry_point: str = ""
     """Argument of a test's ``check(candidate)``."""
@@ -49,7 +50,7 @@ class Cases:
 
     @property
     def count(self) -> int:
-        """Cases that are known beforehand; of a pytest file, one."""
+        """Number of cases; 1 for a pytest file, whose tests are known only when it runs."""
         return len(self.streams or self.calls or self.texts)
 
 
@@ -62,7 +63,7 @@ def read_cases(ground_truth: object, row: Mapping[str, Any]) -> Cases:
         CaseError: there are none, they have no known shape, test nothing, or cannot work.
     """
     given = row.get("test_cases") or ground_truth
-    source = loaded(given) if given else row
+    source = read_json(given) if given else row
     if given and not isinstance(source, (Mapping, list)):
         source = [source]
     try:
@@ -83,25 +84,15 @@ def read_cases(ground_truth: object, row: Mapping[str, Any]) -> Cases:
     return replace(cases, texts=[text for text, _ in tests], methods=[method for _, method in tests])
 
 
-def loaded(value: object) -> Any:
-    """A text that holds JSON is that JSON; other texts stay."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
-
-
 def _read(source: object, columns: Mapping[str, Any]) -> Cases:
     if not isinstance(source, list):
         if "pytest" in columns:
             return Cases("pytest", [str(columns["pytest"])])
         if "inputs" in columns:
-            pairs = zip(loaded(columns["inputs"]), loaded(columns["outputs"]), strict=True)
+            pairs = zip(read_json(columns["inputs"]), read_json(columns["outputs"]), strict=True)
             return _from_pairs(list(pairs), columns, True)
         if "test_list" in columns:
-            return tests_of(list(map(str, loaded(columns["test_list"]))), columns)
+            return tests_of(list(map(str, read_json(columns["test_list"]))), columns)
         if "test" in columns:
             return tests_of([str(columns["test"])], columns)
         known = "test_cases, ground_truth, test_list, test and entry_point, inputs and outputs, pytest"
@@ -129,11 +120,8 @@ def tests_of(sources: list[str], columns: Mapping[str, Any]) -> Cases:
 
 def _from_pairs(pairs: Sequence[tuple[Any, Any]], columns: Mapping[str, Any], wrapped: bool) -> Cases:
     """Cases of pairs: input and output, or with ``fn_name`` the arguments of a call (a list, or a text with one JSON
-    value a line) and its result (or a text that holds it as JSON).
-
-    Args:
-        wrapped: whether a list of one element may also mean that element, as in TACO and APPS.
-    """
+    value per line) and its result (or a text that holds it as JSON). ``wrapped``: a list of one element may also mean
+    that element, as in TACO and APPS."""
     name, calls = fn_name_of(columns), []
     if not name:
         return Cases("io", streams=[(as_stream(given), as_stream(wanted)) for given, wanted in pairs])
@@ -153,7 +141,7 @@ def literal(text: str) -> Any:
 
 
 def fn_name_of(columns: Mapping[str, Any]) -> str:
-    metadata = loaded(columns.get("metadata"))
+    metadata = read_json(columns.get("metadata"))
     inner = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     return str(columns.get("fn_name") or columns.get("func_name") or inner or "")
 

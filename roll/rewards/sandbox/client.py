@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.rewards.sandbox import confinement, kernel
-from roll.rewards.sandbox.protections import Ended, Limits, Report, check_required
+from roll.rewards.sandbox import candidate, confinement, kernel
+from roll.rewards.sandbox.protections import PROTECTIONS, Ended, Limits, Report, check_required
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Settings:
     require: tuple[str, ...] = ()
     """Protections without which nothing runs."""
     without: tuple[str, ...] = ()
-    """Means left unused, to see what less permissive hosts would give."""
+    """Means that are left unused, for tests of less permissive hosts."""
     landlock_abi: int | None = None
     """The highest version of Landlock that is used, for the same purpose; None: the kernel's."""
     launcher: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class Process:
         try:
             ended = self.end.result(self._wall + END_GRACE)
         except TimeoutError:
-            raise SandboxError("no word of a process's end: the sandbox does not answer") from None
+            raise SandboxError("the end of a process was not reported: the sandbox does not respond") from None
         if ended.error is not None:
             raise SandboxError(ended.error)
         return ended
@@ -140,14 +140,10 @@ class Sandbox:
         if not sys.platform.startswith("linux"):
             raise SandboxError(f"model-written code runs on Linux only, not on {sys.platform}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        readable = [os.path.abspath(path) for path in self._settings.readable]
-        settings = {name: getattr(self._settings, name) for name in ("preload", "without", "landlock_abi")}
-        settings["readable"] = readable
+        settings = asdict(self._settings) | {"readable": [os.path.abspath(path) for path in self._settings.readable]}
         # An environment without that of this process, which may hold keys and addresses.
         environment = {name: os.environ[name] for name in ("LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
-        environment |= {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-        environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        environment["PYTHONPATH"] = str(Path(__file__).parents[3])
+        environment |= {**candidate.ENVIRONMENT, "PYTHONPATH": str(Path(__file__).parents[3])}
         python = [*self._settings.launcher, sys.executable, "-s", "-m", "roll.rewards.sandbox.zygote"]
         self._control = ours
         with theirs:
@@ -171,12 +167,13 @@ class Sandbox:
         answer = json.loads(hello)
         self._folder = answer["folder"]
         weakref.finalize(self, end_zygote, self._zygote, ours, self._folder)
-        self.report = Report.of(answer["found"])
+        given = {name: name == "limits" or bool(answer["found"].get(name)) for name in PROTECTIONS}
+        self.report = Report(given, tuple(answer["found"]["means"]))
         check_required(self.report, self._settings.require)
         if not self.report.given["private"]:
             # This process holds the tests and the verdicts of all programs.
             kernel.hide_from_other_processes()
-        # Each zygote has its own processes: the last word of one that died says nothing about its successor's.
+        # Each zygote has its own processes: messages of one that died do not concern those of its successor.
         self._running = {}
         listener = threading.Thread(target=self._listen, args=(ours, self._running), daemon=True, name="sandbox")
         listener.start()

@@ -1,5 +1,5 @@
 """Confinement: the file system and the private folder of a process, what this host permits, and what a forked process
-does to itself before any code of a response runs. Nothing of it can be taken back."""
+does to itself before any code of a response runs. None of it can be undone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCRATCH = "/tmp"
 _SHARED_MEMORY = "/dev/shm"
 _MAX_SCRATCH_FILES = 4096
 _MAX_DEPTH = 32
-"""Folders inside each other that are counted; what has more holds too much."""
+"""Deepest nesting that is measured; a deeper folder counts as too large."""
 _NEW_ROOT = "/tmp"
 _HELD = "/.held"
 """Keeps readable paths that the private folders would hide, for a process that mounts those."""
@@ -91,7 +91,7 @@ def _bind(source: str, target: str) -> None:
 
 
 def mount_scratch(size: int, readable: Sequence[str]) -> None:
-    """A private ``/tmp`` and ``/dev/shm`` of ``size`` bytes each, gone with the process; what is readable stays."""
+    """Mount a private ``/tmp`` and ``/dev/shm`` of ``size`` bytes each over the host's; readable paths stay visible."""
     kernel.unshare(kernel.CLONE_NEWNS)
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
     for folder in (SCRATCH, _SHARED_MEMORY):
@@ -102,7 +102,7 @@ def mount_scratch(size: int, readable: Sequence[str]) -> None:
 
 _OWNERS_RIGHTS = 0o700
 _AT_ONCE = 1000
-"""Names of a folder that are read at a time."""
+"""Entries of a folder that are read at a time."""
 
 
 class OutOfBudget(Exception):
@@ -166,7 +166,7 @@ def remove_tree(path: str, budget: int | None = None) -> None:
 def holds_too_much(path: str, size: int) -> bool:
     """True if a folder takes more than ``size`` bytes of its disk, or has more entries than a mounted one may have.
 
-    Its owner may change it meanwhile.
+    The folder may change while it is measured.
     """
     try:
         with opened(path) as top:
@@ -194,14 +194,14 @@ def sizes_below(folder: int, depth: int = 0) -> Iterator[int]:
 
 
 def listed(folder: int) -> list[tuple[str, bool]]:
-    """Some entries of a folder, each with whether it is one itself."""
+    """Some entries of a folder, each with whether it is a folder."""
     with os.scandir(folder) as entries:
         return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in itertools.islice(entries, _AT_ONCE)]
 
 
 @contextlib.contextmanager
 def opened(path: str, parent: int | None = None) -> Iterator[int]:
-    """A folder, opened after its owner has got all rights back. Symbolic links are not followed.
+    """Open a folder, after restoring all rights to its owner. Symbolic links are not followed.
 
     Raises:
         OSError: it is no folder, or someone else's.
@@ -226,61 +226,54 @@ def opened(path: str, parent: int | None = None) -> Iterator[int]:
 
 
 UIDS = 16
-"""User ids of one sandbox, one a process at a time."""
+"""User ids of one sandbox; a process has one of its own."""
 _FIRST_UID, _BLOCKS, _BLOCK = 60578, 35, UIDS + 1
-"""A range that distributions assign to nobody; the last of each block ends the processes of the others."""
+"""A range that distributions leave unassigned; the last id of a block kills the processes of the others."""
 LATEST_ABI = 99
 
 _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
 
 
 def find_means(without: Set[str], landlock_abi: int | None = None) -> tuple[Means, object]:
-    """The means that need no preparation.
+    """Find what this host permits, and enter all namespaces or none: as root, else in a user namespace, where any user
+    is root.
 
     Args:
-        without: names of :data:`~roll.rewards.sandbox.protections.MEANS` that are left alone.
-        landlock_abi: the highest version of Landlock that is used; None: the kernel's.
+        without: names of :data:`~roll.rewards.sandbox.protections.MEANS` that are left unused.
+        landlock_abi: the highest version of Landlock to use; None: the kernel's.
 
     Returns:
         The means, and an object that must live as long as this process.
     """
-    first_uid, claim = (None, None) if "uid" in without or os.geteuid() != 0 else claim_uids()
-    means = Means(
-        first_uid=first_uid,
-        landlock=0 if "landlock" in without else min(kernel.landlock_abi(), landlock_abi or LATEST_ABI),
-        seccomp="seccomp" not in without and seccomp.supported(),
-    )
-    return means, claim
-
-
-def enter_namespaces(means: Means) -> Means:
-    """Enter all namespaces or none: as root, else inside a user namespace, where any user is root."""
-    if os.geteuid() == 0:
-        with contextlib.suppress(OSError):
-            kernel.unshare(_NAMESPACES)
-            return replace(means, process_namespace=True, network_namespace=True)
-    uid, gid = os.geteuid(), os.getegid()
-    try:
-        kernel.unshare(kernel.CLONE_NEWUSER | _NAMESPACES)
-    except OSError:
-        return means
-    for name, content in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
-        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
-            file.write(content)
-    return replace(means, user_namespace=True, process_namespace=True, network_namespace=True, first_uid=None)
-
-
-def claim_uids() -> tuple[int | None, socket.socket | None]:
-    """User ids that no other sandbox of this host uses. The claim is an abstract socket name, which the kernel gives to
-    one socket only."""
-    for block in range(_BLOCKS):
+    abi = 0 if "landlock" in without else min(kernel.landlock_abi(), landlock_abi or LATEST_ABI)
+    means = Means(landlock=abi, seccomp="seccomp" not in without and seccomp.supported())
+    claim = None
+    # User ids that no other sandbox of this host uses: the kernel gives an abstract socket name to one socket only.
+    for block in range(_BLOCKS if "uid" not in without and os.geteuid() == 0 else 0):
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             claim.bind(f"\0roll-sandbox-{block}")
-            return _FIRST_UID + block * _BLOCK, claim
         except OSError:
             claim.close()
-    return None, None
+        else:
+            means = replace(means, first_uid=_FIRST_UID + block * _BLOCK)
+            break
+    if "namespaces" in without:
+        return means, claim
+    uid, gid = os.geteuid(), os.getegid()
+    entered = replace(means, process_namespace=True, network_namespace=True)
+    if uid == 0:
+        with contextlib.suppress(OSError):
+            kernel.unshare(_NAMESPACES)
+            return entered, claim
+    try:
+        kernel.unshare(kernel.CLONE_NEWUSER | _NAMESPACES)
+    except OSError:
+        return means, claim
+    for name, content in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+        with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
+            file.write(content)
+    return replace(entered, user_namespace=True, first_uid=None), claim
 
 
 MAX_THREADS = 32
@@ -288,11 +281,11 @@ MAX_OPEN_FILES = 64
 STACK = 128 * 2**20
 """Bytes; programs of contests recurse deeply."""
 SHARERS = 8
-"""Processes that may share one user id, and so one count of processes, on hosts that give the sandbox none."""
+"""Processes that may share a user id, and its process count, on hosts where the sandbox has no ids of its own."""
 
 
 def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readable: Sequence[str], proc: bool) -> None:
-    """Give up everything that ``means`` lets this process give up.
+    """Drop every privilege that ``means`` lets this process drop.
 
     Args:
         uid: the user to become; None: stay.
@@ -322,7 +315,7 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
         resource.RLIMIT_STACK: STACK,
     }
     if uid is not None or means.user_namespace:
-        # Only there does the count of this user's processes leave out those of the host.
+        # Only then does the kernel's count of this user's processes exclude those of the host.
         highest[resource.RLIMIT_NPROC] = (limits.processes + MAX_THREADS) * (SHARERS if uid is None else 1)
     for kind, value in highest.items():
         _, hard = resource.getrlimit(kind)

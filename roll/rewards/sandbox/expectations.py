@@ -37,7 +37,7 @@ def lines_with_copies(trees: Sequence[ast.Module], own: Set[str]) -> list[list[i
     module_level = Scope(callables, list(enumerate(trees)))
     functions = [(number, node) for number, tree in enumerate(trees) for node in outermost_functions(tree)]
     scopes = [Scope(callables, [each], [module_level]) for each in functions]
-    # What one method keeps in ``self`` the others use.
+    # Methods share what is kept in ``self``.
     scopes = [Scope(callables, [each], [module_level], scopes) for each in functions]
     lines: list[set[int]] = [set() for _ in trees]
     for scope in (module_level, *scopes):
@@ -108,7 +108,7 @@ class Callables:
         if isinstance(node, ast.Attribute) and node.attr in self._helpers:
             return True
         name = root(node)
-        # A module is not called: what has its name and is, is the response's.
+        # Modules are not callable: where the name of one is called, it is the response's.
         known = name in self._known or (name in sys.stdlib_module_names and not isinstance(node, ast.Name))
         return name in self.names or (bool(name) and "." not in name and not known)
 
@@ -168,7 +168,7 @@ class Scope:
             suspects = self._set_against_results(self._sides(node))
             hides = False
             if isinstance(node, ast.Call):
-                # Test code in a text hides what it compares, and so does a helper that gets one object twice.
+                # Code in a string hides what it compares, and so does a helper that is given the same object twice.
                 objects = [root(argument) for argument in arguments_of(node) if is_reference(argument)]
                 hides = root(node.func) in ("exec", "eval")
                 hides = hides or (self._is_response_call(node) and len(set(objects)) < len(objects))
@@ -219,7 +219,7 @@ class Scope:
     def _learn_results(self, node: ast.AST) -> bool:
         before = len(self.results)
         for target, value in bindings(node):
-            # The tests' own numbers, however many the response wants of them.
+            # The numbers of a range are the tests' own, even if the response chooses its length.
             if called(value) != "range" and self._has_result(value):
                 self.results |= {root(each) for each in flat(target)} - {""}
             if self._is_instance(value):
@@ -280,10 +280,10 @@ class Scope:
         elif isinstance(node, ast.BinOp):
             sides = [node.left, node.right]
         elif isinstance(node, ast.Return | ast.Yield) and isinstance(node.value, ast.Tuple | ast.List):
-            # Who gets both may compare them.
+            # The caller may compare them.
             sides = node.value.elts
         elif isinstance(node, ast.Subscript) and not any(isinstance(each, ast.Slice) for each in ast.walk(node.slice)):
-            # Whatever is at the place that the response names.
+            # The response chooses the position.
             sides = [node.value, node.slice]
         elif isinstance(node, ast.Call) and root(node.func) != "print" and not self._is_response_call(node):
             sides = arguments_of(node)

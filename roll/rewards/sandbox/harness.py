@@ -40,7 +40,7 @@ MAX_NOTE = 400
 
 
 class Verdicts:
-    """Lines of JSON into a pipe that only this process and the reward worker hold."""
+    """Writes lines of JSON to a file that only this process and the reward worker hold."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -56,7 +56,7 @@ class Verdicts:
 def text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:  # the text of an assertion may ask the response, which may be gone
+    except Exception:  # formatting an assertion may call the response, which may be gone
         return ""
 
 
@@ -75,7 +75,7 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
     preparation = settings["preparation"]
     tests = sys.modules["tests"] = types.ModuleType("tests")
     namespace = tests.__dict__
-    # The files by whose names the lines of the tests are known.
+    # File names by which lines of the tests are identified.
     numbered = [f"test {number}" for number in range(len(preparation["copies"]))]
     sources = ["setup", *([PYTEST_FILE] if "pytest" in settings else numbered)]
     copies = {name: frozenset(lines) for name, lines in zip(sources, preparation["copies"], strict=False)}
@@ -115,9 +115,9 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
 
 
 def run_calls(settings: dict[str, Any], remote: Remote, report: Verdicts) -> None:
-    """Call one function (or method of the class ``Solution``) a case and compare what it returns.
+    """For each case, call a function (or method of the class ``Solution``) and compare its result.
 
-    A function that returns nothing has worked on its first argument: that is its result.
+    The result of a function that returns nothing is its first argument, changed in place.
     """
     right_unchanged: list[int] = []
     works_in_place = False
@@ -150,7 +150,7 @@ def run_calls(settings: dict[str, Any], remote: Remote, report: Verdicts) -> Non
         except Exception as error:  # whatever the response raises, it has not returned the result
             report.case(number, error)
     for number in right_unchanged:
-        # What is right already needs no change, from a function that makes some.
+        # An argument that is right already needs no change, if the function changes others.
         report.case(number, None if works_in_place else AssertionError("the function returned nothing"))
 
 
@@ -164,7 +164,7 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
             bind_names(settings["setup"], namespace, remote)
             exec(compile(settings["setup"], "setup", "exec"), namespace)  # noqa: S102  the data set's own code
         except (Exception, SystemExit) as error:
-            # A set-up that names nothing of the response's has failed for another reason.
+            # A set-up that uses nothing of the response has failed for another reason.
             tree = ast.parse(settings["setup"])
             used, own = names_in(tree), bound_names(tree) | set(dir(builtins)) | sys.stdlib_module_names
             imports = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -236,13 +236,13 @@ def response_module(name: str, remote: Remote, hidden: Set[str], wanted: Set[str
 
     Args:
         hidden: names that ``import *`` does not bring.
-        wanted: those that the tests use; None: nobody knows.
+        wanted: those that the tests use; None: unknown.
     """
     module = types.ModuleType(name)
 
     def look_up(attribute: str) -> Any:
         if attribute == "__all__":
-            # What the importing module has already, from wherever it has it, stays.
+            # Names that the importing module already has are kept.
             taken = hidden | sys._getframe(1).f_globals.keys()
             offered = {each for each in remote.ask("names") if each.isidentifier() and not each.startswith("_")}
             return sorted((offered if wanted is None else offered & wanted) - taken)
@@ -259,7 +259,7 @@ def response_module(name: str, remote: Remote, hidden: Set[str], wanted: Set[str
 
 def run_pytest(settings: dict[str, Any], remote: Remote, report: Verdicts, namespace: dict[str, Any]) -> None:
     """Run the text as a file of pytest's; each collected test is a case, and only a passed one counts."""
-    # The plugins installed here are no business of the tests, and take seconds to load.
+    # Plugins installed here are not for the tests, and take seconds to load.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import pytest
 

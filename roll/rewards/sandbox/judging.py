@@ -60,7 +60,7 @@ class Outcome:
 
 
 def judge(sandbox: Sandbox, source: str, cases: Cases, judging: Judging) -> Outcome:
-    """Run a source against its cases. Whatever it does is an outcome.
+    """Run a source against its cases. Whatever the source does is an outcome, not an error.
 
     Raises:
         SandboxError: the host could not run it.
@@ -100,7 +100,7 @@ def read_file(descriptor: int, limit: int) -> bytes | None:
 def _judge_streams(
     sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging, outcome: Outcome, deadline: float
 ) -> None:
-    """One process a case. After a case that takes too long the others count as failed: they would, most likely."""
+    """Run one process per case. After a timeout the remaining cases count as failed: most likely they would."""
     for given, wanted in cases.streams:
         wall = min(judging.case_timeout, deadline - time.monotonic())
         if wall <= 0:
@@ -142,7 +142,7 @@ def os_null() -> int:
 
 
 def _judge_tests(sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging, outcome: Outcome) -> None:
-    """The tests in one process, the response in another; the verdicts reach us past the response."""
+    """Run the tests in one process and the response in another, which never handles a verdict."""
     limits, null = judging.limits, os_null()
     more = {"max_message": limits.file_size}
     job: dict[str, Any] = {

@@ -11,7 +11,6 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 MEBIBYTE = 2**20
 
@@ -60,7 +59,7 @@ class Means:
 
 
 MEANS = ("namespaces", "mounts", "uid", "landlock", "seccomp")
-"""Names by which a test takes means away."""
+"""Names of the means that tests can disable."""
 
 
 PROTECTIONS = {
@@ -74,7 +73,7 @@ PROTECTIONS = {
     "scratch": "the private folder is limited in size",
     "user": "a user id of its own",
 }
-"""Name to what it keeps a response from, or to."""
+"""By name: what a protection prevents or limits."""
 PROMISED = ("limits", "network", "files", "private", "signals", "syscalls", "ends")
 """Without these the reward does not start unless its configuration says so."""
 CONSEQUENCES = {
@@ -88,7 +87,7 @@ CONSEQUENCES = {
     "scratch": "may fill the disk that holds temporary files",
     "user": "run under this process's user id",
 }
-"""Name to what programs may do without it."""
+"""By name: what programs may do where it is missing."""
 
 
 class MissingProtection(RuntimeError):
@@ -104,19 +103,9 @@ class Report:
     means: tuple[str, ...] = field(default=())
     """The means: namespaces, mounts, user ids, Landlock, seccomp."""
 
-    @classmethod
-    def of(cls, found: dict[str, Any]) -> Report:
-        given = {name: name == "limits" or bool(found.get(name)) for name in PROTECTIONS}
-        return cls(given, tuple(found["means"]))
-
     @property
     def missing(self) -> list[str]:
         return [name for name, held in self.given.items() if not held]
-
-    @property
-    def broken_promises(self) -> list[str]:
-        """Promised protections that are missing."""
-        return [name for name in self.missing if name in PROMISED]
 
     def line(self) -> str:
         """One line for the log."""
@@ -153,7 +142,7 @@ _F_SETOWN = 8
 
 
 def make_canary(parent: str | None) -> str | None:
-    """A file of the zygote's that everybody may read, where processes see this host's files at all."""
+    """Create a file that every user may read; none where processes do not see this host's files."""
     if parent is None:
         return None
     path = f"{parent}/canary"
@@ -250,7 +239,7 @@ def can_create(folder: str) -> bool:
 
 
 def can_change(path: str) -> bool:
-    """Try to change the file in every way; the quiet ones are looked for afterwards."""
+    """Try every change of the file; those that report success without effect are detected afterwards."""
     for quiet in (lambda: os.chmod(path, 0o600), lambda: os.utime(path, (0, 0))):
         can(quiet)
     return any(

@@ -4,39 +4,34 @@ One rule keeps a response from deciding its own verdict: **the other side of a c
 compared here, as plain data; an operator between an object of the response's own class and a plain value would hand the
 expected value to the response's code, which could answer that it is equal to anything.  So ``object == 4`` is False,
 and ``object - 4`` raises ``TypeError``, unless ``object_operators`` allows it.  Objects of classes derived from plain
-ones (``int``, ``tuple``, ``dict``, ...) take part with their plain data.
+ones (``int``, ``tuple``, ``dict``, ...) are compared by their plain data.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Protocol
+from typing import Any
 
-_SPECIAL = ("name", "doc", "dict", "bases", "mro", "qualname", "module", "annotations", "abstractmethods", "defaults")
-_READABLE = frozenset(f"__{name}__" for name in _SPECIAL)
+_READABLE = frozenset(
+    f"__{name}__"
+    for name in "name doc dict bases mro qualname module annotations abstractmethods defaults".split()  # noqa: SIM905
+)
 """Special attributes that tests may read of the response's objects."""
-
-
-class Remote(Protocol):
-    """The way to the response's process; :mod:`roll.rewards.sandbox.remote` has it, and imports this module."""
-
-    object_operators: bool
-
-    def ask(self, operation: str, *args: object, **kwargs: object) -> Any: ...
 
 
 class Proxy:
     """An object of the response's process."""
 
-    _roll_remote: Remote
+    _roll_remote: Any
+    """The :class:`~roll.rewards.sandbox.remote.Remote`, whose module imports this one."""
     _roll_number: int
     _roll_plain: bool
     _roll_module: bool
     _roll_class: bool
     _roll_value: Any
 
-    def __init__(self, remote: Remote, number: int, plain: bool, module: bool, is_class: bool) -> None:
+    def __init__(self, remote: object, number: int, plain: bool, module: bool, is_class: bool) -> None:
         # Past __setattr__, which sets attributes of the response's object.
         own = {"remote": remote, "number": number, "plain": plain, "module": module, "class": is_class, "value": None}
         self.__dict__.update({f"_roll_{name}": value for name, value in own.items()})
@@ -59,24 +54,27 @@ class Proxy:
     def __iter__(self) -> Iterator[Any]:
         iterator = self._roll_remote.ask("iter", self)
         if not isinstance(iterator, Proxy):
-            raise TypeError("the response's iterator is none")
+            raise TypeError("the response's iterator is not one")
         return iterator
 
     def __next__(self) -> Any:
         return self._roll_remote.ask("next", self)
 
     def __contains__(self, item: object) -> bool:
-        """By iteration: the item, probably an expected one, does not cross."""
+        """By iteration: the item is probably an expected value, which must not cross."""
         return any(item == own for own in self)
 
     def __bool__(self) -> bool:
         return self._roll_remote.ask("bool", self) is True
 
-    def __str__(self) -> str:
-        return exactly_text(self._roll_remote.ask("str", self))
+    def __str__(self, operation: str = "str") -> str:
+        text = self._roll_remote.ask(operation, self)
+        if type(text) is not str:
+            raise TypeError("the response's text is none")
+        return text
 
     def __repr__(self) -> str:
-        return exactly_text(self._roll_remote.ask("repr", self))
+        return self.__str__("repr")
 
     def __hash__(self) -> int:
         return hash(plain_of(self)) if self._roll_plain else hash(("roll", self._roll_number))
@@ -130,12 +128,6 @@ class AwaitableProxy(Proxy):
 Coroutine.register(AwaitableProxy)
 
 
-def exactly_text(value: object) -> str:
-    if type(value) is not str:
-        raise TypeError("the response's text is none")
-    return value
-
-
 def plain_of(value: object) -> Any:
     """Plain data of a proxy that has it (as it is now); other values as they are."""
     if not isinstance(value, Proxy) or not value._roll_plain:
@@ -144,7 +136,7 @@ def plain_of(value: object) -> Any:
         found = value._roll_remote.ask("plain", value)
         if isinstance(found, (dict, list, set)):
             return found
-        # What cannot change has one value: it is not chosen anew for each comparison.
+        # An immutable value is read once: the response cannot choose another for each comparison.
         object.__setattr__(value, "_roll_value", found)
     return value._roll_value
 
@@ -163,11 +155,9 @@ def _binary(name: str, reflected: bool) -> Callable[[Proxy, Any], Any]:
     return operate
 
 
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_ARITHMETIC = "add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift"
-for _name in _COMPARISONS:
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(Proxy, f"__{_name}__", _binary(_name, reflected=False))
-for _name in _ARITHMETIC.split():
+for _name in "add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift".split():  # noqa: SIM905
     setattr(Proxy, f"__{_name.strip('_')}__", _binary(_name, reflected=False))
     setattr(Proxy, f"__r{_name.strip('_')}__", _binary(_name, reflected=True))
 for _name in ("neg", "pos", "abs", "invert", "getitem", "setitem", "delitem", "copy", "aiter"):

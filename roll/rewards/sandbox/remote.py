@@ -25,7 +25,7 @@ TEST_MODULES = ("tests", "test_solution")
 class ResponseGone(BaseException):
     """The response's process has ended or does not answer in time; it takes no more requests.
 
-    Not an ``Exception``: tests that expect one must not take this for it. Where tests catch everything,
+    Not an ``Exception``: tests that expect one must not catch this. Where tests catch everything,
     :meth:`Remote.require_answers` raises it again.
     """
 
@@ -35,7 +35,7 @@ class ResponseGone(BaseException):
 
 
 class ResponseError(Exception):
-    """An exception of a response's own class, or one with no place among the built-in ones."""
+    """An exception of a response's own class, or one that derives from no built-in class."""
 
 
 class NotHandedOver(TypeError):
@@ -94,8 +94,8 @@ class Remote(Side):
             if kwargs:
                 request["kwargs"] = {name: self.encode(item) for name, item in kwargs.items()}
         except NotHandedOver as reason:
-            # What no function can be given is a mistake of the row. With an object that the response has put into the
-            # place of a plain result it is the response's.
+            # A value that no function can receive is the row's mistake, unless the called object took the place of a
+            # plain result.
             if operation == "call" and isinstance(args[0], Proxy) and args[0]._roll_number in self._named:
                 self.impossible = self.impossible or str(reason)
             raise
@@ -108,7 +108,7 @@ class Remote(Side):
             if "raised" in reply:
                 raised = reply["raised"]
                 kind = self._exception_class(raised)
-                # Some built-in exceptions have constructors of their own; all keep their arguments at this one.
+                # Some built-in exceptions have constructors of their own; this call stores the arguments for all.
                 error = kind.__new__(kind, str(raised.get("text", "")))
                 if hasattr(kind, "_roll_number"):
                     error.__dict__["_roll_error"] = self.decode({"t": "object", "id": raised["error"]})
@@ -160,7 +160,7 @@ class Remote(Side):
 
     def require_answers(self) -> None:
         """Raise ``ResponseGone`` where a request had no answer, whatever the tests did about it: a late answer would be
-        taken for that to the next request."""
+        read as the answer to the next request."""
         if self.gone is not None:
             raise self.gone
 

@@ -1,7 +1,7 @@
 """A system call filter: refusals for what neither a program nor its tests need, and an escape might.
 
-The whole table of calls up to ``FIRST_UNKNOWN`` was gone through; a call that a kernel has learned since does not exist
-for a program, so a new way to do what is refused here (as ``fchmodat2`` and ``setxattrat`` were) is refused already.
+All calls up to ``FIRST_UNKNOWN`` were reviewed; later ones do not exist for a program, so that new variants of a
+refused call (such as ``fchmodat2`` and ``setxattrat``) are refused too.
 
 The program is classic BPF (``man 2 seccomp``) for x86-64 and aarch64; calls of another architecture's convention end
 the process, those of x32 are refused.
@@ -24,176 +24,70 @@ FIRST_UNKNOWN = 448
 GAP = ((335, 424), (295, 424))
 """First number and end of the range without calls, on both architectures."""
 
-NETWORK: Numbers = {
-    "socket": (41, 198),
-    # A socket pair is a process's own, but its datagrams may be addressed to any socket of the host.
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "accept": (43, 202),
-    "accept4": (288, 242),
-    "sendmsg": (46, 211),
-    "sendmmsg": (307, 269),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-}
-OTHER_PROCESSES: Numbers = {
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "pidfd_send_signal": (424, 424),
-    "kcmp": (312, 272),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "setpriority": (141, 140),
-    "ioprio_set": (251, 30),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "fanotify_init": (300, 262),
-    "fanotify_mark": (301, 263),
-}
-KERNEL: Numbers = {
-    "bpf": (321, 280),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "modify_ldt": (154, None),
-    "ioperm": (173, None),
-    "iopl": (172, None),
-    "uselib": (134, None),
-    "acct": (163, 89),
-    "syslog": (103, 116),
-    "vhangup": (153, 58),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "syncfs": (306, 267),
-}
-NAMESPACES: Numbers = {
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "open_by_handle_at": (304, 265),
-}
-SHARED_MEMORY: Numbers = {
-    # Memory that the limit on address space does not count.
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "io_setup": (206, 0),
-    # Segments, queues and semaphores have numbers and names that other processes' are found by.
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-    "msgctl": (71, 187),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "semctl": (66, 191),
-    "semtimedop": (220, 192),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
-}
-OF_OPEN_FILES: Numbers = {
-    # Inherited descriptors, such as /dev/null, belong to files of the host.
-    "fchown": (93, 55),
-    "fsetxattr": (190, 7),
-    "fremovexattr": (199, 16),
-}
-DISK: Numbers = {"fallocate": (285, 47)}
-"""Takes more of a disk than the limit of a file's size; the C library writes where a file system does not have it."""
+
+def calls(table: str) -> Numbers:
+    """Read ``name:x86-64:aarch64`` of each call; a dash: that architecture has no such call."""
+    rows = (entry.split(":") for entry in table.split())
+    return {name: tuple(None if n == "-" else int(n) for n in numbers) for name, *numbers in rows}  # type: ignore[misc]
+
+
+# A socket pair is a process's own, but its datagrams may be addressed to any socket of the host.
+NETWORK = calls("""
+    socket:41:198 connect:42:203 bind:49:200 listen:50:201 accept:43:202 accept4:288:242 sendmsg:46:211
+    sendmmsg:307:269 io_uring_setup:425:425 io_uring_enter:426:426 io_uring_register:427:427
+""")
+OTHER_PROCESSES = calls("""
+    ptrace:101:117 process_vm_readv:310:270 process_vm_writev:311:271 process_madvise:440:440 pidfd_open:434:434
+    pidfd_getfd:438:438 pidfd_send_signal:424:424 kcmp:312:272 perf_event_open:298:241 userfaultfd:323:282
+    setpriority:141:140 ioprio_set:251:30 migrate_pages:256:238 move_pages:279:239 inotify_init:253:-
+    inotify_init1:294:26 fanotify_init:300:262 fanotify_mark:301:263
+""")
+KERNEL = calls("""
+    bpf:321:280 add_key:248:217 request_key:249:218 keyctl:250:219 kexec_load:246:104 kexec_file_load:320:294
+    init_module:175:105 finit_module:313:273 delete_module:176:106 reboot:169:142 swapon:167:224 swapoff:168:225
+    modify_ldt:154:- ioperm:173:- iopl:172:- uselib:134:- acct:163:89 syslog:103:116 vhangup:153:58 quotactl:179:60
+    quotactl_fd:443:443 settimeofday:164:170 clock_settime:227:112 clock_adjtime:305:266 adjtimex:159:171
+    sethostname:170:161 setdomainname:171:162 syncfs:306:267
+""")
+NAMESPACES = calls("""
+    unshare:272:97 setns:308:268 mount:165:40 umount2:166:39 pivot_root:155:41 chroot:161:51 open_tree:428:428
+    move_mount:429:429 fsopen:430:430 fsconfig:431:431 fsmount:432:432 fspick:433:433 mount_setattr:442:442
+    open_by_handle_at:304:265
+""")
+# Memory outside the limit on address space; segments, queues and semaphores, whose names and numbers are the host's.
+SHARED_MEMORY = calls("""
+    memfd_create:319:279 memfd_secret:447:447 io_setup:206:0 shmget:29:194 shmat:30:196 shmctl:31:195 msgget:68:186
+    msgsnd:69:189 msgrcv:70:188 msgctl:71:187 semget:64:190 semop:65:193 semctl:66:191 semtimedop:220:192
+    mq_open:240:180 mq_unlink:241:181
+""")
+# Inherited descriptors, such as /dev/null, belong to files of the host.
+OF_OPEN_FILES = calls("fchown:93:55 fsetxattr:190:7 fremovexattr:199:16")
 REFUSED: Numbers = {**NETWORK, **OTHER_PROCESSES, **KERNEL, **NAMESPACES, **SHARED_MEMORY, **OF_OPEN_FILES}
 """Refused on every host."""
-
-NEW_PROCESS: Numbers = {"fork": (57, None), "vfork": (58, None)}
-ABSENT: Numbers = {
-    # Their arguments lie in memory, where a filter cannot look: libraries fall back on the older calls.
-    "clone3": (435, 435),
-    "openat2": (437, 437),
-}
-OWNERS: Numbers = {
-    "chown": (92, None),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-}
+DISK = calls("fallocate:285:47")
+"""Takes more of a disk than the limit on file sizes; the C library falls back on writing."""
+NEW_PROCESS = calls("fork:57:- vfork:58:-")
+ABSENT = calls("clone3:435:435 openat2:437:437")
+"""Their arguments lie in memory, where a filter cannot look: libraries fall back on the older calls."""
+OWNERS = calls("""
+    chown:92:- lchown:94:- fchownat:260:54 setxattr:188:5 lsetxattr:189:6 removexattr:197:14 lremovexattr:198:15
+""")
 """Refused where other files than the program's own can be named."""
-MODES: Numbers = {
-    "chmod": (90, None),
-    "fchmodat": (268, 53),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-}
-"""There they do nothing and say that it worked: ``shutil.copy`` and ``Path.touch`` use them."""
-WITHOUT_EFFECT: Numbers = {"fchmod": (91, 52), "sync": (162, 81)}
-"""The same, everywhere."""
-ON_A_PROCESS: Numbers = {
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "tgkill": (234, 131),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "prlimit64": (302, 261),
-    "sched_setaffinity": (203, 122),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-}
+MODES = calls("chmod:90:- fchmodat:268:53 utime:132:- utimes:235:- futimesat:261:- utimensat:280:88")
+"""Without effect in the same case, but reported as successful: ``shutil.copy`` and ``Path.touch`` use them."""
+WITHOUT_EFFECT = calls("fchmod:91:52 sync:162:81")
+"""Without effect on every host, and reported as successful."""
+ON_A_PROCESS = calls("""
+    kill:62:129 tkill:200:130 tgkill:234:131 rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 prlimit64:302:261
+    sched_setaffinity:203:122 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274
+""")
 """Their first argument is a process."""
-TRUNCATE: Numbers = {"truncate": (76, 45)}
-CLONE: Numbers = {"clone": (56, 220)}
-PRCTL: Numbers = {"prctl": (157, 167)}
-FCNTL: Numbers = {"fcntl": (72, 25)}
-IOCTL: Numbers = {"ioctl": (16, 29)}
-OPEN: Numbers = {"open": (2, None)}
-OPENAT: Numbers = {"openat": (257, 56)}
-SENDTO: Numbers = {"sendto": (44, 206)}
-UTIMENSAT: Numbers = {"utimensat": (280, 88)}
-FCHOWNAT: Numbers = {"fchownat": (260, 54)}
+TRUNCATE, CLONE, PRCTL = calls("truncate:76:45"), calls("clone:56:220"), calls("prctl:157:167")
+FCNTL, IOCTL = calls("fcntl:72:25"), calls("ioctl:16:29")
+OPEN, OPENAT, SENDTO = calls("open:2:-"), calls("openat:257:56"), calls("sendto:44:206")
+UTIMENSAT, FCHOWNAT = calls("utimensat:280:88"), calls("fchownat:260:54")
 
 COLUMN = 0 if kernel.ARCHITECTURE == "x86_64" else 1
-
-
-def numbers_of(group: Numbers) -> list[int]:
-    """Those of this machine's architecture."""
-    return [pair[COLUMN] for pair in group.values() if pair[COLUMN] is not None]  # type: ignore[misc]
-
-
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _X32_BIT = 0x40000000
 
@@ -204,24 +98,16 @@ _REFUSE, _ABSENT, _NOTHING = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS, _ERRNO
 _UNSUPPORTED = _ERRNO | errno.EOPNOTSUPP
 _AT_NUMBER, _AT_ARCHITECTURE = 0, 4
 _OWN_ID = 0x7FFFFFF1
-"""Stands for the process's own id until the filter is installed."""
+"""Placeholder for the process's own id until the filter is installed."""
 
 _CLONE_PARENT = 0x00008000
 _PR_SCHED_CORE = 62
 _F_SETFL, _O_ASYNC = 4, 0x2000
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY = 8, 10, 15, 1024, 1026
 _O_ACCMODE, _O_TRUNC, _O_TMPFILE, _AT_EMPTY_PATH = 3, 0x200, 0x400000, 0x1000
-IOCTLS = {
-    "TCGETS": 0x5401,
-    "TIOCGPGRP": 0x540F,
-    "TIOCGWINSZ": 0x5413,
-    "FIONREAD": 0x541B,
-    "FIONBIO": 0x5421,
-    "FIONCLEX": 0x5450,
-    "FIOCLEX": 0x5451,
-    "TCGETS2": 0x802C542A,
-}
-"""The only ones that programs may use; among the others are owners of signals, file attributes and terminals."""
+# TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2.
+IOCTLS = (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
+"""The only requests of ``ioctl`` that programs may make; others set owners of signals or attributes of files."""
 
 Instruction = tuple[int, int, int, int]
 
@@ -276,6 +162,10 @@ def build_program(new_processes: bool, only_itself: bool, own_files: bool, trunc
         (_JUMP_AT_LEAST, 0, 1, first_of_gap),
         (_RETURN, 0, 0, _ABSENT),
     ]
+    # No signal of a file goes to another process, and no lease holds up those who open it.
+    owners, asynchronous = (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY), _if_set(2, _O_ASYNC, _REFUSE)
+    set_flags = (_JUMP_EQUAL, 0, len(asynchronous), _F_SETFL)
+    fcntl_rule = [*_if_equal(1, owners, _REFUSE), set_flags, *asynchronous, *always(_ALLOW)]
     rules: list[tuple[Numbers, Sequence[Instruction]]] = [
         (ABSENT, always(_ABSENT)),
         (REFUSED, always(_REFUSE)),
@@ -285,8 +175,8 @@ def build_program(new_processes: bool, only_itself: bool, own_files: bool, trunc
         (CLONE, _clone_rule(new_processes)),
         # The signal at the parent's death stays set.
         (PRCTL, [*_if_equal(0, [kernel.PR_SET_PDEATHSIG, _PR_SCHED_CORE], _REFUSE), *always(_ALLOW)]),
-        (FCNTL, _fcntl_rule()),
-        (IOCTL, [*_if_equal(1, list(IOCTLS.values()), _ALLOW), *always(_ERRNO | errno.ENOTTY)]),
+        (FCNTL, fcntl_rule),
+        (IOCTL, [*_if_equal(1, IOCTLS, _ALLOW), *always(_ERRNO | errno.ENOTTY)]),
         (OPEN, _open_rule(1)),
         (OPENAT, _open_rule(2)),
         # ``send`` is ``sendto`` without an address.
@@ -300,7 +190,9 @@ def build_program(new_processes: bool, only_itself: bool, own_files: bool, trunc
     else:
         rules += [(OWNERS, always(_REFUSE)), (MODES, always(_NOTHING))]
     for group, rule in rules:
-        for number in numbers_of(group):
+        for number in (pair[COLUMN] for pair in group.values()):
+            if number is None:
+                continue
             program += [(_JUMP_EQUAL, 0, len(rule), number), *rule]
     program.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
@@ -353,13 +245,6 @@ def _clone_rule(new_processes: bool) -> list[Instruction]:
         *([] if new_processes else threads_only),
         (_RETURN, 0, 0, _ALLOW),
     ]
-
-
-def _fcntl_rule() -> list[Instruction]:
-    """No signal of a file goes to another process, and no lease holds up those who open it."""
-    refused = _if_equal(1, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY), _REFUSE)
-    rule = _if_set(2, _O_ASYNC, _REFUSE)
-    return [*refused, (_JUMP_EQUAL, 0, len(rule), _F_SETFL), *rule, (_RETURN, 0, 0, _ALLOW)]
 
 
 def _open_rule(index: int) -> list[Instruction]:

@@ -49,7 +49,7 @@ def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> str | tupl
         entry_point: what a ``check(candidate)`` is called with; empty: none named.
 
     Returns:
-        A source a case, with the method of a class of unittest's that runs after it; or the text of one pytest file.
+        One source per case, with the method of a unittest class that runs after it; or the text of a pytest file.
 
     Raises:
         CaseError: they are no Python, test nothing, or need what the sandbox does not have.
@@ -127,7 +127,7 @@ class Piece:
         """A source or a method for each test that is defined and not called; ``only_checks``: of ``check(candidate)``.
 
         Raises:
-            CaseError: a check of which nobody says what it checks.
+            CaseError: a ``check(candidate)`` without an entry point.
         """
         calls: list[tuple[str, Method | None]] = []
         for node in self._functions:
@@ -284,7 +284,7 @@ def is_runner(node: ast.AST) -> bool:
 
 
 def dotted(node: ast.AST) -> list[str]:
-    """``a.b.c`` as its parts; of anything else, what is named last."""
+    """``a.b.c`` as its parts; of other expressions only the attributes that follow them."""
     if isinstance(node, ast.Attribute):
         return [*dotted(node.value), node.attr]
     return [node.id] if isinstance(node, ast.Name) else []

@@ -38,7 +38,7 @@ _ARRAY_KINDS = "biufcU"
 
 
 def encode(value: Any, other: Callable[[Any], Encoded]) -> Encoded:
-    """The value as JSON; ``other`` encodes what is no plain data, or raises."""
+    """The value as JSON; ``other`` encodes what is not plain data, or raises."""
     # Exact types: an instance of a subclass would come back as one of its base.
     kind = type(value)
     if value is None or kind in (bool, str, float):
@@ -95,7 +95,7 @@ def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:
         other: decodes what ``other`` of :func:`encode` encoded.
 
     Raises:
-        ValueError, TypeError, KeyError, RecursionError, ...: it is nothing of the kind.
+        ValueError, TypeError, KeyError, RecursionError, ...: it is not such data.
     """
     if isinstance(data, list):
         return [decode(item, other) for item in data]
@@ -220,7 +220,7 @@ class Side:
         """Make the objects of a message, and give them and the known ones their attributes.
 
         Raises:
-            ValueError, KeyError, TypeError: it is nothing of the kind.
+            ValueError, KeyError, TypeError: it is not such a message.
         """
         for key, item in sent.items():
             if key not in self._by_key:
@@ -356,7 +356,7 @@ def within(given: float, wanted: float, tolerance: float) -> bool:
 
 
 def equal_values(given: object, wanted: object, tolerance: float) -> bool:
-    """True if a returned value is the expected one of a JSON file, which knows no tuples and only texts as keys."""
+    """Compare a result with a value from a JSON file, which has no tuples and only strings as keys."""
     if isinstance(wanted, list):
         if not isinstance(given, (list, tuple)) or len(given) != len(wanted):
             return False

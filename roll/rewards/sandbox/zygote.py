@@ -1,8 +1,8 @@
 """The process that all sandboxed processes are forked from: prepared once, it holds no tests and no samples.
 
 Run as ``python -m roll.rewards.sandbox.zygote``.  It receives requests with file descriptors over a socket, forks,
-enforces the wall time limit, and reports each end.  Sources, inputs and tests pass it by: they travel through the
-descriptors, so no process that it forks later can find them in the memory it inherits.
+enforces the wall time limit, and reports each end.  Sources, inputs and tests do not pass through it: they travel in
+the descriptors, so no process that it forks later can find them in the memory it inherits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ REMOVED_AT_ONCE = 200
 LOOK_AT_FOLDERS = 0.05
 """Seconds between looks at what programs have written."""
 REMOVAL_SECONDS = 120.0
-"""That such a process may take; what is left then goes with the sandbox."""
+"""Time limit of such a process; what is left is removed with the sandbox."""
 WARM = """
     abc array asyncio bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions
     functools heapq inspect io itertools json math numbers operator queue random re statistics string textwrap
@@ -110,7 +110,7 @@ class Zygote:
             signal.pidfd_send_signal(self._remover[0], signal.SIGKILL)
 
     def _kill_offenders(self) -> None:
-        """Kill what is out of time, or takes more of the disk than it may."""
+        """Kill processes that exceed their time limit or their share of the disk."""
         now = time.monotonic()
         for child in self._children.values():
             if child.deadline <= now and not child.timed_out:
@@ -214,7 +214,7 @@ class Zygote:
     def _enter_next_namespace(self) -> None:
         """The next process is the first of a process namespace, where there are any."""
         if self._own_namespace is not None:
-            # A second process namespace can only be made from one's own.
+            # A further process namespace can only be created from the original one.
             kernel.setns(self._own_namespace, kernel.CLONE_NEWPID)
             kernel.unshare(kernel.CLONE_NEWPID)
 
@@ -241,7 +241,7 @@ class Zygote:
         os.close(null)
         os.close(confined)
         found: dict[str, Any] = json.loads(text) if text else {"runs": False}
-        # Looked at from outside: a call that says it worked may have done nothing.
+        # Checked from outside: a call may report success without effect.
         found["files"] = bool(found.get("files")) and protections.is_unchanged(canary)
         found["ends"] = means.process_namespace or means.first_uid is not None or means.seccomp
         found["scratch"], found["user"] = means.mounts, means.first_uid is not None
@@ -309,7 +309,7 @@ class Zygote:
         try:
             confinement.remove_tree(folder, REMOVED_AT_ONCE)
         except (confinement.OutOfBudget, OSError):
-            # Nobody waits for what a program has left behind, and nothing of it can end this process.
+            # Large remains are removed in the background, where they neither delay nor end this process.
             self._to_remove.append(folder)
             self._start_remover()
 
@@ -361,8 +361,6 @@ def main() -> None:
     readable, without = confinement.readable_paths(settings["readable"]), set(settings["without"])
     means, claim = confinement.find_means(without, settings["landlock_abi"])
     own_namespace = None
-    if "namespaces" not in without:
-        means = confinement.enter_namespaces(means)
     if means.process_namespace:
         if inner := os.fork():
             # The first process of the namespace does the work; with it everything in the namespace ends.
@@ -386,7 +384,7 @@ def main() -> None:
     gc.freeze()
     folder = None
     if not means.mounts:
-        # Of the private folders in it the names cannot be listed, and their owners cannot replace them.
+        # Others cannot list the private folders in it, and their owners cannot replace them.
         folder = tempfile.mkdtemp(prefix="roll-sandbox-")
         os.chmod(folder, 0o711)
     try:
