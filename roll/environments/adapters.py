@@ -12,8 +12,10 @@ import contextlib
 import importlib
 import random
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import partial
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -50,6 +52,20 @@ class _Wrapped:
                 random.setstate(others[0])
                 np.random.set_state(others[1])
 
+    def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
+        with self._generators(seed):
+            observation, info = self.inner.reset(seed=seed)
+        return self._shown(observation, info), dict(info)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        with self._generators():
+            observation, reward, terminated, truncated, info = self.inner.step(action)
+        return self._shown(observation, info), float(reward), bool(terminated), bool(truncated), dict(info)
+
+    def _shown(self, observation: Any, info: Mapping[str, Any]) -> Any:
+        """The observation as the policy sees it."""
+        return f"{observation}{info.get('suffix', '')}"
+
     def close(self) -> None:
         close = getattr(self.inner, "close", None)
         if close is not None:
@@ -75,20 +91,19 @@ class GymnasiumEnvironment(_Wrapped):
             self.sample_action = self._sampled
 
     def reset(self, seed: int) -> tuple[Any, dict[str, Any]]:
-        with self._generators(seed):
-            observation, info = self.inner.reset(seed=seed)
-        self._last = [self.inner.render()] if self._pictures else str(_plain(observation))
-        first = [self._instruction, *self._last] if self._pictures else f"{self._instruction}{self._last}"
-        return first, dict(info)
+        shown, info = super().reset(seed)
+        return [self._instruction, *shown] if self._pictures else f"{self._instruction}{shown}", info
 
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         chosen = self._action(action)
         if chosen is None:
             return self._last, self._format_penalty, False, False, {"valid": False}
-        with self._generators():
-            observation, reward, terminated, truncated, info = self.inner.step(chosen)
+        *turn, info = super().step(chosen)
+        return (*turn, {"valid": True, **info})
+
+    def _shown(self, observation: Any, info: Mapping[str, Any]) -> Any:
         self._last = [self.inner.render()] if self._pictures else str(_plain(observation))
-        return self._last, float(reward), bool(terminated), bool(truncated), {"valid": True, **info}
+        return self._last
 
     def _sampled(self, rng: random.Random) -> str:
         space = self.inner.action_space
@@ -168,25 +183,20 @@ def _check_known(library: str, identifier: str, known: Collection[str]) -> None:
 
 
 class GemEnvironment(_Wrapped):
-    """A GEM environment: gymnasium's five-tuple with texts; ``info["suffix"]`` is added to the observation."""
+    """``gem:ID``, such as ``gem:game:GuessTheNumber-v0``: five-tuples with texts; ``info["suffix"]`` is added
+    to the observation."""
 
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
+    def __init__(self, identifier: str, **config: object) -> None:
+        import gem
+        import gem.envs  # registers the environments
+        from gem.envs.registration import ENV_REGISTRY
+
+        _check_known("gem", identifier, ENV_REGISTRY)
+        super().__init__(gem.make(identifier, **config))
         # The base class of GEM has the method too, and raises NotImplementedError in it.
-        own = getattr(type(getattr(inner, "unwrapped", inner)), "sample_random_action", None)
+        own = getattr(type(getattr(self.inner, "unwrapped", self.inner)), "sample_random_action", None)
         if getattr(own, "__module__", "gem.core") != "gem.core":
             self.sample_action = self._sampled
-
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        with self._generators(seed):
-            observation, info = self.inner.reset(seed=seed)
-        return f"{observation}{info.get('suffix', '')}", dict(info)
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        with self._generators():
-            observation, reward, terminated, truncated, info = self.inner.step(action)
-        text = f"{observation}{info.get('suffix', '')}"
-        return text, float(reward), bool(terminated), bool(truncated), dict(info)
 
     def _sampled(self, rng: random.Random) -> str:
         # With separate generators: the game's own draws do not depend on who chooses the actions.
@@ -194,23 +204,36 @@ class GemEnvironment(_Wrapped):
             return str(self.inner.sample_random_action())
 
 
-def gem_environment(identifier: str, **config: object) -> GemEnvironment:
-    """``gem:ID``, such as ``gem:game:GuessTheNumber-v0``."""
-    import gem
-    import gem.envs  # registers the environments
-    from gem.envs.registration import ENV_REGISTRY
-
-    _check_known("gem", identifier, ENV_REGISTRY)
-    return GemEnvironment(gem.make(identifier, **config))
-
-
 class SkyRLEnvironment(_Wrapped):
-    """A SkyRL-Gym environment: ``init(prompt)`` and ``step(text)``. Each task gets a new instance, which is given every
-    column but ``prompt`` as ``extras`` (``reward_spec``, ``db_id`` ...), as in SkyRL's generator."""
+    """``skyrl:ID``, an environment of SkyRL-Gym: ``init(prompt)`` and ``step(text)``. Each task gets a new instance,
+    which is given every column but ``prompt`` as ``extras`` (``reward_spec``, ``db_id`` ...), as in SkyRL's generator.
 
-    def __init__(self, make: Callable[[dict[str, Any]], Any], extras: Mapping[str, Any]) -> None:
+    Args:
+        env_config: its section of SkyRL's ``environment.skyrl_gym``.
+        extras: go to it with the columns of each task (``max_turns``).
+    """
+
+    def __init__(
+        self, identifier: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None
+    ) -> None:
+        import skyrl_gym
+        from skyrl_gym.envs.registration import registry
+
         super().__init__(None)
-        self._make, self._extras = make, dict(extras)
+        _check_known("skyrl-gym", identifier, registry)
+        entry_point = registry[identifier].entry_point
+        module = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
+        defaults = {
+            field.name: field.default
+            # The configuration class in the module of the environment has them.
+            for item in vars(importlib.import_module(module)).values()
+            if isinstance(item, type) and is_dataclass(item) and item.__name__.endswith("EnvConfig")
+            for field in fields(item)
+            if field.default is not MISSING
+        }
+        section = SimpleNamespace(**{**defaults, **(env_config or {})})
+        self._make = partial(skyrl_gym.make, identifier, env_config=section)
+        self._extras = dict(extras or {})
 
     def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         row = dict(task or {})
@@ -220,7 +243,7 @@ class SkyRLEnvironment(_Wrapped):
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         self.close()
         with self._generators(seed):
-            self.inner = self._make({**row, **self._extras})
+            self.inner = self._make(extras={**row, **self._extras})
             observation, info = self.inner.init(messages)
         return list(observation), dict(info or {})
 
@@ -231,42 +254,23 @@ class SkyRLEnvironment(_Wrapped):
         return list(output["observations"]), float(output["reward"]), bool(output["done"]), False, info
 
 
-def skyrl_environment(
-    identifier: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None
-) -> SkyRLEnvironment:
-    """``skyrl:ID``; ``env_config`` is its section of SkyRL's ``environment.skyrl_gym``, ``extras`` go to it with the
-    columns of each task (``max_turns``)."""
-    import skyrl_gym
-    from skyrl_gym.envs.registration import registry
-
-    _check_known("skyrl-gym", identifier, registry)
-    entry_point = registry[identifier].entry_point
-    module = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
-    defaults = {
-        field.name: field.default
-        # The configuration class in the module of the environment has them.
-        for item in vars(importlib.import_module(module)).values()
-        if isinstance(item, type) and is_dataclass(item) and item.__name__.endswith("EnvConfig")
-        for field in fields(item)
-        if field.default is not MISSING
-    }
-    section = SimpleNamespace(**{**defaults, **(env_config or {})})
-
-    def make(of_task: dict[str, Any]) -> Any:
-        return skyrl_gym.make(identifier, env_config=section, extras=of_task)
-
-    return SkyRLEnvironment(make, extras or {})
-
-
 class TextArenaEnvironment(_Wrapped):
-    """A TextArena game for one policy; ``opponent`` (a function from observation to action) plays the other players.
+    """``textarena:ID``, a game for one policy; its reward of the policy's player is given at the end.
 
-    The game's reward of the policy's player is given at the end.
+    Args:
+        opponent: plays the other players: a function from observation to action, or its dotted path.
+        config: of ``textarena.make``.
     """
 
-    def __init__(self, make: Callable[[], Any], num_players: int = 1, player: int = 0, opponent: Any = None) -> None:
-        super().__init__(make())
-        self._make = make
+    def __init__(
+        self, identifier: str, num_players: int = 1, player: int = 0, opponent: Any = None, **config: object
+    ) -> None:
+        import textarena
+
+        self._make = partial(textarena.make, identifier, **config)
+        super().__init__(self._make())
+        if isinstance(opponent, str):
+            opponent = resolve_name(opponent)
         if num_players > 1 and opponent is None:
             raise ValueError(f"a game of {num_players} players needs `opponent`, the dotted path of a function")
         if not 0 <= player < num_players:
@@ -309,17 +313,6 @@ class TextArenaEnvironment(_Wrapped):
 
     def close(self) -> None:
         """Nothing to close: a game closes itself at its end, and holds nothing before."""
-
-
-def textarena_environment(identifier: str, **config: Any) -> TextArenaEnvironment:
-    """``textarena:ID``; ``num_players``, ``player`` and ``opponent`` are ours, the rest goes to ``textarena.make``."""
-    import textarena
-
-    own = {key: config.pop(key) for key in ("num_players", "player", "opponent") if key in config}
-    if isinstance(own.get("opponent"), str):
-        module, _, name = own["opponent"].rpartition(".")
-        own["opponent"] = getattr(importlib.import_module(module), name)
-    return TextArenaEnvironment(lambda: textarena.make(identifier, **config), **own)
 
 
 class ReasoningGymEnvironment:

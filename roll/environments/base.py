@@ -183,11 +183,7 @@ def _messages(name: str, method: str, observation: object, info: Mapping[str, An
 
 
 def _with_images(name: str, method: str, message: Message) -> Message:
-    """The message with its images as :class:`~roll.protocol.images.EncodedImage`.
-
-    Raises:
-        BrokenContract: an image that is none, or a part that would not be shown, such as a video.
-    """
+    """The message with its images as ``EncodedImage``; BrokenContract for a part that would not be shown."""
     content = message["content"]
     if not isinstance(content, list | tuple):
         return message

@@ -6,9 +6,9 @@ import random
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from roll.environments.grids import MOVES, Cell, GridGame, Sprite, move_named, moved
+from roll.environments.grids import MOVES, Cell, GridGame, Sprite, moved
 
 _INSTRUCTION = (
     "You are walking on a frozen lake. Reach the goal (G) without falling into a hole (O). P is you, _ is ice, X is "
@@ -40,7 +40,6 @@ class FrozenLake(GridGame):
     The reward is 1 at the goal, otherwise 0.
     """
 
-    instant: ClassVar[bool] = True
     name: ClassVar[str] = "frozen_lake"
     sprites: ClassVar[Mapping[int, Sprite]] = _SPRITES
     gap: ClassVar[str] = " "
@@ -63,7 +62,8 @@ class FrozenLake(GridGame):
         if not 1 <= self.min_distance <= self.max_steps:
             raise ValueError(f"min_distance of frozen_lake must lie in 1..max_steps, got {self.min_distance}")
 
-    def _draw_map(self, rng: random.Random) -> None:
+    def _draw(self, rng: random.Random) -> None:
+        self._rng = rng
         cells = [(row, column) for row in range(self.size) for column in range(self.size)]
         for _ in range(_MAX_TRIES):
             start, goal = rng.sample(cells, 2)
@@ -80,34 +80,21 @@ class FrozenLake(GridGame):
             f"moves in {_MAX_TRIES} draws; raise p, or lower min_distance"
         )
 
-    def reset(self, seed: int) -> tuple[str | list[Any], dict[str, Any]]:
-        # Seeded by a text, so that two games with the same seed do not draw the same numbers.
-        self._rng = random.Random(f"frozen_lake/{seed}")
-        self._draw_map(self._rng)
-        self._steps = 0
+    def _rules(self) -> str:
         instruction = _INSTRUCTION if self.render_mode == "text" else _PICTURE_INSTRUCTION
-        rules = instruction.format(slippery=_SLIPPERY if self.is_slippery else "") + "\n"
-        text = self.render()
-        observation = self._observation(text, rules if self.show_instruction else "")
-        return observation, {"state": text, "instruction": rules}
+        return instruction.format(slippery=_SLIPPERY if self.is_slippery else "")
 
-    def step(self, action: str) -> tuple[str | list[Any], float, bool, bool, dict[str, Any]]:
-        self._steps += 1
-        move = move_named(self._pattern.find(action))
+    def _moved(self, move: str | None) -> tuple[float, bool, bool, bool]:
         before = self.position
         if move is not None:
             cell = moved(self.position, self._slid(move))
             self.position = cell if self._inside(cell) else self.position
-        success, fallen = self.position == self.goal, self.position in self.holes
-        reward = float(success) + (self.format_penalty if move is None else 0.0)
-        truncated = not (success or fallen) and self._steps >= self.max_steps
-        info = self._info(success, move, self.position != before)
-        return self._observation(info["state"]), reward, success or fallen, truncated, info
+        success = self.position == self.goal
+        return float(success), success, success or self.position in self.holes, self.position != before
 
     def codes(self) -> list[list[int]]:
-        found = []
-        for row in range(self.size):
-            found.append([2 if (row, column) in self.holes else 1 for column in range(self.size)])
+        side = range(self.size)
+        found = [[2 if (row, column) in self.holes else 1 for column in side] for row in side]
         found[self.goal[0]][self.goal[1]] = 3
         own = {2: 4, 3: 5}.get(found[self.position[0]][self.position[1]], 0)
         found[self.position[0]][self.position[1]] = own

@@ -100,6 +100,7 @@ class Sprite:
 class GridGame(ABC):
     """Options and rendering that games on a grid share; a game adds ``grid_lookup``, the symbols of cells by code."""
 
+    instant: ClassVar[bool] = True
     name: ClassVar[str]
     sprites: ClassVar[Mapping[int, Sprite]]
     """Look of a cell by its code; the codes are 0, 1, ..."""
@@ -118,10 +119,7 @@ class GridGame(ABC):
     """Side of a cell of a picture."""
 
     def _check_options(self, symbols: Mapping[int | str, str]) -> None:
-        """
-        Raises:
-            ValueError: options that the game cannot be rendered with.
-        """
+        """Raise ``ValueError`` for options that the game cannot be rendered with."""
         if self.render_mode not in RENDER_MODES:
             modes = " or ".join(RENDER_MODES)
             raise ValueError(f"render_mode of {self.name} must be {modes}, got {self.render_mode!r}")
@@ -132,6 +130,34 @@ class GridGame(ABC):
         if set(self._symbols) != set(self.sprites):
             codes = f"0 to {max(self.sprites)}"
             raise ValueError(f"grid_lookup of {self.name} needs the codes {codes}, got {sorted(self._symbols)}")
+
+    @abstractmethod
+    def _draw(self, rng: random.Random) -> None:
+        """Begin a game."""
+
+    @abstractmethod
+    def _rules(self) -> str:
+        """The text in front of the first observation."""
+
+    @abstractmethod
+    def _moved(self, move: str | None) -> tuple[float, bool, bool, bool]:
+        """Make a move (None: no legal action); its reward, and whether the game is won, is over, and has changed."""
+
+    def reset(self, seed: int) -> tuple[str | list[Any], dict[str, Any]]:
+        # Seeded by a text, so that two games with the same seed do not draw the same numbers.
+        self._draw(random.Random(f"{self.name}/{seed}"))
+        self._steps = 0
+        text, rules = self.render(), f"{self._rules()}\n"
+        return self._observation(text, rules if self.show_instruction else ""), {"state": text, "instruction": rules}
+
+    def step(self, action: str) -> tuple[str | list[Any], float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        move = move_named(self._pattern.find(action))
+        reward, success, is_over, changed = self._moved(move)
+        reward += self.format_penalty if move is None else 0.0
+        state, metrics = self.render(), {"valid": float(move is not None), "effective": float(changed)}
+        info = {"success": success, "valid": move is not None, "state": state, "metrics": metrics}
+        return self._observation(state), reward, is_over, not is_over and self._steps >= self.max_steps, info
 
     @abstractmethod
     def codes(self) -> list[list[int]]:
@@ -152,8 +178,3 @@ class GridGame(ABC):
     def _observation(self, text: str, *rules: str) -> str | list[Any]:
         """The grid as the policy sees it, after ``rules``; ``text``: :meth:`render`."""
         return "".join(rules) + text if self.render_mode == "text" else [*rules, self.picture()]
-
-    def _info(self, success: bool, move: str | None, changed: bool) -> dict[str, Any]:
-        """``info`` of a step."""
-        metrics = {"valid": float(move is not None), "effective": float(changed)}
-        return {"success": success, "valid": move is not None, "state": self.render(), "metrics": metrics}

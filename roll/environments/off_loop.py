@@ -183,7 +183,11 @@ class RemoteEnvironment:
     async def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            await self._process.dismiss(self._number)
+            try:
+                if not self._process.has_ended:
+                    await self._process.call(self._number, "close")
+            finally:
+                self._process.environments.discard(self._number)
 
 
 class _Process:
@@ -230,13 +234,6 @@ class _Process:
             # The thread over there cannot be interrupted: only the end of its process frees what it holds.
             self.end()
             raise
-
-    async def dismiss(self, environment: int) -> None:
-        try:
-            if not self.has_ended:
-                await self.call(environment, "close")
-        finally:
-            self.environments.discard(environment)
 
     def end(self) -> None:
         self._over()

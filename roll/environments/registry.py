@@ -25,13 +25,13 @@ BUILT_IN: dict[str, tuple[str, str]] = {
 
 _ADAPTERS: dict[str, tuple[str, str]] = {
     "gymnasium": ("roll.environments.adapters", "gymnasium_environment"),
-    "gem": ("roll.environments.adapters", "gem_environment"),
-    "textarena": ("roll.environments.adapters", "textarena_environment"),
+    "gem": ("roll.environments.adapters", "GemEnvironment"),
+    "textarena": ("roll.environments.adapters", "TextArenaEnvironment"),
     "reasoning_gym": ("roll.environments.adapters", "ReasoningGymEnvironment"),
-    "skyrl": ("roll.environments.adapters", "skyrl_environment"),
+    "skyrl": ("roll.environments.adapters", "SkyRLEnvironment"),
     "openenv": ("roll.environments.adapters", "OpenEnvEnvironment"),
 }
-"""Prefix of ``PREFIX:ID`` to the function that wraps an environment of another library: ``(id, **config)``."""
+"""Prefix of ``PREFIX:ID`` to what wraps an environment of another library: ``(id, **config)``."""
 
 _GEM_PREFIXES = ("game", "math", "code", "qa", "logic", "rg", "eval")
 """ROLL's files name GEM's environments without ``gem:``."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from roll.environments.grids import MOVES, Cell, GridGame, Sprite, move_named, moved
+from roll.environments.grids import MOVES, Cell, GridGame, Sprite, moved
 
 Position = tuple[Cell, frozenset[Cell]]
 """Player and boxes."""
@@ -45,6 +45,7 @@ class Sokoban(GridGame):
     Rewards are gym-sokoban's: -0.1 a move, +1 (-1) for a box pushed onto (off) a target, +10 for the last one.
     """
 
+    instant: ClassVar[bool] = False
     name: ClassVar[str] = "sokoban"
     sprites: ClassVar[Mapping[int, Sprite]] = _SPRITES
     dim_room: Sequence[int] = (6, 6)
@@ -72,30 +73,19 @@ class Sokoban(GridGame):
         self.player: Cell = (0, 0)
         self.boxes: frozenset[Cell] = frozenset()
 
-    def reset(self, seed: int) -> tuple[str | list[Any], dict[str, Any]]:
-        rng = random.Random(f"sokoban/{seed}")
+    def _draw(self, rng: random.Random) -> None:
         for _ in range(_MAX_TRIES):
             if self._draw_room(rng):
-                break
-        else:
-            raise ValueError(f"no room {list(self.dim_room)} with {self.num_boxes} boxes in {_MAX_TRIES} draws")
-        self._steps = 0
-        text, rules = self.render(), f"{self._rules()}\n"
-        observation = self._observation(text, rules if self.show_instruction else "")
-        return observation, {"state": text, "instruction": rules}
+                return
+        raise ValueError(f"no room {list(self.dim_room)} with {self.num_boxes} boxes in {_MAX_TRIES} draws")
 
-    def step(self, action: str) -> tuple[str | list[Any], float, bool, bool, dict[str, Any]]:
-        self._steps += 1
-        move = move_named(self._pattern.find(action))
+    def _moved(self, move: str | None) -> tuple[float, bool, bool, bool]:
         before, on_target = (self.player, self.boxes), len(self.boxes & self.targets)
         if move is not None:
             self.player, self.boxes = self.after(before, move)
         success = self.boxes <= self.targets
         reward = _STEP_REWARD + _BOX_REWARD * (len(self.boxes & self.targets) - on_target)
-        reward += (_SUCCESS_REWARD if success else 0.0) + (self.format_penalty if move is None else 0.0)
-        info = self._info(success, move, (self.player, self.boxes) != before)
-        truncated = not success and self._steps >= self.max_steps
-        return self._observation(info["state"]), reward, success, truncated, info
+        return reward + (_SUCCESS_REWARD if success else 0.0), success, success, (self.player, self.boxes) != before
 
     def after(self, position: Position, move: str) -> Position:
         """The position that ``move`` leads to: the same one where a wall or a second box is in the way."""
@@ -111,8 +101,16 @@ class Sokoban(GridGame):
         return cell, (boxes - {cell}) | {beyond}
 
     def codes(self) -> list[list[int]]:
+        def code(cell: Cell) -> int:
+            target = cell in self.targets
+            if cell == self.player:
+                return PLAYER_ON_TARGET if target else PLAYER
+            if cell in self.boxes:
+                return BOX_ON_TARGET if target else BOX
+            return WALL if cell not in self.floor else TARGET if target else FLOOR
+
         rows, columns = self.dim_room
-        return [[self._code((row, column)) for column in range(columns)] for row in range(rows)]
+        return [[code((row, column)) for column in range(columns)] for row in range(rows)]
 
     def _rules(self) -> str:
         words = self.grid_vocab or {self._symbols[code]: name for code, name in enumerate(_NAMES)}
@@ -123,14 +121,6 @@ class Sokoban(GridGame):
             "You are solving a Sokoban puzzle: push every box onto a target. Boxes can be pushed, not pulled. "
             f"{legend}. The actions are Up, Down, Left and Right."
         )
-
-    def _code(self, cell: Cell) -> int:
-        target = cell in self.targets
-        if cell == self.player:
-            return PLAYER_ON_TARGET if target else PLAYER
-        if cell in self.boxes:
-            return BOX_ON_TARGET if target else BOX
-        return WALL if cell not in self.floor else TARGET if target else FLOOR
 
     def _draw_room(self, rng: random.Random) -> bool:
         """Carve a room, put boxes on targets, pull them away; false where nothing can be pulled."""
