@@ -129,11 +129,7 @@ class AssistantTurns:
         return found
 
     def _by_beginnings(self, one: Conversation, name: str) -> Masked:
-        """Find the turns by what the template renders of the conversation's beginnings.
-
-        Raises:
-            DataError: a beginning of the conversation is not one of the whole.
-        """
+        """Find the turns by what the template renders of the conversation's beginnings, which are the whole's."""
         turns = [number for number, message in enumerate(one.messages) if message["role"] == "assistant"]
         text = self._render(one, name, len(one.messages), opens=False)
         beginnings = []

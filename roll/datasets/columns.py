@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any, TypeGuard
 
 from roll.config.roles import DataArguments
@@ -83,11 +83,6 @@ class Columns:
         check_messages(source, self.messages, value)
         # JSON that was written from a table has null where a message or a call has no such key.
         return [{"content": "", **without_nulls(one)} for one in value]
-
-    def read_id(self, source: SourceRow) -> str | None:
-        """The row's id; None: it has none."""
-        value = source.row.get(self.id)
-        return None if value is None else str(value)
 
     def read_tag(self, source: SourceRow) -> str:
         """The row's tag, else its ``data_source``; where both are absent, the empty tag."""
@@ -247,10 +242,9 @@ def as_number(source: SourceRow, column: str, wanted_by: str) -> float:
 
 
 def import_function(path: str) -> Callable[..., Any]:
-    module, _, name = path.replace(":", ".").rpartition(".")
     try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        function = resolve_name(path.replace(":", "."))
+    except (ImportError, AttributeError, ValueError) as error:
         raise DataError(f"dataset_filter {path!r} cannot be imported: {error}") from error
     if not callable(function):
         raise DataError(f"dataset_filter {path!r} is {type(function).__name__}, not a function")

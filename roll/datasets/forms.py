@@ -72,7 +72,7 @@ class RowForm:
             DataError: a row that lacks a column of the form, a turn of an unknown speaker, or a ground truth that the
                 pattern does not find.
         """
-        row = {name: turns(source, value) if is_sharegpt(value) else value for name, value in source.row.items()}
+        row = {name: turns(source, value) for name, value in source.row.items()}
         source = replace(source, row=row)
         row.update((name, entry_of(source, name)) for name in self.entries)
         if self.dialogue is not None:
@@ -246,16 +246,13 @@ def is_dialogue(value: object) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and bool(value) and all(isinstance(turn, dict) for turn in value)
 
 
-def is_sharegpt(value: object) -> bool:
-    """A turn or turns of ``from`` and ``value``."""
+def turns(source: SourceRow, value: Any) -> Any:
+    """ShareGPT's turns of ``from`` and ``value`` as messages; any other value as it is."""
     listed = value if isinstance(value, list) else [value]
-    return bool(listed) and all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in listed)
-
-
-def turns(source: SourceRow, value: Row | list[Row]) -> list[dict[str, Any]]:
-    """ShareGPT's turns as messages."""
+    if not listed or not all(isinstance(turn, dict) and {"from", "value"} <= turn.keys() for turn in listed):
+        return value
     messages = []
-    for turn in value if isinstance(value, list) else [value]:
+    for turn in listed:
         speaker = SPEAKERS.get(str(turn["from"]).lower())
         if speaker is None:
             known = ", ".join(SPEAKERS)

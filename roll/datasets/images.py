@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
-from roll.datasets.columns import Columns, Message
+from roll.datasets.columns import Message
 from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
 from roll.datasets.vision_model import VisionModel
@@ -198,16 +198,26 @@ class ImageReader:
         return not self.placeholders.isdisjoint(token_ids)
 
     def restore(
-        self, source: SourceRow, messages: Callable[[SourceRow], list[Message]], token_ids: Sequence[int]
+        self,
+        files: Sequence[Path],
+        messages: Callable[[SourceRow], list[Message]],
+        row: Row,
+        token_ids: Sequence[int],
+        file: int,
+        number: int,
     ) -> VisionInputs | None:
-        """The images of a prepared row, read again.
+        """The images of a prepared row, read again; None: it has none.
 
         Args:
             messages: gives the row's conversation.
+            file, number: where the row was read.
 
         Raises:
             DataError: an image that is gone, or has another size than when the row was prepared.
         """
+        if not self.is_seen(token_ids):
+            return None
+        source = SourceRow(files[file], number, row)
         _, images = self.read(source, messages(source))
         vision = self.look(source, images, whole=False)
         found, placeholders = sum(vision.num_tokens) if vision is not None else 0, self.placeholders
@@ -345,29 +355,6 @@ class ImageReader:
         if len(data) > URL_BYTES:
             raise DataError(f"{where}: {url!r} has more than {URL_BYTES >> 20} MiB")
         return data
-
-
-@dataclass(frozen=True)
-class PreparedImages:
-    """The images of prepared rows, which are read when a row is drawn."""
-
-    reader: ImageReader
-    data_args: DataArguments
-    files: Sequence[Path]
-    messages: Callable[[SourceRow], list[Message]] | None = None
-    """Gives a row's conversation; None: that of its prompt column."""
-
-    def of(self, row: dict[str, Any], token_ids: Sequence[int], file: int, number: int) -> VisionInputs | None:
-        """The images of one row; None: it has none.
-
-        Raises:
-            DataError: an image that is gone or has changed since the row was prepared.
-        """
-        if not self.reader.is_seen(token_ids):
-            return None
-        source = SourceRow(self.files[file], number, row)
-        messages = self.messages or Columns.of(self.data_args, source).read_messages
-        return self.reader.restore(source, messages, token_ids)
 
 
 @dataclass(frozen=True)

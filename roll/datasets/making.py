@@ -178,8 +178,9 @@ class RowMaker(ABC, Generic[TokensT]):
         """
         from roll.datasets.store import StoredRow
 
+        row_id = draft.source.row.get(self.columns.id)
         return StoredRow(
-            id=self.columns.read_id(draft.source),
+            id=None if row_id is None else str(row_id),
             file=draft.source.file,
             number=draft.source.number,
             tag=draft.tag,
@@ -199,6 +200,10 @@ class RowMaker(ABC, Generic[TokensT]):
     def columns_of(self, first: SourceRow) -> Columns:
         """The columns of the set that begins with ``first``."""
         return Columns.of(self.data_args, first)
+
+    def conversation(self, source: SourceRow) -> list[Message]:
+        """The messages of a row's prompt, also of a set that was prepared before."""
+        return self.columns_of(source).read_messages(source)
 
 
 @dataclass(frozen=True)

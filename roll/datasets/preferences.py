@@ -106,7 +106,7 @@ class JudgedDataset(PreparedRows[JudgedRow]):
         maker = JudgedMaker(
             data_args, renderer, sequence_length, images, names=columns, judgement=judgement, score_input=score_input
         )
-        return cls(*load_rows(maker, maker.conversation))
+        return cls(*load_rows(maker))
 
     def _row(self, position: int) -> JudgedRow:
         store, extra = self._store, self._store.content("row", position)
@@ -253,7 +253,6 @@ class JudgedMaker(RowMaker[JudgedTokens]):
         return JudgedTokens(whole[0][:shared], [ids[shared:] for ids in whole])
 
     def conversation(self, source: SourceRow) -> list[Message]:
-        """The prompt's messages, also of a set that was prepared before."""
         self.columns = self.columns_of(source)
         return self.read(source)[0]
 

@@ -11,17 +11,16 @@ import tempfile
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roll.config.data import DataArguments
 from roll.config.model_files import cache_home
-from roll.datasets.columns import Message, build_filter, filter_source
+from roll.datasets.columns import build_filter, filter_source
 from roll.datasets.forms import RowForm, form_of
-from roll.datasets.images import PreparedImages
 from roll.datasets.making import RowMaker, Tally, make_all, num_processes
 from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_names
 from roll.datasets.templates import TEMPLATES, template_text
@@ -29,7 +28,6 @@ from roll.datasets.types import BadRows, DataError, LoadCounts
 
 if TYPE_CHECKING:
     import numpy as np
-    from transformers import PreTrainedTokenizerBase
 
     from roll.datasets.store import RowStore
     from roll.protocol.vision import VisionInputs
@@ -59,14 +57,21 @@ class PreparedRows(Sequence[RowT]):
     """Prepared rows in file order, each built when it is read.
 
     Args:
-        images: of the rows; None: the model sees none.
+        images: gives those of a row by its columns, prompt ids, file and number; None: the model sees none.
         positions: int64 (rows,), of the store's rows that belong to this set; None: all.
     """
 
-    def __init__(self, store: RowStore, images: PreparedImages | None, positions: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        store: RowStore,
+        images: Callable[..., VisionInputs | None] | None,
+        positions: np.ndarray | None = None,
+    ) -> None:
+        import numpy as np
+
         self._store = store
         self._images = images
-        self._positions = store.positions() if positions is None else positions
+        self._positions = np.arange(len(store)) if positions is None else positions
         self.counts = store.counts
 
     @abstractmethod
@@ -78,7 +83,7 @@ class PreparedRows(Sequence[RowT]):
         if self._images is None:
             return None
         store = self._store
-        return self._images.of(row, prompt_ids, store.value("file", position), store.value("number", position))
+        return self._images(row, prompt_ids, store.value("file", position), store.value("number", position))
 
     @property
     def ids(self) -> list[str]:
@@ -99,7 +104,8 @@ class PreparedRows(Sequence[RowT]):
     @property
     def difficulties(self) -> np.ndarray | None:
         """float64 (rows,); None without a curriculum."""
-        return self._store.difficulties(self._positions)
+        values = self._store.column("difficulty")[self._positions]
+        return None if (values != values).all() else values  # all are NaN
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -113,13 +119,8 @@ class PreparedRows(Sequence[RowT]):
         return (self._row(int(position)) for position in self._positions)
 
 
-def load_rows(
-    maker: RowMaker[Any], messages: Callable[[SourceRow], list[Message]] | None = None
-) -> tuple[RowStore, PreparedImages | None]:
-    """The prepared rows of ``data_args.file_name``, and their images where the model sees any.
-
-    Args:
-        messages: gives the conversation of a row; None: that of its prompt column.
+def load_rows(maker: RowMaker[Any]) -> tuple[RowStore, Callable[..., VisionInputs | None] | None]:
+    """The prepared rows of ``data_args.file_name``, and what reads their images again where the model sees any.
 
     Raises:
         DataError: a file or row that cannot be used, or no row left.
@@ -130,11 +131,15 @@ def load_rows(
     logger.info("%s: %s (%s %d)", files, store.counts, maker.limit_key, maker.limit)
     if maker.images.model is None:
         return store, None
-    return store, PreparedImages(maker.images, maker.data_args, paths, messages)
+    return store, partial(maker.images.restore, paths, maker.conversation)
 
 
 def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
     """The prepared rows of ``data_args.file_name``, and its files."""
+    import pyarrow
+
+    from roll.datasets.store import RowStore
+
     data_args = maker.data_args
     assert data_args.file_name is not None, "checked by the maker"
     paths = data_files(data_args.file_name)
@@ -143,30 +148,29 @@ def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
         return build_store(maker, paths, None), paths
     root = cache_home() if data_args.cache_dir is None else Path(data_args.cache_dir).expanduser()
     folder = root / "datasets" / cache_key(paths, settings)
-    found = open_entry(folder, data_args)
-    if found is not None:
-        logger.info("prepared rows are read from %s", folder)
-        return found, paths
-    with new_entry(folder) as draft:
-        build_store(maker, paths, draft)
-    from roll.datasets.store import RowStore
-
-    return RowStore.open(folder), paths
-
-
-def open_entry(folder: Path, data_args: DataArguments) -> RowStore | None:
-    """A cache entry that can be used: whole, and without bad rows if those are to be an error."""
-    import pyarrow
-
-    from roll.datasets.store import RowStore
-
-    if not folder.is_dir():
-        return None
+    if folder.is_dir():
+        try:
+            found = RowStore.open(folder)
+        except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
+            raise DataError(f"{folder}: these prepared rows cannot be read ({error}); delete the folder") from error
+        if not found.counts.bad or data_args.on_bad_row != "raise":
+            logger.info("prepared rows are read from %s", folder)
+            return found, paths
+    # Written under another name, which becomes the entry's once it is whole. Of several processes that write the same
+    # entry the first to finish wins; the others' is the same.
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        store = RowStore.open(folder)
-    except (OSError, KeyError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{folder}: these prepared rows cannot be read ({error}); delete the folder") from error
-    return None if store.counts.bad and data_args.on_bad_row == "raise" else store
+        build_store(maker, paths, draft)
+        try:
+            draft.rename(folder)
+        except OSError:
+            # A rename onto a folder with files fails: another process was first.
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return RowStore.open(folder), paths
 
 
 def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None) -> RowStore:
@@ -257,9 +261,14 @@ def is_wanted(data_args: DataArguments, paths: Sequence[Path]) -> bool:
 
 def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
     """Everything that the rows depend on besides the files; None where that is not known."""
-    fingerprint = tokenizer_fingerprint(maker.renderer.tokenizer)
-    if fingerprint is None:
+    tokenizer = maker.renderer.tokenizer
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # slow tokenizers do not show what their ids depend on
         return None
+    inner, template = hashlib.sha256(backend.to_str().encode()).hexdigest(), tokenizer.chat_template
+    # A template that writes today's date gives other prompts tomorrow.
+    day = str(datetime.date.today()) if "strftime_now" in str(template) else ""
+    fingerprint = [type(tokenizer).__name__, inner, template, str(tokenizer.special_tokens_map), day]
     try:
         chosen = filter_source(maker.data_args.dataset_filter)
     except OSError:
@@ -311,35 +320,3 @@ def blocks_hash(path: Path, blocks: int = 64, size: int = 1 << 18) -> str:
             file.seek(number * size if whole else number * (total - size) // (blocks - 1))
             digest.update(file.read(size))
     return digest.hexdigest()
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> list[Any] | None:
-    """State that token ids and rendered texts depend on; None for a tokenizer that does not expose it (slow ones)."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return None
-    template = tokenizer.chat_template
-    # A template that writes today's date gives other prompts tomorrow.
-    day = str(datetime.date.today()) if "strftime_now" in str(template) else ""
-    inner = hashlib.sha256(backend.to_str().encode()).hexdigest()
-    return [type(tokenizer).__name__, inner, template, str(tokenizer.special_tokens_map), day]
-
-
-@contextmanager
-def new_entry(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes ``folder`` at the end of the block and vanishes if the block fails.
-
-    Of several processes that write the same entry the first to finish wins; the others' is the same.
-    """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-    try:
-        yield draft
-        try:
-            # A rename onto a folder with files fails: another process was first.
-            draft.rename(folder)
-        except OSError:
-            if not folder.is_dir():
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from roll.config.data import FORMATS, HubName, format_of, hub_name, matching_files, saved_splits
+from roll.config.data import FORMATS, format_of, hub_name, matching_files, saved_splits
 from roll.datasets.types import BadRows, DataError
 
 if TYPE_CHECKING:
-    from pyarrow import DataType
+    pass
 
 T = TypeVar("T")
 Row = dict[str, Any]
@@ -102,13 +102,25 @@ def first_row(path: Path) -> SourceRow:
 
 
 def expand(name: str) -> list[Path]:
-    """The files of one configured name."""
+    """The files of one configured name; of a data set of the hub, those in the cache of ``datasets``."""
     try:
         hub = hub_name(name)
     except ValueError as error:
         raise DataError(f"data_args.file_name: {name!r}: {error}") from error
     if hub is not None:
-        return hub_files(name, hub)
+        import datasets
+
+        try:
+            rows = datasets.load_dataset(hub.name, hub.config, split=hub.split)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            offline = datasets.config.HF_HUB_OFFLINE
+            hint = "HF_HUB_OFFLINE is set" if offline else "is this machine online?"
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise DataError(
+                f"data_args.file_name: {name!r} cannot be loaded ({type(error).__name__}: {reason}); {hint} "
+                "Without the hub, download the data set's files elsewhere and name them, such as data/train.parquet"
+            ) from error
+        return [Path(entry["filename"]) for entry in rows.cache_files]
     path = Path(name).expanduser()
     found, splits = matching_files(path), saved_splits(path)
     if found:
@@ -233,20 +245,19 @@ def read_text(path: Path) -> Numbered:
 def numbered(batches: Iterable[Any]) -> Numbered:
     """The rows of Arrow record batches, without the nulls that such files have in place of missing keys of messages,
     tool calls and schemas of tools."""
-    numbers = itertools.count(1)
-    for batch in batches:
-        padded = [field.name for field in batch.schema if field.name == TOOLS or holds_messages(field.type)]
-        for row in batch.to_pylist():
-            yield next(numbers), row | {name: without_padding(row[name]) for name in padded}
-
-
-def holds_messages(kind: DataType) -> bool:
-    """Test whether values of this Arrow type are conversations, lists of them, or single messages."""
     import pyarrow.types as types
 
-    while types.is_list(kind) or types.is_large_list(kind):
-        kind = kind.value_type
-    return types.is_struct(kind) and not MESSAGE_KEYS.isdisjoint(field.name for field in kind)
+    numbers = itertools.count(1)
+    for batch in batches:
+        padded = []
+        for field in batch.schema:
+            kind = field.type  # of conversations, lists of them, or single messages
+            while types.is_list(kind) or types.is_large_list(kind):
+                kind = kind.value_type
+            has_messages = types.is_struct(kind) and not MESSAGE_KEYS.isdisjoint(one.name for one in kind)
+            padded += [field.name] * (field.name == TOOLS or has_messages)
+        for row in batch.to_pylist():
+            yield next(numbers), row | {name: without_padding(row[name]) for name in padded}
 
 
 def without_padding(value: object, is_message: bool = True) -> Any:
@@ -301,27 +312,3 @@ READERS: dict[str, Callable[[Path], Numbered]] = {
     ".txt": read_text,
 }
 BINARY_FORMATS = frozenset({".parquet", ".arrow"})
-
-
-def hub_files(name: str, hub: HubName) -> list[Path]:
-    """The Arrow files in the cache of ``datasets`` of a data set of the hub.
-
-    Args:
-        name: as configured, for messages.
-
-    Raises:
-        DataError: the data set is not there, not reachable, or has no such configuration or split.
-    """
-    import datasets
-
-    try:
-        found = datasets.load_dataset(hub.name, hub.config, split=hub.split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        offline = datasets.config.HF_HUB_OFFLINE
-        hint = "HF_HUB_OFFLINE is set" if offline else "is this machine online?"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise DataError(
-            f"data_args.file_name: {name!r} cannot be loaded ({type(error).__name__}: {reason}); {hint} "
-            "Without the hub, download the data set's files elsewhere and name them, such as data/train.parquet"
-        ) from error
-    return [Path(entry["filename"]) for entry in found.cache_files]

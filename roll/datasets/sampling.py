@@ -111,11 +111,7 @@ class ShuffledEpochs(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"drawn": self._drawn, **self._described()}
-
-    def _described(self) -> dict[str, Any]:
-        """Properties that a checkpoint must agree with, the contents of the rows included."""
-        return {**self._epochs.description(), "contents": self._digest}
+        return {"drawn": self._drawn, **self._epochs.description(), "contents": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken.
@@ -123,7 +119,7 @@ class ShuffledEpochs(Generic[T]):
         Raises:
             DataError: the state belongs to other rows, another seed or another order.
         """
-        mine = self._described()
+        mine = {key: value for key, value in self.state_dict().items() if key != "drawn"}
         theirs = {key: state.get(key) for key in mine}
         if mine != theirs:
             where = f"domain {self._name!r}: " if self._name else ""
@@ -168,7 +164,6 @@ class DomainSampler:
                 difficulties = rows.difficulties if isinstance(rows, PromptDataset) else None
                 order = EpochOrder.of(data_args, len(rows), seed, domain, difficulties)
             self._streams[domain] = ShuffledEpochs(rows, seed, domain, order=order)
-        self._domains = list(self._streams)
         self._datasets = datasets
         self._rows_by_id: dict[str, dict[str, PromptRow]] = {}
 
@@ -185,21 +180,18 @@ class DomainSampler:
         so every id is unique over the run."""
         rows = []
         for _ in range(size):
-            stream = self._streams[self._next_domain()]
+            domain = next(iter(self._streams))
+            if len(self._streams) > 1:
+                margin, turn = Fraction(1, 2 * len(self._streams) - 2), self.num_drawn + 1
+                lacks = {name: self._shares[name] * turn - stream.num_drawn for name, stream in self._streams.items()}
+                # Shares sum to 1, so some domain is below its quota, and may be drawn without running ahead of it.
+                behind = [name for name in lacks if lacks[name] >= margin]
+                # Earliest deadline first: after how many draws a domain would lack a whole row (Tijdeman, above).
+                domain = min(behind, key=lambda name: (1 - margin - lacks[name]) / self._shares[name])
+            stream = self._streams[domain]
             epoch, row = stream.epoch, stream.next_row()
             rows.append(replace(row, prompt_id=f"{row.prompt_id}@{epoch}") if epoch else row)
         return rows
-
-    def _next_domain(self) -> str:
-        """The most urgent of the domains that may be drawn without running ahead of their quota."""
-        if len(self._domains) == 1:
-            return self._domains[0]
-        margin, turn = Fraction(1, 2 * len(self._domains) - 2), self.num_drawn + 1
-        lacks = {domain: self._shares[domain] * turn - self._streams[domain].num_drawn for domain in self._domains}
-        # Shares sum to 1, so some domain is below its quota.
-        behind = [domain for domain in self._domains if lacks[domain] >= margin]
-        # Earliest deadline first: the number of draws after which the domain would lack a whole row (Tijdeman, above).
-        return min(behind, key=lambda domain: (1 - margin - lacks[domain]) / self._shares[domain])
 
     def find(self, domain: str, prompt_id: str) -> PromptRow:
         """The prompt that was drawn under this id.

@@ -164,15 +164,6 @@ class RowStore:
         """An index column as a whole, (rows,)."""
         return self.index[name].to_numpy()
 
-    def positions(self) -> np.ndarray:
-        """int64 (rows,): of all rows, in order."""
-        return np.arange(len(self))
-
-    def difficulties(self, positions: np.ndarray) -> np.ndarray | None:
-        """float64 (positions,); None where the rows have none."""
-        values = self.column("difficulty")[positions]
-        return None if np.isnan(values).all() else values
-
     def value(self, name: str, index: int) -> Any:
         """One value of an index column."""
         return self.index[name][index].as_py()

@@ -95,21 +95,6 @@ PLAIN_TEMPLATES = frozenset({"base", "raw"})
 """Render no special tokens themselves: the tokenizer adds its own (a BOS, where the model wants one)."""
 
 
-def get_template(name: str) -> Render:
-    """The template of a known name, or of a Jinja file, which sees what a tokenizer's template sees (``messages``,
-    ``add_generation_prompt``, ``bos_token`` ...).
-
-    Raises:
-        DataError: an unknown name; the message gives the nearest known one. A file that is not there.
-    """
-    if name in TEMPLATES:
-        return TEMPLATES[name]
-    if name.endswith(TEMPLATE_ENDINGS):
-        return partial(render_native, chat_template=template_text(name))
-    hint = did_you_mean(name, TEMPLATES)
-    raise DataError(f"template {name!r} is unknown; {hint}known: {', '.join(TEMPLATES)}, or a .jinja file")
-
-
 def template_text(name: str) -> str:
     """Content of a template file.
 
@@ -126,7 +111,8 @@ def template_text(name: str) -> str:
 class TemplateChoice:
     """Template and system message of a row, by its tag, else the common ones.
 
-    Names are checked, and files read, on creation.
+    Raises:
+        DataError: an unknown name; the message gives the nearest known one. A file that cannot be read.
     """
 
     common: str
@@ -152,7 +138,14 @@ class TemplateChoice:
 
     def __post_init__(self) -> None:
         for name in {self.common, *(self.by_tag or {}).values()}:
-            self.renders[name] = get_template(name)
+            if name in TEMPLATES:
+                self.renders[name] = TEMPLATES[name]
+            elif name.endswith(TEMPLATE_ENDINGS):
+                # A Jinja file sees what a tokenizer's template sees (``messages``, ``bos_token`` ...).
+                self.renders[name] = partial(render_native, chat_template=template_text(name))
+            else:
+                hint = did_you_mean(name, TEMPLATES)
+                raise DataError(f"template {name!r} is unknown; {hint}known: {', '.join(TEMPLATES)}, or a .jinja file")
 
     def of(self, tag: str) -> str:
         """The template's name."""
