@@ -24,7 +24,7 @@ from roll.agents.endpoint import AgentEndpoint
 from roll.agents.episode import Limits, Model, Sampled, Task
 from roll.agents.session import Session
 from roll.agents.tool_calls import ToolCall
-from roll.agents.tools import HeldMcpServer, McpServer, ToolBox
+from roll.agents.tools import McpServer, ToolBox
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
@@ -38,7 +38,7 @@ MESSAGES = [{"role": "user", "content": "What is 12+34 ?"}]
 
 async def tools() -> dict[str, tuple[float, float]]:
     """Milliseconds of a call, one after another and with many in flight: through a tool box, and through the SDK."""
-    held = HeldMcpServer(lambda: McpServer(SERVER))
+    held = McpServer(SERVER)
     box = ToolBox(await held.tools())
     from mcp import Client, StdioServerParameters
     from mcp.client.stdio import get_default_environment

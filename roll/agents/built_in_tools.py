@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import heapq
-import importlib
 import inspect
 import json
 import math
@@ -14,9 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
-from roll.agents.tools import HeldMcpServer, McpServer, Tool, ToolBox, ToolError, ToolResult, tool_of
+from roll.agents.tools import McpServer, Tool, ToolBox, ToolError, ToolResult, tool_of
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
 from roll.rewards.sandbox.judging import memory_file, os_null, read_file
@@ -188,22 +188,34 @@ class ToolSet:
         self._timeout, self._max_result = timeout, max_result
         self._tools: list[Tool] = []
         self._programs: list[PythonTool] = []
-        self._servers: list[HeldMcpServer] = []
+        self._servers: list[McpServer] = []
         for spec in specs:
-            self._add(*_read_spec(spec))
+            self._add(spec)
         self._opening: asyncio.Lock | None = None
         self._box: ToolBox | None = None
         ToolBox(self._tools)  # refuses two tools with one name
 
-    def _add(self, kind: str, options: Any) -> None:
+    def _add(self, spec: object) -> None:
+        if isinstance(spec, str):
+            spec = {spec: {}} if spec in KINDS else {"function": spec}
+        ((kind, options),) = spec.items() if isinstance(spec, Mapping) and len(spec) == 1 else [("", None)]
         if kind == "function":
             self._tools.append(tool_of(load_function(options, "function")))
             return
-        _check_options(kind, options)
+        if kind not in KINDS or not isinstance(options, Mapping | None):
+            names = ", ".join((*KINDS, "function"))
+            raise ToolError(f"{spec!r} must be the dotted path of a function, or one of {names} with its options")
+        options = dict(options or {})
+        parameters = inspect.signature(KINDS[kind]).parameters
+        for name in options:
+            if name not in parameters:
+                hint = did_you_mean(name, parameters, "; did you mean {!r}?")
+                raise ToolError(f"{kind} has no option {name!r}{hint} (it has {', '.join(parameters)})")
+        missing = [one.name for one in parameters.values() if one.default is one.empty and one.name not in options]
+        if missing:
+            raise ToolError(f"{kind} needs the option {missing[0]!r}")
         if kind == "mcp":
-            # For its check of the options, which comes before any episode; servers start at first use.
-            McpServer(**options)
-            self._servers.append(HeldMcpServer(functools.partial(McpServer, **options)))
+            self._servers.append(McpServer(**options))
         elif kind == "python":
             self._programs.append(PythonTool(**options))
             self._tools.append(self._programs[-1].tool())
@@ -241,40 +253,15 @@ class ToolSet:
         self._box = None
 
 
-def _read_spec(spec: object) -> tuple[str, Any]:
-    if isinstance(spec, str):
-        return (spec, {}) if spec in KINDS else ("function", spec)
-    if isinstance(spec, Mapping) and len(spec) == 1:
-        ((kind, options),) = spec.items()
-        if kind == "function":
-            return kind, options
-        if kind in KINDS and isinstance(options, Mapping | None):
-            return kind, dict(options or {})
-    names = ", ".join((*KINDS, "function"))
-    raise ToolError(f"{spec!r} must be the dotted path of a function, or one of {names} with its options")
-
-
-def _check_options(kind: str, options: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(KINDS[kind]).parameters
-    for name in options:
-        if name not in parameters:
-            hint = did_you_mean(name, parameters, "; did you mean {!r}?")
-            raise ToolError(f"{kind} has no option {name!r}{hint} (it has {', '.join(parameters)})")
-    missing = [one.name for one in parameters.values() if one.default is one.empty and one.name not in options]
-    if missing:
-        raise ToolError(f"{kind} needs the option {missing[0]!r}")
-
-
 def load_function(path: object, key: str) -> Callable[..., Any]:
     """Import the function or class at a dotted path.
 
     Raises:
         ToolError: there is none; the message begins with ``key``.
     """
-    module, _, name = str(path).replace(":", ".").rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name) if module else None
-    except (ImportError, AttributeError) as error:
+        found = resolve_name(str(path).replace(":", "."))
+    except (ImportError, AttributeError, ValueError) as error:
         raise ToolError(f"{key}: {path!r} cannot be imported: {error}") from error
     if not callable(found):
         raise ToolError(f"{key}: {path!r} is no dotted path of a function")

@@ -69,44 +69,27 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise TemplateError("the tokenizer has no chat template: give one with `template` or `chat_template`")
         self._tokenizer = tokenizer
-        self._tools: list[Any] | None = list(tools) if tools else None
+        self.tools: list[Any] = list(tools or ())
         self._arguments = dict(arguments or {})
         self.images = images
-        ends = list(end_tokens) or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
+        self.eos_token: int | None = tokenizer.eos_token_id
+        """The tokenizer's own token for the end of a text."""
+        ends = list(end_tokens) or ([] if self.eos_token is None else [self.eos_token])
         self._ends = {str(tokenizer.convert_ids_to_tokens(token)): token for token in ends}
+        self.end_tokens, self.end_texts = frozenset(ends), tuple(self._ends)
         self._json_arguments: bool | None = None
         """Tool arguments are a JSON text (True) or a mapping; None until a call was rendered."""
 
     def with_tools(self, tools: Sequence[Message]) -> ChatTemplate:
         """The same template for conversations that are offered ``tools`` in place of this one's."""
         other = copy.copy(self)
-        other._tools = list(tools) or None
+        other.tools = list(tools)
         return other
-
-    @property
-    def tools(self) -> Sequence[Message]:
-        """The schemas that the template is given."""
-        return self._tools or ()
 
     @property
     def source(self) -> str:
         """The template's text."""
-        return str(self._arguments.get("chat_template") or self._tokenizer.get_chat_template(tools=self._tools))
-
-    @property
-    def end_tokens(self) -> frozenset[int]:
-        return frozenset(self._ends.values())
-
-    @property
-    def eos_token(self) -> int | None:
-        """The tokenizer's own token for the end of a text."""
-        token: int | None = self._tokenizer.eos_token_id
-        return token
-
-    @property
-    def end_texts(self) -> tuple[str, ...]:
-        """The texts of :attr:`end_tokens`."""
-        return tuple(self._ends)
+        return str(self._arguments.get("chat_template") or self._tokenizer.get_chat_template(tools=self.tools or None))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a rendered text; special tokens in it are recognised, none is added."""
@@ -130,17 +113,16 @@ class ChatTemplate:
             TemplateError: with the template's error message.
         """
         messages = self._as_text(messages)
-        if not any(message.get("tool_calls") for message in messages):
-            return self._render(messages, generation_prompt)
-        if self._json_arguments is None:
-            try:
-                text = self._render(messages, generation_prompt)
-                self._json_arguments = False
-            except TemplateError:
-                text = self._render(_with_json_arguments(messages), generation_prompt)
-                self._json_arguments = True
-            return text
-        return self._render(_with_json_arguments(messages) if self._json_arguments else messages, generation_prompt)
+        known = self._json_arguments
+        try:
+            text = self._render(_with_json_arguments(messages) if known else messages, generation_prompt)
+        except TemplateError:
+            if known is not None or not any(message.get("tool_calls") for message in messages):
+                raise
+            text, known = self._render(_with_json_arguments(messages), generation_prompt), True
+        if any(message.get("tool_calls") for message in messages):
+            self._json_arguments = bool(known)
+        return text
 
     def _render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
         import jinja2
@@ -148,7 +130,7 @@ class ChatTemplate:
         try:
             rendered: Any = self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=self._tools,
+                tools=self.tools or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 **self._arguments,
@@ -181,22 +163,19 @@ class ChatTemplate:
         end = min(starts)[1] if starts else None
         ids = self.encode(tail if end is None else tail[tail.index(end) :])
         for message in new:
-            self._assert_shown(message, tail)
+            content = message.get("content")
+            if isinstance(content, str):
+                # Templates that write a result as JSON escape it, with or without the characters beyond ASCII.
+                shown = content.strip()
+                forms = (shown, *(json.dumps(shown, ensure_ascii=ascii)[1:-1] for ascii in (True, False)))
+                if not any(form in tail for form in forms):
+                    raise TemplateError(f"the chat template leaves out the message of role {message['role']}")
         earlier = self._with_markers(history[:-1])
         # The common prefix is the messages alone: templates may end a conversation with a further token.
         shown = common_prefix([self.render(earlier), self.render(earlier, generation_prompt=False)])
         moved = None if text.startswith(shown) else _difference(shown, text)
         only_thoughts = moved is not None and without_thoughts(text).startswith(without_thoughts(shown))
         return Bridge(ids, None if end is None else self._ends[end], moved, only_thoughts)
-
-    def extended(self, prompt_ids: Sequence[int], response: Sequence[int], bridge: Bridge) -> list[int]:
-        """``prompt_ids``, the sampled ``response`` and the bridge as the ids of the next prompt.
-
-        A response that ends with any end token is followed by what comes after the template's: a model may be trained
-        to end a turn differently than its template writes history. One that was cut short gets the template's.
-        """
-        ended = bool(response) and response[-1] in self.end_tokens and bridge.end_token is not None
-        return [*prompt_ids, *response, *(bridge.token_ids[1:] if ended else bridge.token_ids)]
 
     def drops_thoughts(self, prompt: Sequence[Message], response: Message, new: Sequence[Message]) -> bool:
         """Return whether the template renders ``response`` without its thinking once ``new`` follows it.
@@ -215,16 +194,6 @@ class ChatTemplate:
     def _as_text(self, messages: Sequence[Message]) -> Sequence[Message]:
         """``messages`` with placeholders in place of images."""
         return messages if self.images is None else [self.images.as_text(message) for message in messages]
-
-    @staticmethod
-    def _assert_shown(message: Message, tail: str) -> None:
-        content = message.get("content")
-        if not isinstance(content, str):
-            return
-        # Templates that write a result as JSON escape it, with or without the characters beyond ASCII.
-        forms = (content.strip(), *(json.dumps(content.strip(), ensure_ascii=ascii)[1:-1] for ascii in (True, False)))
-        if not any(form in tail for form in forms):
-            raise TemplateError(f"the chat template leaves out the message of role {message['role']}")
 
     def _with_markers(self, messages: Sequence[Message]) -> list[Message]:
         """``messages`` with a marker as the text of every response, and a tool call for every tool message after it."""

@@ -6,12 +6,12 @@ import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from roll.agents.chat_ids import Bridge, ChatTemplate, Message, TemplateError, Thinking
+from roll.agents.chat_ids import ChatTemplate, Message, TemplateError, Thinking
 from roll.agents.images import digests, refuse_unseen
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Call:
     state: str = ""
     """Identifies the state of the environment that the call acted in, for step-level advantages."""
     opening: int = 0
-    """Ids at the end of ``new_ids`` that force a tool call (:func:`~roll.agents.call_openings.call_opening`)."""
+    """Ids at the end of ``new_ids`` that force a tool call (:func:`~roll.agents.tool_calls.call_opening`)."""
     role: str = ""
     """Role that the policy plays, where there are several: each has rewards and baselines of its own."""
     images: tuple[EncodedImage, ...] = ()
@@ -291,22 +291,19 @@ class Conversations:
         if call.tools == list(tools):
             with contextlib.suppress(TemplateError):
                 bridge = template.bridge([*call.messages, call.message], new)
-        if bridge is None or self._breaks(call, new, bridge, template):
+        moved = bridge is not None and bridge.moved is not None
+        breaks = bridge is None or (moved and not bridge.only_thoughts)
+        if not breaks and self._thinking == "keep":
+            self.counts.kept_thoughts += moved
+        elif not breaks:
+            breaks = moved or template.drops_thoughts(call.messages, call.message, new)
+        if bridge is None or breaks:
             self.counts.breaks += 1
             return None, []
-        # Without the parent's prompt, which `_chain` adds: only what follows the response is stored in the new call.
-        grown = template.extended([], call.response_ids, bridge)
-        return known, grown[len(call.response_ids) :]
-
-    def _breaks(self, call: Call, new: list[Message], bridge: Bridge, template: ChatTemplate) -> bool:
-        """Return whether a new sample begins: the ids of ``call`` cannot grow, or the template drops their thinking."""
-        moved = bridge.moved is not None
-        if moved and not bridge.only_thoughts:
-            return True
-        if self._thinking == "keep":
-            self.counts.kept_thoughts += moved
-            return False
-        return moved or template.drops_thoughts(call.messages, call.message, new)
+        # A response that ends with any end token is followed by what comes after the template's: a model may be trained
+        # to end a turn differently than its template writes history. One that was cut short gets the template's.
+        ended = call.response_ids[-1:] and call.response_ids[-1] in template.end_tokens
+        return known, bridge.token_ids[1:] if ended and bridge.end_token is not None else bridge.token_ids
 
 
 @contextlib.contextmanager
@@ -349,22 +346,21 @@ def _branch(chain: Sequence[Call], trained: set[int]) -> Branch:
 
 def _digest(messages: Sequence[Message]) -> str:
     """Identity of a conversation, independent of how a client's library writes absent fields and JSON."""
-    return json.dumps([_canonical(message) for message in messages], sort_keys=True, default=str)
-
-
-def _canonical(message: Message) -> dict[str, Any]:
-    content = message.get("content") or ""
-    # Clients send a text as a string or as a list of parts; both have to be recognised as the same message.
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(part["text"] for part in content)
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        # OpenAI's clients send arguments as JSON text, whose spaces and order of keys are the library's.
-        if isinstance(arguments, str):
-            with contextlib.suppress(ValueError):
-                arguments = json.loads(arguments)
-        calls.append([function.get("name"), arguments])
-    answered = message.get("tool_call_id") if message["role"] == "tool" else None
-    return {"role": message["role"], "content": content, "tool_calls": calls, "tool_call_id": answered}
+    canonical = []
+    for message in messages:
+        content = message.get("content") or ""
+        # Clients send a text as a string or as a list of parts; both have to be recognised as the same message.
+        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            content = "".join(part["text"] for part in content)
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function", call)
+            arguments = function.get("arguments")
+            # OpenAI's clients send arguments as JSON text, whose spaces and order of keys are the library's.
+            if isinstance(arguments, str):
+                with contextlib.suppress(ValueError):
+                    arguments = json.loads(arguments)
+            calls.append([function.get("name"), arguments])
+        answered = message.get("tool_call_id") if message["role"] == "tool" else None
+        canonical.append([message["role"], content, calls, answered])
+    return json.dumps(canonical, sort_keys=True, default=str)

@@ -35,8 +35,8 @@ from roll.serving.http import (
     models_response,
     read_json,
     while_connected,
+    wrong_key,
 )
-from roll.serving.refusals import wrong_key
 
 T = TypeVar("T")
 _MAX_WAIT = 60.0
@@ -168,11 +168,7 @@ class AgentEndpoint:
         return is_same(key, self._signed(key.rpartition("-")[0]))
 
     def _session_of(self, request: Request) -> Session:
-        """The session that a request's key opens.
-
-        Raises:
-            Refusal: 410 for the key of an episode that has ended, 401 for any other wrong key.
-        """
+        """The session that a request's key opens; 410 for an episode that has ended, 401 for any other wrong key."""
         key = key_of(request)
         if not key.startswith("sk-episode-") or not self._is_signed(key):
             raise wrong_key()
@@ -182,11 +178,7 @@ class AgentEndpoint:
         return session
 
     def _worker_of(self, request: Request) -> str:
-        """The key of a worker; empty for agents from elsewhere.
-
-        Raises:
-            Refusal: any other key.
-        """
+        """The key of a worker, empty for agents from elsewhere; any other key is refused."""
         key = key_of(request)
         if self._is_signed(key) and key in self._workers:
             return key
@@ -247,11 +239,7 @@ async def _reply(request: Request, session: Session, call: ChatRequest) -> Reply
 
 
 async def _on_loop(session: Session, coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run ``coroutine`` on the event loop of the episode; cancellation is passed on.
-
-    Raises:
-        Refusal: the run has ended.
-    """
+    """Run ``coroutine`` on the event loop of the episode; 410 where the run has ended. Cancellation is passed on."""
     try:
         # Conversations and engines belong to the driver's event loop; this is the server's thread.
         future = asyncio.run_coroutine_threadsafe(coroutine, session.loop)

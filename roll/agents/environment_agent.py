@@ -92,7 +92,9 @@ class EnvironmentAgent:
         response: Response | None = None
         while True:
             if within and response is not None:
-                response = await model.go_on(response.call, [_raw_text(one["content"]) for one in turn.observation])
+                if any(has_images(one["content"]) for one in turn.observation):
+                    raise ValueError("context: response: an observation has an image; context: append shows it")
+                response = await model.go_on(response.call, [content_text(one["content"]) for one in turn.observation])
             else:
                 response = await model.chat(memory.prompt(turn))
             response.call.state = turn.state
@@ -160,7 +162,12 @@ class _Memory:
     def prompt(self, turn: Turn) -> list[Message]:
         options = self._options
         if options.context == "observation":
-            return [*self._messages, {"role": "user", "content": self._filled(turn, _content_of(turn.observation))}]
+            shown: Any = _text_of(turn.observation)
+            if any(has_images(message["content"]) for message in turn.observation):
+                contents = (message["content"] for message in turn.observation)
+                parts = (list(one) if has_images(one) else [content_text(one)] for one in contents)
+                shown = [part for one in parts for part in ("\n", *one)][1:]
+            return [*self._messages, {"role": "user", "content": self._filled(turn, shown)}]
         if options.context == "own":
             return [*self._messages, *turn.observation]
         forgotten = max(0, self.turns - options.history_length) if options.context == "last" else 0
@@ -230,29 +237,8 @@ def note_metrics(episode: Episode, turns: Sequence[Turn]) -> None:
     episode.metrics |= {name: AGGREGATIONS[modes.get(name, "mean")](found) for name, found in values.items()}
 
 
-def _raw_text(content: object) -> str:
-    """
-    Raises:
-        ValueError: an image, which has no place within a response.
-    """
-    if has_images(content):
-        raise ValueError("context: response: an observation has an image; context: append shows it")
-    return content_text(content)
-
-
 def _text_of(observation: Sequence[Message]) -> str:
     return "\n".join(content_text(message["content"]) for message in observation)
-
-
-def _content_of(observation: Sequence[Message]) -> Any:
-    """Join the contents of all messages: a text, or parts where there are images."""
-    if not any(has_images(message["content"]) for message in observation):
-        return _text_of(observation)
-    parts: list[Any] = []
-    for number, message in enumerate(observation):
-        content = message["content"]
-        parts += ["\n"] * bool(number) + (list(content) if has_images(content) else [content_text(content)])
-    return parts
 
 
 def _filled_content(template: str, **values: Any) -> Any:

@@ -6,14 +6,13 @@ import asyncio
 import copy
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from roll.agents.call_openings import call_opening, choose_opening
 from roll.agents.chat_ids import ChatTemplate, Message, Thinking
 from roll.agents.conversation import Call, Conversations
 from roll.agents.images import BlindPolicyError
-from roll.agents.tool_calls import ParsedResponse, function_calls, parse_response
+from roll.agents.tool_calls import ParsedResponse, call_opening, choose_opening, parse_response
 from roll.rewards.thoughts import opened_thought
 
 if TYPE_CHECKING:
@@ -332,17 +331,14 @@ class Model:
         prompt = self.conversations.prompt_ids(call)
         # Without the ids of a forced opening, which may close the thought itself: `text` has them already.
         opened = opened_thought(self.text_of(prompt[: len(prompt) - call.opening][-_TAIL:]))
-        parsed = parse_response(text, self._tool_format, call.tools or self._template.tools, opened)
-        functions = function_calls(parsed, demanded, self.text_of(ids, ended=True).strip())
-        if functions and not parsed.calls:
-            # The text has become the arguments of the demanded call, and was not said as well.
-            parsed = replace(parsed, content="")
+        forced = None if demanded is None else (demanded, self.text_of(ids, ended=True))
+        parsed = parse_response(text, self._tool_format, call.tools or self._template.tools, opened, forced)
         message: Message = {"role": "assistant", "content": text}
-        if functions:
+        if parsed.functions:
             message["content"] = parsed.content
             message["tool_calls"] = [
                 {"id": f"call{call.index:04d}{number:02d}", "type": "function", "function": function}
-                for number, function in enumerate(functions)
+                for number, function in enumerate(parsed.functions)
             ]
         self.conversations.answer(call, ids, sampled.log_probs, sampled.versions, sampled.finish_reason, message)
         return Response(message, parsed, text, sampled.finish_reason, call, opened)

@@ -43,10 +43,31 @@ class ChatImages:
         Raises:
             ImageError: an image that cannot be read, or of another form (a path, a URL).
         """
+        from roll.protocol.images import encoded_image
+
         content: Any = message.get("content")
         if not has_images(content):
             return dict(message)
-        return {**message, "content": [self._part(part, held) for part in content]}
+        parts: list[Message] = []
+        for part in content:
+            if isinstance(part, str):
+                parts.append({"type": "text", "text": part})
+                continue
+            if not is_image(part):
+                parts.append(dict(part))
+                continue
+            value = part.get("image", part.get("image_url"))
+            value = value.get("url") if isinstance(value, Mapping) else value
+            if not isinstance(value, str) or value not in held:
+                image = encoded_image(value)
+                found = self._known.get(image.digest)
+                if found is None:
+                    image.decode()  # once for each image of the run
+                    self._model.processing.grid(*image.size[::-1])
+                    found = self._known[image.digest] = image
+                held[found.digest], value = found, found.digest
+            parts.append({"type": "image", "image": value})
+        return {**message, "content": parts}
 
     def as_text(self, message: Message) -> Message:
         """The message as chat templates take it: one text, with the model's placeholder for each image."""
@@ -81,26 +102,6 @@ class ChatImages:
         from roll.protocol.vision import vision_inputs
 
         return vision_inputs(images, self._model.processing, whole=False) if images else None
-
-    def _part(self, part: str | Mapping[str, Any], held: dict[str, EncodedImage]) -> Message:
-        from roll.protocol.images import encoded_image
-
-        if isinstance(part, str):
-            return {"type": "text", "text": part}
-        if not is_image(part):
-            return dict(part)
-        value = part.get("image", part.get("image_url"))
-        value = value.get("url") if isinstance(value, Mapping) else value
-        if isinstance(value, str) and value in held:
-            return {"type": "image", "image": value}
-        image = encoded_image(value)
-        found = self._known.get(image.digest)
-        if found is None:
-            image.decode()  # once for each image of the run
-            self._model.processing.grid(*image.size[::-1])
-            found = self._known[image.digest] = image
-        held[found.digest] = found
-        return {"type": "image", "image": found.digest}
 
 
 def has_images(content: object) -> bool:

@@ -127,8 +127,6 @@ def make_verifier(
             raise AgentOptionError(f"{key}.worker_cls: {rule}, llm_judge a model")
         scores = options.scores or ("episode" if of_environment else "answer")
         kwargs = options.reward_kwargs | dict((judge or {}) if asks_the_run(section) else {})
-        verifier = RewardVerifier(options.worker_cls, kwargs, options.answer_key, options.timeout, scores)
-        verifier.check_host()
+        return RewardVerifier(options.worker_cls, kwargs, options.answer_key, options.timeout, scores)
     except RewardOptionError as error:
         raise AgentOptionError(f"{key}: {error}") from error
-    return verifier

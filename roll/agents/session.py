@@ -14,7 +14,7 @@ from roll.agents.episode import EngineFault, EpisodeOver, Model, Response, Task
 from roll.agents.images import has_images
 from roll.rewards.base import finite_number
 from roll.serving.dialects.parts import ChatRequest, Reply
-from roll.serving.refusals import BadRequest, Refusal
+from roll.serving.http import BadRequest, Refusal
 from roll.strategies.engines.requests import visible_text
 
 
@@ -75,13 +75,6 @@ class Session:
         self.overridden += bool(request.set_sampling)
         task = asyncio.current_task()
         assert task is not None
-        self.in_flight.add(task)
-        try:
-            return await self._answered(request)
-        finally:
-            self.in_flight.discard(task)
-
-    async def _answered(self, request: ChatRequest) -> Reply:
         if self.model.conversations.is_blind and any(has_images(one.get("content")) for one in request.messages):
             raise Refusal(400, "messages: the policy is a model of text, and sees no images")
         options: dict[str, Any] = {"max_new_tokens": request.params.max_new_tokens}
@@ -90,6 +83,7 @@ class Session:
         if request.must_call and self.tool_choice == "enforce":
             options["must_call"] = request.must_call
             self.demanded += 1
+        self.in_flight.add(task)
         try:
             model = self.model.as_(request.model) if self.roles else self.model
             response = await model.chat(request.messages, tools=request.tools, **options)
@@ -108,6 +102,8 @@ class Session:
             self.fault = fault
             self.done.set()
             raise Refusal(503, "the engines have failed", "server_error") from fault
+        finally:
+            self.in_flight.discard(task)
         # The agent got past the limit by a shorter conversation, so that the episode has not ended by it.
         self.limit = None
         reply = self._reply(request, response)

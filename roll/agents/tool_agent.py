@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from roll.agents.agent_options import ToolAgentOptions
@@ -140,7 +140,16 @@ class FunctionAgent:
                 raise ToolError(f"agent: {path} cannot be made: {error}") from error
             self._arguments = {}
         self._close = getattr(agent, "close", None)
-        self._takes_episode = _check_signature(path, self._function, self._arguments)
+        function = self._function
+        if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
+            raise ToolError(f"agent: {path} must be a coroutine function: async def run(task, model)")
+        signature = inspect.signature(function)
+        free = [name for name in signature.parameters if name not in self._arguments]
+        self._takes_episode = free[2:3] == ["episode"]
+        try:
+            signature.bind(*(None,) * (3 if self._takes_episode else 2), **self._arguments)
+        except TypeError as error:
+            raise ToolError(f"agent: {path}{signature} must be callable as run(task, model): {error}") from None
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
         """
@@ -165,21 +174,3 @@ class FunctionAgent:
         """End what an agent's own ``async def close()`` ends."""
         if self._close is not None:
             await self._close()
-
-
-def _check_signature(path: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> bool:
-    """Check a user's coroutine function; returns whether it takes the episode as well.
-
-    Raises:
-        ToolError: it is not a coroutine function, or cannot be called with a task, a model and ``arguments``.
-    """
-    if not inspect.iscoroutinefunction(function) and not inspect.iscoroutinefunction(type(function).__call__):
-        raise ToolError(f"agent: {path} must be a coroutine function: async def run(task, model)")
-    signature = inspect.signature(function)
-    free = [name for name in signature.parameters if name not in arguments]
-    takes_episode = free[2:3] == ["episode"]
-    try:
-        signature.bind(*(None,) * (3 if takes_episode else 2), **arguments)
-    except TypeError as error:
-        raise ToolError(f"agent: {path}{signature} must be callable as run(task, model): {error}") from None
-    return takes_episode

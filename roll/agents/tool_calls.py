@@ -5,11 +5,13 @@ What is trained are the sampled ids; what is parsed here only decides what an ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from roll.agents.call_formats import TOOL_FORMATS, BadCall, ToolCall
+from roll.agents.chat_ids import ChatTemplate, Message, TemplateError, common_prefix
 from roll.agents.tool_arguments import parameters_of
 from roll.rewards.thoughts import split_thought, with_channel
 
@@ -23,10 +25,16 @@ class ParsedResponse:
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     """Reasons why calls that were begun cannot be parsed; their text stays in ``content``."""
+    functions: list[dict[str, Any]] = field(default_factory=list)
+    """The calls as messages have them: each a ``name`` and ``arguments``."""
 
 
 def parse_response(
-    text: str, tool_format: str, tools: Sequence[Mapping[str, Any]] | None = None, opened: str = ""
+    text: str,
+    tool_format: str,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    opened: str = "",
+    demanded: tuple[str, str] | None = None,
 ) -> ParsedResponse:
     """Parse a response in ``tool_format``.
 
@@ -35,6 +43,8 @@ def parse_response(
         tool_format: one of :data:`TOOL_FORMATS`.
         tools: schemas of the tools that were offered, which type arguments; None: not known.
         opened: the mark with which the prompt opened a thought (:func:`~roll.rewards.thoughts.opened_thought`).
+        demanded: the tool whose call the response was forced to begin, and what was sampled after that. It has been
+            called even where the arguments cannot be parsed, which are then that text, and not said as well.
     """
     thought, answer = split_thought(text, opened)
     parsed, said, at, kept = ParsedResponse(reasoning=thought or ""), answer or "", 0, []
@@ -51,18 +61,10 @@ def parse_response(
     if parsed.calls and tool_format != "gpt_oss":
         said = "".join([*kept, said[at:]])
     parsed.content = said.strip()
+    parsed.functions = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
+    if demanded is not None and not parsed.calls:
+        parsed.content, parsed.functions = "", [{"name": demanded[0], "arguments": demanded[1].strip() or {}}]
     return parsed
-
-
-def function_calls(parsed: ParsedResponse, demanded: str | None = None, written: str = "") -> list[dict[str, Any]]:
-    """The calls of a response as messages have them: each a ``name`` and ``arguments``.
-
-    Args:
-        demanded: the tool whose call the response was forced to begin. It has been called even where the arguments
-            cannot be parsed, which are then ``written``, a text.
-    """
-    found = [{"name": call.name, "arguments": call.arguments} for call in parsed.calls]
-    return found or ([] if demanded is None else [{"name": demanded, "arguments": written or {}}])
 
 
 def detect_format(chat_template: str) -> str:
@@ -85,3 +87,82 @@ _MARKS = (
     ("<|python_tag|>", "llama3"),
 )
 """Text that only the template of one format has, the most specific first."""
+
+
+DrawToken = Callable[[list[int]], Awaitable[int]]
+"""The policy's next token after these ids."""
+MOST_DRAWS = 8
+"""Draws at a token where openings differ; after them the first tool that is offered is called."""
+_ARGUMENTS: tuple[dict[str, str], ...] = ({"Zq7A": "1"}, {"Bq7Z": "2"}, {})
+"""Arguments of calls that share their opening in every format, and nothing after it."""
+_HERMES_OPENING = '<tool_call>\n{{"name": "{}", "arguments":'
+_THINK, _THOUGHT = "<think>", "\n</think>\n\n"
+
+
+def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Message], name: str) -> str:
+    """The opening of a response to ``messages`` that calls ``name``, up to its arguments.
+
+    ``tool_choice: required`` holds whatever the policy would have said: this text is appended to the prompt as ids, and
+    the policy writes the arguments. Ids of an opening are context and are never trained: they were not sampled from the
+    policy's own distribution.
+
+    It is derived from the chat template; where that writes no calls, ``hermes`` has a default form. Thinking that the
+    generation prompt has opened is closed first.
+
+    Raises:
+        TemplateError: the template writes calls in no form, or in one that ``tool_format`` does not read.
+    """
+    begun = template.render(messages)
+    texts = [text for arguments in _ARGUMENTS if (text := _rendered(template, messages, name, arguments)) is not None]
+    stem, closing = begun, ""
+    if (texts and not texts[0].startswith(begun)) or (begun.rstrip().endswith(_THINK) and not texts):
+        stem, closing = begun.rpartition(_THINK)[0], _THOUGHT
+    shown = [text.removeprefix(stem) for text in texts if text.startswith(stem)]
+    if not shown or name not in shown[0]:
+        if tool_format != "hermes":
+            raise TemplateError(f"the chat template writes no tool calls, so none of the form {tool_format} can begin")
+        return (_THOUGHT if begun.rstrip().endswith(_THINK) else "") + _HERMES_OPENING.format(name)
+    written = shown[0].rstrip()
+    for end in template.end_texts:
+        written = written.removesuffix(end)
+    if [call.name for call in parse_response(written, tool_format).calls] != [name]:
+        raise TemplateError(f"the chat template writes tool calls in another form than {tool_format}")
+    # A brace or a quote is one token with what follows it, so it is the policy's.
+    return closing + common_prefix(shown).rstrip(' {"<')
+
+
+def _rendered(template: ChatTemplate, messages: Sequence[Message], name: str, arguments: dict[str, str]) -> str | None:
+    text = None
+    # Some templates write calls only where there is no content at all, and then with arguments as JSON.
+    for content, value in (("", arguments), (None, json.dumps(arguments))):
+        call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": value}}
+        try:
+            text = template.render([*messages, {"role": "assistant", "content": content, "tool_calls": [call]}], False)
+        except TemplateError:
+            continue
+        if name in text[len(template.render(messages, False)) :]:
+            break
+    return text
+
+
+async def choose_opening(openings: Sequence[list[int]], prompt_ids: Sequence[int], draw: DrawToken) -> int:
+    """Index of the opening that the policy chooses.
+
+    Tokens that openings share are given, and where they differ the policy draws one. A draw that continues no opening
+    is repeated, which leaves the policy's distribution over the tokens that do.
+
+    Args:
+        openings: token ids; none is the beginning of another.
+    """
+    left, at = list(range(len(openings))), 0
+    while len(left) > 1:
+        here = {openings[index][at] for index in left}
+        if len(here) > 1:
+            ids, chosen = [*prompt_ids, *openings[left[0]][:at]], openings[left[0]][at]
+            for _ in range(MOST_DRAWS):
+                if (token := await draw(ids)) in here:
+                    chosen = token
+                    break
+            left = [index for index in left if openings[index][at] == chosen]
+        at += 1
+    return left[0]

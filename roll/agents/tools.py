@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from roll.agents.call_formats import ToolCall
@@ -133,10 +132,25 @@ def tool_messages(calls: Sequence[ToolCall], identities: Sequence[str], results:
     ]
 
 
+@dataclass(eq=False)
+class _Run:
+    """A run of an MCP server: started and ended in the same task, as MCP's client requires."""
+
+    client: Any = None
+    tools: list[Any] = field(default_factory=list)
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        self.leave.set()
+        if self.task is not None:
+            await asyncio.wait([self.task])
+
+
 class McpServer:
     """The tools of an MCP server, started as a child process or reached over HTTP.
 
-    ``async with McpServer(...) as tools`` gives the list of its tools; calls of many episodes share the session.
+    Many episodes share it: it is started at first use, and restarted when lost.
 
     Args:
         command: program and arguments of a server that speaks over standard input and output.
@@ -145,7 +159,7 @@ class McpServer:
         env: environment of the child process, in addition to ``PATH`` and the like of this process.
 
     Raises:
-        ToolError: neither or both of ``command`` and ``url``; on entry, a server that does not start, or lacks a name.
+        ToolError: neither or both of ``command`` and ``url``.
     """
 
     def __init__(
@@ -160,89 +174,21 @@ class McpServer:
             raise ToolError("an MCP server has either `command` (a program and its arguments) or `url`")
         self._command, self._url, self._names = list(command), url, list(names)
         self._env, self._start_timeout = dict(env or {}), start_timeout
-        self._stack = contextlib.AsyncExitStack()
-        self._client: Any = None
-
-    @property
-    def _title(self) -> str:
-        return f"MCP server {self._url or ' '.join(self._command)}"
-
-    async def __aenter__(self) -> list[Tool]:
-        try:
-            listed = await self._list_tools()
-        except BaseException:  # cancellation included
-            await self._stack.aclose()
-            raise
-        return [
-            Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(self, tool.name))
-            for tool in listed
-            if not self._names or tool.name in self._names
-        ]
-
-    async def __aexit__(self, *error: object) -> None:
-        await self._stack.aclose()
-
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Call a tool of the running server."""
-        answer = await self._client.call_tool(name, dict(arguments))
-        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in answer.content]
-        return ToolResult("\n".join(texts), bool(answer.is_error))
-
-    async def _list_tools(self) -> list[Any]:
-        """Start or reach the server."""
-        try:
-            async with asyncio.timeout(self._start_timeout):
-                self._client = await self._connect()
-                page = await self._client.list_tools()
-                listed = list(page.tools)
-                while page.next_cursor is not None:
-                    page = await self._client.list_tools(cursor=page.next_cursor)
-                    listed += page.tools
-        except TimeoutError:
-            raise ToolError(f"{self._title} did not answer within {self._start_timeout:g} s") from None
-        except Exception as error:
-            # MCP's client runs in task groups: the reason is the innermost exception.
-            reason: BaseException = error
-            while isinstance(reason, BaseExceptionGroup):
-                reason = reason.exceptions[0]
-            raise ToolError(f"{self._title} cannot be used: {type(reason).__name__}: {reason}") from error
-        missing = set(self._names) - {tool.name for tool in listed}
-        if missing:
-            there = ", ".join(tool.name for tool in listed)
-            raise ToolError(f"{self._title} has no tools {', '.join(sorted(missing))}; it has {there}")
-        return listed
-
-    async def _connect(self) -> Any:
-        from mcp import Client, StdioServerParameters
-        from mcp.client.stdio import get_default_environment
-
-        if self._url is not None:
-            return await self._stack.enter_async_context(Client(self._url))
-        environment = get_default_environment() | program_environment(self._env)
-        program = StdioServerParameters(command=self._command[0], args=self._command[1:], env=environment)
-        return await self._stack.enter_async_context(Client(program))
-
-
-class HeldMcpServer:
-    """An MCP server that many episodes share: started at first use, in a task of its own, and restarted when lost.
-
-    Args:
-        make: returns a new :class:`McpServer` for every start.
-    """
-
-    def __init__(self, make: Callable[[], McpServer]) -> None:
-        self._make = make
         self._lock = asyncio.Lock()
-        self._session: _McpSession | None = None
+        self._run: _Run | None = None
         self._closed = False
         self.starts = 0
 
     async def tools(self) -> list[Tool]:
         """
         Raises:
-            ToolError: the server does not start.
+            ToolError: the server does not start, or lacks a name.
         """
-        return [replace(tool, function=_McpCall(self, tool.name)) for tool in (await self._open()).tools]
+        return [
+            Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(self, tool.name))
+            for tool in (await self._open()).tools
+            if not self._names or tool.name in self._names
+        ]
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Make a call; where the connection is lost, restart the server and repeat it.
@@ -252,98 +198,105 @@ class HeldMcpServer:
         """
         from mcp.shared.exceptions import MCPError
 
-        session = await self._open()
+        run = await self._open()
         try:
-            return await session.server.call_tool(name, arguments)
+            answer = await run.client.call_tool(name, dict(arguments))
         except Exception as error:
             if isinstance(error, MCPError) and error.code != _CONNECTION_CLOSED:  # an error of the call itself
                 raise
-        async with self._lock:
-            # Several calls see the same loss; the first of them restarts the server for all.
-            if self._session is session:
-                self._session = None
-                await session.close()
-        return await (await self._open()).server.call_tool(name, arguments)
+            async with self._lock:
+                # Several calls see the same loss; the first of them restarts the server for all.
+                if self._run is run:
+                    self._run = None
+                    await run.close()
+            answer = await (await self._open()).client.call_tool(name, dict(arguments))
+        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in answer.content]
+        return ToolResult("\n".join(texts), bool(answer.is_error))
 
     async def close(self) -> None:
         """End the server for good."""
         async with self._lock:
             self._closed = True
-            if self._session is not None:
-                await self._session.close()
-                self._session = None
+            if self._run is not None:
+                await self._run.close()
+                self._run = None
 
-    async def _open(self) -> _McpSession:
+    async def _open(self) -> _Run:
         async with self._lock:
             if self._closed:
                 raise ToolError("the MCP server has been closed")
-            if self._session is None:
-                session = _McpSession(self._make())
-                await session.start()
-                self._session = session
+            if self._run is None:
+                run, opened = _Run(), asyncio.get_running_loop().create_future()
+                run.task = asyncio.create_task(self._hold(run, opened))
+                try:
+                    await opened
+                except asyncio.CancelledError:
+                    run.task.cancel()
+                    await asyncio.wait([run.task])
+                    raise
+                self._run = run
                 self.starts += 1
-            return self._session
+            return self._run
 
+    async def _hold(self, run: _Run, opened: asyncio.Future[None]) -> None:
+        """Start or reach the server, which ``opened`` reports, and hold the connection until it is to be left."""
+        title = f"MCP server {self._url or ' '.join(self._command)}"
+        # Errors at the end of a lost server add nothing.
+        with contextlib.suppress(Exception):
+            async with contextlib.AsyncExitStack() as stack:
+                try:
+                    async with asyncio.timeout(self._start_timeout):
+                        run.client = await self._connect(stack)
+                        page = await run.client.list_tools()
+                        run.tools = list(page.tools)
+                        while page.next_cursor is not None:
+                            page = await run.client.list_tools(cursor=page.next_cursor)
+                            run.tools += page.tools
+                    there = [tool.name for tool in run.tools]
+                    missing = sorted(set(self._names) - set(there))
+                    if missing:
+                        raise ToolError(f"{title} has no tools {', '.join(missing)}; it has {', '.join(there)}")
+                except ToolError as error:
+                    opened.set_exception(error)
+                except TimeoutError:
+                    opened.set_exception(ToolError(f"{title} did not answer within {self._start_timeout:g} s"))
+                except Exception as error:
+                    # MCP's client runs in task groups: the reason is the innermost exception.
+                    reason: BaseException = error
+                    while isinstance(reason, BaseExceptionGroup):
+                        reason = reason.exceptions[0]
+                    opened.set_exception(ToolError(f"{title} cannot be used: {type(reason).__name__}: {reason}"))
+                else:
+                    opened.set_result(None)
+                    await run.leave.wait()
 
-class _McpSession:
-    """One run of a server: started and ended in the same task, as MCP's client requires."""
+    async def _connect(self, stack: contextlib.AsyncExitStack) -> Any:
+        from mcp import Client, StdioServerParameters
+        from mcp.client.stdio import get_default_environment
 
-    def __init__(self, server: McpServer) -> None:
-        self.server = server
-        self.tools: list[Tool] = []
-        self._leave = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._hold(opened))
-        try:
-            await opened
-        except asyncio.CancelledError:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-            raise
-
-    async def close(self) -> None:
-        self._leave.set()
-        if self._task is not None:
-            await asyncio.wait([self._task])
-
-    async def _hold(self, opened: asyncio.Future[None]) -> None:
-        try:
-            async with self.server as self.tools:
-                opened.set_result(None)
-                await self._leave.wait()
-        except Exception as error:
-            # Errors at the end of a lost server add nothing.
-            if not opened.done():
-                opened.set_exception(error)
+        if self._url is not None:
+            return await stack.enter_async_context(Client(self._url))
+        environment = get_default_environment() | program_environment(self._env)
+        program = StdioServerParameters(command=self._command[0], args=self._command[1:], env=environment)
+        return await stack.enter_async_context(Client(program))
 
 
 @dataclass(frozen=True)
 class _McpCall:
     """The function of a server's tool; the server checks the arguments itself."""
 
-    server: McpServer | HeldMcpServer
+    server: McpServer
     name: str
 
     async def __call__(self, /, **arguments: object) -> ToolResult:
         return await self.server.call_tool(self.name, arguments)
 
 
-@functools.lru_cache(maxsize=1024)
-def _validator(schema: str) -> Any:
-    """The validator of a JSON schema, given as text."""
-    import jsonschema
-
-    return jsonschema.Draft202012Validator(json.loads(schema))
-
-
 def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     """The most relevant violation of the tool's schema."""
     import jsonschema
 
-    validator = _validator(json.dumps(tool.parameters))
+    validator = jsonschema.Draft202012Validator(tool.parameters)
     error = jsonschema.exceptions.best_match(validator.iter_errors(dict(arguments)))
     if error is not None:
         where = ".".join(map(str, error.absolute_path))

@@ -50,7 +50,8 @@ class RewardVerifier:
         scores: the response to score: ``answer``, ``episode`` or ``solution``, as of the key ``verifier.scores``.
 
     Raises:
-        RewardOptionError: a reward that does not exist, or an option that it does not have or cannot use.
+        RewardOptionError: a reward that does not exist, an option that it does not have or cannot use, or a host that
+            does not give what the reward needs.
     """
 
     def __init__(
@@ -64,16 +65,10 @@ class RewardVerifier:
         self._scores = scores
         reward = build_reward(worker_cls, options, Limits(timeout))
         self._reward = GuardedReward(worker_cls, reward)
+        self._reward.check_host()
         self._answer_key = answer_key
         # Rewards are called from one thread at a time, unless they declare more.
         self._threads = ThreadPoolExecutor(int(getattr(reward, "concurrent_calls", 1)), thread_name_prefix="verifier")
-
-    def check_host(self) -> None:
-        """
-        Raises:
-            RewardOptionError: this host does not give what the reward needs.
-        """
-        self._reward.check_host()
 
     async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
         if not episode.calls:
@@ -99,7 +94,14 @@ class RewardVerifier:
     def _shown(self, call: Call, model: Model, episode: Episode) -> tuple[str, str]:
         """The prompt and the response to score."""
         if self._scores == "episode":
-            return _transcript(model, episode)
+            # The first prompt, and everything after it: responses without thoughts, and the observations in between.
+            texts = []
+            for one in episode.calls:
+                shown = model.text_of(one.new_ids[: len(one.new_ids) - one.opening])
+                opened = opened_thought(shown)
+                texts.append(shown.rpartition(opened)[0] if opened else shown)
+                texts.append(said_by(model.text_of(one.whole_response), opened))
+            return texts[0], "".join(texts[1:])
         if self._scores == "solution":
             behind = model.conversations.ids_behind_prompt(call)
             prompt = model.conversations.prompt_ids(call) + call.response_ids
@@ -184,14 +186,3 @@ class ScoredAgent:
             model.reward(score)
             raise ended
         return score + (earned or 0.0)
-
-
-def _transcript(model: Model, episode: Episode) -> tuple[str, str]:
-    """The first prompt, and everything after it: responses without thoughts, and the observations in between."""
-    texts = []
-    for call in episode.calls:
-        prompt = model.text_of(call.new_ids[: len(call.new_ids) - call.opening])
-        opened = opened_thought(prompt)
-        texts.append(prompt.rpartition(opened)[0] if opened else prompt)
-        texts.append(said_by(model.text_of(call.whole_response), opened))
-    return texts[0], "".join(texts[1:])

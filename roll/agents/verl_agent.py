@@ -203,6 +203,7 @@ class VerlAgent:
     async def _call(self, call: ToolCall, data: AgentData, tools: Mapping[str, Any]) -> tuple[Any, Any, bool]:
         """Content of the result, the tool's own score, and whether the call has failed."""
         tool = instance = None
+        options = self._options
         try:
             tool = tools[call.name]
             kwargs = data.tools_kwargs.get(call.name) or {}
@@ -215,8 +216,15 @@ class VerlAgent:
         finally:
             if tool is not None and instance:
                 await tool.release(instance)
-        text = answer if isinstance(answer, str) else getattr(answer, "text", None) or ""
-        content: Any = self._shortened(text)
+        content: Any = answer if isinstance(answer, str) else getattr(answer, "text", None) or ""
+        most, mark, side = options.max_tool_response_length, "(truncated)", options.tool_response_truncate_side
+        if len(content) > most:  # the side is the one that is kept, as in verl
+            half = most // 2
+            content = {
+                "left": f"{content[:most]}...{mark}",
+                "right": f"{mark}...{content[-most:]}",
+                "middle": f"{content[:half]}...{mark}...{content[-half:]}",
+            }[side]
         images = getattr(answer, "image", None)
         if images is not None:
             every = images if isinstance(images, list | tuple) else [images]
@@ -224,24 +232,8 @@ class VerlAgent:
             content = [*parts, *([{"type": "text", "text": content}] if content else [])]
         return content, reward, False
 
-    def _shortened(self, text: str) -> str:
-        """A result of at most ``max_tool_response_length`` characters; the side is the one that is kept, as in verl."""
-        most, mark = self._options.max_tool_response_length, "(truncated)"
-        if len(text) <= most:
-            return text
-        if self._options.tool_response_truncate_side == "left":
-            return f"{text[:most]}...{mark}"
-        if self._options.tool_response_truncate_side == "right":
-            return f"{mark}...{text[-most:]}"
-        half = most // 2
-        return f"{text[:half]}...{mark}...{text[-half:]}"
-
     def _interaction(self, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """The row's interaction and its arguments; None without any.
-
-        Raises:
-            ValueError: the row names none, or an unknown one.
-        """
+        """The row's interaction, which must be a known one, and its arguments; None without any."""
         if not self._interactions:
             return None, {}
         kwargs = _entry(row, "interaction_kwargs")
@@ -257,10 +249,7 @@ class VerlAgent:
         return {name: tools[name] for name in chosen if name in tools} if chosen else tools
 
     def _first_messages(self, row: Mapping[str, Any]) -> list[Message]:
-        """
-        Raises:
-            ValueError: no conversation in the column, or other images than it has places for.
-        """
+        """The conversation of the row, with its images; ValueError where it has none, or other images than places."""
         options = self._options
         messages = row.get(options.prompt_key)
         if not isinstance(messages, list | tuple) or not messages:
@@ -276,11 +265,7 @@ class VerlAgent:
 
 
 def _with_images(messages: Sequence[Message], row: Mapping[str, Any], column: str) -> list[Message]:
-    """The conversation with the images of ``column`` in place of each ``<image>``, in order.
-
-    Raises:
-        ValueError: an image that cannot be read, or more or fewer of them than places.
-    """
+    """The conversation with the images of ``column``, as many as there are, in place of each ``<image>``, in order."""
     number = 0
     with contextlib.suppress(TypeError, ValueError, OverflowError):  # the column may hold anything
         number = int(row.get("index", 0))
@@ -316,11 +301,7 @@ def _entry(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _built(key: str, path: str | None) -> Any:
-    """Objects that verl's registry builds from a file; None without one.
-
-    Raises:
-        AgentOptionError: no verl, or one without such a registry; a file or class that it cannot use.
-    """
+    """Objects that verl's registry builds from a file, AgentOptionError where it cannot; None without a file."""
     if path is None:
         return None
     names, function = REGISTRIES[key]

@@ -9,8 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from roll.clients.calls import Future
-from roll.clients.workers import ENGINES, POLICY, Workers
+from roll.clients.workers import ENGINES, POLICY, Future, Workers
 from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.methods.base import LOG_PROBS, Ask, Loss, RoleAsk
 from roll.methods.losses import SampledLoss
@@ -69,13 +68,13 @@ class EngineClient:
             if not len(prompt):
                 raise ValueError(f"prompt {index}: no token; a model continues at least one")
             requests.append(GenerationRequest(str(index), prompt, own, num_samples))
-        return self._workers.begin(self._sampled(requests))
+        return self._workers.calls.begin(self._sampled(requests))
 
     async def _sampled(self, requests: Sequence[GenerationRequest]) -> list[FinishedGroup]:
         async with AsyncExitStack() as stack:
             # Held only until the engines have the requests, so that weights can be exchanged while they generate.
             async with self.order:
-                await stack.enter_async_context(self._workers.needing({self.role: GENERATION}))
+                await stack.enter_async_context(self._workers.turns.needing({self.role: GENERATION}))
                 generations = [self._workers.engines.submit(request) for request in requests]
             groups = await asyncio.gather(*generations)
         return [group for group in groups if group is not None]
@@ -223,21 +222,23 @@ class TrainClient:
         if self.role != POLICY:
             raise ValueError(f"role {self.role!r}: engines have the weights of {POLICY}")
 
+        # No turn of the engines may be in flight while they are brought to the policy's weights.
         async def sent() -> dict[str, float]:
+            workers = self._workers
             needs = {POLICY: WEIGHTS, engine.role: WEIGHTS}
-            async with engine.order, self._order, self._workers.needing(needs):
-                return to_floats(await engine.exchange(self._workers.sync_weights))
+            async with engine.order, self._order, self._workers.turns.needing(needs):
+                return to_floats(await engine.exchange(lambda: workers.weight_sync.sync(next(workers.versions))))
 
-        return self._workers.begin(sent())
+        return self._workers.calls.begin(sent())
 
     def _begin(self, states: frozenset[StateKind], work: Callable[[], R]) -> Future[R]:
         """Begin blocking work of the role, after what was begun before."""
 
         async def done() -> R:
-            async with self._order, self._workers.needing({self.role: states}):
+            async with self._order, self._workers.turns.needing({self.role: states}):
                 return await asyncio.to_thread(work)
 
-        return self._workers.begin(done())
+        return self._workers.calls.begin(done())
 
     def _check_accumulates(self) -> None:
         self._check_learns()

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 from collections import defaultdict
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Mapping
+from concurrent.futures import Future as ThreadFuture
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import cached_property, partial
 from pkgutil import resolve_name
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from roll.api import Config, Overrides, load_config, obeying_signals, refuse_restarts
-from roll.clients.calls import CallLoop, Future, Needs, Turns
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem
-from roll.distributed import Cluster, ResourceManager
+from roll.distributed import Cluster, DriverLoop, ResourceManager
 from roll.methods.policy_plan import PolicyPlan
 from roll.methods.supervised import SupervisedDefinition, SupervisedPlan
 from roll.pipelines.clusters import start_policy_clusters
@@ -26,17 +27,112 @@ from roll.pipelines.files import load_tokenizer, pad_token_id
 from roll.pipelines.rows import build_models, start_models
 from roll.pipelines.run_context import Residency, RunContext, moves_states
 from roll.preflight import ready
-from roll.protocol.metrics import Metrics
 from roll.rollout.engines import SLICE_SECONDS
 from roll.rollout.engines import EngineClient as Engines
+from roll.strategies.base import StateKind
 from roll.weight_sync.sender import WeightSync, sync_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
+Needs = Mapping[str, frozenset[StateKind]]
+"""By role, the states that a call must find on its devices."""
+
+
+class Future(Generic[R]):
+    """The result of a call that is under way; awaitable in a coroutine, :meth:`result` anywhere else."""
+
+    def __init__(self, future: ThreadFuture[R]) -> None:
+        self._future = future
+
+    def result(self, timeout: float | None = None) -> R:
+        """Wait for the result.
+
+        Args:
+            timeout: seconds; None: as long as the call's own deadline (``rpc_timeout``).
+
+        Raises:
+            TimeoutError: not done in time; the call goes on.
+            RemoteError: a worker has failed or died.
+        """
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        """True if :meth:`result` returns (or raises) at once."""
+        return self._future.done()
+
+    def __await__(self) -> Generator[Any, None, R]:
+        return asyncio.wrap_future(self._future).__await__()
+
+
+class CallLoop:
+    """An event loop in a thread of its own, which all calls of the clients run on: they go on whatever the program
+    does meanwhile, in Jupyter as well."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="calls", daemon=True)
+        self._under_way: set[ThreadFuture[Any]] = set()
+
+    def _serve(self) -> None:
+        driver = DriverLoop(self._loop)
+        self._loop.run_forever()
+        driver.close()
+
+    def begin(self, call: Coroutine[Any, Any, R]) -> Future[R]:
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        self._under_way.add(future)
+        future.add_done_callback(self._under_way.discard)
+        return Future(future)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """At the end of the block wait for what is under way; where the block fails, cancel it."""
+        self._thread.start()
+        try:
+            yield
+            # A copy: calls leave the set as they end.
+            for future in list(self._under_way):
+                future.result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+
+
+class Turns:
+    """Turns of roles that share devices: a call waits until the calls that need other states there are done."""
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._changed = asyncio.Condition()
+        self._present: Needs = {}
+        self._users = 0
+
+    @asynccontextmanager
+    async def needing(self, needs: Needs) -> AsyncIterator[None]:
+        """Keep these states on their devices for the length of the block."""
+        needs = {role: states for role, states in needs.items() if self._residency.moves(role)}
+        if not needs:
+            yield
+            return
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._users or self._present == needs)
+            if not self._users:
+                # Under the lock: no call may start while states are moving.
+                await asyncio.to_thread(self._residency.bring, needs)
+            self._present, self._users = needs, self._users + 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+
+logger = logging.getLogger(__name__)
+
 POLICY, ENGINES = "actor_train", "actor_infer"
 
 
@@ -83,10 +179,11 @@ class Workers:
         if self.plan.max_steps is None:
             raise ConfigError([Problem("max_steps", None, "is needed: the learning rate's schedule ends there", 100)])
         self._context = _Context(self.loaded)
-        self._calls = CallLoop()
+        self.calls = CallLoop()
         self._clusters: dict[str, Cluster] = {}
         self._stack = ExitStack()
-        self._version = itertools.count()
+        self.versions = itertools.count()
+        """Of the weights that engines get."""
         self.orders: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """By role: calls hold it one after the other, in the order in which they were begun."""
 
@@ -103,10 +200,10 @@ class Workers:
     def _running(self) -> Iterator[None]:
         with obeying_signals(self.loaded), self._context.running() as resources:
             self._residency = Residency(self.plan, moves_states(self.config.is_offload_states))
-            self._turns = Turns(self._residency)
+            self.turns = Turns(self._residency)
             self._start(resources)
             # Inside the context: calls under way need the workers, which end with it.
-            with self._calls.running():
+            with self.calls.running():
                 yield
             self._context.describe_end()
 
@@ -166,15 +263,3 @@ class Workers:
         """Carries the policy's weights to the engines."""
         options = sync_options(self.config, self.config.weight_sync, self.config.actor_infer, self.plan)
         return WeightSync(self._clusters[POLICY], self._clusters[ENGINES], options)
-
-    def sync_weights(self) -> Metrics:
-        """Bring the engines to the policy's weights; no turn of theirs may be in flight."""
-        return self.weight_sync.sync(next(self._version))
-
-    def needing(self, needs: Needs) -> AbstractAsyncContextManager[None]:
-        """Keep states of roles on their devices for the length of the block."""
-        return self._turns.needing(needs)
-
-    def begin(self, call: Coroutine[Any, Any, R]) -> Future[R]:
-        """Begin a call."""
-        return self._calls.begin(call)

@@ -10,14 +10,76 @@ import logging
 import socket
 import threading
 from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from roll.serving.refusals import BadRequest, Refusal
+from roll.agents.tool_arguments import no_constant
+
+
+class Refusal(Exception):
+    """A request that gets an error for a response.
+
+    Args:
+        kind: type of the error, by the names of OpenAI and Anthropic.
+        code: identifies the error to programs, where the type does not.
+        field: the field of the request that is wrong.
+        retry_after: seconds after which the client may try again; None: it need not.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        field: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.kind, self.code, self.field = status, message, kind, code, field
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+
+    @property
+    def openai(self) -> dict[str, Any]:
+        """The error in OpenAI's form."""
+        return {"error": {"message": self.message, "type": self.kind, "param": self.field, "code": self.code}}
+
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """The error in Anthropic's form."""
+        kind = "api_error" if self.kind == "server_error" else self.kind
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+
+class BadRequest(Refusal):
+    """A body, or a part of it (``field``), that cannot be served, now or later."""
+
+    def __init__(self, message: str, field: str | None = None, status: int = 400) -> None:
+        super().__init__(status, message, field=field)
+
+
+class Overloaded(Refusal):
+    """The limit on open requests is reached; the client may try again later."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(429, message, "rate_limit_error", retry_after=1)
+
+
+class Unavailable(Refusal):
+    """The engines have failed, or have dropped their requests for a pause."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(503, message, "server_error", retry_after=1)
+
+
+def wrong_key(of: str = "the API key") -> Refusal:
+    """The refusal of a request without a valid key; ``of``: noun for the key."""
+    return Refusal(401, f"{of} is missing or wrong", "authentication_error", "invalid_api_key")
+
 
 logger = logging.getLogger(__name__)
 
@@ -198,24 +260,11 @@ async def read_json(request: Request, in_thread: Callable[..., Awaitable[Any]] =
 
 def _parse_json(content: bytes) -> Any:
     try:
-        body = json.loads(content, parse_constant=_no_number)
+        body = json.loads(content, parse_constant=no_constant)
     except RecursionError as error:
         raise BadRequest(f"the body is nested more than {MAX_DEPTH} deep") from error
     except ValueError as error:  # also what is no UTF-8, and integers of thousands of digits
         raise BadRequest(f"the body is not JSON: {error}") from error
-    _check_tree(body)
-    return body
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
-def _check_tree(body: object) -> None:
-    """
-    Raises:
-        BadRequest: nested too deep, or a text with half a surrogate pair, which no tokenizer takes.
-    """
     level, depth = [body], 0
     while level:
         depth += 1
@@ -231,9 +280,10 @@ def _check_tree(body: object) -> None:
             elif isinstance(node, str) and not node.isascii():
                 try:
                     node.encode()
-                except UnicodeEncodeError as error:
+                except UnicodeEncodeError as error:  # no tokenizer takes it
                     raise BadRequest("the body has a text with half a surrogate pair, which is no Unicode") from error
         level = below
+    return body
 
 
 def event(body: Mapping[str, Any], name: str = "") -> bytes:

@@ -1,23 +1,289 @@
-"""A cluster of generation engines that an HTTP server makes available."""
+"""A served model: its HTTP endpoints (models, completions, chat completions, health) over a cluster of engines."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import asyncio
+import inspect
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from roll.agents.chat_ids import ChatTemplate
 from roll.config.roles import GenerationWorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
 from roll.distributed import Cluster
 from roll.models.build import load_config
 from roll.rollout.engines import EngineClient
-from roll.serving.app import Endpoint
-from roll.serving.http import HttpServer
+from roll.serving.dialects.chat import CompletionRequest, chat_events, read_chat, read_completion
+from roll.serving.dialects.fields import MAX_TOP_LOG_PROBS, ModelRequest
+from roll.serving.dialects.parts import ChatRequest
+from roll.serving.http import (
+    BadRequest,
+    HttpServer,
+    answered,
+    event_stream,
+    is_same,
+    key_of,
+    models_response,
+    read_json,
+    while_connected,
+    wrong_key,
+)
 from roll.serving.service import EngineService
-from roll.strategies.engines.requests import longest_sequence
+from roll.serving.writing import Answers, CallReader, LiveResponse, Writer
+from roll.strategies.engines.requests import PromptScore, longest_sequence
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from transformers import PreTrainedTokenizerBase
+
+
+T = TypeVar("T")
+InTurn = Callable[..., Awaitable[Any]]
+"""Runs a function in the thread that serves clients in turn."""
+MAX_PROMPT_LOG_PROBS = 1 << 20
+"""Log-probs of prompts in one response."""
+_MARGIN = 64
+"""Tokens by which a beginning of a text may have more than the text itself has there."""
+
+
+class Endpoint:
+    """HTTP handlers on top of an engine service.
+
+    Args:
+        model: the name that the model is served under.
+        max_model_len: most tokens of prompt and response together; what cannot fit is not tokenised.
+        api_key: bearer token that requests must carry; empty: none.
+    """
+
+    def __init__(
+        self,
+        service: EngineService,
+        tokenizer: PreTrainedTokenizerBase,
+        model: str,
+        max_model_len: int,
+        api_key: str = "",
+    ) -> None:
+        self._service = service
+        self._tokenizer = tokenizer
+        self._model = model
+        self._max_model_len = max_model_len
+        self._api_key = api_key
+        self._began = int(time.time())
+        self._turns = ClientTurns()
+        self._reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+
+    def app(self) -> Starlette:
+        """The routes; all but ``/health`` and ``/metrics`` need the key."""
+        models = answered(self.models, self._admit)
+        completions, chat = answered(self.completions, self._admit), answered(self.chat_completions, self._admit)
+        return Starlette(
+            routes=[
+                Route("/health", self.health),
+                Route("/metrics", self.metrics),
+                Route("/v1/models", models),
+                Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/chat/completions", chat, methods=["POST"]),
+            ]
+        )
+
+    def _admit(self, request: Request) -> InTurn:
+        """Check the key; returns the function that runs work when it is the client's turn."""
+        if self._api_key and not is_same(key_of(request), self._api_key):
+            raise wrong_key()
+        return partial(self._turns.run, request.client.host if request.client is not None else "")
+
+    async def health(self, request: Request) -> Response:
+        """200 while engines serve, else 503 with the reason."""
+        failure = self._service.failure
+        state = {
+            "status": "ok" if failure is None else "failed",
+            "engines": self._service.num_engines,
+            "open_requests": self._service.num_open,
+            **asdict(self._service.counts),
+        }
+        if failure is not None:
+            state["reason"] = str(failure)
+        return JSONResponse(state, 200 if failure is None else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Counts and latencies for Prometheus."""
+        return Response(self._service.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request, in_turn: InTurn) -> Response:
+        return models_response([self._model], self._began)
+
+    async def chat_completions(self, request: Request, in_turn: InTurn) -> Response:
+        parsed = read_chat(await read_json(request, in_turn), self._model)
+        prompt, calls = await in_turn(self._chat_prompt, parsed)
+        params = replace(parsed.params, max_new_tokens=1, min_new_tokens=0, stop_strings=(), top_log_probs=0)
+
+        async def draw(prompt_ids: list[int]) -> int:
+            return int((await self._service.generate(prompt_ids, params)).token_ids[0])
+
+        if calls is not None:
+            (prompt,) = await while_connected(request, calls.demand(prompt, draw))
+        return await self._respond(request, parsed, [prompt], in_turn, calls)
+
+    async def completions(self, request: Request, in_turn: InTurn) -> Response:
+        parsed = read_completion(await read_json(request, in_turn), self._model)
+        texts = parsed.prompts
+        prompts: list[list[int]] = await in_turn(
+            lambda: [self._encoded(one, "prompt") if isinstance(one, str) else list(one) for one in texts]
+        )
+        if parsed.prompt_log_probs is not None:
+            self._check_prompt_scores(prompts, parsed.prompt_log_probs)
+        if parsed.echo and parsed.log_probs:
+            self._check_prompt_scores(prompts, parsed.params.top_log_probs)
+        return await self._respond(request, parsed, prompts, in_turn)
+
+    def _chat_prompt(self, parsed: ChatRequest) -> tuple[list[int], CallReader | None]:
+        """The prompt's ids; and what reads the calls of its responses, where there may be any."""
+        if not self._tokenizer.chat_template:
+            raise BadRequest("messages: the model has no chat template; use /v1/completions", "messages")
+        for name in parsed.template_kwargs:
+            if name in self._reserved or not name.isidentifier():
+                rule = "is not for clients to say; only variables of the model's own chat template are"
+                raise BadRequest(f"chat_template_kwargs: {name!r} {rule}"[:300], "chat_template_kwargs")
+        try:
+            template = ChatTemplate(self._tokenizer, tools=parsed.tools, arguments=dict(parsed.template_kwargs))
+            text = template.render(parsed.messages, parsed.add_generation_prompt)
+            # A template that ignores tools renders the same text: the model would never learn of them, and the client
+            # never know.
+            if parsed.tools and text == template.with_tools(()).render(parsed.messages, parsed.add_generation_prompt):
+                raise BadRequest("tools: the model's chat template does not write any", "tools")
+            prompt = self._encoded(text, "messages", add_special_tokens=False)
+            offers = bool(parsed.tools) and parsed.parse_calls
+            return prompt, CallReader(self._tokenizer, template, parsed, prompt) if offers else None
+        except BadRequest:
+            raise
+        except Exception as error:  # templates raise what they like for conversations that they do not support
+            rule = f"the chat template fails: {type(error).__name__}: {error}"
+            raise BadRequest(f"messages: {rule}", "messages") from error
+
+    def _encoded(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
+        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
+        try:
+            token_ids = fits(encode, text, self._max_model_len)
+        except Exception as error:  # whatever the tokenizer raises for a text that it cannot encode
+            raise BadRequest(f"{field}: the tokenizer fails: {type(error).__name__}: {error}"[:300], field) from error
+        if token_ids is None:
+            rule = f"a text of {len(text)} characters is more than max_model_len {self._max_model_len} holds"
+            raise BadRequest(f"{field}: {rule}", field)
+        return token_ids
+
+    async def _respond(
+        self,
+        request: Request,
+        parsed: ModelRequest,
+        prompts: Sequence[Sequence[int]],
+        in_turn: InTurn,
+        calls: CallReader | None = None,
+    ) -> Response:
+        if parsed.stream and calls is None:
+            # The head is sent once there are first tokens, so that what an engine refuses has the status for it.
+            live = LiveResponse(self._service, self._tokenizer, parsed, prompts)
+            try:
+                await while_connected(request, live.wait())
+            except BaseException:
+                live.close()
+                raise
+            return event_stream(live.events())
+        groups = await while_connected(
+            request, *(self._service.generate(prompt, parsed.params, parsed.num_samples) for prompt in prompts)
+        )
+        writer, echoed, scored = Writer(self._tokenizer, parsed, calls), None, None
+        # The engines have accepted these prompts: they refuse prompts that are too long or have unknown ids.
+        if isinstance(parsed, CompletionRequest) and parsed.echo:
+            echoed = [PromptScore([], [])] * len(prompts)
+            if parsed.log_probs:
+                echoed = await self._prompt_scores(prompts, parsed.params.top_log_probs)
+        if isinstance(parsed, CompletionRequest) and parsed.prompt_log_probs is not None:
+            scored = await self._prompt_scores(prompts, parsed.prompt_log_probs)
+        answers = Answers(prompts, groups, echoed, scored)
+        if parsed.stream:  # what is a call shows at its end
+            return event_stream(chat_events(await in_turn(writer.body, answers), parsed.include_usage))
+        if scored is None and calls is None:
+            return JSONResponse(writer.body(answers))
+        # Calls to parse, or many log-probs at many positions: in a thread, so that other requests need not wait.
+        response: Response = await in_turn(lambda: JSONResponse(writer.body(answers)))
+        return response
+
+    def _check_prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> None:
+        if top < 0 and len(self._tokenizer) > MAX_TOP_LOG_PROBS:
+            rule = f"prompt_logprobs: -1 is for vocabularies of up to {MAX_TOP_LOG_PROBS} tokens"
+            raise BadRequest(rule, "prompt_logprobs")
+        number = sum(map(len, prompts)) * (1 + (len(self._tokenizer) if top < 0 else top))
+        if number > MAX_PROMPT_LOG_PROBS:
+            rule = f"{number} log-probs of prompts are more than the {MAX_PROMPT_LOG_PROBS} of one response"
+            raise BadRequest(f"{rule}: send fewer prompts, or name a number", "prompt_logprobs")
+
+    async def _prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
+        return list(await asyncio.gather(*(self._service.prompt_score(prompt, top) for prompt in prompts)))
+
+
+# Work on the texts of requests
+
+
+class ClientTurns:
+    """One thread that serves clients in turn, so that a client with a thousand long texts delays another by one.
+
+    Tokenizers are not to be used by two threads at a time, and hold the interpreter's lock for most of their work.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        self._wakes = threading.Condition()
+        threading.Thread(target=self._serve, daemon=True, name="tokenizing").start()
+
+    async def run(self, client: str, function: Callable[..., T], *arguments: object) -> T:
+        """``function(*arguments)``, when it is the client's turn; left out where the caller is cancelled before."""
+        result: Future[T] = Future()
+        with self._wakes:
+            self._queues.setdefault(client, deque()).append((result, partial(function, *arguments)))
+            self._wakes.notify()
+        return await asyncio.wrap_future(result)
+
+    def _serve(self) -> None:
+        while True:
+            with self._wakes:
+                self._wakes.wait_for(lambda: self._queues)
+                client, queue = next(iter(self._queues.items()))
+                result, work = queue.popleft()
+                del self._queues[client]
+                if queue:  # to the end of the line
+                    self._queues[client] = queue
+            # False where the caller was cancelled while it waited: its work is skipped.
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(work())
+                except Exception as error:
+                    result.set_exception(error)
+
+
+def fits(encode: Callable[[str], list[int]], text: str, limit: int) -> list[int] | None:
+    """Token ids of ``text``; None where they are more than ``limit``, which a beginning of it shows.
+
+    Twice as much is tokenised at most as a text of ``limit`` tokens has, however long the text is.
+    """
+    for shift in itertools.count(2):
+        length = limit << shift
+        if length >= len(text):
+            return encode(text)
+        if len(encode(text[:length])) > limit + _MARGIN:
+            return None
+    raise AssertionError("unreachable")
 
 
 @dataclass(frozen=True)

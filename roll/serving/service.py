@@ -3,17 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import itertools
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EngineClient, Generation, Listener
 from roll.rollout.groups import FinishedGroup
-from roll.serving.metrics import Latencies, ServiceCounts
-from roll.serving.refusals import BadRequest, Overloaded, Unavailable
+from roll.serving.http import BadRequest, Overloaded, Unavailable
 from roll.strategies.engines.requests import GenerationRequest, PromptScore, SamplingParams
+
+BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
+"""Upper bounds of the buckets of latencies, in seconds."""
+
+
+@dataclass
+class ServiceCounts:
+    """Prompts since the start, by outcome, and the tokens of those that finished."""
+
+    finished: int = 0
+    refused: int = 0
+    turned_away: int = 0
+    """Prompts turned away for lack of room."""
+    cancelled: int = 0
+    """The client had disconnected."""
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
 
 
 class EngineService:
@@ -35,7 +53,9 @@ class EngineService:
         self._awake = asyncio.Event()
         self._awake.set()
         self.counts = ServiceCounts()
-        self.latencies = Latencies()
+        self._latencies = [0] * (len(BOUNDS) + 1)
+        """Finished prompts by bucket; the last has those above all bounds."""
+        self._seconds = 0.0
 
     @property
     def failure(self) -> Exception | None:
@@ -46,11 +66,6 @@ class EngineService:
     def num_open(self) -> int:
         """Requests in flight, those held by a pause included."""
         return len(self._in_flight) + self._num_held
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in flight that no engine works on."""
-        return self._engines.num_waiting + self._num_held
 
     @property
     def num_engines(self) -> int:
@@ -101,7 +116,9 @@ class EngineService:
         self.counts.finished += 1
         self.counts.prompt_tokens += len(prompt_token_ids)
         self.counts.generation_tokens += int(group.lengths.sum())
-        self.latencies.add(time.perf_counter() - arrived)
+        seconds = time.perf_counter() - arrived
+        self._latencies[bisect.bisect_left(BOUNDS, seconds)] += 1
+        self._seconds += seconds
         return group
 
     async def prompt_score(self, prompt_token_ids: Sequence[int], top: int) -> PromptScore:
@@ -129,3 +146,28 @@ class EngineService:
     async def resume(self) -> None:
         """Accept requests again."""
         self._awake.set()
+
+    def exposition(self) -> str:
+        """Counts and latencies for Prometheus (``GET /metrics``), in its text format 0.0.4."""
+        counts, waiting = self.counts, self._engines.num_waiting + self._num_held
+        outcomes = ("finished", "refused", "turned_away", "cancelled")
+        buckets = zip((*BOUNDS, "+Inf"), itertools.accumulate(self._latencies), strict=True)
+        latency: dict[str, float] = {f'_bucket{{le="{bound}"}}': number for bound, number in buckets}
+        latency |= {"_sum": self._seconds, "_count": sum(self._latencies)}
+        metrics: list[tuple[str, str, str, dict[str, float]]] = [
+            (
+                *("requests_total", "counter", "Prompts by outcome."),
+                {f'{{outcome="{outcome}"}}': getattr(counts, outcome) for outcome in outcomes},
+            ),
+            ("prompt_tokens_total", "counter", "Tokens of prompts that finished.", {"": counts.prompt_tokens}),
+            ("generation_tokens_total", "counter", "Tokens of their responses.", {"": counts.generation_tokens}),
+            ("requests_running", "gauge", "Prompts that an engine works on.", {"": self.num_open - waiting}),
+            ("requests_waiting", "gauge", "Prompts that wait for an engine.", {"": waiting}),
+            ("engines", "gauge", "Engines that serve.", {"": self.num_engines}),
+            ("request_latency_seconds", "histogram", "Seconds from a prompt's arrival to its last token.", latency),
+        ]
+        lines = []
+        for name, kind, meaning, values in metrics:
+            lines += [f"# HELP roll_serve_{name} {meaning}", f"# TYPE roll_serve_{name} {kind}"]
+            lines += [f"roll_serve_{name}{suffix} {value}" for suffix, value in values.items()]
+        return "".join(f"{line}\n" for line in lines)

@@ -4,23 +4,82 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from roll.agents.chat_ids import ChatTemplate
+from roll.agents.tool_calls import DrawToken, call_opening, choose_opening, detect_format, parse_response
+from roll.rewards.thoughts import opened_thought
 from roll.rollout.groups import FinishedGroup
 from roll.serving.dialects.chat import chat_message, chunk, closing
 from roll.serving.dialects.fields import ModelRequest
 from roll.serving.dialects.parts import ChatRequest, head, usage_of
-from roll.serving.http import event
-from roll.serving.refusals import Refusal
+from roll.serving.http import Refusal, event
 from roll.serving.service import EngineService
-from roll.serving.tools import CallReader
 from roll.strategies.engines.requests import GenerationOutput, PromptScore, SamplingParams, visible_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_TAIL = 16
+"""Tokens at the end of a prompt that show whether a thought is open."""
+
+
+class CallReader:
+    """Finds the calls in the responses to one request that offers tools, in the format that the chat template writes.
+
+    Args:
+        template: with the request's tools.
+        prompt_ids: the prompt, without the opening of a demanded call.
+
+    Raises:
+        TemplateError: a call is demanded, and the chat template writes none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ChatTemplate,
+        request: ChatRequest,
+        prompt_ids: Sequence[int],
+    ) -> None:
+        self._template, self._request = template, request
+        self._ends = {*tokenizer.all_special_ids, *request.params.stop_token_ids}
+        self._format = detect_format(template.source)
+        self._opened = opened_thought(template.decode(prompt_ids[-_TAIL:]))
+        texts = [call_opening(template, self._format, request.messages, name) for name in request.must_call]
+        self._openings = [template.encode(text) for text in texts]
+        self._opening: list[int] = []
+        self._demanded: str | None = None
+
+    async def demand(self, prompt_ids: Sequence[int], draw: DrawToken) -> list[int]:
+        """The prompt's ids with the opening of the call that the request demands, if any.
+
+        Args:
+            draw: the model's next token, which chooses among several tools.
+        """
+        if self._openings:
+            chosen = await choose_opening(self._openings, prompt_ids, draw)
+            self._opening, self._demanded = self._openings[chosen], self._request.must_call[chosen]
+        return [*prompt_ids, *self._opening]
+
+    def read(self, token_ids: Sequence[int], finish_reason: str) -> tuple[str, str, list[dict[str, Any]]]:
+        """The response that was sampled after the prompt of :meth:`demand`: content, reasoning, and calls with ``id``
+        and ``function``, which has ``name`` and ``arguments``."""
+        ids = list(token_ids)
+        if finish_reason == "stop" and ids and ids[-1] in self._ends:
+            ids.pop()
+        text = self._template.decode([*self._opening, *ids])
+        forced = None if self._demanded is None else (self._demanded, self._template.decode(ids))
+        parsed = parse_response(text, self._format, self._request.tools, self._opened, forced)
+        functions = parsed.functions if self._request.parallel_calls else parsed.functions[:1]
+        # Nine letters and digits are the only form of an id that the chat templates of Mistral take.
+        calls = [{"id": uuid.uuid4().hex[:9], "type": "function", "function": one} for one in functions]
+        return visible_text(parsed.content, self._request.params), parsed.reasoning, calls
 
 
 @dataclass(frozen=True)
@@ -102,30 +161,6 @@ class Writer:
         ids = {"prompt_token_ids": list(answers.prompts[0])} if with_ids else {}
         return self._head | {"choices": choices, "usage": answers.usage} | ids
 
-    def opening(self, index: int) -> bytes:
-        """Event before the first piece of a sample of a chat."""
-        return chunk(self._head, {"index": index, "delta": {"role": "assistant", "content": ""}})
-
-    def piece(self, choice: Choice) -> bytes:
-        """Event with new tokens and text of a sample."""
-        body = self._choice(choice)
-        if self.chat:
-            body["delta"] = {"content": body.pop("message")["content"]}
-        return chunk(self._head, body, choice.finish_reason or None)
-
-    def last_pieces(self, choice: Choice) -> Iterator[bytes]:
-        """Events with the rest of a sample, and why it ended."""
-        if not self.chat:
-            yield self.piece(choice)
-            return
-        if choice.token_ids or choice.text:
-            yield self.piece(replace(choice, finish_reason=""))
-        yield chunk(self._head, {"index": choice.index, "delta": {}}, choice.finish_reason)
-
-    def closing(self, answers: Answers) -> Iterator[bytes]:
-        """Events after the last sample."""
-        return closing(self._head, answers.usage if self._request.include_usage else None)
-
     def _choice(self, choice: Choice) -> dict[str, Any]:
         log_probs = self._chat_log_probs if self.chat else self._completion_log_probs
         body: dict[str, Any] = {
@@ -136,9 +171,9 @@ class Writer:
         if self.chat:
             body["message"] = {"role": "assistant", "content": choice.text}
             if self._calls is not None:
-                called = self._calls.read(choice.token_ids, choice.finish_reason)
-                body["message"] = chat_message(called.content, called.reasoning, called.calls)
-                body["finish_reason"] = "tool_calls" if called.calls else choice.finish_reason
+                content, reasoning, calls = self._calls.read(choice.token_ids, choice.finish_reason)
+                body["message"] = chat_message(content, reasoning, calls)
+                body["finish_reason"] = "tool_calls" if calls else choice.finish_reason
         else:
             echo = "" if choice.echoed is None else str(self._tokenizer.decode(choice.prompt_token_ids))
             body["text"] = echo + choice.text
@@ -209,7 +244,7 @@ def _finite(log_prob: float) -> float:
 UNFINISHED_CHARACTER = "\ufffd"
 
 
-class LiveResponse:
+class LiveResponse(Writer):
     """Prompts of one request in flight at an engine service, and their response as it grows."""
 
     def __init__(
@@ -219,7 +254,8 @@ class LiveResponse:
         request: ModelRequest,
         prompts: Sequence[Sequence[int]],
     ) -> None:
-        self._writer, self._prompts = Writer(tokenizer, request), prompts
+        super().__init__(tokenizer, request)
+        self._prompts = prompts
         size = request.num_samples
         self._samples = [
             [GrowingSample(tokenizer, request.params, first + index, list(prompt)) for index in range(size)]
@@ -252,10 +288,9 @@ class LiveResponse:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Server-sent events, from the first to the last."""
-        writer = self._writer
         try:
-            for sample in itertools.chain(*self._samples) if writer.chat else ():
-                yield writer.opening(sample.index)
+            for sample in itertools.chain(*self._samples) if self.chat else ():
+                yield chunk(self._head, {"index": sample.index, "delta": {"role": "assistant", "content": ""}})
             open_prompts = set(range(len(self._prompts)))
             while open_prompts:
                 await self.wait()
@@ -267,18 +302,31 @@ class LiveResponse:
                     for output in grown[number]:
                         choice = self._samples[number][output.sample_index].grow(output)
                         if choice is not None:
-                            yield writer.piece(choice)
+                            yield self._piece(choice)
                 for number in ended:
                     whole = Answers([self._prompts[number]], [self._tasks[number].result()])
                     for sample, choice in zip(self._samples[number], whole.choices(), strict=True):
-                        for piece in writer.last_pieces(sample.end(choice)):
-                            yield piece
-            for piece in writer.closing(Answers(self._prompts, [task.result() for task in self._tasks])):
-                yield piece
+                        last = sample.end(choice)
+                        if not self.chat:
+                            yield self._piece(last)
+                            continue
+                        if last.token_ids or last.text:
+                            yield self._piece(replace(last, finish_reason=""))
+                        yield chunk(self._head, {"index": last.index, "delta": {}}, last.finish_reason)
+            usage = Answers(self._prompts, [task.result() for task in self._tasks]).usage
+            for ending in closing(self._head, usage if self._request.include_usage else None):
+                yield ending
         except Refusal as refusal:  # the status has been sent long since
             yield event(refusal.openai)
         finally:
             self.close()
+
+    def _piece(self, choice: Choice) -> bytes:
+        """Event with new tokens and text of a sample."""
+        body = self._choice(choice)
+        if self.chat:
+            body["delta"] = {"content": body.pop("message")["content"]}
+        return chunk(self._head, body, choice.finish_reason or None)
 
     def close(self) -> None:
         """Drop the prompts that are still in flight."""

@@ -23,7 +23,7 @@ from roll.models.build import DTYPES, build_model, has_tied_embeddings
 from roll.models.experts import sparse_layers
 from roll.models.lora import Adapters, is_adapter
 from roll.platforms import current_platform
-from roll.training_service.losses import TARGETS, check_datum, loss_of
+from roll.training_service.losses import TARGETS, check_datum, loss_of, loss_sum
 from roll.training_service.wire import Datum
 
 if TYPE_CHECKING:
@@ -102,27 +102,15 @@ class Base:
             model.config.tie_word_embeddings = False
         self.model = model.to(self.device).requires_grad_(False).eval()
         self.vocabulary: int = self.model.get_output_embeddings().weight.shape[0]
-        self._check_head()
-
-    @torch.no_grad()
-    def _check_head(self) -> None:
         ids = torch.arange(min(8, self.vocabulary), device=self.device)[None]
-        whole = self.model(input_ids=ids, use_cache=False).logits.float()
-        own = self.model.get_output_embeddings()(_hidden(self.model, ids)).float()
+        with torch.no_grad():
+            whole = self.model(input_ids=ids, use_cache=False).logits.float()
+            own = self.model.get_output_embeddings()(_hidden(self.model, ids)).float()
         if whole.shape != own.shape or not torch.allclose(whole, own, rtol=1e-3, atol=1e-3):
             raise ValueError(
-                f"{self.args.model_name_or_path}: {type(self.model).__name__} does not compute its logits from its "
+                f"{args.model_name_or_path}: {type(self.model).__name__} does not compute its logits from its "
                 "output matrix alone (soft-capping, a scale), which the training service does not do"
             )
-
-    def save(self, folder: Path) -> None:
-        """Write the model with an output matrix of its own, for an engine."""
-        self.model.save_pretrained(str(folder))
-
-    def weight(self, name: str) -> Tensor:
-        """A tensor of the base, by its Hugging Face name."""
-        tensor: Tensor = self.model.get_parameter(name)
-        return tensor
 
     def targets(self, options: LoraOptions) -> list[str]:
         """Names of the linear layers that get an adapter.
@@ -208,7 +196,7 @@ class Tenant:
             with torch.set_grad_enabled(backward):  # Not around the yield: it holds for the whole thread.
                 own = self._log_probs(batch)
                 losses = [
-                    loss.compute(one, {key: t.to(one.device) for key, t in datum.inputs.items()}, numbers)
+                    loss_sum(name, one, {key: t.to(one.device) for key, t in datum.inputs.items()}, numbers)
                     for one, datum in zip(own, batch, strict=True)
                 ]
                 sum_of_losses = torch.stack(losses).sum()

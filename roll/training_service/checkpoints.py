@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from roll.serving.refusals import BadRequest, Refusal
+from roll.serving.http import BadRequest, Refusal
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """Folder to the SDK's type of a checkpoint."""
@@ -49,11 +49,7 @@ def expiry(ttl_seconds: int | None) -> str | None:
         return None
     if not _HOUR <= ttl_seconds <= _TEN_YEARS:
         raise BadRequest(f"ttl_seconds: {ttl_seconds} must be from 3600 (an hour) to ten years", "ttl_seconds")
-    return (now() + timedelta(seconds=ttl_seconds)).isoformat()
-
-
-def now() -> datetime:
-    return datetime.now(UTC)
+    return (datetime.now(UTC) + timedelta(seconds=ttl_seconds)).isoformat()
 
 
 class Store:
@@ -99,7 +95,7 @@ class Store:
         try:
             write(fresh)
             size = sum(file.stat().st_size for file in fresh.iterdir())
-            whole = {**meta, "time": now().isoformat(), "public": False, "size_bytes": size}
+            whole = {**meta, "time": datetime.now(UTC).isoformat(), "public": False, "size_bytes": size}
             (fresh / _META).write_text(json.dumps(whole))
             if folder.exists():
                 shutil.rmtree(folder)
@@ -116,9 +112,6 @@ class Store:
     def change(self, path: str, **values: object) -> None:
         """Change entries of :meth:`meta`."""
         self._write(self.folder(path) / _META, {**self.meta(path), **values})
-
-    def delete(self, path: str) -> None:
-        shutil.rmtree(self.folder(path))
 
     def listed(self, run: str | None = None) -> list[dict[str, Any]]:
         """``Checkpoint`` of the SDK for each checkpoint (of a run), the newest first."""
@@ -142,7 +135,9 @@ class Store:
         """Note a new training run."""
         folder = self.root / check_name(run, "model_id")
         folder.mkdir(parents=True, exist_ok=True)
-        self._write(folder / _RUN, {"training_run_id": run, "last_request_time": now().isoformat(), **values})
+        self._write(
+            folder / _RUN, {"training_run_id": run, "last_request_time": datetime.now(UTC).isoformat(), **values}
+        )
 
     def run(self, run: str) -> dict[str, Any]:
         """``TrainingRun`` of the SDK.
@@ -188,4 +183,4 @@ class Store:
 
 def _is_over(meta: Mapping[str, Any]) -> bool:
     expires = meta.get("expires_at")
-    return expires is not None and datetime.fromisoformat(expires) < now()
+    return expires is not None and datetime.fromisoformat(expires) < datetime.now(UTC)

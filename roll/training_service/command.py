@@ -110,18 +110,10 @@ def read_options(arguments: argparse.Namespace) -> Options:
     args, length = read_model(arguments.model, arguments.overrides)
     if arguments.dtype is not None:
         args = replace(args, dtype=arguments.dtype)
-    return Options(
-        args=args,
-        name=arguments.model_name or str(args.model_name_or_path),
-        max_length=arguments.max_length or length,
-        output=Path(arguments.output),
-        host=arguments.host,
-        port=arguments.port,
-        api_key=key,
-        max_models=arguments.max_models,
-        max_open_requests=arguments.max_open_requests,
-        max_num_seqs=arguments.max_num_seqs,
-    )
+    names = ("host", "port", "max_models", "max_open_requests", "max_num_seqs")
+    given = {name: getattr(arguments, name) for name in names}
+    name, longest = arguments.model_name or str(args.model_name_or_path), arguments.max_length or length
+    return Options(args, name, longest, Path(arguments.output), api_key=key, **given)
 
 
 def read_model(model: str, overrides: Sequence[str]) -> tuple[ModelArguments, int | None]:

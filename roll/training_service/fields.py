@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any, TypeVar
 
-from roll.serving.refusals import BadRequest
+from roll.serving.http import BadRequest
 from roll.strategies.engines.requests import SamplingParams, check_sampling_params
 
 T = TypeVar("T")
@@ -109,15 +109,21 @@ def read_params(body: object, room: int, top: int) -> SamplingParams:
         BadRequest: a value outside its range.
     """
     fields = Fields(body, "sampling_params")
-    texts, ids = _stops(fields)
+    stop: Any = fields.get("stop", object)
+    if stop == []:
+        raise BadRequest("sampling_params.stop: [] (go on past the model's own end) is not served", "stop")
+    stops: Any = [stop] if isinstance(stop, str) else stop or []
+    kinds = {type(one) for one in stops} if isinstance(stops, list) else set()
+    if stop is not None and kinds not in ({str}, {int}):
+        raise BadRequest("sampling_params.stop: must be a text, texts, or token ids", "stop")
     limit = fields.get("max_tokens", int)
     values: dict[str, Any] = {key: fields.get(key, float) for key in ("temperature", "top_p")}
     values |= {key: fields.get(key, int) for key in ("top_k", "seed")}
     fields.end()
     params = SamplingParams(
         max_new_tokens=max(room, 1) if limit is None else limit,
-        stop_strings=texts,
-        stop_token_ids=ids,
+        stop_strings=tuple(stops) if kinds == {str} else (),
+        stop_token_ids=tuple(stops) if kinds == {int} else (),
         top_log_probs=top,
         **{key: value for key, value in values.items() if value is not None},
     )
@@ -126,16 +132,3 @@ def read_params(body: object, room: int, top: int) -> SamplingParams:
     except ValueError as error:
         raise BadRequest(str(error)) from error
     return params
-
-
-def _stops(fields: Fields) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Texts and token ids that end a sample, in addition to the model's own end."""
-    stop: Any = fields.get("stop", object)
-    if isinstance(stop, str):
-        return (stop,), ()
-    if stop == []:
-        raise BadRequest("sampling_params.stop: [] (go on past the model's own end) is not served", "stop")
-    kinds = {type(one) for one in stop} if isinstance(stop, list) else {type(stop)}
-    if stop is not None and kinds not in ({str}, {int}):
-        raise BadRequest("sampling_params.stop: must be a text, texts, or token ids", "stop")
-    return (tuple(stop), ()) if kinds == {str} else ((), tuple(stop or ()))

@@ -13,7 +13,7 @@ Clipping bounds are bounds of the ratio itself, .8 and 1.2 unless the request or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,58 +24,41 @@ from roll.training_service.wire import Datum
 TARGETS = "target_tokens"
 _SAMPLED, _ADVANTAGES, _WEIGHTS = "logprobs", "advantages", "weights"
 _LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
-Options = Mapping[str, float]
 
 
-def _cross_entropy(log_probs: Tensor, inputs: Mapping[str, Tensor], options: Options) -> Tensor:
-    return -(log_probs * inputs[_WEIGHTS]).sum()
-
-
-def _importance_sampling(log_probs: Tensor, inputs: Mapping[str, Tensor], options: Options) -> Tensor:
-    return -(_ratio(log_probs, inputs) * inputs[_ADVANTAGES]).sum()
-
-
-def _ppo(log_probs: Tensor, inputs: Mapping[str, Tensor], options: Options) -> Tensor:
-    ratio, advantages = _ratio(log_probs, inputs), inputs[_ADVANTAGES]
-    return -torch.minimum(ratio * advantages, _clipped(ratio, inputs, options) * advantages).sum()
-
-
-def _cispo(log_probs: Tensor, inputs: Mapping[str, Tensor], options: Options) -> Tensor:
-    weight = _clipped(_ratio(log_probs, inputs).detach(), inputs, options)
-    return -(weight * log_probs * inputs[_ADVANTAGES]).sum()
-
-
-def _dro(log_probs: Tensor, inputs: Mapping[str, Tensor], options: Options) -> Tensor:
-    distance = (log_probs - inputs[_SAMPLED]).square()
-    return -(log_probs * inputs[_ADVANTAGES] - options.get("beta", 0.05) / 2 * distance).sum()
-
-
-def _ratio(log_probs: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    return (log_probs - inputs[_SAMPLED]).exp()
-
-
-def _clipped(ratio: Tensor, inputs: Mapping[str, Tensor], options: Options) -> Tensor:
+def loss_sum(name: str, log_probs: Tensor, inputs: Mapping[str, Tensor], options: Mapping[str, float]) -> Tensor:
+    """The loss of one datum, whose tensors :func:`check_datum` has checked."""
+    if name == "cross_entropy":
+        return -(log_probs * inputs[_WEIGHTS]).sum()
+    advantages, distance = inputs[_ADVANTAGES], log_probs - inputs[_SAMPLED]
+    if name == "dro":
+        return -(log_probs * advantages - options.get("beta", 0.05) / 2 * distance.square()).sum()
+    ratio = distance.exp()
+    if name == "importance_sampling":
+        return -(ratio * advantages).sum()
     low = inputs.get(_LOW, torch.full_like(ratio, options.get(_LOW, 0.8)))
     high = inputs.get(_HIGH, torch.full_like(ratio, options.get(_HIGH, 1.2)))
-    return torch.minimum(torch.maximum(ratio, low), high)
+    clipped = torch.minimum(torch.maximum(ratio, low), high)
+    if name == "ppo":
+        return -torch.minimum(ratio * advantages, clipped * advantages).sum()
+    return -(clipped.detach() * log_probs * advantages).sum()  # cispo
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss, the tensors that each datum must or may have, and its options."""
+    """The tensors that each datum must or may have, and the options of a loss."""
 
-    compute: Callable[[Tensor, Mapping[str, Tensor], Options], Tensor]
     needs: tuple[str, ...] = (TARGETS, _SAMPLED, _ADVANTAGES)
     takes: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
 
 LOSSES = {
-    "cross_entropy": Loss(_cross_entropy, (TARGETS, _WEIGHTS)),
-    "importance_sampling": Loss(_importance_sampling),
-    "ppo": Loss(_ppo, takes=(_LOW, _HIGH), options=(_LOW, _HIGH)),
-    "cispo": Loss(_cispo, takes=(_LOW, _HIGH), options=(_LOW, _HIGH)),
-    "dro": Loss(_dro, options=("beta",)),
+    "cross_entropy": Loss((TARGETS, _WEIGHTS)),
+    "importance_sampling": Loss(),
+    "ppo": Loss(takes=(_LOW, _HIGH), options=(_LOW, _HIGH)),
+    "cispo": Loss(takes=(_LOW, _HIGH), options=(_LOW, _HIGH)),
+    "dro": Loss(options=("beta",)),
 }
 _REFUSED = {
     "gspo": "its clipping bounds and its scale are not published",

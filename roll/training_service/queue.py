@@ -12,7 +12,6 @@ happens on one event loop.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections import OrderedDict, deque
@@ -22,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from roll.serving.refusals import Overloaded, Refusal
+from roll.serving.http import Overloaded, Refusal
 from roll.training_service.checkpoints import missing
 
 logger = logging.getLogger(__name__)
@@ -43,11 +42,6 @@ class Failure:
 
     message: str
     user: bool = True
-
-    @property
-    def body(self) -> dict[str, str]:
-        """``RequestFailedResponse`` of the SDK."""
-        return {"error": self.message, "category": "user" if self.user else "server"}
 
 
 Result = bytes | dict[str, Any] | Failure
@@ -132,7 +126,9 @@ class Queue:
         Raises:
             Refusal: no such line. Overloaded: too many wait.
         """
-        line = self._line(line_name)
+        line = self._lines.get(line_name)
+        if line is None:
+            raise missing(f"model or sampling session {line_name}: it was unloaded, or the service was started again")
         if len(line.waiting) + len(line.ready) >= self._max_open:
             raise Overloaded(f"{line_name}: {self._max_open} requests wait, which is the most")
         self._jobs[job.request_id] = job
@@ -150,12 +146,6 @@ class Queue:
         line = self._lines.get(line_name)
         if line is not None and line.next_seq is not None and seq_id >= line.next_seq:
             self._place(line, seq_id, None)
-
-    def _line(self, name: str) -> _Line:
-        line = self._lines.get(name)
-        if line is None:
-            raise missing(f"model or sampling session {name}: it was unloaded, or the service was started again")
-        return line
 
     def _place(self, line: _Line, seq_id: int, job: Job | None) -> None:
         assert line.next_seq is not None
@@ -222,24 +212,23 @@ class Queue:
         return name
 
     def _finish(self, job: Job, result: Result) -> None:
+        def size_of(one: Result) -> int:
+            return len(one) if isinstance(one, bytes) else 256
+
         job.result, job.compute, job.group, job.slices = result, None, None, None
         job.done.set()
-        self._bytes += _size(result)
+        self._bytes += size_of(result)
         while len(self._jobs) > MAX_RESULTS or self._bytes > MAX_RESULT_BYTES:
             name, old = next(iter(self._jobs.items()))
             if old.result is None or old is job:
                 break
-            self._bytes -= _size(old.result)
+            self._bytes -= size_of(old.result)
             del self._jobs[name]
 
     async def close(self) -> None:
         """Compute nothing more."""
         self._task.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-
-def _size(result: Result) -> int:
-    return len(result) if isinstance(result, bytes) else 256
 
 
 def _computed(jobs: Sequence[Job]) -> dict[str, Result]:
@@ -265,10 +254,3 @@ def _computed(jobs: Sequence[Job]) -> dict[str, Result]:
         logger.exception("request %s has failed", jobs[0].request_id)
         failure = Failure(f"the request has failed ({type(error).__name__}); see the server's log", user=False)
     return {job.request_id: failure for job in jobs}
-
-
-def encoded(result: Result) -> tuple[bytes, bool]:
-    """Body of a result, and whether it is protobuf."""
-    if isinstance(result, bytes):
-        return result, True
-    return json.dumps(result.body if isinstance(result, Failure) else result).encode(), False

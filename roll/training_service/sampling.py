@@ -54,7 +54,7 @@ class Sampler:
         path = str(base.args.model_name_or_path)
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=base.args.trust_remote_code)
         if base.was_tied:
-            base.save(folder)
+            base.model.save_pretrained(str(folder))
             tokenizer.save_pretrained(str(folder))
             path = str(folder)
         options = {"max_num_seqs": max_seqs, "max_model_len": base.max_length}
@@ -72,7 +72,7 @@ class Sampler:
             return
         merged = {} if read is None else dict(self._merged(read()))
         self._engine.start_weight_update(next(self._versions))
-        restored = {name: self._base.weight(name) for name in self._adapted - merged.keys()}
+        restored = {name: self._base.model.get_parameter(name) for name in self._adapted - merged.keys()}
         self._engine.update_weights({**restored, **merged})
         self._engine.finish_weight_update()
         self._key, self._adapted = key, set(merged)
@@ -82,7 +82,7 @@ class Sampler:
             if name.endswith(_DOWN):
                 stem = name.removesuffix(_DOWN)
                 weight = f"{stem.removeprefix(_PREFIX)}.weight"
-                own = self._base.weight(weight)
+                own = self._base.model.get_parameter(weight)
                 up = weights.tensors[stem + _UP].to(own.device)
                 yield weight, merged_weight(own, down.to(own.device), up, weights.scaling)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from roll.serving.refusals import BadRequest
+from roll.serving.http import BadRequest
 from roll.training_service.adapters import AdamOptions, AdapterWeights, Base, LoraOptions, Tenant
 from roll.training_service.checkpoints import Store, check_name, expiry, missing
 from roll.training_service.queue import Failure, Job, Owner, Queue, Result, Slices
@@ -66,7 +66,7 @@ class Service:
         self.base, self.store, self.name = base, store, name
         self._sampler, self._max_models = sampler, max_models
         self.queue = Queue(max_open)
-        self._sessions: dict[str, Session] = {}
+        self.sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
         self._sources: dict[str, Source] = {}
 
@@ -74,7 +74,7 @@ class Service:
 
     def create_session(self, user_metadata: dict[str, Any] | None, display_name: str | None) -> str:
         session_id = str(uuid.uuid4())
-        self._sessions[session_id] = Session(user_metadata=user_metadata, display_name=display_name)
+        self.sessions[session_id] = Session(user_metadata=user_metadata, display_name=display_name)
         return session_id
 
     def session(self, session_id: str) -> Session:
@@ -82,14 +82,11 @@ class Service:
         Raises:
             Refusal: no such session.
         """
-        found = self._sessions.get(session_id)
+        found = self.sessions.get(session_id)
         if found is None:
             raise missing(f"session {session_id[:100]}: the service was started again, or the session has ended")
         found.seen = time.monotonic()
         return found
-
-    def sessions(self) -> list[str]:
-        return list(self._sessions)
 
     def finish_session(self, session_id: str) -> None:
         """Unload all that a session has in memory."""
@@ -97,8 +94,9 @@ class Service:
         for model_id in list(session.models):
             self.unload(model_id)
         for sampler_id in session.samplers:
-            self._close_sampler(sampler_id)
-        del self._sessions[session_id]
+            self._sources.pop(sampler_id, None)
+            self.queue.close_line(sampler_id)
+        del self.sessions[session_id]
 
     # Models
 
@@ -124,7 +122,13 @@ class Service:
         if path is not None:
             lora = LoraOptions(**meta["lora"])
         assert lora is not None
-        self._make_room(session_id)
+        now = time.monotonic()
+        for other, idle in list(self.sessions.items()):
+            if len(self._models) >= self._max_models and other != session_id and now - idle.seen > SESSION_SECONDS:
+                self.finish_session(other)
+        if len(self._models) >= self._max_models:
+            rule = f"{self._max_models} models are loaded, which is the most (--max-models)"
+            raise BadRequest(f"create_model: {rule}; unload one, or end its session")
         model = Model(session_id, lora)
         self.queue.open_line(model_id, session, 1)
 
@@ -147,15 +151,6 @@ class Service:
         self.queue.add(model_id, None, Job(request_id, created))
         return request_id
 
-    def _make_room(self, session_id: str) -> None:
-        now = time.monotonic()
-        for other, session in list(self._sessions.items()):
-            if len(self._models) >= self._max_models and other != session_id and now - session.seen > SESSION_SECONDS:
-                self.finish_session(other)
-        if len(self._models) >= self._max_models:
-            rule = f"{self._max_models} models are loaded, which is the most (--max-models)"
-            raise BadRequest(f"create_model: {rule}; unload one, or end its session")
-
     def check_base(self, name: str) -> None:
         """
         Raises:
@@ -172,8 +167,8 @@ class Service:
         found = self._models.get(model_id)
         if found is None:
             raise missing(f"model {model_id[:100]}: it was unloaded, or the service was started again")
-        if found.session_id in self._sessions:
-            self._sessions[found.session_id].seen = time.monotonic()
+        if found.session_id in self.sessions:
+            self.sessions[found.session_id].seen = time.monotonic()
         return found
 
     def unload(self, model_id: str) -> None:
@@ -181,7 +176,7 @@ class Service:
         model = self.model(model_id)
         self.queue.close_line(model_id)
         del self._models[model_id]
-        self._sessions[model.session_id].models.remove(model_id)
+        self.sessions[model.session_id].models.remove(model_id)
 
     # Requests of a model, in the order of seq_id
 
@@ -259,8 +254,10 @@ class Service:
             self._queue(model_id, seq_id, taken)
             self._open_sampler(model.session_id, sampler_id, Source(sampler_id, lambda: held[0]))
             model.unnamed.append(sampler_id)
-            while len(model.unnamed) > KEPT_SAMPLERS:
-                self._close_sampler(model.unnamed.pop(0))
+            for oldest in model.unnamed[:-KEPT_SAMPLERS]:
+                self._sources.pop(oldest, None)
+                self.queue.close_line(oldest)
+            del model.unnamed[:-KEPT_SAMPLERS]
         return request_id
 
     # Sampling sessions
@@ -283,10 +280,6 @@ class Service:
         session.samplers.append(sampler_id)
         self._sources[sampler_id] = source
         self.queue.open_line(sampler_id, session, None)
-
-    def _close_sampler(self, sampler_id: str) -> None:
-        self._sources.pop(sampler_id, None)
-        self.queue.close_line(sampler_id)
 
     def sampler(self, sampler_id: str) -> Source:
         """

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from roll.serving.http import MAX_BODY
-from roll.serving.refusals import BadRequest
+from roll.serving.http import MAX_BODY, BadRequest
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message

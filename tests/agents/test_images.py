@@ -31,7 +31,7 @@ from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EngineSampler, Player, episode_from, episode_state
 from roll.serving.dialects.chat import read_chat
-from roll.serving.refusals import BadRequest, Refusal
+from roll.serving.http import BadRequest, Refusal
 from roll.strategies.engines.requests import SamplingParams
 from tests.vision_models import PROCESSING, tokenizer, video_processing
 

@@ -16,7 +16,7 @@ from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.rollout.episode_batch import build_episode_batch
 from roll.serving.dialects.parts import ChatRequest
-from roll.serving.refusals import Refusal
+from roll.serving.http import Refusal
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE
 

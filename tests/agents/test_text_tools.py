@@ -12,7 +12,7 @@ import pytest
 
 from examples.tiny_agentic.games import GuessNumber
 from roll.agents.agent_options import ToolWrapperArguments
-from roll.agents.text_tools import SearchText, TextTools, text_tool
+from roll.agents.text_tools import TextTools, text_tool
 from roll.agents.tools import ToolError
 from roll.environments.base import Environment
 from roll.environments.registry import EnvironmentOptionError, make_environment
@@ -137,7 +137,7 @@ def test_searches_in_a_text() -> None:
         result = asyncio.run(tool.call(query))
     assert service.bodies == [{"queries": ["who was first"], "topk": 2, "return_scores": True}]
     assert result.text == "<information>[1] text 0\n\n[2] text 1</information>" and not result.failed
-    nowhere = asyncio.run(SearchText("http://127.0.0.1:9/x", timeout=1).call("x"))
+    nowhere = asyncio.run(text_tool("search", {"search_url": "http://127.0.0.1:9/x", "timeout": 1}).call("x"))
     assert nowhere.failed and "the search failed" in nowhere.text
 
 

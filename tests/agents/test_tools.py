@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from roll.agents.built_in_tools import ToolSet
 from roll.agents.tool_calls import ToolCall
-from roll.agents.tools import HeldMcpServer, McpServer, ToolBox, ToolError, ToolResult, tool_messages, tool_of
+from roll.agents.tools import McpServer, ToolBox, ToolError, ToolResult, tool_messages, tool_of
 
 SERVER = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 
@@ -135,29 +136,29 @@ def http_server() -> Iterator[str]:
 @pytest.mark.asyncio
 async def test_mcp_server(way: str, http_server: str) -> None:
     server = McpServer(SERVER) if way == "stdio" else McpServer(url=http_server)
-    async with server as tools:
-        assert [tool.name for tool in tools] == ["add", "fail", "wait"]
-        box = ToolBox(tools, timeout=60.0)
-        many = await box.call_all([ToolCall("add", {"a": i, "b": 1}) for i in range(50)])
-        assert [result.text for result in many] == [str(i + 1) for i in range(50)]
-        failed, wrong = await box.call_all([ToolCall("fail", {}), ToolCall("add", {"a": "x", "b": 1})])
-        late = await ToolBox(tools, timeout=1.0).call(ToolCall("wait", {"seconds": 3}))
-        assert failed.failed and "fail" in failed.text
-        assert wrong.failed and late.failed and "1 s" in late.text
-        assert (await box.call(ToolCall("add", {"a": 2, "b": 2}))) == ToolResult("4")
+    tools = await server.tools()
+    assert [tool.name for tool in tools] == ["add", "fail", "wait"]
+    box = ToolBox(tools, timeout=60.0)
+    many = await box.call_all([ToolCall("add", {"a": i, "b": 1}) for i in range(50)])
+    assert [result.text for result in many] == [str(i + 1) for i in range(50)]
+    failed, wrong = await box.call_all([ToolCall("fail", {}), ToolCall("add", {"a": "x", "b": 1})])
+    late = await ToolBox(tools, timeout=1.0).call(ToolCall("wait", {"seconds": 3}))
+    assert failed.failed and "fail" in failed.text
+    assert wrong.failed and late.failed and "1 s" in late.text
+    assert (await box.call(ToolCall("add", {"a": 2, "b": 2}))) == ToolResult("4")
+    await server.close()
 
 
 @pytest.mark.asyncio
 async def test_mcp_servers_that_cannot_be_used() -> None:
-    with pytest.raises(ToolError, match="cannot be used"):
-        async with McpServer(["/no/such/program"]):
-            pass
-    with pytest.raises(ToolError, match="did not answer within 1 s"):
-        async with McpServer([sys.executable, "-c", "import time; time.sleep(60)"], start_timeout=1.0):
-            pass
-    with pytest.raises(ToolError, match="has no tools subtract; it has add"):
-        async with McpServer(SERVER, names=["subtract"]):
-            pass
+    sleeping = McpServer([sys.executable, "-c", "import time; time.sleep(60)"], start_timeout=1.0)
+    for server, problem in (
+        (McpServer(["/no/such/program"]), "cannot be used"),
+        (sleeping, "did not answer within 1 s"),
+        (McpServer(SERVER, names=["subtract"]), "has no tools subtract; it has add"),
+    ):
+        with pytest.raises(ToolError, match=problem):
+            await server.tools()
 
 
 class Starting(McpServer):
@@ -167,7 +168,7 @@ class Starting(McpServer):
         super().__init__(url="http://127.0.0.1:9/mcp")
         self.ended = False
 
-    async def _connect(self) -> None:
+    async def _connect(self, stack: AsyncExitStack) -> None:
         try:
             await asyncio.sleep(60)
         finally:
@@ -177,10 +178,9 @@ class Starting(McpServer):
 @pytest.mark.asyncio
 async def test_a_start_that_nobody_waits_for_any_more_is_given_up() -> None:
     server = Starting()
-    held = HeldMcpServer(lambda: server)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.1):
-            await held.tools()
+            await server.tools()
     assert server.ended
 
 
@@ -200,7 +200,7 @@ async def test_servers_are_started_once_where_another_cannot_be() -> None:
 @pytest.mark.asyncio
 async def test_a_lost_server_is_started_again(tmp_path: Path) -> None:
     """And the calls are made again; one that cannot be started again is no result of a call."""
-    held = HeldMcpServer(lambda: McpServer([sys.executable, str(tmp_path / "server.py")]))
+    held = McpServer([sys.executable, str(tmp_path / "server.py")])
     (tmp_path / "server.py").write_text(Path(SERVER[1]).read_text())
     box = ToolBox(await held.tools())
     assert (await box.call(ToolCall("add", {"a": 1, "b": 2}))).text == "3"

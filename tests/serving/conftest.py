@@ -8,8 +8,8 @@ import httpx2
 import pytest
 
 from roll.rollout.engines import EngineClient
-from roll.serving.app import Endpoint
 from roll.serving.http import HttpServer
+from roll.serving.server import Endpoint
 from roll.serving.service import EngineService
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
 from tests.serving.local_cluster import LocalCluster, engine_role

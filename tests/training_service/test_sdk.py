@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from roll.config.roles import ModelArguments
-from roll.serving.refusals import BadRequest
+from roll.serving.http import BadRequest
 from roll.strategies.engines.requests import SamplingParams
 from roll.training_service.adapters import Base, LoraOptions, Tenant
 from roll.training_service.fields import Fields

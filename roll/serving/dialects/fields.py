@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.config.reading.errors import did_you_mean
-from roll.serving.refusals import BadRequest
+from roll.serving.http import BadRequest
 from roll.strategies.engines.requests import SamplingParams, check_sampling_params
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")

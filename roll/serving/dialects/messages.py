@@ -20,8 +20,7 @@ from roll.serving.dialects.parts import (
     read_tool_choice,
     tool_schema,
 )
-from roll.serving.http import event
-from roll.serving.refusals import BadRequest
+from roll.serving.http import BadRequest, event
 
 _KNOWN = (
     *("max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "tool_choice", "tools"),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.serving.dialects.fields import ModelRequest
-from roll.serving.refusals import BadRequest
+from roll.serving.http import BadRequest
 
 Message = dict[str, Any]
 _TOOL_CHOICES = ("auto", "none", "required")

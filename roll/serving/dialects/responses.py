@@ -23,8 +23,7 @@ from roll.serving.dialects.parts import (
     read_tool_choice,
     tool_schema,
 )
-from roll.serving.http import event
-from roll.serving.refusals import BadRequest
+from roll.serving.http import BadRequest, event
 
 _KNOWN = (
     *("input", "instructions", "max_output_tokens", "model", "previous_response_id", "stream", "stream_options"),
