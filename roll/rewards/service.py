@@ -23,8 +23,7 @@ from starlette.routing import Route
 from roll.rewards.base import GuardedReward, RewardOptionError, RewardSample
 from roll.rewards.http_client import LOOPBACK
 from roll.rewards.registry import build_reward, load_target, resolve_name
-from roll.serving.http import HttpServer, answered, is_same, key_of, read_bytes
-from roll.serving.refusals import BadRequest, wrong_key
+from roll.serving.http import BadRequest, HttpServer, answered, is_same, key_of, read_bytes, wrong_key
 
 logger = logging.getLogger(__name__)
 
