@@ -37,7 +37,7 @@ from roll.rollout.flow import GroupSettings, PromptFlow
 from roll.rollout.groups import SampleGroup
 from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import RewardClient
-from roll.rollout.scheduling import AsyncScheduler, RolloutScheduler
+from roll.rollout.scheduling import AsyncScheduler, collected
 from roll.strategies.engines.requests import SamplingParams
 
 GROUP_SIZE = 8
@@ -177,15 +177,14 @@ class Simulation:
         self, driver: DriverLoop, engines: EngineClient, rewards: RewardClient, steps: int, warm_up: int
     ) -> Figures:
         numbers = count()
-        scheduler = RolloutScheduler(engines, rewards, seed=0, deadline=float("inf"))
+        settings = GroupSettings(GROUP_SIZE, SamplingParams(max_new_tokens=1), seed=0)
         for step in range(steps):
             if step == warm_up:
                 begin = self._mark()
             self.engines.exchange(step, SYNC_SECONDS)
-            params = SamplingParams(max_new_tokens=1)
             draw = lambda n: [_row(next(numbers)) for _ in range(n)]  # noqa: E731
-            collection = scheduler.collect(draw, self.prompts, GROUP_SIZE, params, first_draw=step * self.prompts)
-            result = driver.run(collection)
+            flow = PromptFlow(engines, rewards, draw, settings, step * self.prompts)
+            result = driver.run(collected(flow, self.prompts, 0, float("inf")))
             driver.run(engines.drain())
             self.clock.sleep(self._training_seconds(result.groups))
         return self._figures(begin, steps - warm_up, 0.0, 0.0)

@@ -22,10 +22,11 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.engines import EngineClient
+from roll.rollout.flow import GroupSettings, PromptFlow
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup, SampleGroup
 from roll.rollout.loops import RolloutContext
 from roll.rollout.rewarding import RewardClient
-from roll.rollout.scheduling import RolloutScheduler
+from roll.rollout.scheduling import collected
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 
 TOKENS = 64
@@ -94,16 +95,15 @@ def seconds_per_step(prompts: int, group_size: int, engines: int, steps: int, tu
     per_turn = max(1, prompts // engines // 8)
     client = EngineClient(QuickEngines(clock, engines, per_turn), max_running_requests=prompts)  # type: ignore[arg-type]
     rewards = RewardClient({"d": QuickRewards(clock)})  # type: ignore[dict-item]
-    scheduler = RolloutScheduler(client, rewards, seed=0, deadline=float("inf"))
-    params = SamplingParams(max_new_tokens=TOKENS)
+    settings = GroupSettings(group_size, SamplingParams(max_new_tokens=TOKENS), seed=0)
     seconds = []
     try:
         for step in range(steps):
             begun = time.process_time()
             draw = lambda n: [PromptRow(f"p{next(numbers)}", "d", "", PROMPT, "", None, {}) for _ in range(n)]  # noqa: E731
             loop = Several(turns) if turns else None
-            collection = scheduler.collect(draw, prompts, group_size, params, first_draw=step * prompts, loop=loop)
-            groups = driver.run(collection).groups
+            flow = PromptFlow(client, rewards, draw, settings, step * prompts, loop)
+            groups = driver.run(collected(flow, prompts, 0, float("inf"))).groups
             driver.run(client.drain())
             seconds.append(time.process_time() - begun)
             assert [group.order for group in groups] == list(range(step * prompts, (step + 1) * prompts))

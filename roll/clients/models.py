@@ -14,7 +14,7 @@ from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.methods.base import LOG_PROBS, Ask, Loss, RoleAsk
 from roll.methods.losses import SampledLoss
 from roll.pipelines.files import export_model
-from roll.pipelines.model_calls import add_gradient, start_computing, update_in_mini_batches, without_routes
+from roll.pipelines.model_calls import dealt_out, of_groups, start_computing, update_in_mini_batches, without_routes
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
@@ -168,7 +168,9 @@ class TrainClient:
         def added() -> dict[str, float]:
             self._prefix = loss.prefix
             if isinstance(loss, SampledLoss):
-                return to_floats(add_gradient(batch, self._cluster, loss))
+                shares, lengths = dealt_out(batch, self._cluster, 1)
+                call = self._cluster.call(TrainWorker.backward, shares, of_groups(loss, batch))
+                return to_floats(call.result() | lengths)
             return to_floats(self._cluster.call(TrainWorker.backward, batch, loss).result())
 
         return self._begin(TRAINING, added)

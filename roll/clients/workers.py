@@ -21,7 +21,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.distributed import Cluster, DriverLoop, ResourceManager
 from roll.methods.policy_plan import PolicyPlan
 from roll.methods.supervised import SupervisedDefinition, SupervisedPlan
-from roll.pipelines.clusters import start_policy_clusters
+from roll.pipelines.clusters import Clusters, ClusterStarter
 from roll.pipelines.engine_rollout import engine_client
 from roll.pipelines.files import load_tokenizer, pad_token_id
 from roll.pipelines.rows import build_models, start_models
@@ -143,7 +143,7 @@ class _Context(RunContext):
         self._tracker.log(metrics, step)
 
     def describe_end(self) -> None:
-        self._outputs.describe(outcome="finished")
+        self._describe(outcome="finished")
 
     def _account(self) -> str:
         return f"the workers of {self.plan.exp_name} have ended"
@@ -209,11 +209,11 @@ class Workers:
 
     def _start(self, resources: ResourceManager) -> None:
         if isinstance(self.plan, PolicyPlan):
-            starting = start_policy_clusters(self.config, self.plan, resources)
-            started = starting.clusters.all()
+            starter = ClusterStarter(self.config, self.plan, resources)
+            started = Clusters(**starter.start_computing(), **starter.start_engines()).all()
             self._context.watch(started)
-            starting.begin(self._residency)
-            starting.finish(self._residency)
+            starter.begin(self._residency)
+            starter.finish(self._residency)
         else:
             assert isinstance(self.loaded.pipeline, SupervisedDefinition) and self.plan.max_steps is not None
             method = resolve_name(self.loaded.pipeline.method_class)(self.loaded)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from typing_extensions import TypeVar
@@ -151,7 +152,7 @@ class PipelineDefinition(ABC, Generic[C, P]):
     """A pipeline as the rest of the package sees it.
 
     A definition derives from this class, says its ``name``, ``config_class`` and ``roles``, and has at least
-    :meth:`check`, :meth:`plan` and :meth:`run`. Every other method has a default. ``checks`` is a
+    :meth:`check`, :meth:`plan`, and ``pipeline_class`` or :meth:`run`. All other methods have defaults. ``checks`` is a
     :class:`roll.config.checks.base.Checks`, ``loaded`` a :class:`roll.config.loader.LoadedConfig` of ``config_class``.
     """
 
@@ -164,6 +165,9 @@ class PipelineDefinition(ABC, Generic[C, P]):
     """The numbers of the progress line."""
     panels: ClassVar[tuple[Panel, ...]] = ()
     """Plots of a run, besides the time of its phases."""
+    pipeline_class: ClassVar[str] = ""
+    """Dotted path of the class that :meth:`run` makes of a loaded configuration and runs; one that records batches has
+    ``replay(recorded)``. It is imported late, since it needs torch."""
     compares_log_probs: ClassVar[bool] = False
     """A trained role's log-probs or values are compared with those of an earlier pass."""
     published_workers: ClassVar[tuple[str, ...]] = ()
@@ -187,9 +191,12 @@ class PipelineDefinition(ABC, Generic[C, P]):
     def plan(self, config: C, exp_name: str, written: Written) -> P:
         """The plan of a configuration without mistakes, on top of :func:`roll.config.plan.planning.shared_plan`."""
 
-    @abstractmethod
+    # Runs
+
     def run(self, loaded: Any) -> int | None:
         """Run to the end; the exit status, None: 0. Heavy packages are imported here."""
+        status: int | None = resolve_name(self.pipeline_class)(loaded).run()
+        return status
 
     def replay(self, loaded: Any, recorded: Any) -> tuple[int, dict[str, float]]:
         """Take the step of a recorded batch (:class:`roll.pipelines.batches.RecordedBatch`) again.
@@ -200,7 +207,11 @@ class PipelineDefinition(ABC, Generic[C, P]):
         Raises:
             ConfigError: this pipeline records no batches.
         """
-        raise ConfigError([Problem("pipeline", self.name, "records no batches that could be replayed")])
+        runs: Any = resolve_name(self.pipeline_class) if self.pipeline_class else None
+        if not hasattr(runs, "replay"):
+            raise ConfigError([Problem("pipeline", self.name, "records no batches that could be replayed")])
+        replayed: tuple[int, dict[str, float]] = runs(loaded).replay(recorded)
+        return replayed
 
     # Roles
 
@@ -419,7 +430,8 @@ def _load(path: str) -> PipelineDefinition:
         raise ValueError(f"cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, PipelineDefinition)):
         raise ValueError("must be a subclass of roll.config.pipelines.PipelineDefinition")
-    lacking = sorted(found.__abstractmethods__)
+    cannot_run = not found.pipeline_class and found.run is PipelineDefinition.run
+    lacking = sorted([*found.__abstractmethods__, *(["run"] if cannot_run else [])])
     lacking += [name for name in ("name", "config_class", "roles") if not hasattr(found, name)]
     if inspect.isabstract(found) or lacking:
         raise ValueError(f"is not complete: it has no {', '.join(lacking)}")

@@ -88,19 +88,14 @@ class TaughtPolicyLoss(PolicyLoss):
 
     def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         loss, metrics = super().__call__(outputs, batch, totals)
-        return loss, metrics | self.teacher_metrics(outputs, batch)
-
-    def teacher_metrics(self, outputs: TensorBatch, batch: TensorBatch) -> Metrics:
-        """Divergence from each teacher over the response tokens of its rows, and how the distributions compare."""
-        metrics: Metrics = {}
         compared = of_teacher(outputs)
         for number, name in enumerate(self.names):
             mask = batch["response_mask"] & (batch[TEACHER_INDEX] == number)[:, None]
             total: Any = (compared["divergence"] * mask).sum().detach()
             tokens: Any = mask.sum()
-            metrics[f"opd/{name}/kl"] = Mean(total, tokens)
+            metrics = metrics | {f"opd/{name}/kl": Mean(total, tokens)}
             metrics |= comparison_metrics(compared, mask, f"opd/{name}/")
-        return metrics
+        return loss, metrics
 
 
 class OPD:

@@ -157,6 +157,20 @@ class PolicyDefinition(PipelineDefinition[C, P]):
         count = {"advantage": -1, "full_vocabulary": 0}.get(config.opd_form, config.opd_topk)
         check_teachers_of(self, loaded, "actor_train", count)
 
+    def shared_facts(self, plan: Any, what: str, unit: str, greedy: bool = False) -> list[tuple[str, str]]:
+        """The passes besides generation and training, and how far ``what`` runs ahead in groups called ``unit``."""
+        reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
+        passes = {
+            reference: plan.needs_reference,
+            "greedy baseline": greedy,
+            "old log-probs": plan.needs_old_log_probs,
+            ADDED_PASSES: bool(plan.added_workers),
+            "values": plan.needs_critic,
+        }
+        needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
+        facts = [("passes", f"{needed} (in addition to generation and training)")]
+        return [*facts, ("ahead", plan.run_ahead_sentence(what, unit))] if plan.is_async else facts
+
     def running_requests(self, config: C) -> int:
         return config.router_args.max_running_requests or config.max_running_requests
 
@@ -170,7 +184,7 @@ def policy_plan(config: PolicyConfig) -> dict[str, Any]:
         "needs_reference": needs_reference(config),
         "needs_old_log_probs": needs_old_log_probs(config),
         "needs_old_entropy": needs_old_entropy(config),
-        "needs_sum_of_squares": needs_sum_of_squares(config),
+        "needs_sum_of_squares": estimator(config.adv_estimator).needs_squares,
         "engine_log_probs_as_old": engine_log_probs_as_old(config),
         "async_generation_ratio": config.async_generation_ratio,
         "needs_critic": needs_critic(config),
@@ -278,17 +292,9 @@ def needs_old_entropy(config: PolicyConfig) -> bool:
     return config.top_entropy_quantile < 1.0 or config.target_entropy is not None
 
 
-def needs_sum_of_squares(config: PolicyConfig) -> bool:
-    return estimator(config.adv_estimator).needs_squares
-
-
 def needs_old_distribution(config: PolicyConfig) -> bool:
     """True if more of the trainer's distributions before the update is needed than the samples' log-probs."""
-    return needs_old_entropy(config) or needs_sum_of_squares(config)
-
-
-def needs_greedy_baseline(config: PolicyConfig) -> bool:
-    return estimator(config.adv_estimator).needs_greedy
+    return needs_old_entropy(config) or estimator(config.adv_estimator).needs_squares
 
 
 def finished_policy(name: str, role: WorkerConfig, config: PolicyConfig, longest: int) -> WorkerConfig:

@@ -32,9 +32,10 @@ from roll.config.losses import (
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
 from roll.methods.base import MODEL_COLUMNS, Ask, Loss, Totals
 from roll.methods.preferences_keys import DPOConfig
-from roll.methods.rows import Completion, Models, RowMethod, image_column, right_padded
+from roll.methods.rows import Completion, Models, RowMethod, image_column
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics, to_floats
+from roll.rollout.groups import token_columns
 from roll.strategies.base import Output, TensorBatch
 
 ReferenceLogProbs = list[np.ndarray]
@@ -229,15 +230,10 @@ def pair_batch(rows: Sequence[JudgedRow], pad: int) -> DataProto:
     responses ``desirable`` bool (B,); and ``images`` where a row has some."""
     sides = [side for row in rows for side in row.sides]
     counts = [len(row.responses) for row in rows]
-    input_ids, attention_mask = right_padded(sides, pad)
-    prompts = np.repeat([len(row.prompt_ids) for row in rows], counts)
-    in_response = np.arange(attention_mask.shape[1]) >= prompts[:, None]
-    tensors: dict[str, Any] = {
-        "input_ids": torch.from_numpy(input_ids),
-        "attention_mask": torch.from_numpy(attention_mask),
-        "response_mask": torch.from_numpy(attention_mask & in_response),
-        "unit_ids": torch.arange(len(rows)).repeat_interleave(torch.tensor(counts)),
-    }
+    prompts = [np.arange(len(side)) >= len(row.prompt_ids) for row in rows for side in row.sides]
+    lengths = np.array([len(side) for side in sides])
+    tensors = token_columns(lengths, np.concatenate(sides), np.concatenate(prompts), pad)
+    tensors["unit_ids"] = torch.arange(len(rows)).repeat_interleave(torch.tensor(counts))
     if rows[0].scores:
         tensors["desirable"] = torch.tensor([score for row in rows for score in row.scores]) > 0.5
     return DataProto.from_dict(tensors, image_column([row.vision for row in rows for _ in row.responses]))

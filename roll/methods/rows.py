@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
-import torch
 
 from roll.config.loader import LoadedConfig
 from roll.config.roles import DataArguments
@@ -26,6 +25,7 @@ from roll.methods.supervised import SupervisedConfig, SupervisedPlan
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.protocol.vision import IMAGES, VisionInputs
+from roll.rollout.groups import token_columns
 from roll.strategies.base import ModelHead, TensorBatch
 
 if TYPE_CHECKING:
@@ -196,15 +196,6 @@ class RowMethod(ABC, Generic[ConfigT, RowT]):
         return None
 
 
-def right_padded(sequences: Sequence[Sequence[int]], pad: int) -> tuple[np.ndarray, np.ndarray]:
-    """``input_ids`` int64 and ``attention_mask`` bool, both (B, L), of sequences of token ids."""
-    lengths = np.array([len(sequence) for sequence in sequences])
-    attention_mask = np.arange(int(lengths.max())) < lengths[:, None]
-    input_ids = np.full(attention_mask.shape, pad, dtype=np.int64)
-    input_ids[attention_mask] = np.concatenate([np.asarray(sequence, dtype=np.int64) for sequence in sequences])
-    return input_ids, attention_mask
-
-
 def image_column(images: Sequence[VisionInputs | None]) -> dict[str, Any]:
     """The column ``images`` of a batch, one entry a row; none where no row has some."""
     return {} if all(inputs is None for inputs in images) else {IMAGES: images}
@@ -213,12 +204,6 @@ def image_column(images: Sequence[VisionInputs | None]) -> dict[str, Any]:
 def demonstration_batch(rows: Sequence[SftRow], pad: int) -> DataProto:
     """One row a demonstration, right-padded: ``input_ids`` int64, ``attention_mask``, ``response_mask`` bool (B, L);
     and ``images`` where a row has some."""
-    input_ids, attention_mask = right_padded([row.input_ids for row in rows], pad)
-    response_mask = np.zeros(attention_mask.shape, dtype=bool)
-    response_mask[attention_mask] = np.concatenate([row.response_mask for row in rows])
-    tensors: dict[str, Any] = {
-        "input_ids": torch.from_numpy(input_ids),
-        "attention_mask": torch.from_numpy(attention_mask),
-        "response_mask": torch.from_numpy(response_mask),
-    }
-    return DataProto.from_dict(tensors, image_column([row.vision for row in rows]))
+    lengths = np.array([len(row.input_ids) for row in rows])
+    ids, mask = (np.concatenate([getattr(row, name) for row in rows]) for name in ("input_ids", "response_mask"))
+    return DataProto.from_dict(token_columns(lengths, ids, mask, pad), image_column([row.vision for row in rows]))

@@ -25,9 +25,6 @@ from roll.config.run import RunConfig
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
 
-PIPELINE = "roll.pipelines.rows.RowsPipeline"
-"""Class of the run, which is imported late: it needs torch."""
-
 
 @dataclass(frozen=True)
 class HeldOutConfig(WorkerConfig):
@@ -72,6 +69,7 @@ class SupervisedPlan(Plan):
 class SupervisedDefinition(PipelineDefinition[C, SupervisedPlan], Generic[C]):
     """A pipeline that learns from given rows by a :class:`roll.methods.rows.RowMethod`."""
 
+    pipeline_class = "roll.pipelines.rows.RowsPipeline"
     role: ClassVar[str]
     """The role that trains."""
     method_class: ClassVar[str]
@@ -115,13 +113,6 @@ class SupervisedDefinition(PipelineDefinition[C, SupervisedPlan], Generic[C]):
             data_args=data,
             val_data_args=held_out,
         )
-
-    def run(self, loaded: LoadedConfig[C]) -> None:
-        resolve_name(PIPELINE)(loaded).run()
-
-    def replay(self, loaded: LoadedConfig[C], recorded: Any) -> tuple[int, dict[str, float]]:
-        replayed: tuple[int, dict[str, float]] = resolve_name(PIPELINE)(loaded).replay(recorded)
-        return replayed
 
     def readable_sets(self, loaded: LoadedConfig[C]) -> dict[str, ReadableSet]:
         config, plan = loaded.config, loaded.plan

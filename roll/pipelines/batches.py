@@ -14,9 +14,10 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from roll.config.policy import PolicyRunConfig
 from roll.datasets import DataError
 from roll.distributed.failures import NotFinite
-from roll.methods.policy_plan import PolicyConfig, rollout_file
+from roll.methods.policy_plan import rollout_file
 from roll.protocol import DataProto
 from roll.protocol.columns import object_array
 from roll.protocol.metrics import Mean, Metrics
@@ -98,7 +99,10 @@ class BatchRecorder:
             NotFinite: a loss or gradient was not finite, and ``on_nonfinite`` does not let the run continue as it is.
         """
         held, self._held = self._held, None
-        bad = is_not_finite(metrics)
+        # Skipped updates by which the loss scale of fp16 is found do not count. At a scale of 1 nothing is left to
+        # lower: the update itself was not finite.
+        scaling = any(name.endswith(_SCALE) and value > 1 for name, value in metrics.items())
+        bad = metrics.get(_SKIPPED, 0) > 0 and not scaling
         due = bool(self._every) and step % self._every == 0
         file = None
         if held is not None and (due or (bad and self._num_not_finite < MOST_NOT_FINITE)):
@@ -121,13 +125,6 @@ class BatchRecorder:
             logger.error("the batch of step %d was not written: %s", recorded.step, error)
             return None
         return file
-
-
-def is_not_finite(metrics: Mapping[str, float]) -> bool:
-    """True if an update was skipped, other than those by which the loss scale of fp16 is found."""
-    # At a loss scale of 1 there is nothing left to lower: the update itself was not finite.
-    scaling = any(name.endswith(_SCALE) and value > 1 for name, value in metrics.items())
-    return metrics.get(_SKIPPED, 0) > 0 and not scaling
 
 
 def load_batch(file: Path) -> DataProto:
@@ -166,13 +163,11 @@ class RecordedRollouts:
 
     Args:
         output_dir: the run's; holds the folder where the configuration names none.
-        num_samples: rows of a step's batch; None: it varies.
     """
 
-    def __init__(self, config: PolicyConfig, output_dir: Path, num_samples: int | None) -> None:
+    def __init__(self, config: PolicyRunConfig, output_dir: Path) -> None:
         section = config.rollout_mock
         self._folder = Path(section.dump_dir).expanduser() if section.dump_dir else output_dir / "rollouts"
-        self._num_samples = num_samples
         self.writes = section.enable and section.mode == "dump"
         self.replays = section.enable and section.mode == "mock"
 
@@ -185,8 +180,11 @@ class RecordedRollouts:
         except OSError as error:
             logger.error("rollout_mock: %s was not written; the run goes on: %s", file, error)
 
-    def read(self, step: int) -> tuple[DataProto, Metrics]:
+    def read(self, step: int, num_samples: int | None) -> tuple[DataProto, Metrics]:
         """The batch that was written for this step, and its size.
+
+        Args:
+            num_samples: rows that it must have; None: any number.
 
         Raises:
             DataError: no such file, one that holds no batch, or one of another size.
@@ -195,10 +193,9 @@ class RecordedRollouts:
         if not file.is_file():
             raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")
         batch = load_batch(file)
-        if self._num_samples is not None and len(batch) != self._num_samples:
+        if num_samples is not None and len(batch) != num_samples:
             raise DataError(
-                f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is "
-                f"{self._num_samples}"
+                f"{file}: {len(batch)} samples, but rollout_batch_size x num_return_sequences_in_group is {num_samples}"
             )
         tokens = float(batch.batch["attention_mask"].sum())
         return batch, {"system/samples": Mean(len(batch)), "system/tokens": Mean(tokens)}

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import ray
 
-from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
@@ -20,7 +19,7 @@ from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import RLVRPlan, judge_roles
+from roll.pipelines.rlvr.plan import judge_roles
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, start_cluster
 from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.base import ModelHead, StateKind
@@ -38,7 +37,7 @@ from roll.workers.reward import RewardSettings, RewardWorker
 logger = logging.getLogger(__name__)
 
 
-class JudgeService:
+class JudgeService(HttpFront):
     """One address for the reward workers that ask a role, with a key that only this run knows.
 
     The address is bound at once, so that reward workers can have it while the engines still load.
@@ -59,28 +58,18 @@ class JudgeService:
             max_restarts=0 if plan.roles[name].colocated_with else config.actor_infer.max_restarts,
         )
         # Reward workers of several nodes must reach it; else nobody outside this host needs to.
-        self._front = HttpFront(options, ray.util.get_node_ip_address() if plan.num_nodes > 1 else "127.0.0.1")
+        super().__init__(options, ray.util.get_node_ip_address() if plan.num_nodes > 1 else "127.0.0.1")
         self._key = key
-        self.name = name
 
     @property
     def options(self) -> dict[str, str]:
         """Options of a judge that asks this service."""
-        return {"base_url": self._front.base_url, "api_key": self._key, "model": self.name}
+        return {"base_url": self.base_url, "api_key": self._key, "model": self.model}
 
     @property
     def address(self) -> dict[str, str]:
         """Keys of a reward section, for the workers whose judges ask this service: known only while it runs."""
-        return {"judge_api_url": self._front.base_url, "judge_api_key": self._key, "judge_model_name": self.name}
-
-    def open(self, cluster: Cluster) -> None:
-        """Answer by the engines of ``cluster``, which have loaded their model."""
-        arguments = cluster.role.model_args
-        self._front.open(cluster, load_tokenizer(arguments.model_name_or_path, arguments.trust_remote_code))
-
-    def resume(self) -> None:
-        """Go on answering after :meth:`pause`."""
-        self._front.resume()
+        return {"judge_api_url": self.base_url, "judge_api_key": self._key, "judge_model_name": self.model}
 
     def pause(self) -> None:
         """Let the engines leave their devices: drop requests whose clients have gone.
@@ -88,16 +77,8 @@ class JudgeService:
         Raises:
             RemoteError: what ended the engines, if anything has.
         """
-        self._front.check()
-        self._front.pause()
-
-    def check(self) -> None:
-        """Raise what ended the engines, if anything has."""
-        self._front.check()
-
-    def close(self) -> None:
-        """Before the engines end."""
-        self._front.close()
+        self.check()
+        super().pause()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,38 +126,6 @@ class Clusters(Scorers):
         return [role for role in roles if role is not None]
 
 
-ClustersT = TypeVar("ClustersT", bound=Scorers)
-
-
-@dataclass(frozen=True)
-class StartingClusters(Generic[ClustersT]):
-    """Clusters whose processes have been started; their models are yet to be built."""
-
-    clusters: ClustersT
-    models: Sequence[StartingModel]
-    pending: list[PendingCall] = field(default_factory=list)
-
-    def begin(self, residency: Residency) -> None:
-        """Let the roles that have their devices to themselves load, all at once, while the caller does other work."""
-        self.pending.extend(model.initialize() for model in self._models(residency, False))
-
-    def finish(self, residency: Residency) -> ClustersT:
-        """Wait for them, then build the roles that share devices one by one: each leaves before the next comes."""
-        results = [call.result() for call in self.pending]
-        # All workers of a host report the same about it: each line once.
-        for line in dict.fromkeys(line for lines in results for line in lines if line and isinstance(line, str)):
-            logger.info("%s", line)
-        for model in self._models(residency, True):
-            model.initialize().result()
-            residency.admit(model.cluster, model.states)
-        for name, judge in self.clusters.judges.items():
-            judge.open(self.clusters.judge_engines[name])
-        return self.clusters
-
-    def _models(self, residency: Residency, move: bool) -> list[StartingModel]:
-        return [model for model in self.models if residency.moves(model.cluster.name) == move]
-
-
 @dataclass(frozen=True)
 class StartingModel:
     """A role's cluster, the call that builds its model, and the states that it will hold on its devices."""
@@ -186,54 +135,18 @@ class StartingModel:
     states: frozenset[StateKind]
 
 
-def start_policy_clusters(
-    config: PolicyRunConfig, plan: PolicyPlan, resources: ResourceManager, judge: str = ""
-) -> StartingClusters[Clusters]:
-    """Start the processes of a run without reward workers.
-
-    Args:
-        judge: a role that judges ask, where the plan has it.
-    """
-    starter = ClusterStarter(config, plan, resources)
-    clusters = Clusters(
-        **starter.start_computing(),
-        **starter.start_judges([judge] if judge in plan.roles else []),
-        actor_infer=starter.start("actor_infer", GENERATION_WORKER),
-    )
-    return StartingClusters(clusters, starter.models, starter.pending)
-
-
-def start_clusters(loaded: LoadedConfig[RLVRConfig], resources: ResourceManager) -> StartingClusters[Clusters]:
-    """Start the processes of every cluster of an RLVR run."""
-    assert isinstance(loaded.plan, RLVRPlan)
-    starter = ClusterStarter(loaded.config, loaded.plan, resources)
-    clusters = Clusters(
-        **starter.start_computing(),
-        **starter.start_scorers(loaded.config),
-        # Last: an engine may size its cache by what is free on the device when it is built.
-        actor_infer=starter.start("actor_infer", GENERATION_WORKER),
-    )
-    return StartingClusters(clusters, starter.models, starter.pending)
-
-
-def start_scorers(config: RLVRConfig, plan: Plan, resources: ResourceManager) -> StartingClusters[Scorers]:
-    """Start the processes of the clusters that score responses."""
-    starter = ClusterStarter(config, plan, resources)
-    return StartingClusters(Scorers(**starter.start_scorers(config)), starter.models, starter.pending)
-
-
 class ClusterStarter:
-    """Starts the processes of one cluster after the other."""
+    """Starts the processes of one cluster after the other, then has their models built."""
 
     def __init__(self, config: PolicyRunConfig, plan: Plan, resources: ResourceManager) -> None:
-        self._config = config
-        self._plan = plan
-        self._resources = resources
-        self.models: list[StartingModel] = []
-        self.pending: list[PendingCall] = []
+        self._config, self._plan, self._resources = config, plan, resources
+        self._pending: list[PendingCall] = []
+        self._judges: dict[str, tuple[JudgeService, Cluster]] = {}
+        self.models: dict[str, StartingModel] = {}
+        """By role."""
 
     def start_computing(self) -> dict[str, Any]:
-        """The roles that learn or look at samples, by name."""
+        """The roles that learn or look at samples, by field of :class:`Clusters`."""
         plan = self._plan
         assert isinstance(plan, PolicyPlan)
         offloads = self._config.is_offload_optimizer_states_in_train_step
@@ -250,7 +163,8 @@ class ClusterStarter:
     def start_judges(self, names: Iterable[str]) -> dict[str, Any]:
         """The engines of roles that LLM judges ask, and the services in front of them."""
         services = {name: JudgeService(self._config, self._plan, name) for name in names}
-        return {"judges": services, "judge_engines": {name: self.start(name, GENERATION_WORKER) for name in services}}
+        self._judges |= {name: (one, self.start(name, GENERATION_WORKER)) for name, one in services.items()}
+        return {"judges": services, "judge_engines": {name: engines for name, (_, engines) in self._judges.items()}}
 
     def start_scorers(self, config: RLVRConfig) -> dict[str, Any]:
         """The roles that score responses, by field of :class:`Scorers`."""
@@ -262,8 +176,13 @@ class ClusterStarter:
             judge = judges["judges"].get(judge_role(name, section))
             settings = RewardSettings(**judge.address) if judge is not None else None
             rewards[name] = self._start(f"rewards.{name}", REWARD_WORKER, settings)
-            self.pending.append(rewards[name].call_all(RewardWorker.initialize))
+            self._pending.append(rewards[name].call_all(RewardWorker.initialize))
         return {"reward_model": model, "rewards": rewards, **judges}
+
+    def start_engines(self) -> dict[str, Any]:
+        """The policy's engines; after all others, since an engine may size its cache by what is free on the device when
+        it is built."""
+        return {"actor_infer": self.start("actor_infer", GENERATION_WORKER)}
 
     def start(self, name: str, worker: str, settings: ModelSettings | None = None) -> Cluster:
         """A role with a model, which is yet to be built."""
@@ -275,8 +194,26 @@ class ClusterStarter:
             steps = (training.total_optimizer_steps if training is not None else None) or 0
             initialize = partial(cluster.call_all, ModelWorker.initialize, steps)
             states = TRAINING if training is not None else WEIGHTS
-        self.models.append(StartingModel(cluster, initialize, states))
+        self.models[name] = StartingModel(cluster, initialize, states)
         return cluster
 
     def _start(self, name: str, worker: str, settings: object) -> Cluster:
         return start_cluster(self._config, name, worker, self._resources, self._plan.roles[name].section, settings)
+
+    def begin(self, residency: Residency) -> None:
+        """Let the roles that have their devices to themselves load, all at once, while the caller does other work."""
+        self._pending += [one.initialize() for name, one in self.models.items() if not residency.moves(name)]
+
+    def finish(self, residency: Residency) -> None:
+        """Wait for them, then build the roles that share devices one by one: each leaves before the next comes."""
+        results = [call.result() for call in self._pending]
+        # All workers of a host report the same about it: each line once.
+        for line in dict.fromkeys(line for lines in results for line in lines if line and isinstance(line, str)):
+            logger.info("%s", line)
+        for name, model in self.models.items():
+            if residency.moves(name):
+                model.initialize().result()
+                residency.admit(model.cluster, model.states)
+        for judge, engines in self._judges.values():
+            arguments = engines.role.model_args
+            judge.open(engines, load_tokenizer(arguments.model_name_or_path, arguments.trust_remote_code))

@@ -6,8 +6,9 @@ import gc
 from abc import ABC, abstractmethod
 from asyncio import Task
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 
@@ -26,7 +27,16 @@ from roll.rollout.routing import build_router
 from roll.rollout.scheduling import AsyncScheduler, RolloutResult, collected
 from roll.tracking import SampleTable
 
-ValidationT = TypeVar("ValidationT")
+
+@dataclass(frozen=True)
+class Validation:
+    """Results of a validation."""
+
+    metrics: dict[str, float]
+    groups: dict[str, list[Any]]
+    """Groups of each set's first pass, by the set's name."""
+    seconds: float
+    """From the first prompt to the last score."""
 
 
 def engine_client(
@@ -71,7 +81,7 @@ def between_turns(driver: DriverLoop, engines: EngineClient, transfer: Callable[
     return metrics
 
 
-class RolloutSource(ABC, Generic[ItemT, GroupT, ValidationT]):
+class RolloutSource(ABC, Generic[ItemT, GroupT]):
     """Origin of a pipeline's groups, and what is made of them: all that differs between rollouts."""
 
     flow: GroupFlow[ItemT, GroupT]
@@ -97,7 +107,7 @@ class RolloutSource(ABC, Generic[ItemT, GroupT, ValidationT]):
         """Values of samples that their batch does not hold."""
 
     @abstractmethod
-    def validation(self) -> Coroutine[Any, Any, ValidationT]:
+    def validation(self) -> Coroutine[Any, Any, Validation]:
         """Answer and score everything that a validation asks."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +122,7 @@ class RolloutSource(ABC, Generic[ItemT, GroupT, ValidationT]):
         driver.close()
 
 
-class EngineRollout(Generic[ItemT, GroupT, ValidationT]):
+class EngineRollout(Generic[ItemT, GroupT]):
     """Has the policy's engines make the samples of a step.
 
     Everything that generates or scores is a coroutine on the event loop of the driver, which runs whenever the driver
@@ -125,11 +135,11 @@ class EngineRollout(Generic[ItemT, GroupT, ValidationT]):
         config: PolicyRunConfig,
         plan: PolicyPlan,
         engines: EngineClient,
-        source: RolloutSource[ItemT, GroupT, ValidationT],
+        source: RolloutSource[ItemT, GroupT],
     ) -> None:
         self._config, self._plan, self._engines, self._source = config, plan, engines, source
         self._busy_before = 0.0
-        self._validation: Task[ValidationT] | None = None
+        self._validation: Task[Validation] | None = None
         self.notes: Callable[[], Notes] = list
         """Values of the last :meth:`collect`'s samples that its batch does not hold."""
         self.driver = DriverLoop()
@@ -216,7 +226,7 @@ class EngineRollout(Generic[ItemT, GroupT, ValidationT]):
         self._ahead.exchanged(version)
         return metrics
 
-    def validate(self) -> ValidationT:
+    def validate(self) -> Validation:
         """Answer and score the prompts of every set, before anything else: what the engines have in flight continues
         afterwards."""
         if self._ahead is not None:
@@ -230,7 +240,7 @@ class EngineRollout(Generic[ItemT, GroupT, ValidationT]):
         assert self._validation is None, "one validation at a time"
         self._validation = self.driver.spawn(self._source.validation())
 
-    def finish_validation(self) -> ValidationT:
+    def finish_validation(self) -> Validation:
         """Wait for what :meth:`begin_validation` began."""
         assert self._validation is not None, "none was begun"
         validation = self.driver.run(self._validation)
@@ -241,17 +251,18 @@ class EngineRollout(Generic[ItemT, GroupT, ValidationT]):
         """Cancel what is in flight; before the clusters end."""
         self._source.close(self.driver)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain values and arrays. Engines that run ahead are interrupted for it, and continue at once."""
-        return self._state(None if self._ahead is None else self.driver.run(self._ahead.state_dict()))
+    def state_dict(self, interrupt: bool = True) -> dict[str, Any]:
+        """Plain values and arrays.
 
-    def state_between_steps(self) -> dict[str, Any]:
-        """Like :meth:`state_dict`, without interrupting the engines: samples are as an engine last reported them."""
-        return self._state(None if self._ahead is None else self._ahead.state_between_steps())
-
-    def _state(self, ahead: dict[str, Any] | None) -> dict[str, Any]:
+        Args:
+            interrupt: engines that run ahead are interrupted for it, and continue at once; False: samples are as an
+                engine last reported them.
+        """
         state = {"num_drawn": self._source.flow.next_order, **self._source.state_dict()}
-        return state if ahead is None else {**state, "ahead": ahead}
+        if self._ahead is None:
+            return state
+        ahead = self.driver.run(self._ahead.state_dict()) if interrupt else self._ahead.state_between_steps()
+        return {**state, "ahead": ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken; the checkpoint of a synchronous run has nothing in flight."""

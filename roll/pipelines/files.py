@@ -14,7 +14,6 @@ from roll.checkpoint.folders import atomic_folder
 from roll.config.model_files import CONFIG, model_folder
 from roll.rewards.base import RewardResult
 from roll.rollout.groups import SampleGroup
-from roll.tracking import SampleTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Files of a vision-language model besides its tokenizer's."""
 
 
 def export_model(
@@ -39,7 +41,11 @@ def export_model(
     with atomic_folder(folder) as path:
         cluster.call_all(ModelWorker.save_hf, str(path)).result()
         tokenizer.save_pretrained(path)
-        copy_processor(tokenizer.name_or_path, path)
+        # How a vision-language model prepares its images, from the model that the run began with.
+        source = model_folder(tokenizer.name_or_path)
+        for file in [source / name for name in PROCESSOR_FILES] if source is not None else []:
+            if file.is_file():
+                shutil.copyfile(file, path / file.name)
         if facts:
             config = path / CONFIG
             content = json.loads(config.read_text(encoding="utf-8")) | dict(facts)
@@ -47,20 +53,12 @@ def export_model(
     logger.info("model written to %s", folder)
 
 
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of a vision-language model besides its tokenizer's."""
-
-
-def copy_processor(model_path: str, folder: Path) -> None:
-    """Copy how a vision-language model prepares its images, from the model that a run began with."""
-    source = model_folder(model_path)
-    for file in [source / name for name in PROCESSOR_FILES] if source is not None else []:
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
-
-
-def sample_table(groups: Sequence[SampleGroup]) -> list[dict[str, Any]]:
-    """One row a sample: ids, texts, ground truth, score and what went wrong, if anything."""
+def sample_table(groups: Sequence[SampleGroup], dump_dir: Path | None = None) -> list[dict[str, Any]]:
+    """One row a sample: ids, texts, ground truth, score and what went wrong, if anything. Where samples are dumped, the
+    images of their prompts go alongside."""
+    if dump_dir is not None:
+        seen = (group.prompt.vision for group in groups if group.prompt.vision is not None)
+        write_images(dump_dir / "images", (image for vision in seen for image in vision.pictures))
     return [
         {
             "prompt_id": group.prompt.prompt_id,
@@ -87,14 +85,6 @@ def samples_of(group: SampleGroup) -> Iterator[tuple[str, str, int, RewardResult
     yield from zip(finished.texts, finished.finish_reasons, finished.sampled_lengths, group.rewards, strict=True)
 
 
-def dumped_table(groups: Sequence[SampleGroup], dump_dir: Path | None) -> SampleTable:
-    """:func:`sample_table`; where samples are dumped, the images of their prompts go alongside."""
-    if dump_dir is not None:
-        seen = (group.prompt.vision for group in groups if group.prompt.vision is not None)
-        write_images(dump_dir / "images", (image for vision in seen for image in vision.pictures))
-    return sample_table(groups)
-
-
 def write_images(folder: Path, images: Iterable[EncodedImage]) -> None:
     """Images as their files had them, under the names that tables of samples give. A full disk ends no run: the rest
     of them is lost, which is logged."""
@@ -110,14 +100,6 @@ def write_images(folder: Path, images: Iterable[EncodedImage]) -> None:
             with suppress(OSError):
                 file.unlink(missing_ok=True)
             return
-
-
-def write_samples(file: Path, rows: SampleTable) -> None:
-    """One JSON object a line."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w", encoding="utf-8") as out:
-        for row in rows:
-            out.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
 def load_tokenizer(model_path: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -58,7 +58,11 @@ def balanced_order(
     assert rows_per_mini * num_mini_batches == len(length), (len(length), num_mini_batches)
     if rows_per_mini % dp_size:
         return np.arange(len(length))
-    unit = 1 if groups is None else _size_of_groups(groups)
+    unit = 1
+    if groups is not None:  # rows of each group where adjacent rows form groups of one size; else all rows
+        starts = [row for row in range(len(groups)) if row == 0 or groups[row] != groups[row - 1]]
+        unit = len(groups) // len(starts)
+        unit = unit if starts == list(range(0, len(groups), unit)) else len(groups)
     in_order = bool(rows_per_mini // dp_size % unit)
     order = np.arange(len(length)).reshape(num_mini_batches, dp_size, -1)
     if not in_order and dp_size > 1:
@@ -69,13 +73,6 @@ def balanced_order(
             order[mini] = mini * rows_per_mini + rows.reshape(dp_size, -1)
     # From (mini-batch, rank, row) to (rank, mini-batch, row): the share of a rank is consecutive.
     return order.transpose(1, 0, 2).reshape(-1)
-
-
-def _size_of_groups(groups: Sequence[object]) -> int:
-    """Rows of each group where adjacent rows form groups of one size; else all rows."""
-    starts = [row for row in range(len(groups)) if row == 0 or groups[row] != groups[row - 1]]
-    size = len(groups) // len(starts)
-    return size if starts == list(range(0, len(groups), size)) else len(groups)
 
 
 def order_for(batch: DataProto, role_shares_prompts: bool, dp_size: int, num_mini_batches: int = 1) -> RowOrder:
@@ -186,7 +183,12 @@ def answers(
         part = batch if rows.all() else batch[rows]
         seen = part if asked.view is None else asked.view(part)
         read = seen if asked.replays_routes else without_routes(seen)
-        work = Computation(partial(_bring_and_start, bring, read, cluster, asked.ask))
+
+        def begin(cluster: Cluster = cluster, read: DataProto = read, ask: Ask = asked.ask) -> Callable[[], Values]:
+            bring(cluster)
+            return start_computing(read, cluster, ask)
+
+        work = Computation(begin)
         pending.append((asked, torch.from_numpy(rows), part, seen, partial(replacing, cluster, work)))
         busy |= devices
     yield from _collected(pending)
@@ -194,13 +196,6 @@ def answers(
 
 def _collected(pending: Sequence[_Pending]) -> Iterator[Answer]:
     return (Answer(asked, rows, part, seen, columns()) for asked, rows, part, seen, columns in pending)
-
-
-def _bring_and_start(
-    bring: Callable[[Cluster], None], batch: DataProto, cluster: Cluster, ask: Ask
-) -> Callable[[], Values]:
-    bring(cluster)
-    return start_computing(batch, cluster, ask)
 
 
 class Computation(Generic[R]):
@@ -295,12 +290,6 @@ def update_in_mini_batches(
         call = cluster.call(TrainWorker.step, shares, loss, mini_batches=num_mini_batches, epochs=epochs // len(passes))
         metrics.append(call.result())
     return merge_metrics(metrics) | lengths
-
-
-def add_gradient(batch: DataProto, cluster: Cluster, loss: SampledLoss) -> Metrics:
-    """Add the gradient of a loss on the whole batch to those since the model's last optimizer step."""
-    shares, lengths = dealt_out(batch, cluster, 1)
-    return cluster.call(TrainWorker.backward, shares, of_groups(loss, batch)).result() | lengths
 
 
 def of_groups(loss: SampledLoss, batch: DataProto) -> SampledLoss:

@@ -7,15 +7,16 @@ import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from roll.config.algorithm import estimator
-from roll.config.checks.base import Checks
+from roll.config.checks.base import Checks, check_resume
 from roll.config.checks.roles import note_needless_reference
 from roll.config.lora import adapter_rank, adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
-from roll.config.policy import RouterConfig, update_mode
+from roll.config.policy import update_mode
 from roll.config.policy_losses import POLICY_LOSSES
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
@@ -29,21 +30,21 @@ from roll.methods.policy_plan import (
     engine_log_probs_as_old,
     is_async,
     needs_critic,
-    needs_greedy_baseline,
     needs_old_entropy,
     needs_old_log_probs,
     needs_reference,
-    needs_sum_of_squares,
     policy_training_plans,
     rollout_file,
     trainer_is_old,
     uses_old_log_probs,
 )
+from roll.pipelines.strict_checks import check_strict
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
 
 KEY = "async_generation_ratio"
+BUILD_FILTER, BUILD_ROUTER = "roll.rollout.filters.build_filter", "roll.rollout.routing.build_router"
 OWN_FUNCTION_KEYS = (
     "adv_estimator",
     "entropy_loss_agg_mode",
@@ -57,6 +58,22 @@ OWN_FUNCTION_KEYS = (
     "value_loss_type",
 )
 """Keys at the top that take the dotted path of a function; ``loss`` and filters bring options along."""
+
+
+def check_policy(config: PolicyConfig, response_limit: int, checks: Checks) -> None:
+    """The checks that all such runs share, besides those of roles, lengths and batches.
+
+    Args:
+        response_limit: most tokens of a response, or of all responses of an episode.
+    """
+    check_needed_roles(config, checks)
+    check_algorithm(config, response_limit, checks)
+    check_async(config, checks)
+    note_distribution(config, checks)
+    check_weight_sync(config, checks)
+    check_strict(config, checks)
+    check_resume(config, checks)
+    check_recorded_rollouts(config, checks)
 
 
 def check_needed_roles(config: PolicyConfig, checks: Checks) -> None:
@@ -123,7 +140,11 @@ def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -
     check_passes(config, checks)
     check_router_replay(config, checks)
     check_rewards_of_estimator(config, checks)
-    check_overlong(config, response_limit, checks)
+    buffer, keys = config.overlong_buffer_length, ("response_length", "sequence_length")
+    broken = checks.broken(*keys, "actor_infer.generating_args.max_new_tokens")
+    if buffer is not None and buffer > response_limit and not broken:
+        rule = f"must be at most the length limit of a response, {response_limit} tokens"
+        checks.add("overlong_buffer_length", buffer, rule, max(1, response_limit // 5))
     if config.critic_warmup >= config.max_steps and needs_critic(config):
         rule = f"must be less than max_steps {config.max_steps}, or the policy never learns"
         checks.add("critic_warmup", config.critic_warmup, rule, 0)
@@ -170,7 +191,7 @@ def check_passes(config: PolicyConfig, checks: Checks) -> None:
     if needs_old_entropy(config):
         user = "target_entropy" if config.target_entropy is not None else "top_entropy_quantile"
         checks.add(key, True, f"leaves no entropies for {user} {getattr(config, user):g}", False)
-    if needs_sum_of_squares(config):
+    if estimator(config.adv_estimator).needs_squares:
         rule = f"leaves no sums of squared probabilities for adv_estimator: {config.adv_estimator}"
         checks.add(key, True, rule, False)
     if corrects_batches(config):
@@ -234,14 +255,6 @@ def check_rewards_of_estimator(config: PolicyConfig, checks: Checks) -> None:
                 checks.note(key, f"has no effect with {name}: it normalises the rewards of reward_weights itself")
 
 
-def check_overlong(config: PolicyConfig, limit: int, checks: Checks) -> None:
-    buffer = config.overlong_buffer_length
-    keys = ("response_length", "sequence_length", "actor_infer.generating_args.max_new_tokens")
-    if buffer is not None and buffer > limit and not checks.broken(*keys):
-        rule = f"must be at most the length limit of a response, {limit} tokens"
-        checks.add("overlong_buffer_length", buffer, rule, max(1, limit // 5))
-
-
 def note_without_effect(config: PolicyConfig, checks: Checks) -> None:
     """Keys that are written and have no effect alongside the others."""
     if config.use_kl_loss and config.kl_loss_coef == 0:
@@ -252,7 +265,7 @@ def note_without_effect(config: PolicyConfig, checks: Checks) -> None:
     for key in ("entropy_coef_delta", "entropy_coef_max"):
         if checks.written(key) and config.target_entropy is None:
             checks.note(key, "has no effect without target_entropy")
-    if needs_sum_of_squares(config) and config.train_infer_correction:
+    if estimator(config.adv_estimator).needs_squares and config.train_infer_correction:
         checks.note("train_infer_correction", f"weighs the loss alone, not the baseline of {config.adv_estimator}")
     if config.shuffle_mini_batches and policy_training_plans(config)["actor_train"].optimizer_steps_per_step == 1:
         checks.note("shuffle_mini_batches", "has no effect: a batch is one mini-batch, passed over once")
@@ -298,7 +311,7 @@ def check_async(config: PolicyConfig, checks: Checks) -> None:
     if checks.broken(KEY) or not is_async(config):
         return
     check_engine_devices(config, checks)
-    if needs_greedy_baseline(config):
+    if estimator(config.adv_estimator).needs_greedy:
         rule = f"must be 0 with adv_estimator {config.adv_estimator}: its greedy answers need the engines between steps"
         checks.add(KEY, config.async_generation_ratio, rule, 0)
     if trainer_is_old(config) and not config.train_infer_correction and not engine_log_probs_as_old(config):
@@ -404,11 +417,15 @@ def policy_functions(config: PolicyConfig) -> Iterator[tuple[str, Any, Callable[
             yield key, value, partial(_resolve, key, value)
     loss = config.loss
     if loss.name not in POLICY_LOSSES or POLICY_LOSSES.is_own(loss.name):
-        yield "loss", loss.name, partial(_loss_options, config)
+        yield "loss", loss.name, partial(late, "roll.algorithms.losses.actor_loss_options", actor_keys(config))
     router = config.router_args
     if router.router_config or DOTTED_PATH.fullmatch(router.router_name or ""):
         key = "router_config" if router.router_config else "router_name"
-        yield f"router_args.{key}", getattr(router, key), partial(_build_router, router)
+        yield (
+            f"router_args.{key}",
+            getattr(router, key),
+            partial(late, BUILD_ROUTER, router.router_name, router.router_config),
+        )
 
 
 def _resolve(key: str, path: str) -> object:
@@ -417,23 +434,10 @@ def _resolve(key: str, path: str) -> object:
     return Registry(key).resolve(path)
 
 
-def _loss_options(config: PolicyConfig) -> object:
-    from roll.algorithms.losses import actor_loss_options
-
-    return actor_loss_options(actor_keys(config))
-
-
-def _build_router(section: RouterConfig) -> object:
-    from roll.rollout.routing import build_router
-
-    return build_router(section.router_name, section.router_config)
-
-
-def build_own_filter(kind: str, arguments: dict[str, Any]) -> object:
-    """The filter at a dotted path; raises ``ValueError``."""
-    from roll.rollout.filters import build_filter
-
-    return build_filter(kind, arguments)
+def late(path: str, *arguments: Any) -> object:
+    """Call the function at a dotted path, which is imported only now: it needs torch."""
+    found: object = resolve_name(path)(*arguments)
+    return found
 
 
 def check_transport(loaded: LoadedConfig[Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -22,13 +23,14 @@ from roll.methods.base import Ask
 from roll.methods.policy import PolicyMethod
 from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.batches import RecordedBatch, RecordedRollouts
-from roll.pipelines.clusters import Clusters, ClusterStarter, StartingClusters
-from roll.pipelines.engine_rollout import EngineRollout, RolloutSource, engine_client
+from roll.pipelines.clusters import Clusters, ClusterStarter
+from roll.pipelines.engine_rollout import EngineRollout, RolloutSource, Validation, engine_client
 from roll.pipelines.files import export_model
 from roll.pipelines.model_calls import answers, start_computing, update_model
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, RunContext, moves_states
 from roll.pipelines.strict import Certificate
 from roll.protocol import DataProto
+from roll.protocol.metrics import Mean
 from roll.rollout.engines import SLICE_SECONDS, EngineClient
 from roll.strategies.base import Output
 from roll.weight_sync.sender import WeightSync, sync_options
@@ -39,28 +41,35 @@ if TYPE_CHECKING:
 
 ConfigT = TypeVar("ConfigT", bound=PolicyRunConfig)
 PlanT = TypeVar("PlanT", bound=PolicyPlan)
-ValidationT = TypeVar("ValidationT")
 R = TypeVar("R")
 
 
-class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
+class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
     """A run, from start to summary."""
 
-    source: RolloutSource[Any, Any, ValidationT]
-    rollout: EngineRollout[Any, Any, ValidationT]
+    source: RolloutSource[Any, Any]
+    rollout: EngineRollout[Any, Any]
     tokenizer: PreTrainedTokenizerBase
     clusters: Clusters
     slice_seconds = SLICE_SECONDS
     """See :class:`~roll.rollout.engines.EngineClient`."""
     certificate: Certificate | None = None
+    validates_first = True
+    """Validate before the first step."""
     router: str | None = None
     """Name of the router where the configuration leaves it open."""
 
-    def __init__(self, loaded: LoadedConfig[ConfigT], plan: PlanT, recorded: RecordedRollouts) -> None:
+    rows_per_step: int | None = None
+    """Rows of a step's batch; None: it varies."""
+
+    def __init__(self, loaded: LoadedConfig[ConfigT]) -> None:
         self.loaded = loaded
         self.config = loaded.config
-        self.plan = plan
-        self.recorded = recorded
+        plan: Any = loaded.plan
+        self.plan: PlanT = plan
+        self.recorded = RecordedRollouts(self.config, self.plan.output_dir)
+        self.by_harness: dict[str, float] = {}
+        """Metrics of ``validation.harness``, which are reported with the next validation."""
         self.context = RunContext(loaded)
 
     @property
@@ -74,39 +83,41 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         with self.context.running() as resources:
             self.start(resources)
             first_step = self.restore()
-            self.context.save_when_interrupted(self.state_between_steps, self.save_abandoned)
+            self.context.save_when_interrupted(partial(self.state_dict, interrupt=False), self.save_abandoned)
             for step in self.context.steps(first_step, self.config.max_steps):
                 self.train_one_step(step)
             self.finish()
 
     def start(self, resources: ResourceManager) -> None:
         """Start all clusters; the data is read while their workers load their models."""
-        starting = self.start_clusters(resources)
-        self.begin_loading(starting, starting.clusters.all())
+        starter = ClusterStarter(self.config, self.plan, resources)
+        roles = starter.start_computing() | self.start_scorers(starter) | starter.start_engines()
+        self.clusters = Clusters(**roles)
+        self.begin_loading(starter, self.clusters.all())
         self.load_data()
-        self.clusters = starting.finish(self.residency)
+        starter.finish(self.residency)
         self.connect()
 
-    def begin_loading(self, starting: StartingClusters[Clusters], started: list[Cluster]) -> None:
+    def begin_loading(self, starter: ClusterStarter, started: list[Cluster]) -> None:
         """Let the models load; ``started`` ends with the run."""
         self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
         # Before anything loads: a start that fails half-way must still end these processes.
         self.context.watch(started)
-        for judge in starting.clusters.judges.values():
+        for judge in self.clusters.judges.values():
             self.context.at_end(judge.close)
-        self.models = {model.cluster.name: model for model in starting.models}
-        starting.begin(self.residency)
+        self.models = starter.models
+        starter.begin(self.residency)
 
     @abstractmethod
-    def start_clusters(self, resources: ResourceManager) -> StartingClusters[Clusters]:
-        """Start the processes of every cluster."""
+    def start_scorers(self, starter: ClusterStarter) -> dict[str, Any]:
+        """Start the processes that score, by field of :class:`~roll.pipelines.clusters.Scorers`."""
 
     @abstractmethod
     def load_data(self) -> None:
         """Read the prompts or tasks, and set ``tokenizer``."""
 
     @abstractmethod
-    def build_source(self, engines: EngineClient) -> RolloutSource[Any, Any, ValidationT]:
+    def build_source(self, engines: EngineClient) -> RolloutSource[Any, Any]:
         """The rollout's source, on top of clusters and data."""
 
     @abstractmethod
@@ -161,7 +172,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
         """The step's samples with their scores."""
         if self.recorded.replays:
             with self.context.phase("step_generate"):
-                batch, metrics = self.recorded.read(step)
+                batch, metrics = self.recorded.read(step, self.rows_per_step)
             self.context.record(metrics)
             return batch
         with self.context.phase("step_generate"), self.generating():
@@ -249,10 +260,9 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             starter = ClusterStarter(self.config, self.plan, resources)
             computing = starter.start_computing()
             # Nothing generates: actor_train is named for the engines as well.
-            clusters = Clusters(**computing, actor_infer=computing["actor_train"])
-            starting = StartingClusters(clusters, starter.models, starter.pending)
-            self.begin_loading(starting, clusters.computing())
-            self.clusters = starting.finish(self.residency)
+            self.clusters = Clusters(**computing, actor_infer=computing["actor_train"])
+            self.begin_loading(starter, self.clusters.computing())
+            starter.finish(self.residency)
             checkpoint = self.restore_models()
             self.method = self.build_method()
             self.method.load_state_dict(recorded.state)
@@ -261,14 +271,10 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
             self.learn(recorded.batch, recorded.step)
             return checkpoint.step if checkpoint is not None else 0, self.context.recorded()
 
-    @abstractmethod
     def is_validation_due(self, step: int) -> bool:
-        """True if a validation comes before step ``step``."""
-
-    @property
-    @abstractmethod
-    def validates(self) -> bool:
-        """True if the run validates at all."""
+        """True every ``eval_steps`` steps; before the first one unless ``before_train`` is false."""
+        every = self.plan.eval_steps
+        return bool(every) and step % every == 0 and (step > 0 or self.validates_first)
 
     def validate(self, step: int) -> None:
         """Answer the validation prompts and report accuracies, while everything else waits."""
@@ -286,15 +292,18 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 validation = self.rollout.finish_validation()
         self.report(validation, step)
 
-    @abstractmethod
-    def report(self, validation: ValidationT, step: int) -> None:
+    def report(self, validation: Validation, step: int) -> None:
         """Record the results of a validation after ``step`` steps."""
+        self.context.record({"time/val_step_total": Mean(validation.seconds)})
+        self.context.record_validation(validation.metrics | self.by_harness, step)
+        for name, groups in validation.groups.items():
+            self.context.dump_samples("validation", step, partial(self.source.table, groups), name)
 
     def finish(self) -> None:
         """A last validation of the final weights, the last checkpoint, and the summary."""
         steps = self.context.steps_done
         self.update_engines(steps)
-        if self.validates:
+        if self.plan.eval_steps:
             self.validate(steps)
         with self.context.finishing(steps):
             if self.config.actor_train.training_args.save_hf_model:
@@ -343,13 +352,13 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT, ValidationT]):
                 cluster.call_all(TrainWorker.load_checkpoint, str(checkpoint.role(cluster.name))).result()
         return checkpoint
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the driver: plain JSON values."""
-        return {"rollout": self.rollout.state_dict(), "scoring": self.method.state_dict()}
+    def state_dict(self, interrupt: bool = True) -> dict[str, Any]:
+        """State of the driver: plain JSON values.
 
-    def state_between_steps(self) -> dict[str, Any]:
-        """Like :meth:`state_dict`, without interrupting the engines: what they have begun is sampled again."""
-        return {"rollout": self.rollout.state_between_steps(), "scoring": self.method.state_dict()}
+        Args:
+            interrupt: False: without interrupting the engines, so that what they have begun is sampled again.
+        """
+        return {"rollout": self.rollout.state_dict(interrupt), "scoring": self.method.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rollout.load_state_dict(state["rollout"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
@@ -38,54 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class RowModels:
-    """Both models of a run, as its method sees them (:class:`roll.methods.rows.Models`)."""
-
-    def __init__(self, pipeline: RowsPipeline) -> None:
-        self._pipeline = pipeline
-        self._context = pipeline.context
-
-    @property
-    def pad_token_id(self) -> int:
-        return self._pipeline.pad_token_id
-
-    @property
-    def has_frozen(self) -> bool:
-        return self._pipeline.frozen is not None
-
-    def forward(self, batch: DataProto, ask: Ask = LOG_PROBS) -> TensorBatch:
-        return self._begin(self._pipeline.learner, batch, ask)()
-
-    def measure(self, batch: DataProto, loss: Loss) -> Metrics:
-        self._bring(self._pipeline.learner)
-        return self._pipeline.learner.call(TrainWorker.measure, batch, loss).result()
-
-    def begin_frozen(self, batch: DataProto, ask: Ask = LOG_PROBS) -> Callable[[], TensorBatch]:
-        frozen = self._pipeline.frozen
-        if frozen is None:
-            return partial(self.forward, batch, replace(ask, without_adapters=True))
-        work = Computation(partial(self._begin, frozen, batch, ask))
-        return partial(self._context.replacing, frozen, partial(frozen.call_all, ModelWorker.initialize, 0), work)
-
-    def parts(self, rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        size = self._pipeline.section.infer_batch_size * self._pipeline.learner.world_size
-        return (rows[begin : begin + size] for begin in range(0, len(rows), size))
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return self._context.phase(name)
-
-    def record(self, metrics: Metrics) -> None:
-        self._context.record(metrics)
-
-    def _begin(self, cluster: Cluster, batch: DataProto, ask: Ask) -> Callable[[], TensorBatch]:
-        self._bring(cluster)
-        call = cluster.call(ModelWorker.forward, batch, ask)
-        return lambda: call.result().batch
-
-    def _bring(self, cluster: Cluster) -> None:
-        self._pipeline.residency.bring({cluster.name: WEIGHTS})
-
-
 @dataclass
 class DrawnRows:
     """The rows of a step whose columns the frozen model computes."""
@@ -101,7 +53,8 @@ class DrawnRows:
 
 
 class RowsPipeline:
-    """A run, from start to summary. A step is one optimizer step."""
+    """A run, from start to summary. A step is one optimizer step. Its method sees it as
+    :class:`roll.methods.rows.Models`."""
 
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
@@ -120,7 +73,7 @@ class RowsPipeline:
         self.role = self.method.role
         self.section: WorkerConfig = getattr(loaded.config, self.role)
         self.context = RunContext(loaded)
-        self.models = RowModels(self)
+        self.phase, self.record = self.context.phase, self.context.record
         self.training: Sequence[Any] = ()
         """The rows to learn from, where they are all prepared at the start."""
         self.held_out: Sequence[Any] = ()
@@ -148,9 +101,38 @@ class RowsPipeline:
             steps = self.start(resources)
             # Taken out and dropped: metrics of the start (dropped rows) are not the step's.
             self.context.recorded()
-            self.method.add_own_columns(recorded.batch, self.models)
-            self.update(recorded.batch)
+            self.method.add_own_columns(recorded.batch, self)
+            self.finish_update(self.begin_update(recorded.batch))
             return steps, self.context.recorded()
+
+    # The models, without gradient
+
+    @property
+    def has_frozen(self) -> bool:
+        return self.frozen is not None
+
+    def forward(self, batch: DataProto, ask: Ask = LOG_PROBS) -> TensorBatch:
+        return self._begin(self.learner, batch, ask)()
+
+    def measure(self, batch: DataProto, loss: Loss) -> Metrics:
+        self.residency.bring({self.role: WEIGHTS})
+        return self.learner.call(TrainWorker.measure, batch, loss).result()
+
+    def begin_frozen(self, batch: DataProto, ask: Ask = LOG_PROBS) -> Callable[[], TensorBatch]:
+        frozen = self.frozen
+        if frozen is None:
+            return partial(self.forward, batch, replace(ask, without_adapters=True))
+        work = Computation(partial(self._begin, frozen, batch, ask))
+        return partial(self.context.replacing, frozen, partial(frozen.call_all, ModelWorker.initialize, 0), work)
+
+    def _begin(self, cluster: Cluster, batch: DataProto, ask: Ask) -> Callable[[], TensorBatch]:
+        self.residency.bring({cluster.name: WEIGHTS})
+        call = cluster.call(ModelWorker.forward, batch, ask)
+        return lambda: call.result().batch
+
+    def parts(self, rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        size = self.section.infer_batch_size * self.learner.world_size
+        return (rows[begin : begin + size] for begin in range(0, len(rows), size))
 
     # Start
 
@@ -201,8 +183,11 @@ class RowsPipeline:
     def train_one_step(self, step: int) -> None:
         """One optimizer step on the next rows. Until the model learns, a signal may end it; a resumed run repeats the
         step."""
+        # None beyond a save or evaluation, so that the data state saved is that of the steps done.
+        pauses = [every - step % every for every in (self.plan.save_steps, self.plan.eval_steps) if every]
+        ahead = min(self.method.steps_in_flight, self.num_steps - step, *pauses)
         # Before a stop no further step is begun: it would have to be waited for, within `interrupt_timeout`.
-        ahead = 1 if self.context.stopping else min(self.method.steps_in_flight, self.steps_until_pause(step))
+        ahead = 1 if self.context.stopping else ahead
         while len(self.in_flight) < ahead:
             later = step + len(self.in_flight)
             with nullcontext() if self.in_flight else self.context.interruptible():
@@ -225,12 +210,14 @@ class RowsPipeline:
             self.context.record(rows.complete())
         # Only now: a signal during the wait above leaves the rows here, and `state_dict` draws them again.
         self.ahead.popleft()
-        self.method.add_own_columns(rows.batch, self.models)
-        self.method.add_estimates(rows.drawn, rows.batch, self.models)
+        self.method.add_own_columns(rows.batch, self)
+        self.method.add_estimates(rows.drawn, rows.batch, self)
         if self.plan.frozen_runs_ahead and step + 1 < self.num_steps:
             self.ahead.append(self.draw())
-        if step % self.config.logging_steps == 0:
-            self.record_samples(step, rows)
+        if step % self.config.logging_steps == 0 and self.method.samples == "demonstrations":
+            self.context.samples.demonstrations(step, rows.drawn, self.tokenizer)
+        elif step % self.config.logging_steps == 0 and self.method.samples == "pairs":
+            self.context.samples.pairs(step, rows.dealt, rows.batch, self.tokenizer)
         return rows.batch
 
     def draw(self) -> DrawnRows:
@@ -241,14 +228,7 @@ class RowsPipeline:
         if lengths is not None:
             dealt = [drawn[index] for index in balanced_order(lengths, self.learner.dp_size).tolist()]
         batch = self.method.batch(dealt, self.pad_token_id, self.learner.dp_size)
-        return DrawnRows(drawn, dealt, batch, self.method.request(dealt, batch, self.models, "train"), state)
-
-    def record_samples(self, step: int, rows: DrawnRows) -> None:
-        """Keep rows for reports."""
-        if self.method.samples == "demonstrations":
-            self.context.samples.demonstrations(step, rows.drawn, self.tokenizer)
-        elif self.method.samples == "pairs":
-            self.context.samples.pairs(step, rows.dealt, rows.batch, self.tokenizer)
+        return DrawnRows(drawn, dealt, batch, self.method.request(dealt, batch, self, "train"), state)
 
     def begin_update(self, batch: DataProto) -> PendingCall[Metrics]:
         """Start one optimizer step."""
@@ -257,21 +237,10 @@ class RowsPipeline:
                 self.residency.bring({self.role: TRAINING})
         return self.learner.call(TrainWorker.step, batch, self.method.loss)
 
-    def update(self, batch: DataProto) -> None:
-        """One optimizer step."""
-        self.finish_update(self.begin_update(batch))
-
     def finish_update(self, update: PendingCall[Metrics]) -> None:
         """Wait for an optimizer step."""
         with self.context.phase("step_train"):
             self.context.record(update.result())
-
-    def steps_until_pause(self, step: int) -> int:
-        """Steps from ``step`` on, this one included, that may be in flight together: none beyond a save or evaluation,
-        so that the data state saved is that of the steps done."""
-        ends = [self.num_steps - step]
-        ends += [every - step % every for every in (self.plan.save_steps, self.plan.eval_steps) if every]
-        return min(ends)
 
     # Between steps
 
@@ -289,12 +258,8 @@ class RowsPipeline:
         """Report the metrics of the held-out rows. A signal may end this too: the steps done are saved."""
         self.context.reach(steps_done)
         with self.context.phase("val_step"), self.context.interruptible():
-            metrics = self.measure()
+            metrics = self.method.measure(self.held_out, self)
         self.context.record_validation(metrics, steps_done)
-
-    def measure(self) -> dict[str, float]:
-        """The metrics of all held-out rows under the present weights."""
-        return self.method.measure(self.held_out, self.models)
 
     def save(self, steps_done: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``steps_done`` steps, with what the driver must remember."""
@@ -318,15 +283,11 @@ class RowsPipeline:
         if last and steps % self.plan.eval_steps:
             self.evaluate(steps)
         with self.context.finishing(steps):
-            self.export()
-
-    def export(self) -> None:
-        """Write the trained model in Hugging Face format, if ``save_hf_model`` is set."""
-        self.method.flush()
-        if self.section.training_args.save_hf_model:
-            self.residency.bring({self.role: WEIGHTS})
-            facts = self.method.facts(self.training, self.held_out, self.models)
-            export_model(self.learner, self.tokenizer, self.plan.output_dir / "model", facts)
+            self.method.flush()
+            if self.section.training_args.save_hf_model:
+                self.residency.bring({self.role: WEIGHTS})
+                facts = self.method.facts(self.training, self.held_out, self)
+                export_model(self.learner, self.tokenizer, self.plan.output_dir / "model", facts)
 
 
 def start_models(

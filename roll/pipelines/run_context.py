@@ -7,6 +7,7 @@ device memory is its host memory, unless ``is_offload_states: true`` is set.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import defaultdict
@@ -37,13 +38,15 @@ from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
 from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.run_checkpoints import STATE_FOLDER
-from roll.pipelines.run_lifetime import RunLifetime, whole_sets
+from roll.pipelines.run_lifetime import RunLifetime
 from roll.pipelines.stragglers import StragglerWatch
 from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, Sum, merge_metrics, to_floats
+from roll.report.run_files import REPORT_NAME
 from roll.strategies.base import StateKind
-from roll.tracking import PhaseTimer, ProgressReporter, SampleTable
+from roll.tracking import LOG_NAME, PhaseTimer, ProgressReporter, RunSummary, SampleTable
+from roll.tracking.console import INTERVAL_ENDS
 from roll.tracking.records import strip_reducer_tags
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import ModelWorker
@@ -72,7 +75,6 @@ class RunContext(RunLifetime):
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
         self._stragglers = StragglerWatch(lambda: self._clusters)
         self._measures_memory = False
-        self._dumps_samples = self.plan.dump_dir is not None
         config = self.config
         self._batches = BatchRecorder(
             self.plan.output_dir / BATCHES, loaded.pipeline.name, config.dump_batches, config.on_nonfinite
@@ -134,7 +136,7 @@ class RunContext(RunLifetime):
             save: writes a checkpoint after so many steps with such a state, in a step that was abandoned before it had
                 changed a model.
         """
-        self._interruption.saves(state, save)
+        self._interruption.state, self._interruption.write = state, save
 
     @property
     def stopping(self) -> bool:
@@ -220,8 +222,14 @@ class RunContext(RunLifetime):
             part: the name of a validation set, if it has one.
         """
         name = f"{kind}-{part}" if part else kind
-        if self._dumps_samples:
-            self._outputs.dump(name, step, table)
+        if self.plan.dump_dir is not None:
+            file = self.plan.dump_dir / f"{name}-{step:06d}.jsonl"
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("w", encoding="utf-8") as out:
+                    out.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in table())
+            except OSError as error:
+                logger.error("%s was not written: %s", file, error)
         if kind == "validation":
             rows = list(table())
             self._tracker.log_samples(name, rows[:SHOWN_SAMPLES], step)
@@ -287,12 +295,21 @@ class RunContext(RunLifetime):
 
     def finish(self, steps: int) -> None:
         self._record_phases(steps)
-        self._outputs.describe(outcome="finished")
+        self._describe(outcome="finished")
         self.samples.flush()
-        self._outputs.draw_curves()
-        self._outputs.write_report()
-        seconds = time.perf_counter() - self._began
-        self._outputs.summary(self._validations, seconds, steps, self._tracker.files()).show()
+        self._draw()
+        files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files(), "curves": self._plot}
+        if self.config.report_at_end:
+            files["report"] = self.plan.output_dir / REPORT_NAME
+        done = [whole_sets(self._validations[after], True) for after in sorted(self._validations)]
+        RunSummary(
+            title=self.plan.exp_name,
+            before=done[0] if len(done) > 1 else {},
+            after=done[-1] if done else {},
+            seconds=time.perf_counter() - self._began,
+            steps=steps,
+            files=files,
+        ).show()
 
     # Checkpoints
 
@@ -333,6 +350,17 @@ class RunContext(RunLifetime):
         state = load_state(checkpoint.role(STATE_FOLDER))
         self._validations = {int(steps): metrics for steps, metrics in state["validations"].items()}
         return state
+
+
+def whole_sets(metrics: Mapping[str, float], intervals: bool = False) -> dict[str, float]:
+    """Metrics of whole validation sets: none by tag or under a second name, ends only with ``intervals``."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if name.startswith("val/")
+        and (name.count("/") <= 2 or "/reward/" in name)
+        and (intervals or not name.endswith(INTERVAL_ENDS))
+    }
 
 
 def start_cluster(
@@ -439,28 +467,22 @@ class Residency:
         """Have exactly what the next phase needs on the devices that it uses: offload, then onload. A signal waits
         until all moves are made."""
         with ending.holding():
-            self._bring(needs)
-
-    def _bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
-        # Roles with devices of their own are no tenants, and never move.
-        needed = {name: kinds for name, kinds in needs.items() if name in self._tenants}
-        wanted: set[int] = set().union(*(self._tenants[name].devices for name in needed))
-        for name, tenant in self._tenants.items():
-            superfluous = tenant.resident - needed.get(name, frozenset())
-            # All that leaves does so before anything comes: the two together need not fit onto a device.
-            if superfluous and tenant.devices & wanted and not self._is_alone(tenant, needed):
-                self._timed(f"time/{name}/offload/total", tenant.offload, superfluous)
-        for name, kinds in needed.items():
-            tenant = self._tenants[name]
-            missing = (kinds & tenant.states) - tenant.resident
-            if missing:
-                self._timed(f"time/{name}/onload/total", tenant.onload, kinds & tenant.states)
-
-    def _is_alone(self, tenant: _Tenant, needed: Mapping[str, frozenset[StateKind]]) -> bool:
-        """True for a role that the phase needs and that shares its devices with no other one of the phase: what else it
-        has there may stay."""
-        others = [other for name in needed if (other := self._tenants[name]) is not tenant]
-        return tenant.cluster.name in needed and not any(other.devices & tenant.devices for other in others)
+            # Roles with devices of their own are no tenants, and never move.
+            needed = {name: kinds for name, kinds in needs.items() if name in self._tenants}
+            wanted: set[int] = set().union(*(self._tenants[name].devices for name in needed))
+            for name, tenant in self._tenants.items():
+                superfluous = tenant.resident - needed.get(name, frozenset())
+                # All that leaves does so before anything comes: the two together need not fit onto a device.
+                others = [self._tenants[other] for other in needed if other != name]
+                # What a role has on devices that it shares with no other one of the phase may stay.
+                alone = name in needed and not any(other.devices & tenant.devices for other in others)
+                if superfluous and tenant.devices & wanted and not alone:
+                    self._timed(f"time/{name}/offload/total", tenant.offload, superfluous)
+            for name, kinds in needed.items():
+                tenant = self._tenants[name]
+                missing = (kinds & tenant.states) - tenant.resident
+                if missing:
+                    self._timed(f"time/{name}/onload/total", tenant.onload, kinds & tenant.states)
 
     def _timed(self, name: str, move: Callable[[Collection[StateKind]], None], kinds: Collection[StateKind]) -> None:
         begin = time.perf_counter()

@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,24 +30,20 @@ from roll.distributed.failures import naming
 from roll.distributed.guard import Guard
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
-from roll.pipelines.files import write_samples
 from roll.pipelines.run_checkpoints import RunCheckpoints
 from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol.metrics import Metrics
 from roll.report.page import ending_command, write_report
-from roll.report.run_files import REPORT_NAME, RunFiles
+from roll.report.run_files import RunFiles
 from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
     METRICS_NAME,
-    RunSummary,
-    SampleTable,
     TrackedRun,
     build_trackers,
     setup_logging,
 )
 from roll.tracking.callbacks import Callbacks
-from roll.tracking.console import INTERVAL_ENDS
 from roll.tracking.plots import plot_run
 from roll.tracking.run_record import (
     RECORD_FOLDER,
@@ -112,13 +108,19 @@ class RunLifetime:
         self._total_steps = 0
         self._checkpoints = RunCheckpoints(self.config, self.plan, record, self._published)
         self._resume = self._checkpoints.resume
-        self._outputs = RunOutputs(loaded, resumed=self._resume is not None)
+        self._describe = RunFiles(loaded, resumed=self._resume is not None).write
+        """Say where the files are, and with ``outcome`` how the run has ended."""
+        self._metrics_file, self._plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
+        self._drawn = False
+        """The curves have been drawn."""
         self._callbacks = Callbacks(loaded.callbacks)
 
     @contextmanager
     def running(self) -> Iterator[ResourceManager]:
         """Logs, trackers and Ray for the length of a run; whatever was started is stopped again, however it ends."""
-        log_dir = self.plan.log_dir
+        log_dir, config = self.plan.log_dir, self.config
+        profiles = Path(config.profiler_output_dir or log_dir / "profiler").resolve()
+        profiling = Profiling(str(profiles), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
         with ExitStack() as stack:
             # Prompts, responses and configurations are private, on the disk of a shared host too.
             stack.callback(os.umask, os.umask(0o077))
@@ -135,9 +137,9 @@ class RunLifetime:
                 ray_runtime(
                     self.plan.num_devices_per_node,
                     self.plan.num_nodes,
-                    self._outputs.profiling().environment() | self.config.system_envs,
+                    profiling.environment() | config.system_envs,
                     log_dir / "workers",
-                    saves_on_usr1=self.config.on_usr1 == "save",
+                    saves_on_usr1=config.on_usr1 == "save",
                 )
             )
             self._guard = runtime.guard
@@ -169,10 +171,15 @@ class RunLifetime:
 
         Before Ray starts, so that what a full disk refuses is said at once.
         """
-        self._outputs.write_config()
+        for warning in self._loaded.warnings:
+            logger.warning("%s", warning)
+        self.plan.output_dir.mkdir(parents=True, exist_ok=True)
+        path = self.plan.output_dir / RESOLVED_CONFIG
+        with naming(path):
+            path.write_text(effective_yaml(self._loaded), encoding="utf-8")
         # Checkpoint n is the state after n steps, which are counted from 0.
         last_step = None if self._resume is None else self._resume.step - 1
-        tracked = self._outputs.tracked_run(last_step)
+        tracked = TrackedRun(self.plan.log_dir, self.plan.exp_name, masked(self._loaded.resolved), last_step)
         with naming(self.plan.log_dir):
             self._tracker = build_trackers(self.config.track_with, self.config.tracker_kwargs, tracked)
         stack.callback(self._tracker.close)
@@ -184,7 +191,7 @@ class RunLifetime:
         self.samples = SampleRecorder(log, settings, seen)
         stack.callback(self._timeline.close)
         stack.callback(self.samples.close)
-        self._outputs.describe()
+        self._describe()
 
     def _end_early(self, error: BaseException) -> BaseException:
         """Save what can be saved, and end the clusters; return ``error`` with an account of the run's progress."""
@@ -199,7 +206,7 @@ class RunLifetime:
         # After the clusters, whose ranks may have been writing into it.
         if self._checkpoints.pending is not None:
             self._checkpoints.pending.discard()
-        self._outputs.describe(outcome=f"{type(error).__name__}: {error}")
+        self._describe(outcome=f"{type(error).__name__}: {error}")
         error.add_note(self._account())
         logging.getLogger(ENDING_LOGGER).error("%s: %s\n%s", type(error).__name__, error, self._account())
         return error
@@ -210,11 +217,20 @@ class RunLifetime:
         try:
             yield
         finally:
-            if self._guard is not None and not self._outputs.drawn:
+            if self._guard is not None and not self._drawn:
                 with ending.holding(then_raise=False):
-                    if self._outputs.metrics.exists():
-                        self._outputs.draw_curves()
-                    self._outputs.write_report()
+                    self._draw()
+
+    def _draw(self) -> None:
+        """Draw the curves of what was logged, and write the report."""
+        self._drawn = True
+        try:
+            if self._metrics_file.exists():
+                plot_run(self._metrics_file, self._plot, self.plan.exp_name, self._loaded.pipeline.panels)
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.warning("the curves could not be drawn: %s", error)
+        if self.config.report_at_end:
+            write_report(self.plan.output_dir)
 
     def _account(self) -> str:
         """The progress of the run, and the command that continues it."""
@@ -236,7 +252,15 @@ class RunLifetime:
             store = self._checkpoints.manager.store
             copies = [] if store is None else [f"{store}/{places[0].name}"]
             supervised.tell(checkpoint=[*map(str, places), *copies])
-        log, command = str(self._outputs.log.resolve()), self._outputs.ending_command()
+        log, report = str((self.plan.log_dir / LOG_NAME).resolve()), self.config.report_at_end
+        # Draws curves and report in another process, should this process be killed.
+        command = ending_command(
+            self._metrics_file,
+            self._plot,
+            self.plan.exp_name,
+            self._loaded.pipeline.panels,
+            self.plan.output_dir if report else None,
+        )
         self._guard.tell({"account": self._account(), "log": log, "command": command})
 
     def at_end(self, hook: Callable[[], None]) -> None:
@@ -272,8 +296,10 @@ class Interruption:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._state: Callable[[], dict[str, Any] | None] = lambda: None
-        self._save: Callable[[int, dict[str, Any]], None] | None = None
+        self.state: Callable[[], dict[str, Any] | None] = lambda: None
+        """See :meth:`roll.pipelines.run_context.RunContext.save_when_interrupted`."""
+        self.write: Callable[[int, dict[str, Any]], None] | None = None
+        """Likewise, ``save``."""
         self._point: tuple[int, dict[str, Any]] | None = None
         self._timer: threading.Timer | None = None
         self._is_over = False
@@ -282,10 +308,6 @@ class Interruption:
         self.saved_steps: int | None = None
         """Steps done by the newest checkpoint; None: there is none."""
 
-    def saves(self, state: Callable[[], dict[str, Any] | None], save: Callable[[int, dict[str, Any]], None]) -> None:
-        """See :meth:`roll.pipelines.run_context.RunContext.save_when_interrupted`."""
-        self._state, self._save = state, save
-
     def reach(self, steps_done: int) -> None:
         """Note that ``steps_done`` steps are done, and the next has not begun.
 
@@ -293,7 +315,7 @@ class Interruption:
             Interrupted: a signal has come, and this is a point that can be saved.
         """
         self.steps_done = steps_done
-        state = self._state()
+        state = self.state()
         self._point = None if state is None else (steps_done, state)
         if self._point is not None:
             ending.check()
@@ -301,7 +323,7 @@ class Interruption:
     @property
     def can_end(self) -> bool:
         """False while models have begun a step after those that are done."""
-        return self._save is None or self._point is not None
+        return self.write is None or self._point is not None
 
     def begin(self, number: signal.Signals) -> None:
         """React to the first signal. Called in a signal handler, where nothing may be logged."""
@@ -320,7 +342,14 @@ class Interruption:
         """
         try:
             if self._can_save and self._point is not None and self.steps_done and not self._is_over:
-                self._write(publish)
+                assert self.write is not None
+                (steps_done, state), began = self._point, time.monotonic()
+                publish()
+                # The checkpoint that was just published may be the one that is wanted.
+                if self.saved_steps != steps_done:
+                    self.write(steps_done, state)
+                    publish()
+                    logger.info("saved after %d steps, in %.1f s", steps_done, time.monotonic() - began)
             elif self._is_over:
                 logger.error("nothing was saved: the step in flight was not done within %s", self._limit)
         # The limit in time comes as a SystemExit; Ray's calls may make a KeyboardInterrupt of it.
@@ -337,24 +366,13 @@ class Interruption:
             self._timer.cancel()
         ending.forget_pending()
 
-    def _write(self, publish: Callable[[], None]) -> None:
-        assert self._point is not None and self._save is not None
-        steps_done, state = self._point
-        began = time.monotonic()
-        publish()
-        # The checkpoint that was just published may be the one that is wanted.
-        if self.saved_steps != steps_done:
-            self._save(steps_done, state)
-            publish()
-            logger.info("saved after %d steps, in %.1f s", steps_done, time.monotonic() - began)
-
     @property
     def _limit(self) -> str:
         return f"interrupt_timeout: {self._seconds:g}"
 
     @property
     def _can_save(self) -> bool:
-        return self._seconds > 0 and self._save is not None
+        return self._seconds > 0 and self.write is not None
 
     def _give_up(self, number: signal.Signals) -> None:
         self._is_over = True
@@ -367,101 +385,3 @@ def command_to_go_on(loaded: LoadedConfig[Any]) -> str:
         return masked_text(shlex.join(["roll", "run", str(loaded.plan.output_dir / RESOLVED_CONFIG), _RESUME]))
     kept = [word for word in loaded.overrides if not word.lstrip("+").startswith("resume_from_checkpoint=")]
     return masked_text(shlex.join(["roll", "run", str(loaded.source), *kept, _RESUME]))
-
-
-class RunOutputs:
-    """Paths of a run's files, and their writers."""
-
-    def __init__(self, loaded: LoadedConfig[Any], resumed: bool) -> None:
-        self._loaded, self._config, self._plan = loaded, loaded.config, loaded.plan
-        self._files = RunFiles(loaded, resumed)
-        self.describe = self._files.write
-        """Say where the files are, and with ``outcome`` how the run has ended."""
-        self.metrics = self._plan.log_dir / METRICS_NAME
-        self.log = self._plan.log_dir / LOG_NAME
-        self._plot = self._plan.output_dir / PLOT
-        self.drawn = False
-        """The curves have been drawn."""
-
-    def profiling(self) -> Profiling:
-        """Measurements of the workers' processes."""
-        config = self._config
-        folder = Path(config.profiler_output_dir or self._plan.log_dir / "profiler").resolve()
-        return Profiling(str(folder), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
-
-    def tracked_run(self, resume_step: int | None) -> TrackedRun:
-        """The run as trackers see it; ``resume_step`` is the last step of the checkpoint that it continues."""
-        return TrackedRun(
-            log_dir=self._plan.log_dir,
-            exp_name=self._plan.exp_name,
-            config=masked(self._loaded.resolved),
-            resume_step=resume_step,
-        )
-
-    def write_config(self) -> None:
-        """Write the effective configuration, and log its warnings."""
-        for warning in self._loaded.warnings:
-            logger.warning("%s", warning)
-        self._plan.output_dir.mkdir(parents=True, exist_ok=True)
-        path = self._plan.output_dir / RESOLVED_CONFIG
-        with naming(path):
-            path.write_text(effective_yaml(self._loaded), encoding="utf-8")
-
-    def dump(self, name: str, step: int, table: Callable[[], SampleTable]) -> None:
-        """Write a step's samples into ``rollout_dump_dir``, which there is."""
-        assert self._plan.dump_dir is not None
-        file = self._plan.dump_dir / f"{name}-{step:06d}.jsonl"
-        try:
-            write_samples(file, table())
-        except OSError as error:
-            logger.error("%s was not written: %s", file, error)
-
-    def draw_curves(self) -> None:
-        self.drawn = True
-        try:
-            plot_run(self.metrics, self._plot, self._plan.exp_name, self._loaded.pipeline.panels)
-        except (OSError, ValueError, RuntimeError) as error:
-            logger.warning("the curves could not be drawn: %s", error)
-
-    def write_report(self) -> None:
-        if self._config.report_at_end:
-            write_report(self._plan.output_dir)
-
-    def ending_command(self) -> list[str]:
-        """Command that draws curves and report in another process, should this process be killed."""
-        report = self._plan.output_dir if self._config.report_at_end else None
-        panels = self._loaded.pipeline.panels
-        return ending_command(self.metrics, self._plot, self._plan.exp_name, panels, report)
-
-    def summary(
-        self, validations: Mapping[int, Mapping[str, float]], seconds: float, steps: int, tracked: Mapping[str, Path]
-    ) -> RunSummary:
-        """Results of the run.
-
-        Args:
-            validations: metrics by the steps that were done.
-            tracked: files of the trackers.
-        """
-        files = {"log": self.log, **tracked, "curves": self._plot}
-        if self._config.report_at_end:
-            files["report"] = self._plan.output_dir / REPORT_NAME
-        done = sorted(validations)
-        return RunSummary(
-            title=self._plan.exp_name,
-            before=whole_sets(validations[done[0]], True) if len(done) > 1 else {},
-            after=whole_sets(validations[done[-1]], True) if done else {},
-            seconds=seconds,
-            steps=steps,
-            files=files,
-        )
-
-
-def whole_sets(metrics: Mapping[str, float], intervals: bool = False) -> dict[str, float]:
-    """Metrics of whole validation sets: none by tag or under a second name, ends only with ``intervals``."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if name.startswith("val/")
-        and (name.count("/") <= 2 or "/reward/" in name)
-        and (intervals or not name.endswith(INTERVAL_ENDS))
-    }

@@ -6,9 +6,8 @@ import base64
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, SupportsFloat, get_type_hints
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,43 +31,12 @@ if TYPE_CHECKING:
     from roll.agents.episode import EpisodeGroup
 
 
-@dataclass(slots=True)
-class RecordedSample:
-    """A sample of a block, but for its prompt and its tokens. Each field has the key that it gets in the file, where
-    None and empty dicts are left out; :mod:`roll.tracking.run_record` describes them."""
-
-    group: Annotated[str | None, "g"] = None
-    kind: Annotated[str | None, "k"] = None
-    score: Annotated[float | None, "s"] = None
-    reward: Annotated[float | None, "r"] = None
-    metrics: Annotated[dict[str, Any] | None, "m"] = None
-    error: Annotated[object, "e"] = None
-    finish_reason: Annotated[object, "f"] = None
-    outcome: Annotated[object, "o"] = None
-    role: Annotated[str | None, "role"] = None
-    images: Annotated[list[str] | None, "i"] = None
-    num_sampled: Annotated[int | None, "n"] = None
-    text: Annotated[str | None, "x"] = None
-    given: Annotated[list[list[int]] | None, "c"] = None
-    turns: Annotated[list[list[float]] | None, "u"] = None
-    log_probs: Annotated[list[int] | None, "l"] = None
-    mismatch: Annotated[list[int] | None, "q"] = None
-    reference: Annotated[list[int] | None, "h"] = None
-    advantages: Annotated[float | list[float] | None, "a"] = None
-    experts: Annotated[list[list[int] | None] | None, "y"] = None
-    version: Annotated[int | list[list[int]] | None, "w"] = None
-
-    def encoded(self) -> dict[str, Any]:
-        """The keys of the file with their values."""
-        values = ((key, getattr(self, name)) for name, key in _KEYS.items())
-        return {key: value for key, value in values if value is not None and value != {}}
-
-
-_KEYS = {name: hint.__metadata__[0] for name, hint in get_type_hints(RecordedSample, include_extras=True).items()}
-
-Notes = Sequence[tuple[dict[str, Any], RecordedSample]]
-"""Values of a batch's samples (by row) or episodes (by number) that the batch does not hold: keys of the prompt, and
-fields of the sample."""
+Sample = dict[str, Any]
+"""A sample of a block, but for its prompt and its tokens, by the keys of :mod:`roll.tracking.run_record`; values that
+are None or empty are left out of the file."""
+Notes = Sequence[tuple[dict[str, Any], Sample]]
+"""Values of a batch's samples (by row) or episodes (by number) that the batch does not hold: keys of the prompt, and of
+the sample."""
 
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
 THUMBNAIL = 128
@@ -81,7 +49,7 @@ _MAX_TEXT = 20_000
 
 def sample_notes(groups: Sequence[SampleGroup]) -> Notes:
     """One entry a row of :func:`roll.rollout.groups.build_batch`."""
-    found: list[tuple[dict[str, Any], RecordedSample]] = []
+    found: list[tuple[dict[str, Any], Sample]] = []
     for group in groups:
         prompt: dict[str, Any] = {
             "text": group.prompt.prompt_text[:_MAX_TEXT],
@@ -90,7 +58,7 @@ def sample_notes(groups: Sequence[SampleGroup]) -> Notes:
         if group.prompt.vision is not None:
             prompt["images"] = list(group.prompt.vision.file_names)
         for reward in group.rewards:
-            found.append((prompt, RecordedSample(metrics=dict(reward.metrics), error=reward.error)))
+            found.append((prompt, {"m": dict(reward.metrics), "e": reward.error}))
     return found
 
 
@@ -99,12 +67,12 @@ def episode_notes(groups: Sequence[EpisodeGroup]) -> Notes:
     return [
         (
             {"seed": episode.task.seed, "images": _images_seen(episode.calls[:1])},
-            RecordedSample(
-                metrics={name: float(value) for name, value in episode.metrics.items()},
-                error=episode.error,
-                outcome=episode.outcome,
-                images=_images_seen(episode.calls),
-            ),
+            {
+                "m": {name: float(value) for name, value in episode.metrics.items()},
+                "e": episode.error,
+                "o": episode.outcome,
+                "i": _images_seen(episode.calls),
+            },
         )
         for group in groups
         for episode in group.episodes
@@ -182,7 +150,7 @@ class SampleRecorder:
         about = notes()
         for place, row in enumerate(rows.tolist()):
             number = row if of_rows.episodes is None else of_rows.episodes[place]
-            known, sample = about[number] if number < len(about) else ({}, RecordedSample())
+            known, sample = about[number] if number < len(about) else ({}, {})
             words = {name: None if column is None else column[row] for name, column in objects.items()}
             prompt, prompt_ids = dict(known), of_rows.prompt_ids(place)
             prompt |= {"id": words["prompt_id"], "domain": words["domain"], "tag": words["tag"]}
@@ -190,9 +158,9 @@ class SampleRecorder:
                 prompt["text"] = self._text(prompt_ids)
             elif "images" not in prompt:
                 prompt["decoded"] = block.read_back(str(words["prompt_id"]), prompt["text"], prompt_ids, self._text)
-            numbers = {name: _number(value) for name, value in (sample.metrics or {}).items()}
-            # Rows of one episode share its note.
-            sample = replace(sample, metrics=numbers, finish_reason=words["finish_reason"], role=words["role"])
+            numbers = {name: _number(value) for name, value in sample.get("m", {}).items()}
+            # A copy: rows of one episode share its note.
+            sample = {**sample, "m": numbers, "f": words["finish_reason"], "role": words["role"]}
             of_rows.fill(place, sample)
             block.add(prompt, sample, of_rows.response_ids(place))
         self._append(block.finished())
@@ -239,17 +207,10 @@ class SampleRecorder:
                 "truth": _short(row.get("ground_truth")),
                 "images": row.get("images"),
             }
-            sample = RecordedSample(
-                group=str(row.get("prompt_id", number)),
-                score=_number(row.get("score")),
-                metrics=dict(row["metrics"]) if row.get("metrics") else None,
-                error=row.get("error"),
-                finish_reason=row.get("finish_reason"),
-                outcome=row.get("outcome"),
-                num_sampled=row.get("response_tokens"),
-                text=str(row.get("response", ""))[:_MAX_TEXT],
-            )
-            block.add(prompt, sample)
+            sample: Sample = {"g": str(row.get("prompt_id", number)), "s": _number(row.get("score"))}
+            columns = {"m": "metrics", "e": "error", "f": "finish_reason", "o": "outcome", "n": "response_tokens"}
+            sample |= {key: row.get(name) for key, name in columns.items()}
+            block.add(prompt, sample | {"x": str(row.get("response", ""))[:_MAX_TEXT]})
         self._append(block.finished())
 
     def demonstrations(self, step: int, rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -267,7 +228,7 @@ class SampleRecorder:
                 "tag": row.tag,
                 "images": names,
             }
-            block.add(prompt, RecordedSample(group=row.row_id, num_sampled=len(response)), response)
+            block.add(prompt, {"g": row.row_id, "n": len(response)}, response)
         self._append(block.finished())
         self._show(step, [row.vision for row in rows[: self._settings.max_samples_per_step]])
 
@@ -295,12 +256,12 @@ class SampleRecorder:
             kinds = scores or ["chosen", "rejected"]
             for kind, ids in zip(kinds, row.responses, strict=True):
                 place += 1
-                sample = RecordedSample(group=row.row_id, kind=kind, num_sampled=len(ids))
+                sample: Sample = {"g": row.row_id, "k": kind, "n": len(ids)}
                 if row.margin is not None:
-                    sample.metrics = {"margin": row.margin}
+                    sample["m"] = {"margin": row.margin}
                 if reference is not None:
                     log_probs = reference[place][mask[place]].numpy()
-                    sample.reference = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
+                    sample["h"] = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
                 block.add(prompt, sample, ids)
         self._append(block.finished())
 
@@ -352,7 +313,7 @@ class _Block:
         self._read_back: dict[tuple[str, str], str | None] = {}
         """By prompt, its decoded ids where they differ from its text."""
 
-    def add(self, prompt: Mapping[str, Any], sample: RecordedSample, ids: Sequence[int] | None = None) -> None:
+    def add(self, prompt: Mapping[str, Any], sample: Sample, ids: Sequence[int] | None = None) -> None:
         """A sample; what is None in its prompt is left out.
 
         Args:
@@ -362,7 +323,7 @@ class _Block:
         if key not in self._places:
             self._places[key] = len(self._prompts)
             self._prompts.append({name: value for name, value in prompt.items() if value not in (None, "")})
-        kept = sample.encoded()
+        kept = {name: value for name, value in sample.items() if value is not None and value != {}}
         if ids is not None:
             self._ids.append(np.asarray(ids[: self._max_tokens], dtype=np.int64))
             kept["t"] = len(self._ids) - 1
@@ -377,7 +338,10 @@ class _Block:
         key = prompt_id, text
         if key not in self._read_back:
             decoded = decode(ids)
-            self._read_back[key] = None if _alike(text, decoded) else decoded
+            # But for white space, which some tokenizers add or drop at the ends, and a token that begins the text.
+            own, read = "".join(text.split()), "".join(decoded.split())
+            alike = own == read or (read.endswith(own) and len(read) - len(own) < 24)
+            self._read_back[key] = None if alike else decoded
         return self._read_back[key]
 
     def finished(self) -> dict[str, Any]:
@@ -431,50 +395,47 @@ class _Rows:
         ids: list[int] = self._columns["input_ids"][row, self._begins[row] : self._behind[row]].tolist()
         return ids
 
-    def fill(self, row: int, sample: RecordedSample) -> None:
+    def fill(self, row: int, sample: Sample) -> None:
         """Set the fields of ``sample`` that the batch holds."""
         columns, begin, end = self._columns, self._begins[row], self._ends[row]
-        sample.group = str(int(columns["group_ids"][row]))
-        sample.score, sample.num_sampled = _number(columns["scores"][row]), self._counts[row]
+        sample["g"] = str(int(columns["group_ids"][row]))
+        sample["s"], sample["n"] = _number(columns["scores"][row]), self._counts[row]
         if "response_level_rewards" in columns:
-            sample.reward = _number(columns["response_level_rewards"][row])
+            sample["r"] = _number(columns["response_level_rewards"][row])
         if end <= begin:
             return
         here = slice(begin, end)
-        sample.log_probs = self._log_probs[row][here]
+        sample["l"] = self._log_probs[row][here]
         if self._counts[row] < self._behind[row] - begin:
-            sample.given = _runs(~self._mask[row, here]) or None
+            given = ~self._mask[row, here]
+            sample["c"] = [[first, last] for first, last in _stretches(given) if given[first]] or None
         if self._mismatch is not None:
-            sample.mismatch = self._mismatch[row][here]
+            sample["q"] = self._mismatch[row][here]
         if self._advantage is not None:
             same = self._advantage[row]
             # Not NaN, which marks advantages that differ from token to token.
             if same == same:
-                sample.advantages = float(f"{same:.5g}")
+                sample["a"] = float(f"{same:.5g}")
             else:
-                sample.advantages = [float(f"{value:.4g}") for value in columns["advantages"][row, here].tolist()]
+                sample["a"] = [float(f"{value:.4g}") for value in columns["advantages"][row, here].tolist()]
         version = self._version[row]
-        sample.version = (
-            version if version >= 0 else _versions(columns["weight_versions"][row, here][self._mask[row, here]])
-        )
+        versions = columns["weight_versions"][row, here][self._mask[row, here]]
+        pairs = [[int(versions[first]), last - first] for first, last in _stretches(versions)]
+        # One version for all, or pairs of version and number of tokens.
+        sample["w"] = version if version >= 0 else pairs if len(pairs) > 1 else pairs[0][0] if pairs else 0
         if Output.ROUTES in columns:
-            sample.experts = _routes(columns[Output.ROUTES][row, here])
+            chosen = columns[Output.ROUTES][row, here]
+            # uint8 has no -1. Engines do not report all tokens, such as the last one.
+            known = (chosen != (255 if chosen.dtype == np.uint8 else -1)).all(-1).tolist()
+            experts = [ids if is_known else None for ids, is_known in zip(chosen.tolist(), known, strict=True)]
+            sample["y"] = experts if any(known) else None
         if "turn_ids" in columns:
-            sample.turns = _turns(columns["turn_ids"][row, here], columns["turn_rewards"][row, here])
-
-
-def _routes(chosen: NDArray[Any]) -> list[list[int] | None] | None:
-    """The experts (tokens, k) of each token; None: not reported by the engine, such as those of the last token."""
-    absent = 255 if chosen.dtype == np.uint8 else -1
-    known = (chosen != absent).all(-1).tolist()
-    experts = [ids if is_known else None for ids, is_known in zip(chosen.tolist(), known, strict=True)]
-    return experts if any(known) else None
-
-
-def _alike(text: str, decoded: str) -> bool:
-    """Equal but for white space, which some tokenizers add or drop at the ends, and a token that begins the text."""
-    first, second = "".join(text.split()), "".join(decoded.split())
-    return first == second or (second.endswith(first) and len(second) - len(first) < 24)
+            turns, rewards = columns["turn_ids"][row, here], columns["turn_rewards"][row, here]
+            sample["u"] = [
+                [first, last, round(float(rewards[first:last].sum()), 6)]
+                for first, last in _stretches(turns)
+                if turns[first] >= 0
+            ]
 
 
 def _scaled(values: NDArray[Any], scale: float) -> Any:
@@ -487,24 +448,6 @@ def _stretches(values: NDArray[Any]) -> list[tuple[int, int]]:
     """``(first, end)`` of the stretches of equal values."""
     edges = np.flatnonzero(values[1:] != values[:-1]) + 1
     return list(pairwise([0, *edges.tolist(), len(values)])) if len(values) else []
-
-
-def _versions(values: NDArray[Any]) -> int | list[list[int]]:
-    """The version, or pairs of version and number of tokens."""
-    pairs = [[int(values[begin]), end - begin] for begin, end in _stretches(values)]
-    return pairs if len(pairs) > 1 else pairs[0][0] if pairs else 0
-
-
-def _runs(mask: NDArray[np.bool_]) -> list[list[int]]:
-    """``[first, end]`` of the stretches where ``mask`` holds."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
-    return edges.reshape(-1, 2).tolist()
-
-
-def _turns(turn_ids: NDArray[Any], rewards: NDArray[Any]) -> list[list[float]]:
-    """``[first, end, reward]`` of each turn."""
-    turns = [(begin, end) for begin, end in _stretches(turn_ids) if turn_ids[begin] >= 0]
-    return [[begin, end, round(float(rewards[begin:end].sum()), 6)] for begin, end in turns]
 
 
 def _number(value: SupportsFloat | None) -> float | None:

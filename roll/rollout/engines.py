@@ -38,7 +38,6 @@ class Generation:
     request: GenerationRequest
     """The request as it was last given to an engine, with what its samples had then."""
     listener: Listener | None = None
-    on_finished: Callable[[FinishedGroup], None] | None = None
     done: bool = False
     value: FinishedGroup | None = None
     """Its samples; None: it is not finished, or was aborted."""
@@ -66,8 +65,6 @@ class Generation:
         """Hand over its samples (None: it was aborted), or what ended the engines."""
         if group is not None:
             group.request_id = self.name
-            if self.on_finished is not None:
-                self.on_finished(group)
         self.done, self.value, self._error = True, group, error
         for waiter in self._waiters:
             if not waiter.done():
@@ -183,24 +180,18 @@ class EngineClient:
         engine = min(self._engines, key=lambda one: one.num_samples)
         return await self._cluster.submit(engine.rank, EngineWorker.prompt_score, (token_ids, top))
 
-    def submit(
-        self,
-        request: GenerationRequest,
-        listener: Listener | None = None,
-        on_finished: Callable[[FinishedGroup], None] | None = None,
-    ) -> Generation:
+    def submit(self, request: GenerationRequest, listener: Listener | None = None) -> Generation:
         """Have a request generated in the background. Awaiting the result raises :class:`RemoteError` where the last
         engine is lost.
 
         Args:
             listener: is called with what the samples have so far, after every turn of an engine that can tell.
-            on_finished: is called with the samples as soon as they are there, before any coroutine continues.
         """
         # The number keeps names apart: a late report about an aborted request must not end a later one of its name.
         request_id = f"{request.request_id}#{next(self._numbers)}"
         finished = tuple(replace(output, request_id=request_id) for output in request.finished)
         named = replace(request, request_id=request_id, finished=finished)
-        generation = Generation(self, request.request_id, named, listener, on_finished)
+        generation = Generation(self, request.request_id, named, listener)
         if self.failure is not None:
             generation.finish(None, self.failure)
             return generation

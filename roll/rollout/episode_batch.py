@@ -21,7 +21,7 @@ from roll.agents.conversation import Branch, Call
 from roll.agents.episode import Episode, EpisodeGroup
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES, VisionInputs
-from roll.rollout.groups import masked_column
+from roll.rollout.groups import token_columns
 
 SampleRule = Literal["trajectory", "step"]
 OnError = Literal["drop", "zero", "keep"]
@@ -83,36 +83,32 @@ def build_episode_batch(
     """
     rows = list(_rows(groups, rule, roles, on_error))
     left_at = _left_at(rows) if bootstrap else np.full(len(rows), -1)
-    own_lengths = np.array([len(row.mask) for row in rows])
-    positions = np.arange(max(int(own_lengths.max()), int(left_at.max()) + 1, 1))
-    attention_mask = positions < np.maximum(own_lengths, 1)[:, None]
-    own = positions < own_lengths[:, None]
-    mask = np.zeros(attention_mask.shape, dtype=bool)
-    mask[own] = np.concatenate([row.mask for row in rows])
 
     def per_token(name: str) -> NDArray[np.float64]:
         return np.concatenate([getattr(row.branch, name)[row.mask] for row in rows])
 
-    tensors = {
-        "input_ids": masked_column(own, np.concatenate([row.branch.token_ids for row in rows]), np.int64, pad_token_id),
-        "attention_mask": torch.from_numpy(attention_mask),
-        "response_mask": torch.from_numpy(mask),
-        "rollout_log_probs": masked_column(mask, per_token("log_probs"), np.float32),
-        "weight_versions": masked_column(mask, per_token("versions"), np.int32),
-        "turn_ids": masked_column(mask, per_token("turns"), np.int32, -1),
-        "turn_rewards": masked_column(mask, np.concatenate([_turn_rewards(row, on_error) for row in rows]), np.float32),
-        "state_ids": masked_column(mask, _state_ids(rows), np.int32, -1),
-        "scores": torch.tensor([row.score for row in rows], dtype=torch.float32),
-        "group_ids": torch.tensor([row.group for row in rows]),
-        "episode_ids": torch.tensor([row.episode for row in rows]),
-        "trajectory_ids": torch.tensor([row.trajectory for row in rows]),
-        "task_ids": torch.tensor([row.task for row in rows]),
-        "step_index": torch.tensor([int(row.turns[0]) if len(row.turns) else 0 for row in rows]),
-        "terminated": torch.tensor([row.source.outcome == "terminated" for row in rows]),
-        "truncated": torch.tensor([row.source.outcome in TRUNCATED for row in rows]),
+    tensors = token_columns(
+        np.array([len(row.mask) for row in rows]),
+        np.concatenate([row.branch.token_ids for row in rows]),
+        np.concatenate([row.mask for row in rows]),
+        pad_token_id,
+        int(left_at.max()) + 1,
+        rollout_log_probs=(per_token("log_probs"), np.float32, 0),
+        weight_versions=(per_token("versions"), np.int32, 0),
+        turn_ids=(per_token("turns"), np.int32, -1),
+        turn_rewards=(np.concatenate([_turn_rewards(row, on_error) for row in rows]), np.float32, 0),
+        state_ids=(_state_ids(rows), np.int32, -1),
+    )
+    tensors["scores"] = torch.tensor([row.score for row in rows], dtype=torch.float32)
+    columns = {
+        f"{name}_ids": [getattr(row, name) for row in rows] for name in ("group", "episode", "trajectory", "task")
     }
+    columns["step_index"] = [int(row.turns[0]) if len(row.turns) else 0 for row in rows]
+    columns["terminated"] = [row.source.outcome == "terminated" for row in rows]
+    columns["truncated"] = [row.source.outcome in TRUNCATED for row in rows]
+    tensors |= {name: torch.tensor(values) for name, values in columns.items()}
     if bootstrap:
-        tensors["bootstrap_mask"] = torch.from_numpy(positions == left_at[:, None])
+        tensors["bootstrap_mask"] = torch.from_numpy(np.arange(tensors["input_ids"].shape[1]) == left_at[:, None])
     return DataProto.from_dict(tensors, non_tensors=_object_columns(rows, groups))
 
 
@@ -225,25 +221,11 @@ def _state_ids(rows: Sequence[_Row]) -> NDArray[np.int64]:
     return np.concatenate(found)
 
 
-def _images(rows: Sequence[_Row]) -> list[VisionInputs | None]:
-    """The images of each row; rows with the same images hold the same object."""
-    known: dict[tuple[str, ...], VisionInputs | None] = {(): None}
-    found = []
-    for row in rows:
-        key = tuple(image.digest for image in row.branch.images)
-        if key not in known:
-            known[key] = row.source.conversations.inputs(row.branch.images)
-        found.append(known[key])
-    return found
-
-
 def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dict[str, Sequence[object]]:
     orders = [groups[row.group].order for row in rows]
     first = {row.group: row.episode for row in reversed(rows)}
     places = [f"{row.episode - first[row.group]}-{number}" for number, row in enumerate(rows)]
-    images = _images(rows)
-    return {
-        **({IMAGES: images} if any(images) else {}),
+    objects: dict[str, Sequence[object]] = {
         "prompt_id": [f"{order}" for order in orders],
         "domain": [row.source.task.tag for row in rows],
         "tag": [row.source.task.tag for row in rows],
@@ -252,3 +234,11 @@ def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dic
         "role": [row.role for row in rows],
         "outcome": [row.source.outcome for row in rows],
     }
+    known: dict[tuple[str, ...], VisionInputs | None] = {(): None}
+    images = []
+    for row in rows:  # rows with the same images hold the same object
+        key = tuple(image.digest for image in row.branch.images)
+        if key not in known:
+            known[key] = row.source.conversations.inputs(row.branch.images)
+        images.append(known[key])
+    return objects | ({IMAGES: images} if any(images) else {})

@@ -78,7 +78,10 @@ class EngineSampler:
     ) -> Sampled:
         number, digest = self._asked, _digest(prompt_ids, vision)
         self._asked += 1
-        known = self._known(number, digest)
+        known = next((one for one in self._recorded if one["number"] == number), None)
+        if known is not None and known["prompt"] != digest:
+            # Another prompt than before (tools may not be deterministic): the later records are of other prompts, too.
+            self._recorded, self._begun, known = (), {}, None
         if known is not None:
             # An answer from the record never waits: other episodes get their turn here.
             await asyncio.sleep(0)
@@ -95,12 +98,15 @@ class EngineSampler:
         finally:
             del self._in_flight[number]
         assert finished is not None, "nobody else aborts it"
+        versions = np.zeros(len(finished.token_ids), dtype=np.int32)
+        for version, start, end in finished.weight_versions[0]:
+            versions[start:end] = version
         self._answered[number] = {
             "number": number,
             "prompt": digest,
             "token_ids": finished.token_ids,
             "log_probs": finished.log_probs,
-            "versions": _by_token(finished.weight_versions[0], len(finished.token_ids)),
+            "versions": versions,
             "finish_reason": finished.finish_reasons[0],
         }
         return _sampled(self._answered[number])
@@ -118,13 +124,6 @@ class EngineSampler:
                 for number, (digest, generation) in self._in_flight.items()
             },
         }
-
-    def _known(self, number: int, digest: str) -> State | None:
-        known = next((one for one in self._recorded if one["number"] == number), None)
-        if known is not None and known["prompt"] != digest:
-            # Another prompt than before (tools may not be deterministic): the later records are of other prompts, too.
-            self._recorded, self._begun, known = (), {}, None
-        return known
 
     def _request(
         self, number: int, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]
@@ -146,13 +145,6 @@ def _digest(prompt_ids: Sequence[int], vision: VisionInputs | None = None) -> st
     if vision is not None:
         digest.update(" ".join(vision.image_keys).encode())
     return digest.hexdigest()
-
-
-def _by_token(spans: Sequence[tuple[int, int, int]], length: int) -> np.ndarray:
-    versions = np.zeros(length, dtype=np.int32)
-    for version, start, end in spans:
-        versions[start:end] = version
-    return versions
 
 
 def _sampled(known: State) -> Sampled:
@@ -187,17 +179,10 @@ class _Member:
     episode: Episode | None = None
     """None: it is not over."""
 
-
-@dataclass(eq=False, slots=True)
-class _OpenGroup(GroupInFlight[Task]):
-    members: dict[int, _Member] = field(default_factory=dict)
-
-    @property
-    def label(self) -> str:
-        return f"{self.drawn.item.tag}, seed {self.drawn.item.seed}"
-
     def state(self) -> State:
-        return {"members": {str(index): _member_state(member) for index, member in self.members.items()}}
+        if self.episode is not None:
+            return {"episode": episode_state(self.episode)}
+        return {"attempt": self.attempt, "calls": self.sampler.state_dict()}
 
 
 class EpisodeFlow(GroupFlow[Task, EpisodeGroup]):
@@ -237,23 +222,33 @@ class EpisodeFlow(GroupFlow[Task, EpisodeGroup]):
 
     def _start_group(self, drawn: Drawn[Task], progress: Mapping[str, Any] | None = None) -> None:
         """Run the task's episodes; environments of an earlier process are led through the recorded responses."""
-        group = _OpenGroup(drawn)
-        self._begin(group, self._run(group, progress["members"] if progress else {}))
+        members: dict[int, _Member] = {}
+        task = drawn.item
+
+        def state() -> State:
+            return {"members": {str(index): member.state() for index, member in members.items()}}
+
+        begun = GroupInFlight(drawn, f"{task.tag}, seed {task.seed}", state)
+        self._begin(begun, self._run(drawn, members, progress["members"] if progress else {}))
 
     def _ended(self, group: EpisodeGroup) -> None:
         self._progress.generated.append(group)
 
-    async def _run(self, group: _OpenGroup, recorded: Mapping[str, State]) -> tuple[EpisodeGroup, bool]:
+    async def _run(
+        self, drawn: Drawn[Task], members: dict[int, _Member], recorded: Mapping[str, State]
+    ) -> tuple[EpisodeGroup, bool]:
         async with self._slots:
-            episodes = await self._members(group, recorded)
-        played = EpisodeGroup(group.drawn.order, group.drawn.item, episodes)
+            episodes = await self._members(drawn, members, recorded)
+        played = EpisodeGroup(drawn.order, drawn.item, episodes)
         return played, any(one.calls for one in episodes) and self._settings.keeps(played)
 
-    async def _members(self, group: _OpenGroup, recorded: Mapping[str, State]) -> list[Episode]:
+    async def _members(
+        self, drawn: Drawn[Task], members: dict[int, _Member], recorded: Mapping[str, State]
+    ) -> list[Episode]:
         """The episodes that count, in the order of their numbers."""
         settings = self._settings
         tasks = {
-            asyncio.create_task(self._episode(group, index, recorded.get(str(index)))): index
+            asyncio.create_task(self._episode(drawn, members, index, recorded.get(str(index)))): index
             for index in range(settings.group_size + settings.redundancy)
         }
         running, sound, failed = set(tasks), dict[int, Episode](), dict[int, Episode]()
@@ -282,18 +277,20 @@ class EpisodeFlow(GroupFlow[Task, EpisodeGroup]):
         if running:
             await asyncio.sleep(0)  # their requests are withdrawn in this pass
 
-    async def _episode(self, group: _OpenGroup, index: int, recorded: State | None) -> Episode:
-        task, settings = group.drawn.item, self._settings
+    async def _episode(
+        self, drawn: Drawn[Task], members: dict[int, _Member], index: int, recorded: State | None
+    ) -> Episode:
+        task, settings = drawn.item, self._settings
         player = self._players[task.tag]
         member = _Member(EngineSampler(self._engines, "", player.params))
-        group.members[index] = member
+        members[index] = member
         if recorded is not None and "episode" in recorded:
             member.episode = episode_from(recorded["episode"], task, player)
             return member.episode
         first = int(recorded["attempt"]) if recorded is not None else 0
         for attempt in range(first, settings.retries + 1):
             calls = recorded["calls"] if recorded is not None and attempt == first else None
-            name = f"{settings.name}{group.drawn.order}.{index}" + (f".{attempt}" if attempt else "")
+            name = f"{settings.name}{drawn.order}.{index}" + (f".{attempt}" if attempt else "")
             member.attempt = attempt
             member.sampler = EngineSampler(self._engines, name, player.params, calls)
             model = Model(member.sampler, player.template, player.tool_format, player.limits, player.thinking)
@@ -313,12 +310,6 @@ class EpisodeFlow(GroupFlow[Task, EpisodeGroup]):
             self.quarantine.add(f"environment {task.tag}", row, episode.error)
         member.episode = episode
         return episode
-
-
-def _member_state(member: _Member) -> State:
-    if member.episode is not None:
-        return {"episode": episode_state(member.episode)}
-    return {"attempt": member.attempt, "calls": member.sampler.state_dict()}
 
 
 def episode_state(episode: Episode) -> State:

@@ -10,8 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 from roll.config.roles import GeneratingArguments
 from roll.datasets.types import PromptRow
@@ -84,20 +83,14 @@ class Progress(Generic[GroupT]):
     rejected: list[GroupT] = field(default_factory=list)
 
 
-@dataclass(eq=False, slots=True)
-class GroupInFlight(ABC, Generic[ItemT]):
+class GroupInFlight(NamedTuple):
     """A group whose coroutine is running."""
 
-    drawn: Drawn[ItemT]
-
-    @property
-    @abstractmethod
-    def label(self) -> str:
-        """Name of the group in messages."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Any] | None:
-        """Progress of its samples; None: they are complete."""
+    drawn: Drawn[Any]
+    label: str
+    """Name of the group in messages."""
+    state: Callable[[], dict[str, Any] | None]
+    """Progress of its samples; None: they are complete."""
 
 
 class GroupFlow(ABC, Generic[ItemT, GroupT]):
@@ -115,7 +108,7 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
     def __init__(self, name: str, draw: Callable[[int], Sequence[ItemT]], first_draw: int) -> None:
         self._name = name
         self._draw = draw
-        self._begun: dict[asyncio.Task[tuple[GroupT, bool]], GroupInFlight[ItemT]] = {}
+        self._begun: dict[asyncio.Task[tuple[GroupT, bool]], GroupInFlight] = {}
         self._progress: Progress[GroupT] = Progress()
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
@@ -212,7 +205,7 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
             if late:
                 raise RuntimeError(f"{self._name} goes on {CANCELLED_SECONDS:g} s after it was cancelled: {late}")
 
-    def _begin(self, begun: GroupInFlight[ItemT], coroutine: Coroutine[Any, Any, tuple[GroupT, bool]]) -> None:
+    def _begin(self, begun: GroupInFlight, coroutine: Coroutine[Any, Any, tuple[GroupT, bool]]) -> None:
         """Run a coroutine that gives a group, and whether it is accepted."""
         task = asyncio.create_task(coroutine)
         self._begun[task] = begun
@@ -308,27 +301,6 @@ class GroupSettings:
         return keep is None or keep(group.scores())
 
 
-@dataclass(eq=False, slots=True)
-class _Prompt(GroupInFlight[PromptRow]):
-    context: RolloutContext
-    is_own: bool
-    """A loop of the user's own answers it."""
-    is_scored: bool = False
-    """The samples are complete and wait for their rewards."""
-
-    @property
-    def label(self) -> str:
-        return self.drawn.item.prompt_id
-
-    def state(self) -> dict[str, Any] | None:
-        """Samples of its request as an engine last got or gave them. A user's own loop starts over:
-        coroutines do not outlive their process."""
-        if self.is_scored or self.is_own:
-            return None if self.is_scored else {}
-        in_flight = self.context.in_flight
-        return progress_state(in_flight[0].request) if in_flight else NO_PROGRESS
-
-
 class PromptFlow(GroupFlow[PromptRow, SampleGroup]):
     """Prompts in flight, between being drawn and being accepted or rejected: a coroutine each.
 
@@ -357,17 +329,33 @@ class PromptFlow(GroupFlow[PromptRow, SampleGroup]):
 
     def _start_group(self, drawn: Drawn[PromptRow], progress: Mapping[str, Any] | None = None) -> None:
         """Answer a prompt, from where ``progress`` left its samples; a user's own loop starts over."""
-        prompt = _Prompt(drawn, self._context(drawn, None if self._is_own else progress), self._is_own)
+        context = self._context(drawn, None if self._is_own else progress)
+        is_scored = False
+
+        def generated(group: SampleGroup) -> None:
+            nonlocal is_scored
+            if not is_scored:
+                is_scored = True
+                self._progress.generated.append(group)
+                self._changed.set()
+
+        def state() -> dict[str, Any] | None:
+            """Samples of its request as an engine last got or gave them."""
+            if is_scored or self._is_own:  # coroutines do not outlive their process
+                return None if is_scored else {}
+            in_flight = context.in_flight
+            return progress_state(in_flight[0].request) if in_flight else NO_PROGRESS
+
         # A user's loop may score in parts or not at all: its groups count as generated when they end (`_ended`).
         if not self._is_own:
-            prompt.context._on_scoring = partial(self._generated, prompt)
-        self._begin(prompt, self._answer(drawn, prompt.context))
+            context._on_scoring = generated
+        self._begin(GroupInFlight(drawn, drawn.item.prompt_id, state), self._answer(drawn, context))
 
     def _start_scoring(self, group: SampleGroup) -> None:
         assert not self._is_own, "a loop's groups are scored when they are complete"
         drawn = Drawn(group.order, group.prompt)
-        context = self._context(drawn)
-        self._begin(_Prompt(drawn, context, False, is_scored=True), self._score(group, context))
+        begun = GroupInFlight(drawn, drawn.item.prompt_id, lambda: None)
+        self._begin(begun, self._score(group, self._context(drawn)))
 
     @property
     def _moves(self) -> tuple[int, int]:
@@ -380,12 +368,6 @@ class PromptFlow(GroupFlow[PromptRow, SampleGroup]):
     def _ended(self, group: SampleGroup) -> None:
         if self._is_own:
             self._progress.generated.append(group)
-
-    def _generated(self, prompt: _Prompt, group: SampleGroup) -> None:
-        if not prompt.is_scored:
-            prompt.is_scored = True
-            self._progress.generated.append(group)
-            self._changed.set()
 
     async def _answer(self, drawn: Drawn[PromptRow], context: RolloutContext) -> tuple[SampleGroup, bool]:
         """A prompt's group, and whether it is accepted."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -222,35 +221,71 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
         a prompt has some (:data:`roll.protocol.vision.IMAGES`).
     """
     sizes = np.array([group.num_samples for group in groups])
-    prompt_lengths = np.repeat([len(group.prompt.token_ids) for group in groups], sizes)
-    response_lengths = np.concatenate([group.finished.lengths for group in groups])
-    total_lengths = prompt_lengths + response_lengths
-
-    positions = np.arange(int(total_lengths.max()))
-    attention_mask = positions < total_lengths[:, None]
-    behind_prompt = attention_mask & (positions >= prompt_lengths[:, None])
-    response_mask = behind_prompt.copy()
-    response_mask[behind_prompt] = np.concatenate([group.finished.sampled for group in groups])
-    input_ids = np.full(attention_mask.shape, pad_token_id, dtype=np.int64)
-    input_ids[attention_mask & ~behind_prompt] = np.concatenate(
-        [np.tile(np.asarray(group.prompt.token_ids, dtype=np.int64), group.num_samples) for group in groups]
+    prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
+    responses = [group.finished.split(group.finished.token_ids) for group in groups]
+    ids = [part for prompt, own in zip(prompts, responses, strict=True) for one in own for part in (prompt, one)]
+    lengths = np.repeat([len(prompt) for prompt in prompts], sizes)
+    sampled = [one for group in groups for one in group.finished.split(group.finished.sampled)]
+    trained = [part for length, own in zip(lengths, sampled, strict=True) for part in (np.zeros(length, bool), own)]
+    spans = [span for group in groups for spans in group.finished.weight_versions for span in spans]
+    # The shape is given for batches in which nothing was sampled.
+    version, start, end = np.array(spans, dtype=np.int32).reshape(-1, 3).T
+    log_probs = np.concatenate([group.finished.log_probs[group.finished.sampled] for group in groups])
+    tensors = token_columns(
+        lengths + np.concatenate([group.finished.lengths for group in groups]),
+        np.concatenate(ids),
+        np.concatenate(trained),
+        pad_token_id,
+        rollout_log_probs=(log_probs, np.float32, 0),
+        weight_versions=(np.repeat(version, end - start), np.int32, 0),
     )
-    input_ids[behind_prompt] = np.concatenate([group.finished.token_ids for group in groups])
-    log_probs = np.concatenate([group.finished.log_probs for group in groups])
-
-    tensors = {
-        "input_ids": torch.from_numpy(input_ids),
-        "attention_mask": torch.from_numpy(attention_mask),
-        "response_mask": torch.from_numpy(response_mask),
-        "rollout_log_probs": masked_column(behind_prompt, log_probs, np.float32),
-        # Versions exist for sampled tokens alone, log-probs for all after the prompt (0 for given ones): two masks.
-        "weight_versions": masked_column(response_mask, _versions_of_tokens(groups), np.int32),
-        "scores": torch.from_numpy(np.concatenate([group.scores() for group in groups])),
-        "group_ids": torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)),
-    }
+    tensors["scores"] = torch.from_numpy(np.concatenate([group.scores() for group in groups]))
+    tensors["group_ids"] = torch.from_numpy(np.repeat(np.arange(len(groups)), sizes))
     if any(group.finished.routes for group in groups):
-        tensors["routed_experts"] = torch.from_numpy(_routes(groups, attention_mask.shape))
-    return DataProto.from_dict(tensors, non_tensors=_object_columns(groups, sizes))
+        tensors["routed_experts"] = torch.from_numpy(_routes(groups, tuple(tensors["input_ids"].shape)))
+
+    def per_group(values: Sequence[object]) -> np.ndarray:
+        # fromiter keeps each value as one object; np.array would unpack sequences.
+        return np.repeat(np.fromiter(values, dtype=object, count=len(values)), sizes)
+
+    objects: dict[str, Sequence[object] | np.ndarray] = {
+        name: per_group([getattr(group.prompt, name) for group in groups]) for name in ("prompt_id", "domain", "tag")
+    }
+    objects["sample_id"] = [f"{group.order}-{index}" for group in groups for index in range(group.num_samples)]
+    objects["finish_reason"] = [reason for group in groups for reason in group.finished.finish_reasons]
+    if any(images := [group.prompt.vision for group in groups]):
+        objects[IMAGES] = per_group(images)
+    return DataProto.from_dict(tensors, non_tensors=objects)
+
+
+def token_columns(
+    lengths: np.ndarray,
+    ids: np.ndarray,
+    counted: np.ndarray,
+    pad_token_id: int,
+    least_width: int = 1,
+    **of_counted: tuple[np.ndarray, DTypeLike, float],
+) -> dict[str, torch.Tensor]:
+    """The columns of every batch of token sequences, right-padded to the longest, row after row.
+
+    Args:
+        lengths: int64 (B,); a row without tokens gets one of padding, which is attended to.
+        ids: (sum of lengths,), all tokens.
+        counted: bool (sum of lengths,), those that the policy sampled, or that are learnt.
+        least_width: L, if no row is longer.
+        of_counted: further columns by name: a value for each counted token, the column's type, and its value elsewhere.
+
+    Returns:
+        ``input_ids`` int64, ``attention_mask`` and ``response_mask`` bool, and ``of_counted``, all (B, L).
+    """
+    positions = np.arange(max(int(lengths.max()), least_width))
+    own = positions < lengths[:, None]
+    mask = np.zeros(own.shape, dtype=bool)
+    mask[own] = counted
+    attended = positions < np.maximum(lengths, 1)[:, None]
+    columns = {"input_ids": masked_column(own, ids, np.int64, pad_token_id)}
+    columns |= {"attention_mask": torch.from_numpy(attended), "response_mask": torch.from_numpy(mask)}
+    return columns | {name: masked_column(mask, *value) for name, value in of_counted.items()}
 
 
 def _routes(groups: Sequence[SampleGroup], shape: tuple[int, ...]) -> np.ndarray:
@@ -272,14 +307,6 @@ def masked_column(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhe
     column = np.full(where.shape, elsewhere, dtype=dtype)
     column[where] = flat
     return torch.from_numpy(column)
-
-
-def _versions_of_tokens(groups: Sequence[SampleGroup]) -> np.ndarray:
-    """int32 (sampled tokens,): the version of the weights that each was sampled with, sample after sample."""
-    spans = [span for group in groups for spans in group.finished.weight_versions for span in spans]
-    # The shape is given for batches in which nothing was sampled.
-    version, start, end = np.array(spans, dtype=np.int32).reshape(-1, 3).T
-    return np.repeat(version, end - start)
 
 
 def reward_components(groups: Sequence[SampleGroup], names: Sequence[str]) -> torch.Tensor:
@@ -321,22 +348,4 @@ def greedy_baseline(groups: Sequence[SampleGroup], baselines: Sequence[SampleGro
     return {
         "baseline_scores": torch.from_numpy(np.repeat(scores, sizes)),
         "baseline_lengths": torch.from_numpy(np.repeat(lengths, sizes)),
-    }
-
-
-def _object_columns(groups: Sequence[SampleGroup], sizes: np.ndarray) -> dict[str, Sequence[object] | np.ndarray]:
-    def per_group(values: Sequence[object]) -> np.ndarray:
-        # fromiter keeps each value as one object; np.array would unpack sequences.
-        return np.repeat(np.fromiter(values, dtype=object, count=len(values)), sizes)
-
-    sample_ids = [f"{group.order}-{index}" for group in groups for index in range(group.num_samples)]
-    reasons = list(chain.from_iterable(group.finished.finish_reasons for group in groups))
-    images = [group.prompt.vision for group in groups]
-    return {
-        **({IMAGES: per_group(images)} if any(images) else {}),
-        "prompt_id": per_group([group.prompt.prompt_id for group in groups]),
-        "domain": per_group([group.prompt.domain for group in groups]),
-        "tag": per_group([group.prompt.tag for group in groups]),
-        "sample_id": sample_ids,
-        "finish_reason": reasons,
     }

@@ -11,12 +11,11 @@ import numpy as np
 
 from roll.algorithms.registry import Registry
 from roll.datasets.types import PromptRow
-from roll.protocol.vision import VisionInputs
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.groups import FinishedGroup, SampleGroup
 from roll.rollout.replay import with_progress
 from roll.rollout.rewarding import RewardClient
-from roll.strategies.engines.requests import GenerationRequest, SamplingParams, VersionSpan
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 
 
 class RolloutLoop(Protocol):
@@ -62,7 +61,6 @@ class RolloutContext:
     _on_scoring: Callable[[SampleGroup], None] | None = None
     _requests: dict[str, tuple[Generation, Sequence[int]]] = field(default_factory=dict)
     """Every request with its context."""
-    _finished: list[FinishedGroup] = field(default_factory=list)
 
     def start(
         self, token_ids: Sequence[int], num_samples: int | None = None, params: SamplingParams | None = None
@@ -76,12 +74,14 @@ class RolloutContext:
         if number or params is not None:
             seed = self.params.seed
             own = replace(own, seed=random.Random(f"{seed}/{number}").getrandbits(63) if number else seed)
-        name = f"{self.order}.{number}"
-        count, vision = num_samples or self.group_size, self._vision_of(token_ids)
-        request = GenerationRequest(name, token_ids, own, count, vision=vision)
+        name, prompt = f"{self.order}.{number}", self._prompt
+        vision = None if prompt is None else prompt.vision
+        if vision is not None and prompt is not None and list(token_ids[: len(prompt.token_ids)]) != prompt.token_ids:
+            vision = None
+        request = GenerationRequest(name, token_ids, own, num_samples or self.group_size, vision=vision)
         if self._progress is not None and not number:
             request = with_progress(request, self._progress)
-        generation = self._engines.submit(request, on_finished=self._finished.append)
+        generation = self._engines.submit(request)
         self._requests[name] = generation, token_ids
         return generation
 
@@ -93,27 +93,17 @@ class RolloutContext:
         assert finished is not None, "nobody else aborts it"
         return finished
 
-    def _vision_of(self, token_ids: Sequence[int]) -> VisionInputs | None:
-        """The prompt's images, for a context that begins with it."""
-        prompt = self._prompt
-        if prompt is None or prompt.vision is None:
-            return None
-        return prompt.vision if list(token_ids[: len(prompt.token_ids)]) == prompt.token_ids else None
-
-    def group(self, prompt: PromptRow, *parts: FinishedGroup, earlier_rounds: bool = False) -> SampleGroup:
+    def group(self, prompt: PromptRow, *parts: FinishedGroup) -> SampleGroup:
         """The samples of ``parts`` as the group of ``prompt``, each after the context that it was sampled with.
 
         A part may answer a context that goes on after the prompt: with an earlier sample, and whatever the loop puts
-        there.  All of it is context; text and finish reason of a sample are those of its last round.
-
-        Args:
-            earlier_rounds: train the earlier samples in that context, too, with the log-probs that they were sampled
-                with; only what the loop put there stays mere context.
+        there.  All of it is context; what is trained of a sample, its text and its finish reason are those of its last
+        round.
 
         Raises:
             ValueError: a part whose context does not begin with the prompt's tokens, or of no request of this prompt.
         """
-        whole = [self._with_context(prompt, part, earlier_rounds) for part in parts]
+        whole = [self._with_context(prompt, part) for part in parts]
         return SampleGroup(self.order, prompt, join_requests(str(self.order), whole))
 
     async def compute_rewards(self, group: SampleGroup) -> SampleGroup:
@@ -131,7 +121,7 @@ class RolloutContext:
         """Abort what is in flight."""
         self._engines.abort(self.in_flight)
 
-    def _with_context(self, prompt: PromptRow, part: FinishedGroup, earlier_rounds: bool) -> FinishedGroup:
+    def _with_context(self, prompt: PromptRow, part: FinishedGroup) -> FinishedGroup:
         """``part`` with all that is between the prompt and its samples in front of each of them."""
         if part.request_id not in self._requests:
             if part.request_id == str(self.order):
@@ -148,73 +138,25 @@ class RolloutContext:
                 "context.group was given samples of a context that does not begin with the prompt's tokens; they would "
                 "be trained after another context than they were sampled with. Ask with prompt.token_ids in front"
             )
-        if len(context) == count:
-            return part
-        return _with_prefix(self._passage(context, count, earlier_rounds), part)
-
-    def _passage(self, context: list[int], count: int, earlier_rounds: bool) -> _Passage:
-        """The tokens of ``context`` after the first ``count``. With ``earlier_rounds``, those that the policy sampled
-        are found: the longest beginning of ``context`` that is a sample after its request's context, then the same in
-        that context."""
-        passage, known = _Passage(), count
-        best: tuple[FinishedGroup, int, list[int]] | None = None
-        for group in self._finished if earlier_rounds else []:
-            asked = list(map(int, self._requests[group.request_id][1]))
-            for index, tokens in enumerate(group.split(group.token_ids)):
-                whole = len(asked) + len(tokens)
-                longer = len(tokens) and whole > known and len(asked) >= count
-                if longer and context[:whole] == asked + tokens.tolist():
-                    best, known = (group, index, asked), whole
-        if best is not None:
-            group, index, asked = best
-            passage = self._passage(asked, count, earlier_rounds)
-            tokens, log_probs = (group.split(flat)[index] for flat in (group.token_ids, group.log_probs))
-            passage.add_sampled(tokens, log_probs, group.weight_versions[index])
-        passage.add_given(context[known:])
-        return passage
+        return part if len(context) == count else _with_prefix(context[count:], part)
 
 
-@dataclass
-class _Passage:
-    """Tokens after a prompt, sampled and given."""
+def _with_prefix(given: list[int], part: FinishedGroup) -> FinishedGroup:
+    """The samples of ``part``, each with the tokens ``given`` in front, which nobody sampled."""
+    size = len(given)
 
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    given: list[bool] = field(default_factory=list)
-    weight_versions: list[VersionSpan] = field(default_factory=list)
-
-    def add_given(self, tokens: Sequence[int]) -> None:
-        self.token_ids += tokens
-        self.log_probs += [0.0] * len(tokens)
-        self.given += [True] * len(tokens)
-
-    def add_sampled(self, tokens: np.ndarray, log_probs: np.ndarray, spans: Sequence[VersionSpan]) -> None:
-        self.weight_versions += _shifted(spans, len(self.token_ids))
-        self.token_ids += tokens.tolist()
-        self.log_probs += log_probs.tolist()
-        self.given += [False] * len(tokens)
-
-
-def _shifted(spans: Sequence[VersionSpan], by: int) -> list[VersionSpan]:
-    return [(version, start + by, end + by) for version, start, end in spans]
-
-
-def _with_prefix(passage: _Passage, part: FinishedGroup) -> FinishedGroup:
-    """The samples of ``part``, each with ``passage`` in front."""
-    count, size = len(part.lengths), len(passage.token_ids)
-
-    def prepended(tokens: Sequence[Any], own: np.ndarray) -> np.ndarray:
-        head = np.asarray(tokens, dtype=own.dtype)
+    def prepended(value: Any, own: np.ndarray) -> np.ndarray:
+        head = np.broadcast_to(np.asarray(value, dtype=own.dtype), size)
         # The empty array is for a part without samples: concatenate refuses an empty list.
         return np.concatenate([np.zeros(0, own.dtype), *(piece for one in part.split(own) for piece in (head, one))])
 
     return replace(
         part,
-        token_ids=prepended(passage.token_ids, part.token_ids),
-        log_probs=prepended(passage.log_probs, part.log_probs),
-        given=prepended(passage.given, np.zeros(len(part.token_ids), dtype=bool)),
+        token_ids=prepended(given, part.token_ids),
+        log_probs=prepended(0.0, part.log_probs),
+        given=prepended(True, np.zeros(len(part.token_ids), dtype=bool)),
         lengths=part.lengths + size,
-        weight_versions=[[*passage.weight_versions, *_shifted(part.weight_versions[i], size)] for i in range(count)],
+        weight_versions=[[(v, first + size, end + size) for v, first, end in one] for one in part.weight_versions],
     )
 
 

@@ -8,13 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from roll.rollout.engines import EngineClient, Generation
-from roll.rollout.filters import GroupFilter
-from roll.rollout.flow import DrawPrompts, GroupFlow, GroupSettings, Progress, PromptFlow, Rejections
-from roll.rollout.groups import GroupT, ItemT, SampleGroup
-from roll.rollout.loops import RolloutLoop
+from roll.rollout.flow import GroupFlow, Progress, Rejections
+from roll.rollout.groups import GroupT, ItemT
 from roll.rollout.replay import ReplayBuffer
-from roll.rollout.rewarding import RewardClient
-from roll.strategies.engines.requests import SamplingParams
 
 
 @dataclass
@@ -73,49 +69,6 @@ async def collected(
         num_aborted=num_in_flight + max(0, len(accepted) - count),
         rejected_mean_scores=rejections.mean_scores,
     )
-
-
-class RolloutScheduler:
-    """Keeps engines and reward workers busy until enough groups of samples have been accepted.
-
-    Args:
-        seed: see :class:`~roll.rollout.flow.GroupSettings`.
-        deadline: seconds after which a step in which nothing moves is given up.
-    """
-
-    def __init__(self, engines: EngineClient, rewards: RewardClient, seed: int, deadline: float) -> None:
-        self._engines = engines
-        self._rewards = rewards
-        self._seed = seed
-        self._deadline = deadline
-
-    async def collect(
-        self,
-        draw: DrawPrompts,
-        num_prompts: int,
-        group_size: int,
-        params: SamplingParams,
-        first_draw: int,
-        filters: Mapping[str, GroupFilter] | None = None,
-        num_additional: int = 0,
-        loop: RolloutLoop | None = None,
-    ) -> RolloutResult[SampleGroup]:
-        """Generate and score ``group_size`` samples for each of ``num_prompts`` prompts, or for all that there are.
-
-        Args:
-            first_draw: how many prompts the run has drawn before; continues the count of draws.
-            filters: by domain; a rejected group is replaced by another prompt's.
-            num_additional: see :func:`collected`.
-            loop: makes a scored group of each prompt; None: its samples are generated and scored.
-
-        Raises:
-            RolloutExhausted: see :func:`collected`.
-            RolloutStalled: see :func:`collected`.
-            Exception: of a loop; the other prompts are aborted.
-        """
-        settings = GroupSettings(group_size, params, self._seed, filters or {})
-        flow = PromptFlow(self._engines, self._rewards, draw, settings, first_draw, loop)
-        return await collected(flow, num_prompts, num_additional, self._deadline)
 
 
 class AsyncScheduler(Generic[ItemT, GroupT]):

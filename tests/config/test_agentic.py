@@ -15,7 +15,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.legacy_keys import DEAD_KEYS
 from roll.pipelines.agentic.checks_entries import EXTERNAL_ENVIRONMENTS, TEMPLATE_FIELDS
-from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan, agentic_facts, batch_facts
+from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
 from roll.preflight import check_parts
 from tests.config.good import GONE, changed, load, mistakes
@@ -72,9 +72,9 @@ def test_what_a_plan_says(tmp_path: Path) -> None:
     lake, box = plan.entries["lake"], plan.entries["box"]
     assert (lake.turns, lake.new_tokens, lake.context, lake.samples) == (5, 32, "append", "trajectory")
     assert box.new_tokens == 64, "actor_infer.generating_args.max_new_tokens is smaller"
-    facts = dict(agentic_facts(plan))
+    facts = dict(loaded.pipeline.facts(plan))
     assert facts["episodes"].startswith("8 tasks x 8 = 64 episodes a step, at most 10,240 new tokens")
-    (sentence,) = dict(batch_facts(plan)).values()
+    (sentence,) = dict(loaded.pipeline.batch_facts(plan)).values()
     assert sentence.startswith("64 episodes, at most 64 rows; 1 optimizer step of 64")
 
 

@@ -201,7 +201,7 @@ def test_a_full_disk_is_said_and_not_started_again(
 def test_a_checkpoint_of_an_unknown_backend_is_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delattr(RLVR, "run")
+    monkeypatch.setattr(RLVR, "pipeline_class", "roll.nowhere.Run")
     write_rows()
     unknown = ModelContents("of_another_version", {"lm_head.weight": [4]})
     write_checkpoint(Path("out/checkpoints"), {"actor_train": unknown})

@@ -22,4 +22,4 @@ class CheckTwice:
         drafts = [await one for one in [context.start(prompt.token_ids, 1) for _ in range(context.group_size)]]
         asked = [[*prompt.token_ids, *draft.token_ids.tolist(), 5, 6, 7] for draft in drafts]
         finals = [await one for one in [context.start(tokens, 1) for tokens in asked]]
-        return await context.compute_rewards(context.group(prompt, *finals, earlier_rounds=True))
+        return await context.compute_rewards(context.group(prompt, *finals))

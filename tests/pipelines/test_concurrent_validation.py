@@ -13,10 +13,10 @@ import pytest
 from roll.config.data import DataArguments
 from roll.config.roles import GeneratingArguments
 from roll.distributed import WorkerDied
+from roll.pipelines.rlvr.pipeline import Validation, answer_rows, validate
 from roll.pipelines.rlvr.plan import ValidationSet
-from roll.pipelines.rlvr.rollout import Validation, ValidationPlan, validate
+from roll.rollout.flow import GroupSettings
 from roll.rollout.groups import SampleGroup
-from roll.rollout.scheduling import RolloutScheduler
 from tests.pipelines.conftest import Run
 from tests.rollout.test_asynchronous import Bench, bench, longest_is_even, row  # noqa: F401  a fixture
 from tests.rollout.token_engines import LONGEST
@@ -31,11 +31,8 @@ def one_set(name: str, samples: int, greedy: bool) -> ValidationSet:
     return ValidationSet(name, DataArguments(), generating, 8, 8 + LONGEST, LONGEST, samples, greedy)
 
 
-PLAN = ValidationPlan(
-    [one_set("", 2, True), one_set("few", 3, False)],
-    {"": [row(number) for number in range(QUESTIONS)], "few": [row(number) for number in range(3)]},
-    batch_size=4,
-)
+SETS = [one_set("", 2, True), one_set("few", 3, False)]
+ROWS = {"": [row(number) for number in range(QUESTIONS)], "few": [row(number) for number in range(3)]}
 
 
 @dataclass
@@ -48,7 +45,7 @@ class Asked:
 
     @staticmethod
     def of(validation: Validation) -> Asked:
-        metrics, shown = validation.report()
+        metrics, shown = validation.metrics, validation.groups
         groups: list[SampleGroup] = [group for groups in shown.values() for group in groups]
         versions = {span[0] for group in groups for spans in group.finished.weight_versions for span in spans}
         tokens = {name: [group.finished.token_ids.tolist() for group in groups] for name, groups in shown.items()}
@@ -56,7 +53,10 @@ class Asked:
 
 
 def begin(one: Bench) -> asyncio.Task[Validation]:
-    return one.driver.spawn(validate(PLAN, RolloutScheduler(one.client, one.router, seed=3, deadline=1.0)))
+    def answer(rows: Any, count: int, params: Any, first: int) -> Any:
+        return answer_rows(one.client, one.router, GroupSettings(count, params, seed=3), 1.0, rows, first)
+
+    return one.driver.spawn(validate(SETS, ROWS, 4, answer))
 
 
 def before(one: Bench, version: int) -> Asked:

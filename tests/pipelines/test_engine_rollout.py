@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ import pytest
 
 from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
-from roll.pipelines.engine_rollout import EngineRollout, RolloutSource, staleness_metrics
+from roll.pipelines.engine_rollout import EngineRollout, RolloutSource, Validation, staleness_metrics
 from roll.pipelines.files import sample_table
 from roll.pipelines.sample_records import Notes, sample_notes
 from roll.protocol import DataProto
@@ -31,7 +31,7 @@ from tests.rollout.token_engines import TokenEngines
 PROMPTS = 4
 
 
-class Rows(RolloutSource[PromptRow, SampleGroup, int]):
+class Rows(RolloutSource[PromptRow, SampleGroup]):
     def __init__(self, engines: EngineClient) -> None:
         self.numbers = count()
         rewards = RewardClient({"d": FakeRewards(longest_is_even, world_size=2, rng=random.Random(1))})  # type: ignore[dict-item]
@@ -51,17 +51,14 @@ class Rows(RolloutSource[PromptRow, SampleGroup, int]):
     def notes(self, groups: Sequence[SampleGroup]) -> Notes:
         return sample_notes(groups)
 
-    def validation(self) -> Coroutine[Any, Any, int]:
-        async def answer() -> int:
-            return 7
-
-        return answer()
+    async def validation(self) -> Validation:
+        return Validation({"seven": 7.0}, {}, 0.0)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.numbers = count(int(state["num_drawn"]))
 
 
-def made(ratio: float, cluster: TokenEngines) -> EngineRollout[PromptRow, SampleGroup, int]:
+def made(ratio: float, cluster: TokenEngines) -> EngineRollout[PromptRow, SampleGroup]:
     engines = EngineClient(cluster, max_running_requests=5)  # type: ignore[arg-type]
     config: Any = SimpleNamespace(max_steps=20, rpc_timeout=5.0, partial_rollout=True)
     plan: Any = SimpleNamespace(
@@ -91,7 +88,7 @@ def test_steps_have_the_prompts_in_their_order_and_a_resumed_run_goes_on(ratio: 
                 rollout = made(ratio, cluster)
                 rollout.load_state_dict(state)
             rollout.exchange(step, partial(exchanged, cluster, step))
-            assert rollout.validate() == 7
+            assert rollout.validate().metrics == {"seven": 7.0}
             batch, table, metrics = rollout.collect(step)
             assert len(batch) == len(rollout.notes()) == len(table()) == PROMPTS * GROUP_SIZE
             found += batch.non_tensor_batch["prompt_id"][::GROUP_SIZE].tolist()

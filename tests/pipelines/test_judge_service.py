@@ -15,6 +15,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.rewards import JUDGE_ROLE
 from roll.distributed import WorkerContext, WorkerDied
 from roll.pipelines.clusters import JudgeService
+from roll.pipelines.files import load_tokenizer
 from roll.rewards import RewardSample
 from roll.workers.reward import RewardSettings, RewardWorker
 from tests.config.good import changed, load
@@ -43,7 +44,8 @@ def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:
 def opened(loaded: LoadedConfig[Any]) -> Iterator[tuple[JudgeService, LocalCluster]]:
     service = JudgeService(loaded.config, loaded.plan, JUDGE_ROLE)
     cluster = LocalCluster(loaded.plan.roles[JUDGE_ROLE].section, world_size=2)
-    service.open(cluster)  # type: ignore[arg-type]
+    arguments = cluster.role.model_args
+    service.open(cluster, load_tokenizer(arguments.model_name_or_path, False))  # type: ignore[arg-type]
     try:
         yield service, cluster
     finally:

@@ -117,7 +117,7 @@ def test_dpo_01_beta_ipo_and_label_smoothing_have_no_effect(dpo: Make, keys: dic
     pipeline = dpo(**keys)
     rows = list(pipeline.training)[:8]
     pipeline.rows.next_batch = lambda count: rows
-    pipeline.update(pipeline.next_batch(0))
+    pipeline.finish_update(pipeline.begin_update(pipeline.next_batch(0)))
     sums = by_hand(pipeline, rows)
     ratios = sums.policy - sums.reference
     lead, share = ratios[:, 0] - ratios[:, 1], keys.get("label_smoothing", 0.0)
@@ -134,7 +134,7 @@ def test_dpo_02_validation_reports_its_last_batch_at_a_fixed_beta(dpo: Make, wor
     pipeline = dpo(**{"validation": held_out, "actor_train.infer_batch_size": 5, "beta": 0.7})
     sums = by_hand(pipeline, pipeline.held_out)
     wanted = preference_loss(sums, PreferenceLossConfig(beta=0.7))
-    found = pipeline.measure()
+    found = pipeline.method.measure(pipeline.held_out, pipeline)
     assert found["val/loss"] == pytest.approx(float(wanted.mean()), rel=1e-5)
     lead = sums.policy - sums.reference
     assert found["val/acc"] == pytest.approx(float((lead[:, 0] > lead[:, 1]).double().mean()))
@@ -322,7 +322,7 @@ def test_cached_rows_are_those_of_the_step_alone(distill: Make, world: TinyWorld
     held_out = {"data_args": {"file_name": str(world.validation_answers)}}
     pipeline = distill(teacher_cache=str(tmp_path / "cache"), validation=held_out)
     for _ in range(2):  # the second time the cache has all of them
-        pipeline.measure()
+        pipeline.method.measure(pipeline.held_out, pipeline)
     assert "student/cached_rows" not in pipeline.context.recorded()
     pipeline.next_batch(0)
     assert pipeline.context.recorded()["student/cached_rows"] == 0.0

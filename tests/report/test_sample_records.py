@@ -16,7 +16,7 @@ from PIL import Image
 from roll.config.run import SampleLogConfig
 from roll.datasets.preferences import JudgedRow
 from roll.datasets.types import SftRow
-from roll.pipelines.sample_records import RecordedSample, SampleRecorder, episode_notes
+from roll.pipelines.sample_records import SampleRecorder, episode_notes
 from roll.protocol import DataProto
 from roll.protocol.columns import object_array
 from roll.protocol.vision import IMAGES
@@ -82,9 +82,9 @@ def recorded(tmp_path: Path, write: Any, **settings: int) -> list[dict[str, Any]
 
 def test_rows_of_a_training_batch(tmp_path: Path) -> None:
     notes = [
-        ({"text": "ab"}, RecordedSample(metrics={"part": 0.5})),
-        ({"text": "ax"}, RecordedSample()),
-        ({}, RecordedSample(error="broken", outcome="failed")),
+        ({"text": "ab"}, {"m": {"part": 0.5}}),
+        ({"text": "ax"}, {}),
+        ({}, {"e": "broken", "o": "failed"}),
     ]
     (block,) = recorded(
         tmp_path, lambda recorder: recorder.policy(4, batch(), lambda: notes, Letters(), batch().batch["old_log_probs"])
@@ -192,7 +192,7 @@ def test_images_are_kept_once_and_small(tmp_path: Path) -> None:
     seen = batch()
     seen.non_tensor_batch[IMAGES] = object_array(IMAGES, [prompts[0].vision, prompts[0].vision, prompts[1].vision])
     names = [one.vision.file_names for one in prompts if one.vision is not None]
-    notes = [({"text": "x", "images": names[row]}, RecordedSample()) for row in (0, 0, 1)]
+    notes = [({"text": "x", "images": names[row]}, {}) for row in (0, 0, 1)]
     for step in range(2):
         recorder.policy(step, seen, lambda: notes, Letters(), None)  # type: ignore[arg-type]
     recorder.close()

@@ -25,7 +25,7 @@ from roll.rollout.groups import Drawn, SampleGroup
 from roll.rollout.loops import RolloutLoop
 from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import RewardClient
-from roll.rollout.scheduling import AsyncScheduler, RolloutScheduler
+from roll.rollout.scheduling import AsyncScheduler, collected
 from roll.strategies.engines.requests import SamplingParams
 from tests.rollout.fake_clusters import SLOWEST, FakeRewards
 from tests.rollout.token_engines import LONGEST, TokenEngines, response
@@ -302,9 +302,9 @@ def validate(one: Bench, version: int) -> None:
     one.exchange(version)
     rows = iter(range(6))
     one.driver.run(one.scheduler.free_engines())
-    scheduler = RolloutScheduler(one.client, one.router, seed=1, deadline=1.0)
     draw = lambda n: [row(next(rows)) for _ in range(n)]  # noqa: E731
-    result = one.driver.run(scheduler.collect(draw, 6, 2, PARAMS, first_draw=0))
+    flow = PromptFlow(one.client, one.router, draw, GroupSettings(2, PARAMS, 1), 0)
+    result = one.driver.run(collected(flow, 6, 0, deadline=1.0))
     assert orders(result.groups) == list(range(6))
     versions = {span[0] for group in result.groups for spans in group.finished.weight_versions for span in spans}
     assert versions == {version}

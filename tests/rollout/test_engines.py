@@ -3,10 +3,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
-from roll.distributed import DeadlineExceeded, WorkerDied, WorkerFailed
+from roll.distributed import DeadlineExceeded, RemoteError, WorkerDied, WorkerFailed
 from roll.distributed.failures import RankReport
 from roll.rollout.engines import EngineClient, EngineWorker, Generation
 from roll.rollout.groups import FinishedGroup
@@ -25,15 +26,22 @@ class Desk:
         self.client = EngineClient(engines, max_running_requests, **options)
         self.generations: dict[str, Generation] = {}
         self.done: list[str] = []
+        self._waits: list[asyncio.Future[None]] = []
 
     def submit(self, *sizes: int, first: int = 0) -> list[Generation]:
         made = [GenerationRequest(str(first + i), [i], PARAMS, size) for i, size in enumerate(sizes)]
         return [self.give(request) for request in made]
 
     def give(self, request: GenerationRequest) -> Generation:
-        generation = self.client.submit(request, on_finished=lambda group: self.done.append(group.request_id))
+        generation = self.client.submit(request)
         self.generations[request.request_id] = generation
+        self._waits.append(asyncio.ensure_future(self._note(generation)))
         return generation
+
+    async def _note(self, generation: Generation) -> None:
+        with suppress(RemoteError, ValueError):
+            if (group := await generation) is not None:
+                self.done.append(group.request_id)
 
     def abort(self, *names: str) -> None:
         self.client.abort([self.generations[name] for name in names])
@@ -53,6 +61,7 @@ class Desk:
         before = len(self.done)
         for _ in range(times):
             await let_be_done(self.engines.calls)
+        await settle()
         return self.done[before:]
 
 

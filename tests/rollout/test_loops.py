@@ -14,11 +14,11 @@ import pytest
 
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.types import PromptRow
-from roll.rollout.flow import RolloutStalled
+from roll.rollout.flow import GroupSettings, PromptFlow, RolloutStalled
 from roll.rollout.groups import FinishedGroup, SampleGroup, build_batch
 from roll.rollout.loops import RolloutContext, rollout_loops
 from roll.rollout.replay import PromptCodec
-from roll.rollout.scheduling import RolloutScheduler
+from roll.rollout.scheduling import collected
 from tests.rollout.test_asynchronous import GROUP_SIZE, PARAMS, Bench, bench, resume, row, validate
 from tests.rollout.token_engines import response
 
@@ -80,15 +80,15 @@ def test_asynchronous(bench: Any, tmp_path: Path) -> None:
 
 def collect(made: Bench, loop: Any, wanted: int = 6) -> Any:
     numbers = count()
-    scheduler = RolloutScheduler(made.client, made.router, seed=5, deadline=1.0)
     draw = lambda n: [row(next(numbers)) for _ in range(n)]  # noqa: E731
 
-    async def collected() -> Any:
-        result = await scheduler.collect(draw, wanted, GROUP_SIZE, PARAMS, first_draw=0, num_additional=2, loop=loop)
+    async def drained() -> Any:
+        flow = PromptFlow(made.client, made.router, draw, GroupSettings(GROUP_SIZE, PARAMS, 5), 0, loop)
+        result = await collected(flow, wanted, 2, deadline=1.0)
         await made.client.drain()
         return result
 
-    return made.driver.run(collected())
+    return made.driver.run(drained())
 
 
 def test_synchronous(bench: Any) -> None:
@@ -116,8 +116,7 @@ OBSERVATION = [7, 7, 7]
 class ThreeRounds:
     """A draft, an observation, two answers to it; a hint, and one last answer to the first of these and one without."""
 
-    def __init__(self, earlier_rounds: bool) -> None:
-        self.earlier_rounds = earlier_rounds
+    def __init__(self) -> None:
         self.calls: dict[int, list[tuple[list[int], FinishedGroup]]] = {}
         """By prompt: every context that an engine was asked with, and what it sampled."""
 
@@ -136,7 +135,7 @@ class ThreeRounds:
         last = await ask([*seen, *first, 8, 9], 1)
         hinted = await ask([*prompt.token_ids, 5, 6], 1)
         alone = await ask([*seen, *second], 1)  # it goes on at once, with nothing given in between
-        group = context.group(prompt, alone, last, hinted, earlier_rounds=self.earlier_rounds)
+        group = context.group(prompt, alone, last, hinted)
         again = context.group(prompt, group.finished)
         assert np.array_equal(again.finished.token_ids, group.finished.token_ids)
         return await context.compute_rewards(group)
@@ -154,35 +153,26 @@ def rows_of(result: Any) -> Iterator[tuple[int, dict[str, list[Any]]]]:
 TOKEN_COLUMNS = ("input_ids", "response_mask", "rollout_log_probs", "weight_versions")
 
 
-@pytest.mark.parametrize(("earlier_rounds", "stored"), [(False, False), (True, False), (True, True)])
-def test_what_was_sampled_is_trained_behind_what_it_was_sampled_with(
-    bench: Any, earlier_rounds: bool, stored: bool
-) -> None:
-    loop = ThreeRounds(earlier_rounds)
+@pytest.mark.parametrize("stored", [False, True])
+def test_the_last_round_is_trained_after_what_it_was_sampled_with(bench: Any, stored: bool) -> None:
+    loop = ThreeRounds()
     result = collect(bench(), loop)
     if stored:
         rows = {group.prompt.prompt_id: group.prompt for group in result.groups}
         codec = PromptCodec(lambda _, name: rows[name])
         result.groups[:] = [codec.group_from(group.order, codec.group_state(group)) for group in result.groups]
-    calls = {0: (0, 1, 4), 1: (0, 1, 2), 2: (3,)}  # the calls whose tokens a sample of the group is made of
-    wanted = calls if earlier_rounds else {sample: rounds[-1:] for sample, rounds in calls.items()}
+    calls = (4, 2, 3)  # the call that sampled each sample of the group
     for index, (order, columns) in enumerate(rows_of(result)):
-        trained = 0
-        for call in wanted[index % GROUP_SIZE]:
-            context, finished = loop.calls[order][call]
-            samples = finished.split(finished.token_ids)
-            # Of the two answers the first goes on in `last`, the second in `alone`.
-            sample = 1 if call == 1 and index % GROUP_SIZE == 0 else 0
-            begin, end = len(context), len(context) + len(samples[sample])
-            assert columns["input_ids"][:end] == [*context, *samples[sample].tolist()]
-            assert all(columns["response_mask"][begin:end])
-            assert columns["rollout_log_probs"][begin:end] == finished.split(finished.log_probs)[sample].tolist()
-            (span,) = finished.weight_versions[sample]
-            assert columns["weight_versions"][begin:end] == [span[0]] * (end - begin)
-            trained += end - begin
-        assert sum(columns["response_mask"]) == trained and len(columns["input_ids"]) == end
+        context, finished = loop.calls[order][calls[index % GROUP_SIZE]]
+        sampled = finished.token_ids.tolist()
+        begin, end = len(context), len(context) + len(sampled)
+        assert columns["input_ids"] == [*context, *sampled]
+        assert columns["response_mask"] == [False] * begin + [True] * len(sampled)
+        assert columns["rollout_log_probs"][begin:] == finished.log_probs.tolist()
+        (span,) = finished.weight_versions[0]
+        assert columns["weight_versions"][begin:end] == [span[0]] * (end - begin)
         group = result.groups[index // GROUP_SIZE]
-        assert group.reward_samples()[index % GROUP_SIZE].num_tokens == trained
+        assert group.reward_samples()[index % GROUP_SIZE].num_tokens == len(sampled)
     assert index == 6 * GROUP_SIZE - 1
 
 

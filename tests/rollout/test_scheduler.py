@@ -19,9 +19,9 @@ from roll.distributed import DriverLoop
 from roll.rewards.base import RewardSample
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
-from roll.rollout.flow import MAX_DRAWS_PER_WANTED, RolloutExhausted
+from roll.rollout.flow import MAX_DRAWS_PER_WANTED, GroupSettings, PromptFlow, RolloutExhausted
 from roll.rollout.rewarding import RewardClient
-from roll.rollout.scheduling import RolloutResult, RolloutScheduler
+from roll.rollout.scheduling import RolloutResult, collected
 from roll.strategies.engines.requests import SamplingParams
 from tests.rollout.fake_clusters import SLOWEST, FakeEngines, FakeRewards
 
@@ -55,7 +55,6 @@ class Bench:
         self.in_flight: list[int] = []
         self.client = EngineClient(self.engines, self.max_running)
         self.router = RewardClient({"d": self.rewards, "other": self.rewards})
-        self.scheduler = RolloutScheduler(self.client, self.router, seed=5, deadline=1.0)
 
     async def watch(self) -> None:
         """Note at all times how many groups are being generated or scored."""
@@ -66,13 +65,13 @@ class Bench:
     def draw(self, n: int) -> list[PromptRow]:
         return [row(number, self.domains(number)) for _, number in zip(range(n), self.numbers, strict=False)]
 
-    def collect(self, wanted: int = 4, **options) -> RolloutResult:
-        options = {"filters": {}, "first_draw": 0} | options
+    def collect(self, wanted=4, filters=None, first_draw=0, num_additional=0) -> RolloutResult:
+        settings = GroupSettings(3, PARAMS, 5, filters or {})
         driver = DriverLoop(Clock())
         try:
             watching = driver.spawn(self.watch())
-            collection = self.scheduler.collect(self.draw, wanted, group_size=3, params=PARAMS, **options)
-            result = driver.run(collection)
+            flow = PromptFlow(self.client, self.router, self.draw, settings, first_draw)
+            result = driver.run(collected(flow, wanted, num_additional, deadline=1.0))
             watching.cancel()
             driver.run(self.client.drain())
         finally:

@@ -28,13 +28,13 @@ class ScriptedEngines:
     def __init__(self) -> None:
         self.contexts: dict[str, list[int]] = {}
 
-    def submit(self, request: GenerationRequest, on_finished: Any) -> None:
+    def submit(self, request: GenerationRequest) -> None:
         self.contexts[request.request_id] = list(request.prompt_token_ids)
 
-    def finished(self, context: RolloutContext, name: str) -> FinishedGroup:
+    def finished(self, name: str) -> FinishedGroup:
         samples = SCRIPT[name]
         lengths = np.array([len(sample) for sample in samples])
-        finished = FinishedGroup(
+        return FinishedGroup(
             request_id=name,
             token_ids=np.array([token for sample in samples for token in sample], dtype=np.int32),
             log_probs=np.full(lengths.sum(), -1.0, dtype=np.float32),
@@ -43,28 +43,25 @@ class ScriptedEngines:
             texts=[""] * len(samples),
             weight_versions=[[(0, 0, len(sample))] for sample in samples],
         )
-        context._finished.append(finished)
-        return finished
 
 
-def two_rounds(earlier_rounds: bool) -> tuple[dict[str, torch.Tensor], list[list[tuple[list[int], list[int]]]]]:
+def two_rounds() -> tuple[dict[str, torch.Tensor], list[list[tuple[list[int], list[int]]]]]:
     """The columns of a batch of four samples, and of each of them what the engine sampled behind what."""
     engines: Any = ScriptedEngines()
     rewards: Any = None
     context = RolloutContext(0, 4, SamplingParams(max_new_tokens=4, seed=1), engines, rewards)
     prompt = PromptRow("p", "domain", "tag", PROMPT, "prompt", "truth", {})
     context.start(PROMPT, 1)
-    draft = engines.finished(context, "0.0")
+    draft = engines.finished("0.0")
     seen = [*PROMPT, *draft.token_ids.tolist(), *OBSERVATION]
     context.start(seen, 2)
-    answers = engines.finished(context, "0.1")
+    answers = engines.finished("0.1")
     context.start(PROMPT, 2)
-    plain = engines.finished(context, "0.2")
-    group = context.group(prompt, answers, plain, earlier_rounds=earlier_rounds)
+    plain = engines.finished("0.2")
+    group = context.group(prompt, answers, plain)
     group.rewards = [RewardResult(1.0)] * group.num_samples
     batch = build_batch([group], pad_token_id=0).batch
-    first = [(PROMPT, SCRIPT["0.0"][0])] if earlier_rounds else []
-    rounds = [[*first, (seen, answer)] for answer in SCRIPT["0.1"]] + [[(PROMPT, own)] for own in SCRIPT["0.2"]]
+    rounds = [[(seen, answer)] for answer in SCRIPT["0.1"]] + [[(PROMPT, own)] for own in SCRIPT["0.2"]]
     columns = {name: batch[name] for name in ("input_ids", "attention_mask", "response_mask")}
     count = columns["response_mask"].sum()
     advantages = torch.tensor(ADVANTAGES)[:, None] * columns["response_mask"]
@@ -72,10 +69,9 @@ def two_rounds(earlier_rounds: bool) -> tuple[dict[str, torch.Tensor], list[list
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("earlier_rounds", [False, True])
-def test_loss_and_gradient_are_those_of_the_engine_s_contexts(run_ranks, tied_model, packed, earlier_rounds):
+def test_loss_and_gradient_are_those_of_the_engine_s_contexts(run_ranks, tied_model, packed):
     """The reference computes every call of the engine by itself: context, then the tokens that were sampled there."""
-    batch, rounds = two_rounds(earlier_rounds)
+    batch, rounds = two_rounds()
     model = plain_model(tied_model).double()
     terms = []
     for row, calls in enumerate(rounds):

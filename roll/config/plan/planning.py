@@ -5,7 +5,7 @@ The checks come first: nothing is reported here."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from roll.config.model_files import loadable
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Folders, RolePlan, TrainingPlan, micro_batching, with_packed_lengths
 from roll.config.reading.errors import Problems
-from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.roles import DataArguments, GeneratingArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import is_sized_engine, read_strategy_config, with_engine_size
 
@@ -179,3 +179,11 @@ def validation_data(key: str, own: DataArguments, base: DataArguments, written: 
     if own.prompt is None and own.messages is None:
         inherited |= {"prompt": base.prompt, "messages": base.messages}
     return replace(own, **inherited)
+
+
+def validation_sampling(
+    key: str, own: GeneratingArguments, base: GeneratingArguments, written: Written
+) -> GeneratingArguments:
+    """The sampling section at ``key``; what it leaves out is as in ``base``."""
+    names = [item.name for item in fields(GeneratingArguments)]
+    return replace(own, **{name: getattr(base, name) for name in names if not written(f"{key}.{name}")})

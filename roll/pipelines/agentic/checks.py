@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll.config.algorithm import estimator
-from roll.config.checks.base import Checks, check_resume, check_schedule, check_template_file
+from roll.config.checks.base import Checks, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
 from roll.config.checks.roles import check_engine_length, check_roles, note_positions
 from roll.config.names import PUBLISHED_PREFIX
@@ -26,15 +26,7 @@ from roll.pipelines.agentic.plan import (
     training_sampling,
     used_entries,
 )
-from roll.pipelines.policy_checks import (
-    check_algorithm,
-    check_async,
-    check_needed_roles,
-    check_recorded_rollouts,
-    check_weight_sync,
-    note_distribution,
-)
-from roll.pipelines.strict_checks import check_strict
+from roll.pipelines.policy_checks import check_policy
 
 
 def check_agentic(config: AgenticConfig, checks: Checks) -> None:
@@ -44,7 +36,6 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
         checks.missing("actor_train", rule, "actor_train.device_mapping: [0]")
         return
     options = check_roles(config, checks)
-    check_needed_roles(config, checks)
     sampled_by = "actor_infer" if checks.written("actor_infer.generating_args") else "train_env_manager"
     sampling = training_sampling(config, checks.written)
     check_method(config, checks, sampling, f"{sampled_by}.generating_args", "agentic", config.train_env_manager.tags)
@@ -56,15 +47,9 @@ def check_agentic(config: AgenticConfig, checks: Checks) -> None:
     check_trained_roles(config, checks)
     check_normalization(config, checks)
     entries = training_entries(config, checks)
-    check_algorithm(config, max((entry.turns * entry.new_tokens for entry in entries), default=1), checks)
-    check_async(config, checks)
+    check_policy(config, max((entry.turns * entry.new_tokens for entry in entries), default=1), checks)
     note_devices(config, checks)
-    note_distribution(config, checks)
     check_template_file("global_template", config.global_template, checks)
-    check_weight_sync(config, checks)
-    check_strict(config, checks)
-    check_resume(config, checks)
-    check_recorded_rollouts(config, checks)
     check_judge(config, checks)
     key, mode = "actor_train.router_replay.mode", config.actor_train.router_replay.mode
     if mode == "R3" and not checks.broken(key):

@@ -16,6 +16,7 @@ from roll.config.pipelines import (
     Role,
     Written,
 )
+from roll.config.reading.errors import count
 from roll.config.roles import WorkerConfig
 from roll.methods.policy_plan import POLICY_PANELS, PolicyConfig, PolicyDefinition
 from roll.pipelines.agentic.checks import check_agentic
@@ -27,14 +28,20 @@ from roll.pipelines.agentic.config import (
     ToolArgumentsConfig,
     ToolWrapperConfig,
 )
-from roll.pipelines.agentic.plan import REWARD, AgenticPlan, agentic_facts, batch_facts, model_roles, plan_agentic
+from roll.pipelines.agentic.plan import (
+    REWARD,
+    AgenticPlan,
+    entry_sentence,
+    model_roles,
+    plan_agentic,
+    played_sentence,
+)
 from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_functions
 from roll.pipelines.policy_checks import check_transport
 from roll.pipelines.strict_checks import check_strict_host
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
-    from roll.pipelines.batches import RecordedBatch
 
 MANAGER_KEYS = frozenset(("generating_args", "system_envs"))
 
@@ -44,6 +51,7 @@ class Agentic(PolicyDefinition[AgenticConfig, AgenticPlan]):
 
     name = "agentic"
     config_class = AgenticConfig
+    pipeline_class = "roll.pipelines.agentic.pipeline.AgenticPipeline"
     roles: ClassVar[tuple[Role, ...]] = (
         Role("actor_train", TRAINS),
         Role("actor_infer", GENERATES),
@@ -86,17 +94,6 @@ class Agentic(PolicyDefinition[AgenticConfig, AgenticPlan]):
     def plan(self, config: AgenticConfig, exp_name: str, written: Written) -> AgenticPlan:
         return plan_agentic(self, config, exp_name, written)
 
-    def run(self, loaded: LoadedConfig[AgenticConfig]) -> int | None:
-        from roll.pipelines.agentic.pipeline import AgenticPipeline
-
-        AgenticPipeline(loaded).run()
-        return None
-
-    def replay(self, loaded: LoadedConfig[AgenticConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        from roll.pipelines.agentic.pipeline import AgenticPipeline
-
-        return AgenticPipeline(loaded).replay(recorded)
-
     def models(self, config: AgenticConfig) -> dict[str, WorkerConfig]:
         return model_roles(config)
 
@@ -111,10 +108,20 @@ class Agentic(PolicyDefinition[AgenticConfig, AgenticPlan]):
         return super().reads(key, section, config)
 
     def batch_facts(self, plan: AgenticPlan) -> list[tuple[str, str]]:
-        return batch_facts(plan)
+        """Optimizer steps are counted in episodes; their rows may be of any number."""
+        rows = f"{count(plan.train.episodes, 'episode')}, at most {count(plan.most_rows, 'row')}"
+        return [
+            ("batch" if name == "actor_train" else name, f"{rows}; {training.sentence()} (by episodes)")
+            for name, training in plan.training.items()
+        ]
 
     def facts(self, plan: AgenticPlan) -> list[tuple[str, str]]:
-        return agentic_facts(plan)
+        facts = [("episodes", played_sentence(plan, plan.train, "step"))]
+        if plan.validation is not None and plan.eval_steps:
+            facts.append(("validation", played_sentence(plan, plan.validation, "validation")))
+        for entry in plan.entries.values():
+            facts.append(("environment", f"{entry.tag}: {entry_sentence(entry, plan.sequence_length)}"))
+        return facts + self.shared_facts(plan, "episodes", "group")
 
     def filtered_sections(self, config: AgenticConfig) -> dict[str, Any]:
         return {}

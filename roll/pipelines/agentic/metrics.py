@@ -165,9 +165,14 @@ def token_checks(batch: DataProto, groups: Sequence[EpisodeGroup]) -> Metrics:
     }
 
 
-def episode_table(groups: Sequence[EpisodeGroup], templates: dict[str, ChatTemplate]) -> list[dict[str, Any]]:
+def episode_table(
+    groups: Sequence[EpisodeGroup], templates: dict[str, ChatTemplate], dump_dir: Path | None = None
+) -> list[dict[str, Any]]:
     """One row per episode, with every turn: new messages, ids of prompt and response, the response's text, reward,
-    versions."""
+    versions. Where samples are dumped, the images of observations are written as well."""
+    if dump_dir is not None:
+        episodes = (episode for group in groups for episode in group.episodes)
+        write_images(dump_dir / "images", (image for one in episodes for call in one.calls for image in call.images))
     return [
         {
             "group": group.order,
@@ -190,27 +195,13 @@ def episode_table(groups: Sequence[EpisodeGroup], templates: dict[str, ChatTempl
             },
             "metrics": episode.metrics,
             "turns": [_turn(call, templates[group.task.tag]) for call in episode.calls],
-            **images_of(episode),
+            **({"images": images} if images else {}),
         }
         for group in groups
         for member, episode in enumerate(group.episodes)
+        # File names in the order in which they were shown.
+        for images in [list(dict.fromkeys(image.file_name for call in episode.calls for image in call.images))]
     ]
-
-
-def dumped_episodes(
-    groups: Sequence[EpisodeGroup], templates: dict[str, ChatTemplate], dump_dir: Path | None
-) -> list[dict[str, Any]]:
-    """:func:`episode_table`; where samples are dumped, the images of observations are written as well."""
-    if dump_dir is not None:
-        episodes = (episode for group in groups for episode in group.episodes)
-        write_images(dump_dir / "images", (image for one in episodes for call in one.calls for image in call.images))
-    return episode_table(groups, templates)
-
-
-def images_of(episode: Episode) -> dict[str, Any]:
-    """File names of an episode's images, in the order in which they were shown; nothing without images."""
-    names = [image.file_name for call in episode.calls for image in call.images]
-    return {"images": list(dict.fromkeys(names))} if names else {}
 
 
 def _turn(call: Call, template: ChatTemplate) -> dict[str, Any]:

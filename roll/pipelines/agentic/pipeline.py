@@ -6,21 +6,18 @@ The steps of training are those that all policy pipelines share; the rollout tur
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roll.agents.episode import EpisodeGroup, Task
-from roll.config.loader import LoadedConfig
-from roll.distributed import DriverLoop, ResourceManager
+from roll.distributed import DriverLoop
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
-from roll.pipelines.agentic.metrics import dumped_episodes, episode_metrics, token_checks, validation_metrics
+from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token_checks, validation_metrics
 from roll.pipelines.agentic.plan import REWARD, AgenticPlan, ManagerPlan
 from roll.pipelines.agentic.players import (
     TaskSource,
@@ -31,9 +28,8 @@ from roll.pipelines.agentic.players import (
     tags_in_order,
 )
 from roll.pipelines.agentic.preflight import own_group_filter
-from roll.pipelines.batches import RecordedRollouts
-from roll.pipelines.clusters import Clusters, StartingClusters, start_policy_clusters
-from roll.pipelines.engine_rollout import RolloutSource
+from roll.pipelines.clusters import ClusterStarter
+from roll.pipelines.engine_rollout import RolloutSource, Validation
 from roll.pipelines.files import load_tokenizer, pad_token_id
 from roll.pipelines.policy_pipeline import PolicyPipeline
 from roll.pipelines.sample_records import Notes, episode_notes
@@ -54,76 +50,57 @@ SLICE_SECONDS = 0.02
 """Duration of an engine's turn: short, since agents wait for their next observation."""
 
 
-@dataclass(frozen=True)
-class EpisodeData:
-    """Environments and agents of a run."""
-
-    tokenizer: PreTrainedTokenizerBase
-    players: dict[str, Player]
-    validation_players: dict[str, Player]
-    tasks: TaskSource
-    validation_tasks: TaskSource | None
-    processes: list[EnvironmentProcesses]
-    """Processes of environments that do not live in the driver."""
-    shared: list[Any]
-    """Agents without an environment, tools around environments and their verifiers."""
-
-
-def load_episode_data(
-    config: AgenticConfig,
-    plan: AgenticPlan,
-    tokenizer: PreTrainedTokenizerBase,
-    judge: Mapping[str, str] | None = None,
-) -> EpisodeData:
-    """Build environments and agents, and read chat templates and data sets.
-
-    Args:
-        judge: address and key of the role ``reward``, for verifiers.
-
-    Raises:
-        DataError: a file that cannot be read.
-        TemplateError: a chat template whose conversations cannot grow.
-    """
-    validation = plan.validation
-    processes: list[EnvironmentProcesses] = []
-    shared: dict[str, Any] = {}
-    players = build_players(config, plan, plan.train, tokenizer, processes, shared, judge)
-    others = {} if validation is None else build_players(config, plan, validation, tokenizer, processes, shared, judge)
-    data, in_order = fitting_rows(read_data(plan), players | others), tags_in_order(plan)
-    return EpisodeData(
-        tokenizer,
-        players,
-        others,
-        TaskSource(plan.train, f"train/{config.seed}", data, in_order),
-        # Without the run's seed: runs of other seeds are validated on the same tasks.
-        None if validation is None else TaskSource(validation, "validation", data, in_order),
-        processes,
-        list(shared.values()),
-    )
-
-
-@dataclass(frozen=True)
-class EpisodeValidation:
-    """The episodes of a validation."""
-
-    groups: list[EpisodeGroup]
-    seconds: float
-
-
-class EpisodeSource(RolloutSource[Task, EpisodeGroup, EpisodeValidation]):
+class EpisodeSource(RolloutSource[Task, EpisodeGroup]):
     """Tasks, on each of which a group of episodes is played; seeds depend on the number of tasks drawn so far."""
 
     flow: EpisodeFlow
     filter_key = "train_env_manager.group_filter_config"
     filtered_metric = "scheduler/group_filter_count"
 
-    def __init__(self, config: AgenticConfig, plan: AgenticPlan, data: EpisodeData, engines: EngineClient) -> None:
-        self._config, self._plan, self._data, self._engines = config, plan, data, engines
+    def __init__(
+        self,
+        config: AgenticConfig,
+        plan: AgenticPlan,
+        tokenizer: PreTrainedTokenizerBase,
+        judge: Mapping[str, str] | None = None,
+    ) -> None:
+        """Build environments and agents, and read chat templates and data sets. :meth:`connect` comes next.
+
+        Args:
+            judge: address and key of the role ``reward``, for verifiers.
+
+        Raises:
+            DataError: a file that cannot be read.
+            TemplateError: a chat template whose conversations cannot grow.
+        """
+        self._config, self._plan, self._tokenizer = config, plan, tokenizer
+        self._processes: list[EnvironmentProcesses] = []
+        """Processes of environments that do not live in the driver."""
+        self._shared: dict[str, Any] = {}
+        """Agents without an environment, tools around environments and their verifiers."""
+
+        def players(manager: ManagerPlan) -> dict[str, Player]:
+            return build_players(config, plan, manager, tokenizer, self._processes, self._shared, judge)
+
+        validation = plan.validation
+        self._players = players(plan.train)
+        self._validation_players = {} if validation is None else players(validation)
+        data, in_order = fitting_rows(read_data(plan), self._players | self._validation_players), tags_in_order(plan)
+        self._tasks = TaskSource(plan.train, f"train/{config.seed}", data, in_order)
+        # Without the run's seed: runs of other seeds are validated on the same tasks.
+        self._validation_tasks = None
+        if validation is not None:
+            self._validation_tasks = TaskSource(validation, "validation", data, in_order)
+
+    def connect(self, engines: EngineClient) -> None:
+        """Make the flow of episodes on the engines."""
+        self._engines = engines
+        config, plan = self._config, self._plan
         train, keeps = plan.train, group_filter(plan.train.section, config.train_roles)
         settings = EpisodeSettings(train.group_size, f"{config.seed}/", train.redundancy, train.num_groups, keeps=keeps)
         quarantine = SampleQuarantine(plan.log_dir)
-        self.flow = EpisodeFlow(engines, data.tasks.draw, data.players, settings, 0, quarantine)
-        self.codec = EpisodeCodec(data.players)
+        self.flow = EpisodeFlow(engines, self._tasks.draw, self._players, settings, 0, quarantine)
+        self.codec = EpisodeCodec(self._players)
         self._counts_before = dict(self.flow.counts)
         self._prompts_before = (0, 0)
 
@@ -131,73 +108,64 @@ class EpisodeSource(RolloutSource[Task, EpisodeGroup, EpisodeValidation]):
         batch = build_episode_batch(
             groups,
             {tag: entry.samples for tag, entry in self._plan.entries.items()},
-            pad_token_id(self._data.tokenizer),
+            pad_token_id(self._tokenizer),
             roles=self._config.train_roles or None,
             on_error=self._config.failed_episodes,
             bootstrap=self._config.bootstraps,
         )
-        metrics = episode_metrics(groups) | token_checks(batch, groups) | self._flow_metrics() | self._prefix_hits()
-        return batch, metrics
-
-    def _flow_metrics(self) -> Metrics:
-        """Episodes since the last step by their end, quarantined samples, and processes that died."""
+        metrics = episode_metrics(groups) | token_checks(batch, groups)
+        # Episodes since the last step by their end, quarantined samples, and processes that died.
         before, now = self._counts_before, dict(self.flow.counts)
         self._counts_before = now
-        metrics: Metrics = {
-            f"scheduler/episodes_{name}": Mean(now.get(name, 0) - before.get(name, 0))
-            for name in ("ended", "retried", "cancelled")
-        }
+        for name in ("ended", "retried", "cancelled"):
+            metrics[f"scheduler/episodes_{name}"] = Mean(now.get(name, 0) - before.get(name, 0))
         if quarantined := self.flow.quarantine.num_samples:
             metrics["scheduler/set_aside_samples"] = Mean(quarantined)
-        return metrics | {"env/process_deaths": Mean(sum(one.num_deaths for one in self._data.processes))}
-
-    def _prefix_hits(self) -> Metrics:
-        """Share of the prompts' tokens since the last step that came from a prefix cache, where engines count it."""
+        metrics["env/process_deaths"] = Mean(sum(one.num_deaths for one in self._processes))
+        # The share of the prompts' tokens since the last step that came from a prefix cache, where engines count it.
         sent = self._engines.prompt_tokens - self._prompts_before[0]
         reused = self._engines.reused_tokens - self._prompts_before[1]
         self._prompts_before = self._engines.prompt_tokens, self._engines.reused_tokens
-        return {"engine/prefix_hit": Mean(float(reused), sent)} if sent else {}
+        return batch, metrics | ({"engine/prefix_hit": Mean(float(reused), sent)} if sent else {})
 
     def close(self, driver: DriverLoop) -> None:
         """End agents, tasks and environments' processes; a second call does nothing."""
         if driver.is_closed:
             return
         with ExitStack() as stack:  # all of it, also where an agent of the user's raises
-            for processes in self._data.processes:
+            for processes in self._processes:
                 stack.callback(processes.close)
             stack.callback(driver.close)
-            driver.run(close_agents(self._data.shared))
+            driver.run(close_agents(self._shared.values()))
 
-    def validation(self) -> Coroutine[Any, Any, EpisodeValidation]:
+    async def validation(self) -> Validation:
         """Play the same tasks with the same seeds each time: two validations differ by the policy alone."""
-        manager = self._plan.validation
-        assert manager is not None and self._data.validation_tasks is not None
-        return self._validate(manager, self._data.validation_tasks)
-
-    async def _validate(self, manager: ManagerPlan, tasks: TaskSource) -> EpisodeValidation:
+        manager, tasks = self._plan.validation, self._validation_tasks
+        assert manager is not None and tasks is not None
         began = time.perf_counter()
         numbers = iter(range(manager.groups))
         flow = EpisodeFlow(
             self._engines,
             # range() first: the other way round zip would take a number more than it returns.
             lambda count: [tasks.task(number) for _, number in zip(range(count), numbers, strict=False)],
-            self._data.validation_players,
+            self._validation_players,
             EpisodeSettings(manager.group_size, "validation/", manager.redundancy, manager.num_groups),
             0,
         )
         result = await collected(flow, manager.groups, 0, self._config.rpc_timeout)
-        return EpisodeValidation(result.groups, time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return Validation(validation_metrics(result.groups), {"": result.groups}, seconds)
 
     def table(self, groups: Sequence[EpisodeGroup]) -> SampleTable:
-        players = self._data.validation_players | self._data.players
+        players = self._validation_players | self._players
         templates = {tag: player.template for tag, player in players.items()}
-        return dumped_episodes(groups, templates, self._plan.dump_dir)
+        return episode_table(groups, templates, self._plan.dump_dir)
 
     def notes(self, groups: Sequence[EpisodeGroup]) -> Notes:
         return episode_notes(groups)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._data.tasks.num_drawn = int(state["num_drawn"])
+        self._tasks.num_drawn = int(state["num_drawn"])
 
 
 def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Callable[[EpisodeGroup], bool]:
@@ -225,49 +193,31 @@ def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Call
     return keeps
 
 
-class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan, EpisodeValidation]):
+class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan]):
     """A run, from start to summary."""
 
     slice_seconds = SLICE_SECONDS
     router = "EnvAffinityRouter"
-
-    def __init__(self, loaded: LoadedConfig[AgenticConfig]) -> None:
-        config, plan = loaded.config, loaded.plan
-        assert isinstance(plan, AgenticPlan)
-        super().__init__(loaded, plan, RecordedRollouts(config, plan.output_dir, None))
 
     @property
     def temperature(self) -> float:
         sampling = self.plan.train.generating_args
         return sampling.temperature if sampling.do_sample else 1.0
 
-    def start_clusters(self, resources: ResourceManager) -> StartingClusters[Clusters]:
-        starting = start_policy_clusters(self.config, self.plan, resources, REWARD)
-        judge = starting.clusters.judges.get(REWARD)
-        self.judge = judge.options if judge is not None else None
-        return starting
+    def start_scorers(self, starter: ClusterStarter) -> dict[str, Any]:
+        return starter.start_judges([REWARD] if REWARD in self.plan.roles else [])
 
     def load_data(self) -> None:
         role = self.plan.roles["actor_train"]
         self.tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
-        self.data = load_episode_data(self.config, self.plan, self.tokenizer, self.judge)
+        judge = self.clusters.judges.get(REWARD)
+        options = None if judge is None else judge.options
+        self.episodes = EpisodeSource(self.config, self.plan, self.tokenizer, options)
 
     def build_source(self, engines: EngineClient) -> EpisodeSource:
-        return EpisodeSource(self.config, self.plan, self.data, engines)
+        self.episodes.connect(engines)
+        return self.episodes
 
     def build_method(self) -> EpisodeMethod:
         most = max(entry.turns * entry.new_tokens for entry in self.plan.entries.values())
         return EpisodeMethod(self.config, self.plan.norm_types, most, self.plan.normalizes_by_tag)
-
-    def is_validation_due(self, step: int) -> bool:
-        """Every ``eval_steps`` steps, the first before any training."""
-        return self.validates and step % self.plan.eval_steps == 0
-
-    @property
-    def validates(self) -> bool:
-        return self.plan.validation is not None and bool(self.plan.eval_steps)
-
-    def report(self, validation: EpisodeValidation, step: int) -> None:
-        self.context.record({"time/val_step_total": Mean(validation.seconds)})
-        self.context.record_validation(validation_metrics(validation.groups), step)
-        self.context.dump_samples("validation", step, partial(self.source.table, validation.groups))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 from math import ceil
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from roll.agents.agent_options import Context, asks_the_run
 from roll.config.model_files import model_number
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.plan.planning import shared_plan, with_cache_length
+from roll.config.plan.planning import shared_plan, validation_sampling, with_cache_length
 from roll.config.reading.errors import count
 from roll.config.rewards import judge_length
 from roll.config.roles import GeneratingArguments, WorkerConfig
@@ -117,52 +117,27 @@ class AgenticPlan(PolicyPlan):
         return self.train.episodes * rows
 
 
-def agentic_facts(plan: AgenticPlan) -> list[tuple[str, str]]:
-    """Labels and sentences that only this pipeline has."""
-    facts = [("episodes", _played(plan, plan.train, "step"))]
-    if plan.validation is not None and plan.eval_steps:
-        facts.append(("validation", _played(plan, plan.validation, "validation")))
-    facts += [("environment", f"{entry.tag}: {_entry(entry, plan.sequence_length)}") for entry in plan.entries.values()]
-    reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
-    passes = {reference: plan.needs_reference, "old log-probs": plan.needs_old_log_probs, "values": plan.needs_critic}
-    needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
-    facts.append(("passes", f"{needed} (in addition to generation and training)"))
-    return [*facts, ("ahead", plan.run_ahead_sentence("episodes", "group"))] if plan.is_async else facts
-
-
-def _played(plan: AgenticPlan, manager: ManagerPlan, of: str) -> str:
+def played_sentence(plan: AgenticPlan, manager: ManagerPlan, of: str) -> str:
     size = f"{manager.group_size}" + (f" + {manager.redundancy}" if manager.redundancy else "")
     shares = ", ".join(f"{tag} {number}" for tag, number in manager.groups_by_tag.items())
-    tokens = sum(
-        manager.episodes * number / manager.num_groups * _most_new_tokens(plan.entries[tag], plan.sequence_length)
-        for tag, number in manager.groups_by_tag.items()
-    )
+    tokens = 0.0
+    for tag, number in manager.groups_by_tag.items():
+        entry = plan.entries[tag]
+        most = entry.turns * entry.new_tokens
+        # Where everything is kept, an episode samples no more than one conversation has room for.
+        most = min(most, plan.sequence_length) if entry.context == "append" else most
+        tokens += manager.episodes * number / manager.num_groups * most
     total = f"{count(manager.groups, 'task')} x {manager.group_size} = {count(manager.episodes, 'episode')} a {of}"
     at_a_time = f"{count(manager.num_groups, 'group')} of {size} at a time ({shares})"
     return f"{total}, at most {tokens:,.0f} new tokens; {at_a_time}"
 
 
-def _most_new_tokens(entry: EntryPlan, sequence_length: int) -> int:
-    """Most tokens that an episode can sample: those of its turns, or of one conversation where everything is kept."""
-    most = entry.turns * entry.new_tokens
-    return min(most, sequence_length) if entry.context == "append" else most
-
-
-def _entry(entry: EntryPlan, sequence_length: int) -> str:
+def entry_sentence(entry: EntryPlan, sequence_length: int) -> str:
     seconds = f", {entry.seconds:g} s" if entry.seconds is not None else ""
     rows = "a row a conversation" if entry.samples == "trajectory" else "a row a turn"
     name = entry.section.env_type or f"agent {entry.agent}"
     limits = f"at most {count(entry.turns, 'turn')} of {entry.new_tokens} tokens, {sequence_length} tokens of context"
     return f"{name}; {limits}{seconds}; context {entry.context}, {rows}"
-
-
-def batch_facts(plan: AgenticPlan) -> list[tuple[str, str]]:
-    """Sentences about optimizer steps, which are counted in episodes; their rows may be of any number."""
-    rows = f"{count(plan.train.episodes, 'episode')}, at most {count(plan.most_rows, 'row')}"
-    return [
-        ("batch" if name == "actor_train" else name, f"{rows}; {training.sentence()} (by episodes)")
-        for name, training in plan.training.items()
-    ]
 
 
 @dataclass(frozen=True)
@@ -239,15 +214,6 @@ def training_sampling(config: AgenticConfig, written: Written) -> GeneratingArgu
     return config.train_env_manager.generating_args
 
 
-def validation_sampling(config: AgenticConfig, written: Written) -> GeneratingArguments:
-    """Sampling of validation: that of ``val_env_manager``, with training's for keys that it leaves out."""
-    assert config.val_env_manager is not None
-    base, own = training_sampling(config, written), config.val_env_manager.generating_args
-    names = [item.name for item in fields(GeneratingArguments)]
-    kept = {name: getattr(base, name) for name in names if not written(f"val_env_manager.generating_args.{name}")}
-    return replace(own, **kept)
-
-
 def entry_plan(config: AgenticConfig, tag: str, most_new_tokens: int | None) -> EntryPlan:
     section = config.custom_envs[tag]
     played = played_as(section)
@@ -291,13 +257,8 @@ def model_roles(config: AgenticConfig) -> dict[str, WorkerConfig]:
 
 def judged_entries(config: AgenticConfig) -> list[str]:
     """The tags whose verifiers ask the role ``reward``."""
-    return [tag for tag, section in used_entries(config).items() if asks_the_run(verifier_of(section))]
-
-
-def verifier_of(section: CustomEnvConfig) -> dict[str, Any]:
-    """The section ``verifier`` of an entry, wherever it is written; empty without one."""
-    verifier = section.verifier or agent_of(section)[1].get("verifier")
-    return verifier if isinstance(verifier, dict) else {}
+    verifiers = {tag: agent_of(section)[1].get("verifier") for tag, section in used_entries(config).items()}
+    return [tag for tag, verifier in verifiers.items() if isinstance(verifier, dict) and asks_the_run(verifier)]
 
 
 def finished(config: AgenticConfig, name: str, section: WorkerConfig) -> WorkerConfig:
@@ -318,7 +279,10 @@ def plan_agentic(definition: PipelineDefinition, config: AgenticConfig, exp_name
             group_size=section.group_size,
             redundancy=section.group_size_redundancy,
             episodes=episodes,
-            generating_args=sampling if key == "train_env_manager" else validation_sampling(config, written),
+            # Of validation, keys that are left out are those of training.
+            generating_args=sampling
+            if key == "train_env_manager"
+            else validation_sampling(f"{key}.generating_args", section.generating_args, sampling, written),
         )
         for key, section, episodes in managers(config)
     }

@@ -62,7 +62,11 @@ def build_players(
     """
     params = sampling_params(manager.generating_args, plan.max_new_tokens)
     policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]
-    images = policy_images(config, policy.model_path, tokenizer)
+    assert policy.model_path is not None, "the policy has a model"
+    remote = config.actor_train.model_args.trust_remote_code
+    # With the pixel limits of the policy's data section; None: it is a model of text.
+    reader = ImageReader.of(config.actor_train.data_args, VisionModel.load(policy.model_path, tokenizer, remote))
+    images = None if reader.model is None else ChatImages(reader.model)
     players = {}
     for tag in manager.groups_by_tag:
         entry = plan.entries[tag]
@@ -93,22 +97,6 @@ def build_players(
         tool_format = section.tool_format or detect_format(template.source)
         players[tag] = Player(agent, template, limits, own, tool_format, section.thinking)
     return players
-
-
-def policy_images(
-    config: AgenticConfig, model_path: str | None, tokenizer: PreTrainedTokenizerBase
-) -> ChatImages | None:
-    """The policy's view of images, with the pixel limits of ``actor_train.data_args``; None: it is a model of text.
-
-    Raises:
-        DataError: a vision-language model whose image processor is of another kind.
-    """
-    assert model_path is not None, "the policy has a model"
-    model_args = config.actor_train.model_args
-    model = ImageReader.of(
-        config.actor_train.data_args, VisionModel.load(model_path, tokenizer, model_args.trust_remote_code)
-    ).model
-    return None if model is None else ChatImages(model)
 
 
 async def close_agents(agents: Iterable[Any]) -> None:

@@ -22,9 +22,9 @@ from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
-from roll.pipelines.agentic.config import AgenticConfig, ToolWrapperConfig
+from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
 from roll.pipelines.agentic.plan import AgenticPlan, agent_of, managers, used_entries
-from roll.pipelines.policy_checks import build_own_filter, policy_functions
+from roll.pipelines.policy_checks import BUILD_FILTER, late, policy_functions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,20 +53,9 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
     find_own_modules()
     problems: list[Problem] = []
     for tag, section in used_entries(loaded.config).items():
-        key = f"custom_envs.{tag}"
-        agent, options = agent_of(section)
-        if agent is not None:
-            problems += agent_problems(key, agent, options)
-        elif section.verifier:
-            problems += verifier_problems(f"{key}.verifier", section.verifier)
-        if section.env_type is None:
-            continue
-        problems += wrapper_problems(f"{key}.tool_wrapper", section.tool_wrapper)
-        problems += vision_problems(f"{key}.env_config", section.env_config, policy_of(loaded).model_path)
-        try:
-            check_environment_options(section.env_type, section.env_config)
-        except EnvironmentOptionError as error:
-            problems.append(_environment_problem(key, section.env_type, section.env_config, error))
+        problems += agent_problems(f"custom_envs.{tag}", section)
+        if section.env_type is not None:
+            problems += environment_problems(f"custom_envs.{tag}", section, policy_of(loaded).model_path)
     if problems:
         raise ConfigError([replace(problem, source=shown(loaded.source)) for problem in problems])
 
@@ -77,63 +66,55 @@ def policy_of(loaded: LoadedConfig[AgenticConfig]) -> RolePlan:
     return loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
 
 
-def vision_problems(key: str, env_config: dict[str, Any], model_path: str | None) -> Iterator[Problem]:
-    """Problems of an environment that shows pictures to a policy that is a text model."""
-    config = model_config(model_path)
-    if config is None or "vision_config" in config:
+def agent_problems(key: str, section: CustomEnvConfig) -> Iterator[Problem]:
+    """Problems of an entry's agent, or of its environment's verifier, and their options."""
+    agent, options = agent_of(section)
+    if agent is None and not section.verifier:
         return
-    for option, value in (("render_mode", "rgb_array"), ("pictures", True)):
-        if env_config.get(option) == value:
-            rule = f"shows pictures, and {model_path} is a model of text; a vision-language model sees them"
-            yield Problem(f"{key}.{option}", value, rule)
-
-
-def agent_problems(key: str, agent: str, options: dict[str, Any]) -> Iterator[Problem]:
-    """Problems of an agent and its options."""
-    from roll.agents.registry import check_agent
+    from roll.agents.registry import check_agent, make_verifier
 
     try:
-        check_agent(agent, options)
+        if agent is not None:
+            check_agent(agent, options)
+        else:
+            make_verifier(section.verifier, key="verifier", of_environment=True)
     except AgentOptionError as error:
         name, colon, rule = str(error).partition(": ")
-        if not colon or " " in name:
+        if agent is None:
+            name = "verifier" + name.removeprefix("verifier")
+        elif not colon or " " in name:
             name, rule = "agent", str(error)
         yield Problem(f"{key}.{name}", None, rule, has_value=False)
 
 
-def verifier_problems(key: str, verifier: dict[str, Any]) -> Iterator[Problem]:
-    """Problems of an environment's verifier."""
-    from roll.agents.registry import make_verifier
-
-    try:
-        make_verifier(verifier, key="verifier", of_environment=True)
-    except AgentOptionError as error:
-        name, _, rule = str(error).partition(": ")
-        yield Problem(key + name.removeprefix("verifier"), None, rule, has_value=False)
-
-
-def wrapper_problems(key: str, wrapper: ToolWrapperConfig | None) -> Iterator[Problem]:
-    """Problems of tools around an environment: they do not exist, or lack an option."""
+def environment_problems(key: str, section: CustomEnvConfig, model_path: str | None) -> Iterator[Problem]:
+    """Problems of an entry's environment: tools around it that lack something, pictures that a text model cannot see,
+    options."""
     from roll.agents.text_tools import text_tool
     from roll.agents.tools import ToolError
 
-    for index, tool in enumerate(wrapper.tool_configs if wrapper is not None else ()):
+    assert section.env_type is not None
+    for index, tool in enumerate(section.tool_wrapper.tool_configs if section.tool_wrapper is not None else ()):
         try:
             text_tool(tool.tool_id, tool.tool_args)
         except ToolError as error:
-            yield Problem(f"{key}.tool_configs[{index}]", None, str(error), has_value=False)
-
-
-def _environment_problem(key: str, env_type: str, env_config: dict[str, Any], error: EnvironmentOptionError) -> Problem:
-    """The problem at the option where it is known, else at ``env_config`` where the environment exists."""
-    text = str(error)
-    if error.option is not None:
-        rule = text.removeprefix(f"env_config.{error.option}: ")
-        return Problem(f"{key}.env_config.{error.option}", masked(env_config[error.option]), rule)
-    begun = f"env_type {env_type!r}"
-    if text.startswith(f"{begun}: "):
-        return Problem(f"{key}.env_config", None, text.removeprefix(f"{begun}: "), has_value=False)
-    return Problem(f"{key}.env_type", env_type, text.removeprefix(begun).strip())
+            yield Problem(f"{key}.tool_wrapper.tool_configs[{index}]", None, str(error), has_value=False)
+    config, options = model_config(model_path), section.env_config
+    for option, value in (("render_mode", "rgb_array"), ("pictures", True)):
+        if config is not None and "vision_config" not in config and options.get(option) == value:
+            rule = f"shows pictures, and {model_path} is a model of text; a vision-language model sees them"
+            yield Problem(f"{key}.env_config.{option}", value, rule)
+    try:
+        check_environment_options(section.env_type, options)
+    except EnvironmentOptionError as error:
+        text, begun = str(error), f"env_type {section.env_type!r}"
+        if error.option is not None:
+            rule = text.removeprefix(f"env_config.{error.option}: ")
+            yield Problem(f"{key}.env_config.{error.option}", masked(options[error.option]), rule)
+        elif text.startswith(f"{begun}: "):
+            yield Problem(f"{key}.env_config", None, text.removeprefix(f"{begun}: "), has_value=False)
+        else:
+            yield Problem(f"{key}.env_type", section.env_type, text.removeprefix(begun).strip())
 
 
 def chat_template(
@@ -197,7 +178,7 @@ def own_functions(config: AgenticConfig) -> Iterator[tuple[str, Any, Callable[[]
     for name, section, _ in managers(config):
         own, path = section.group_filter_config, section.group_filter_cls
         if DOTTED_PATH.fullmatch(own.type):
-            yield f"{name}.group_filter_config", own.type, partial(build_own_filter, own.type, own.filter_args)
+            yield f"{name}.group_filter_config", own.type, partial(late, BUILD_FILTER, own.type, own.filter_args)
         if path is not None:
             yield f"{name}.group_filter_cls", path, partial(own_group_filter, path)
 

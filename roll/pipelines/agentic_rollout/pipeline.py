@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +21,10 @@ from roll.pipelines.agentic.players import (
     read_data,
     tags_in_order,
 )
-from roll.pipelines.agentic_rollout.config import AgenticRolloutConfig, AgenticRolloutPlan
+from roll.pipelines.agentic_rollout.definition import AgenticRolloutConfig, AgenticRolloutPlan, settings_of
 from roll.pipelines.evaluate.config import EvaluatedModel, Pass
 from roll.pipelines.evaluate.models import ModelRun
-from roll.pipelines.evaluate.samples import Record, shared_settings
+from roll.pipelines.evaluate.samples import Record
 from roll.rollout.engines import EngineClient
 from roll.rollout.episodes import EpisodeFlow, EpisodeSettings, Player
 
@@ -96,15 +95,3 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
                 stack.callback(processes.close)
             stack.callback(super().close)
             self.driver.run(close_agents(self._shared.values()))
-
-
-def settings_of(config: AgenticRolloutConfig, plan: AgenticRolloutPlan) -> dict[str, Any]:
-    """Everything that the episodes depend on."""
-    data = [entry.section.data_args for entry in plan.entries.values() if entry.section.data_args is not None]
-    own = {
-        "custom_envs": {tag: asdict(entry) for tag, entry in plan.entries.items()},
-        "val_env_manager" if plan.is_validation else "train_env_manager": asdict(plan.played),
-        "sequence_length": config.sequence_length,
-        "templates": [config.global_template, asdict(config.actor_train.data_args)],
-    }
-    return shared_settings(config, plan, data, own)

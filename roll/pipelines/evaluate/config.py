@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -23,7 +22,6 @@ from roll.config.reading.errors import closest, count
 from roll.config.reading.fields import LOWEST_TEMPERATURE, setting
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import own_weights
-from roll.config.strategies.remote import EXAMPLE_URL, url_problem
 from roll.pipelines.rlvr.checks import SET_NAME, check_lengths, check_templates, check_validation, longest_in_validation
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -61,12 +59,6 @@ class EvaluationConfig:
     thresholds: dict[str, float] = field(default_factory=dict)
     """Least values of metrics, such as ``val_correct/all/mean: 0.8``; also of one model: ``trained/val_correct/...``.
     If a model stays below one, the exit status is 3."""
-    against: str | None = None
-    """A model that is served elsewhere and answers the same prompts by chats, under the name ``against``; the others
-    are compared with it. Address of an OpenAI-compatible service up to and with its version, the model's name after
-    a ``#`` where it lists several: ``https://host/v1#model``."""
-    against_api_key_env: str = setting("", read_if={"against": ()})
-    """Environment variable with the token for ``against``."""
     resume: bool = True
     """Samples that an interrupted evaluation of the same models, sets and settings has written are taken up; false:
     begin anew."""
@@ -94,8 +86,6 @@ class ModelsConfig(Protocol):
     def pretrain(self) -> str: ...
 
 
-AGAINST = "against"
-"""Name of the model of ``evaluate.against``."""
 FOLDER = "evaluation"
 """Under ``output_dir`` and ``logging_dir``: an evaluation leaves the files of a training run alone."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -120,8 +110,6 @@ class EvaluatedModel:
     """Folder or hub name that has its architecture and tokenizer."""
     checkpoint: Path | None = None
     """Folder of the role that holds the weights, in a training checkpoint."""
-    url: str | None = None
-    """Address of a model that is served elsewhere; ``base`` then counts tokens and reads the prompts."""
 
     @property
     def description(self) -> str:
@@ -157,7 +145,7 @@ class ModelsPlan(Plan):
         """Models that share an engine start, in the order of their first."""
         found: dict[str, list[EvaluatedModel]] = {}
         for model in self.models:
-            found.setdefault(model.url or signature(model.base), []).append(model)
+            found.setdefault(signature(model.base), []).append(model)
         return list(found.values())
 
 
@@ -176,7 +164,14 @@ def plan_evaluation(
     sets = validation_sets(config, sequence, written)
     longest = max(one.sequence_length for one in sets)
     models = tuple(models_of(config))
-    plan = shared_plan(definition, config, exp_name, written, partial(finished_role, config, longest))
+
+    def finished_role(name: str, section: WorkerConfig) -> WorkerConfig:
+        # Engines load weights themselves, since there is no trainer.
+        is_policy = name == "actor_infer"
+        cached = with_cache_length(section, longest)
+        return own_weights(cached) if is_policy else finished(config, longest, name, section)
+
+    plan = shared_plan(definition, config, exp_name, written, finished_role)
     return EvaluatePlan(
         **plan | {"sequence_length": longest, "save_steps": 0, "folders": own_folders(plan["folders"])},
         training={},
@@ -185,20 +180,13 @@ def plan_evaluation(
         models=models,
         validation_sets=sets,
         passes=tuple(passes_of(config, sets)),
-        baseline=config.evaluate.baseline or (models[0] if config.evaluate.against is None else models[-1]).name,
+        baseline=config.evaluate.baseline or models[0].name,
     )
 
 
 def own_folders(folders: Folders) -> Folders:
     """Those of an evaluation, below those of the file."""
     return replace(folders, output_dir=folders.output_dir / FOLDER, log_dir=folders.log_dir / FOLDER)
-
-
-def finished_role(config: EvaluateConfig, longest: int, name: str, section: WorkerConfig) -> WorkerConfig:
-    """The section of a role as its workers get it; engines load weights themselves, since there is no trainer."""
-    if name == "actor_infer":
-        return own_weights(with_cache_length(section, longest))
-    return finished(config, longest, name, section)
 
 
 def passes_of(config: EvaluateConfig, sets: tuple[ValidationSet, ...]) -> Iterator[Pass]:
@@ -225,8 +213,6 @@ def models_of(config: ModelsConfig) -> Iterator[EvaluatedModel]:
     own = config.actor_infer.model_args.model_name_or_path or config.pretrain
     for name, path in (config.evaluate.models or {Path(own).name: own}).items():
         yield from read_entry(name, path, own)
-    if config.evaluate.against is not None:
-        yield EvaluatedModel(AGAINST, config.evaluate.against, own, url=config.evaluate.against)
 
 
 def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
@@ -240,9 +226,14 @@ def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
     if not looks_like_folder(path) or not os.path.exists(folder) or is_model:
         yield EvaluatedModel(name, path, path)
         return
-    several = checkpoints_in(folder)
+    inner = folder / "checkpoints"
+    inside = (inner if os.path.isdir(inner) else folder).iterdir() if os.path.isdir(folder) else ()
+    named = [(CHECKPOINT.fullmatch(one.name), one) for one in inside]
+    # The checkpoints of a run, in the order of their steps; else one checkpoint, or the policy's folder in it.
+    several = sorted((int(match[1]), one) for match, one in named if match and os.path.isdir(one))
     for step, one in several or ((None, folder),):
-        role = role_folder(one)
+        places = (one, *(one / role for role in POLICIES))
+        role = next((place for place in places if os.path.isfile(place / STATE_NAME)), None)
         if role is None:
             raise ValueError(
                 f"is neither a model folder ({CONFIG}) nor a training checkpoint ({POLICIES[0]}/{STATE_NAME}) nor a "
@@ -266,22 +257,6 @@ def first_model(config: ModelsConfig) -> tuple[str, str] | None:
     return "pretrain" if first.checkpoint else f"evaluate.models.{next(iter(config.evaluate.models))}", first.base
 
 
-def checkpoints_in(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and folders of the checkpoints of a run, in order."""
-    if not os.path.isdir(folder):
-        return []
-    inner = folder / "checkpoints"
-    named = [(CHECKPOINT.fullmatch(one.name), one) for one in (inner if os.path.isdir(inner) else folder).iterdir()]
-    return sorted((int(match[1]), one) for match, one in named if match and os.path.isdir(one))
-
-
-def role_folder(folder: Path) -> Path | None:
-    """The folder of the policy in a training checkpoint, which may be that folder itself."""
-    if os.path.isfile(folder / STATE_NAME):
-        return folder
-    return next((folder / role for role in POLICIES if os.path.isfile(folder / role / STATE_NAME)), None)
-
-
 def signature(base: str) -> str:
     """Equal for models whose weights have the same names and shapes and that read text alike."""
     folder = model_folder(base)
@@ -297,7 +272,7 @@ def signature(base: str) -> str:
 def evaluation_facts(plan: ModelsPlan) -> list[tuple[str, str]]:
     """Label and sentence of models and passes."""
     swaps = len(plan.models) - len(plan.groups())
-    starts = count(len(plan.groups()) - sum(one.url is not None for one in plan.models), "engine start")
+    starts = count(len(plan.groups()), "engine start")
     models = f"{', '.join(one.name for one in plan.models)} ({starts}, {count(swaps, 'exchange')} of weights)"
     passes = ", ".join(f"{one.name} x {one.num_samples}" for one in plan.passes)
     facts = [("models", models), ("passes", passes)]
@@ -358,9 +333,6 @@ def check_models(config: ModelsConfig, checks: Checks) -> None:
                 rule = f"has no {CONFIG}" if there else "does not exist"
                 checks.add(place, model.base, rule)
         names += [model.name for model in found]
-    if keys.against is not None:
-        check_against(config, own, checks)
-        names += [AGAINST] if names else []
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
         checks.add("evaluate.models", doubled, "two models have this name: choose others")
@@ -371,19 +343,3 @@ def check_models(config: ModelsConfig, checks: Checks) -> None:
         if value < 0 or 0 < value < LOWEST_TEMPERATURE:
             rule = f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE:g}"
             checks.add(f"evaluate.temperatures.{index}", value, rule, 1.0)
-
-
-def check_against(config: ModelsConfig, own: str | None, checks: Checks) -> None:
-    """The model that is served elsewhere; ``own`` is the file's."""
-    keys = config.evaluate
-    assert keys.against is not None
-    if (wrong := url_problem(keys.against.partition("#")[0])) is not None:
-        checks.add("evaluate.against", keys.against, wrong, EXAMPLE_URL)
-    section = config.validation if hasattr(config, "validation") else None
-    if section is not None and section.generating_args.stop_token_ids:
-        text = "stop_token_ids are of this run's tokenizer, and are not sent: against ends where its own model does"
-        checks.note("evaluate.against", text)
-    if not own:
-        checks.missing("pretrain", "is needed with evaluate.against: its tokenizer counts tokens", "my/model")
-    if keys.against_api_key_env and not os.environ.get(keys.against_api_key_env):
-        checks.add("evaluate.against_api_key_env", keys.against_api_key_env, "no such variable in the environment")

@@ -119,10 +119,6 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
     def start_scorers(self) -> None:
         """Start what scores the answers, once."""
 
-    def judges(self) -> list[str]:
-        """Roles that answer judges on devices of their own."""
-        return []
-
     def run(self) -> int:
         """Ask all models; the exit status."""
         with self.context.running() as resources:
@@ -155,31 +151,23 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         self.read(load_tokenizer(base.model_path, base.section.model_args.trust_remote_code), base)
         engines: Engines | None = None
         for model in models:
-            left = [(way, numbers) for way in self.plan.passes if (numbers := self.unanswered(model, way))]
+            left = []
+            for way in self.plan.passes:
+                answered = self.samples.answered(model.name, way.name)
+                if numbers := [number for number in range(self.num_asked(way)) if number not in answered]:
+                    left.append((way, numbers))
             if left:
                 with self.context.interruptible():
-                    client = self.client_of(model)
-                    if client is None:
-                        engines = self.load(model, base, engines, is_last=model is models[-1])
-                        client = engines.client
+                    engines = self.load(model, base, engines, is_last=model is models[-1])
                     for way, numbers in left:
                         logger.info("%s: %s, %d x %d", model.description, way.name, len(numbers), way.num_samples)
-                        self.driver.run(self.answer(model, way, numbers, client))
+                        self.driver.run(self.answer(model, way, numbers, engines.client))
             metrics = self.results.of_model(model.name)
             self.context.record_validation(metrics, self.plan.models.index(model))
             shown = ", ".join(f"{way.name} {metrics[f'val/{way.name}/accuracy']:.3f}" for way in self.plan.passes)
             logger.info("%s: accuracy %s", model.description, shown)
         if engines is not None:
             engines.close(self.residency)
-
-    def client_of(self, model: EvaluatedModel) -> EngineClient | None:
-        """Stand-in for the engines of a model that needs none of this run's."""
-        return None
-
-    def unanswered(self, model: EvaluatedModel, way: Pass) -> list[int]:
-        """Numbers of the prompts that a pass still has to ask."""
-        answered = self.samples.answered(model.name, way.name)
-        return [number for number in range(self.num_asked(way)) if number not in answered]
 
     def role_of(self, model: EvaluatedModel) -> RolePlan:
         """``actor_infer`` with the folder of a model."""
@@ -210,7 +198,7 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
 
     def bring(self) -> None:
         """Everything that answers and scores, on its devices."""
-        self.residency.bring(dict.fromkeys(("actor_infer", *self.judges()), GENERATION))
+        self.residency.bring({"actor_infer": GENERATION})
 
 
 class Engines:
@@ -231,36 +219,29 @@ class Engines:
         run.residency.admit(self.cluster, GENERATION)
         self.client = engine_client(config, role, self.cluster, run.slice_seconds, run.router, keeps_weights)
         self._source: Cluster | None = None
-        self._sync: WeightSync | None = None
 
     def exchange(self, model: EvaluatedModel, version: int) -> None:
         """Give the engines the weights of another model, verified tensor by tensor."""
+        run, config = self._run, self._run.config
         if self._source is None:
             # It reads files into host memory, and needs no device.
-            section = replace(
-                self._role.section, device_mapping=None, num_gpus_per_worker=1, world_size=1, worker_cls=None
+            section = self._role.section
+            section = replace(section, device_mapping=None, num_gpus_per_worker=1, world_size=1, worker_cls=None)
+            name = "stored_weights"
+            self._source = start_cluster(config, name, STORED_WEIGHTS_WORKER, run.resources, section)
+            run.context.watch([self._source])
+            # Through memory of the host, where the weights are read; whole, since models have nothing in common.
+            options = SyncOptions(
+                buffer_bytes=config.model_update_buffer_size_mb * MIB,
+                deadline=config.rpc_timeout,
+                patience=min(config.actor_infer.engine_timeout, config.rpc_timeout),
+                transport="safetensors" if config.weight_sync.transport == "safetensors" else "shared_memory",
+                directory=config.weight_sync.directory or str(run.plan.output_dir / "weight_sync"),
             )
-            self._source = start_cluster(
-                self._run.config, "stored_weights", STORED_WEIGHTS_WORKER, self._run.resources, section
-            )
-            self._run.context.watch([self._source])
-            self._sync = WeightSync(self._source, self.cluster, self._options())
+            self._sync = WeightSync(self._source, self.cluster, options)
         checkpoint = None if model.checkpoint is None else str(model.checkpoint)
         self._source.call_all(StoredWeightsWorker.open, str(loadable(model.base)), checkpoint).result()
-        assert self._sync is not None
-        between_turns(self._run.driver, self.client, partial(self._sync.sync, version))
-
-    def _options(self) -> SyncOptions:
-        """Through memory of the host, where the weights are read; whole, since models have nothing in common."""
-        config = self._run.config
-        keys = config.weight_sync
-        return SyncOptions(
-            buffer_bytes=config.model_update_buffer_size_mb * MIB,
-            deadline=config.rpc_timeout,
-            patience=min(config.actor_infer.engine_timeout, config.rpc_timeout),
-            transport="safetensors" if keys.transport == "safetensors" else "shared_memory",
-            directory=keys.directory or str(self._run.plan.output_dir / "weight_sync"),
-        )
+        between_turns(run.driver, self.client, partial(self._sync.sync, version))
 
     def close(self, residency: Residency) -> None:
         """End the engines, for those of another architecture."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -20,7 +19,7 @@ from rich.text import Text
 from roll.datasets.types import DataError
 from roll.pipelines.evaluate.config import EvaluationConfig, ModelsPlan
 from roll.pipelines.evaluate.samples import RESULTS, SampleFile, answers_of
-from roll.pipelines.rlvr.accuracy import CHUNK, Answers, Estimate, bootstrap, overall, pass_metrics, with_ends
+from roll.pipelines.rlvr.accuracy import CHUNK, Answers, bootstrap, overall, pass_metrics, with_ends
 
 WIDTH = 160
 """Columns of a table in a file or a log."""
@@ -59,19 +58,13 @@ class Results:
         self._answers[model], self.metrics[model] = answers, metrics
         return metrics
 
-    def _compare(self) -> None:
-        """Add ``compare/<baseline>/<pass>/...`` to the metrics of every other model."""
+    def finish(self) -> list[str]:
+        """Compare, write ``results.json`` and print the tables; a sentence for every threshold that was missed."""
         baseline = self._plan.baseline
         for model in self.metrics:
             for way in self._plan.passes if model != baseline else ():
                 found = compare(self._answers[model][way.name], self._answers[baseline][way.name])
-                if found is not None:
-                    prefix = f"compare/{baseline}/{way.name}/"
-                    self.metrics[model] |= {prefix + name: value for name, value in found.metrics().items()}
-
-    def finish(self) -> list[str]:
-        """Compare, write ``results.json`` and print the tables; a sentence for every threshold that was missed."""
-        self._compare()
+                self.metrics[model] |= {f"compare/{baseline}/{way.name}/{name}": one for name, one in found.items()}
         failed = list(missed(self._config.thresholds, self.metrics))
         content = {
             "models": {one.name: one.path for one in self._plan.models},
@@ -110,7 +103,7 @@ class Results:
             for way in self._plan.passes:
                 prefix = f"val/{way.name}/"
                 cells = [_with_interval(metrics, prefix + name) for name, _ in COLUMNS]
-                cells += [_number(metrics.get(prefix + kind)) for kind in kinds]
+                cells += [f"{metrics[prefix + kind]:.3f}" if prefix + kind in metrics else "" for kind in kinds]
                 prompts = str(len(self._answers[model][way.name]))
                 table.add_row(*map(Text, (model, f"{way.name} x {way.num_samples}", prompts, *cells)))
         return table
@@ -131,10 +124,6 @@ class Results:
         return table
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
-
-
 def _with_interval(metrics: Mapping[str, float], name: str, sign: str = "") -> str:
     """``.812 (.781 to .840)``; empty where the metric is not there."""
     if name not in metrics:
@@ -143,37 +132,20 @@ def _with_interval(metrics: Mapping[str, float], name: str, sign: str = "") -> s
     return f"{metrics[name]:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Two models on the same prompts: the first's accuracy less the second's."""
-
-    difference: Estimate
-    p_value: float
-    """Chance of a difference at least as large if neither is better, two-sided."""
-    wins: int
-    """Prompts of which the first has more correct."""
-    losses: int
-    ties: int
-
-    def metrics(self) -> dict[str, float]:
-        return with_ends("difference", self.difference) | {
-            "p_value": self.p_value,
-            "wins": float(self.wins),
-            "losses": float(self.losses),
-            "ties": float(self.ties),
-        }
-
-
-def compare(first: Sequence[Answers], second: Sequence[Answers]) -> Comparison | None:
-    """The prompts that both have answered, by id; None: there are none."""
+def compare(first: Sequence[Answers], second: Sequence[Answers]) -> dict[str, float]:
+    """Two models on the prompts that both have answered: the first's accuracy less the second's, with its interval; the
+    chance of a difference at least as large if neither is better, two-sided; and the prompts of which the first has
+    more correct, equally many, or fewer. Empty if there are none."""
     others = {one.prompt_id: one.accuracy for one in second}
-    pairs = [(one.accuracy, others[one.prompt_id]) for one in first if one.prompt_id in others]
-    if not pairs:
-        return None
-    differences = np.array([mine - theirs for mine, theirs in pairs])
-    wins, losses = int((differences > 0).sum()), int((differences < 0).sum())
-    found = bootstrap(differences.tolist())
-    return Comparison(found, sign_flip_p_value(differences), wins, losses, len(pairs) - wins - losses)
+    differences = np.array([one.accuracy - others[one.prompt_id] for one in first if one.prompt_id in others])
+    if not len(differences):
+        return {}
+    return with_ends("difference", bootstrap(differences.tolist())) | {
+        "p_value": sign_flip_p_value(differences),
+        "wins": float((differences > 0).sum()),
+        "losses": float((differences < 0).sum()),
+        "ties": float((differences == 0).sum()),
+    }
 
 
 def sign_flip_p_value(differences: np.ndarray) -> float:

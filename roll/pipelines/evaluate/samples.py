@@ -53,7 +53,7 @@ def shared_settings(
     written = [one.file_name for one in data]
     files = [name for names in written for name in ([names] if isinstance(names, str) else names or ())]
     shared = {
-        "models": {one.name: _model_state(one) for one in plan.models},
+        "models": {one.name: [one.path, one.base, *map(_state, _weights(one))] for one in plan.models},
         "data files": {name: _state(Path(name).expanduser()) for name in files},
         "evaluate.num_samples, evaluate.temperatures": [asdict(one) for one in plan.passes],
         "seed": config.seed,
@@ -64,10 +64,9 @@ def shared_settings(
     return plain
 
 
-def _model_state(model: EvaluatedModel) -> list[Any]:
+def _weights(model: EvaluatedModel) -> list[Path]:
     folder = model.checkpoint or model_folder(model.path)
-    files = sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob("trainer_state.json")) if folder else []
-    return [model.path, model.base, *map(_state, files)]
+    return sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob("trainer_state.json")) if folder else []
 
 
 def _state(path: Path) -> list[Any]:
@@ -201,14 +200,6 @@ def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Re
         }
 
 
-def _is_correct(record: Record, correct_from: float) -> bool:
-    """Success by the environment, if it says so; else by the score."""
-    success = record.get("success")
-    if success is not None:
-        return bool(success)
-    return record["score"] is not None and record["score"] >= correct_from
-
-
 def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_by: str) -> list[Answers]:
     """The samples of each prompt as numbers.
 
@@ -224,7 +215,10 @@ def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_b
         known.update(name for one in numbers for name in one)
         has_any = has_any or any(select_by in one for one in numbers)
         ranks = np.array([one.get(select_by, np.nan) for one in numbers], dtype=np.float64)
-        correct = np.array([_is_correct(one, correct_from) for one in group])
+        # Success by the environment, if it says so; else by the score.
+        succeeded = [one.get("success") for one in group]
+        by_score = [one["score"] is not None and one["score"] >= correct_from for one in group]
+        correct = np.array([by if own is None else bool(own) for own, by in zip(succeeded, by_score, strict=True)])
         found.append(
             Answers(
                 prompt_id=group[0]["prompt_id"],

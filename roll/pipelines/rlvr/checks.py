@@ -11,7 +11,6 @@ from roll.config.checks.base import (
     Checks,
     check_columns,
     check_data_files,
-    check_resume,
     check_schedule,
     check_template_file,
 )
@@ -22,18 +21,10 @@ from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
 from roll.config.rewards import section_of
 from roll.methods.policy_plan import check_method, is_async, policy_training_plans
-from roll.pipelines.policy_checks import (
-    check_algorithm,
-    check_async,
-    check_needed_roles,
-    check_recorded_rollouts,
-    check_weight_sync,
-    note_distribution,
-)
+from roll.pipelines.policy_checks import check_policy
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
 from roll.pipelines.rlvr.plan import max_new_tokens, sharing_roles, started_roles
-from roll.pipelines.strict_checks import check_strict
 
 PROBABILITY_TOLERANCE = 1e-6
 SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
@@ -42,7 +33,6 @@ SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
-    check_needed_roles(config, checks)
     check_method(config, checks, config.actor_infer.generating_args, "actor_infer.generating_args", "rlvr")
     check_lengths(config, checks)
     if not checks.broken("prompt_length", "response_length", "sequence_length"):
@@ -64,13 +54,8 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
         checks.add("adv_estimator", config.adv_estimator, rule, "grpo")
     if config.router_args.router_name == "EnvAffinityRouter":
         checks.problems.not_available("router_args.router_name", "EnvAffinityRouter", "this router", "~")
-    check_algorithm(config, max_new_tokens(config), checks)
-    check_async(config, checks)
+    check_policy(config, max_new_tokens(config), checks)
     note_sampling(config, checks)
-    check_weight_sync(config, checks)
-    check_strict(config, checks)
-    check_resume(config, checks)
-    check_recorded_rollouts(config, checks)
     note_unread(config, options, checks)
 
 
@@ -160,8 +145,7 @@ def check_shares(config: RLVRConfig, checks: Checks) -> None:
 
 
 def note_sampling(config: RLVRConfig, checks: Checks) -> None:
-    """Sampling settings that the trainer's log-probs cannot follow, and those that others override."""
-    note_distribution(config, checks)
+    """Sampling settings that others override."""
     arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
     response = config.response_and_sequence[0]
     if arguments.max_new_tokens is not None and arguments.max_new_tokens > response:

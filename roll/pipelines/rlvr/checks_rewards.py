@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from roll.config.checks.base import Checks
 from roll.config.losses import SCORE_INPUT
 from roll.config.model_files import model_config
@@ -55,20 +53,15 @@ def check_reward_model(config: RLVRConfig, checks: Checks) -> None:
         rule = f"is a reward model: rewards.{judged_domains(config.rewards)[0]} needs a judge on the same role"
         checks.add("reward_model.model_args.model_type", CLASSIFIER, rule)
     elif askers and role is not None:
-        check_score_input(config, askers, checks)
+        # A model of the `rm` pipeline scores the kind of tokens that it was trained on.
+        _, path = checks.pipeline.model(config, REWARD_MODEL, role)
+        trained_on = (model_config(path) or {}).get(SCORE_INPUT)
+        for name, score_input in askers.items():
+            if trained_on is not None and score_input != trained_on:
+                rule = f"must be {trained_on}: {path} was trained on it (score_input)"
+                checks.add(f"rewards.{name}.reward_kwargs.input", score_input, rule, trained_on)
     elif role is not None and not askers and role.model_args.model_type == CLASSIFIER:
         checks.note("reward_model", "not started: no reward asks it")
-
-
-def check_score_input(config: RLVRConfig, askers: Mapping[str, str], checks: Checks) -> None:
-    """A model of the ``rm`` pipeline scores the kind of tokens that it was trained on."""
-    assert config.reward_model is not None
-    _, path = checks.pipeline.model(config, REWARD_MODEL, config.reward_model)
-    trained_on = (model_config(path) or {}).get(SCORE_INPUT)
-    for name, score_input in askers.items():
-        if trained_on is not None and score_input != trained_on:
-            rule = f"must be {trained_on}: {path} was trained on it (score_input)"
-            checks.add(f"rewards.{name}.reward_kwargs.input", score_input, rule, trained_on)
 
 
 def check_rewards(config: RLVRConfig, checks: Checks) -> None:
@@ -192,8 +185,17 @@ def check_filter(key: str, config: FilterConfig, checks: Checks) -> None:
 
 def check_judges(config: RLVRConfig, checks: Checks) -> None:
     """The roles of judges that some reward asks exist, and have the devices that they need."""
-    note_idle_keys(config, checks)
-    check_one_judge(config, checks)
+    for name, section in config.rewards.items():
+        if not list(judges_of(name, section)):
+            for key in JUDGE_KEYS:
+                if getattr(section, key):
+                    checks.note(f"rewards.{name}.{key}", f"has no effect: it is an option of {LLM_JUDGE}")
+        # The reward workers of a domain know one address.
+        if {CLUSTER, INFERENCE} <= judge_types(name, section):
+            rule = (
+                f"the judges of a domain ask either the role {JUDGE_ROLE} ({CLUSTER}) or its own engines ({INFERENCE})"
+            )
+            checks.add(f"rewards.{name}.judge_model_type", section.judge_model_type, rule, CLUSTER)
     for name in own_judges(config.rewards):
         check_free_devices(config, name, checks)
     domains, role = judged_domains(config.rewards), config.reward_model
@@ -211,16 +213,6 @@ def check_judges(config: RLVRConfig, checks: Checks) -> None:
     check_free_devices(config, JUDGE_ROLE, checks)
 
 
-def check_one_judge(config: RLVRConfig, checks: Checks) -> None:
-    """A domain's judges ask one role at most: its reward workers know one address."""
-    for name, section in config.rewards.items():
-        if {CLUSTER, INFERENCE} <= judge_types(name, section):
-            rule = (
-                f"the judges of a domain ask either the role {JUDGE_ROLE} ({CLUSTER}) or its own engines ({INFERENCE})"
-            )
-            checks.add(f"rewards.{name}.judge_model_type", section.judge_model_type, rule, CLUSTER)
-
-
 def check_free_devices(config: RLVRConfig, name: str, checks: Checks) -> None:
     """In an asynchronous run a judge's role shares its devices with no other role."""
     key = f"{section_of(name)}.device_mapping"
@@ -231,13 +223,3 @@ def check_free_devices(config: RLVRConfig, name: str, checks: Checks) -> None:
     if sharing:
         rule = f"must share no device with {', '.join(sharing)}: answers are judged at any time"
         checks.add(key, roles[name].device_mapping, rule)
-
-
-def note_idle_keys(config: RLVRConfig, checks: Checks) -> None:
-    """Keys of judges where no judge reads them."""
-    for name, section in config.rewards.items():
-        if list(judges_of(name, section)):
-            continue
-        for key in JUDGE_KEYS:
-            if getattr(section, key):
-                checks.note(f"rewards.{name}.{key}", f"has no effect: it is an option of {LLM_JUDGE}")

@@ -10,7 +10,7 @@ from roll.config.names import REWARDS
 from roll.config.pipelines import worker_name
 from roll.config.plan.plan import Plan
 from roll.config.reading.errors import count
-from roll.config.rewards import RewardConfig, rewards_of
+from roll.config.rewards import rewards_of
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.vllm import VllmStrategyConfig
@@ -128,7 +128,10 @@ def remarks(config: RLVRConfig, counts: LoadCounts) -> list[str]:
     """
     found = []
     for domain, number in counts.without_truth.items():
-        reward = truth_reward(domain, config.rewards[domain])
+        found_rewards = (worker_name(one) for one, _ in rewards_of(domain, config.rewards[domain]))
+        reward = next(
+            (one for one in found_rewards if one is not None and one in REWARDS and REWARDS[one].needs_truth), None
+        )
         if reward is None:
             continue
         if number == counts.kept[domain]:
@@ -146,9 +149,3 @@ def remarks(config: RLVRConfig, counts: LoadCounts) -> list[str]:
             "policy would be asked after an answer that is there already; leave that turn out"
         )
     return found
-
-
-def truth_reward(name: str, section: RewardConfig) -> str | None:
-    """The reward of a domain that needs the ground truth; None: none does."""
-    found = (worker_name(reward) for reward, _ in rewards_of(name, section))
-    return next((each for each in found if each is not None and each in REWARDS and REWARDS[each].needs_truth), None)

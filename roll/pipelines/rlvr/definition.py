@@ -45,8 +45,8 @@ from roll.config.rewards import (
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.base import own_weights
-from roll.methods.policy_plan import ADDED_PASSES, POLICY_PANELS, PolicyConfig, PolicyDefinition
-from roll.pipelines.policy_checks import build_own_filter, check_transport, policy_functions
+from roll.methods.policy_plan import POLICY_PANELS, PolicyConfig, PolicyDefinition
+from roll.pipelines.policy_checks import BUILD_FILTER, check_transport, late, policy_functions
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import (
@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from roll.config.roles import DataArguments
     from roll.datasets import PromptDataset
     from roll.datasets.reading import SourceRow
-    from roll.pipelines.batches import RecordedBatch
 
 
 class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
@@ -73,6 +72,7 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
 
     name = "rlvr"
     config_class: ClassVar[type] = RLVRConfig
+    pipeline_class = "roll.pipelines.rlvr.pipeline.RLVRPipeline"
     roles: ClassVar[tuple[Role, ...]] = (
         Role("actor_train", TRAINS),
         Role("actor_infer", GENERATES),
@@ -123,17 +123,6 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
 
     def plan(self, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         return plan_rlvr(self, config, exp_name, written)
-
-    def run(self, loaded: LoadedConfig[RLVRConfig]) -> int | None:
-        from roll.pipelines.rlvr.pipeline import RLVRPipeline
-
-        RLVRPipeline(loaded).run()
-        return None
-
-    def replay(self, loaded: LoadedConfig[RLVRConfig], recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        from roll.pipelines.rlvr.pipeline import RLVRPipeline
-
-        return RLVRPipeline(loaded).replay(recorded)
 
     def models(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
         return model_roles(config)
@@ -192,17 +181,7 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
                 f"; validation {one.name}{' ' if one.name else ''}{one.prompt_length} + {response} = "
                 f"{one.sequence_length} (at most {one.max_new_tokens} new)"
             )
-        reference = "reference log-probs" + ("" if "reference" in plan.roles else " (actor_train without its adapters)")
-        passes = {
-            reference: plan.needs_reference,
-            "greedy baseline": plan.needs_greedy_baseline,
-            "old log-probs": plan.needs_old_log_probs,
-            ADDED_PASSES: bool(plan.added_workers),
-            "values": plan.needs_critic,
-        }
-        needed = ", ".join(name for name, needed in passes.items() if needed) or "none"
-        facts = [("lengths", lengths), ("passes", f"{needed} (in addition to generation and training)")]
-        return [*facts, ("ahead", plan.run_ahead_sentence("generation", "prompt"))] if plan.is_async else facts
+        return [("lengths", lengths), *self.shared_facts(plan, "generation", "prompt", plan.needs_greedy_baseline)]
 
     def validation_words(self, plan: RLVRPlan) -> str:
         return " (concurrent with training)" if plan.validates_concurrently else ""
@@ -223,12 +202,12 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
     def own_functions(self, loaded: LoadedConfig[RLVRConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
         yield from policy_functions(loaded.config)
         if loop := loaded.config.user_defined_rollout_loop_cls:
-            yield "user_defined_rollout_loop_cls", loop, partial(_resolve_loop, loop)
+            yield "user_defined_rollout_loop_cls", loop, partial(late, "roll.rollout.loops.rollout_loops.resolve", loop)
         for name, section in loaded.config.rewards.items():
             for key in ("query_filter_config", "response_filter_config"):
                 own = getattr(section, key)
                 if DOTTED_PATH.fullmatch(own.type):
-                    yield f"rewards.{name}.{key}", own.type, partial(build_own_filter, own.type, own.filter_args)
+                    yield f"rewards.{name}.{key}", own.type, partial(late, BUILD_FILTER, own.type, own.filter_args)
 
     def filtered_sections(self, config: RLVRConfig) -> dict[str, Any]:
         sections: dict[str, Any] = {"actor_train": config.actor_train, "validation": config.validation}
@@ -317,12 +296,6 @@ class OPD(RLVR):
     section_tables = ()
 
 
-def _resolve_loop(path: str) -> object:
-    from roll.rollout.loops import rollout_loops
-
-    return rollout_loops.resolve(path)
-
-
 def require_scorable(domain: str, section: RewardConfig, source: SourceRow) -> None:
     """Check that a row has the columns that its rewards need.
 
@@ -360,7 +333,13 @@ def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
             reward = build_section(name, section)
             reward.check_host()
             reward.close()
-            problems += unknown_numbers(name, reward, loaded)
+            known = (*getattr(reward, "numbers", ()), "score")
+            unknown = next((number for number in loaded.config.reward_weights if number not in known), None)
+            # Only a rule that is known to return some numbers can be said not to return another.
+            if unknown is not None and len(known) > 1:
+                rule, place = f"rewards.{name} returns no such number; it returns {', '.join(known)}", "reward_weights"
+                source = shown(loaded.source)
+                problems.append(Problem(f"{place}.{unknown}", None, rule, source=source, has_value=False))
         except RewardOptionError as error:
             inside = f"components.{error.component}." if error.component is not None else ""
             part = section if error.component is None else section.components[error.component]
@@ -369,13 +348,3 @@ def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
             problems.append(Problem(key, masked(value), rule, source=shown(loaded.source), has_value=bool(value)))
     if problems:
         raise ConfigError(problems)
-
-
-def unknown_numbers(domain: str, reward: object, loaded: LoadedConfig[RLVRConfig]) -> list[Problem]:
-    """A mistake where ``reward_weights`` names what a rule is known not to return."""
-    known = getattr(reward, "numbers", ())
-    for number in loaded.config.reward_weights:
-        if known and number not in (*known, "score"):
-            rule = f"rewards.{domain} returns no such number; it returns {', '.join((*known, 'score'))}"
-            return [Problem(f"reward_weights.{number}", None, rule, source=shown(loaded.source), has_value=False)]
-    return []

@@ -1,39 +1,215 @@
 """The RLVR pipeline: reinforcement learning from verifiable rewards. The engines answer prompts, and rewards score the
-answers."""
+answers; validation answers the prompts of every set by sampling and greedily."""
 
 from __future__ import annotations
 
-from functools import partial
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from roll.config.loader import LoadedConfig
-from roll.distributed import ResourceManager
-from roll.methods.policy import PolicyMethod
-from roll.pipelines.batches import RecordedRollouts
-from roll.pipelines.clusters import Clusters, StartingClusters, start_clusters
+from roll.config.rewards import model_inputs
+from roll.datasets.types import PromptRow
+from roll.distributed import DriverLoop
+from roll.methods.policy import PolicyMethod, PromptRows
+from roll.pipelines.clusters import Clusters, ClusterStarter
+from roll.pipelines.engine_rollout import RolloutSource, Validation
+from roll.pipelines.files import pad_token_id, sample_table
 from roll.pipelines.policy_pipeline import PolicyPipeline
+from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics, verifier
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
-from roll.pipelines.rlvr.data import load_data
-from roll.pipelines.rlvr.plan import RLVRPlan
-from roll.pipelines.rlvr.rollout import PromptSource, Validation
-from roll.protocol.metrics import Mean
+from roll.pipelines.rlvr.data import RunData, load_data
+from roll.pipelines.rlvr.plan import RLVRPlan, ValidationSet
+from roll.pipelines.sample_records import Notes, sample_notes
+from roll.protocol import DataProto
+from roll.protocol.metrics import Max, Mean, Metrics, Min
+from roll.rewards import failure_rates
 from roll.rollout.engines import EngineClient
+from roll.rollout.filters import build_filter
+from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
+from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
+from roll.rollout.loops import RolloutLoop, rollout_loops
+from roll.rollout.replay import PromptCodec
+from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
+from roll.rollout.scheduling import collected
 from roll.serving.harness import HarnessOptions, run_program
 from roll.serving.server import FrontOptions, HttpFront
+from roll.strategies.engines.requests import SamplingParams
+from roll.tracking import SampleTable
+
+Answer = Callable[[Sequence[PromptRow], int, SamplingParams, int], Coroutine[Any, Any, list[SampleGroup]]]
+"""Answers and scores prompts: rows, samples of each, sampling parameters, and the number of the first draw."""
 
 
-class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
+async def validate(
+    sets: Sequence[ValidationSet], rows: Mapping[str, Sequence[PromptRow]], batch_size: int, answer: Answer
+) -> Validation:
+    """Answer and score the prompts of every set alongside whatever else the engines do: by sampling and, unless
+    switched off, greedily.
+
+    Draws are counted from 0 in every pass of every validation, so the same seeds are used each time and two validations
+    differ by the policy alone. With several sets ``val_correct`` is over the questions of all of them.
+
+    Args:
+        rows: the prompts of each set, by its name.
+        batch_size: prompts that are answered together.
+    """
+    began = time.perf_counter()
+    if any(one.samples_per_prompt > 1 for one in sets):
+        verifier().start()  # it will compare their votes
+    metrics: dict[str, float] = {}
+    primary: dict[str, list[Answers]] = {}
+    answered: dict[str, list[tuple[str, list[SampleGroup]]]] = {one.name: [] for one in sets}
+    for one in sets:
+        params, prompts = sampling_params(one.generating_args, one.max_new_tokens), rows[one.name]
+        passes = [("sampled", params, one.samples_per_prompt)]
+        passes += [("greedy", greedy(one.max_new_tokens, params), 1)] if one.greedy else []
+        for name, own, count in passes:
+            groups = []
+            for first in range(0, len(prompts), batch_size):
+                groups += await answer(prompts[first : first + batch_size], count, own, first)
+            answered[one.name].append((f"{one.name}.{name}" if one.name else name, groups))
+    seconds = time.perf_counter() - began
+    for set_name, passed in answered.items():
+        for name, groups in passed:
+            answers = [Answers.of(group) for group in groups]
+            metrics |= pass_metrics(answers, name, set_name not in primary, in_training=True)
+            primary.setdefault(set_name, answers)
+    metrics |= overall(primary) if len(primary) > 1 else {}
+    return Validation(metrics, {name: passed[0][1] for name, passed in answered.items()}, seconds)
+
+
+async def answer_rows(
+    engines: EngineClient,
+    rewards: RewardClient,
+    settings: GroupSettings,
+    deadline: float,
+    rows: Sequence[PromptRow],
+    first: int,
+) -> list[SampleGroup]:
+    """The scored samples of ``rows``, whose draws are counted from ``first``."""
+    remaining = iter(rows)
+    flow = PromptFlow(engines, rewards, lambda count: list(islice(remaining, count)), settings, first)
+    return (await collected(flow, len(rows), 0, deadline)).groups
+
+
+class PromptSource(RolloutSource[PromptRow, SampleGroup]):
+    """Prompts in the seeded order of their data, answered by the engines and scored by the rewards."""
+
+    def __init__(
+        self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData, engines: EngineClient
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._data = data
+        self._engines = engines
+        self._pad_token_id = pad_token_id(data.tokenizer)
+        quarantine = SampleQuarantine(plan.log_dir)
+        scorer = None
+        if clusters.reward_model is not None:
+            columns = [config.actor_train.data_args, *(one.data_args for one in plan.validation_sets)]
+            scorer = ModelScorer(clusters.reward_model, model_inputs(config.rewards), columns, quarantine)
+        self._rewards = RewardClient(clusters.rewards, scorer, quarantine)
+        self._params = sampling_params(config.actor_infer.generating_args, plan.max_new_tokens)
+        filters = {
+            name: build_filter(section.query_filter_config.type, section.query_filter_config.filter_args)
+            for name, section in config.rewards.items()
+        }
+        path = config.user_defined_rollout_loop_cls
+        loop: RolloutLoop | None = None if path is None else rollout_loops.resolve(path)()
+        self._rows = PromptRows(config, data.tokenizer, plan.max_new_tokens)
+        loop = self._rows.loop or loop
+        settings = GroupSettings(plan.group_size, self._params, config.seed, filters)
+        self.flow = PromptFlow(engines, self._rewards, data.sampler.next_batch, settings, 0, loop)
+        self.codec = PromptCodec(data.sampler.find)
+
+    def begin(self, step: int) -> None:
+        self._rows.begin(step)
+
+    def batch(self, groups: list[SampleGroup], driver: DriverLoop) -> tuple[DataProto, Metrics]:
+        batch, metrics = build_batch(groups, self._pad_token_id), reward_metrics(groups)
+        metrics |= self._rows.add_columns(batch, groups)
+        quarantine = self._rewards.quarantine
+        if quarantine.num_deaths:  # since the run began; nothing before the first
+            metrics["scheduler/reward_worker_deaths"] = Mean(quarantine.num_deaths)
+            metrics["scheduler/set_aside_samples"] = Mean(quarantine.num_samples)
+        if self._config.reward_weights:
+            batch.batch["reward_components"] = reward_components(groups, list(self._config.reward_weights))
+        if self._plan.needs_greedy_baseline:
+            batch.batch.update(greedy_baseline(groups, driver.run(self._greedy([group.prompt for group in groups]))))
+            # Samples whose baseline cannot be scored lose their own score, since their advantage is unknown.
+            scores = batch.batch["baseline_scores"]
+            batch.batch["scores"] = batch.batch["scores"].masked_fill(scores.isnan(), float("nan"))
+            scored = scores[~scores.isnan()]
+            metrics["critic/baseline_score/mean"] = Mean(float(scored.sum()), len(scored))
+        return batch, metrics
+
+    async def _greedy(self, prompts: list[PromptRow]) -> list[SampleGroup]:
+        """The greedy response to each of ``prompts``; the engines have nothing left to do afterwards."""
+        groups = await self._answer(prompts, 1, greedy(self._plan.max_new_tokens, self._params), 0)
+        await self._engines.drain()
+        return groups
+
+    async def _answer(
+        self, rows: Sequence[PromptRow], num_samples: int, params: SamplingParams, first: int
+    ) -> list[SampleGroup]:
+        settings = GroupSettings(num_samples, params, self._config.seed)
+        return await answer_rows(self._engines, self._rewards, settings, self._config.rpc_timeout, rows, first)
+
+    def table(self, groups: Sequence[SampleGroup]) -> SampleTable:
+        return sample_table(groups, self._plan.dump_dir)
+
+    def notes(self, groups: Sequence[SampleGroup]) -> Notes:
+        return sample_notes(groups)
+
+    def validation(self) -> Coroutine[Any, Any, Validation]:
+        return validate(self._plan.validation_sets, self._data.validation, self._config.val_batch_size, self._answer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sampler": self._data.sampler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._data.sampler.load_state_dict(state["sampler"])
+
+
+def reward_metrics(groups: list[SampleGroup]) -> Metrics:
+    """Metrics by domain: score, other numbers of the reward, shares of samples whose reward failed or timed out."""
+    by_domain: dict[str, list[SampleGroup]] = defaultdict(list)
+    for group in groups:
+        by_domain[group.prompt.domain].append(group)
+    metrics: Metrics = {}
+    for domain, members in by_domain.items():
+        scores = np.concatenate([group.scores() for group in members])
+        scores = scores[~np.isnan(scores)]
+        if len(scores):
+            metrics[f"{domain}/score/mean"] = Mean(float(scores.sum()), len(scores))
+            metrics[f"{domain}/score/max"] = Max(float(scores.max()))
+            metrics[f"{domain}/score/min"] = Min(float(scores.min()))
+        results = [result for group in members for result in group.rewards]
+        metrics |= {f"reward/{domain}/{name}": Mean(rate) for name, rate in failure_rates(results).items()}
+        numbers: dict[str, list[float]] = defaultdict(list)
+        for result in results:
+            for name, number in result.metrics.items():
+                numbers[name].append(number)
+        metrics |= {f"reward/{domain}/{name}": Mean(sum(n), len(n)) for name, n in numbers.items()}
+    return metrics
+
+
+class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan]):
     """A run, from start to summary."""
 
     def __init__(self, loaded: LoadedConfig[RLVRConfig]) -> None:
-        config, plan = loaded.config, loaded.plan
-        assert isinstance(plan, RLVRPlan)
-        super().__init__(loaded, plan, RecordedRollouts(config, plan.output_dir, plan.samples_per_step))
-        self.by_harness: dict[str, float] = {}
-        """Metrics of ``validation.harness``, until they are reported."""
+        super().__init__(loaded)
+        self.rows_per_step = self.plan.samples_per_step
+        self.validates_first = self.config.validation is None or self.config.validation.before_train
 
-    def start_clusters(self, resources: ResourceManager) -> StartingClusters[Clusters]:
-        return start_clusters(self.loaded, resources)
+    def start_scorers(self, starter: ClusterStarter) -> dict[str, Any]:
+        return starter.start_scorers(self.config)
 
     def load_data(self) -> None:
         self.data = load_data(self.config, self.plan)
@@ -44,17 +220,6 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
 
     def build_method(self) -> PolicyMethod:
         return PolicyMethod(self.config, self.plan.norm_types, self.plan.max_new_tokens)
-
-    def is_validation_due(self, step: int) -> bool:
-        """Every ``eval_steps`` steps, the first of them before any training unless ``before_train`` is false."""
-        section = self.config.validation
-        if section is None or not self.plan.eval_steps or step % self.plan.eval_steps:
-            return False
-        return step > 0 or section.before_train
-
-    @property
-    def validates(self) -> bool:
-        return self.config.validation is not None and bool(self.plan.eval_steps)
 
     def validate(self, step: int) -> None:
         """Like the base class, after the program of ``validation.harness``, which has the engines to itself."""
@@ -77,10 +242,3 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan, Validation]):
         finally:
             front.close()
         return {f"{name}/{metric}": value for metric, value in metrics.items()}
-
-    def report(self, validation: Validation, step: int) -> None:
-        self.context.record({"time/val_step_total": Mean(validation.seconds)})
-        metrics, answered = validation.report()
-        self.context.record_validation(metrics | self.by_harness, step)
-        for name, groups in answered.items():
-            self.context.dump_samples("validation", step, partial(self.source.table, groups), name)

@@ -4,12 +4,14 @@ derived. Assumes that the checks have passed or reports nothing itself."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 
+from roll.config.algorithm import estimator
 from roll.config.model_files import model_number
 from roll.config.pipelines import PipelineDefinition, Written, find_own_modules
-from roll.config.plan.planning import shared_plan, validation_data, with_cache_length
+from roll.config.plan.planning import shared_plan, validation_data, validation_sampling, with_cache_length
 from roll.config.rewards import (
     JUDGE_ROLE,
     OWN_PREFIX,
@@ -28,7 +30,6 @@ from roll.methods.policy_plan import (
     PolicyPlan,
     finished_policy,
     looks_at_samples,
-    needs_greedy_baseline,
     policy_plan,
     policy_roles,
     policy_training_plans,
@@ -85,7 +86,9 @@ def validation_sets(config: RLVRConfig, sequence_length: int, written: Written) 
         filled = replace(
             own,
             data_args=validation_data(f"{key}.data_args", own.data_args, data, written),
-            generating_args=generating(f"{key}.generating_args", own.generating_args, section.generating_args, written),
+            generating_args=validation_sampling(
+                f"{key}.generating_args", own.generating_args, section.generating_args, written
+            ),
             greedy=section.greedy if own.greedy is None else own.greedy,
         )
         found.append(planned_set(name, filled, config, sequence_length))
@@ -107,12 +110,6 @@ def validates_concurrently(config: RLVRConfig, roles: Mapping[str, WorkerConfig]
     if section is None or section.concurrent is False or section.harness is not None:
         return False
     return not sharing_roles(roles)
-
-
-def generating(key: str, own: GeneratingArguments, base: GeneratingArguments, written: Written) -> GeneratingArguments:
-    """The sampling section at ``key``; keys that it leaves out are those of ``base``."""
-    names = [item.name for item in fields(GeneratingArguments)]
-    return replace(own, **{name: getattr(base, name) for name in names if not written(f"{key}.{name}")})
 
 
 def planned_set(name: str, filled: ValidationSetConfig, config: RLVRConfig, sequence_length: int) -> ValidationSet:
@@ -169,8 +166,11 @@ def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig)
         section: with model, workers and packed lengths filled in.
     """
     if isinstance(section, RewardConfig):
-        domain = name.removeprefix("rewards.")
-        return replace(section, name=domain, max_concurrency=reward_calls(domain, section))
+        domain, calls = name.removeprefix("rewards."), None
+        find_own_modules()  # the reward may be a module in the working directory
+        with suppress(RewardOptionError):  # of a reward that cannot be built, which `roll.preflight` refuses
+            calls = concurrent_calls(domain, section)
+        return replace(section, name=domain, max_concurrency=calls)
     if name in judge_roles(config):
         positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
         return own_weights(with_cache_length(section, judge_length(longest, positions)))
@@ -181,17 +181,6 @@ def judge_roles(config: RLVRConfig) -> set[str]:
     """The roles whose engines answer judges."""
     judging = {judge_role(name, section) for name, section in config.rewards.items()}
     return {role for role in judging if role is not None}
-
-
-def reward_calls(domain: str, section: RewardConfig) -> int | None:
-    """Calls that a worker of the domain takes at a time; None for a reward that cannot be built, which
-    :mod:`roll.preflight` refuses."""
-    # The reward may be a module in the working directory.
-    find_own_modules()
-    try:
-        return concurrent_calls(domain, section)
-    except RewardOptionError:
-        return None
 
 
 def plan_rlvr(definition: PipelineDefinition, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
@@ -216,5 +205,5 @@ def plan_rlvr(definition: PipelineDefinition, config: RLVRConfig, exp_name: str,
         validation_sets=sets,
         validates_concurrently=validates_concurrently(config, started_roles(config)),
         num_additional_prompts=config.max_additional_running_prompts if config.is_use_additional_prompts else 0,
-        needs_greedy_baseline=needs_greedy_baseline(config),
+        needs_greedy_baseline=estimator(config.adv_estimator).needs_greedy,
     )
