@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,10 @@ def plain(value: object, key: str = "") -> Any:
         rule = f"is a {type(value).__name__}: must be a number, a text, a list, a mapping, a function or a class"
         raise ConfigError([Problem(key, value, rule)])
     try:
-        return path_of(value, _pickled)
+        return path_of(value, lambda one: bytes(import_module("ray.cloudpickle").dumps(one)))
     except Exception as error:  # whatever its parts raise when they are pickled
         rule = f"cannot be sent to the workers ({type(error).__name__}: {error}): put it into a module, and import it"
         raise ConfigError([Problem(key, repr(value), rule)]) from error
-
-
-def _pickled(value: object) -> bytes:
-    from ray import cloudpickle
-
-    return bytes(cloudpickle.dumps(value))
 
 
 def _words(overrides: Overrides) -> Iterator[str]:

@@ -220,7 +220,7 @@ def _perform(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
             leave(EXIT_FAILED)
     except Exception as error:
         supervised.tell(end=FAILED, cause=f"{type(error).__name__}: {error}")
-        show_unexpected()
+        sys.stderr.write(masked_text(traceback.format_exc()))
     return EXIT_FAILED
 
 
@@ -429,11 +429,6 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def show_unexpected() -> None:
-    """Print the traceback of an unexpected error."""
-    sys.stderr.write(masked_text(traceback.format_exc()))
 
 
 class OverviewFormatter(argparse.RawDescriptionHelpFormatter):

@@ -160,7 +160,8 @@ def keys_of(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.model:
         models: dict[str, str] = {}
         for word in arguments.model:
-            name, path = named_model(word)
+            named, equals, path = word.partition("=")
+            name, path = (named, path) if equals else (Path(word).name, word)
             if name in models:
                 raise ConfigError(
                     [Problem("--model", word, f"a second model named {name}: write NAME=PATH", f"b={path}")]
@@ -174,12 +175,6 @@ def keys_of(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.at_least:
         keys["thresholds"] = dict(map(threshold, arguments.at_least))
     return keys | ({"resume": False} if arguments.anew else {})
-
-
-def named_model(word: str) -> tuple[str, str]:
-    """``NAME=PATH``; the name of a path without one is its last part."""
-    name, found, path = word.partition("=")
-    return (name, path) if found else (Path(word).name, word)
 
 
 def threshold(word: str) -> tuple[str, float]:

@@ -38,7 +38,6 @@ from roll.config.model_files import (
     read_model_config,
 )
 from roll.config.pipelines import find_own_modules
-from roll.config.plan.plan import RolePlan
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
@@ -98,27 +97,22 @@ def check_types(loaded: LoadedConfig[Any]) -> None:
     Raises:
         ConfigError: a CPU without AVX512-FP16 or AMX-FP16, on which DeepSpeed starts no engine in fp16.
     """
-    names = [
-        name
-        for name, role in loaded.plan.roles.items()
-        if role.section.model_args.dtype == "fp16" and _starts_engine(role)
-    ]
+    names = []
+    for name, role in loaded.plan.roles.items():
+        # Without a strategy the role has no model, so nothing reads its ``strategy_args``.
+        if role.section.model_args.dtype == "fp16" and role.strategy_name is not None:
+            options = typed_strategy_config(role.section.strategy_args)
+            # DeepSpeed's engine trains, and computes under ZeRO-3.
+            if isinstance(options, DeepSpeedStrategyConfig) and (
+                role.strategy_name == "deepspeed_train" or requested_stage(options) == 3
+            ):
+                names.append(name)
     if not names or computes_in_fp16():
         return
     rule = "DeepSpeed computes in it on accelerators, and on CPUs with AVX512-FP16 or AMX-FP16; this host has neither"
     raise ConfigError(
         [Problem(f"{name}.model_args.dtype", "fp16", rule, "bf16", shown(loaded.source)) for name in names]
     )
-
-
-def _starts_engine(role: RolePlan) -> bool:
-    """DeepSpeed's engine trains, and computes under ZeRO-3."""
-    if role.strategy_name is None:  # it has no model, so nothing reads its ``strategy_args``
-        return False
-    options = typed_strategy_config(role.section.strategy_args)
-    if not isinstance(options, DeepSpeedStrategyConfig):
-        return False
-    return role.strategy_name == "deepspeed_train" or requested_stage(options) == 3
 
 
 def computes_in_fp16() -> bool:

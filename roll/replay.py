@@ -47,11 +47,6 @@ class Difference:
         difference = abs(self.replayed - self.recorded)
         return difference / max(abs(self.recorded), abs(self.replayed)) if math.isfinite(difference) else math.inf
 
-    def exceeds(self, bound: float, smallest: float) -> bool:
-        """True beyond the bound, unless the absolute difference is negligible."""
-        near = abs(self.replayed - self.recorded) <= smallest
-        return self.relative > bound and not near
-
 
 def compare(recorded: Mapping[str, float], replayed: Mapping[str, float]) -> list[Difference]:
     """Every metric that both have, except those of the layout and of times, the largest difference first."""
@@ -128,7 +123,9 @@ def _recorded(dump: Path, loaded: LoadedConfig[Any]) -> RecordedBatch:
 def show(differences: Sequence[Difference], bound: float, smallest: float) -> int:
     """Print the metrics that differ; the exit status."""
     console = Console(emoji=False)
-    beyond = [one for one in differences if one.exceeds(bound, smallest)]
+    # A difference that is NaN counts: it is not negligible.
+    counted = (one for one in differences if not abs(one.replayed - one.recorded) <= smallest)
+    beyond = [one for one in counted if one.relative > bound]
     equal = sum(one.relative == 0 for one in differences)
     table = Table("metric", "recorded", "replayed", "relative difference", title=None)
     for one in beyond or differences[:5]:

@@ -73,7 +73,9 @@ def main(words: Sequence[str]) -> int:
     """
     arguments = build_parser().parse_intermixed_args(list(words))
     space, fixed = split(arguments.overrides)
-    loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, [*fixed, *first_of(space)])
+    loaded: LoadedConfig[Any] = load_config(
+        None, arguments.config, None, [*fixed, *(f"{key}={one[0]}" for key, one in space.items())]
+    )
     if arguments.metric is None and not loaded.pipeline.headlines:
         raise ConfigError([Problem("--metric", None, "is needed for this pipeline", "val/all/accuracy")])
     metric = arguments.metric or loaded.pipeline.headlines[0].key
@@ -105,10 +107,6 @@ def split(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
         example = "actor_train.training_args.learning_rate=1e-6,3e-6"
         raise ConfigError([Problem("key=a,b,c", None, "no key has several values", example)])
     return space, fixed
-
-
-def first_of(space: Mapping[str, Sequence[str]]) -> list[str]:
-    return [f"{key}={values[0]}" for key, values in space.items()]
 
 
 def run_trials(
@@ -157,6 +155,8 @@ def trial(sweep: Sweep, values: dict[str, str]) -> None:
     command = [sys.executable, "-m", "roll.cli", "run", sweep.config, *sweep.words(values)]
     # Tune changes the working directory; relative paths of the file start from that of the command.
     begun = os.environ.get("TUNE_ORIG_WORKING_DIR") or None
+    # The kernel ends the process, as SIGTERM does, when Tune's worker is gone.
+    end_with_parent = partial(kernel.prctl, kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
     with open(folder / LOG_NAME, "w", encoding="utf-8") as log:
         process = subprocess.Popen(
             command, cwd=begun, env=environment, stdout=log, stderr=subprocess.STDOUT, preexec_fn=end_with_parent
@@ -175,11 +175,6 @@ def trial(sweep: Sweep, values: dict[str, str]) -> None:
         text = (folder / LOG_NAME).read_text(encoding="utf-8", errors="replace")
         raise RuntimeError(f"exit status {process.returncode}: {text[-_TAIL:]}")
     report(tune.report, sweep, folder, seen)
-
-
-def end_with_parent() -> None:
-    """Have the kernel end this process, as SIGTERM does, when Tune's worker is gone."""
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def report(to: Callable[[dict[str, Any]], object], sweep: Sweep, folder: Path, seen: int) -> int:

@@ -9,7 +9,7 @@ import json
 import sys
 from typing import Any
 
-from roll.config.pipelines import PipelineDefinition, definition_of, own_definition
+from roll.config.pipelines import PipelineDefinition, definition_of, find_own_modules, load_definition
 from roll.tracking.prometheus import series_name
 
 _SOURCE = "${source}"
@@ -71,5 +71,6 @@ def _expression(key: str) -> str:
 
 if __name__ == "__main__":
     (wanted,) = sys.argv[1:]
-    pipeline = own_definition(wanted) if "." in wanted else definition_of(wanted)
+    find_own_modules()
+    pipeline = load_definition(wanted) if "." in wanted else definition_of(wanted)
     sys.stdout.write(json.dumps(dashboard(pipeline), indent=1) + "\n")

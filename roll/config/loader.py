@@ -16,7 +16,15 @@ from roll.config.checks.base import Checks
 from roll.config.checks.keys import refuse_unavailable
 from roll.config.checks.unknown_keys import name_unknown
 from roll.config.defaults import with_learning_defaults
-from roll.config.pipelines import NAMES, PIPELINES, PipelineDefinition, definition_of, definitions, own_definition
+from roll.config.pipelines import (
+    NAMES,
+    PIPELINES,
+    PipelineDefinition,
+    definition_of,
+    definitions,
+    find_own_modules,
+    load_definition,
+)
 from roll.config.plan.plan import Plan
 from roll.config.plugins import dotted_path, offered
 from roll.config.policy import PolicyRunConfig
@@ -208,8 +216,9 @@ def _own_definition(path: object, problems: Problems) -> PipelineDefinition | No
     if not DOTTED_PATH.fullmatch(path):
         problems.add("pipeline", path, f"must be one of {', '.join(NAMES)}, or a dotted path", "my_module.MyPipeline")
         return None
+    find_own_modules()
     try:
-        return own_definition(path)
+        return load_definition(path)
     except ValueError as error:
         problems.add("pipeline", path, str(error), "my_module.MyPipeline")
         return None

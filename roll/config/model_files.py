@@ -36,12 +36,6 @@ def is_offline() -> bool:
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
-def hub_cache() -> Path:
-    """The folder in which huggingface_hub keeps what it downloads."""
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
-
-
 def cache_home() -> Path:
     """Where this package keeps what it need not compute again: ``$ROLL_CACHE_DIR``, else ``~/.cache/roll``."""
     return Path(os.environ.get("ROLL_CACHE_DIR") or Path("~/.cache/roll").expanduser())
@@ -57,7 +51,10 @@ def model_folder(path: str | None) -> Path | None:
         return Path(path).expanduser() if file is None else dequantised_folder(file)
     if HUB_NAME.fullmatch(path) is None:
         return None
-    repository = hub_cache() / f"models--{path.replace('/', '--')}"
+    # Where huggingface_hub keeps what it downloads.
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    cache = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    repository = cache / f"models--{path.replace('/', '--')}"
     try:
         revision = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):

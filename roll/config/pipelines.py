@@ -404,7 +404,7 @@ NAMES = tuple(sorted(entry.name for entry in PIPELINES))
 @cache
 def definition_of(name: str) -> PipelineDefinition:
     """The definition of one of :data:`NAMES`."""
-    return _load(next(entry.definition for entry in PIPELINES if entry.name == name))
+    return load_definition(next(entry.definition for entry in PIPELINES if entry.name == name))
 
 
 def definitions() -> tuple[PipelineDefinition, ...]:
@@ -412,17 +412,12 @@ def definitions() -> tuple[PipelineDefinition, ...]:
     return tuple(definition_of(name) for name in NAMES)
 
 
-def own_definition(path: str) -> PipelineDefinition:
+def load_definition(path: str) -> PipelineDefinition:
     """The definition at a dotted path, such as ``my_module.MyPipeline``.
 
     Raises:
         ValueError: there is nothing at the path, or no complete subclass of :class:`PipelineDefinition`.
     """
-    find_own_modules()
-    return _load(path)
-
-
-def _load(path: str) -> PipelineDefinition:
     module_name, _, attribute = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), attribute)

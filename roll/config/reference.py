@@ -36,7 +36,7 @@ from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig
 from roll.config.strategies.base import EngineConfig, PackagedEngineConfig
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import BACKENDS
-from roll.config.words.lookup import meanings_of
+from roll.config.words.rows import meanings_of
 
 INTRODUCTION = """# Configuration reference
 

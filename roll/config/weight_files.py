@@ -96,7 +96,12 @@ def weights_problem(folder: Path, overrides: Mapping[str, Any], without_head: bo
     try:
         shapes, pickled = stored_shapes(folder), sorted(folder.glob("pytorch_model*.bin"))
         if shapes is None and not pickled:
-            return _no_model(folder)
+            if not (folder / "adapter_config.json").is_file():
+                return None
+            return (
+                "holds an adapter and no model: name it in model_args.adapter_name_or_path, and the model that it was "
+                "made for in model_args.model_name_or_path"
+            )
         config = (folder / CONFIG).read_text(encoding="utf-8")
         if "auto_map" in json.loads(config):
             return None  # Code of its own is run by the role alone, which asks for trust_remote_code.
@@ -119,16 +124,6 @@ def weights_problem(folder: Path, overrides: Mapping[str, Any], without_head: bo
             marker.parent.mkdir(parents=True, exist_ok=True)
             marker.touch()
     return problem
-
-
-def _no_model(folder: Path) -> str | None:
-    """A folder without weights may hold an adapter, which is no model."""
-    if (folder / "adapter_config.json").is_file():
-        return (
-            "holds an adapter and no model: name it in model_args.adapter_name_or_path, and the model that it was made "
-            "for in model_args.model_name_or_path"
-        )
-    return None
 
 
 def how_to_unwrap(names: Iterable[str]) -> str | None:

@@ -219,9 +219,9 @@ def test_a_checkpoint_of_an_unknown_backend_is_refused_before_anything_starts(
 def test_launcher_arguments() -> None:
     arguments = parse_launcher_args(["a=1", "--config_path", "dir", "+b.c=2", "--config_name", "x", "~d"], "p", "n")
     assert (arguments.config_path, arguments.config_name) == ("dir", "x")
-    assert arguments.overrides == ("a=1", "+b.c=2", "~d") and not arguments.is_default
+    assert arguments.overrides == ["a=1", "+b.c=2", "~d"]
     default = parse_launcher_args([], "p", "n")
-    assert (default.config_path, default.config_name, default.is_default) == ("p", "n", True)
+    assert (default.config_path, default.config_name, default.overrides) == ("p", "n", [])
     with pytest.raises(SystemExit):
         parse_launcher_args(["--confg_name", "x"], "p", "n")
 

@@ -118,6 +118,8 @@ def test_what_is_not_done_is_said(tmp_path: Path, changes: dict[str, Any], key: 
             "the nearest is enabled",
         ),
         ({"aio": {"queue_dept": 8}}, "aio.queue_dept", "the nearest is queue_depth"),
+        ({"deepspeed_config": {"aio": 8}}, "deepspeed_config.aio", "must be a section of keys"),
+        ({"steps_per_prin": 1}, "steps_per_prin", "the nearest known one is steps_per_print"),
         (
             {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
             "zero_optimization.offload_param.devise",

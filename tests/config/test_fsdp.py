@@ -70,7 +70,6 @@ def test_mistakes(tmp_path: Path, config: dict[str, Any], key: str, rule: str) -
     ("config", "key", "rule", "example"),
     [
         ({"ep_size": 3}, "ep_size", "must divide the role's 4 ranks", 2),
-        ({"ep_size": 2, "efsdp_size": 4}, "efsdp_size", "experts are not replicated", 2),
         ({"ep_size": 2, "fsdp_size": 2}, "fsdp_size", "must be 1 with ep_size", 1),
         ({"ep_size": 2, "reshard_after_forward": 2}, "reshard_after_forward", "sharded over different ranks", True),
     ],

@@ -154,10 +154,11 @@ def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
             strategies[name] = options
             options.check(name, role, world_size(role), pipeline.task_of(name, role) is TRAINS, checks.problems)
             check_rows(config, name, role, checks)
-        note_attention(name, role, checks)
-        note_package(name, role, checks)
+        note_packages(name, role, checks)
     check_nodes(config, checks)
-    note_tracker(config, checks)
+    for tracker in [config.track_with] if isinstance(config.track_with, str) else config.track_with:
+        if tracker in UNPUBLISHED_TRACKERS:
+            checks.note("track_with", f"{tracker} is not public: metrics go to {UNPUBLISHED_TRACKERS[tracker]}")
     return strategies
 
 
@@ -233,21 +234,17 @@ def check_rows(config: RunConfig, name: str, role: WorkerConfig, checks: Checks)
     check_micro_batching(name, role, longest, rows if task is TRAINS else None, checks.problems)
 
 
-def note_attention(name: str, role: WorkerConfig, checks: Checks) -> None:
-    """Flash attention without its package."""
-    written = role.model_args.attn_implementation
-    if lacks_flash_attention(written) and role.strategy_args.strategy_name.startswith(("fsdp", "deepspeed", "hf_")):
+def note_packages(name: str, role: WorkerConfig, checks: Checks) -> None:
+    """Flash attention without its package, and a backend whose package is not on this host: a run here would be
+    refused."""
+    written, strategy = role.model_args.attn_implementation, role.strategy_args.strategy_name
+    if lacks_flash_attention(written) and strategy.startswith(("fsdp", "deepspeed", "hf_")):
         rule = (
             f"{written}: flash_attn is not installed, so the model runs sdpa; on a GPU that is torch's own flash "
             "kernel, and packed rows use its kernel for sequences of different lengths"
         )
         checks.note(f"{name}.model_args.attn_implementation", rule)
-
-
-def note_package(name: str, role: WorkerConfig, checks: Checks) -> None:
-    """A backend whose package is not on this host: a run here would be refused."""
-    backend = BACKENDS.get(role.strategy_args.strategy_name)
-    package = None if backend is None else backend.package
+    package = backend_of(strategy).package
     if checks.check_files and package is not None and not is_installed(package.module):
         key = f"{name}.strategy_args.strategy_name"
         checks.note(key, f"{package.title or package.module} is not installed on this host: {package.install}")
@@ -260,14 +257,6 @@ def note_needless_reference(config: Any, reference: WorkerConfig, checks: Checks
     if uses_lora(trainer.model_args) and models[0] == models[1] and not uses_lora(reference.model_args):
         text = "actor_train without its adapters gives the same log-probs: leave the section out to save its memory"
         checks.note("reference", text)
-
-
-def note_tracker(config: RunConfig, checks: Checks) -> None:
-    """A tracker that is not public, and what takes its place."""
-    names = [config.track_with] if isinstance(config.track_with, str) else config.track_with
-    for name in names:
-        if name in UNPUBLISHED_TRACKERS:
-            checks.note("track_with", f"{name} is not public: metrics go to {UNPUBLISHED_TRACKERS[name]}")
 
 
 def check_engine_length(

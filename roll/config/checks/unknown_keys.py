@@ -13,7 +13,7 @@ from functools import cache
 from itertools import takewhile
 from typing import Any
 
-from roll.config.checks.keys import has_use, roles_of, unmet_condition
+from roll.config.checks.keys import has_use, leaves, roles_of, unmet_condition
 from roll.config.pipelines import PipelineDefinition, Task, definitions
 from roll.config.reading.errors import LIKENESS_ANYWHERE, Problems, closest
 from roll.config.reading.schema import (
@@ -31,8 +31,7 @@ from roll.config.reading.schema import (
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import BACKENDS
-from roll.config.words.lookup import Meaning, meanings_of, sections
-from roll.config.words.rows import OPTIONS
+from roll.config.words.rows import OPTIONS, Meaning, meanings_of, sections
 
 READ, CONDITIONAL, ABSENT = range(3)
 """A place that is read; that another key must be set for; in a section that the file does not have."""
@@ -133,7 +132,13 @@ class Guide:
         fitting = [offer for offer in own if offer.place.takes(unknown.value)]
         own = fitting if fitting or called else own
         kinds = [sorted(kind, key=lambda offer: offer.rank(unknown.path)) for kind in (own, called)]
-        offers = min(filter(None, kinds), key=lambda kind: self.preference(unknown, kind[0]), default=[])
+        written = unknown.path.rpartition(".")[0]
+        # Read before unread, then a key of the section that was written before one of another.
+        offers = min(
+            filter(None, kinds),
+            key=lambda kind: (kind[0].place.state, kind[0].place.path.rpartition(".")[0] != written),
+            default=[],
+        )
         if offers and (offers[0].place.state != ABSENT or near is None or called):
             rank = offers[0].rank(unknown.path)
             return offers[0].rule + also([offer.place for offer in offers if offer.rank(unknown.path) == rank])
@@ -148,13 +153,9 @@ class Guide:
         places = sorted(self.places(name), key=lambda place: place.state) if name else []
         return f"unknown key; the nearest known one is {places[0]}" if places else None
 
-    def preference(self, unknown: Unknown, offer: Offer) -> tuple[int, bool]:
-        """The lower, the better: read before unread, a key of the section that was written before one of another."""
-        return offer.place.state, offer.place.path.rpartition(".")[0] != unknown.path.rpartition(".")[0]
-
     def foreign_section(self, key: str, value: Mapping[str, Any]) -> str:
         """The mistake of a section of another project: where it has one key, what that is called here."""
-        paths = list(leaves(value, key))
+        paths = [path for path, inner in leaves(value, f"{key}.") if not isinstance(inner, Mapping)]
         offers = self.called(paths[0]) if len(paths) == 1 else []
         if offers:
             return min(offers, key=lambda offer: offer.rank(key)).rule
@@ -281,13 +282,3 @@ def also(places: Sequence[Place]) -> str:
 def tasks() -> dict[str, Task]:
     """The work of every role of all pipelines."""
     return {role.name: role.task for one in definitions() for role in one.roles}
-
-
-def leaves(data: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """The paths of all single values."""
-    for key, value in data.items():
-        path = f"{prefix}.{key}"
-        if isinstance(value, Mapping):
-            yield from leaves(value, path)
-        else:
-            yield path

@@ -237,17 +237,6 @@ class TrainingPlan:
 
 
 @dataclass(frozen=True)
-class Folders:
-    """Where a run writes. The same folders again when it is continued."""
-
-    output_dir: Path
-    checkpoint_dir: Path
-    log_dir: Path
-    dump_dir: Path | None
-    """Sampled texts; null: none are written."""
-
-
-@dataclass(frozen=True)
 class Plan:
     """Base of every pipeline's plan."""
 
@@ -259,7 +248,12 @@ class Plan:
     """Batch arithmetic of the trained roles, by section name."""
     num_devices_per_node: int
     num_nodes: int
-    folders: Folders
+    output_dir: Path
+    """Where the run writes, as :attr:`checkpoint_dir` and :attr:`log_dir`; the same again when it is continued."""
+    checkpoint_dir: Path
+    log_dir: Path
+    dump_dir: Path | None
+    """Sampled texts; null: none are written."""
     max_steps: int | None
     """Pipeline steps; null: the data decide."""
     save_steps: int
@@ -272,22 +266,6 @@ class Plan:
     def num_devices(self) -> int:
         """Devices of all nodes together."""
         return self.num_devices_per_node * self.num_nodes
-
-    @property
-    def output_dir(self) -> Path:
-        return self.folders.output_dir
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        return self.folders.checkpoint_dir
-
-    @property
-    def log_dir(self) -> Path:
-        return self.folders.log_dir
-
-    @property
-    def dump_dir(self) -> Path | None:
-        return self.folders.dump_dir
 
 
 def explain_indivisible(plan: TrainingPlan, prompts: int, group_size: int) -> str | None:

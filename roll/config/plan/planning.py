@@ -4,7 +4,7 @@ The checks come first: nothing is reported here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields, replace
 from math import ceil
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 
 from roll.config.model_files import loadable
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.plan.plan import Folders, RolePlan, TrainingPlan, micro_batching, with_packed_lengths
+from roll.config.plan.plan import RolePlan, TrainingPlan, micro_batching, with_packed_lengths
 from roll.config.reading.errors import Problems
 from roll.config.roles import DataArguments, GeneratingArguments, WorkerConfig
 from roll.config.run import RunConfig
@@ -127,26 +127,16 @@ def shares_devices(one: WorkerConfig, other: WorkerConfig) -> bool:
     return bool(set(one.device_mapping or ()) & set(other.device_mapping or ()))
 
 
-def node_shape(config: RunConfig, sections: Mapping[str, WorkerConfig], written: Written) -> tuple[int, int]:
-    """Devices of a node and number of nodes. A node is no larger than the ids ask for unless the file says so."""
-    ids = [device for role in sections.values() for device in role.device_mapping or ()]
-    needed = max(ids, default=0) + 1
-    per_node = config.num_gpus_per_node
-    if not written("num_gpus_per_node"):
-        per_node = min(per_node, needed)
-    return per_node, ceil(needed / per_node)
-
-
-def folders(config: RunConfig, exp_name: str) -> Folders:
-    """The folders as written. The shared defaults get a subfolder named after the experiment; the logs of a run with an
-    ``output_dir`` of its own are in it, so that runs of one file do not replace each other's."""
+def folders(config: RunConfig, exp_name: str) -> dict[str, Path | None]:
+    """The folders as written, by the plan's fields. The shared defaults get a subfolder named after the experiment; the
+    logs of a run with an ``output_dir`` of its own are in it, so that runs of one file do not replace each other's."""
     output, logs = Path(config.output_dir), Path(config.logging_dir)
     is_shared = output == Path("output")
     if logs == Path("output/logs"):
         logs = logs / exp_name if is_shared else output / "logs"
     output = output / exp_name if is_shared else output
     dump = Path(config.rollout_dump_dir) if config.rollout_dump_dir else None
-    return Folders(output, output / "checkpoints", logs, dump)
+    return {"output_dir": output, "checkpoint_dir": output / "checkpoints", "log_dir": logs, "dump_dir": dump}
 
 
 def shared_plan(
@@ -160,14 +150,17 @@ def shared_plan(
 
     Left to the pipeline: ``training``, ``max_steps``, ``eval_steps``.
     """
-    per_node, num_nodes = node_shape(config, definition.started(config), written)
+    sections = definition.started(config).values()
+    needed = max((device for role in sections for device in role.device_mapping or ()), default=0) + 1
+    # A node is no larger than the ids ask for unless the file says so.
+    per_node = config.num_gpus_per_node if written("num_gpus_per_node") else min(config.num_gpus_per_node, needed)
     return {
         "pipeline": definition.name,
         "exp_name": exp_name,
         "roles": role_plans(definition, config, finish),
         "num_devices_per_node": per_node,
-        "num_nodes": num_nodes,
-        "folders": folders(config, exp_name),
+        "num_nodes": ceil(needed / per_node),
+        **folders(config, exp_name),
         "save_steps": max(0, config.save_steps),
         "sequence_length": definition.longest_row(config),
     }

@@ -93,7 +93,11 @@ def compact(devices: Sequence[int]) -> str:
 
 def facts(pipeline: PipelineDefinition, plan: Plan) -> list[tuple[str, str]]:
     """Label and sentence of everything but the role table."""
-    lines = [("model", text) for text in model_sentences(plan)]
+    users: dict[str, list[str]] = {}
+    for role in plan.roles.values():
+        if role.model_path is not None:
+            users.setdefault(role.model_path, []).append(role.name)
+    lines = [("model", f"{path} ({', '.join(names)})") for path, names in users.items()]
     lines += [*pipeline.batch_facts(plan), *pipeline.facts(plan)]
     lines += [("forward", text) for text in forward_sentences(plan)]
     lines.append(("steps", steps_sentence(plan, pipeline.validation_words(plan))))
@@ -103,15 +107,6 @@ def facts(pipeline: PipelineDefinition, plan: Plan) -> list[tuple[str, str]]:
     if plan.dump_dir is not None:
         lines.append(("samples", str(plan.dump_dir)))
     return lines
-
-
-def model_sentences(plan: Plan) -> list[str]:
-    """Each model with the roles that load it."""
-    users: dict[str, list[str]] = {}
-    for role in plan.roles.values():
-        if role.model_path is not None:
-            users.setdefault(role.model_path, []).append(role.name)
-    return [f"{path} ({', '.join(names)})" for path, names in users.items()]
 
 
 def forward_sentences(plan: Plan) -> list[str]:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -180,17 +181,10 @@ def _resolve(config: DictConfig, problems: Problems) -> dict[str, Any]:
     data = OmegaConf.to_container(config, resolve=True)
     assert isinstance(data, dict)
     plain = {str(key): value for key, value in data.items() if key not in ("hydra", "defaults", _SET_ASIDE)}
-    for path in broken:
-        _drop(plain, path)
+    for path in broken:  # an entry of a list takes the whole list with it
+        *sections, last = path.partition("[")[0].split(".")
+        reduce(lambda section, name: section[name], sections, plain).pop(last, None)
     return plain
-
-
-def _drop(data: dict[str, Any], path: str) -> None:
-    """Take a key out again; an entry of a list takes the whole list with it."""
-    *sections, last = path.partition("[")[0].split(".")
-    for name in sections:
-        data = data[name]
-    data.pop(last, None)
 
 
 def _interpolations(node: object, prefix: str) -> Iterator[tuple[str, str]]:
@@ -239,33 +233,22 @@ def _interpolation_rule(config: DictConfig, raw: str, error: Exception) -> str |
     return f"refers to {unset[0]}, which is not set" + (f"; the nearest key is {nearest}" if nearest else "")
 
 
-@dataclass(frozen=True)
-class LauncherArgs:
-    """Which configuration a launcher was asked for."""
-
-    config_path: str
-    config_name: str
-    overrides: tuple[str, ...]
-    is_default: bool
-    """Neither flag was given."""
-
-
-def parse_launcher_args(argv: Sequence[str] | None, default_path: str, default_name: str) -> LauncherArgs:
-    """Read a launcher's command line; exits with a usage message on a flag it does not know."""
+def parse_launcher_args(argv: Sequence[str] | None, default_path: str, default_name: str) -> argparse.Namespace:
+    """Read ``config_path``, ``config_name`` and ``overrides`` off a launcher's command line; exits with a usage message
+    on a flag it does not know."""
     parser = argparse.ArgumentParser(
         description="Run a pipeline from a YAML configuration.",
         epilog="Overrides: key=value (any key of the schema), +new.key=value, '~key'. See docs/configuration.md.",
     )
-    parser.add_argument("--config_path", "--config-path", help=f"folder of the configuration (default {default_path})")
-    parser.add_argument("--config_name", "--config-name", help=f"its name, with or without .yaml ({default_name})")
-    parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help="changes to the configuration")
+    parser.add_argument(
+        *("--config_path", "--config-path"), default=default_path, help="folder of the configuration (%(default)s)"
+    )
+    parser.add_argument(
+        *("--config_name", "--config-name"), default=default_name, help="its name, with or without .yaml (%(default)s)"
+    )
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="changes to the configuration")
     known, rest = parser.parse_known_intermixed_args(argv)
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
         parser.error(f"unknown flag {unknown[0]}; overrides are written key=value")
-    return LauncherArgs(
-        config_path=known.config_path or default_path,
-        config_name=known.config_name or default_name,
-        overrides=tuple(known.overrides),
-        is_default=known.config_path is None and known.config_name is None,
-    )
+    return known

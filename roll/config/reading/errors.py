@@ -33,7 +33,9 @@ class Problem:
         name = self.key.rsplit(".", 1)[-1]
         is_hidden = isinstance(self.value, str) and masked({name: self.value})[name] == MASK
         written = f" = {MASK if is_hidden else shorten(self.value)}" if self.has_value else ""
-        works = f"; for example {show_example(self.key, self.example)}" if self.example is not None else ""
+        example = plain_words(self.example)
+        is_whole = self.key.startswith("(") or (isinstance(self.example, str) and ":" in example and example[0] != "{")
+        works = f"; for example {example if is_whole else f'{name}: {example}'}" if self.example is not None else ""
         # Apart: a quoted value and what follows it would read as a name and its value, {'token': ...}.
         return f"{masked_text(f'{where}{self.key}{written}')}: {masked_text(f'{self.rule}{works}')}"
 
@@ -109,12 +111,6 @@ def shorten(value: object) -> str:
     """The value as it would be written in YAML, cut to a readable length."""
     text = plain_words(value) if value is None or isinstance(value, bool) else repr(masked(value))
     return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
-
-
-def show_example(key: str, example: object) -> str:
-    if key.startswith("(") or (isinstance(example, str) and ":" in example and not example.startswith("{")):
-        return str(example)
-    return f"{key.rsplit('.', 1)[-1]}: {plain_words(example)}"
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:

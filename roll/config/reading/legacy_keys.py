@@ -121,7 +121,11 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
     "Fsdp1StrategyConfig": {
         "use_orig_params": "parameters keep their names and weight decay",
     },
-    "Fsdp2StrategyConfig": {"tp_size": None},
+    "Fsdp2StrategyConfig": {
+        "tp_size": None,
+        "efsdp_size": "experts are sharded over the role's ranks / ep_size",
+        "model_type": "config.json of the model says its family",
+    },
     "CheckpointConfig": {"type": "output_dir decides: a folder, or the URL of a store"},
     "DeepSpeedStrategyConfig": {
         "optimizer": BATCHES,

@@ -97,11 +97,14 @@ def masked(data: object, key: str = "") -> Any:
             for name, value in data.items()
         }
     if isinstance(data, list | tuple):
-        options = ["", *(entry if isinstance(entry, str) else "" for entry in data)]
-        return [
-            MASK if entry and (_is_argument(option, entry) or _is_hidden(key, entry)) else masked(entry, key)
-            for option, entry in zip(options, data, strict=False)
-        ]
+        found = []
+        option = ""  # of a command line: what follows --token
+        for entry in data:
+            is_argument = option.startswith("-") and "=" not in option and isinstance(entry, str)
+            is_secrets = (is_argument and is_secret(option, entry)) or _is_hidden(key, entry)
+            found.append(MASK if entry and is_secrets else masked(entry, key))
+            option = entry if isinstance(entry, str) else ""
+        return found
     return masked_text(data) if isinstance(data, str) else data
 
 
@@ -115,11 +118,6 @@ def _is_hidden(key: str, value: object, section: str = "") -> bool:
         return False
     is_variable = ENVIRONMENT.fullmatch(key) or _VARIABLES.search(section)
     return looks_random(value, _OF_VARIABLES) if is_variable else looks_random(value)
-
-
-def _is_argument(option: str, value: object) -> bool:
-    """The value of a command line's ``--token``."""
-    return option.startswith("-") and "=" not in option and isinstance(value, str) and is_secret(option, value)
 
 
 def masked_text(text: str) -> str:

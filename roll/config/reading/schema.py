@@ -20,8 +20,7 @@ from roll.config.plugins import Group, dotted_path, offered
 from roll.config.reading.errors import Problems, closest, closest_value
 from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, Choice, FieldRules, dotted
 from roll.config.reading.legacy_keys import dead_keys, dead_words
-from roll.config.words.lookup import meanings_of
-from roll.config.words.rows import OPTIONS
+from roll.config.words.rows import OPTIONS, meanings_of
 
 T = TypeVar("T")
 LARGEST = 2**53
@@ -58,7 +57,11 @@ def aliases_of(cls: type) -> dict[str, str]:
 
 @cache
 def known_keys(cls: type) -> tuple[str, ...]:
-    return (*(item.name for item in fields(cls)), *aliases_of(cls), *flat_options(cls))
+    """Every name that a section takes."""
+    _, passed_through = getattr(cls, "passes_through", ("", ()))
+    return tuple(
+        dict.fromkeys((*(item.name for item in fields(cls)), *aliases_of(cls), *flat_options(cls), *passed_through))
+    )
 
 
 @dataclass(frozen=True)
@@ -105,24 +108,32 @@ def mapped_section(hint: object) -> type | None:
 
 
 @cache
+def sections_of(cls: type) -> tuple[tuple[type, str], ...]:
+    """Every section of a configuration class with the path before its keys, the shortest first. ``<name>`` stands for
+    the names of a mapping."""
+    found: list[tuple[type, str]] = [(cls, "")]
+    for section, prefix in found:  # which grows meanwhile
+        for item in fields(section):
+            hint = type_hints(section)[item.name]
+            inner, mapped = nested_section(hint), mapped_section(hint)
+            if inner is not None and inner is not Choice:
+                found.append((inner, f"{prefix}{item.name}."))
+            elif mapped is not None:
+                found.append((mapped, f"{prefix}{item.name}.<name>."))
+    return tuple(found)
+
+
+@cache
 def schema_paths(cls: type) -> dict[str, list[str]]:
     """Every key of a configuration class, by each of its names, with the full paths where it may be, the shortest
-    first. ``<name>`` stands for the names of a mapping."""
+    first."""
     found: dict[str, list[str]] = {}
-    queue: list[tuple[type, str]] = [(cls, "")]
-    while queue:
-        section, prefix = queue.pop(0)
+    for section, prefix in sections_of(cls):
         for name in flat_options(section):
             found.setdefault(name, []).append(f"{prefix}{name}")
         for item in fields(section):
             for name in (item.name, *rules_of(item).aliases):
                 found.setdefault(name, []).append(f"{prefix}{item.name}")
-            hint = type_hints(section)[item.name]
-            inner, mapped = nested_section(hint), mapped_section(hint)
-            if inner is not None and inner is not Choice:
-                queue.append((inner, f"{prefix}{item.name}."))
-            elif mapped is not None:
-                queue.append((mapped, f"{prefix}{item.name}.<name>."))
     return found
 
 
@@ -130,19 +141,9 @@ def schema_paths(cls: type) -> dict[str, list[str]]:
 def declared_secrets(cls: type) -> dict[str, bool]:
     """Every key of a configuration class, by whatever spelling, and whether it is declared secret."""
     found: dict[str, bool] = {}
-    seen: set[type] = set()
-    queue = [cls]
-    while queue:
-        section = queue.pop()
-        if section in seen:
-            continue
-        seen.add(section)
-        for item in fields(section):
-            own = rules_of(item)
-            for name in (item.name, *own.aliases):
-                found[name] = found.get(name, False) or own.secret
-            hint = type_hints(section)[item.name]
-            queue += filter(None, (nested_section(hint), mapped_section(hint)))
+    for item in (item for section in {section for section, _ in sections_of(cls)} for item in fields(section)):
+        for name in (item.name, *rules_of(item).aliases):
+            found[name] = found.get(name, False) or rules_of(item).secret
     return found
 
 
@@ -233,8 +234,12 @@ class SchemaReader:
         if mapped is not None:
             if rules.or_one and isinstance(value, Mapping) and set(value) & set(known_keys(mapped)):
                 values[item.name] = {item.name: self.read(mapped, value, path)}
+            elif value is None or isinstance(value, Mapping):
+                named = {} if value is None else value
+                values[item.name] = {str(key): self.read(mapped, one, f"{path}.{key}") for key, one in named.items()}
             else:
-                values[item.name] = self._read_sections(mapped, value, path)
+                self.problems.add(path, value, "must map names to sections")
+                values[item.name] = {}
             return
         # The dataclass of the entries of a `list[X]` field, if they are sections.
         listed = nested_section(get_args(hint)[0]) if get_origin(hint) is list else None
@@ -328,14 +333,6 @@ class SchemaReader:
             options.update(read)
         elif "." not in name and self.is_own(path) and not says_no(item, value):
             self.problems.note(path, f"has no effect with {choice} (read with {', '.join(owner.names)})")
-
-    def _read_sections(self, cls: type, value: object, path: str) -> dict[str, Any]:
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            self.problems.add(path, value, "must map names to sections")
-            return {}
-        return {str(name): self.read(cls, section, f"{path}.{name}") for name, section in value.items()}
 
 
 def says_no(item: Field[Any], value: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -143,6 +143,9 @@ class ParallelDims:
 class StrategyConfig:
     """Base of the strategies' options."""
 
+    passes_through: ClassVar[tuple[str, Collection[str]]] = ("", ())
+    """The key whose mapping a library gets as it is, and names that may be written beside it."""
+
     @property
     def devices_per_worker(self) -> int:
         """Devices that one worker of the role computes on by itself."""
@@ -200,7 +203,8 @@ class PackagedEngineConfig(EngineConfig):
     """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them (the next weight update brings
     them back). The KV cache is dropped either way. No effect on a CPU."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Any further argument of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``, passed through."""
+    """Any further argument of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``, passed through. Also written beside
+    this section: ``optimization_level``, ``disable_custom_all_reduce`` (vLLM) and ``chunked_prefill_size`` (SGLang)."""
     allow_untested_version: bool = False
     """Run with a version of the engine outside the tested ones."""
 

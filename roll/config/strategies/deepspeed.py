@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from roll.config.installation import install_command
 from roll.config.reading.errors import Problems, closest
@@ -42,32 +42,28 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     ``VERL_DS_ZERO2_STEP_EACH_MICRO``, else false."""
     zero_optimization: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's section, passed through; numbers such as ``1e8`` reach DeepSpeed as the ints that it needs."""
-    activation_checkpointing: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's section, with nothing switched on: PyTorch checkpoints the layers of transformers models, and
-    ``model_args.disable_gradient_checkpointing`` says whether to."""
-    aio: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's section for disk offload, passed through."""
     bf16: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's section, passed through except ``enabled``: ``model_args.dtype`` decides."""
-    data_types: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's section, passed through; ``grad_accum_dtype`` goes before ``fp32_grad_accumulation``."""
-    comms_logger: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's section, passed through."""
-    flops_profiler: dict[str, Any] = field(default_factory=dict)
-    """DeepSpeed's section, passed through."""
-    communication_data_type: str | None = None
-    """Type in which gradients are summed over ranks; null: DeepSpeed's choice."""
-    wall_clock_breakdown: bool = False
-    """Log the times of forward, backward and step."""
-    steps_per_print: int | None = setting(None, ge=1)
-    """Optimizer steps between two progress lines of DeepSpeed; null: none."""
     deepspeed_config: dict[str, Any] = field(default_factory=dict)
-    """Any further key of DeepSpeed's JSON, passed through; names are checked against DeepSpeed's own."""
+    """Any further key of DeepSpeed's JSON, passed through; names are checked against DeepSpeed's own.
+    ``data_types.grad_accum_dtype`` goes before ``fp32_grad_accumulation``; in ``activation_checkpointing`` nothing may
+    be switched on, since PyTorch checkpoints the layers of transformers models
+    (``model_args.disable_gradient_checkpointing`` says whether to). Also written beside this section: ``aio``,
+    ``activation_checkpointing``, ``data_types``, ``comms_logger``, ``flops_profiler``, ``communication_data_type``,
+    ``wall_clock_breakdown``, ``steps_per_print``."""
+
+    passes_through: ClassVar[tuple[str, Collection[str]]] = (
+        "deepspeed_config",
+        (
+            *("activation_checkpointing", "aio", "data_types", "comms_logger", "flops_profiler"),
+            *("communication_data_type", "wall_clock_breakdown", "steps_per_print"),
+        ),
+    )
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report mistakes, and requests that have no effect."""
         path, environ = f"{name}.strategy_args.strategy_config", {**os.environ, **role.system_envs}
-        _check_keys(path, self, problems)
+        _check_keys(path, self, role.strategy_args.strategy_config, problems)
         _check_zero_section(path, self, problems)
         try:
             # As on the machine of the run: this one may have no accelerator.
@@ -105,12 +101,6 @@ ENVIRONMENT = {
     "step_each_micro_batch": "VERL_DS_ZERO2_STEP_EACH_MICRO",
 }
 """Switches that published scripts set in the environment; the key counts where it is written."""
-
-SECTIONS = (
-    *("zero_optimization", "activation_checkpointing", "aio", "bf16"),
-    *("data_types", "comms_logger", "flops_profiler"),
-)
-"""Sections of DeepSpeed's JSON that are keys here."""
 
 _SWITCH_DEFAULTS = {"offload_param": False, "fp32_grad_accumulation": True, "step_each_micro_batch": False}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -215,20 +205,13 @@ def _check_zero_section(path: str, config: DeepSpeedStrategyConfig, problems: Pr
                 problems.add(f"{path}.offload", config.offload, rule)
 
 
-def _check_keys(path: str, config: DeepSpeedStrategyConfig, problems: Problems) -> None:
+def _check_keys(path: str, config: DeepSpeedStrategyConfig, written: Mapping[str, Any], problems: Problems) -> None:
     """Every key that is passed through is one of DeepSpeed's, and one that does something."""
-    for name in SECTIONS:
+    for name in ("zero_optimization", "bf16"):
         _check_section(f"{path}.{name}", name, getattr(config, name), problems)
-    for name, value in config.activation_checkpointing.items():
-        if name in KEYS["activation_checkpointing"] and value not in (None, False):
-            rule = (
-                "does nothing for models of transformers, whose layers PyTorch checkpoints "
-                "(model_args.disable_gradient_checkpointing: false); leave it out"
-            )
-            problems.add(f"{path}.activation_checkpointing.{name}", value, rule, "~")
     own = {item.name for item in fields(config)}
     for name, value in config.deepspeed_config.items():
-        key = f"{path}.deepspeed_config.{name}"
+        key = f"{path}.{name}" if name in written else f"{path}.deepspeed_config.{name}"
         if name in own:
             problems.add(key, value, f"belongs one level up, at {path}.{name}")
         elif name in REMOVED:
@@ -241,9 +224,20 @@ def _check_keys(path: str, config: DeepSpeedStrategyConfig, problems: Problems) 
 
 def _check_section(path: str, section: str, data: object, problems: Problems) -> None:
     known = KEYS.get(section)
-    for name, value in data.items() if known is not None and isinstance(data, Mapping) else ():
-        if name not in (known or ()):
-            problems.add(f"{path}.{name}", value, _unknown(f"DeepSpeed's {section}", str(name), known or ()))
+    if known is None or data is None:
+        return
+    if not isinstance(data, Mapping):
+        problems.add(path, data, "must be a section of keys, not a single value", "{}")
+        return
+    for name, value in data.items():
+        if name not in known:
+            problems.add(f"{path}.{name}", value, _unknown(f"DeepSpeed's {section}", str(name), known))
+        elif section == "activation_checkpointing" and value not in (None, False):
+            rule = (
+                "does nothing for models of transformers, whose layers PyTorch checkpoints "
+                "(model_args.disable_gradient_checkpointing: false); leave it out"
+            )
+            problems.add(f"{path}.{name}", value, rule, "~")
         else:
             _check_section(f"{path}.{name}", f"{section}.{name}", value, problems)
 

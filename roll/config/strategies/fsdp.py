@@ -124,14 +124,9 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
     Llama)."""
     tiled_num_shards: int = setting(4, ge=1, read_if={"apply_tiled_mlp": (True,)})
     """Tiles with ``apply_tiled_mlp``: so many times less memory for what is as wide as ``intermediate_size``."""
-    model_type: str | None = None
-    """Model family for the patches above; null: from the model's config."""
     ep_size: int = setting(1, ge=1)
     """Ranks over which the experts of a layer are divided; tokens travel to the ranks of the experts that they chose.
     It divides the role's ranks and the model's experts."""
-    efsdp_size: int | None = setting(None, ge=1)
-    """Ranks over which the parameters of the same experts are sharded, with ``ep_size``; null or the role's
-    ranks / ``ep_size``, which is the only possible number."""
 
     def parallel_dims(self, role: WorkerConfig, world_size: int) -> ParallelDims:
         return replace(super().parallel_dims(role, world_size), ep=self.ep_size)
@@ -141,12 +136,7 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
         super().check(name, role, world_size, trains, problems)
         path, size = f"{name}.strategy_args.strategy_config", self.ep_size
         if size == 1:
-            if self.efsdp_size not in (None, 1):
-                problems.note(f"{path}.efsdp_size", "has no effect without ep_size")
             return
-        if world_size % size == 0 and self.efsdp_size not in (None, world_size // size):
-            rule = f"must be the role's {world_size} ranks / ep_size: experts are not replicated"
-            problems.add(f"{path}.efsdp_size", self.efsdp_size, rule, world_size // size)
         if 1 < self.fsdp_size < world_size:
             rule = "must be 1 with ep_size (everything is sharded over all ranks)"
             problems.add(f"{path}.fsdp_size", self.fsdp_size, rule, 1)

@@ -7,7 +7,8 @@ so that one changed ``strategy_name`` is a whole switch of backend; a key that n
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 
 from roll.config.reading.errors import ConfigError, Problems, closest_value
 from roll.config.reading.fields import Table
@@ -103,6 +104,12 @@ def read_strategy_config(arguments: StrategyArguments, path: str, problems: Prob
     for key in foreign:
         problems.note(f"{section}.{key}", f"belongs to {', '.join(owners_of(key))}; no effect under {name}")
     data = {key: value for key, value in arguments.strategy_config.items() if key not in foreign}
+    whole, parts = options.passes_through
+    typed = {*(item.name for item in fields(options)), *dead_keys(options)}
+    beside = {key: data.pop(key) for key in parts if key in data and key not in typed}
+    if beside and isinstance(data.get(whole) or {}, Mapping):
+        # null: the library's own choice
+        data[whole] = {**(data.get(whole) or {}), **{key: one for key, one in beside.items() if one is not None}}
     return build(options, SchemaReader(problems).read(options, data, section))
 
 

@@ -31,6 +31,7 @@ class SglangStrategyConfig(PackagedEngineConfig):
         "custom_weight_loader": "the weight transfer",
     }
     tensor_size_key: ClassVar[str] = "tp_size"
+    passes_through = ("engine_args", ("chunked_prefill_size",))
 
     max_num_seqs: int = field(default=256, metadata=rules(ge=1, aliases=("max_running_requests",)))
     """Samples that are generated at the same time; further ones wait."""
@@ -39,8 +40,6 @@ class SglangStrategyConfig(PackagedEngineConfig):
     max_total_tokens: int | None = setting(None, ge=1)
     """Tokens of the KV cache. null: on a GPU what ``mem_fraction_static`` leaves; on a CPU room for ``max_num_seqs``
     samples of ``max_model_len`` tokens, at most 4 GiB."""
-    chunked_prefill_size: int | None = setting(None, ge=1)
-    """Longest piece of a prompt that is computed in one step; null: SGLang's choice."""
     tp_size: int = field(default=1, metadata=rules(ge=1, aliases=("tensor_parallel_size",)))
     """Ranks over which every matrix is sharded; a worker takes so many devices. Left out: ``num_gpus_per_worker``."""
     mem_fraction_static: float | None = field(

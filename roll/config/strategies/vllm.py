@@ -38,6 +38,7 @@ class VllmStrategyConfig(PackagedEngineConfig):
         "worker_extension_cls": "the weight transfer",
     }
     tensor_size_key: ClassVar[str] = "tensor_parallel_size"
+    passes_through = ("engine_args", ("optimization_level", "disable_custom_all_reduce"))
 
     max_num_seqs: int = setting(256, ge=1)
     """Samples that are generated at the same time; further ones wait."""
@@ -59,12 +60,8 @@ class VllmStrategyConfig(PackagedEngineConfig):
     """Tokens of a block of the KV cache; null: vLLM's choice. On a CPU rounded up to a multiple of 32."""
     enforce_eager: bool | None = None
     """No graph capture and no compilation. null: true on a CPU, where compiling takes longer than it saves."""
-    optimization_level: int | None = setting(None, ge=0, le=3)
-    """vLLM's own trade of start-up time for speed; null: vLLM's choice."""
     cudagraph_capture_sizes: list[int] | None = field(default=None, metadata=rules(aliases=("cuda_graph_sizes",)))
     """Batch sizes for which CUDA graphs are captured; null: vLLM's choice."""
-    disable_custom_all_reduce: bool = True
-    """Sum over tensor-parallel ranks by NCCL instead of vLLM's own kernel."""
     limit_mm_per_prompt: dict[Literal["image", "video"], int] = field(default_factory=dict)
     """``{image: n, video: m}``: most images and videos of a prompt, for which a vision-language model keeps room; what
     is left out: vLLM's choice."""

@@ -1,4 +1,4 @@
-"""Rows of the tables of other projects' keys.
+"""Rows of the tables of other projects' keys, and the meanings of a word: a key with its sections, or its last name.
 
 A line of a ``.table`` file is a row::
 
@@ -17,6 +17,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 OPTIONS = "strategy_args.strategy_config"
@@ -93,3 +94,66 @@ def expanded(cell: str) -> Iterator[str]:
         names, _, tail = rest.partition("}")
         ends = tuple(expanded(tail)) or ("",)
         yield from (f"{head}{name}{end}" for name in names.split(",") for end in ends) if brace else (word,)
+
+
+PROJECTS = {
+    "words": "",
+    "verl": "verl",
+    "skyrl": "SkyRL",
+    "verl_sft": "verl",
+    "verl_fsdp_sft": "verl",
+    "skyrl_sft": "SkyRL",
+}
+"""The tables and whose keys they hold. What the first says of a word, the others do not."""
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """Meaning of a word here.
+
+    Attributes:
+        theirs: the word in full.
+        project: whose; empty: of several.
+        ours: the keys with that effect, the first before all; empty: none, and the note says why.
+        note: of all values.
+    """
+
+    theirs: str
+    project: str
+    ours: tuple[str, ...]
+    note: str
+
+
+@cache
+def vocabulary() -> dict[str, tuple[Meaning, ...]]:
+    """Every word in small letters, with and without its sections, and its meanings."""
+    found: dict[str, dict[Meaning, None]] = {}
+    settled: set[str] = set()
+    for table, project in PROJECTS.items():
+        # A row "only ..." without a key of ours is a value that has no translation, not a key that needs none.
+        rows = [row for row in read_rows(table) if row.ours or not row.how.startswith("only ")]
+        plain = [(row, theirs) for row in rows for theirs in row.theirs if re.fullmatch(r"[\w.]+", theirs)]
+        for row, theirs in plain:
+            meaning = Meaning(theirs, project, row.ours, "" if row.note.startswith("[") else row.note)
+            for word in dict.fromkeys((theirs.lower(), theirs.lower().rpartition(".")[2])):
+                if word not in settled:
+                    found.setdefault(word, {})[meaning] = None
+        settled = settled or set(found)
+    return {word: tuple(meanings) for word, meanings in found.items()}
+
+
+def meanings_of(word: str) -> tuple[Meaning, ...]:
+    """The meanings of a word, those with a key of ours first; none for a word that no table has."""
+    return tuple(sorted(vocabulary().get(word.lower(), ()), key=lambda meaning: not meaning.ours))
+
+
+@cache
+def sections() -> dict[str, str]:
+    """Sections at the top of other projects' files, each with the projects that have it."""
+    found: dict[str, dict[str, None]] = {}
+    for meanings in vocabulary().values():
+        for meaning in meanings:
+            section, dot, _ = meaning.theirs.partition(".")
+            if dot:
+                found.setdefault(section, {})[meaning.project] = None
+    return {section: " and ".join(projects) for section, projects in found.items()}

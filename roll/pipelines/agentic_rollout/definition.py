@@ -87,7 +87,7 @@ def plan_playing(
             "max_steps": len(models),
             "eval_steps": 0,
             "save_steps": 0,
-            "folders": own_folders(base.folders),
+            **own_folders(base.output_dir, base.log_dir),
         },
         models=models,
         passes=(Pass("episodes", "", None, played.group_size, False, True),),

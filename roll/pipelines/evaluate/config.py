@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -16,7 +16,7 @@ from roll.config.checks.base import Checks
 from roll.config.checks.roles import check_engine_length, check_roles, note_positions
 from roll.config.model_files import CONFIG, gguf_files, looks_like_folder, model_folder, read_model_config
 from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.plan.plan import Folders, Plan
+from roll.config.plan.plan import Plan
 from roll.config.plan.planning import shared_plan, with_cache_length
 from roll.config.reading.errors import closest, count
 from roll.config.reading.fields import LOWEST_TEMPERATURE, setting
@@ -173,7 +173,7 @@ def plan_evaluation(
 
     plan = shared_plan(definition, config, exp_name, written, finished_role)
     return EvaluatePlan(
-        **plan | {"sequence_length": longest, "save_steps": 0, "folders": own_folders(plan["folders"])},
+        **plan | {"sequence_length": longest, "save_steps": 0, **own_folders(**plan)},
         training={},
         max_steps=len(models),
         eval_steps=0,
@@ -184,9 +184,9 @@ def plan_evaluation(
     )
 
 
-def own_folders(folders: Folders) -> Folders:
+def own_folders(output_dir: Path, log_dir: Path, **_: object) -> dict[str, Path]:
     """Those of an evaluation, below those of the file."""
-    return replace(folders, output_dir=folders.output_dir / FOLDER, log_dir=folders.log_dir / FOLDER)
+    return {"output_dir": output_dir / FOLDER, "log_dir": log_dir / FOLDER}
 
 
 def passes_of(config: EvaluateConfig, sets: tuple[ValidationSet, ...]) -> Iterator[Pass]:

@@ -46,9 +46,6 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from transformers import PreTrainedModel
 
-PASSED_THROUGH = ("activation_checkpointing", "aio", "comms_logger", "flops_profiler", "communication_data_type")
-"""Sections and keys of the configuration that DeepSpeed gets as they are."""
-
 
 class DeepSpeedStrategy(DataParallelStrategy):
     """Parameters in the compute dtype; where it trains, float32 master weights and AdamW moments.
@@ -206,10 +203,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
         """
         config, dtype = self.config, self.compute_dtype
         options: dict[str, Any] = numbers(config.deepspeed_config)
-        for name in PASSED_THROUGH:
-            value = numbers(getattr(config, name))
-            if value:
-                options[name] = value
         plan, pin_memory = self.plan, self.platform.pin_memory
         section: dict[str, Any] = {}
         for name, device in (("offload_optimizer", plan.offload_optimizer), ("offload_param", plan.offload_param)):
@@ -226,8 +219,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
             "gradient_accumulation_steps": 2,
             "gradient_clipping": self._clips_at,
             # DeepSpeed takes the step modulo this number, so "never" cannot be 0.
-            "steps_per_print": config.steps_per_print or sys.maxsize,
-            "wall_clock_breakdown": config.wall_clock_breakdown,
+            "steps_per_print": options.get("steps_per_print") or sys.maxsize,
             "zero_optimization": (section | {"stage": plan.stage}),
             # AdamW's fused CPU kernel comes with torch: nothing to compile for offload.
             "zero_force_ds_cpu_optimizer": False,
@@ -238,7 +230,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
             # Any value but 0 makes the scale static for DeepSpeed: the strategy moves it, as under every other backend.
             options["fp16"] = {"enabled": True, "loss_scale": INITIAL_SCALE}
         accumulates = self._sums_in_fp32 and self.plan.stage > 0 and dtype is torch.bfloat16
-        data_types = ({"grad_accum_dtype": "fp32"} if accumulates else {}) | numbers(config.data_types)
+        data_types = ({"grad_accum_dtype": "fp32"} if accumulates else {}) | (options.get("data_types") or {})
         if data_types:
             options["data_types"] = data_types
         return options

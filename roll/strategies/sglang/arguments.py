@@ -76,7 +76,6 @@ def engine_arguments(
     wanted: dict[str, Any] = {
         "attention_backend": options.attention_backend or ("torch_native" if on_cpu else None),
         "max_total_tokens": options.max_total_tokens,
-        "chunked_prefill_size": options.chunked_prefill_size,
         "mem_fraction_static": options.mem_fraction_static,
     }
     if on_cpu:

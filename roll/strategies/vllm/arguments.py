@@ -58,7 +58,7 @@ def engine_arguments(
         "load_format": options.load_format,
         "enable_prefix_caching": options.enable_prefix_caching,
         "enforce_eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
-        "disable_custom_all_reduce": options.disable_custom_all_reduce,
+        "disable_custom_all_reduce": True,  # NCCL sums over tensor-parallel ranks
         "disable_log_stats": True,
         # What the token was sampled from, temperature and filters included; vLLM's default is the bare model's.
         "logprobs_mode": "processed_logprobs",
@@ -87,7 +87,6 @@ def engine_arguments(
         arguments["enable_return_routed_experts"] = True
     wanted: dict[str, Any] = {
         "max_num_batched_tokens": options.max_num_batched_tokens,
-        "optimization_level": options.optimization_level,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
         "block_size": options.block_size,
     }
