@@ -27,7 +27,6 @@ MANIFEST_NAME = "manifest.json"
 SUPERSEDED = "superseded-"
 """Prefix of the names of checkpoints of a branch that the run has left."""
 _FORMAT = 1
-_CHUNK_BYTES = 8 << 20
 # hashlib releases the interpreter lock, so threads hash several files at once; more than a few only fight for the disk.
 _HASH_THREADS = min(8, os.cpu_count() or 1)
 _LOCK_SUFFIX, _PARTIAL_SUFFIX, _REPLACED_SUFFIX = ".lock", ".partial", ".replaced"
@@ -150,11 +149,8 @@ def flush_path(path: Path) -> None:
 
 
 def _hash_file(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 @contextmanager

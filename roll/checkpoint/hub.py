@@ -110,7 +110,10 @@ def model_card(trained: TrainedModel, form: str, repository: str, run: Path) -> 
     }
     lines = ["---", yaml.safe_dump(head, sort_keys=False, allow_unicode=True).rstrip(), "---", ""]
     lines += [f"# {repository.rpartition('/')[2]}", "", f"Trained with roll {__version__}.", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {_cell(value)} |" for name, value in shown.items() if value not in (None, "")]
+    for name, value in shown.items():
+        if value not in (None, ""):
+            cell = str(value).replace("|", "\\|").replace("\n", " ")
+            lines.append(f"| {name} | {cell} |")
     curves = list(_curves(about, run))
     if curves:
         lines += ["", "## Curves", "", "| metric | first | last |", "|---|---|---|", *curves]
@@ -146,7 +149,3 @@ def _mapping(path: Path) -> dict[str, Any]:
     text = path.read_text(encoding="utf-8")
     found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     return found if isinstance(found, dict) else {}
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -87,7 +87,8 @@ class _BroadcastReceiver(Receiver):
         return small.tensors() | tensors
 
     def close(self) -> None:
-        close_group(self._group)
+        if self._group is not None:
+            self._group.abort()  # without waiting for the other members
         self._group = None
 
 
@@ -155,7 +156,8 @@ class BroadcastSender(Sender):
         self._works, self._messages = [], []
 
     def abandon(self) -> None:
-        close_group(self._group)
+        if self._group is not None:
+            self._group.abort()
         self._group = self._store = self._members = None
         self._works, self._messages = [], []
 
@@ -183,12 +185,6 @@ def process_group(backend: str, store: Store, rank: int, size: int, seconds: flo
 def group_device(backend: str) -> torch.device:
     """Return the device of a group's messages."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
-
-
-def close_group(group: Group | None) -> None:
-    """Leave a group without waiting for its other members."""
-    if group is not None:
-        group.abort()
 
 
 @dataclass(frozen=True)

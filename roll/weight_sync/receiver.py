@@ -134,40 +134,6 @@ class WeightReceiver:
         self._connections.clear()
 
 
-class AdapterParts:
-    """Collects A and B of all weights, for an engine that computes with adapters and takes them as a whole."""
-
-    def __init__(self) -> None:
-        self._scalings: Mapping[str, float] = {}
-        self._parts: dict[str, torch.Tensor] = {}
-
-    def start(self, scalings: Mapping[str, float], keep: bool) -> None:
-        """See :class:`AdaptedWeights`."""
-        self._scalings = scalings
-        self._parts.clear()
-
-    def takes(self, key: str) -> bool:
-        """Return True for A or B of an adapted weight."""
-        name, separator, _ = key.partition("#")
-        return bool(separator) and name in self._scalings
-
-    def take(self, key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Keep a part; nothing goes to the engine yet."""
-        self._parts[key] = tensor.clone()  # the transport reuses the bucket's memory
-        yield from ()
-
-    def hand_over(self, engine: GenerationStrategy) -> None:
-        """Give the engine the adapter if it is complete; otherwise the verification reports what is missing."""
-        wanted = [weight + part for weight in self._scalings for part in (DOWN_PART, UP_PART)]
-        if wanted and self._parts.keys() >= set(wanted):
-            engine.update_adapter(self._parts, self._scalings)
-        self._parts = {}
-
-    def checksums(self, held: Mapping[str, Checksum]) -> dict[str, Checksum]:
-        """Return nothing: the engine reports those of its adapters itself."""
-        return {}
-
-
 class AdaptedWeights:
     """Keeps base and adapters of every adapted weight, and gives the engine the merged one.
 
@@ -223,3 +189,24 @@ class AdaptedWeights:
         """
         found: dict[str, Checksum] = {key: tensor_checksum(tensor) for key, tensor in self._parts.items()}
         return found | {name: held.get(name, 0) for name, merged in self._merged.items() if held.get(name) != merged}
+
+
+class AdapterParts(AdaptedWeights):
+    """Collects A and B of all weights, for an engine that computes with adapters, takes them as a whole and reports
+    their checksums itself."""
+
+    def takes(self, key: str) -> bool:
+        """Return True for A or B of an adapted weight."""
+        return "#" in key and super().takes(key)
+
+    def take(self, key: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Keep a part; nothing goes to the engine yet."""
+        self._parts[key] = tensor.clone()  # the transport reuses the bucket's memory
+        yield from ()
+
+    def hand_over(self, engine: GenerationStrategy) -> None:
+        """Give the engine the adapter if it is complete; otherwise the verification reports what is missing."""
+        wanted = [weight + part for weight in self._scalings for part in (DOWN_PART, UP_PART)]
+        if wanted and self._parts.keys() >= set(wanted):
+            engine.update_adapter(self._parts, self._scalings)
+        self._parts = {}
