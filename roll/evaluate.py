@@ -57,6 +57,10 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     loaded = ready(partial(load_evaluation, arguments.config, None, overrides, keys))
     if loaded.pipeline.name != EVALUATE:
         raise ConfigError([Problem("--harness", arguments.harness, "asks prompts: the file must be an RLVR file")])
+    if loaded.config.evaluate.against is not None:
+        key = "evaluate.against" if arguments.against is None else "--against"
+        rule = "has no place with --harness, whose program asks this run's engines"
+        raise ConfigError([Problem(key, loaded.config.evaluate.against, rule)])
     options = HarnessOptions(
         arguments.harness,
         tuple(name for names in arguments.tasks for name in names.split(",")),
@@ -121,6 +125,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="[NAME=]PATH",
         help="a model folder, a training checkpoint or a folder of checkpoints; may be given several times",
     )
+    parser.add_argument(
+        "--against", metavar="URL[#MODEL]", help="compare with a model served elsewhere (OpenAI-compatible, .../v1)"
+    )
     parser.add_argument("--samples", type=int, help="samples of every prompt")
     parser.add_argument(
         "--temperature", type=float, action="append", default=[], help="answer at this temperature (0: greedy); several"
@@ -168,6 +175,8 @@ def keys_of(arguments: argparse.Namespace) -> dict[str, Any]:
                 )
             models[name] = path
         keys["models"] = models
+    if arguments.against is not None:
+        keys["against"] = arguments.against
     if arguments.samples is not None:
         keys["num_samples"] = arguments.samples
     if arguments.temperature:

@@ -16,9 +16,11 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from roll.pipelines.evaluate.samples import RESULTS, SAMPLES, read_samples
+from roll.strategies.remote import ServiceRefused
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.config.good import changed
 from tests.pipelines.conftest import Run
+from tests.serving.conftest import Serving
 from tests.serving.test_harness import INSPECT
 from tests.support.subprocess_runs import Start
 from tests.support.tiny_runs import GENERATING, FinishedRun, TinyWorld, rlvr_settings, training_args
@@ -167,6 +169,31 @@ def test_episodes_are_those_of_a_training_runs_validation(run: Run) -> None:
     rows = list(read_samples(done.output / "evaluation" / SAMPLES))
     assert {row["prompt_id"] for row in rows} == {f"game/{number}" for number in range(4)}
     assert all(row["turns"] and row["numbers"]["turns"] == len(row["turns"]) for row in rows)
+
+
+def test_against_a_model_that_is_served_elsewhere(
+    run: Run, world: TinyWorld, other: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By chats over HTTP: greedily it answers as engines of this run let it, and the others are compared with it. Asked
+    again, nothing is left to do, also without the service."""
+    serving = Serving(other, max_open_requests=100, api_key="sesame")
+    monkeypatch.setenv("SERVICE_KEY", "sesame")
+    keys = {"against": f"{serving.server.url}/v1#tiny", "against_api_key_env": "SERVICE_KEY"}
+    changes = evaluation(world, {"first": world.model, "second": other}, temperatures=[1.0, 0], **keys)
+    sampling = {name: value for name, value in GENERATING.items() if name != "stop_token_ids"}
+    changes["validation"] |= {"generating_args": {**sampling, "num_return_sequences": 4, "max_new_tokens": 8}}
+    done = run(changes)
+    serving.close()
+    served, engines = samples(done, "against"), samples(done, "second")
+    assert [row for row in served if row[0] == "greedy"] == [row for row in engines if row[0] == "greedy"]
+    assert len({row[3] for row in served if row[0] == "t1"}) > PROMPTS, "samples of a prompt differ"
+    found = results(done)
+    assert found["baseline"] == "against"
+    assert "compare/against/t1/difference" in found["metrics"]["first"]
+    again = run(changes, output=done.output)
+    assert samples(again, "against") == served
+    with pytest.raises(ServiceRefused, match="models"):
+        run(evaluation(world, {"first": world.model}, temperatures=[0], **keys))
 
 
 def test_the_only_engine_is_killed_and_started_again(

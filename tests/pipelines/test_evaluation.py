@@ -47,6 +47,16 @@ def test_the_best_of_k_by_rank_is_the_mean_over_all_choices(ranks: list[float], 
     assert chosen_at_k(np.array(ranks), correct, k) == pytest.approx(wanted)
 
 
+def test_a_harness_asks_no_model_that_is_served_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would ask the engines of this run, and give their answers as the service's."""
+    monkeypatch.setattr("roll.serving.harness.find_spec", lambda name: True)
+    file, keys = str(write(tmp_path, GOOD)), {"against": "http://127.0.0.1:1/v1"}
+    loaded = load_evaluation(file, None, [], keys, check_files=False)
+    monkeypatch.setattr("roll.cli.ready", lambda load: loaded)
+    with pytest.raises(ConfigError, match=r"evaluate\.against.*has no place with --harness"):
+        main([file, "--harness", "lm_eval", "--tasks", "x"])
+
+
 def test_metrics_keep_graded_rewards_beside_correctness() -> None:
     found = pass_metrics([answers("p", [0.5, 1.0]), answers("q", [0.0, float("nan")], "b")], "sampled", True)
     assert found["val/sampled/accuracy"] == found["val_correct/all/mean"] == pytest.approx(1 / 4)

@@ -61,6 +61,9 @@ def check_playing(config: AgenticRolloutConfig, checks: Checks) -> None:
         checks.add(f"custom_envs.{tag}.verifier.reward_kwargs.model_type", "cluster", rule, remedy)
     check_lengths(played, options, config.pretrain or None, checks)
     check_template_file("global_template", config.global_template, checks)
+    if config.evaluate.against is not None:
+        rule = "is for prompts; episodes are played through engines of this run"
+        checks.add("evaluate.against", config.evaluate.against, rule, "~")
     if config.evaluate.temperatures:
         rule = "is for prompts; of episodes the generating_args of val_env_manager decide"
         checks.add("evaluate.temperatures", config.evaluate.temperatures, rule, [])

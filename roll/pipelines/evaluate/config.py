@@ -22,6 +22,7 @@ from roll.config.reading.errors import closest, count
 from roll.config.reading.fields import LOWEST_TEMPERATURE, setting
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import own_weights
+from roll.config.strategies.remote import EXAMPLE_URL, url_problem
 from roll.pipelines.rlvr.checks import SET_NAME, check_lengths, check_templates, check_validation, longest_in_validation
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -59,6 +60,12 @@ class EvaluationConfig:
     thresholds: dict[str, float] = field(default_factory=dict)
     """Least values of metrics, such as ``val_correct/all/mean: 0.8``; also of one model: ``trained/val_correct/...``.
     If a model stays below one, the exit status is 3."""
+    against: str | None = None
+    """A model that is served elsewhere and answers the same prompts by chats, under the name ``against``; the others
+    are compared with it. Address of an OpenAI-compatible service up to and with its version, the model's name after
+    a ``#`` where it lists several: ``https://host/v1#model``."""
+    against_api_key_env: str = setting("", read_if={"against": ()})
+    """Environment variable with the token for ``against``."""
     resume: bool = True
     """Samples that an interrupted evaluation of the same models, sets and settings has written are taken up; false:
     begin anew."""
@@ -86,6 +93,8 @@ class ModelsConfig(Protocol):
     def pretrain(self) -> str: ...
 
 
+AGAINST = "against"
+"""Name of the model of ``evaluate.against``."""
 FOLDER = "evaluation"
 """Under ``output_dir`` and ``logging_dir``: an evaluation leaves the files of a training run alone."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -110,6 +119,8 @@ class EvaluatedModel:
     """Folder or hub name that has its architecture and tokenizer."""
     checkpoint: Path | None = None
     """Folder of the role that holds the weights, in a training checkpoint."""
+    url: str | None = None
+    """Address of a model that is served elsewhere; ``base`` then counts tokens and reads the prompts."""
 
     @property
     def description(self) -> str:
@@ -145,7 +156,7 @@ class ModelsPlan(Plan):
         """Models that share an engine start, in the order of their first."""
         found: dict[str, list[EvaluatedModel]] = {}
         for model in self.models:
-            found.setdefault(signature(model.base), []).append(model)
+            found.setdefault(model.url or signature(model.base), []).append(model)
         return list(found.values())
 
 
@@ -180,7 +191,7 @@ def plan_evaluation(
         models=models,
         validation_sets=sets,
         passes=tuple(passes_of(config, sets)),
-        baseline=config.evaluate.baseline or models[0].name,
+        baseline=config.evaluate.baseline or (models[0] if config.evaluate.against is None else models[-1]).name,
     )
 
 
@@ -213,6 +224,8 @@ def models_of(config: ModelsConfig) -> Iterator[EvaluatedModel]:
     own = config.actor_infer.model_args.model_name_or_path or config.pretrain
     for name, path in (config.evaluate.models or {Path(own).name: own}).items():
         yield from read_entry(name, path, own)
+    if config.evaluate.against is not None:
+        yield EvaluatedModel(AGAINST, config.evaluate.against, own, url=config.evaluate.against)
 
 
 def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
@@ -272,7 +285,7 @@ def signature(base: str) -> str:
 def evaluation_facts(plan: ModelsPlan) -> list[tuple[str, str]]:
     """Label and sentence of models and passes."""
     swaps = len(plan.models) - len(plan.groups())
-    starts = count(len(plan.groups()), "engine start")
+    starts = count(len(plan.groups()) - sum(one.url is not None for one in plan.models), "engine start")
     models = f"{', '.join(one.name for one in plan.models)} ({starts}, {count(swaps, 'exchange')} of weights)"
     passes = ", ".join(f"{one.name} x {one.num_samples}" for one in plan.passes)
     facts = [("models", models), ("passes", passes)]
@@ -333,6 +346,9 @@ def check_models(config: ModelsConfig, checks: Checks) -> None:
                 rule = f"has no {CONFIG}" if there else "does not exist"
                 checks.add(place, model.base, rule)
         names += [model.name for model in found]
+    if keys.against is not None:
+        check_against(config, own, checks)
+        names += [AGAINST] if names else []
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
         checks.add("evaluate.models", doubled, "two models have this name: choose others")
@@ -343,3 +359,19 @@ def check_models(config: ModelsConfig, checks: Checks) -> None:
         if value < 0 or 0 < value < LOWEST_TEMPERATURE:
             rule = f"must be 0 (greedy) or at least {LOWEST_TEMPERATURE:g}"
             checks.add(f"evaluate.temperatures.{index}", value, rule, 1.0)
+
+
+def check_against(config: ModelsConfig, own: str | None, checks: Checks) -> None:
+    """The model that is served elsewhere; ``own`` is the file's."""
+    keys = config.evaluate
+    assert keys.against is not None
+    if (wrong := url_problem(keys.against.partition("#")[0])) is not None:
+        checks.add("evaluate.against", keys.against, wrong, EXAMPLE_URL)
+    section = config.validation if hasattr(config, "validation") else None
+    if section is not None and section.generating_args.stop_token_ids:
+        text = "stop_token_ids are of this run's tokenizer, and are not sent: against ends where its own model does"
+        checks.note("evaluate.against", text)
+    if not own:
+        checks.missing("pretrain", "is needed with evaluate.against: its tokenizer counts tokens", "my/model")
+    if keys.against_api_key_env and not os.environ.get(keys.against_api_key_env):
+        checks.add("evaluate.against_api_key_env", keys.against_api_key_env, "no such variable in the environment")

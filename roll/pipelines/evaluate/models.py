@@ -158,16 +158,23 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
                     left.append((way, numbers))
             if left:
                 with self.context.interruptible():
-                    engines = self.load(model, base, engines, is_last=model is models[-1])
+                    client = self.client_of(model)
+                    if client is None:
+                        engines = self.load(model, base, engines, is_last=model is models[-1])
+                        client = engines.client
                     for way, numbers in left:
                         logger.info("%s: %s, %d x %d", model.description, way.name, len(numbers), way.num_samples)
-                        self.driver.run(self.answer(model, way, numbers, engines.client))
+                        self.driver.run(self.answer(model, way, numbers, client))
             metrics = self.results.of_model(model.name)
             self.context.record_validation(metrics, self.plan.models.index(model))
             shown = ", ".join(f"{way.name} {metrics[f'val/{way.name}/accuracy']:.3f}" for way in self.plan.passes)
             logger.info("%s: accuracy %s", model.description, shown)
         if engines is not None:
             engines.close(self.residency)
+
+    def client_of(self, model: EvaluatedModel) -> EngineClient | None:
+        """Stand-in for the engines of a model that needs none of this run's."""
+        return None
 
     def role_of(self, model: EvaluatedModel) -> RolePlan:
         """``actor_infer`` with the folder of a model."""

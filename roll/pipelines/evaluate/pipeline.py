@@ -15,6 +15,7 @@ from roll.pipelines.clusters import ClusterStarter, Scorers
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import sample_records, settings_of
+from roll.pipelines.evaluate.served import NoEngines, ServedModel
 from roll.pipelines.rlvr.data import read_prompts
 from roll.pipelines.run_context import GENERATION, WEIGHTS
 from roll.rollout.engines import EngineClient
@@ -29,6 +30,7 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
     """An evaluation on the validation prompts of an RLVR file."""
 
     prompts: Mapping[str, PromptDataset]
+    tokenizer: PreTrainedTokenizerBase
     scorers: Scorers | None = None
 
     def __init__(self, loaded: LoadedConfig[EvaluateConfig]) -> None:
@@ -39,6 +41,7 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
         return settings_of(self.config, self.plan)
 
     def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
+        self.tokenizer = tokenizer
         plan = replace(self.plan, roles={**self.plan.roles, "actor_infer": role})
         self.prompts = {
             one.name: read_prompts(self.config, plan, one.data_args, one.prompt_length, tokenizer)
@@ -60,6 +63,7 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
             params = greedy(one.max_new_tokens, params)
         elif way.temperature is not None:
             params = replace(params, temperature=way.temperature)
+        served = None if model.url is None else ServedModel(self.config, model.url, one.data_args, self.tokenizer)
         flow = PromptFlow(
             client,
             self.reward_client(),
@@ -67,10 +71,23 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
             lambda count: [prompts[way.set_name][flow.next_order]],
             GroupSettings(way.num_samples, params, self.config.seed),
             first_draw=0,
+            loop=served,
         )
         shared = {"model": model.name, "pass": way.name, "temperature": params.temperature}
         records = partial(sample_records, shared=shared)
-        await self.complete(flow, model, way, numbers, self.config.val_batch_size, records)
+        try:
+            await self.complete(flow, model, way, numbers, self.config.val_batch_size, records)
+        finally:
+            if served is not None:
+                served.close()
+
+    def client_of(self, model: EvaluatedModel) -> EngineClient | None:
+        if model.url is None:
+            return None
+        self.start_scorers()
+        self.bring()
+        client: Any = NoEngines()
+        return client
 
     def bring(self) -> None:
         assert self.scorers is not None
