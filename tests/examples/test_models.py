@@ -104,5 +104,5 @@ def test_scripts_run_the_recipes_of_their_folders(recorder: Path) -> None:
             launcher, *arguments = done.stdout.splitlines()
             found = parse_launcher_args(arguments, "tiny", "rlvr_config")
             assert launcher == "examples/start_rlvr_pipeline.py"
-            assert (found.config_path, found.overrides) == (folder.name, ("max_steps=3",))
+            assert (found.config_path, found.overrides) == (folder.name, ["max_steps=3"])
             assert found.config_name == ("rlvr_config" if len(words) == 1 else words[0])

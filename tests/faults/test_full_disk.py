@@ -81,7 +81,7 @@ def recorded_rollout(folder: Path) -> None:
     config: Any = SimpleNamespace(
         rollout_mock=SimpleNamespace(enable=True, mode="dump", dump_dir=str(folder / "rollouts"))
     )
-    RecordedRollouts(config, folder, None).write(1, batch_of_zeros())
+    RecordedRollouts(config, folder).write(1, batch_of_zeros())
 
 
 def images_of_samples(folder: Path) -> None:
