@@ -218,12 +218,17 @@ def expect_object(path: Path, number: int, row: object, text: str) -> Row | Data
     return row
 
 
+LONGEST_FIELD = 1 << 27
+"""Characters of a field of a CSV file."""
+
+
 def read_csv(path: Path) -> Numbered:
     """A table whose fields end at the commas of its header, or where that has none at its semicolons or tabs."""
     with open_text(path, newline="") as file:
         header = file.readline()
         file.seek(0)
         delimiter = next((mark for mark in ",;\t" if mark in header), ",")
+        csv.field_size_limit(LONGEST_FIELD)  # 131,072 by default, and a long document is one field
         reader = csv.DictReader(file, strict=True, delimiter=delimiter)
         for row in reader:
             number = reader.line_num

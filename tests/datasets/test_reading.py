@@ -111,9 +111,12 @@ def test_folders_patterns_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("mark", [",", ";", "\t"])
 def test_fields_of_a_table_end_at_the_mark_of_its_header(mark: str, tmp_path: Path) -> None:
     others = ",;\t".replace(mark, "")
-    text = f'\ufeffprompt{mark}n\n"a{mark}b"{mark}{others}\n'
+    long = "word " * 40_000  # a field may be a whole document
+    text = f'\ufeffprompt{mark}n\n"a{mark}{long}"{mark}{others}\n'
     (tmp_path / "table.csv").write_text(text, encoding="utf-8")
-    assert [source.row for source in read_rows(str(tmp_path / "table.csv"))] == [{"prompt": f"a{mark}b", "n": others}]
+    assert [source.row for source in read_rows(str(tmp_path / "table.csv"))] == [
+        {"prompt": f"a{mark}{long}", "n": others}
+    ]
 
 
 def test_text_is_one_prompt_a_line(tmp_path: Path) -> None:
