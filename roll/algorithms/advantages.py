@@ -188,23 +188,38 @@ def gae(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
     return generalized_advantages(rewards, values, inputs.mask, options.gamma, options.lambd)
 
 
-@register_advantage("reinforce++_baseline")
-@register_advantage("reinforce++")
-@register_advantage("grpo")
-@register_advantage("reinforce")
 def returns_as_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """The discounted return of the token-level rewards from each token on (Williams 1992).
-
-    ``grpo``: of the group-normalised reward (arXiv 2402.03300 section 4.1.2).  ``reinforce++`` has the divergence in
-    the reward, and ``reinforce++_baseline`` the reward minus its group's mean; both are whitened over the batch
-    (arXiv 2501.03262 eq. 8-11).
-    """
+    """The discounted return from each token on, as its advantage."""
     # Without a discount every token has the same return: no token-level rewards and no scan are needed.
     if inputs.rewards.dim() == 1 and options.gamma == 1.0:
         returns = inputs.spread(inputs.rewards)
         return returns, returns
     returns = discounted_returns(inputs.token_level_rewards, inputs.mask, options.gamma)
     return returns, returns
+
+
+@register_advantage("reinforce")
+def reinforce(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """Discounted return of the token-level rewards (Williams 1992)."""
+    return returns_as_advantages(inputs, options)
+
+
+@register_advantage("grpo")
+def grpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """The group-normalised reward for every token; arXiv 2402.03300 section 4.1.2."""
+    return returns_as_advantages(inputs, options)
+
+
+@register_advantage("reinforce++")
+def reinforce_plus_plus(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """Discounted return (divergence inside the reward), whitened over the batch; arXiv 2501.03262 eq. 8-9."""
+    return returns_as_advantages(inputs, options)
+
+
+@register_advantage("reinforce++_baseline")
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+    """The reward minus its group's mean, then whitened over the batch; arXiv 2501.03262 eq. 10-11."""
+    return returns_as_advantages(inputs, options)
 
 
 def centred_in_group(rewards: Tensor, groups: Groups) -> Tensor:

@@ -20,6 +20,7 @@ Where p = q both weights are one half.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import log
 from typing import Any
 
@@ -47,23 +48,7 @@ def divergence(student: Tensor, teacher: Tensor, options: DivergenceConfig, has_
         has_tail = False
     if options.log_prob_floor is not None:
         student, teacher = student.clamp(min=options.log_prob_floor), teacher.clamp(min=options.log_prob_floor)
-    q, p, beta, skew = student, teacher, options.js_beta, options.skew_lambda
-    match options.kd_objective:
-        case "forward_kl":
-            value = _kl(p, q)
-        case "reverse_kl":
-            value = _kl(q, p)
-        case "skewed_forward_kl":
-            value = _kl(p, _mixture(skew, p, q))
-        case "skewed_reverse_kl":
-            value = _kl(q, _mixture(skew, q, p))
-        case "js_divergence":
-            middle = _mixture(beta, p, q)
-            value = beta * _kl(p, middle) + (1.0 - beta) * _kl(q, middle)
-        case "adaptive_kl":
-            value = _adaptive_kl(q, p, options.adaptive_kl_alpha, has_tail)
-        case "total_variation":
-            value = (p.exp() - q.exp()).abs().sum(-1) / 2
+    value = DIVERGENCES[options.kd_objective](student, teacher, options, has_tail)
     if is_partial:
         value = value.clamp(min=0.0)  # masses that do not add up to 1 may have a sum below 0
     if options.divergence_clamp is not None:
@@ -84,18 +69,56 @@ def _mixture(weight: float, first: Tensor, second: Tensor) -> Tensor:
     return torch.logaddexp(first + log(weight), second + log(1.0 - weight))
 
 
-def _adaptive_kl(q: Tensor, p: Tensor, alpha: float, has_tail: bool) -> Tensor:
+def forward_kl(q: Tensor, p: Tensor, _: DivergenceConfig, __: bool) -> Tensor:
+    return _kl(p, q)
+
+
+def reverse_kl(q: Tensor, p: Tensor, _: DivergenceConfig, __: bool) -> Tensor:
+    return _kl(q, p)
+
+
+def js_divergence(q: Tensor, p: Tensor, options: DivergenceConfig, _: bool) -> Tensor:
+    beta = options.js_beta
+    middle = _mixture(beta, p, q)
+    return beta * _kl(p, middle) + (1.0 - beta) * _kl(q, middle)
+
+
+def skewed_forward_kl(q: Tensor, p: Tensor, options: DivergenceConfig, _: bool) -> Tensor:
+    return _kl(p, _mixture(options.skew_lambda, p, q))
+
+
+def skewed_reverse_kl(q: Tensor, p: Tensor, options: DivergenceConfig, _: bool) -> Tensor:
+    return _kl(q, _mixture(options.skew_lambda, q, p))
+
+
+def total_variation(q: Tensor, p: Tensor, _: DivergenceConfig, __: bool) -> Tensor:
+    return (p.exp() - q.exp()).abs().sum(-1) / 2
+
+
+def adaptive_kl(q: Tensor, p: Tensor, options: DivergenceConfig, has_tail: bool) -> Tensor:
     probs = p.exp()
     gap = (probs - q.detach().exp()).abs()
     listed = probs[:, :-1] if has_tail else probs
     ascending, order = listed.sort(-1)
     below = ascending.cumsum(-1) + (probs[:, -1:] if has_tail else 0.0)
-    in_tail = torch.empty_like(listed, dtype=torch.bool).scatter_(1, order, below <= alpha)
+    in_tail = torch.empty_like(listed, dtype=torch.bool).scatter_(1, order, below <= options.adaptive_kl_alpha)
     if has_tail:
         in_tail = torch.cat([in_tail, in_tail.new_ones(len(in_tail), 1)], dim=1)
     of_tail, total = (gap * in_tail).sum(-1), gap.sum(-1)
     share = torch.where(total > 0, of_tail / total.clamp(min=torch.finfo(total.dtype).tiny), 0.5)
     return (1.0 - share) * _kl(p, q) + share * _kl(q, p)
+
+
+DIVERGENCES: dict[str, Callable[[Tensor, Tensor, DivergenceConfig, bool], Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "adaptive_kl": adaptive_kl,
+    "skewed_forward_kl": skewed_forward_kl,
+    "skewed_reverse_kl": skewed_reverse_kl,
+    "js_divergence": js_divergence,
+    "total_variation": total_variation,
+}
+"""By ``kd_objective``; each is given q, p, the options and whether the last bucket is the rest of the vocabulary."""
 
 
 def comparison_metrics(outputs: dict[str, Tensor], mask: Tensor, prefix: str) -> Metrics:

@@ -69,20 +69,23 @@ class Registry(Generic[F]):
         """The function called ``name``; raises ``ValueError`` naming the nearest known one."""
         if name in self._entries:
             return self._entries[name]
-        module_name, _, attribute = name.replace(":", ".").rpartition(".")
-        if not module_name:
-            nearest = did_you_mean(name, self._entries, "nearest known: {!r}; ")
-            raise ValueError(
-                f"unknown {self.kind} {name!r}; {nearest}known: {', '.join(self._names)}; "
-                "or the dotted path of your own function"
-            )
+        if "." in name or ":" in name:
+            return self._import(name)
+        nearest = did_you_mean(name, self._entries, "nearest known: {!r}; ")
+        raise ValueError(
+            f"unknown {self.kind} {name!r}; {nearest}known: {', '.join(self._names)}; "
+            "or the dotted path of your own function"
+        )
+
+    def _import(self, path: str) -> F:
+        module_name, _, attribute = path.replace(":", ".").rpartition(".")
         try:
-            function: F = getattr(importlib.import_module(module_name), attribute)
+            function = getattr(importlib.import_module(module_name), attribute)
         except Exception as error:  # A module of the user's own may raise anything.
             reason = f"{type(error).__name__}: {error}" if not isinstance(error, ModuleNotFoundError) else str(error)
             raise ValueError(
-                f"{self.kind} {name!r} cannot be imported: {reason}; give package.module.function"
+                f"{self.kind} {path!r} cannot be imported: {reason}; give package.module.function"
             ) from error
         if not callable(function):
-            raise ValueError(f"{self.kind} {name!r} is a {type(function).__name__}, not a function")
+            raise ValueError(f"{self.kind} {path!r} is a {type(function).__name__}, not a function")
         return function

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from roll.algorithms.preferences import PairSums, preference_loss
 from roll.config.losses import PreferenceLossConfig
 from roll.distributed import Interrupted
-from roll.pipelines.rows import RowsPipeline
+from roll.methods.preferences import DPO
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
 from tests.support.tiny_runs import (
@@ -170,12 +170,12 @@ def test_it_goes_on_where_it_was(run: Run, world: TinyWorld) -> None:
 def test_a_signal_during_an_evaluation_loses_no_step(
     run: Run, world: TinyWorld, whole: FinishedRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def interrupted(self: RowsPipeline) -> dict[str, float]:
+    def interrupted(*_: object) -> dict[str, float]:
         os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
     held_out = {"eval_steps": 2, "validation": {"data_args": {"file_name": str(world.preferences)}}}
-    monkeypatch.setattr(RowsPipeline, "measure", interrupted)
+    monkeypatch.setattr(DPO, "measure", interrupted)
     with pytest.raises(Interrupted):
         run(held_out, "dpo", tmp_path)
     monkeypatch.undo()
