@@ -48,7 +48,7 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     """Any further key of DeepSpeed's JSON, passed through; names are checked against DeepSpeed's own.
     ``data_types.grad_accum_dtype`` goes before ``fp32_grad_accumulation``; in ``activation_checkpointing`` nothing may
     be switched on, since PyTorch checkpoints the layers of transformers models
-    (``model_args.disable_gradient_checkpointing`` says whether to). Also written beside this section: ``aio``,
+    (``model_args.disable_gradient_checkpointing`` says whether to). Accepted next to this section as well: ``aio``,
     ``activation_checkpointing``, ``data_types``, ``comms_logger``, ``flops_profiler``, ``communication_data_type``,
     ``wall_clock_breakdown``, ``steps_per_print``."""
 
