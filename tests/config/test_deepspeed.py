@@ -120,6 +120,8 @@ def test_what_is_not_done_is_said(tmp_path: Path, changes: dict[str, Any], key: 
         ({"aio": {"queue_dept": 8}}, "aio.queue_dept", "the nearest is queue_depth"),
         ({"deepspeed_config": {"aio": 8}}, "deepspeed_config.aio", "must be a section of keys"),
         ({"steps_per_prin": 1}, "steps_per_prin", "the nearest known one is steps_per_print"),
+        ({"steps_per_print": "often"}, "steps_per_print", "must be at least 1, or ~"),
+        ({"deepspeed_config": {"wall_clock_breakdown": 2}}, "deepspeed_config.wall_clock_breakdown", "true or false"),
         (
             {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
             "zero_optimization.offload_param.devise",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -205,6 +205,14 @@ def _check_zero_section(path: str, config: DeepSpeedStrategyConfig, problems: Pr
                 problems.add(f"{path}.offload", config.offload, rule)
 
 
+_SCALARS: dict[str, tuple[Callable[[object], bool], str, object]] = {
+    "steps_per_print": (lambda one: one is None or (type(one) is int and one >= 1), "must be at least 1, or ~", 10),
+    "wall_clock_breakdown": (lambda one: isinstance(one, bool), "must be true or false", False),
+    "communication_data_type": (lambda one: one is None or isinstance(one, str), "must be a type's name, or ~", "fp32"),
+}
+"""What DeepSpeed would refuse only in the workers: a test of the value, the rule, and a value that works."""
+
+
 def _check_keys(path: str, config: DeepSpeedStrategyConfig, written: Mapping[str, Any], problems: Problems) -> None:
     """Every key that is passed through is one of DeepSpeed's, and one that does something."""
     for name in ("zero_optimization", "bf16"):
@@ -218,6 +226,8 @@ def _check_keys(path: str, config: DeepSpeedStrategyConfig, written: Mapping[str
             problems.add(key, value, f"{REMOVED[name]} (DeepSpeed {VERSION}); leave it out")
         elif name not in KEYS[""]:
             problems.add(key, value, _unknown("DeepSpeed", str(name), KEYS[""]))
+        elif name in _SCALARS and not _SCALARS[name][0](value):
+            problems.add(key, value, *_SCALARS[name][1:])
         else:
             _check_section(key, name, value, problems)
 
