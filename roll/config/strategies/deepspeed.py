@@ -210,7 +210,7 @@ _SCALARS: dict[str, tuple[Callable[[object], bool], str, object]] = {
     "wall_clock_breakdown": (lambda one: isinstance(one, bool), "must be true or false", False),
     "communication_data_type": (lambda one: one is None or isinstance(one, str), "must be a type's name, or ~", "fp32"),
 }
-"""What DeepSpeed would refuse only in the workers: a test of the value, the rule, and a value that works."""
+"""Values that DeepSpeed would refuse only in the workers: a test, the rule, and a value that works."""
 
 
 def _check_keys(path: str, config: DeepSpeedStrategyConfig, written: Mapping[str, Any], problems: Problems) -> None:
