@@ -74,6 +74,7 @@ def own_handlers() -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.e2e
 @pytest.mark.usefixtures("own_handlers")
+@pytest.mark.default_rows("grpo", "opd")
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_numbers_are_those_of_the_pipeline(
     name: str, recipes: Path, shared_ray: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -73,7 +73,8 @@ def two_hosts() -> Iterator[list[Host]]:
 def wait_for(look: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 240) -> Any:
     give_up = time.monotonic() + seconds
     while not (found := look()):
-        assert process.poll() is None, process.communicate()
+        if process.poll() is not None:
+            pytest.fail(f"it ended with {process.returncode}: {process.communicate()[0]}")
         assert time.monotonic() < give_up, "it did not happen in time"
         time.sleep(0.05)
     return found

@@ -59,7 +59,7 @@ def test_their_deaths_change_no_number(run: Run, undisturbed: FinishedRun, tmp_p
     assert rows == [untimed(row) for row in undisturbed.steps]
 
 
-@pytest.mark.default_rows("topk", "distill")
+@pytest.mark.default_rows("topk")
 @pytest.mark.parametrize("form", ["advantage", "topk", "distill"])
 def test_the_death_of_a_teacher_changes_no_number(run: Run, world: TinyWorld, tmp_path: Path, form: str) -> None:
     """One of two teachers, which share a device with it, or the only one, which is a step ahead."""

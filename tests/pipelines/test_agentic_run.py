@@ -103,6 +103,7 @@ def test_faults_of_environments_cost_no_step(run: Run, ratio: int, tmp_path: Pat
     assert finished.values("agent/retokenized_tokens") == [0.0] * 3
 
 
+@pytest.mark.default_rows("asynchronous")
 @pytest.mark.parametrize("ratio", [0, 1], ids=["synchronous", "asynchronous"])
 def test_a_killed_run_goes_on(start: Start, run: Run, world: TinyWorld, tmp_path: Path, ratio: int) -> None:
     """From its newest checkpoint. A synchronous run plays the episodes of an uninterrupted one; an asynchronous one

@@ -87,6 +87,7 @@ def test_a_killed_worker_ends_the_run_with_a_diagnosis(
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("gcs_server")
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
 def test_the_death_of_a_daemon_of_ray_is_named(start_long_run: StartLongRun, tmp_path: Path, name: str) -> None:
     """Ray itself ends the driver without a word, or lets it wait for a minute."""
@@ -139,6 +140,7 @@ INTERRUPTIONS = [
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("agentic-sigterm")
 @pytest.mark.parametrize(("pipeline", "changes", "number"), INTERRUPTIONS)
 def test_the_first_signal_saves(
     start: Start, run: Run, world: TinyWorld, tmp_path: Path, pipeline: str, changes: dict, number: signal.Signals

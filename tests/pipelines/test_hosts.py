@@ -176,6 +176,7 @@ def reads(link: str) -> str:
         return ""
 
 
+@pytest.mark.matrix
 def test_a_slow_host_is_named(three_hosts: list[Host], world: TinyWorld, tmp_path: Path) -> None:
     """Collectives over its cable take longer than the deadline; the rate to it is in the message."""
     changes = {"max_steps": 500, "rpc_timeout": 30, "actor_infer.device_mapping": [0]}

@@ -233,6 +233,7 @@ NEEDS_TORCHVISION = pytest.mark.skipif(not Path(FOLDER).is_dir(), reason="no tor
 
 
 @NEEDS_TORCHVISION
+@pytest.mark.default_rows("qwen3_vl-1")
 @pytest.mark.parametrize(("kind", "bad"), [("qwen3_vl", 1), ("qwen2_5_vl", 2)])
 def test_vllm_samples_from_videos_what_trainers_compute(
     run: Run, tmp_path: Path, kind: tiny_vl_model.Kind, bad: int

@@ -181,6 +181,7 @@ def test_hostile_text_stays_text(browser: Any, tmp_path: Path) -> None:
     assert errors(browser) == []
 
 
+@pytest.mark.matrix
 def test_100_000_samples_open_in_two_seconds(browser: Any, tmp_path: Path) -> None:
     rng = random.Random(0)
     made = [made_block(0, 32, 8, TOKENS, rng) for _ in range(8)]

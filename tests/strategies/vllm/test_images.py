@@ -31,6 +31,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.default_rows("qwen3_vl")
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
 def test_images_and_videos_before_and_after_an_update(tmp_path, kind):
     image_cases.make_models(tmp_path, kind)
