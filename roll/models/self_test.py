@@ -12,6 +12,7 @@ import copy
 import gc
 import io
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -51,6 +52,10 @@ _PROMPTS = (4, 4, 3)
 _RESPONSES = (9, 3, 5)
 _BEYOND = (9, 3, ORIGINAL_LENGTH + 1)
 """Where the configuration has an original length."""
+
+_OWN_REFERENCES = 2
+"""Of a local variable and of the call that counts."""
+_SECONDS_TO_LET_GO = 10.0
 
 FAILURES = (RuntimeError, TypeError, AttributeError, KeyError, IndexError)
 """Errors of a forward pass whose code does not expect its input."""
@@ -182,8 +187,13 @@ def _together(compare: Compare, context_group: ProcessGroup) -> str | None:
         failure = f"fails on rank {dist.get_rank()} with {type(error).__name__}: {error}"
         first = dist.distributed_c10d._get_default_store().compare_set(key, "", failure)
     dist.destroy_process_group(group)
+    # Its connections close with the last reference. Frames of the failed pass hold some, and tensors of the last
+    # exchange, which Gloo's thread may still have: were the last one dropped there, it would wait for its own end.
+    gc.collect()
+    give_up = time.monotonic() + _SECONDS_TO_LET_GO
+    while sys.getrefcount(group) > _OWN_REFERENCES and time.monotonic() < give_up:
+        time.sleep(0.001)
     del group
-    gc.collect()  # frames of the failed pass hold the group, and its connections close only with the last reference
     return str(first, "utf-8")
 
 
