@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MID_UPDATE = "step() between start_weight_update and finish_weight_update"
+
 
 class GenerationStrategy(ABC):
     """An engine driven by repeated :meth:`step` calls from one thread."""
@@ -172,7 +174,7 @@ class GenerationStrategy(ABC):
     def _check_no_update(self) -> None:
         """Refuse a step during an update: its tokens would be sampled with a mixture of weights."""
         if self._new_version is not None:
-            raise RuntimeError(f"{self._name}: step() between start_weight_update and finish_weight_update")
+            raise RuntimeError(f"{self._name}: {MID_UPDATE}")
 
     def _check_idle(self) -> None:
         """Refuse to sleep with unfinished samples."""

@@ -175,7 +175,8 @@ class PrefixCache:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self._max_tokens = max_tokens
+        self.lengths = range(_BLOCK, max_tokens + 1)
+        """Lengths of sequences that can be held."""
         self._sequences: OrderedDict[CachedSequence, None] = OrderedDict()
         """The most recently used is the last."""
         self._table: dict[int, CachedSequence] = {}
@@ -185,15 +186,9 @@ class PrefixCache:
         self.num_reused = 0
         """Tokens that did not have to be computed, since the cache was made."""
 
-    def accepts(self, length: int) -> bool:
-        """True for a sequence of a length that can be held."""
-        return _BLOCK <= length <= self._max_tokens
-
     def find(self, token_ids: Sequence[int]) -> tuple[CachedSequence, int] | None:
         """The sequence with the longest prefix of a prompt, and how many of its tokens that is: never all of the
         prompt, since its last one must be computed for its logits. Valid until the next :meth:`put`."""
-        if not self._table:
-            return None
         prompt = np.asarray(token_ids, dtype=np.int64)
         found = self._holder(prompt, _chained(prompt))
         if found is None:
@@ -219,7 +214,7 @@ class PrefixCache:
             return
         if prefix is not None and known == len(prefix.token_ids):
             self._drop(prefix)
-        while self.num_tokens + len(new) > self._max_tokens:
+        while self.num_tokens + len(new) >= self.lengths.stop:
             self._drop(next(iter(self._sequences)))
         sequence = CachedSequence(new, keys_values.clone(), blocks)
         self._sequences[sequence] = None

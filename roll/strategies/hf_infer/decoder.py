@@ -7,6 +7,7 @@ views of these, so loading a weight by its Hugging Face name changes what is com
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -85,6 +86,8 @@ class Decoder(ABC):
         """Set where experts' choices are recorded."""
         self.chosen: np.ndarray | None = None
         """(tokens, layers, k), of the last pass, padding included."""
+        self.features: OrderedDict[str, tuple[torch.Tensor, list[torch.Tensor]]] = OrderedDict()
+        """Of each image that was seen with these weights: (tokens, hidden size), and the same for some layers."""
 
     def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
         """
@@ -99,9 +102,6 @@ class Decoder(ABC):
     def prefix_key(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Sequence[int]:
         """Return numbers that identify a sequence in the prefix cache: equal only if keys and values are."""
         return token_ids
-
-    def forget_weights(self) -> None:
-        """Drop everything computed with the old weights."""
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
@@ -184,14 +184,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x, weight, bias)
 
 
-@dataclass(frozen=True)
-class _Linear:
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    product: Product
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.product(x, self.weight, self.bias)
+_Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -225,6 +218,8 @@ class FusedDecoder(Decoder):
         self._head_dim = int(body.layers[0].self_attn.head_dim)
         self._num_heads = int(config.num_attention_heads)
         self._num_kv_heads = int(config.num_key_value_heads)
+        self._split = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
+        """Heads of queries, keys and values."""
         self._epsilon = float(config.rms_norm_eps)
         self._scale = self._head_dim**-0.5
         product = invariant.linear if computes_invariantly(model) else linear
@@ -236,7 +231,7 @@ class FusedDecoder(Decoder):
         super().__init__(model)
         self._embedding = body.embed_tokens.weight.detach()
         self._final_norm = body.norm.weight.detach()
-        self._head = _Linear(head.weight.detach(), _detached(head.bias), product)
+        self._head = _fuse(product, head)
         positions = torch.arange(max_model_len, device=self.device)[None]
         cos, sin = body.rotary_emb(torch.zeros(1, dtype=self.dtype, device=self.device), positions)
         # The first half has the sign of the rotation already, so a step only swaps the halves of a head.
@@ -252,7 +247,7 @@ class FusedDecoder(Decoder):
         keys_values = torch.empty(shape, dtype=self.dtype, device=self.device)
         for index, layer in enumerate(self._layers):
             heads = grid.pad(self._heads(layer, x, cos, sin)).transpose(1, 2)
-            queries, keys, values = self._split(heads)
+            queries, keys, values = heads.split(self._split, 1)
             keys_values[index, 0], keys_values[index, 1] = keys, values
             # Padding comes after the prompt, where causal attention does not see it.
             x = self._attend(index, grid, x, queries, keys, values)
@@ -278,10 +273,10 @@ class FusedDecoder(Decoder):
             mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
         for index, layer in enumerate(self._layers):
             heads = self._heads(layer, x, cos, sin)
-            _, keys, values = self._split(heads)
+            _, keys, values = heads.split(self._split, 1)
             for part, new in zip(keys_values[index], (keys, values), strict=True):
                 part[rows, :, places] = new[: len(rows)].to(part.dtype)
-            queries, _, _ = self._split(grid.pad(heads).transpose(1, 2))
+            queries = grid.pad(heads).transpose(1, 2)[:, : self._num_heads]
             x = self._attend(index, grid, x, queries, keys_values[index, 0], keys_values[index, 1], mask, begins)
         return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
 
@@ -304,7 +299,7 @@ class FusedDecoder(Decoder):
             mixed = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=has_groups
             )
-        mixed = grid.unpad(mixed.transpose(1, 2).flatten(2))
+        mixed = mixed.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, grid.cells)
         if index == len(self._layers) - 1:
             x, mixed = x[grid.last], mixed[grid.last]
         return self._finish_layer(self._layers[index], x, mixed)
@@ -314,7 +309,7 @@ class FusedDecoder(Decoder):
         cos, sin = self._cos[slots.positions], self._sin[slots.positions]
         bias = slots.bias()
         for index, layer in enumerate(self._layers):
-            queries, keys, values = self._split(self._heads(layer, x, cos, sin))
+            queries, keys, values = self._heads(layer, x, cos, sin).split(self._split, 1)
             all_keys, all_values = slots.append(index, keys, values)
             if self.is_invariant:
                 seen = queries.new_zeros(1, all_keys.shape[2]) if bias is None else bias
@@ -332,7 +327,7 @@ class FusedDecoder(Decoder):
         heads = layer.qkv(normed).unflatten(-1, (-1, self._head_dim))
         if self.watch is not None:
             self.watch(f"{layer.name}.input_layernorm out", normed)
-            for name, part in zip("qkv", self._split(heads), strict=True):
+            for name, part in zip("qkv", heads.split(self._split, 1), strict=True):
                 self.watch(f"{layer.name}.self_attn.{name}_proj out", part.flatten(1))
         rotated = heads[:, : -self._num_kv_heads]
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -346,10 +341,6 @@ class FusedDecoder(Decoder):
         else:
             rotated.mul_(cos).addcmul_(swapped, sin)
         return heads
-
-    def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        queries, keys, values = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), 1)
-        return queries, keys, values
 
     def _finish_layer(self, layer: _Layer, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         out = layer.output(mixed)
@@ -398,7 +389,7 @@ class _PromptGrid:
     """Prompts of different lengths as one row of tokens, and as a right-padded grid for attention.
 
     ``tokens`` and ``positions``: int64 (filled-up number of tokens,); ``last``: where each prompt ends in them;
-    ``rows``: int64 (number of tokens,), the prompt of each.
+    ``rows``: int64 (number of tokens,), the prompt of each; ``cells``: the place of each token in the flattened grid.
     """
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
@@ -415,19 +406,15 @@ class _PromptGrid:
         rows = torch.arange(self.num_prompts).repeat_interleave(counts)
         last = F.pad(counts.cumsum(0) - 1, (0, filled_prompts(self.num_prompts) - self.num_prompts))
         self.tokens, self.rows = torch.tensor(flat).to(device), rows.to(device)
-        self.positions, self._cells, self.last = positions.to(device), cells.to(device), last.to(device)
+        self.positions, self.cells, self.last = positions.to(device), cells.to(device), last.to(device)
 
     def pad(self, x: torch.Tensor) -> torch.Tensor:
         """(filled-up number of tokens, ...) -> (num_prompts, longest, ...)."""
         x, num_cells = x[: self._num_tokens], self.num_prompts * self.longest
         if self._num_tokens != num_cells:
             grid = x.new_zeros((num_cells, *x.shape[1:]))
-            x = grid.index_copy_(0, self._cells[: self._num_tokens], x)
+            x = grid.index_copy_(0, self.cells[: self._num_tokens], x)
         return x.unflatten(0, (self.num_prompts, self.longest))
-
-    def unpad(self, x: torch.Tensor) -> torch.Tensor:
-        """(num_prompts, longest, ...) -> (filled-up number of tokens, ...)."""
-        return x.flatten(0, 1).index_select(0, self._cells)
 
 
 def _fuse_layer(name: str, layer: Any, product: Product) -> _Layer:
@@ -449,18 +436,18 @@ def _fuse_layer(name: str, layer: Any, product: Product) -> _Layer:
 def _fuse(product: Product, *modules: nn.Linear) -> _Linear:
     """One matrix of several that take the same input; their parameters become views of its rows."""
     if len(modules) == 1:
-        return _Linear(modules[0].weight.detach(), _detached(modules[0].bias), product)
+        return partial(product, weight=modules[0].weight.detach(), bias=_detached(modules[0].bias))
     sizes = [module.out_features for module in modules]
     weight = torch.cat([module.weight.detach() for module in modules])
     for module, part in zip(modules, weight.split(sizes), strict=True):
         module.weight.data = part
     biases = [_detached(module.bias) for module in modules]
     if biases[0] is None:
-        return _Linear(weight, None, product)
+        return partial(product, weight=weight, bias=None)
     bias = torch.cat([part for part in biases if part is not None])
     for module, part in zip(modules, bias.split(sizes), strict=True):
         module.bias.data = part
-    return _Linear(weight, bias, product)
+    return partial(product, weight=weight, bias=bias)
 
 
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from llguidance import LLMatcher
 
+from roll.strategies.engines.base import MID_UPDATE
 from roll.strategies.engines.requests import (
     FinishReason,
     GenerationOutput,
@@ -93,6 +94,7 @@ class GenerationEngine:
         self._has_recorded = False
         """True once the last step has recorded its tokens."""
         self._version = 0
+        self._new_version: int | None = None
         self._queue: deque[_QueuedGroup] = deque()
         self._unfinished: dict[str, int] = {}
         self._rows = RunningRows(max_num_seqs, max_model_len)
@@ -121,7 +123,8 @@ class GenerationEngine:
         taken = set(self._unfinished)
         for request in requests:
             check_request(request, taken, self._max_model_len, self._decoder.vocab_size)
-            self._start_grammar(request)
+            if request.params.json_schema is not None:
+                self._start_grammar(request.params.json_schema)
             name = f"request {request.request_id!r}"
             self._decoder.check_images(name, request.prompt_token_ids, request.vision)
             taken.add(request.request_id)
@@ -141,7 +144,13 @@ class GenerationEngine:
 
     @torch.inference_mode()
     def step(self) -> list[GenerationOutput]:
-        """Admit what fits, sample one token for every running sample, and return those that ended."""
+        """Admit what fits, sample one token for every running sample, and return those that ended.
+
+        Raises:
+            RuntimeError: during an update, in which tokens would be sampled with a mixture of weights.
+        """
+        if self._new_version is not None:
+            raise RuntimeError(f"hf_infer: {MID_UPDATE}")
         num_running, self._has_recorded = self._rows.size, False
         first_logits = self._admit()
         if not self._rows.size:
@@ -216,7 +225,7 @@ class GenerationEngine:
         """Sample with weights ``version`` from now on; prompts that are admitted in part are recomputed."""
         self._version = version
         self._prefixes.clear()
-        self._decoder.forget_weights()
+        self._decoder.features.clear()
         for group in self._queue:
             group.prompt = None
         for row, sample in enumerate(self._rows.samples):
@@ -256,7 +265,7 @@ class GenerationEngine:
             if not free:
                 break
             group.found = None
-            if group.prompt is None:
+            if group.prompt is None and self._prefixes.num_tokens:
                 group.found = self._prefixes.find(self._decoder.prefix_key(group.token_ids, group.request.vision))
             whole, number = len(group.token_ids), len(admitted) + 1
             # Of each prompt only the rest is computed.
@@ -322,24 +331,26 @@ class GenerationEngine:
 
     def _start_sample(self, group: _QueuedGroup, offset: int) -> None:
         request, index = group.request, group.waiting.popleft()
-        matcher, carried = None, group.carried
-        if request.params.stop_strings:
-            matcher = StopStringMatcher(self._decode_text, request.params.stop_strings, request.prompt_token_ids)
-            for token in carried.token_ids if carried is not None else ():
+        params, carried, matcher, grammar = request.params, group.carried, None, None
+        begun = carried.token_ids if carried is not None else ()
+        if params.stop_strings:
+            matcher = StopStringMatcher(self._decode_text, params.stop_strings, request.prompt_token_ids)
+            for token in begun:
                 matcher.push(token)
-        sample = RunningSample(request, index, matcher, self._start_grammar(request, carried))
+        if params.json_schema is not None:
+            grammar = self._start_grammar(params.json_schema, begun)
+        sample = RunningSample(request, index, matcher, grammar)
         self._rows.append(sample, stream_key(group.seed, index), group.stop_ids, carried, offset)
         sample.note_version(self._version, int(self._rows.generated[self._rows.size - 1]))
-        self._sampler.admit(self._rows.size - 1, group.token_ids)
+        if params.repetition_penalty != 1:
+            self._sampler.admit(self._rows.size - 1, group.token_ids)
 
-    def _start_grammar(self, request: GenerationRequest, carried: PartialSample | None = None) -> LLMatcher | None:
+    def _start_grammar(self, schema: str, begun: Sequence[int] = ()) -> LLMatcher:
         """State of a response's schema after the tokens that it has. Raises ValueError for one that is none."""
-        if request.params.json_schema is None:
-            return None
         if self._grammars is None:
             raise ValueError("response_format: this engine was started without a tokenizer")
-        grammar = self._grammars.start(request.params.json_schema)
-        for token in carried.token_ids if carried is not None else ():
+        grammar = self._grammars.start(schema)
+        for token in begun:
             grammar.consume_token(token)
         return grammar
 
@@ -374,7 +385,7 @@ class GenerationEngine:
         for row in rows:
             length = int(self._rows.lengths[row]) - 1
             sample = self._rows.samples[row]
-            if self._prefixes.accepts(length) and not sample.stale:
+            if length in self._prefixes.lengths and not sample.stale:
                 key = self._decoder.prefix_key(self._rows.token_ids(row)[:length], sample.request.vision)
                 self._prefixes.put(key, self._cache.data[:, :, row, :, :length])
         for output in outputs:

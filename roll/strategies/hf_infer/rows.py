@@ -153,14 +153,11 @@ class RunningRows:
         self.tokens[rows, at] = tokens
         self.log_probs[rows, at] = log_probs
         self.last_tokens[: self.size] = tokens
-        for row, grammar in self.grammars():
-            grammar.consume_token(int(tokens[row]))
+        for row, sample in enumerate(self.samples):
+            if sample.grammar is not None:
+                sample.grammar.consume_token(int(tokens[row]))
         self.generated[: self.size] += 1
         self.lengths[: self.size] += 1
-
-    def grammars(self) -> list[tuple[int, LLMatcher]]:
-        """Rows whose responses follow a schema."""
-        return [(row, sample.grammar) for row, sample in enumerate(self.samples) if sample.grammar is not None]
 
     def stopped(self) -> np.ndarray:
         """Bool (size,): the last token is a stop token, or completes a stop string, and enough tokens are there."""
@@ -245,9 +242,7 @@ class Sampler:
         self._settings: RowSettings
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
-        """A sample has started in ``row``."""
-        if self._rows.repetition_penalty[row] == 1:
-            return
+        """A sample with a repetition penalty has started in ``row``."""
         if self._seen is None:
             shape = (self._rows.capacity, self._vocab_size)
             self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
@@ -285,10 +280,11 @@ class Sampler:
             row, column = np.nonzero((rows.stop_ids[: rows.size] >= 0) & early[:, None])
             banned = torch.from_numpy(rows.stop_ids[row, column]).to(self._device)
             logits[torch.from_numpy(row).to(self._device), banned] = -torch.inf
-        for at, grammar in rows.grammars():
-            # Of the tokens that cannot come next; after a complete text only its end can.
-            banned_ids = np.frombuffer(grammar.compute_logit_bias(), np.uint8)[: self._vocab_size] == 0
-            logits[at, torch.from_numpy(banned_ids).to(self._device)] = -torch.inf
+        for at, sample in enumerate(rows.samples):
+            if sample.grammar is not None:
+                # Of the tokens that cannot come next; after a complete text only its end can.
+                banned_ids = np.frombuffer(sample.grammar.compute_logit_bias(), np.uint8)[: self._vocab_size] == 0
+                logits[at, torch.from_numpy(banned_ids).to(self._device)] = -torch.inf
         most_top = int(rows.num_top[: rows.size].max(initial=0))
         if settings.all_greedy:
             table = logits.log_softmax(-1)

@@ -29,7 +29,7 @@ from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
 from roll.strategies.base import OffloadedStorages, StateKind
 from roll.strategies.engines.base import GenerationStrategy
-from roll.strategies.engines.requests import GenerationOutput, PromptScore, longest_sequence
+from roll.strategies.engines.requests import PromptScore, longest_sequence
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import FULL, LINEAR, SLIDING, GenericDecoder
@@ -100,10 +100,6 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
             self.cache_bytes / 2**20,
             decoder.device,
         )
-
-    def step(self) -> list[GenerationOutput]:
-        self._check_no_update()
-        return super().step()
 
     @torch.no_grad()
     def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:

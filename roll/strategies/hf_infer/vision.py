@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -42,8 +41,6 @@ class VisionDecoder(GenericDecoder):
         self._config, tower = model.config, model.config.vision_config
         self._patch_dim = 3 * int(tower.temporal_patch_size) * int(tower.patch_size) ** 2
         self.masked_token_ids = vision_token_ids(model.config)
-        self._features: OrderedDict[str, tuple[torch.Tensor, list[torch.Tensor]]] = OrderedDict()
-        """Of each image (tokens, hidden size), and the same for some layers of the text."""
         self.num_towers = 0
         """Images that the tower has seen, since the decoder was made."""
 
@@ -65,9 +62,6 @@ class VisionDecoder(GenericDecoder):
         names = (name for name, count in zip(keys, vision.num_tokens, strict=True) for _ in range(count))
         placeholders = (self._config.image_token_id, self._config.video_token_id)
         return [next(names) if token in placeholders else token for token in token_ids]
-
-    def forget_weights(self) -> None:
-        self._features.clear()
 
     def _inputs(
         self, tokens: torch.Tensor, lengths: Sequence[int], images: Images | None, known: int = 0
@@ -120,7 +114,7 @@ class VisionDecoder(GenericDecoder):
             key: (image, grid, vision)
             for vision in given
             for key, image, grid in zip(vision.image_keys, vision.images, vision.grids(), strict=True)
-            if key not in self._features
+            if key not in self.features
         }
         if missing:
             pixels = [patches_of(image, vision.processing) for image, _, vision in missing.values()]
@@ -130,17 +124,17 @@ class VisionDecoder(GenericDecoder):
             )
             layers = getattr(outputs, "deepstack_features", None) or []
             for index, key in enumerate(missing):
-                self._features[key] = outputs.pooler_output[index], [layer[index] for layer in layers]
+                self.features[key] = outputs.pooler_output[index], [layer[index] for layer in layers]
             self.num_towers += len(missing)
         found = []
         for vision in given:
             for key, image in zip(vision.image_keys, vision.images, strict=True):
-                self._features.move_to_end(key)
+                self.features.move_to_end(key)
                 if isinstance(image, EncodedVideo) == of_videos:
-                    found.append(self._features[key])
-        held = sum(len(pooled) for pooled, _ in self._features.values())
-        while len(self._features) > len(missing) and held > FEATURE_CACHE_TOKENS:
-            held -= len(self._features.popitem(last=False)[1][0])
+                    found.append(self.features[key])
+        held = sum(len(pooled) for pooled, _ in self.features.values())
+        while len(self.features) > len(missing) and held > FEATURE_CACHE_TOKENS:
+            held -= len(self.features.popitem(last=False)[1][0])
         pooled = torch.cat([pooled for pooled, _ in found])[-placeholders:]
         layers = zip(*(deepstack for _, deepstack in found), strict=True)
         deepstack = [(torch.cat(layer)[-placeholders:],) for layer in layers]

@@ -138,8 +138,8 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last():
     assert len(known(cache, sequence(6, 7)[0])) == 19, "the last token is to be computed"
     cache.put(*sequence(1, 2))
     assert cache.num_tokens == 50, "it is there already"
-    assert not cache.accepts(61) and not cache.accepts(10)
-    assert not PrefixCache(0).accepts(16)
+    assert 60 in cache.lengths and 61 not in cache.lengths and 10 not in cache.lengths
+    assert 16 not in PrefixCache(0).lengths
     cache.clear()
     assert cache.num_tokens == 0 and known(cache, sequence(6, 7)[0]) == []
 
