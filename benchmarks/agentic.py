@@ -37,10 +37,11 @@ from roll.config.plan.plan import RunAhead
 from roll.distributed import DriverLoop
 from roll.rollout.engines import EngineClient
 from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
+from roll.rollout.flow import collected
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.routing import ConversationAffinityRouter
-from roll.rollout.scheduling import AsyncScheduler, collected
+from roll.rollout.scheduling import AsyncScheduler
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
 
 EPISODES, GROUP_SIZE, TURNS, OBSERVED, NEW = 512, 8, 8, 29, 3

@@ -33,11 +33,12 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupSettings, PromptFlow
+from roll.rollout.flow import GroupSettings, collected
 from roll.rollout.groups import SampleGroup
+from roll.rollout.loops import PromptFlow
 from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import RewardClient
-from roll.rollout.scheduling import AsyncScheduler, collected
+from roll.rollout.scheduling import AsyncScheduler
 from roll.strategies.engines.requests import SamplingParams
 
 GROUP_SIZE = 8

@@ -22,11 +22,10 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupSettings, PromptFlow
+from roll.rollout.flow import GroupSettings, collected
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup, SampleGroup
-from roll.rollout.loops import RolloutContext
+from roll.rollout.loops import PromptFlow, RolloutContext
 from roll.rollout.rewarding import RewardClient
-from roll.rollout.scheduling import collected
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 
 TOKENS = 64

@@ -86,7 +86,7 @@ class EngineClient:
         # Restarted engines have the weights of the start: they rejoin right before those are replaced.
         engines.readmit()
         result = await asyncio.to_thread(transfer)
-        engines.resume()
+        await engines.resume()
         return result
 
 

@@ -20,11 +20,11 @@ from roll.pipelines.sample_records import Notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupFlow
+from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.groups import GroupT, ItemT
 from roll.rollout.replay import GroupCodec, ReplayBuffer
 from roll.rollout.routing import build_router
-from roll.rollout.scheduling import AsyncScheduler, RolloutResult, collected
+from roll.rollout.scheduling import AsyncScheduler
 from roll.tracking import SampleTable
 
 
@@ -70,14 +70,10 @@ def engine_client(
 def between_turns(driver: DriverLoop, engines: EngineClient, transfer: Callable[[], Metrics]) -> Metrics:
     """Have ``transfer`` give the engines other weights while none of them has a turn in flight; lost engines that are
     back take part."""
-
-    async def resume() -> None:
-        engines.resume()
-
     driver.run(engines.pause())
     engines.readmit()
     metrics = transfer()
-    driver.run(resume())
+    driver.run(engines.resume())
     return metrics
 
 
@@ -185,15 +181,10 @@ class EngineRollout(Generic[ItemT, GroupT]):
         # Set again: a validation since the last step kept the engines busy, which is not time of this step's tokens.
         self._busy_before = self._engines.busy_seconds
         plan, source = self._plan, self._source
-
-        async def collect() -> RolloutResult[GroupT]:
-            count, additional, deadline = plan.prompts_per_step, plan.num_additional_prompts, self._config.rpc_timeout
-            result = await collected(source.flow, count, additional, deadline, source.filter_key)
-            # Engines drop aborted requests at their next turn: without one these would stay in their KV caches.
-            await self._engines.drain()
-            return result
-
-        result = self.driver.run(collect())
+        count, additional, deadline = plan.prompts_per_step, plan.num_additional_prompts, self._config.rpc_timeout
+        result = self.driver.run(collected(source.flow, count, additional, deadline, source.filter_key))
+        # Engines drop aborted requests at their next turn: without one these would stay in their KV caches.
+        self.driver.run(self._engines.drain())
         return result.groups, {
             "scheduler/collect_query_count": Mean(result.num_drawn),
             "scheduler/query_use_count": Mean(len(result.groups)),

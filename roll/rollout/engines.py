@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from roll.distributed import Cluster, PendingCall, RemoteError
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
-from roll.rollout.routing import EngineAccount, PromptAffinityRouter, Router, num_unfinished
+from roll.rollout.routing import EngineAccount, PromptAffinityRouter, Router
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore
 
 logger = logging.getLogger(__name__)
@@ -156,17 +156,12 @@ class EngineClient:
     def num_outstanding(self) -> int:
         """Unfinished samples submitted that have not come back."""
         given = sum(engine.num_samples for engine in self._engines)
-        return given + sum(num_unfinished(request) for request in self._waiting.values())
+        return given + sum(request.num_samples - len(request.finished) for request in self._waiting.values())
 
     @property
     def num_waiting(self) -> int:
         """Requests that no engine has been given."""
         return len(self._waiting)
-
-    @property
-    def is_working(self) -> bool:
-        """A turn of an engine is in flight."""
-        return any(engine.turn is not None for engine in self._engines)
 
     async def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore | str:
         """Log-probs of a prompt's own tokens, from the engine with the fewest samples; or why there are none.
@@ -268,7 +263,7 @@ class EngineClient:
             RemoteError: the last engine is lost.
         """
         self._paused = True
-        while self.is_working:
+        while any(engine.turn is not None for engine in self._engines):
             await self._some_turn()
         self._check()
 
@@ -276,7 +271,7 @@ class EngineClient:
         """Start no further turns until :meth:`resume`."""
         self._paused = True
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         """Go on after :meth:`pause`."""
         self._paused = False
         self._wake()
@@ -292,7 +287,7 @@ class EngineClient:
     async def drain(self) -> None:
         """Wait until nothing is left to do (in a pause: until no turn is in flight)."""
         self._start_turns()
-        while self.is_working:
+        while any(engine.turn is not None for engine in self._engines):
             await self._some_turn()
             self._start_turns()
         self._check()
@@ -341,20 +336,11 @@ class EngineClient:
             self._fail(error)
 
     def _start_turns(self) -> None:
-        if not self._paused:
-            self._route_waiting()
-        for engine in self._engines:
-            # Recalls go out in a pause too; such a turn samples nothing, so no token is drawn during an exchange of
-            # weights.
-            has_work = engine.to_recall or (not self._paused and (engine.outstanding or engine.to_abort))
-            if engine.turn is None and has_work:
-                engine.turn = asyncio.create_task(self._take_turn(engine))
-
-    def _route_waiting(self) -> None:
-        while self._waiting:
-            free = [engine for engine in self._engines if engine.num_requests < self._max_running_requests]
+        """Give requests that wait to engines with room, and start the turns that are due."""
+        while self._waiting and not self._paused:
+            free = [engine for engine in self._engines if len(engine.outstanding) < self._max_running_requests]
             if not free:
-                return
+                break
             request = next(iter(self._waiting.values()))
             rank = self._router.choose(request, free)
             chosen = next((engine for engine in free if engine.rank == rank), None)
@@ -365,6 +351,12 @@ class EngineClient:
                 )
             self._waiting.popitem(last=False)
             chosen.accept(request)
+        for engine in self._engines:
+            # Recalls go out in a pause too; such a turn samples nothing, so no token is drawn during an exchange of
+            # weights.
+            has_work = engine.to_recall or (not self._paused and (engine.outstanding or engine.to_abort))
+            if engine.turn is None and has_work:
+                engine.turn = asyncio.create_task(self._take_turn(engine))
 
     async def _take_turn(self, engine: EngineAccount) -> None:
         command = engine.command(self._slice_seconds, not self._paused, self._report_refusals, self._watched)
@@ -375,28 +367,25 @@ class EngineClient:
             except RemoteError as loss:
                 self._lose(engine, loss)
             else:
-                self._end_turn(engine, report)
+                self.num_turns += 1
+                self.busy_seconds += report.busy_seconds
+                self.prompt_tokens += report.prompt_counts[0]
+                self.reused_tokens += report.prompt_counts[1]
+                for request_id, samples in report.progress.items():
+                    generation = self._watched.get(request_id)
+                    if generation is not None and generation.listener is not None:
+                        generation.listener(samples)
+                for group in report.groups:
+                    # False for a request aborted while this turn was in flight, which has been answered already.
+                    if engine.release(group.request_id):
+                        self._watched.pop(group.request_id, None)
+                        self._generations.pop(group.request_id).finish(group)
+                self._recalled += [request for request in report.recalled if engine.release(request.request_id)]
         except Exception as error:  # of a listener, or a bug here: no request may wait for ever
             self._fail(error)
         finally:
             engine.turn = None
         self._wake()
-
-    def _end_turn(self, engine: EngineAccount, report: EngineReport) -> None:
-        self.num_turns += 1
-        self.busy_seconds += report.busy_seconds
-        self.prompt_tokens += report.prompt_counts[0]
-        self.reused_tokens += report.prompt_counts[1]
-        for request_id, samples in report.progress.items():
-            generation = self._watched.get(request_id)
-            if generation is not None and generation.listener is not None:
-                generation.listener(samples)
-        for group in report.groups:
-            # False for a request aborted while this turn was in flight, which has been answered already.
-            if engine.release(group.request_id):
-                self._watched.pop(group.request_id, None)
-                self._generations.pop(group.request_id).finish(group)
-        self._recalled += [request for request in report.recalled if engine.release(request.request_id)]
 
     async def _some_turn(self) -> None:
         """Wait for the end of at least one turn, if there is any.

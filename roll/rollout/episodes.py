@@ -231,9 +231,6 @@ class EpisodeFlow(GroupFlow[Task, EpisodeGroup]):
         begun = GroupInFlight(drawn, f"{task.tag}, seed {task.seed}", state)
         self._begin(begun, self._run(drawn, members, progress["members"] if progress else {}))
 
-    def _ended(self, group: EpisodeGroup) -> None:
-        self._progress.generated.append(group)
-
     async def _run(
         self, drawn: Drawn[Task], members: dict[int, _Member], recorded: Mapping[str, State]
     ) -> tuple[EpisodeGroup, bool]:

@@ -1,7 +1,4 @@
-"""Groups in flight: a coroutine each, from being drawn to being accepted or rejected.
-
-The coroutine of a prompt has an engine sample, then the rewards score, then the filter accept or reject the group.
-"""
+"""Groups in flight: a coroutine each, from being drawn to being accepted or rejected; a step collects its own."""
 
 from __future__ import annotations
 
@@ -13,13 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple
 
 from roll.config.roles import GeneratingArguments
-from roll.datasets.types import PromptRow
-from roll.rollout.engines import EngineClient
 from roll.rollout.filters import GroupFilter
 from roll.rollout.groups import Drawn, Group, GroupT, ItemT, SampleGroup
-from roll.rollout.loops import RolloutContext, RolloutLoop, SingleTurn, join_requests
-from roll.rollout.replay import NO_PROGRESS, progress_state
-from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
 
 MAX_DRAWS_PER_WANTED = 50
@@ -104,6 +96,8 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
 
     _unit = "group"
     """Name of what is drawn, for messages."""
+    _scores_itself = True
+    """Groups are scored by the coroutine that makes them, so that they are generated when it ends."""
 
     def __init__(self, name: str, draw: Callable[[int], Sequence[ItemT]], first_draw: int) -> None:
         self._name = name
@@ -225,12 +219,10 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
             self._error = self._error or error
         else:
             group, kept = task.result()
-            self._ended(group)
+            if self._scores_itself:
+                self._progress.generated.append(group)
             (self._progress.accepted if kept else self._progress.rejected).append(group)
         self._changed.set()
-
-    def _ended(self, group: GroupT) -> None:
-        """Note that a group has ended, before it is accepted or rejected."""
 
     def _stall_message(self, seconds: float) -> str:
         """The message of a stalled rollout: how many groups wait, and where the first of them do."""
@@ -244,6 +236,64 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "its end"
             lines.append(f"  {self._unit} {begun.drawn.order} ({begun.label}) waits at {place}")
         return "\n".join(lines)
+
+
+@dataclass
+class RolloutResult(Generic[GroupT]):
+    """Groups in the order in which they were drawn, and what it took to get them."""
+
+    groups: list[GroupT]
+    num_drawn: int = 0
+    num_filtered: int = 0
+    num_aborted: int = 0
+    rejected_mean_scores: list[float] = field(default_factory=list)
+
+
+async def collected(
+    flow: GroupFlow[ItemT, GroupT],
+    count: int,
+    num_additional: int,
+    deadline: float,
+    rejected_by: str = "query_filter_config",
+) -> RolloutResult[GroupT]:
+    """``count`` groups of ``flow``, or all that there are; the rest is aborted.
+
+    Args:
+        num_additional: groups to run beyond the need at any moment, so that a rejected one is replaced by one
+            that is in flight already.
+        deadline: seconds after which a wait in which nothing moves is given up.
+        rejected_by: key of the configuration that the groups' filter comes from, for messages.
+
+    Raises:
+        RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` groups for each wanted one were rejected.
+        RolloutStalled: nothing has moved for ``deadline`` seconds.
+        Exception: of a group's coroutine.
+    """
+    first_draw = flow.next_order
+    accepted: list[GroupT] = []
+    rejections = Rejections(rejected_by)
+    flow.start(count + num_additional)
+    try:
+        while len(accepted) < count and (flow.num_in_flight or not flow.exhausted):
+            progress = await flow.progress(deadline)
+            accepted += progress.accepted
+            for group in progress.rejected:
+                rejections.add(group)
+            missing = count - len(accepted) - flow.num_in_flight
+            if progress.rejected and missing + num_additional > 0 and len(accepted) < count:
+                rejections.check(count, len(accepted))
+                flow.start(missing + num_additional)
+        # Counted before the abort below, which empties the flow.
+        num_in_flight = flow.num_in_flight
+    finally:
+        await flow.abort()
+    return RolloutResult(
+        groups=sorted(accepted[:count], key=lambda group: group.order),
+        num_drawn=flow.next_order - first_draw,
+        num_filtered=rejections.count,
+        num_aborted=num_in_flight + max(0, len(accepted) - count),
+        rejected_mean_scores=rejections.mean_scores,
+    )
 
 
 def sampling_params(args: GeneratingArguments, max_new_tokens: int) -> SamplingParams:
@@ -273,10 +323,6 @@ def greedy(max_new_tokens: int, like: SamplingParams) -> SamplingParams:
     )
 
 
-DrawPrompts = Callable[[int], list[PromptRow]]
-"""Gives the next n prompts, or fewer when there are no more (validation)."""
-
-
 @dataclass(frozen=True)
 class GroupSettings:
     """Settings of answering and judging every prompt."""
@@ -299,112 +345,3 @@ class GroupSettings:
         """True if the filter of its domain accepts a scored group."""
         keep = self.filters.get(group.prompt.domain)
         return keep is None or keep(group.scores())
-
-
-class PromptFlow(GroupFlow[PromptRow, SampleGroup]):
-    """Prompts in flight, between being drawn and being accepted or rejected: a coroutine each.
-
-    Args:
-        first_draw: how many prompts were drawn before; continues the count of draws.
-        loop: makes a scored group of a prompt; None: :class:`~roll.rollout.loops.SingleTurn`.
-    """
-
-    _unit = "prompt"
-
-    def __init__(
-        self,
-        engines: EngineClient,
-        rewards: RewardClient,
-        draw: DrawPrompts,
-        settings: GroupSettings,
-        first_draw: int,
-        loop: RolloutLoop | None = None,
-    ) -> None:
-        self._engines = engines
-        self._rewards = rewards
-        self._settings = settings
-        self._loop = loop or SingleTurn()
-        self._is_own = loop is not None
-        super().__init__(f"{type(self._loop).__name__}.answer", draw, first_draw)
-
-    def _start_group(self, drawn: Drawn[PromptRow], progress: Mapping[str, Any] | None = None) -> None:
-        """Answer a prompt, from where ``progress`` left its samples; a user's own loop starts over."""
-        context = self._context(drawn, None if self._is_own else progress)
-        is_scored = False
-
-        def generated(group: SampleGroup) -> None:
-            nonlocal is_scored
-            if not is_scored:
-                is_scored = True
-                self._progress.generated.append(group)
-                self._changed.set()
-
-        def state() -> dict[str, Any] | None:
-            """Samples of its request as an engine last got or gave them."""
-            if is_scored or self._is_own:  # coroutines do not outlive their process
-                return None if is_scored else {}
-            in_flight = context.in_flight
-            return progress_state(in_flight[0].request) if in_flight else NO_PROGRESS
-
-        # A user's loop may score in parts or not at all: its groups count as generated when they end (`_ended`).
-        if not self._is_own:
-            context._on_scoring = generated
-        self._begin(GroupInFlight(drawn, drawn.item.prompt_id, state), self._answer(drawn, context))
-
-    def _start_scoring(self, group: SampleGroup) -> None:
-        assert not self._is_own, "a loop's groups are scored when they are complete"
-        drawn = Drawn(group.order, group.prompt)
-        begun = GroupInFlight(drawn, drawn.item.prompt_id, lambda: None)
-        self._begin(begun, self._score(group, self._context(drawn)))
-
-    @property
-    def _moves(self) -> tuple[int, int]:
-        return self._engines.num_turns, self._rewards.num_calls
-
-    def _context(self, drawn: Drawn[PromptRow], progress: Mapping[str, Any] | None = None) -> RolloutContext:
-        size, params = self._settings.group_size, self._settings.params_of(drawn.order)
-        return RolloutContext(drawn.order, size, params, self._engines, self._rewards, progress, drawn.item)
-
-    def _ended(self, group: SampleGroup) -> None:
-        if self._is_own:
-            self._progress.generated.append(group)
-
-    async def _answer(self, drawn: Drawn[PromptRow], context: RolloutContext) -> tuple[SampleGroup, bool]:
-        """A prompt's group, and whether it is accepted."""
-        has_waited = asyncio.get_running_loop().create_future() if self._is_own else None
-        if has_waited is not None:
-            # Cancelled in the next pass of the event loop: a coroutine that ends before that has awaited nothing, so no
-            # engine can have answered it.
-            asyncio.get_running_loop().call_soon(has_waited.cancel)
-        try:
-            group = await self._loop.answer(drawn.item, context)
-        finally:
-            context.close()
-        if has_waited is not None and not has_waited.done():
-            raise ValueError(f"{self._name} ended without waiting for anything: no sample was generated")
-        if group is None:
-            return SampleGroup(drawn.order, drawn.item, join_requests(str(drawn.order), [])), False
-        if self._is_own:
-            self._check(drawn, group)
-        return group, self._settings.keeps(group)
-
-    async def _score(self, group: SampleGroup, context: RolloutContext) -> tuple[SampleGroup, bool]:
-        group = await context.compute_rewards(group)
-        return group, self._settings.keeps(group)
-
-    def _check(self, drawn: Drawn[PromptRow], group: SampleGroup) -> None:
-        """
-        Raises:
-            ValueError: a group that a loop of the user's own has put together otherwise than it may.
-        """
-        size = self._settings.group_size
-        if len(group.rewards) != group.num_samples or group.num_samples != size or group.order != drawn.order:
-            raise ValueError(
-                f"{self._name} gave a group of {group.num_samples} samples with {len(group.rewards)} rewards; "
-                f"it must have {size} of each: use context.group and context.compute_rewards"
-            )
-        if group.prompt.token_ids != drawn.item.token_ids or group.finished.request_id != str(group.order):
-            raise ValueError(
-                f"{self._name} gave a group that context.group did not make of its prompt; its samples would be "
-                "trained after another context than they were sampled with"
-            )

@@ -243,18 +243,14 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
     tensors["group_ids"] = torch.from_numpy(np.repeat(np.arange(len(groups)), sizes))
     if any(group.finished.routes for group in groups):
         tensors["routed_experts"] = torch.from_numpy(_routes(groups, tuple(tensors["input_ids"].shape)))
-
-    def per_group(values: Sequence[object]) -> np.ndarray:
-        # fromiter keeps each value as one object; np.array would unpack sequences.
-        return np.repeat(np.fromiter(values, dtype=object, count=len(values)), sizes)
-
-    objects: dict[str, Sequence[object] | np.ndarray] = {
-        name: per_group([getattr(group.prompt, name) for group in groups]) for name in ("prompt_id", "domain", "tag")
+    prompt_of = [group.prompt for group in groups for _ in range(group.num_samples)]
+    objects: dict[str, Sequence[object]] = {
+        name: [getattr(prompt, name) for prompt in prompt_of] for name in ("prompt_id", "domain", "tag")
     }
     objects["sample_id"] = [f"{group.order}-{index}" for group in groups for index in range(group.num_samples)]
     objects["finish_reason"] = [reason for group in groups for reason in group.finished.finish_reasons]
-    if any(images := [group.prompt.vision for group in groups]):
-        objects[IMAGES] = per_group(images)
+    if any(images := [prompt.vision for prompt in prompt_of]):
+        objects[IMAGES] = images
     return DataProto.from_dict(tensors, non_tensors=objects)
 
 

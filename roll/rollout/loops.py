@@ -1,7 +1,9 @@
-"""Rollout loops: the coroutine that makes a scored group of a prompt, the built-in one or a user's own."""
+"""Prompts in flight: a rollout loop, the built-in one or a user's own, makes a scored group of each, which a filter
+accepts or rejects."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,8 +14,9 @@ import numpy as np
 from roll.algorithms.registry import Registry
 from roll.datasets.types import PromptRow
 from roll.rollout.engines import EngineClient, Generation
-from roll.rollout.groups import FinishedGroup, SampleGroup
-from roll.rollout.replay import with_progress
+from roll.rollout.flow import GroupFlow, GroupInFlight, GroupSettings
+from roll.rollout.groups import Drawn, FinishedGroup, SampleGroup
+from roll.rollout.replay import NO_PROGRESS, progress_state, with_progress
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 
@@ -103,7 +106,26 @@ class RolloutContext:
         Raises:
             ValueError: a part whose context does not begin with the prompt's tokens, or of no request of this prompt.
         """
-        whole = [self._with_context(prompt, part) for part in parts]
+        whole = []
+        for part in parts:
+            if part.request_id in self._requests:
+                _, asked = self._requests[part.request_id]
+            elif part.request_id == str(self.order):
+                asked = prompt.token_ids  # of a group that was put together before
+            else:
+                raise ValueError(f"context.group was given {part.request_id!r}, which is no request of this prompt")
+            # By identity first: the common case, in which comparing thousands of ids for each prompt would cost driver
+            # time.
+            if asked is not prompt.token_ids:
+                context, count = list(map(int, asked)), len(prompt.token_ids)
+                if context[:count] != list(prompt.token_ids):
+                    raise ValueError(
+                        "context.group was given samples of a context that does not begin with the prompt's tokens; "
+                        "they would be trained after another context than they were sampled with. Ask with "
+                        "prompt.token_ids in front"
+                    )
+                part = part if len(context) == count else _with_prefix(context[count:], part)
+            whole.append(part)
         return SampleGroup(self.order, prompt, join_requests(str(self.order), whole))
 
     async def compute_rewards(self, group: SampleGroup) -> SampleGroup:
@@ -116,29 +138,6 @@ class RolloutContext:
     def in_flight(self) -> list[Generation]:
         """Requests that are not finished."""
         return [one for one, _ in self._requests.values() if not one.done]
-
-    def close(self) -> None:
-        """Abort what is in flight."""
-        self._engines.abort(self.in_flight)
-
-    def _with_context(self, prompt: PromptRow, part: FinishedGroup) -> FinishedGroup:
-        """``part`` with all that is between the prompt and its samples in front of each of them."""
-        if part.request_id not in self._requests:
-            if part.request_id == str(self.order):
-                return part  # of a group that was put together before
-            raise ValueError(f"context.group was given {part.request_id!r}, which is no request of this prompt")
-        _, asked = self._requests[part.request_id]
-        # By identity first: the common case, in which comparing thousands of ids for each prompt would cost driver
-        # time.
-        if asked is prompt.token_ids:
-            return part
-        context, count = list(map(int, asked)), len(prompt.token_ids)
-        if context[:count] != list(prompt.token_ids):
-            raise ValueError(
-                "context.group was given samples of a context that does not begin with the prompt's tokens; they would "
-                "be trained after another context than they were sampled with. Ask with prompt.token_ids in front"
-            )
-        return part if len(context) == count else _with_prefix(context[count:], part)
 
 
 def _with_prefix(given: list[int], part: FinishedGroup) -> FinishedGroup:
@@ -180,3 +179,110 @@ def join_requests(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGr
         given=None if all_sampled else np.concatenate([~part.sampled for part in parts]),
         routes=[routes for part in parts for routes in part.routes] if have_routes else [],
     )
+
+
+DrawPrompts = Callable[[int], list[PromptRow]]
+"""Gives the next n prompts, or fewer when there are no more (validation)."""
+
+
+class PromptFlow(GroupFlow[PromptRow, SampleGroup]):
+    """Prompts in flight, between being drawn and being accepted or rejected: a coroutine each.
+
+    Args:
+        first_draw: how many prompts were drawn before; continues the count of draws.
+        loop: makes a scored group of a prompt; None: :class:`SingleTurn`.
+    """
+
+    _unit = "prompt"
+
+    def __init__(
+        self,
+        engines: EngineClient,
+        rewards: RewardClient,
+        draw: DrawPrompts,
+        settings: GroupSettings,
+        first_draw: int,
+        loop: RolloutLoop | None = None,
+    ) -> None:
+        self._engines = engines
+        self._rewards = rewards
+        self._settings = settings
+        self._loop = loop or SingleTurn()
+        self._is_own = self._scores_itself = loop is not None
+        super().__init__(f"{type(self._loop).__name__}.answer", draw, first_draw)
+
+    def _start_group(self, drawn: Drawn[PromptRow], progress: Mapping[str, Any] | None = None) -> None:
+        """Answer a prompt, from where ``progress`` left its samples; a user's own loop starts over."""
+        size, params = self._settings.group_size, self._settings.params_of(drawn.order)
+        begun = None if self._is_own else progress
+        context = RolloutContext(drawn.order, size, params, self._engines, self._rewards, begun, drawn.item)
+        is_scored = False
+
+        def generated(group: SampleGroup) -> None:
+            nonlocal is_scored
+            if not is_scored:
+                is_scored = True
+                self._progress.generated.append(group)
+                self._changed.set()
+
+        def state() -> dict[str, Any] | None:
+            """Samples of its request as an engine last got or gave them."""
+            if is_scored or self._is_own:  # coroutines do not outlive their process
+                return None if is_scored else {}
+            in_flight = context.in_flight
+            return progress_state(in_flight[0].request) if in_flight else NO_PROGRESS
+
+        # A user's loop may score in parts or not at all: its groups count as generated when they end.
+        if not self._is_own:
+            context._on_scoring = generated
+        self._begin(GroupInFlight(drawn, drawn.item.prompt_id, state), self._answer(drawn, context))
+
+    def _start_scoring(self, group: SampleGroup) -> None:
+        assert not self._is_own, "a loop's groups are scored when they are complete"
+        drawn = Drawn(group.order, group.prompt)
+        self._begin(GroupInFlight(drawn, drawn.item.prompt_id, lambda: None), self._score(group))
+
+    @property
+    def _moves(self) -> tuple[int, int]:
+        return self._engines.num_turns, self._rewards.num_calls
+
+    async def _answer(self, drawn: Drawn[PromptRow], context: RolloutContext) -> tuple[SampleGroup, bool]:
+        """A prompt's group, and whether it is accepted."""
+        has_waited = asyncio.get_running_loop().create_future() if self._is_own else None
+        if has_waited is not None:
+            # Cancelled in the next pass of the event loop: a coroutine that ends before that has awaited nothing, so no
+            # engine can have answered it.
+            asyncio.get_running_loop().call_soon(has_waited.cancel)
+        try:
+            group = await self._loop.answer(drawn.item, context)
+        finally:
+            if left := context.in_flight:
+                self._engines.abort(left)
+        if has_waited is not None and not has_waited.done():
+            raise ValueError(f"{self._name} ended without waiting for anything: no sample was generated")
+        if group is None:
+            return SampleGroup(drawn.order, drawn.item, join_requests(str(drawn.order), [])), False
+        if self._is_own:
+            self._check(drawn, group)
+        return group, self._settings.keeps(group)
+
+    async def _score(self, group: SampleGroup) -> tuple[SampleGroup, bool]:
+        group = await self._rewards.score(group)
+        return group, self._settings.keeps(group)
+
+    def _check(self, drawn: Drawn[PromptRow], group: SampleGroup) -> None:
+        """
+        Raises:
+            ValueError: a group that a loop of the user's own has put together otherwise than it may.
+        """
+        size = self._settings.group_size
+        if len(group.rewards) != group.num_samples or group.num_samples != size or group.order != drawn.order:
+            raise ValueError(
+                f"{self._name} gave a group of {group.num_samples} samples with {len(group.rewards)} rewards; "
+                f"it must have {size} of each: use context.group and context.compute_rewards"
+            )
+        if group.prompt.token_ids != drawn.item.token_ids or group.finished.request_id != str(group.order):
+            raise ValueError(
+                f"{self._name} gave a group that context.group did not make of its prompt; its samples would be "
+                "trained after another context than they were sampled with"
+            )

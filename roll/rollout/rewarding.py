@@ -97,7 +97,8 @@ class RestartingWorker(Generic[T, R]):
             WorkerDied: of the last of too many that died one after the other, or of one that did not start.
         """
         async with self._lock:  # a successor may be starting, or a suspect may be alone with the worker
-            await self._revive()
+            if self._death is not None:
+                await self._revive(self._death)
             ask = asyncio.create_task(self._try(items, self._lives))
             self._in_flight.add(ask)
             ask.add_done_callback(self._in_flight.discard)
@@ -120,25 +121,25 @@ class RestartingWorker(Generic[T, R]):
         async with self._lock:
             if self._in_flight:
                 await asyncio.wait(self._in_flight)
-            await self._revive()
+            if self._death is not None:
+                await self._revive(self._death)
             try:
                 (result,) = await self._try([item], self._lives)
             except WorkerDied as death:
                 self._in_a_row += 1
                 if self._in_a_row > MOST_IN_A_ROW:
                     raise
-                await self._revive()
+                await self._revive(death)
                 return self._quarantine(item, death)
             self._in_a_row = 0
             return result
 
-    async def _revive(self) -> None:
-        """Replace the worker if it has died."""
-        if self._death is not None:
-            logger.warning("a worker is replaced, and its work done again:\n%s", self._death)
-            await self._replace(self._death)
-            self._death = None
-            self._lives += 1
+    async def _revive(self, death: WorkerDied) -> None:
+        """Replace the worker that has died."""
+        logger.warning("a worker is replaced, and its work done again:\n%s", death)
+        await self._replace(death)
+        self._death = None
+        self._lives += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,23 +285,21 @@ class RewardClient:
         Raises:
             RemoteError: a reward worker failed, or died and could not be replaced.
         """
+        loop, stages = asyncio.get_running_loop(), [(self._for_workers, self._send_to_workers)]
+        if self._scorer is not None and self._scorer.wants(group):
+            stages.insert(0, (self._for_model, self._send_to_model))
         self.num_pending += 1
         try:
-            if self._scorer is not None and self._scorer.wants(group):
-                await self._scored(self._for_model, self._send_to_model, group)
-            await self._scored(self._for_workers, self._send_to_workers, group)
+            for queue, send in stages:
+                scored: asyncio.Future[None] = loop.create_future()
+                if not queue:
+                    # Only the first of a pass schedules the sending: what the same pass queues after it goes along.
+                    loop.call_soon(send)
+                queue.append((group, scored))
+                await scored
         finally:
             self.num_pending -= 1
         return group
-
-    async def _scored(self, queue: Queue, send: Callable[[], None], group: SampleGroup) -> None:
-        loop = asyncio.get_running_loop()
-        scored: asyncio.Future[None] = loop.create_future()
-        if not queue:
-            # Only the first of a pass schedules the sending: what the same pass queues after it goes along.
-            loop.call_soon(send)
-        queue.append((group, scored))
-        await scored
 
     def _send_to_model(self) -> None:
         assert self._scorer is not None
@@ -352,9 +351,6 @@ class RewardClient:
             group.rewards = list(islice(results, group.num_samples))
 
     def _worker(self, cluster: Cluster, rank: int) -> RestartingWorker[RewardSample, RewardResult]:
-        async def ask(samples: Sequence[RewardSample]) -> list[RewardResult]:
-            return await cluster.submit(rank, RuleWorker.score, samples)
-
         async def replace(death: WorkerDied) -> None:
             self.quarantine.num_deaths += 1
             # First of the three: it kills what is left of the old process, and `restart` refuses a rank in use.
@@ -372,4 +368,4 @@ class RewardClient:
             value = section.error_value if isinstance(section, RewardConfig) else 0.0
             return apply_on_error([result], on_error, value)[0]
 
-        return RestartingWorker(ask, replace, quarantine)
+        return RestartingWorker(partial(cluster.submit, rank, RuleWorker.score), replace, quarantine)

@@ -91,11 +91,6 @@ def build_router(name: str | None, options: Mapping[str, Any]) -> Router:
     return router
 
 
-def num_unfinished(request: GenerationRequest) -> int:
-    """Samples of a request that are still to be generated."""
-    return request.num_samples - len(request.finished)
-
-
 @dataclass(slots=True)
 class EngineAccount:
     """Requests of one engine, and the commands for its next turn."""
@@ -116,7 +111,7 @@ class EngineAccount:
 
     def accept(self, request: GenerationRequest) -> None:
         self.outstanding[request.request_id] = request
-        self.num_samples += num_unfinished(request)
+        self.num_samples += request.num_samples - len(request.finished)
         self.to_add[request.request_id] = request
 
     def release(self, request_id: str) -> bool:
@@ -124,7 +119,7 @@ class EngineAccount:
         request = self.outstanding.pop(request_id, None)
         if request is not None:
             # By the request as it was given, like `accept`: the account would drift if samples finished since counted.
-            self.num_samples -= num_unfinished(request)
+            self.num_samples -= request.num_samples - len(request.finished)
         return request is not None
 
     def withdraw(self, request_id: str) -> bool:

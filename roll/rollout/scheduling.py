@@ -1,74 +1,15 @@
-"""Schedulers of groups: collected for a training step, or made ahead of it while training goes on."""
+"""The scheduler of groups that are made ahead of their training step, while training goes on."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Generic
 
 from roll.rollout.engines import EngineClient, Generation
 from roll.rollout.flow import GroupFlow, Progress, Rejections
 from roll.rollout.groups import GroupT, ItemT
 from roll.rollout.replay import ReplayBuffer
-
-
-@dataclass
-class RolloutResult(Generic[GroupT]):
-    """Groups in the order in which they were drawn, and what it took to get them."""
-
-    groups: list[GroupT]
-    num_drawn: int = 0
-    num_filtered: int = 0
-    num_aborted: int = 0
-    rejected_mean_scores: list[float] = field(default_factory=list)
-
-
-async def collected(
-    flow: GroupFlow[ItemT, GroupT],
-    count: int,
-    num_additional: int,
-    deadline: float,
-    rejected_by: str = "query_filter_config",
-) -> RolloutResult[GroupT]:
-    """``count`` groups of ``flow``, or all that there are; the rest is aborted.
-
-    Args:
-        num_additional: groups to run beyond the need at any moment, so that a rejected one is replaced by one
-            that is in flight already.
-        deadline: seconds after which a wait in which nothing moves is given up.
-        rejected_by: key of the configuration that the groups' filter comes from, for messages.
-
-    Raises:
-        RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` groups for each wanted one were rejected.
-        RolloutStalled: nothing has moved for ``deadline`` seconds.
-        Exception: of a group's coroutine.
-    """
-    first_draw = flow.next_order
-    accepted: list[GroupT] = []
-    rejections = Rejections(rejected_by)
-    flow.start(count + num_additional)
-    try:
-        while len(accepted) < count and (flow.num_in_flight or not flow.exhausted):
-            progress = await flow.progress(deadline)
-            accepted += progress.accepted
-            for group in progress.rejected:
-                rejections.add(group)
-            missing = count - len(accepted) - flow.num_in_flight
-            if progress.rejected and missing + num_additional > 0 and len(accepted) < count:
-                rejections.check(count, len(accepted))
-                flow.start(missing + num_additional)
-        # Counted before the abort below, which empties the flow.
-        num_in_flight = flow.num_in_flight
-    finally:
-        await flow.abort()
-    return RolloutResult(
-        groups=sorted(accepted[:count], key=lambda group: group.order),
-        num_drawn=flow.next_order - first_draw,
-        num_filtered=rejections.count,
-        num_aborted=num_in_flight + max(0, len(accepted) - count),
-        rejected_mean_scores=rejections.mean_scores,
-    )
 
 
 class AsyncScheduler(Generic[ItemT, GroupT]):
@@ -130,7 +71,7 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         """
         recalled, self._recalled = self._recalled, []
         self._engines.resubmit(recalled)
-        self._engines.resume()
+        await self._engines.resume()
         self._absorb(self._flow.take())
         # After the flow was absorbed: a group complete there but "generating" here would be dropped, and its event
         # would find no entry later.
@@ -169,7 +110,7 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         """Free the engines for other requests, between an exchange and :meth:`collect`: what is in flight is recalled
         and continues afterwards."""
         await self._take_back()
-        self._engines.resume()
+        await self._engines.resume()
 
     async def state_dict(self) -> dict[str, Any]:
         """Everything that is held, unfinished samples with their tokens so far: plain values and arrays. The engines

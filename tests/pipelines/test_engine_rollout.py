@@ -19,8 +19,9 @@ from roll.pipelines.sample_records import Notes, sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupSettings, PromptFlow
+from roll.rollout.flow import GroupSettings
 from roll.rollout.groups import SampleGroup, build_batch
+from roll.rollout.loops import PromptFlow
 from roll.rollout.replay import PromptCodec
 from roll.rollout.rewarding import RewardClient
 from roll.tracking import SampleTable

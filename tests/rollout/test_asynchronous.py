@@ -20,12 +20,12 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop, WorkerDied
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
-from roll.rollout.flow import GroupSettings, PromptFlow, RolloutExhausted
+from roll.rollout.flow import GroupSettings, RolloutExhausted, collected
 from roll.rollout.groups import Drawn, SampleGroup
-from roll.rollout.loops import RolloutLoop
+from roll.rollout.loops import PromptFlow, RolloutLoop
 from roll.rollout.replay import PromptCodec, ReplayBuffer
 from roll.rollout.rewarding import RewardClient
-from roll.rollout.scheduling import AsyncScheduler, collected
+from roll.rollout.scheduling import AsyncScheduler
 from roll.strategies.engines.requests import SamplingParams
 from tests.rollout.fake_clusters import SLOWEST, FakeRewards
 from tests.rollout.token_engines import LONGEST, TokenEngines, response

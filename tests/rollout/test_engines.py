@@ -248,7 +248,7 @@ async def test_engines_keep_their_samples_over_a_pause():
     desk.abort("4")
     await settle()
     assert engines.calls == []
-    client.resume()
+    await client.resume()
     await settle()
     assert len(engines.calls) == 2
     assert sorted(await desk.advance(4)) == ["2", "8"]
@@ -324,7 +324,7 @@ async def test_an_engine_may_die_in_a_pause():
     await pause
     assert desk.engines.calls == []
     desk.engines.per_turn = 10
-    desk.client.resume()
+    await desk.client.resume()
     assert await desk.advance(2) == ["1", "0"]
 
 

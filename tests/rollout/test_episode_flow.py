@@ -23,10 +23,10 @@ from roll.environments.off_loop import EnvironmentProcesses, RemoteEnvironment, 
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
-from roll.rollout.flow import RolloutExhausted
+from roll.rollout.flow import RolloutExhausted, RolloutResult, collected
 from roll.rollout.replay import ReplayBuffer
 from roll.rollout.routing import ConversationAffinityRouter
-from roll.rollout.scheduling import AsyncScheduler, RolloutResult, collected
+from roll.rollout.scheduling import AsyncScheduler
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer
@@ -288,7 +288,7 @@ def test_turns_that_are_cut_go_on_from_their_ids(lakes: Any, way: str) -> None:
                 one.client.resubmit(await one.client.recall())
             if way == "lost" and one.engines.version == 3:
                 one.engines.dead.add(0)
-            one.client.resume()
+            await one.client.resume()
         return collecting.result()
 
     groups = one.driver.run(cut()).groups

@@ -14,11 +14,10 @@ import pytest
 
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.types import PromptRow
-from roll.rollout.flow import GroupSettings, PromptFlow, RolloutStalled
+from roll.rollout.flow import GroupSettings, RolloutStalled, collected
 from roll.rollout.groups import FinishedGroup, SampleGroup, build_batch
-from roll.rollout.loops import RolloutContext, rollout_loops
+from roll.rollout.loops import PromptFlow, RolloutContext, rollout_loops
 from roll.rollout.replay import PromptCodec
-from roll.rollout.scheduling import collected
 from tests.rollout.test_asynchronous import GROUP_SIZE, PARAMS, Bench, bench, resume, row, validate
 from tests.rollout.token_engines import response
 

@@ -19,9 +19,9 @@ from roll.distributed import DriverLoop
 from roll.rewards.base import RewardSample
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
-from roll.rollout.flow import MAX_DRAWS_PER_WANTED, GroupSettings, PromptFlow, RolloutExhausted
+from roll.rollout.flow import MAX_DRAWS_PER_WANTED, GroupSettings, RolloutExhausted, RolloutResult, collected
+from roll.rollout.loops import PromptFlow
 from roll.rollout.rewarding import RewardClient
-from roll.rollout.scheduling import RolloutResult, collected
 from roll.strategies.engines.requests import SamplingParams
 from tests.rollout.fake_clusters import SLOWEST, FakeEngines, FakeRewards
 

@@ -39,8 +39,8 @@ from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
 from roll.rollout.filters import build_filter
+from roll.rollout.flow import collected
 from roll.rollout.rewarding import SampleQuarantine
-from roll.rollout.scheduling import collected
 from roll.tracking import SampleTable
 
 if TYPE_CHECKING:

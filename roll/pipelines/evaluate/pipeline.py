@@ -19,7 +19,8 @@ from roll.pipelines.evaluate.served import NoEngines, ServedModel
 from roll.pipelines.rlvr.data import read_prompts
 from roll.pipelines.run_context import GENERATION, WEIGHTS
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
+from roll.rollout.flow import GroupSettings, greedy, sampling_params
+from roll.rollout.loops import PromptFlow
 from roll.rollout.rewarding import ModelScorer, RewardClient
 
 if TYPE_CHECKING:

@@ -31,12 +31,11 @@ from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter
-from roll.rollout.flow import GroupSettings, PromptFlow, greedy, sampling_params
+from roll.rollout.flow import GroupSettings, collected, greedy, sampling_params
 from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
-from roll.rollout.loops import RolloutLoop, rollout_loops
+from roll.rollout.loops import PromptFlow, RolloutLoop, rollout_loops
 from roll.rollout.replay import PromptCodec
 from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
-from roll.rollout.scheduling import collected
 from roll.serving.harness import HarnessOptions, run_program
 from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.engines.requests import SamplingParams
@@ -122,18 +121,21 @@ class PromptSource(RolloutSource[PromptRow, SampleGroup]):
         }
         path = config.user_defined_rollout_loop_cls
         loop: RolloutLoop | None = None if path is None else rollout_loops.resolve(path)()
-        self._rows = PromptRows(config, data.tokenizer, plan.max_new_tokens)
-        loop = self._rows.loop or loop
+        self._rows = PromptRows(config, data.tokenizer, plan.max_new_tokens) if config.teacher else None
+        if self._rows is not None:
+            loop = self._rows.loop or loop
         settings = GroupSettings(plan.group_size, self._params, config.seed, filters)
         self.flow = PromptFlow(engines, self._rewards, data.sampler.next_batch, settings, 0, loop)
         self.codec = PromptCodec(data.sampler.find)
 
     def begin(self, step: int) -> None:
-        self._rows.begin(step)
+        if self._rows is not None:
+            self._rows.begin(step)
 
     def batch(self, groups: list[SampleGroup], driver: DriverLoop) -> tuple[DataProto, Metrics]:
         batch, metrics = build_batch(groups, self._pad_token_id), reward_metrics(groups)
-        metrics |= self._rows.add_columns(batch, groups)
+        if self._rows is not None:
+            metrics |= self._rows.add_columns(batch, groups)
         quarantine = self._rewards.quarantine
         if quarantine.num_deaths:  # since the run began; nothing before the first
             metrics["scheduler/reward_worker_deaths"] = Mean(quarantine.num_deaths)

@@ -201,7 +201,8 @@ def check_request(request: GenerationRequest, taken: Collection[str], max_model_
     params = request.params
     if any(token >= vocab_size for token in params.stop_token_ids):
         raise ValueError(f"{name}: stop_token_ids run up to {max(params.stop_token_ids)}, must be below {vocab_size}")
-    _check_progress(request, name, max_model_len - len(prompt))
+    if request.partial or request.finished:
+        _check_progress(request, name, max_model_len - len(prompt))
 
 
 def _check_progress(request: GenerationRequest, name: str, room: int) -> None:
