@@ -17,8 +17,9 @@ from roll.config.losses import ScoreInput
 from roll.datasets.columns import Columns, Message, as_number, check_messages, is_conversation, require, without_nulls
 from roll.datasets.images import ImageReader
 from roll.datasets.making import Draft, RowMaker
-from roll.datasets.preparation import PreparedRows, load_rows
+from roll.datasets.preparation import load_rows
 from roll.datasets.reading import SourceRow
+from roll.datasets.sampling import PreparedRows
 from roll.datasets.templates import Rendered, Renderer, TemplateChoice, chat_text, end_of_response, tokenize, truncate
 from roll.datasets.types import DataError
 from roll.datasets.vision_model import VisionModel

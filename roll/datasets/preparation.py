@@ -8,14 +8,13 @@ import json
 import logging
 import shutil
 import tempfile
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
 from roll.config.model_files import cache_home
@@ -27,8 +26,6 @@ from roll.datasets.templates import TEMPLATES, template_text
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from roll.datasets.store import RowStore
     from roll.protocol.vision import VisionInputs
 
@@ -48,75 +45,6 @@ KEYS_OF_NO_ROW = (
     *("shuffle", "domain_interleave_probs", "preprocessing_num_workers"),
 )
 """Keys of a data section that change no prepared row."""
-
-
-RowT = TypeVar("RowT")
-
-
-class PreparedRows(Sequence[RowT]):
-    """Prepared rows in file order, each built when it is read.
-
-    Args:
-        images: gives those of a row by its columns, prompt ids, file and number; None: the model sees none.
-        positions: int64 (rows,), of the store's rows that belong to this set; None: all.
-    """
-
-    def __init__(
-        self,
-        store: RowStore,
-        images: Callable[..., VisionInputs | None] | None,
-        positions: np.ndarray | None = None,
-    ) -> None:
-        import numpy as np
-
-        self._store = store
-        self._images = images
-        self._positions = np.arange(len(store)) if positions is None else positions
-        self.counts = store.counts
-
-    @abstractmethod
-    def _row(self, position: int) -> RowT:
-        """The row at this position of the store."""
-
-    def _vision(self, position: int, row: dict[str, Any], prompt_ids: Sequence[int]) -> VisionInputs | None:
-        """The images of the row at this position; ``row``: its columns."""
-        if self._images is None:
-            return None
-        store = self._store
-        return self._images(row, prompt_ids, store.value("file", position), store.value("number", position))
-
-    @property
-    def ids(self) -> list[str]:
-        """Ids of all rows, without building them."""
-        return [str(name) for name in self._store.column("id")[self._positions]]
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of a row, responses included, int32 (rows,)."""
-        return self._store.column("length")[self._positions]
-
-    def digest(self) -> str:
-        """Changes with any row's id, tokens or columns, and with their order."""
-        hasher = hashlib.sha256(repr(self.ids).encode())
-        hasher.update(self._store.column("digest")[self._positions].tobytes())
-        return hasher.hexdigest()[:16]
-
-    @property
-    def difficulties(self) -> np.ndarray | None:
-        """float64 (rows,); None without a curriculum."""
-        values = self._store.column("difficulty")[self._positions]
-        return None if (values != values).all() else values  # all are NaN
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return [self._row(int(position)) for position in self._positions[index]]
-        return self._row(int(self._positions[index]))
-
-    def __iter__(self) -> Iterator[RowT]:
-        return (self._row(int(position)) for position in self._positions)
 
 
 def load_rows(maker: RowMaker[Any]) -> tuple[RowStore, Callable[..., VisionInputs | None] | None]:

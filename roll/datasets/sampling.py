@@ -1,22 +1,94 @@
-"""Sampling order: shuffled epochs, curricula, and domains interleaved in fixed proportions. Exactly resumable."""
+"""Prepared rows, and the order in which they are drawn: shuffled epochs, curricula, and domains interleaved in fixed
+proportions. Exactly resumable."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import random
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.config.data import CurriculumArguments, DataArguments
-from roll.datasets.preparation import PreparedRows
-from roll.datasets.prompts import PromptDataset
 from roll.datasets.types import DataError, PromptRow
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from roll.datasets.store import RowStore
+    from roll.protocol.vision import VisionInputs
+
+
+T = TypeVar("T")
+
+
+class PreparedRows(Sequence[T]):
+    """Prepared rows in file order, each built when it is read.
+
+    Args:
+        images: gives those of a row by its columns, prompt ids, file and number; None: the model sees none.
+        positions: int64 (rows,), of the store's rows that belong to this set; None: all.
+    """
+
+    def __init__(
+        self,
+        store: RowStore,
+        images: Callable[..., VisionInputs | None] | None,
+        positions: np.ndarray | None = None,
+    ) -> None:
+        import numpy as np
+
+        self._store = store
+        self._images = images
+        self._positions = np.arange(len(store)) if positions is None else positions
+        self.counts = store.counts
+
+    @abstractmethod
+    def _row(self, position: int) -> T:
+        """The row at this position of the store."""
+
+    def _vision(self, position: int, row: dict[str, Any], prompt_ids: Sequence[int]) -> VisionInputs | None:
+        """The images of the row at this position; ``row``: its columns."""
+        if self._images is None:
+            return None
+        store = self._store
+        return self._images(row, prompt_ids, store.value("file", position), store.value("number", position))
+
+    @property
+    def ids(self) -> list[str]:
+        """Ids of all rows, without building them."""
+        return [str(name) for name in self._store.column("id")[self._positions]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of a row, responses included, int32 (rows,)."""
+        return self._store.column("length")[self._positions]
+
+    def digest(self) -> str:
+        """Changes with any row's id, tokens or columns, and with their order."""
+        hasher = hashlib.sha256(repr(self.ids).encode())
+        hasher.update(self._store.column("digest")[self._positions].tobytes())
+        return hasher.hexdigest()[:16]
+
+    @property
+    def difficulties(self) -> np.ndarray | None:
+        """float64 (rows,); None without a curriculum."""
+        values = self._store.column("difficulty")[self._positions]
+        return None if (values != values).all() else values  # all are NaN
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return [self._row(int(position)) for position in self._positions[index]]
+        return self._row(int(self._positions[index]))
+
+    def __iter__(self) -> Iterator[T]:
+        return (self._row(int(position)) for position in self._positions)
 
 
 @dataclass(frozen=True)
@@ -60,9 +132,6 @@ class EpochOrder:
         return {"rows": self.num_rows, "seed": self.seed, "shuffle": self.shuffle, "curriculum": curriculum}
 
 
-T = TypeVar("T")
-
-
 class ShuffledEpochs(Generic[T]):
     """Endless passes over ``rows``; the order of each depends on seed, name and epoch alone.
 
@@ -85,7 +154,9 @@ class ShuffledEpochs(Generic[T]):
         self._name = name
         self._epochs = order or EpochOrder(len(rows), seed, name, shuffle)
         self._drawn = 0
-        self._order_epoch = -1
+        self._num_rows = len(rows)
+        self.epoch = -1
+        """The epoch of the last row, counted from 0."""
         self._order: list[int] = []
 
     @property
@@ -93,18 +164,12 @@ class ShuffledEpochs(Generic[T]):
         """Rows drawn so far, over all epochs."""
         return self._drawn
 
-    @property
-    def epoch(self) -> int:
-        """The epoch of the next row, counted from 0."""
-        return self._drawn // len(self._rows)
-
     def next_row(self) -> T:
-        if self._order_epoch != self.epoch:
-            self._order = self._epochs.of_epoch(self.epoch)
-            self._order_epoch = self.epoch
-        row = self._rows[self._order[self._drawn % len(self._rows)]]
+        epoch, place = divmod(self._drawn, self._num_rows)
+        if self.epoch != epoch:
+            self._order, self.epoch = self._epochs.of_epoch(epoch), epoch
         self._drawn += 1
-        return row
+        return self._rows[self._order[place]]
 
     def next_batch(self, size: int) -> list[T]:
         return [self.next_row() for _ in range(size)]
@@ -161,7 +226,7 @@ class DomainSampler:
         for domain in (domain for domain, share in self._shares.items() if share):
             rows, order = datasets[domain], None
             if data_args is not None:
-                difficulties = rows.difficulties if isinstance(rows, PromptDataset) else None
+                difficulties = rows.difficulties if isinstance(rows, PreparedRows) else None
                 order = EpochOrder.of(data_args, len(rows), seed, domain, difficulties)
             self._streams[domain] = ShuffledEpochs(rows, seed, domain, order=order)
         self._datasets = datasets
@@ -189,8 +254,8 @@ class DomainSampler:
                 # Earliest deadline first: after how many draws a domain would lack a whole row (Tijdeman, above).
                 domain = min(behind, key=lambda name: (1 - margin - lacks[name]) / self._shares[name])
             stream = self._streams[domain]
-            epoch, row = stream.epoch, stream.next_row()
-            rows.append(replace(row, prompt_id=f"{row.prompt_id}@{epoch}") if epoch else row)
+            row = stream.next_row()
+            rows.append(replace(row, prompt_id=f"{row.prompt_id}@{stream.epoch}") if stream.epoch else row)
         return rows
 
     def find(self, domain: str, prompt_id: str) -> PromptRow:

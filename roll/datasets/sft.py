@@ -11,8 +11,9 @@ from roll.datasets.assistant_turns import AssistantTurns, Masked, read_dialogue,
 from roll.datasets.columns import Columns, Message, require, with_system
 from roll.datasets.images import ImageReader
 from roll.datasets.making import Draft, RowMaker
-from roll.datasets.preparation import PreparedRows, load_rows
+from roll.datasets.preparation import load_rows
 from roll.datasets.reading import SourceRow
+from roll.datasets.sampling import PreparedRows
 from roll.datasets.templates import Rendered, Renderer, TemplateChoice, end_of_response, tokenize
 from roll.datasets.types import DataError, SftRow
 from roll.datasets.vision_model import VisionModel

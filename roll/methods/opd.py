@@ -338,6 +338,7 @@ class PromptRows:
         if is_taught(config) and config.opd_teacher_prompt is not None:
             templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)
             self._prompts = TeacherPrompts(config.opd_teacher_prompt, data_args, templates, tokenizer)
+        self.are_read = self.loop is not None or self._prompts is not None
 
     def begin(self, step: int) -> None:
         if self.loop is not None:

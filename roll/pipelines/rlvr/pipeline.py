@@ -121,9 +121,8 @@ class PromptSource(RolloutSource[PromptRow, SampleGroup]):
         }
         path = config.user_defined_rollout_loop_cls
         loop: RolloutLoop | None = None if path is None else rollout_loops.resolve(path)()
-        self._rows = PromptRows(config, data.tokenizer, plan.max_new_tokens) if config.teacher else None
-        if self._rows is not None:
-            loop = self._rows.loop or loop
+        rows = PromptRows(config, data.tokenizer, plan.max_new_tokens)
+        self._rows, loop = rows if rows.are_read else None, rows.loop or loop
         settings = GroupSettings(plan.group_size, self._params, config.seed, filters)
         self.flow = PromptFlow(engines, self._rewards, data.sampler.next_batch, settings, 0, loop)
         self.codec = PromptCodec(data.sampler.find)
