@@ -102,18 +102,14 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
     def __init__(self, name: str, draw: Callable[[int], Sequence[ItemT]], first_draw: int) -> None:
         self._name = name
         self._draw = draw
-        self._begun: dict[asyncio.Task[tuple[GroupT, bool]], GroupInFlight] = {}
+        self.in_flight: dict[asyncio.Task[tuple[GroupT, bool]], GroupInFlight] = {}
+        """Groups that are not accepted or rejected yet."""
         self._progress: Progress[GroupT] = Progress()
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         self.next_order = first_draw
         self.exhausted = False
         """There is nothing more to draw."""
-
-    @property
-    def num_in_flight(self) -> int:
-        """Groups that are not accepted or rejected yet."""
-        return len(self._begun)
 
     @property
     @abstractmethod
@@ -137,7 +133,7 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
 
     def progress_state(self) -> dict[int, dict[str, Any]]:
         """The progress of incomplete groups, by number."""
-        states = ((group.drawn.order, group.state()) for group in self._begun.values())
+        states = ((group.drawn.order, group.state()) for group in self.in_flight.values())
         return {order: state for order, state in states if state is not None}
 
     def start(self, count: int) -> list[Drawn[ItemT]]:
@@ -189,10 +185,10 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
     async def abort(self, orders: Iterable[int] | None = None) -> None:
         """Cancel these groups (None: all), wait until their coroutines have ended, and forget them."""
         unwanted = None if orders is None else set(orders)
-        tasks = [task for task, begun in self._begun.items() if unwanted is None or begun.drawn.order in unwanted]
+        tasks = [task for task, begun in self.in_flight.items() if unwanted is None or begun.drawn.order in unwanted]
         for task in tasks:
             # Before the cancellation: `_end` takes the cancellation of a group that it still knows for an error.
-            del self._begun[task]
+            del self.in_flight[task]
             task.cancel()
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CANCELLED_SECONDS)
@@ -202,11 +198,11 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
     def _begin(self, begun: GroupInFlight, coroutine: Coroutine[Any, Any, tuple[GroupT, bool]]) -> None:
         """Run a coroutine that gives a group, and whether it is accepted."""
         task = asyncio.create_task(coroutine)
-        self._begun[task] = begun
+        self.in_flight[task] = begun
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[tuple[GroupT, bool]]) -> None:
-        begun = self._begun.pop(task, None)
+        begun = self.in_flight.pop(task, None)
         error: BaseException | None = None
         if task.cancelled():
             error = RuntimeError(f"{self._name} was cancelled by something that it awaits")
@@ -227,10 +223,10 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
     def _stall_message(self, seconds: float) -> str:
         """The message of a stalled rollout: how many groups wait, and where the first of them do."""
         lines = [
-            f"no {self._unit}, engine or reward has moved for {seconds:g} s; {len(self._begun)} {self._unit}s are in "
-            "flight"
+            f"no {self._unit}, engine or reward has moved for {seconds:g} s; {len(self.in_flight)} {self._unit}s are "
+            "in flight"
         ]
-        for task, begun in list(self._begun.items())[:3]:
+        for task, begun in list(self.in_flight.items())[:3]:
             outer: Any = task.get_coro()
             frame = getattr(outer.cr_await, "cr_frame", None) or outer.cr_frame  # of the loop, if it is in it
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "its end"
@@ -274,17 +270,17 @@ async def collected(
     rejections = Rejections(rejected_by)
     flow.start(count + num_additional)
     try:
-        while len(accepted) < count and (flow.num_in_flight or not flow.exhausted):
+        while len(accepted) < count and (flow.in_flight or not flow.exhausted):
             progress = await flow.progress(deadline)
             accepted += progress.accepted
             for group in progress.rejected:
                 rejections.add(group)
-            missing = count - len(accepted) - flow.num_in_flight
+            missing = count - len(accepted) - len(flow.in_flight)
             if progress.rejected and missing + num_additional > 0 and len(accepted) < count:
                 rejections.check(count, len(accepted))
                 flow.start(missing + num_additional)
         # Counted before the abort below, which empties the flow.
-        num_in_flight = flow.num_in_flight
+        num_in_flight = len(flow.in_flight)
     finally:
         await flow.abort()
     return RolloutResult(

@@ -368,4 +368,4 @@ class RewardClient:
             value = section.error_value if isinstance(section, RewardConfig) else 0.0
             return apply_on_error([result], on_error, value)[0]
 
-        return RestartingWorker(partial(cluster.submit, rank, RuleWorker.score), replace, quarantine)
+        return RestartingWorker(lambda samples: cluster.submit(rank, RuleWorker.score, samples), replace, quarantine)

@@ -97,7 +97,7 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         self._may_begin = False
         # `_may_begin` is off by now: with new groups the flow would never run empty.
         if not self._in_flight:
-            await self._wait_until(lambda: not self._flow.num_in_flight)
+            await self._wait_until(lambda: not self._flow.in_flight)
         await self._engines.pause()
         self._engines.readmit()
 

@@ -27,11 +27,11 @@ not against an adversary."""
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 import xxhash
 
@@ -162,10 +162,6 @@ class TensorEntry:
     shape: tuple[int, ...]
     offset: int
 
-    @property
-    def num_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
 
 @dataclass(frozen=True, eq=False)
 class WeightBucket:
@@ -199,7 +195,8 @@ class WeightBucket:
         """Name -> tensor, views of the buffer. Copy what you keep: they pin the buffer."""
         views: dict[str, torch.Tensor] = {}
         for entry in self.entries:
-            data = self.buffer[entry.offset : entry.offset + entry.num_bytes]
+            end = entry.offset + math.prod(entry.shape) * entry.dtype.itemsize
+            data = self.buffer[entry.offset : end]
             views[entry.name] = data.view(entry.dtype).view(entry.shape)
         return views
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -154,23 +154,17 @@ Raises:
 """
 
 
+@dataclass(frozen=True)
 class RayEngines:
-    """A fixed number of engines.
+    """A fixed number of engines."""
 
-    Args:
-        workers: actor handles of generation workers, by rank.
-    """
-
-    def __init__(self, workers: Mapping[int, Any]) -> None:
-        self._workers = workers
-        self.ranks: Sequence[int] = list(workers)
-        """Their names in messages."""
-        self.members: Sequence[Any] = list(workers.values())
-        """Their identities: equal ones are the same engine, with what it holds."""
+    workers: Mapping[int, Any]
+    """Actor handles of generation workers by rank, which names them in messages: equal ones are the same engine, with
+    what it holds."""
 
     def ask(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> Answers:
         """Call ``method`` of the workers of all engines; ``arguments(i)`` are those of the i-th engine."""
-        calls = enumerate(self._workers.items())
+        calls = enumerate(self.workers.items())
         refs = {rank: worker.call.remote(method, (), *arguments(index)) for index, (rank, worker) in calls}
         return partial(_answers, method, refs)
 
@@ -272,7 +266,8 @@ class WeightSender:
             self._checksums.clear()
             if self._delta is not None:
                 self._delta.forget()
-        exchange = _Exchange(self._transport, engines, update, self._checksums)
+        name = f"weight update {update.version}"
+        exchange = _Exchange(self._transport, engines, update, self._checksums, name, time.monotonic())
         encode = (lambda name, tensor: {name: tensor}) if self._delta is None else self._delta.encode
         try:
             return exchange.run(buckets, encode, self._bucket_bytes if self._delta is not None else 0)
@@ -282,18 +277,18 @@ class WeightSender:
             raise
 
 
+@dataclass
 class _Exchange:
     """One update."""
 
-    def __init__(self, transport: Sender, engines: RayEngines, update: Update, checksums: dict[str, int]) -> None:
-        self._transport = transport
-        self._engines = engines
-        self._update = update
-        self._name = f"weight update {update.version}"
-        self._begin = time.monotonic()
-        self._end = self._begin + update.deadline
-        self._checksums = checksums
-        self._num_bytes = self._num_buckets = 0
+    transport: Sender
+    engines: RayEngines
+    update: Update
+    checksums: dict[str, int]
+    name: str
+    begin: float
+    num_bytes: int = 0
+    num_buckets: int = 0
 
     def run(
         self, buckets: NamedBuckets, encode: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], collect_bytes: int
@@ -303,18 +298,18 @@ class _Exchange:
             encode: from a tensor to what is sent of it; empty if the engines hold it already.
             collect_bytes: what is sent of successive buckets is collected to this size.
         """
-        update = self._update
-        links = self._transport.start(self._engines.members, update.version, self._seconds_left)
-        question = self._engines.ask(
+        update = self.update
+        links = self.transport.start(list(self.engines.workers.values()), update.version, self._seconds_left)
+        question = self.engines.ask(
             "start_weight_update",
             lambda engine: (UpdateStart(update.version, links[engine], update.base_version, dict(update.scalings)),),
         )
         # After the call, not before: both ends have to be in the rendezvous of a process group at the same time.
-        self._transporting(question, lambda: self._transport.connect(self._seconds_left))
+        self._transporting(question, lambda: self.transport.connect(self._seconds_left))
         # One kind on all engines: the trainer hashes each tensor once.
         (kind,) = set(self._answers(question))
         # Also the tensors of earlier updates that this one does not bring are verified at its end.
-        unsent = dict.fromkeys(self._checksums)
+        unsent = dict.fromkeys(self.checksums)
         in_flight: deque[Answers] = deque()
         hashing: Future[None] | None = None
         parts: dict[str, torch.Tensor] = {}
@@ -330,59 +325,56 @@ class _Exchange:
                         unsent.pop(name, None)
                     else:
                         unsent[name] = None
-                if parts and (named is None or _num_bytes(parts) >= collect_bytes):
+                size = sum(part.nbytes for part in parts.values())
+                if parts and (named is None or size >= collect_bytes):
                     # Packing overwrites the oldest slot, so the engines must have copied out of it.
-                    if len(in_flight) == self._transport.slots:
+                    if len(in_flight) == self.transport.slots:
                         self._wait(in_flight.popleft())
                     in_flight.append(self._hand_over(parts))
+                    self.num_bytes += size
                     parts = {}
             while in_flight:
                 self._wait(in_flight.popleft())
-        held_by_engine = self._answers(self._engines.ask("finish_weight_update", lambda _: (list(unsent),)))
-        for rank, held in zip(self._engines.ranks, held_by_engine, strict=True):
-            verify_checksums(self._checksums, held, engine=rank, version=self._update.version)
-        self._transport.finish()
-        seconds = time.monotonic() - self._begin
-        return SyncReport(self._update.version, len(self._checksums), self._num_bytes, self._num_buckets, seconds)
+        held_by_engine = self._answers(self.engines.ask("finish_weight_update", lambda _: (list(unsent),)))
+        for rank, held in zip(self.engines.workers, held_by_engine, strict=True):
+            verify_checksums(self.checksums, held, engine=rank, version=self.update.version)
+        self.transport.finish()
+        seconds = time.monotonic() - self.begin
+        return SyncReport(self.update.version, len(self.checksums), self.num_bytes, self.num_buckets, seconds)
 
     def _hash(self, named: list[tuple[str, torch.Tensor]], kind: ChecksumKind) -> None:
         for name, tensor in named:
-            self._checksums[name] = tensor_checksum(tensor, kind)
+            self.checksums[name] = tensor_checksum(tensor, kind)
 
     def _hand_over(self, tensors: Tensors) -> Answers:
-        payload = self._transport.pack(tensors)
-        header = BucketHeader(self._update.version, self._num_buckets)
-        question = self._engines.ask("update_weights", lambda _: (header, payload))
-        self._transporting(question, lambda: self._transport.deliver(self._seconds_left))
-        self._num_bytes += _num_bytes(tensors)
-        self._num_buckets += 1
+        payload = self.transport.pack(tensors)
+        header = BucketHeader(self.update.version, self.num_buckets)
+        question = self.engines.ask("update_weights", lambda _: (header, payload))
+        self._transporting(question, lambda: self.transport.deliver(self._seconds_left))
+        self.num_buckets += 1
         return question
 
     def _wait(self, question: Answers) -> None:
         """Wait until the engines have copied a bucket, and free its slot."""
         self._answers(question)
-        self._transporting(question, self._transport.release)
+        self._transporting(question, self.transport.release)
 
     def _transporting(self, question: Answers, act: Callable[[], None]) -> None:
         """Run the sender's end of ``question``. If it fails, an engine's own error takes precedence."""
         try:
             act()
         except (RuntimeError, OSError) as error:
-            question(self._name, min(self._end, time.monotonic() + _BLAME_SECONDS))
-            raise WeightSyncError(f"{self._name}: the transport failed: {error}") from error
+            question(self.name, min(self.begin + self.update.deadline, time.monotonic() + _BLAME_SECONDS))
+            raise WeightSyncError(f"{self.name}: the transport failed: {error}") from error
 
     def _answers(self, question: Answers) -> list[Any]:
-        return question(self._name, time.monotonic() + self._seconds_left)
+        return question(self.name, time.monotonic() + self._seconds_left)
 
     @property
     def _seconds_left(self) -> float:
         """Time limit of the next message, never 0 or less."""
-        left = self._end - time.monotonic()
-        return max(1e-3, left if self._update.patience is None else min(left, self._update.patience))
-
-
-def _num_bytes(tensors: Tensors) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values())
+        left = self.begin + self.update.deadline - time.monotonic()
+        return max(1e-3, left if self.update.patience is None else min(left, self.update.patience))
 
 
 def build_transport(name: TransportName, directory: str | None, backend: str, host: str) -> Sender:

@@ -251,10 +251,6 @@ class SharedMemorySender(Sender):
         self._files: list[_MemoryFile | None] = [None] * self.slots
         self._next = 0
 
-    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[Link]:
-        self._next = 0
-        return super().start(engines, version, seconds)
-
     def pack(self, tensors: Tensors) -> SharedPayload:
         named = [(name, tensor.detach()) for name, tensor in tensors.items()]
         entries, used = lay_out(named)
@@ -269,9 +265,12 @@ class SharedMemorySender(Sender):
             copy_into(target, source)
         return SharedPayload(file.path, file.serial, slot, file.size, entries, used)
 
+    def finish(self) -> None:
+        self._next = 0  # a model of one bucket needs one file
+
     def abandon(self) -> None:
         # An engine may still be copying from them: the next update gets new files.
-        self._files = [None] * self.slots
+        self._files, self._next = [None] * self.slots, 0
 
 
 _serial = itertools.count()

@@ -461,15 +461,15 @@ def test_evaluate_03_one_deadline_for_the_whole_set(tmp_path: Path, monkeypatch:
 
     class Flow:
         def __init__(self, *_: Any, **__: Any) -> None:
-            self.next_order, self.num_in_flight = 0, 0
+            self.next_order, self.in_flight = 0, list[int]()
 
         def start(self, count: int) -> None:
-            self.num_in_flight += count
+            self.in_flight += [self.next_order] * count
 
         async def progress(self, seconds: float) -> Any:
             deadlines.append(seconds)
-            open_at_once.append(self.num_in_flight)
-            self.num_in_flight -= 1
+            open_at_once.append(len(self.in_flight))
+            self.in_flight.pop()
             return SimpleNamespace(accepted=[], rejected=[])
 
         async def abort(self) -> None:

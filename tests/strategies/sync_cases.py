@@ -72,6 +72,6 @@ def assert_same_weights(strategy: Any, engines: LocalEngines | None) -> None:
     """Collective."""
     expected = weights_of(strategy)
     if engines is not None:
-        held = engines.members[0].held_weights()
+        held = engines.workers[0].held_weights()
         for name, tensor in expected.items():
             assert torch.equal(held[name], tensor), name

@@ -58,8 +58,7 @@ class LocalEngines:
     """Every engine answers in a thread of its own, in the order in which it is asked."""
 
     def __init__(self, engines: Sequence[Any]) -> None:
-        self.members = list(engines)
-        self.ranks = range(len(engines))
+        self.workers = dict(enumerate(engines))
         self.receivers = [WeightReceiver(engine) for engine in engines]
         self._threads = [ThreadPoolExecutor(1) for _ in engines]
 

@@ -103,12 +103,12 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         waiting = iter(numbers)
         try:
             while True:
-                while flow.num_in_flight < most and (number := next(waiting, None)) is not None:
+                while len(flow.in_flight) < most and (number := next(waiting, None)) is not None:
                     # The draw has the prompt's own number: seeds do not depend on what was answered before an
                     # interruption.
                     flow.next_order = number
                     flow.start(1)
-                if not flow.num_in_flight:
+                if not flow.in_flight:
                     return
                 done = await flow.progress(self.config.rpc_timeout)
                 for group in (*done.accepted, *done.rejected):

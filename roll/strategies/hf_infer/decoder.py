@@ -380,9 +380,8 @@ def filled_tokens(count: int) -> int:
     return round_up(count, 16 if count <= 256 else 128)
 
 
-def filled_prompts(count: int) -> int:
-    """Rows that the last tokens of so many prompts are computed in."""
-    return round_up(count, 8)
+LAST_ROWS = 8
+"""The last tokens of prompts are computed in rows of a multiple of this number."""
 
 
 class _PromptGrid:
@@ -404,7 +403,7 @@ class _PromptGrid:
         cells = positions.clone()
         cells[: self._num_tokens] += first_cell
         rows = torch.arange(self.num_prompts).repeat_interleave(counts)
-        last = F.pad(counts.cumsum(0) - 1, (0, filled_prompts(self.num_prompts) - self.num_prompts))
+        last = F.pad(counts.cumsum(0) - 1, (0, round_up(self.num_prompts, LAST_ROWS) - self.num_prompts))
         self.tokens, self.rows = torch.tensor(flat).to(device), rows.to(device)
         self.positions, self.cells, self.last = positions.to(device), cells.to(device), last.to(device)
 
@@ -435,19 +434,18 @@ def _fuse_layer(name: str, layer: Any, product: Product) -> _Layer:
 
 def _fuse(product: Product, *modules: nn.Linear) -> _Linear:
     """One matrix of several that take the same input; their parameters become views of its rows."""
-    if len(modules) == 1:
-        return partial(product, weight=modules[0].weight.detach(), bias=_detached(modules[0].bias))
-    sizes = [module.out_features for module in modules]
-    weight = torch.cat([module.weight.detach() for module in modules])
-    for module, part in zip(modules, weight.split(sizes), strict=True):
-        module.weight.data = part
     biases = [_detached(module.bias) for module in modules]
-    if biases[0] is None:
-        return partial(product, weight=weight, bias=None)
-    bias = torch.cat([part for part in biases if part is not None])
-    for module, part in zip(modules, bias.split(sizes), strict=True):
-        module.bias.data = part
-    return partial(product, weight=weight, bias=bias)
+    weight, bias = modules[0].weight.detach(), biases[0]
+    if len(modules) > 1:
+        sizes = [module.out_features for module in modules]
+        weight = torch.cat([module.weight.detach() for module in modules])
+        for module, part in zip(modules, weight.split(sizes), strict=True):
+            module.weight.data = part
+        if bias is not None:
+            bias = torch.cat([part for part in biases if part is not None])
+            for module, part in zip(modules, bias.split(sizes), strict=True):
+                module.bias.data = part
+    return lambda x: product(x, weight, bias)
 
 
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -39,18 +39,14 @@ class _QueuedGroup:
     stop_ids: tuple[int, ...]
     waiting: deque[int]
     """Their indices."""
+    token_ids: Sequence[int]
+    """Tokens that are computed before the next one can be sampled."""
     carried: PartialSample | None = None
     """Tokens of a sample that was begun elsewhere; it waits alone."""
     prompt: PromptStates | None = None
     """Kept when only some of the samples found a free row."""
     found: tuple[CachedSequence, int] | None = None
     """While it is being admitted: what the prefix cache has of its tokens."""
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Tokens that are computed before the next one can be sampled."""
-        prompt = self.request.prompt_token_ids
-        return prompt if self.carried is None else [*prompt, *self.carried.token_ids]
 
     def aborted(self) -> list[GenerationOutput]:
         """Return outputs of the samples as they are."""
@@ -134,13 +130,14 @@ class GenerationEngine:
                 self._requests_without_seed += 1
                 seed = stream_key(self._seed, self._requests_without_seed)
             self._unfinished[request.request_id] = len(wanted)
-            stop_ids = request.params.ends(self._eos_token_ids)
+            stop_ids, prompt = request.params.ends(self._eos_token_ids), request.prompt_token_ids
             fresh = deque(index for index in wanted if index not in request.partial)
             if fresh:
-                self._queue.append(_QueuedGroup(request, seed, stop_ids, fresh))
+                self._queue.append(_QueuedGroup(request, seed, stop_ids, fresh, prompt))
             for index in wanted:
-                if index in request.partial:
-                    self._queue.append(_QueuedGroup(request, seed, stop_ids, deque([index]), request.partial[index]))
+                if (begun := request.partial.get(index)) is not None:
+                    whole = [*prompt, *begun.token_ids]
+                    self._queue.append(_QueuedGroup(request, seed, stop_ids, deque([index]), whole, begun))
 
     @torch.inference_mode()
     def step(self) -> list[GenerationOutput]:

@@ -16,7 +16,7 @@ from roll.models.layouts import TokenLayout
 from roll.models.lora import base_name
 from roll.strategies.base import TensorBatch
 from roll.strategies.hf_infer.cache import DecodeSlots
-from roll.strategies.hf_infer.decoder import FusedDecoder, Images, PromptStates, filled_prompts, filled_tokens
+from roll.strategies.hf_infer.decoder import LAST_ROWS, FusedDecoder, Images, PromptStates, filled_tokens, round_up
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.training.data_parallel import DataParallelStrategy
 
@@ -89,7 +89,7 @@ def watching_engine(engine: GenerationEngine, recorder: Recorder) -> Iterator[No
             flat += len(prompt)
         if isinstance(decoder, FusedDecoder):
             recorder.places[filled_tokens(flat)] = tokens
-            recorder.places.setdefault(filled_prompts(len(prompts)), last)
+            recorder.places.setdefault(round_up(len(prompts), LAST_ROWS), last)
         else:
             recorder.places[len(prompts) * longest] = grid
         states: PromptStates = plain["prefill"](prompts, images)
