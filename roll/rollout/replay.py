@@ -13,7 +13,7 @@ from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
 from roll.rollout.groups import Drawn, FinishedGroup, GroupT, ItemT, SampleGroup
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 
 FindPrompt = Callable[[str, str], PromptRow]
 """Gives the prompt of a domain by its id, the mark of its epoch included."""
@@ -50,51 +50,35 @@ class GroupCodec(Protocol[ItemT, GroupT]):
 
 def progress_state(request: GenerationRequest) -> State:
     """Partial samples of an unfinished request; sampling parameters are the configuration's."""
-    return {
-        "partial": [
-            {"index": index, "weight_versions": _spans([sample.weight_versions])[0]} | _tokens(sample)
-            for index, sample in request.partial.items()
-        ],
-        "finished": [
-            {
-                "index": output.sample_index,
-                "finish_reason": output.finish_reason,
-                "weight_versions": _spans([output.weight_versions])[0],
-            }
-            | _tokens(output)
-            for output in request.finished
-        ],
-    }
+    samples = {"partial": request.partial.values(), "finished": request.finished}
+    return {name: [_sample_state(sample) for sample in found] for name, found in samples.items()}
 
 
 def with_progress(request: GenerationRequest, state: Mapping[str, Any]) -> GenerationRequest:
     """``request`` with what :func:`progress_state` wrote down."""
-    partial = {
-        int(entry["index"]): PartialSample(
-            entry["token_ids"].tolist(),
-            entry["log_probs"].tolist(),
-            _tuples([entry["weight_versions"]])[0],
-            routes=entry.get("routes"),
-        )
-        for entry in state["partial"]
-    }
-    finished = tuple(
-        GenerationOutput(
-            request_id=request.request_id,
-            sample_index=int(entry["index"]),
-            token_ids=entry["token_ids"].tolist(),
-            log_probs=entry["log_probs"].tolist(),
-            finish_reason=entry["finish_reason"],
-            weight_versions=_tuples([entry["weight_versions"]])[0],
-            routes=entry.get("routes"),
-        )
-        for entry in state["finished"]
+    partial, finished = (
+        [
+            GenerationOutput(
+                request_id=request.request_id,
+                sample_index=int(entry["index"]),
+                token_ids=entry["token_ids"].tolist(),
+                log_probs=entry["log_probs"].tolist(),
+                finish_reason=entry.get("finish_reason", "abort"),
+                weight_versions=_tuples([entry["weight_versions"]])[0],
+                routes=entry.get("routes"),
+            )
+            for entry in state[name]
+        ]
+        for name in ("partial", "finished")
     )
-    return replace(request, partial=partial, finished=finished)
+    return replace(request, partial={one.sample_index: one for one in partial}, finished=tuple(finished))
 
 
-def _tokens(sample: PartialSample | GenerationOutput) -> State:
+def _sample_state(sample: GenerationOutput) -> State:
     return {
+        "index": sample.sample_index,
+        "finish_reason": sample.finish_reason,
+        "weight_versions": _spans([sample.weight_versions])[0],
         "token_ids": np.asarray(sample.token_ids, dtype=np.int32),
         "log_probs": np.asarray(sample.log_probs, dtype=np.float32),
         **({} if sample.routes is None else {"routes": sample.routes}),

@@ -18,7 +18,7 @@ from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.engines import EngineWorker
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.rewarding import RuleWorker
-from roll.strategies.engines.requests import GenerationRequest, PartialSample
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 
 SLOWEST = 0.1
 """Simulated seconds that a call takes at most."""
@@ -172,9 +172,9 @@ def bare(request_id: str) -> str:
 
 
 def one_token_more(request: GenerationRequest) -> GenerationRequest:
-    begun = request.partial.get(0, PartialSample([], [], []))
-    count = len(begun.token_ids) + 1
-    return replace(request, partial={0: PartialSample([5] * count, [-1.0] * count, [(0, 0, count)])})
+    count = len(request.partial[0].token_ids) + 1 if request.partial else 1
+    begun = GenerationOutput(request.request_id, 0, [5] * count, [-1.0] * count, "abort", [(0, 0, count)])
+    return replace(request, partial={0: begun})
 
 
 def finish(request: GenerationRequest) -> FinishedGroup:

@@ -11,7 +11,7 @@ from roll.distributed import WorkerDied
 from roll.distributed.failures import RankReport
 from roll.rollout.engines import EngineWorker
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PartialSample, VersionSpan
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, VersionSpan
 from tests.rollout.fake_clusters import FakeCall
 
 LONGEST = 40
@@ -28,7 +28,7 @@ def response(seed: int, index: int) -> list[int]:
 @dataclass
 class _Request:
     given: GenerationRequest
-    begun: dict[int, PartialSample]
+    begun: dict[int, GenerationOutput]
     finished: list[GenerationOutput]
 
 
@@ -93,7 +93,8 @@ class TokenEngines:
     def _work(self, held: dict[str, _Request]) -> None:
         running = [(one, index) for one in held.values() for index in _unfinished(one)][: self.slots]
         for one, index in running:
-            before = one.begun.pop(index, PartialSample([], [], []))
+            name = one.given.request_id
+            before = one.begun.pop(index, GenerationOutput(name, index, [], [], "abort"))
             whole = self.respond(one.given.params.seed or 0, index)
             assert list(before.token_ids) == whole[: len(before.token_ids)], "continued behind other tokens"
             end = min(len(whole), len(before.token_ids) + self.rng.randint(1, self.per_turn))
@@ -101,10 +102,9 @@ class TokenEngines:
             spans = _joined(before.weight_versions, (self.version, len(before.token_ids), end))
             log_probs = [-token / 2**30 for token in whole[:end]]
             if end == len(whole):
-                name = one.given.request_id
                 one.finished.append(GenerationOutput(name, index, whole, log_probs, "stop", spans))
             else:
-                one.begun[index] = PartialSample(whole[:end], log_probs, spans)
+                one.begun[index] = GenerationOutput(name, index, whole[:end], log_probs, "abort", spans)
 
 
 def _unfinished(one: _Request) -> list[int]:

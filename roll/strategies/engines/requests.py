@@ -67,21 +67,6 @@ VersionSpan = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class PartialSample:
-    """The beginning of a response, whichever engine sampled it; generation continues after it."""
-
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    """One for each token, see :class:`GenerationOutput`."""
-    weight_versions: Sequence[VersionSpan]
-    """Spans over all of ``token_ids``, in order."""
-    top_log_probs: Sequence[list[tuple[int, float]]] = ()
-    """One for each token, where requested."""
-    routes: np.ndarray | None = None
-    """See :class:`GenerationOutput`."""
-
-
-@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """``num_samples`` continuations of one prompt; the prompt is computed once for all of them.
 
@@ -94,8 +79,9 @@ class GenerationRequest:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     num_samples: int = 1
-    partial: Mapping[int, PartialSample] = field(default_factory=dict)
-    """By sample index; samples in neither ``partial`` nor ``finished`` start from the prompt."""
+    partial: Mapping[int, GenerationOutput] = field(default_factory=dict)
+    """By sample index, beginnings of responses, whichever engine sampled them; samples in neither ``partial`` nor
+    ``finished`` start from the prompt."""
     finished: tuple[GenerationOutput, ...] = ()
     """Samples that are done already."""
     conversation: str | None = None
@@ -112,7 +98,8 @@ class GenerationRequest:
 
 @dataclass(slots=True)
 class GenerationOutput:
-    """One finished (or aborted) sample. A stop token that ended the sample is the last of ``token_ids``."""
+    """One finished sample, or the beginning of one (``abort``). A stop token that ended the sample is the last of
+    ``token_ids``."""
 
     request_id: str
     sample_index: int
@@ -139,17 +126,11 @@ def interrupted(
         aborted: its unfinished samples, whole responses so far.
         finished: its finished samples, those that it came with included.
     """
-    begun = {
-        output.sample_index: PartialSample(
-            output.token_ids, output.log_probs, output.weight_versions, output.top_log_probs, output.routes
-        )
-        for output in aborted
-        if output.token_ids
-    }
+    begun = {output.sample_index: output for output in aborted if output.token_ids}
     return replace(request, partial=begun, finished=tuple(sorted(finished, key=lambda output: output.sample_index)))
 
 
-def continued(begun: PartialSample, output: GenerationOutput) -> GenerationOutput:
+def continued(begun: GenerationOutput, output: GenerationOutput) -> GenerationOutput:
     """The whole response of a sample that was continued: what it came with, then the tokens of ``output``."""
     spans, shift = list(begun.weight_versions), len(begun.token_ids)
     for version, start, end in output.weight_versions:

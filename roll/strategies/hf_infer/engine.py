@@ -15,10 +15,8 @@ from roll.strategies.engines.requests import (
     FinishReason,
     GenerationOutput,
     GenerationRequest,
-    PartialSample,
     StopStringMatcher,
     check_request,
-    continued,
 )
 from roll.strategies.engines.sampling import stream_key
 from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache
@@ -41,7 +39,7 @@ class _QueuedGroup:
     """Their indices."""
     token_ids: Sequence[int]
     """Tokens that are computed before the next one can be sampled."""
-    carried: PartialSample | None = None
+    carried: GenerationOutput | None = None
     """Tokens of a sample that was begun elsewhere; it waits alone."""
     prompt: PromptStates | None = None
     """Kept when only some of the samples found a free row."""
@@ -50,10 +48,8 @@ class _QueuedGroup:
 
     def aborted(self) -> list[GenerationOutput]:
         """Return outputs of the samples as they are."""
-        outputs = [GenerationOutput(self.request.request_id, index, [], [], "abort") for index in self.waiting]
-        if self.carried is not None:
-            outputs = [replace(continued(self.carried, output), routes=self.carried.routes) for output in outputs]
-        return outputs
+        begun = self.carried or GenerationOutput(self.request.request_id, 0, [], [], "abort")
+        return [replace(begun, request_id=self.request.request_id, sample_index=index) for index in self.waiting]
 
 
 class GenerationEngine:

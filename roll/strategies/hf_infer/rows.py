@@ -19,7 +19,6 @@ from roll.strategies.engines.requests import (
     FinishReason,
     GenerationOutput,
     GenerationRequest,
-    PartialSample,
     StopStringMatcher,
 )
 from roll.strategies.engines.sampling import RowSettings, penalise_repetition
@@ -91,7 +90,7 @@ class RunningRows:
         self.routes: np.ndarray | None = None
         """(capacity, max_model_len, layers, k), of prompt and response."""
 
-    def put_routes(self, row: int, of_prompt: np.ndarray, carried: PartialSample | None) -> None:
+    def put_routes(self, row: int, of_prompt: np.ndarray, carried: GenerationOutput | None) -> None:
         """Set the routes of a row's first tokens. Tokens sampled elsewhere keep the routes they were sampled with: a
         replay must repeat those, not what the current weights choose."""
         if self.routes is None:
@@ -106,7 +105,7 @@ class RunningRows:
         sample: RunningSample,
         stream_key: int,
         stop_ids: Sequence[int],
-        carried: PartialSample | None = None,
+        carried: GenerationOutput | None = None,
         offset: int = 0,
     ) -> None:
         """Start a sample in the next row, after its prompt and the tokens that it has already (``carried``); these

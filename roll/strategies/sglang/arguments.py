@@ -18,7 +18,6 @@ from roll.strategies.engines.requests import (
     FinishReason,
     GenerationOutput,
     GenerationRequest,
-    PartialSample,
     SamplingParams,
     StopStringMatcher,
     VersionSpan,
@@ -147,7 +146,7 @@ class Sample:
 
     request: GenerationRequest
     index: int
-    begun: PartialSample | None
+    begun: GenerationOutput | None
     """Tokens that it came with."""
     version: int
     """Version of the weights that the next token is drawn with."""
@@ -213,7 +212,7 @@ class Sample:
             [*self.earlier_versions, (self.version, last, len(self.token_ids))],
             self.top_log_probs,
         )
-        whole = continued(self.begun or PartialSample((), (), ()), own)
+        whole = continued(self.begun or GenerationOutput("", 0, [], [], "abort"), own)
         # Without a token there is no span, and a reader would not know which weights it waited for.
         whole.weight_versions = whole.weight_versions or [(self.version, 0, 0)]
         return whole

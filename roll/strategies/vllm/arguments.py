@@ -14,10 +14,7 @@ from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.models.build import DTYPES, overrides
 from roll.platforms import Platform
 from roll.strategies.engines.base import cache_numbers
-from roll.strategies.engines.requests import (
-    PartialSample,
-    SamplingParams,
-)
+from roll.strategies.engines.requests import GenerationOutput, SamplingParams
 from roll.strategies.engines.sampling import stream_key
 from roll.strategies.engines.schemas import schema_grammar
 
@@ -209,7 +206,7 @@ def by_position(flat: Any, first: int = 0) -> tuple[list[float], list[list[tuple
 
 
 def recorded_routes(
-    rows: np.ndarray | None, num_inputs: int, num_experts: int, begun: PartialSample | None, num_begun_inputs: int
+    rows: np.ndarray | None, num_inputs: int, num_experts: int, begun: GenerationOutput | None, num_begun_inputs: int
 ) -> np.ndarray | None:
     """Experts of a sample's tokens (inputs, layers, k) from vLLM's ``routed_experts``, as
     :class:`~roll.strategies.engines.requests.GenerationOutput` has them.

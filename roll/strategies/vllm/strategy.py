@@ -24,7 +24,6 @@ from roll.strategies.engines.base import PackagedEngine, RankWatch, check_versio
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
-    PartialSample,
     PromptScore,
     SamplingParams,
     check_request,
@@ -59,7 +58,7 @@ class _Sample:
     index: int
     internal_id: str
     """vLLM's own name of it."""
-    begun: PartialSample | None
+    begun: GenerationOutput | None
     """Tokens that it came with."""
     prompt_length: int
     """Without those."""
@@ -170,7 +169,7 @@ class VllmStrategy(PackagedEngine):
         return rendered
 
     def _add_sample(
-        self, request: GenerationRequest, index: int, prompt: EngineInput, begun: PartialSample | None
+        self, request: GenerationRequest, index: int, prompt: EngineInput, begun: GenerationOutput | None
     ) -> None:
         engine, key = self._engine, f"{request.request_id}/{index}"
         room = self._max_model_len - len(request.prompt_token_ids)

@@ -10,7 +10,6 @@ import torch
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
-    PartialSample,
     SamplingParams,
     interrupted,
 )
@@ -132,7 +131,7 @@ def test_many_long_samples_are_computed_again_in_several_parts(monkeypatch):
 
 def test_what_waits_half_answered_is_given_back_whole():
     engine = build_engine(build_model("qwen2"), max_num_seqs=1)
-    begun = PartialSample((5, 6, 8), (-1.0, -2.0, -3.0), ((2, 0, 1), (3, 1, 3)))
+    begun = GenerationOutput("r", 1, [5, 6, 8], [-1.0, -2.0, -3.0], "abort", [(2, 0, 1), (3, 1, 3)])
     request = GenerationRequest("r", [5, 6], greedy(9), 3, partial={1: begun}, finished=(_finished("r", 2),))
     engine.add_requests([request])
     assert engine.num_unfinished == 2
@@ -164,9 +163,10 @@ def _finished(name: str, index: int) -> GenerationOutput:
     return GenerationOutput(name, index, [9], [-0.5], "stop", [(0, 0, 1)])
 
 
-def _begun(length: int, log_probs: int | None = None, end: int | None = None) -> PartialSample:
+def _begun(length: int, log_probs: int | None = None, end: int | None = None) -> GenerationOutput:
     count = length if log_probs is None else log_probs
-    return PartialSample([5] * length, [-1.0] * count, [(0, 0, length if end is None else end)])
+    spans = [(0, 0, length if end is None else end)]
+    return GenerationOutput("r", 0, [5] * length, [-1.0] * count, "abort", spans)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
-from roll.strategies.engines.requests import GenerationRequest, PartialSample, SamplingParams
+from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.factory import create_generation_strategy
 from roll.strategies.hf_infer import HfInferStrategy
 from roll.weight_sync.encoding import tensor_checksum
@@ -186,9 +186,8 @@ def test_responses_follow_a_json_schema(model_folder, tokenizer):
         assert text == json.dumps(found) and found["a"] in ("x", "yy") and found["b"] in range(10)
         assert whole.finish_reason == "stop"
         assert all(math.isfinite(value) and value <= 0 for value in whole.log_probs)
-        cut = PartialSample(
-            whole.token_ids[:4], whole.log_probs[:4], [(0, 0, 4)], top_log_probs=whole.top_log_probs[:4]
-        )
+        first = {name: getattr(whole, name)[:4] for name in ("token_ids", "log_probs", "top_log_probs")}
+        cut = replace(whole, finish_reason="abort", weight_versions=[(0, 0, 4)], **first)
         again = run(strategy, [GenerationRequest("held", [5, 6, 7], held, 3, partial={index: cut})])
         assert again["held", index].token_ids == whole.token_ids
     greedy_text = run(strategy, [GenerationRequest("greedy", [5], replace(held, temperature=0.0))])["greedy", 0]

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from roll.strategies.engines.requests import GenerationRequest, PartialSample, SamplingParams
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
 
 BEGUN = 2
 """Tokens that samples come with which another engine has begun."""
@@ -55,8 +55,9 @@ def long_video(tokenizer: Any, kind: Any) -> GenerationRequest:
 def begun_request(tokenizer: Any, kind: Any) -> GenerationRequest:
     """Both samples have a beginning by another engine, and this one has not seen the video."""
     *_, last = [one for one in requests(tokenizer, kind, 0) if one.params.temperature == 0]
-    begun = PartialSample(tokenizer("How many red")["input_ids"][:BEGUN], [-1.0] * BEGUN, [(0, 0, BEGUN)])
-    return replace(last, request_id="begun", partial={0: begun, 1: begun})
+    ids = tokenizer("How many red")["input_ids"][:BEGUN]
+    begun = [GenerationOutput("begun", index, ids, [-1.0] * BEGUN, "abort", [(0, 0, BEGUN)]) for index in range(2)]
+    return replace(last, request_id="begun", partial=dict(enumerate(begun)))
 
 
 def make_models(folder: Path, kind: Any) -> None:

@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from roll.strategies.engines.requests import PartialSample
+from roll.strategies.engines.requests import GenerationOutput
 
 arguments = pytest.importorskip("roll.strategies.vllm.arguments", reason="vllm is not installed: make install-vllm")
 
@@ -16,8 +16,8 @@ ROWS = np.arange(7 * 2 * 3).reshape(7, 2, 3)
 """Of a prompt of 5 tokens and a response of 3, 2 layers, 3 choices."""
 
 
-def begun(routes: np.ndarray | None) -> PartialSample:
-    return PartialSample([8], [-0.5], [(0, 0, 1)], routes=routes)
+def begun(routes: np.ndarray | None) -> GenerationOutput:
+    return GenerationOutput("r", 0, [8], [-0.5], "abort", [(0, 0, 1)], routes=routes)
 
 
 def test_vllm_has_what_is_asked_for():
