@@ -26,13 +26,11 @@ from roll.pipelines.evaluate.config import EvaluatedModel, Pass
 from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import Record
 from roll.rollout.engines import EngineClient
+from roll.rollout.episode_batch import TRUNCATED
 from roll.rollout.episodes import EpisodeFlow, EpisodeSettings, Player
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-LIMITS = ("truncated", "turn_limit", "context_limit", "time_limit")
-"""Outcomes of episodes that were cut off."""
 
 
 class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan]):
@@ -86,7 +84,7 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
                 "numbers": {**episode.metrics, "turns": float(len(episode.calls))},
                 "vote": None,
                 "tokens": sum(len(call.response_ids) for call in episode.calls),
-                "finish_reason": "length" if episode.outcome in LIMITS else "stop",
+                "finish_reason": "length" if episode.outcome in TRUNCATED else "stop",
             }
 
     def close(self) -> None:
