@@ -43,6 +43,11 @@ class AdvantageOptions(PPOConfig):
         """The function of ``adv_estimator``; raises ``ValueError`` for an unknown one."""
         return advantage_estimators.resolve(self.adv_estimator)
 
+    @cached_property
+    def whitens(self) -> bool:
+        """Advantages are whitened: by the user's choice, or as a part of the estimator."""
+        return self.whiten_advantages or estimator(self.adv_estimator).whitens
+
 
 @dataclass(frozen=True)
 class AdvantageInputs:
@@ -434,7 +439,7 @@ def estimate_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> A
     if inputs.penalties is not None:
         raw = raw - torch.where(inputs.mask, inputs.penalties, 0.0)
     advantages = raw
-    if options.whiten_advantages or estimator(options.adv_estimator).whitens:
+    if options.whitens:
         advantages = masked_whiten(advantages, inputs.mask)
     metrics = MetricBuilder()
     if options.advantage_clip is not None:

@@ -25,7 +25,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,11 +49,6 @@ class KLOptions:
     of -2.6 on; at -5 it would be 142) is the clamp's, and its gradient is 0; null for none."""
     importance_weighted: bool = False
     """Multiply by pi / pi_old (needs ``log_ratio_to_old``)."""
-
-    @cached_property
-    def function(self) -> Estimator:
-        """The estimator; raises ``ValueError`` for an unknown one."""
-        return kl_estimators.resolve(self.estimator)
 
 
 Estimator = Callable[[Tensor, Tensor, KLOptions], Tensor]
@@ -82,7 +76,7 @@ def kl_estimate(
     Raises:
         ValueError: for an unknown estimator, or ``full`` without the vocabulary dimension.
     """
-    estimate = options.function(log_probs, ref_log_probs, options)
+    estimate = kl_estimators.resolve(options.estimator)(log_probs, ref_log_probs, options)
     if options.importance_weighted:
         if log_ratio_to_old is None:
             raise ValueError("an importance-weighted KL estimate needs log_ratio_to_old")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +22,6 @@ from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import (
     LOG_RATIO_BOUND,
     LossInputs,
-    PolicyLossFunction,
     options_class_of,
     policy_losses,
     register_policy_loss,
@@ -64,7 +62,7 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
     """
     keep = inputs.mask
     weights = torch.ones_like(inputs.log_probs)
-    if not options.is_active:
+    if not options.rules and options.function is None:
         return Correction(weights, keep)
     if inputs.rollout_log_probs is None:
         raise ValueError("train_infer_correction needs rollout_log_probs: let the engine return log-probs")
@@ -221,26 +219,6 @@ class ActorLossOptions(PPOConfig):
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
     """The meaning of ``train_infer_correction``."""
 
-    @cached_property
-    def policy_loss(self) -> PolicyLossFunction:
-        """The function of ``loss``; raises ``ValueError`` for an unknown one."""
-        return policy_losses.resolve(self.loss.name)
-
-    @cached_property
-    def kl(self) -> KLOptions:
-        """Options of the divergence in the loss."""
-        return KLOptions(
-            self.kl_loss_type, value_clamp=self.kl_loss_clamp, importance_weighted=self.kl_loss_importance_weighted
-        )
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.use_kl_loss and self.kl_loss_coef != 0.0
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.entropy_loss_coef != 0.0
-
 
 def options_from(options_class: type[Options], settings: Mapping[str, Any]) -> Options:
     """Build ``options_class`` from those entries of ``settings`` that are its fields; the rest keeps its default."""
@@ -281,47 +259,47 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
 
     Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
     """
-
-    def weights_of(mode: str) -> Tensor:
-        return row_weights(inputs.mask, mode, denominators, inputs.group_ids, inputs.sequence_tokens)
-
-    def aggregated(loss: Tensor, mode: str | None = None, sample_weights: Tensor | None = None) -> Tensor:
-        return weighted_sum(loss, inputs.mask, weights if mode is None else weights_of(mode), sample_weights)
-
-    weights = weights_of(options.loss_agg_mode)
+    mask, mode, of_rows = inputs.mask, options.loss_agg_mode, (denominators, inputs.group_ids, inputs.sequence_tokens)
+    weights = row_weights(mask, mode, *of_rows)
     inputs = replace(inputs, row_weights=weights)
     metrics = MetricBuilder()
     # The weight of a metric that is a share of the global loss: the mean over micro-batches is then the global loss.
     share = inputs.num_tokens.double() / max(denominators.tokens, 1.0)
 
-    per_token = options.policy_loss(inputs, options.pg, metrics)
+    per_token = policy_losses.resolve(options.loss.name)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
         per_token = torch.where(inputs.policy_mask, per_token, 0.0)
-    if options.correction.is_active:
+    if options.correction.rules or options.correction.function is not None:
         correction = correct_mismatch(inputs, options.correction, metrics)
         # A dropped token counts as 0, not as absent: it stays in inputs.mask and in the denominators.
         per_token = torch.where(correction.keep, per_token * correction.weights, 0.0)
-    total = options.rl_loss_coef * aggregated(per_token, sample_weights=inputs.sample_weights)
+    total = options.rl_loss_coef * weighted_sum(per_token, mask, weights, inputs.sample_weights)
     metrics.mean("actor/weighted_pg_loss", total, share)
-    metrics.mean("actor/pg_loss", aggregated(per_token.detach()), share)
-    if options.needs_reference:
+    metrics.mean("actor/pg_loss", weighted_sum(per_token.detach(), mask, weights), share)
+    if options.use_kl_loss and options.kl_loss_coef != 0.0:
         if inputs.ref_log_probs is None:
             raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")
-        kl_per_token = kl_estimate(inputs.log_probs, inputs.ref_log_probs, options.kl, inputs.log_ratio)
-        kl = aggregated(kl_per_token, options.kl_loss_agg_mode)
+        estimator = KLOptions(
+            options.kl_loss_type,
+            value_clamp=options.kl_loss_clamp,
+            importance_weighted=options.kl_loss_importance_weighted,
+        )
+        kl_per_token = kl_estimate(inputs.log_probs, inputs.ref_log_probs, estimator, inputs.log_ratio)
+        kl = weighted_sum(kl_per_token, mask, row_weights(mask, options.kl_loss_agg_mode or mode, *of_rows))
         metrics.mean("actor/kl_loss", kl, share)
         total = total + options.kl_loss_coef * kl
     if inputs.divergence_term is not None:
-        distillation = aggregated(inputs.divergence_term)
+        distillation = weighted_sum(inputs.divergence_term, mask, weights)
         metrics.mean("actor/opd_loss", distillation, share)
         total = total + distillation
-    if options.needs_entropy:
+    if options.entropy_loss_coef != 0.0:
         if inputs.entropy is None:
             raise ValueError(f"entropy_loss_coef {options.entropy_loss_coef} needs the entropy of the current policy")
-        total = total - options.entropy_loss_coef * aggregated(inputs.entropy, options.entropy_loss_agg_mode)
+        entropy_weights = row_weights(mask, options.entropy_loss_agg_mode or mode, *of_rows)
+        total = total - options.entropy_loss_coef * weighted_sum(inputs.entropy, mask, entropy_weights)
     if inputs.entropy is not None:
         # Detached: a bonus without weight must not enter the backward pass.
-        entropy = torch.where(inputs.mask, inputs.entropy.detach(), 0.0)
+        entropy = torch.where(mask, inputs.entropy.detach(), 0.0)
         metrics.mean("actor/entropy", entropy.sum(), inputs.num_tokens)
     metrics.mean("actor/total_loss", total, share)
     _policy_metrics(inputs, metrics)

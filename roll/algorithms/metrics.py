@@ -43,34 +43,29 @@ class MetricBuilder:
     """Collects scalar tensors as they are computed; :meth:`build` copies all of them to the host at once."""
 
     def __init__(self) -> None:
-        self._scalars: list[Tensor | float] = []
-        self._recipes: list[tuple[str, int, Callable[..., Metric]]] = []
-
-    def _add(self, name: str, kind: Callable[..., Metric], *scalars: Tensor | float) -> None:
-        self._scalars.extend(scalars)
-        self._recipes.append((name, len(scalars), kind))
+        self._recipes: list[tuple[str, Callable[..., Metric], tuple[Tensor | float, ...]]] = []
 
     def mean(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
         """A weighted mean: ``total`` is the sum over this micro-batch, ``weight`` its divisor."""
-        self._add(name, Mean, total, weight)
+        self._recipes.append((name, Mean, (total, weight)))
 
     def sum(self, name: str, total: Tensor | float) -> None:
-        self._add(name, Sum, total)
+        self._recipes.append((name, Sum, (total,)))
 
     def max(self, name: str, values: Tensor, mask: Tensor) -> None:
         """The largest masked value; left out of the metrics when nothing is masked."""
         if values.numel():
-            self._add(name, Max, values.detach().masked_fill(~mask, -torch.inf).amax())
+            self._recipes.append((name, Max, (values.detach().masked_fill(~mask, -torch.inf).amax(),)))
 
     def min(self, name: str, values: Tensor, mask: Tensor) -> None:
         """The smallest masked value; left out of the metrics when nothing is masked."""
         if values.numel():
-            self._add(name, Min, values.detach().masked_fill(~mask, torch.inf).amin())
+            self._recipes.append((name, Min, (values.detach().masked_fill(~mask, torch.inf).amin(),)))
 
     def correlation(self, name: str, x: Tensor, y: Tensor, count: Tensor) -> None:
         """Pearson's correlation of ``count`` pairs, from moments in float64; all other values are 0."""
         x, y = x.detach().double().flatten(), y.detach().double().flatten()
-        self._add(name, Correlation, count, x.sum(), y.sum(), x @ x, y @ y, x @ y)
+        self._recipes.append((name, Correlation, (count, x.sum(), y.sum(), x @ x, y @ y, x @ y)))
 
     def summary(self, name: str, values: Tensor, mask: Tensor | None = None, with_std: bool = False) -> None:
         """``name/mean``, ``max`` and ``min`` of the masked values; with ``with_std`` their Bessel-corrected ``std``."""
@@ -90,12 +85,11 @@ class MetricBuilder:
     def build(self) -> Metrics:
         """The metrics; a largest or smallest value of nothing is left out."""
         # Float64 holds counts above 2^24 exactly, which float32 would round.
-        tensors = [scalar.double() for scalar in self._scalars if isinstance(scalar, Tensor)]
+        tensors = [one.double() for _, _, scalars in self._recipes for one in scalars if isinstance(one, Tensor)]
         moved = iter(torch.stack(tensors).tolist() if tensors else ())
-        numbers = iter([next(moved) if isinstance(scalar, Tensor) else scalar for scalar in self._scalars])
         metrics: Metrics = {}
-        for name, arity, kind in self._recipes:
-            arguments = [float(next(numbers)) for _ in range(arity)]
+        for name, kind, scalars in self._recipes:
+            arguments = [float(next(moved) if isinstance(one, Tensor) else one) for one in scalars]
             is_of_nothing = (kind is Max and arguments[0] == -torch.inf) or (kind is Min and arguments[0] == torch.inf)
             if not is_of_nothing:
                 metrics[name] = kind(*arguments)

@@ -46,15 +46,12 @@ UNEQUAL = re.compile(
 
 
 def compare_with_engine(log_probs: Tensor, batch: TensorBatch) -> Metrics:
-    """Count the tokens of ``SAME_WEIGHTS``; nothing without that column.
+    """Count the tokens of ``SAME_WEIGHTS``.
 
     Raises:
         RuntimeError: of one of them ``log_probs`` (B, L) is not what the engine had; in the words of ``UNEQUAL``.
     """
-    same = batch.get(SAME_WEIGHTS)
-    if same is None:
-        return {}
-    sampled = batch["rollout_log_probs"]
+    same, sampled = batch[SAME_WEIGHTS], batch["rollout_log_probs"]
     # Equal, not close: under strict_on_policy trainer and engine run the same kernels.
     different = (same & (log_probs.detach() != sampled)).nonzero()
     if len(different):
@@ -112,7 +109,7 @@ class PolicyLoss(SampledLoss):
 
     @property
     def outputs(self) -> Sequence[Output]:
-        wanted = self.options.needs_entropy or self.options.log_entropy
+        wanted = self.options.entropy_loss_coef != 0.0 or self.options.log_entropy
         return (Output.LOG_PROBS, Output.ENTROPY) if wanted else (Output.LOG_PROBS,)
 
     def inputs(self, outputs: TensorBatch, batch: TensorBatch) -> LossInputs:
@@ -126,7 +123,7 @@ class PolicyLoss(SampledLoss):
         )
 
     def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        compared = compare_with_engine(outputs[Output.LOG_PROBS], batch)
+        compared = compare_with_engine(outputs[Output.LOG_PROBS], batch) if SAME_WEIGHTS in batch else {}
         result = actor_loss(self.inputs(outputs, batch), self.options, self.denominators(totals))
         return result.loss, result.metrics | compared
 

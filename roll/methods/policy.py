@@ -71,6 +71,7 @@ class PolicyMethod:
             self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy, *bounds)
         self.entropy_coef = config.entropy_loss_coef
         """Weight of the entropy bonus in the update of the batch that was scored last."""
+        self._loss_options = actor_loss_options(actor_keys(config))
         self._advantages = options_from(AdvantageOptions, vars(config))
         self._correction = correction_options(config.train_infer_correction)
         self.teaching = OPD(config) if is_taught(config) else None
@@ -141,7 +142,7 @@ class PolicyMethod:
         actor = PolicyLoss(
             norm_length=norm_length,
             temperature=temperature,
-            options=replace(actor_loss_options(actor_keys(config)), entropy_loss_coef=self.entropy_coef),
+            options=replace(self._loss_options, entropy_loss_coef=self.entropy_coef),
             old_is_rollout=plan.engine_log_probs_as_old,
         )
         losses["actor_train"] = actor if self.teaching is None else self.teaching.loss(actor)
@@ -167,13 +168,14 @@ class PolicyMethod:
 
     def _score(self, batch: DataProto) -> Metrics:
         lengths = batch.batch["response_mask"].sum(-1)
-        used, masked = self._add_loss_mask(batch, lengths)
+        truncated = torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
+        used, masked = self._add_loss_mask(batch, lengths, truncated)
         inputs, outputs, rewarded = self.add_advantages(batch, lengths)
         batch.batch["token_level_rewards"] = inputs.token_level_rewards
         for message in self._watch.observe_advantages(outputs.advantages, used, self._config.adv_estimator):
             logger.warning("%s", message)
         columns = {column.name: batch.batch.get(column.name) for column in fields(BatchColumns)}
-        columns |= {"truncated": _truncated(batch), "raw_advantages": outputs.raw_advantages}
+        columns |= {"truncated": truncated, "raw_advantages": outputs.raw_advantages}
         metrics = [masked, rewarded, outputs.metrics, compute_data_metrics(BatchColumns(**columns))]
         if self._entropy_controller is not None:
             entropy = float(masked_mean(batch.batch["old_entropy"], batch.batch["loss_mask"]))
@@ -182,11 +184,12 @@ class PolicyMethod:
             metrics.append({"actor/old_entropy": Mean(entropy), "actor/entropy_coef": Mean(self.entropy_coef)})
         return merge_metrics(metrics)
 
-    def _add_loss_mask(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        """bool (B,): the responses that the loss uses."""
+    def _add_loss_mask(
+        self, batch: DataProto, lengths: torch.Tensor, truncated: torch.Tensor
+    ) -> tuple[torch.Tensor, Metrics]:
+        """bool (B,): the responses that the loss uses; ``truncated`` bool (B,), those cut off at the length limit."""
         tensors = batch.batch
         scores, group_ids = tensors["scores"], tensors["group_ids"]
-        truncated = _truncated(batch)
         for message in self._watch.observe(scores, truncated):
             logger.warning("%s", message)
         filtered = None
@@ -227,6 +230,12 @@ class PolicyMethod:
             shape = tensors["response_mask"].shape
             # The divergence becomes the reward itself: as a penalty too it would count twice.
             rewards, penalties = -penalties if penalties is not None else torch.zeros(shape), None
+        baseline = None
+        if "baseline_scores" in tensors:  # the greedy response's reward, made as a sample's is
+            baseline = self._penalised(tensors["baseline_scores"], tensors["baseline_lengths"])
+            # Clipped like the samples, or a difference of the two would mix clipped and raw rewards.
+            bound = self._config.reward_clip
+            baseline = baseline if bound is None else baseline.clamp(-bound, bound)
         inputs = AdvantageInputs(
             rewards=rewards,
             penalties=penalties,
@@ -234,7 +243,7 @@ class PolicyMethod:
             group_ids=tensors["group_ids"],
             scores=tensors["scores"],
             values=tensors.get("values"),
-            baseline_rewards=self._baseline_rewards(batch),
+            baseline_rewards=baseline,
             reward_components=tensors.get("reward_components"),
             old_log_probs=tensors.get("old_log_probs"),
             old_sum_of_squares=tensors.get("old_sum_of_squares"),
@@ -298,15 +307,6 @@ class PolicyMethod:
             return scores
         return scores + overlong_penalty(lengths, self._max_new_tokens, buffer, self._config.overlong_penalty_factor)
 
-    def _baseline_rewards(self, batch: DataProto) -> torch.Tensor | None:
-        """float (B,): the greedy response's reward, made as a sample's is."""
-        if "baseline_scores" not in batch.batch:
-            return None
-        shaped = self._penalised(batch.batch["baseline_scores"], batch.batch["baseline_lengths"])
-        bound = self._config.reward_clip
-        # Clipped like the samples, or a difference of the two would mix clipped and raw rewards.
-        return shaped if bound is None else shaped.clamp(-bound, bound)
-
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         state = {"rewards": self._normalise.state_dict(), "kl": self._kl_controller.state_dict()}
@@ -332,8 +332,3 @@ def _with_bootstrap(batch: DataProto) -> DataProto:
     for name in ("attention_mask", "response_mask"):
         seen.batch[name] = batch.batch[name] | batch.batch["bootstrap_mask"]
     return seen
-
-
-def _truncated(batch: DataProto) -> torch.Tensor:
-    """bool (B,): responses truncated at the length limit."""
-    return torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")

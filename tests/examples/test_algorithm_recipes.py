@@ -91,7 +91,8 @@ def test_effective_options(name: str) -> None:
     assert (config.adv_estimator, norm_types, options.loss.name, options.loss_agg_mode, steps) == choice
     found = {key: getattr(options.pg if hasattr(options.pg, key) else config, key) for key in values}
     assert found == values
-    assert plan.needs_reference == (options.needs_reference or config.add_token_level_kl or config.enable_reference)
+    in_loss = options.use_kl_loss and options.kl_loss_coef != 0.0
+    assert plan.needs_reference == (in_loss or config.add_token_level_kl or config.enable_reference)
     assert plan.needs_critic == (name == "ppo")
     assert plan.needs_greedy_baseline == (name == "remax")
     assert plan.samples_per_step == 256

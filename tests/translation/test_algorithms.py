@@ -145,7 +145,7 @@ class OurSide:
         loss = self.method.losses(self.plan, 1.0)["actor_train"]
         assert isinstance(loss, PolicyLoss)
         outputs = {Output.LOG_PROBS: self.spread(self._responses.log_probs)}
-        if loss.options.needs_entropy:
+        if loss.options.entropy_loss_coef:
             outputs[Output.ENTROPY] = self.spread(self._responses.entropy)
         return self.value(loss, outputs)
 
