@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from roll.clients.workers import ENGINES, POLICY, Future, Workers
 from roll.config.strategies.registry import BACKENDS, backend_of
-from roll.methods.base import LOG_PROBS, Ask, Loss, RoleAsk
+from roll.methods.base import LOG_PROBS, Ask, Loss
 from roll.methods.losses import SampledLoss
 from roll.pipelines.files import export_model
-from roll.pipelines.model_calls import dealt_out, of_groups, start_computing, update_in_mini_batches, without_routes
+from roll.pipelines.model_calls import dealt_out, read_by, start_computing, update_model
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
@@ -117,8 +118,7 @@ class TrainClient:
         Samples (rows with ``group_ids``) are distributed over the ranks in shares of equal work, other rows in their
         order. The batch is read as it is now: columns that are added later do not count.
         """
-        replays = RoleAsk(self.role, ask, phase="").replays_routes
-        read = (batch if replays else without_routes(batch)).select()
+        read = read_by(self.role, ask, batch).select()
 
         def computed() -> TensorBatch:
             if "group_ids" in read.batch:
@@ -145,7 +145,7 @@ class TrainClient:
 
         def stepped() -> dict[str, float]:
             if isinstance(loss, SampledLoss):
-                return to_floats(update_in_mini_batches(batch, self._cluster, loss, mini_batches, epochs))
+                return to_floats(update_model(batch, self._cluster, loss, mini_batches, epochs))
             call = self._cluster.call(TrainWorker.step, batch, loss, mini_batches=mini_batches, epochs=epochs)
             return to_floats(call.result())
 
@@ -169,7 +169,8 @@ class TrainClient:
             self._prefix = loss.prefix
             if isinstance(loss, SampledLoss):
                 shares, lengths = dealt_out(batch, self._cluster, 1)
-                call = self._cluster.call(TrainWorker.backward, shares, of_groups(loss, batch))
+                counted = replace(loss, num_groups=int(batch.batch["group_ids"].max()) + 1)
+                call = self._cluster.call(TrainWorker.backward, shares, counted)
                 return to_floats(call.result() | lengths)
             return to_floats(self._cluster.call(TrainWorker.backward, batch, loss).result())
 

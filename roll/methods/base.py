@@ -98,11 +98,6 @@ class RoleAsk:
     view: Callable[[DataProto], DataProto] | None = None
     """The rows as the role sees them."""
 
-    @property
-    def replays_routes(self) -> bool:
-        """It is the policy's own pass, in which tokens go to the experts that they were sampled with."""
-        return self.role == "actor_train" and not self.ask.without_adapters
-
 
 @dataclass(frozen=True)
 class Answer:

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from roll.config.plan.plan import TrainingPlan
 from roll.distributed import Cluster, WorkerDied
 from roll.methods.base import POLICY_COLUMNS, Answer, Ask, RoleAsk
 from roll.methods.losses import SampledLoss
 from roll.models.partitions import balance_partitions, workload
+from roll.pipelines.run_context import WEIGHTS, Residency
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min, merge_metrics
 from roll.strategies.base import Output
@@ -159,20 +159,22 @@ def answers(
     batch: DataProto,
     asks: Sequence[RoleAsk],
     cluster_of: Callable[[str], Cluster],
-    bring: Callable[[Cluster], None],
+    residency: Residency,
     replacing: Callable[[Cluster, Callable[[], Values]], Values],
 ) -> Iterator[Answer]:
     """The answers of the roles of a phase, in their order. Roles without a device in common compute concurrently,
     others take turns; a role without rows is left out.
 
     Args:
-        bring: brings a role onto its devices, which several may share.
+        residency: brings a role onto its devices, which several may share.
         replacing: runs the work of a role, once more where its workers have to be replaced.
     """
     pending: list[_Pending] = []
     busy: set[int] = set()
     for asked in asks:
-        rows = rows_with_tags(batch, asked.tags)
+        rows = np.ones(len(batch), dtype=bool)
+        if asked.tags:
+            rows = np.isin(batch.non_tensor_batch["tag"].astype(str), list(asked.tags))
         if not rows.any():
             continue
         cluster = cluster_of(asked.role)
@@ -182,10 +184,10 @@ def answers(
             pending, busy = [], set()
         part = batch if rows.all() else batch[rows]
         seen = part if asked.view is None else asked.view(part)
-        read = seen if asked.replays_routes else without_routes(seen)
+        read = read_by(asked.role, asked.ask, seen)
 
         def begin(cluster: Cluster = cluster, read: DataProto = read, ask: Ask = asked.ask) -> Callable[[], Values]:
-            bring(cluster)
+            residency.bring({cluster.name: WEIGHTS})
             return start_computing(read, cluster, ask)
 
         work = Computation(begin)
@@ -212,13 +214,6 @@ class Computation(Generic[R]):
         return begun()
 
 
-def rows_with_tags(batch: DataProto, tags: Sequence[str] | None) -> np.ndarray:
-    """bool (B,): rows with one of ``tags``; all where there are none."""
-    if not tags:
-        return np.ones(len(batch), dtype=bool)
-    return np.isin(batch.non_tensor_batch["tag"].astype(str), list(tags))
-
-
 def start_computing(batch: DataProto, cluster: Cluster, ask: Ask) -> Callable[[], Values]:
     """Start to compute columns (B, L), on each rank an equal share of the work.
 
@@ -235,10 +230,13 @@ def start_computing(batch: DataProto, cluster: Cluster, ask: Ask) -> Callable[[]
     return lambda: shares.result()[np.argsort(order)].batch
 
 
-def without_routes(batch: DataProto) -> DataProto:
-    """``batch`` less the policy's recorded routes, for other models."""
+def read_by(role: str, ask: Ask, batch: DataProto) -> DataProto:
+    """``batch`` as a role reads it: less the recorded routes, but for the policy's own pass, in which tokens go to the
+    experts that they were sampled with."""
     names = list(batch.batch.keys())  # keys() unpacks no column
-    return batch.select([name for name in names if name != Output.ROUTES]) if Output.ROUTES in names else batch
+    if Output.ROUTES not in names or (role == "actor_train" and not ask.without_adapters):
+        return batch
+    return batch.select([name for name in names if name != Output.ROUTES])
 
 
 def _selected(batch: DataProto, *names: str) -> DataProto:
@@ -248,19 +246,6 @@ def _selected(batch: DataProto, *names: str) -> DataProto:
 
 
 def update_model(
-    batch: DataProto,
-    cluster: Cluster,
-    loss: SampledLoss,
-    training: TrainingPlan,
-    shuffle_seed: tuple[int, ...] | None = None,
-) -> Metrics:
-    """All optimizer steps of one model on one batch that its plan says: ``epochs`` passes over its mini-batches; see
-    :func:`update_in_mini_batches`."""
-    num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
-    return update_in_mini_batches(batch, cluster, loss, num_mini_batches, training.epochs, shuffle_seed)
-
-
-def update_in_mini_batches(
     batch: DataProto,
     cluster: Cluster,
     loss: SampledLoss,
@@ -277,7 +262,7 @@ def update_in_mini_batches(
         shuffle_seed: seed of the mini-batches, which are drawn again for every pass; None: consecutive rows, each pass
             the same.
     """
-    loss = of_groups(loss, batch)
+    loss = replace(loss, num_groups=int(batch.batch["group_ids"].max()) + 1)
     by_prompt = cluster.role.use_prefix_sharing
     passes = [batch]
     if shuffle_seed is not None:
@@ -290,11 +275,6 @@ def update_in_mini_batches(
         call = cluster.call(TrainWorker.step, shares, loss, mini_batches=num_mini_batches, epochs=epochs // len(passes))
         metrics.append(call.result())
     return merge_metrics(metrics) | lengths
-
-
-def of_groups(loss: SampledLoss, batch: DataProto) -> SampledLoss:
-    """The loss with the number of the batch's prompts."""
-    return replace(loss, num_groups=int(batch.batch["group_ids"].max()) + 1)
 
 
 def dealt_out(batch: DataProto, cluster: Cluster, num_mini_batches: int) -> tuple[DataProto, Metrics]:

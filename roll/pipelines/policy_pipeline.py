@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -26,7 +26,7 @@ from roll.pipelines.batches import RecordedBatch, RecordedRollouts
 from roll.pipelines.clusters import Clusters, ClusterStarter
 from roll.pipelines.engine_rollout import EngineRollout, RolloutSource, Validation, engine_client
 from roll.pipelines.files import export_model
-from roll.pipelines.model_calls import answers, start_computing, update_model
+from roll.pipelines.model_calls import answers, num_samples, start_computing, update_model
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, RunContext, moves_states
 from roll.pipelines.strict import Certificate
 from roll.protocol import DataProto
@@ -72,7 +72,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         """Metrics of ``validation.harness``, which are reported with the next validation."""
         self.context = RunContext(loaded)
 
-    @property
+    @cached_property
     def temperature(self) -> float:
         """Temperature of sampling, at which models compute log-probs."""
         generating = self.config.actor_infer.generating_args
@@ -205,12 +205,8 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         # groupby joins neighbours only: a method lists the asks of one phase together.
         for phase, asks in groupby(self.method.asks(self.plan, self.temperature), key=attrgetter("phase")):
             with self.context.phase(phase):
-                found = answers(batch, list(asks), self.clusters.of, self.bring, self.replacing)
+                found = answers(batch, list(asks), self.clusters.of, self.residency, self.replacing)
                 self.context.record(self.method.receive(batch, found, phase))
-
-    def bring(self, cluster: Cluster) -> None:
-        """Bring a model onto its devices for a pass without gradient."""
-        self.residency.bring({cluster.name: WEIGHTS})
 
     def replacing(self, cluster: Cluster, work: Callable[[], R]) -> R:
         """See :meth:`roll.pipelines.run_context.RunContext.replacing`; a model that learns is not replaced."""
@@ -245,7 +241,10 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
                 if compared is not None:
                     compared.mark(batch, step)
                 with nullcontext() if compared is None else compared.judging(self.loaded, step):
-                    metrics = update_model(batch, self.clusters.of(role), loss, self.plan.training[role], seed)
+                    training = self.plan.training[role]
+                    num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
+                    cluster = self.clusters.of(role)
+                    metrics = update_model(batch, cluster, loss, num_mini_batches, training.epochs, seed)
                 self.context.record(metrics)
                 if compared is not None:
                     compared.add(metrics)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from roll.config.plan.plan import TrainingPlan
 from roll.config.roles import WorkerConfig
 from roll.methods.base import LOG_PROBS
 from roll.methods.losses import PolicyLoss
@@ -66,11 +65,10 @@ def test_mini_batches_are_drawn_anew_in_every_pass(dp_size: int, by_prompt: bool
         {"input_ids": rows[:, None], "attention_mask": torch.ones(16, 1).bool(), "group_ids": rows // 4},
         non_tensors={"prompt_id": list("aaaabbbbccccdddd")},
     )
-    training = TrainingPlan(16, 8 // dp_size, gradient_accumulation_steps=1, dp_size=dp_size, epochs=3)
 
     def run(seed: tuple[int, ...] | None) -> list[list[list[int]]]:
         trainer = FakeTrainer(WorkerConfig(use_prefix_sharing=by_prompt), dp_size)
-        update_model(batch, trainer, PolicyLoss(), training, seed)  # type: ignore[arg-type]
+        update_model(batch, trainer, PolicyLoss(), 2, 3, seed)  # type: ignore[arg-type]
         return trainer.passes
 
     assert run(None) == [[list(range(8)), list(range(8, 16))]] * 3

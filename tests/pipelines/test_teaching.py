@@ -26,7 +26,7 @@ from roll.methods.opd import (
 )
 from roll.methods.opd_keys import TeacherConfig, teacher_role
 from roll.methods.policy import PolicyMethod
-from roll.pipelines.model_calls import answers, rows_with_tags
+from roll.pipelines.model_calls import answers
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.definition import OPDConfig
 from roll.protocol import DataProto
@@ -67,10 +67,10 @@ def taught(
     opd, plan = OPD(config), SimpleNamespace(roles={teacher_role(name): None for name in teachers})
     clusters = {teacher_role(name): teacher for name, teacher in teachers.items()}
     for name, teacher in teachers.items():
-        teacher.role = config.teacher[name]
-    bring = (lambda cluster: None) if entered is None else entered.append
+        teacher.role, teacher.name = config.teacher[name], teacher_role(name)
+    residency: Any = SimpleNamespace(bring=lambda needs: None if entered is None else entered.extend(needs))
     asks = opd.asks(plan, temperature)  # type: ignore[arg-type]
-    return opd.receive(batch, answers(batch, asks, clusters.__getitem__, bring, undisturbed))
+    return opd.receive(batch, answers(batch, asks, clusters.__getitem__, residency, undisturbed))
 
 
 def scored(config: RLVRConfig, teachers: dict[str, Any]) -> tuple[DataProto, dict[str, float]]:
@@ -111,13 +111,12 @@ def test_in_addition_to_rewards_it_comes_before_whitening_and_clipping() -> None
 def test_rows_go_to_teachers_by_tag_and_several_add_up() -> None:
     batch = scored_batch(False)
     batch.non_tensor_batch["tag"][:3] = "a"
-    assert rows_with_tags(batch, ["a"]).tolist() == [True] * 3 + [False] * 4 and rows_with_tags(batch, None).all()
     sections = {"all": TeacherConfig(), "some": TeacherConfig(tag_included=["a"], opd_kl_coef=0.5)}
     teachers: Any = {"all": Teacher(-1.0), "some": Teacher(-2.0)}
     config = OPDConfig(teacher=sections)
     entered: list[Any] = []
     taught(batch, config, teachers, 1.0, entered)
-    assert entered == list(teachers.values())
+    assert entered == list(map(teacher_role, teachers))
     mask, own = batch.batch["response_mask"], batch.batch["old_log_probs"]
     wanted = (own + 1.0) * mask
     wanted[:3] += 0.5 * ((own + 2.0) * mask)[:3]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -199,7 +200,7 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan]):
     slice_seconds = SLICE_SECONDS
     router = "EnvAffinityRouter"
 
-    @property
+    @cached_property
     def temperature(self) -> float:
         sampling = self.plan.train.generating_args
         return sampling.temperature if sampling.do_sample else 1.0
