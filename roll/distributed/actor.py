@@ -183,7 +183,7 @@ class CallTimes:
         self._lock = threading.Lock()
         self._open: tuple[str, float, float] | None = None
         who = {"role": context.cluster_name, "rank": context.rank, "devices": list(context.device_ids)}
-        self._write(json.dumps({**who, "host": socket.gethostname()}))
+        self._write({**who, "host": socket.gethostname()})
 
     def add(self, method: str, began: float, ended: float) -> None:
         """Seconds since the epoch."""
@@ -195,18 +195,15 @@ class CallTimes:
                 if last[0] == method and 0 <= began - last[2] < _JOINED_GAP and ended - last[1] < _JOINED_SECONDS:
                     self._open = (method, last[1], ended)
                     return
-                self._write_span(last)
+                self._write(last)
             self._open = (method, began, ended)
             if ended - began >= _JOINED_SECONDS or method == "shutdown":
-                self._write_span(self._open)
+                self._write(self._open)
                 self._open = None
 
-    def _write_span(self, span: tuple[str, float, float]) -> None:
-        self._write(f'["{span[0]}", {span[1]:.4f}, {span[2]:.4f}]')
-
-    def _write(self, line: str) -> None:
+    def _write(self, row: object) -> None:
         with suppress(OSError):  # a full disk ends no call
-            self._file.write(line + "\n")
+            self._file.write(json.dumps(row) + "\n")
 
 
 _STACK_FRAMES = 6

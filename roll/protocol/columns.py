@@ -143,8 +143,7 @@ class TensorColumns(dict[str, torch.Tensor]):
             dict.__setitem__(self, key, column)
         return column
 
-    def __setitem__(self, key: str, value: torch.Tensor) -> None:
-        self.put(key, value)
+    __setitem__ = put
 
     # Overriding __iter__ also makes dict(columns) and **columns go through __getitem__.
     def __iter__(self) -> Iterator[str]:

@@ -15,7 +15,7 @@ import torch
 from roll.protocol import joining, storage
 from roll.protocol.columns import Column, ObjectColumns, PackedColumn, TensorColumns, object_array
 from roll.protocol.joining import RowIndex, first_difference, mini_batch_rows, row_groups, row_numbers
-from roll.protocol.packing import from_wire, to_wire
+from roll.protocol.packing import to_wire
 
 Names = str | Collection[str]
 
@@ -426,5 +426,7 @@ def _pick(kind: str, columns: Mapping[str, Any], keys: Names | None) -> dict[str
     return {key: columns[key] for key in names}
 
 
-def _rebuild(states: list[tuple[Any, ...]], objects: dict[str, list[Any]], meta_info: dict[str, Any]) -> DataProto:
-    return DataProto._build(*from_wire(states, objects), meta_info)
+def _rebuild(columns: dict[str, Column], objects: dict[str, list[Any]], meta_info: dict[str, Any]) -> DataProto:
+    # Nothing is unpacked.
+    arrays = {key: np.fromiter(values, dtype=object, count=len(values)) for key, values in objects.items()}
+    return DataProto._build(columns, arrays, meta_info)

@@ -128,13 +128,9 @@ class RankInfo:
     cp_size: int = 1
 
     @property
-    def is_pipeline_last_stage(self) -> bool:
-        return self.pp_rank == self.pp_size - 1
-
-    @property
     def is_data_source(self) -> bool:
         """True on the one rank of a data-parallel replica whose results are collected."""
-        return self.tp_rank == 0 and self.cp_rank == 0 and self.is_pipeline_last_stage
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == self.pp_size - 1
 
     @property
     def is_first_of_replica(self) -> bool:

@@ -292,33 +292,16 @@ def _filled(shape: Sequence[int], value: int, dtype: type[Any]) -> np.ndarray:
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
 
 
-WireState = tuple[list[tuple[Any, ...]], dict[str, list[Any]], dict[str, Any]]
+WireState = tuple[dict[str, Column], dict[str, list[Any]], dict[str, Any]]
 """Tensor columns, object columns and ``meta_info`` in the form that is pickled."""
 
 
 def to_wire(stored: Mapping[str, Column], objects: ObjectColumns, meta_info: Mapping[str, Any]) -> WireState:
     """Pickled form of a batch; columns that arrived packed are passed on as they came."""
     fresh = {key: column for key, column in stored.items() if isinstance(column, torch.Tensor)}
-    packed = dict(zip(fresh, pack(list(fresh.values())), strict=True))
-    states = []
-    for key, column in stored.items():
-        one = packed.get(key, column)
-        assert isinstance(one, Packed)
-        states.append((key, _name(one.dtype), tuple(one.shape), one.payload, one.spans, one.padding))
+    packed = dict(stored) | dict(zip(fresh, pack(list(fresh.values())), strict=True))
     plain = {key: _without_tensors(list(values)) for key, values in objects.items()}
-    return states, plain, _without_tensors(dict(meta_info))
-
-
-def from_wire(states: list[tuple[Any, ...]], objects: dict[str, list[Any]]) -> tuple[dict[str, Column], ObjectColumns]:
-    """The columns of :func:`to_wire`; nothing is unpacked."""
-    columns: dict[str, Column] = {}
-    for key, dtype, shape, payload, spans, padding in states:
-        columns[key] = Packed(getattr(torch, dtype), torch.Size(shape), payload, spans, padding)
-    return columns, {key: np.fromiter(values, dtype=object, count=len(values)) for key, values in objects.items()}
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return packed, plain, _without_tensors(dict(meta_info))
 
 
 def _without_tensors(value: Any) -> Any:
@@ -342,8 +325,8 @@ class _TensorInTransit:
         self._tensor = tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (to_bits(self._tensor), _name(self._tensor.dtype))
+        return _arrived, (to_bits(self._tensor), self._tensor.dtype)
 
 
-def _arrived(bits: np.ndarray, dtype: str) -> torch.Tensor:
-    return torch.from_numpy(bits.copy()).view(getattr(torch, dtype))
+def _arrived(bits: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(bits.copy()).view(dtype)

@@ -170,7 +170,7 @@ class ModelStrategy(ABC):
         dims.validate(self.role.name)
         return dims
 
-    @property
+    @cached_property
     def rank_info(self) -> RankInfo:
         return self.dims.rank_info(dist.get_rank())
 

@@ -87,11 +87,11 @@ class ModelWorker(Worker):
         rows, top = columns_of(batch), ask.top
         with self.strategy.without_adapters() if ask.without_adapters else nullcontext():
             if top is None:
-                return DataProto.from_dict(self.strategy.forward(rows, ask.outputs, ask.temperature))
+                return DataProto(self.strategy.forward(rows, ask.outputs, ask.temperature))
             columns = self.strategy.forward_top_tokens(rows, top, ask.temperature)
         # Probability 0 either way, and finite in float16: 0 times minus infinity is no number.
         columns["top_log_probs"] = columns["top_log_probs"].clamp(min=LEAST_LOG_PROB).to(DTYPES[ask.dtype])
-        return DataProto.from_dict(columns)
+        return DataProto(columns)
 
     @register(Dispatch.ONE_TO_ALL)
     def offload_states(self, include: list[StateKind]) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction, FunctionCtx
 
 from roll.distributed import Dispatch, register
 from roll.methods.base import Loss, Totals
@@ -150,21 +149,11 @@ def watched_loss(outputs: TensorBatch, batch: TensorBatch, loss: LossFunction) -
     gradient is what all ranks know and agree on.
     """
     value, metrics = loss(outputs, batch)
-    return _NanGradient.apply(value), metrics
-
-
-class _NanGradient(torch.autograd.Function):
-    """The identity; without a wait for the device, and exact where the value is finite (a factor of 1)."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, value: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.ones_like(value).masked_fill(~value.isfinite(), torch.nan))
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: BackwardCFunction, gradient: torch.Tensor) -> torch.Tensor:
-        (factor,) = ctx.saved_tensors
-        return gradient * factor
+    if value.requires_grad:
+        # Without a wait for the device, and exact where the value is finite.
+        factor = torch.ones_like(value.detach()).masked_fill(~value.isfinite(), torch.nan)
+        value.register_hook(lambda gradient: gradient * factor)
+    return value, metrics
 
 
 def equal_parts(batch: TensorBatch, count: int) -> list[TensorBatch]:

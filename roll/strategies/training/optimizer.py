@@ -44,18 +44,15 @@ class LearningRateSchedule:
         """The learning rate of optimizer step ``step``, counted from 0. The first step's is never 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        return self.peak * self._decay(step - self.warmup_steps)
-
-    def _decay(self, step: int) -> float:
-        """The fraction of ``peak`` that is left ``step`` steps after the warm-up."""
+        step -= self.warmup_steps
         options, low = self.options, self.min_ratio
         progress = min(1.0, step / max(1, self.total_steps - self.warmup_steps))
         match self.kind:
             case "constant" | "constant_with_warmup":
-                return 1.0
+                return self.peak
             case "inverse_sqrt":
                 timescale = float(options.get("timescale") or self.warmup_steps or INVERSE_SQRT_TIMESCALE)
-                return max(low, math.sqrt(timescale / (step + timescale)))
+                return self.peak * max(low, math.sqrt(timescale / (step + timescale)))
             case "linear":
                 shape = 1.0 - progress
             case "cosine" | "cosine_with_min_lr":
@@ -79,7 +76,7 @@ class LearningRateSchedule:
                     "cosine": 0.5 * (1.0 + math.cos(math.pi * 2.0 * waves * progress)) if progress < 1.0 else 0.0,
                     "1-sqrt": 1.0 - math.sqrt(progress),
                 }[options.get("decay_type", "cosine")]
-        return low + (1.0 - low) * shape
+        return self.peak * (low + (1.0 - low) * shape)
 
     def _minimum(self) -> float:
         """The lowest fraction of ``peak``: ``min_lr``, ``min_lr_rate`` or ``min_lr_ratio``, whichever is set."""
