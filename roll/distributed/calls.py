@@ -8,8 +8,6 @@ import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, Self
 
@@ -108,7 +106,7 @@ class PendingCall(Generic[R]):
         driver = DriverLoop.of_this_thread()
         # Inside a coroutine the loop runs already, and asyncio refuses to run it once more: then only this call is
         # waited for.
-        if driver is not None and timeout is None and not driver.is_running:
+        if driver is not None and timeout is None and not driver._loop.is_running():
             return driver.run(self)
         wait_any([self], timeout)
         return self._collect(self._answers)
@@ -118,49 +116,23 @@ class PendingCall(Generic[R]):
         return self._result().__await__()
 
     async def _result(self) -> R:
+        """Ray calls back when an answer is there, in a thread of its own, so that any number of calls in flight cost no
+        thread and no polling."""
         if self.error is None and self.unanswered:
-            await self._settled()
+            answers = {ref: asyncio.wrap_future(ref.future()) for ref in self.unanswered}
+            for answer in answers.values():
+                # A failure is looked at, so that asyncio does not warn of one that comes when another has ended the
+                # wait.
+                answer.add_done_callback(lambda one: one.cancelled() or one.exception())
+            limit = max(0.0, self.seconds_left)
+            await asyncio.wait(answers.values(), timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            for ref, answer in answers.items():
+                if answer.done():
+                    self.take(ref, answer.result)
         if self.error is None and self.unanswered:
             self.error = self.overdue()
         self.check()
         return self._collect(self._answers)
-
-    async def _settled(self) -> None:
-        """Return when all ranks have answered, one has failed, or the deadline is over.
-
-        Ray calls back when an answer is there, in a thread of its own, so that any number of calls in flight cost no
-        thread and no polling.
-        """
-        loop = asyncio.get_running_loop()
-        settled: asyncio.Future[None] = loop.create_future()
-        answers = {ref: ref.future() for ref in self.unanswered}
-        missing = len(answers)
-
-        def settle() -> None:
-            if not settled.done():
-                settled.set_result(None)
-
-        def count(answer: Future[Any]) -> None:
-            nonlocal missing
-            missing -= 1
-            if not missing or answer.exception() is not None:
-                settle()
-
-        def report(answer: Future[Any]) -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
-                loop.call_soon_threadsafe(count, answer)
-
-        for answer in answers.values():
-            answer.add_done_callback(report)
-        deadline = loop.call_later(max(0.0, self.seconds_left), settle)
-        try:
-            await settled
-        finally:
-            deadline.cancel()
-        # Taken here, in the loop's own thread: the callbacks run in a thread of Ray, and only count.
-        for ref, answer in answers.items():
-            if answer.done():
-                self.take(ref, answer.result)
 
     def take(self, ref: ray.ObjectRef[Any], fetch: Callable[[], Any]) -> None:
         """Keep one rank's answer, which ``fetch`` returns at once.
@@ -282,10 +254,6 @@ class DriverLoop:
     def of_this_thread(cls) -> DriverLoop | None:
         """Return this thread's loop, unless it is closed; None: there is none."""
         return getattr(cls._threads, "current", None)
-
-    @property
-    def is_running(self) -> bool:
-        return self._loop.is_running()
 
     @property
     def is_closed(self) -> bool:

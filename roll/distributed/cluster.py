@@ -410,11 +410,7 @@ def _spread_data(
     # One source per replica: its tensor- and pipeline-parallel ranks computed the same rows, which must count once.
     sources = sorted((info for info in infos if info.is_data_source), key=lambda info: info.dp_rank)
     padding = -rows % dp_size
-
-    def collect(answers: dict[int, Any]) -> Any:
-        return joined([answers[info.rank] for info in sources], rows + padding, padding)
-
-    return arguments, collect
+    return arguments, lambda answers: joined([answers[info.rank] for info in sources], rows + padding, padding)
 
 
 def chunked(batch: DataProto, chunks: int) -> list[DataProto]:

@@ -86,11 +86,8 @@ class TensorColumns(dict[str, torch.Tensor]):
 
     def __init__(self, columns: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()) -> None:
         super().__init__()
-        if isinstance(columns, TensorColumns):
-            for key, column in columns.stored():
-                self.put(key, column)
-        else:
-            self.update(columns)
+        for key, column in columns.stored() if isinstance(columns, TensorColumns) else dict(columns).items():
+            self.put(key, column)
 
     @property
     def batch_size(self) -> int | None:

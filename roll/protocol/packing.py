@@ -119,15 +119,15 @@ class Packed(PackedColumn):
 
     def unpack(self) -> torch.Tensor:
         bits = _BITS[self.dtype.itemsize][1]
+        if self.spans is None and isinstance(self.payload, np.ndarray):
+            # The payload may be read-only memory of the object store, which all readers on the node share.
+            return torch.from_numpy(self.payload.copy()).view(self.dtype)
+        value = self.payload if self.spans is None else self.padding
+        # Zeros come from untouched pages of the operating system: only what is written later costs memory traffic.
+        whole = np.zeros(self.shape, bits) if value == 0 else np.full(self.shape, value, bits)
         if self.spans is not None:
-            whole = _filled(self.shape, self.padding, bits)
             by_token = whole.reshape(self.shape[0] * self.shape[1], *self.shape[2:])
             by_token[self.spans.index] = self.payload
-        elif isinstance(self.payload, np.ndarray):
-            # The payload may be read-only memory of the object store, which all readers on the node share.
-            whole = self.payload.copy()
-        else:
-            whole = _filled(self.shape, self.payload, bits)
         return torch.from_numpy(whole).view(self.dtype)
 
     def peek(self) -> torch.Tensor | None:
@@ -282,11 +282,6 @@ def _narrowed(values: np.ndarray) -> np.ndarray:
         if smallest <= low and high <= largest:
             return values.astype(narrow)
     return values
-
-
-def _filled(shape: Sequence[int], value: int, dtype: type[Any]) -> np.ndarray:
-    # Zeros come from untouched pages of the operating system: only what is written later costs memory traffic.
-    return np.zeros(shape, dtype) if value == 0 else np.full(shape, value, dtype)
 
 
 _PLAIN = {type(None), bool, int, float, complex, str, bytes}
