@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import ray
@@ -116,9 +116,10 @@ class Clusters(Scorers):
     def all(self) -> list[Cluster]:
         return [*self.computing(), self.actor_infer, *super().all()]
 
-    def of(self, role: str) -> Cluster:
-        """The cluster of a role that learns or looks at samples."""
-        return next(cluster for cluster in self.computing() if cluster.name == role)
+    @cached_property
+    def by_role(self) -> dict[str, Cluster]:
+        """The clusters of :meth:`computing` by their names."""
+        return {cluster.name: cluster for cluster in self.computing()}
 
     def computing(self) -> list[Cluster]:
         """The roles that learn or look at samples."""

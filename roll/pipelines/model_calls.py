@@ -151,14 +151,12 @@ def length_metrics(batch: DataProto, order: RowOrder, role: str, dp_size: int) -
 
 
 Values = Mapping[str, torch.Tensor]
-_Pending = tuple[RoleAsk, torch.Tensor, DataProto, DataProto, Callable[[], Values]]
-"""The fields of an :class:`~roll.methods.base.Answer`, and a function that waits for its columns."""
 
 
 def answers(
     batch: DataProto,
     asks: Sequence[RoleAsk],
-    cluster_of: Callable[[str], Cluster],
+    clusters: Mapping[str, Cluster],
     residency: Residency,
     replacing: Callable[[Cluster, Callable[[], Values]], Values],
 ) -> Iterator[Answer]:
@@ -166,10 +164,11 @@ def answers(
     others take turns; a role without rows is left out.
 
     Args:
+        clusters: by role.
         residency: brings a role onto its devices, which several may share.
         replacing: runs the work of a role, once more where its workers have to be replaced.
     """
-    pending: list[_Pending] = []
+    turns: list[list[tuple[RoleAsk, NDArray[np.bool_]]]] = [[]]
     busy: set[int] = set()
     for asked in asks:
         rows = np.ones(len(batch), dtype=bool)
@@ -177,27 +176,22 @@ def answers(
             rows = np.isin(batch.non_tensor_batch["tag"].astype(str), list(asked.tags))
         if not rows.any():
             continue
-        cluster = cluster_of(asked.role)
-        devices = set(cluster.role.device_mapping or ())
+        devices = set(clusters[asked.role].role.device_mapping or ())
         if devices & busy:
-            yield from _collected(pending)
-            pending, busy = [], set()
-        part = batch if rows.all() else batch[rows]
-        seen = part if asked.view is None else asked.view(part)
-        read = read_by(asked.role, asked.ask, seen)
-
-        def begin(cluster: Cluster = cluster, read: DataProto = read, ask: Ask = asked.ask) -> Callable[[], Values]:
-            residency.bring({cluster.name: WEIGHTS})
-            return start_computing(read, cluster, ask)
-
-        work = Computation(begin)
-        pending.append((asked, torch.from_numpy(rows), part, seen, partial(replacing, cluster, work)))
+            turns.append([])
+            busy = set()
+        turns[-1].append((asked, rows))
         busy |= devices
-    yield from _collected(pending)
-
-
-def _collected(pending: Sequence[_Pending]) -> Iterator[Answer]:
-    return (Answer(asked, rows, part, seen, columns()) for asked, rows, part, seen, columns in pending)
+    for turn in turns:
+        pending = []
+        for asked, rows in turn:
+            cluster, part = clusters[asked.role], batch if rows.all() else batch[rows]
+            seen = part if asked.view is None else asked.view(part)
+            read = read_by(asked.role, asked.ask, seen)
+            work = Computation(partial(start_computing, read, cluster, asked.ask, residency))
+            pending.append((asked, torch.from_numpy(rows), part, seen, partial(replacing, cluster, work)))
+        for asked, used, part, seen, columns in pending:
+            yield Answer(asked, used, part, seen, columns())
 
 
 class Computation(Generic[R]):
@@ -214,12 +208,19 @@ class Computation(Generic[R]):
         return begun()
 
 
-def start_computing(batch: DataProto, cluster: Cluster, ask: Ask) -> Callable[[], Values]:
+def start_computing(
+    batch: DataProto, cluster: Cluster, ask: Ask, residency: Residency | None = None
+) -> Callable[[], Values]:
     """Start to compute columns (B, L), on each rank an equal share of the work.
+
+    Args:
+        residency: brings the model onto its devices before; None: it is there.
 
     Returns:
         A function that waits for the columns and gives them in the order of ``batch``.
     """
+    if residency is not None:
+        residency.bring({cluster.name: WEIGHTS})
     if cluster.dp_size == 1:
         call = cluster.call(ModelWorker.forward, batch, ask)
         return lambda: call.result().batch

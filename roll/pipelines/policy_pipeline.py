@@ -205,7 +205,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         # groupby joins neighbours only: a method lists the asks of one phase together.
         for phase, asks in groupby(self.method.asks(self.plan, self.temperature), key=attrgetter("phase")):
             with self.context.phase(phase):
-                found = answers(batch, list(asks), self.clusters.of, self.residency, self.replacing)
+                found = answers(batch, list(asks), self.clusters.by_role, self.residency, self.replacing)
                 self.context.record(self.method.receive(batch, found, phase))
 
     def replacing(self, cluster: Cluster, work: Callable[[], R]) -> R:
@@ -222,9 +222,8 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         every = self.config.sample_log.mismatch_steps if self.certificate is None else 0
         if trainer is None and every and step % every == 0 and not self.recorded.replays:
             with self.context.phase("sample_log"):
-                self.residency.bring({"actor_train": WEIGHTS})
-                columns = start_computing(batch, self.clusters.actor_train, Ask(temperature=self.temperature))()
-                trainer = columns[Output.LOG_PROBS]
+                ask = Ask(temperature=self.temperature)
+                trainer = start_computing(batch, self.clusters.actor_train, ask, self.residency)()[Output.LOG_PROBS]
         self.context.samples.policy(step, batch, notes, self.tokenizer, trainer)
 
     def learn(self, batch: DataProto, step: int) -> None:
@@ -243,7 +242,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
                 with nullcontext() if compared is None else compared.judging(self.loaded, step):
                     training = self.plan.training[role]
                     num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
-                    cluster = self.clusters.of(role)
+                    cluster = self.clusters.by_role[role]
                     metrics = update_model(batch, cluster, loss, num_mini_batches, training.epochs, seed)
                 self.context.record(metrics)
                 if compared is not None:

@@ -152,7 +152,9 @@ class SampleRecorder:
             number = row if of_rows.episodes is None else of_rows.episodes[place]
             known, sample = about[number] if number < len(about) else ({}, {})
             words = {name: None if column is None else column[row] for name, column in objects.items()}
-            prompt, prompt_ids = dict(known), of_rows.prompt_ids(place)
+            # The ids before the first sampled token, and after it.
+            ids, begin = columns["input_ids"][place, : of_rows.lengths[place]].tolist(), of_rows.begins[place]
+            prompt, prompt_ids = dict(known), ids[:begin]
             prompt |= {"id": words["prompt_id"], "domain": words["domain"], "tag": words["tag"]}
             if "text" not in prompt:
                 prompt["text"] = self._text(prompt_ids)
@@ -162,7 +164,7 @@ class SampleRecorder:
             # A copy: rows of one episode share its note.
             sample = {**sample, "m": numbers, "f": words["finish_reason"], "role": words["role"]}
             of_rows.fill(place, sample)
-            block.add(prompt, sample, of_rows.response_ids(place))
+            block.add(prompt, sample, ids[begin:])
         self._append(block.finished())
         if IMAGES in batch.non_tensor_batch:
             self._show(step, batch.non_tensor_batch[IMAGES][rows])
@@ -365,10 +367,10 @@ class _Rows:
         self._columns = columns
         mask = columns["response_mask"]
         self._mask = mask
-        self._lengths = columns["attention_mask"].sum(-1)
-        begins = np.where(mask.any(-1), mask.argmax(-1), self._lengths)
-        self._begins, self._behind = begins.tolist(), self._lengths.tolist()
-        self._ends = np.minimum(self._lengths, begins + max_tokens).tolist()
+        lengths = columns["attention_mask"].sum(-1)
+        begins = np.where(mask.any(-1), mask.argmax(-1), lengths)
+        self.begins, self.lengths = begins.tolist(), lengths.tolist()
+        self._ends = np.minimum(lengths, begins + max_tokens).tolist()
         self._counts = mask.sum(-1).tolist()
         self.episodes: list[int] | None = columns["episode_ids"].tolist() if "episode_ids" in columns else None
         self._log_probs = _scaled(columns["rollout_log_probs"], LOG_PROB_SCALE)
@@ -386,18 +388,9 @@ class _Rows:
             top = np.where(mask, advantages, -np.inf).max(-1, initial=-np.inf)
             self._advantage = np.where(top - low < 1e-7, low, np.where(top < low, 0.0, np.nan)).tolist()
 
-    def prompt_ids(self, row: int) -> list[int]:
-        """The ids before the first sampled token."""
-        ids: list[int] = self._columns["input_ids"][row, : self._begins[row]].tolist()
-        return ids
-
-    def response_ids(self, row: int) -> list[int]:
-        ids: list[int] = self._columns["input_ids"][row, self._begins[row] : self._behind[row]].tolist()
-        return ids
-
     def fill(self, row: int, sample: Sample) -> None:
         """Set the fields of ``sample`` that the batch holds."""
-        columns, begin, end = self._columns, self._begins[row], self._ends[row]
+        columns, begin, end = self._columns, self.begins[row], self._ends[row]
         sample["g"] = str(int(columns["group_ids"][row]))
         sample["s"], sample["n"] = _number(columns["scores"][row]), self._counts[row]
         if "response_level_rewards" in columns:
@@ -406,7 +399,7 @@ class _Rows:
             return
         here = slice(begin, end)
         sample["l"] = self._log_probs[row][here]
-        if self._counts[row] < self._behind[row] - begin:
+        if self._counts[row] < self.lengths[row] - begin:
             given = ~self._mask[row, here]
             sample["c"] = [[first, last] for first, last in _stretches(given) if given[first]] or None
         if self._mismatch is not None:

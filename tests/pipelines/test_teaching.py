@@ -70,7 +70,7 @@ def taught(
         teacher.role, teacher.name = config.teacher[name], teacher_role(name)
     residency: Any = SimpleNamespace(bring=lambda needs: None if entered is None else entered.extend(needs))
     asks = opd.asks(plan, temperature)  # type: ignore[arg-type]
-    return opd.receive(batch, answers(batch, asks, clusters.__getitem__, residency, undisturbed))
+    return opd.receive(batch, answers(batch, asks, clusters, residency, undisturbed))
 
 
 def scored(config: RLVRConfig, teachers: dict[str, Any]) -> tuple[DataProto, dict[str, float]]:

@@ -25,7 +25,7 @@ from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics, verifie
 from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
 from roll.pipelines.rlvr.data import RunData, load_data
 from roll.pipelines.rlvr.plan import RLVRPlan, ValidationSet
-from roll.pipelines.sample_records import Notes, sample_notes
+from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
@@ -165,8 +165,7 @@ class PromptSource(RolloutSource[PromptRow, SampleGroup]):
     def table(self, groups: Sequence[SampleGroup]) -> SampleTable:
         return sample_table(groups, self._plan.dump_dir)
 
-    def notes(self, groups: Sequence[SampleGroup]) -> Notes:
-        return sample_notes(groups)
+    notes = staticmethod(sample_notes)
 
     def validation(self) -> Coroutine[Any, Any, Validation]:
         return validate(self._plan.validation_sets, self._data.validation, self._config.val_batch_size, self._answer)
