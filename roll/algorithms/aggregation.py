@@ -167,11 +167,13 @@ def denominators_of(mask: Tensor, sequence_tokens: Tensor | None = None) -> Tens
     return torch.stack([tokens.sum(), (tokens / sequence_tokens.clamp(min=1)).sum(), rows])
 
 
-def denominators_from(summed: Tensor, norm_length: float | None = None) -> LossDenominators:
+def denominators_from(
+    summed: Tensor, norm_length: float | None = None, group_tokens: Tensor | None = None
+) -> LossDenominators:
     """The inverse of :func:`denominators_of` after the sum over ranks: one transfer from the device."""
     tokens, samples, rows = summed.tolist()
     # Both are counts: the shares of a trajectory's rows add up to 1 but for rounding.
-    return LossDenominators(tokens, float(round(samples)), norm_length, rows=rows)
+    return LossDenominators(tokens, float(round(samples)), norm_length, group_tokens, rows)
 
 
 def group_tokens_of(mask: Tensor, group_ids: Tensor, num_groups: int) -> Tensor:

@@ -162,8 +162,8 @@ def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, options: PPOConfig, me
     # Outside the mask the ratio is 1, which is neither.
     above, below = ratio > high, ratio < low
     clipped = (above & (advantages > 0)) | (below & (advantages < 0))
-    bound = options.dual_clip_bound
-    if bound is not None:
+    if options.dual_clip_loss:
+        bound = 1.0 + 2.0 * options.pg_clip if options.dual_clip_coef is None else options.dual_clip_coef
         # By the ratio: where r A and c A round to the same number, torch.min would halve the gradient.
         beyond = (advantages < 0) & (ratio > bound)
         loss = torch.where(beyond, -bound * advantages, loss)

@@ -264,10 +264,3 @@ class PPOConfig:
     def clip_high(self) -> float:
         """Largest distance of the ratio above 1."""
         return self.pg_clip_high if self.use_pg_clip_range else self.pg_clip
-
-    @property
-    def dual_clip_bound(self) -> float | None:
-        """Bound of the dual clip (arXiv 1912.09729); None: it is off."""
-        if not self.dual_clip_loss:
-            return None
-        return 1.0 + 2.0 * self.pg_clip if self.dual_clip_coef is None else self.dual_clip_coef

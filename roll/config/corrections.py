@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 from roll.config.reading.errors import Problems, closest
@@ -101,12 +102,12 @@ class CorrectionOptions:
     function: str | None = None
     """Dotted path of the user's own correction, in place of rules."""
 
-    @property
+    @cached_property
     def rejections(self) -> tuple[CorrectionRule, ...]:
         """Rules that are applied to the whole batch before the update."""
         return tuple(rule for rule in self.rules if rule.action == "reject")
 
-    @property
+    @cached_property
     def normalized(self) -> tuple[CorrectionRule, ...]:
         """Rules whose weights have a mean of 1 over the whole batch."""
         return tuple(rule for rule in self.rules if rule.normalize)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from roll.algorithms.aggregation import (
-    LossDenominators,
     denominators_from,
     denominators_of,
     group_tokens_of,
@@ -86,10 +85,6 @@ class SampledLoss(Loss):
             counts["groups"] = group_tokens_of(mask, batch["group_ids"], self.num_groups)
         return counts
 
-    def denominators(self, totals: Totals) -> LossDenominators:
-        found = denominators_from(totals["rows"], self.norm_length)
-        return replace(found, group_tokens=totals["groups"]) if "groups" in totals else found
-
 
 @dataclass(frozen=True)
 class PolicyLoss(SampledLoss):
@@ -124,7 +119,8 @@ class PolicyLoss(SampledLoss):
 
     def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         compared = compare_with_engine(outputs[Output.LOG_PROBS], batch) if SAME_WEIGHTS in batch else {}
-        result = actor_loss(self.inputs(outputs, batch), self.options, self.denominators(totals))
+        denominators = denominators_from(totals["rows"], self.norm_length, totals.get("groups"))
+        result = actor_loss(self.inputs(outputs, batch), self.options, denominators)
         return result.loss, result.metrics | compared
 
 
@@ -156,7 +152,7 @@ class ValueLoss(SampledLoss):
             value_clip=self.value_clip,
             value_loss_type=self.value_loss_type,
             loss_agg_mode=self.loss_agg_mode,
-            denominators=self.denominators(totals),
+            denominators=denominators_from(totals["rows"], self.norm_length, totals.get("groups")),
             group_ids=batch.get("group_ids"),
             sequence_tokens=batch.get("sequence_tokens"),
         )

@@ -126,12 +126,8 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, excluded: Tensor | None, product: Product = linear
 ) -> Tensor:
     """float32 (n, V) of one chunk."""
-    logits = product(hidden, weight, bias).to(_math_dtype(hidden))
+    logits = product(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
     return logits if excluded is None else logits.index_fill_(1, excluded, EXCLUDED_LOGIT)
-
-
-def _math_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.promote_types(hidden.dtype, torch.float32)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -139,7 +135,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(  # type: ignore[no-untyped-def]
         ctx, hidden, weight, bias, targets, temperature, with_entropy, with_squares, excluded, chunk, keep, product
     ):
-        log_probs = hidden.new_empty(hidden.shape[0], dtype=_math_dtype(hidden))
+        log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
         entropy = torch.empty_like(log_probs) if with_entropy else None
         squares = torch.empty_like(log_probs) if with_squares else None
         kept: list[Tensor] = []
@@ -322,9 +318,11 @@ class ResponseModel(nn.Module):
         if routing is not None:
             routing.routes = None if layout.routes is None else layout.routes.flatten(0, 1)
         recorded: list[tuple[Tensor, Tensor]] = []
-        set_row_lengths(self.rotaries, layout, 1 if self.context_group is None else self.context_group.size())
+        if self.rotaries:
+            set_row_lengths(self.rotaries, layout, 1 if self.context_group is None else self.context_group.size())
         with ExitStack() as stack:
-            stack.enter_context(arriving(layout.pattern, self.context_group))
+            if extra:
+                stack.enter_context(arriving(layout.pattern, self.context_group))
             if routing is not None and (rows is not None or self.records_routes):
                 recorded = stack.enter_context(routing.recording())
             hidden = body(**inputs, position_ids=layout.position_ids, use_cache=False, **extra).last_hidden_state

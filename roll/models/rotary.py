@@ -55,8 +55,6 @@ def set_row_lengths(rotaries: list[Any], layout: TokenLayout, parts: int) -> Non
     Raises:
         ValueError: a layout in which some tokens would need the angles of two lengths, or ranks know no lengths.
     """
-    if not rotaries:
-        return
     alike = min(map(longest_alike, rotaries))
     if parts > 1 and layout.input_ids.shape[1] * parts > alike:
         raise ValueError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from math import ceil, floor, gcd, isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -207,7 +208,7 @@ class TrainingPlan:
     rule: MicroBatching | None = None
     """Rule that forms micro-batches; null: by ``micro_batch_size``."""
 
-    @property
+    @cached_property
     def mini_batch_size(self) -> int:
         """Samples of one optimizer step."""
         return self.micro_batch_size * self.gradient_accumulation_steps * self.dp_size

@@ -32,11 +32,10 @@ from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.optimizer import (
     TrainingProgress,
     adamw,
-    clip_factor,
+    clip_,
     decay_groups,
     global_norm,
     local_tensor,
-    scale_,
     state_tensors,
 )
 
@@ -218,7 +217,7 @@ class ShardedStrategy(DataParallelStrategy):
         shard_group = self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
         norm = float(global_norm(gradients, shard_group, self.device)) / scale
         if math.isfinite(norm):  # the same number on all ranks, so all step or none does
-            scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
+            clip_(gradients, scale, norm, self.max_grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()

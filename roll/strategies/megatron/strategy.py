@@ -65,7 +65,7 @@ from roll.strategies.megatron.weights import FullWeights, OwnParameter, read_par
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES
 from roll.strategies.training.micro_batches import merged_floats, replay_metrics, row_index
-from roll.strategies.training.optimizer import TrainingProgress, clip_factor, scale_
+from roll.strategies.training.optimizer import TrainingProgress, clip_
 
 
 class MegatronStrategy(ModelStrategy):
@@ -468,7 +468,7 @@ class MegatronStrategy(ModelStrategy):
         if math.isfinite(norm):
             mains = [main for one in self.optimizer.chained_optimizers for main in one.get_parameters()]
             gradients = [main.grad for main in mains if main.grad is not None]
-            scale_(gradients, clip_factor(norm, self.max_grad_norm) / scale)
+            clip_(gradients, scale, norm, self.max_grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.progress.learning_rate
             self.optimizer.step_with_ready_grads()

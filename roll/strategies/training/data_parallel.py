@@ -209,7 +209,7 @@ class DataParallelStrategy(GatheredWeights):
         batch, images = self._with_images(batch)
         was_training = self.model.training
         self.model.eval()
-        rule, ids = micro_batching(self.role, trains=False), batch["input_ids"]
+        rule, ids = self.rules[False], batch["input_ids"]
         for rows in plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing):
             part = micro_batch(batch, rows)
             shape = part["input_ids"].shape
@@ -272,7 +272,8 @@ class DataParallelStrategy(GatheredWeights):
         if images is not None and FEATURES in part:
             layout = images.attach(layout, part)
         sequences, length = layout.input_ids.shape
-        layout = padded(layout, sequences, length + -length % self.dims.cp)
+        if length % self.dims.cp:
+            layout = padded(layout, sequences, length + -length % self.dims.cp)
         if comparisons:
             layout = replace(layout, comparisons=targets_of(layout, part, comparisons))
         if Output.ROUTES not in part:
@@ -294,6 +295,11 @@ class DataParallelStrategy(GatheredWeights):
         return int(largest)
 
     @cached_property
+    def rules(self) -> dict[bool, MicroBatching]:
+        """The rules of micro-batches: True, of those that are differentiated; False, of the others."""
+        return {trains: micro_batching(self.role, trains) for trains in (False, True)}
+
+    @cached_property
     def contents(self) -> ModelContents:
         """Description of the model in a checkpoint."""
         return describe_model(self.role, self._shapes, self._trained_names, self.adapter_scalings())
@@ -313,7 +319,7 @@ class DataParallelStrategy(GatheredWeights):
         """Collective. Forward and backward passes over all micro-batches."""
         self._check_outputs(outputs)
         batch, images = self._with_images(batch)
-        rule, balance = micro_batching(self.role, trains=True), self.balance
+        rule, balance = self.rules[True], self.balance
         plan = plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
         metrics: list[Metrics] = []
         with self._without_optimizer():

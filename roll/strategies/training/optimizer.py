@@ -190,14 +190,10 @@ def global_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, devic
     return squared.sqrt()
 
 
-def clip_factor(norm: float, max_norm: float | None) -> float:
-    """Return the factor that brings a gradient of global norm ``norm`` to at most ``max_norm``, with the epsilon of
-    ``torch.nn.utils.clip_grad_norm_``."""
-    return max_norm / (norm + 1e-6) if max_norm is not None and norm > max_norm else 1.0
-
-
-def scale_(gradients: list[Tensor], factor: float) -> None:
-    """Multiply the gradients in place."""
+def clip_(gradients: list[Tensor], scale: float, norm: float, max_norm: float | None) -> None:
+    """Divide the gradients by ``scale``, after which their global norm is ``norm``, and bring that to at most
+    ``max_norm``, with the epsilon of ``torch.nn.utils.clip_grad_norm_``; in place."""
+    factor = (max_norm / (norm + 1e-6) if max_norm is not None and norm > max_norm else 1.0) / scale
     if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
 
