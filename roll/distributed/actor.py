@@ -318,7 +318,8 @@ class WorkerActor:
             cls = load_worker_class(worker_class)
             self._worker = cls(context)
             registered = registrations(cls)
-            self._profiled = {name for name, one in registered.items() if one.dispatch in _COMPUTING}
+            if PROFILER_ENV in os.environ:
+                self._profiled = {name for name, one in registered.items() if one.dispatch in _COMPUTING}
             return registered
         except Exception as error:
             raise _worker_raised(error) from None

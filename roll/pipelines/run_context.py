@@ -466,9 +466,11 @@ class Residency:
     def bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
         """Have exactly what the next phase needs on the devices that it uses: offload, then onload. A signal waits
         until all moves are made."""
+        # Roles with devices of their own are no tenants, and never move.
+        needed = {name: kinds for name, kinds in needs.items() if name in self._tenants}
+        if not needed:
+            return
         with ending.holding():
-            # Roles with devices of their own are no tenants, and never move.
-            needed = {name: kinds for name, kinds in needs.items() if name in self._tenants}
             wanted: set[int] = set().union(*(self._tenants[name].devices for name in needed))
             for name, tenant in self._tenants.items():
                 superfluous = tenant.resident - needed.get(name, frozenset())

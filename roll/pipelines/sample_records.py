@@ -138,7 +138,9 @@ class SampleRecorder:
             return
         self._tokenizer = tokenizer
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
-        rows = self._chosen(batch.batch["group_ids"].numpy())
+        rows = np.arange(len(batch))
+        if len(batch) > self._settings.max_samples_per_step:
+            rows = self._chosen(batch.batch["group_ids"].numpy())
         columns = {name: batch.batch[name][rows].numpy() for name in _COLUMNS if name in batch.batch}
         if Output.ROUTES in batch.batch:
             last_layer = batch.batch[Output.ROUTES][:, :, -1]  # of all layers it would be a large copy
@@ -183,8 +185,6 @@ class SampleRecorder:
     def _chosen(self, group_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of whole groups, up to the limit; of a first group above it, its first rows."""
         limit = self._settings.max_samples_per_step
-        if len(group_ids) <= limit:
-            return np.arange(len(group_ids))
         # The second argsort gives each row its rank among the rows sorted by group.
         rank = np.argsort(np.argsort(group_ids, kind="stable"), kind="stable")
         last = {int(group): int(rank[group_ids == group].max()) for group in np.unique(group_ids)}

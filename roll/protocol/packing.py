@@ -22,7 +22,7 @@ every tensor arrives on the CPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -48,14 +48,14 @@ _DENSE_FRACTION = 0.85
 """A column with a larger fraction inside its spans is sent whole: less work at both ends for at most 18% more bytes."""
 
 
+@dataclass(eq=False)
 class Spans:
     """The positions ``starts[b] <= t < stops[b]`` of each of B rows of length L that are not padding."""
 
-    def __init__(self, starts: np.ndarray, stops: np.ndarray, width: int) -> None:
-        self.starts = starts
-        self.stops = stops
-        self.width = width
-        self._last_rows: tuple[tuple[int, int], Spans] | None = None
+    starts: np.ndarray
+    stops: np.ndarray
+    width: int
+    _last_rows: tuple[tuple[int, int], Spans] | None = field(default=None, init=False, repr=False)
 
     @cached_property
     def ends(self) -> np.ndarray:

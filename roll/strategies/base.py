@@ -245,9 +245,6 @@ class ModelStrategy(ABC):
     def _without_optimizer(self) -> Iterator[None]:
         """Offload the optimizer's states during a step's forward and backward passes. They come back even if the block
         raises, so that a checkpoint written on the way out has them."""
-        if not self.offloads_optimizer_in_steps:
-            yield
-            return
         self.offload_states([StateKind.OPTIMIZER_STATES])
         try:
             yield

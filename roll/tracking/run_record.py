@@ -258,7 +258,8 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block; a name used several times before :meth:`pop` is summed. Counts also when the block raises."""
-        self._credit_memory()
+        if self._peak_memory is not None:
+            self._credit_memory(self._peak_memory())
         self._open.append(name)
         # Two clocks: durations must not jump with the wall clock, spans are compared with those of other processes.
         start, began = time.perf_counter(), time.time()
@@ -267,7 +268,8 @@ class PhaseTimer:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
             self._spans.append((name, began, time.time()))
-            self._credit_memory()
+            if self._peak_memory is not None:
+                self._credit_memory(self._peak_memory())
             self._open.pop()
 
     def pop(self) -> dict[str, float]:
@@ -281,11 +283,9 @@ class PhaseTimer:
         spans, self._spans = self._spans, []
         return spans
 
-    def _credit_memory(self) -> None:
-        """Read the peak since the last reading: it belongs to every phase open since then."""
-        if self._peak_memory is None:
-            return
-        for name, value in self._peak_memory().items():
+    def _credit_memory(self, peak: Mapping[str, float]) -> None:
+        """The peak since the last reading belongs to every phase open since then."""
+        for name, value in peak.items():
             for phase in self._open:
                 key = f"memory/{phase}/{name}"
                 self._bytes[key] = max(self._bytes.get(key, 0.0), float(value))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -454,7 +454,7 @@ class MegatronStrategy(ModelStrategy):
         for router in self._routers:
             router.counts = None
         names = [str(name) for name in outputs]
-        with self._without_optimizer():
+        with self._without_optimizer() if self.offloads_optimizer_in_steps else nullcontext():
             metrics: list[Metrics] = run(self.chunks, parts, names, temperature, loss_fn)
         counts = [router.counts for router in self._routers if router.counts is not None]
         if counts and metrics:

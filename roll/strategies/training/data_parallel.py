@@ -322,7 +322,7 @@ class DataParallelStrategy(GatheredWeights):
         rule, balance = self.rules[True], self.balance
         plan = plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
         metrics: list[Metrics] = []
-        with self._without_optimizer():
+        with self._without_optimizer() if self.offloads_optimizer_in_steps else nullcontext():
             if balance is not None:
                 balance.begin(sum(not is_empty(micro_batch(batch, rows)) for rows in plan))
                 if balance.coefficient and balance.is_global and len(plan) > 1:
