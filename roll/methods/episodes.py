@@ -83,23 +83,23 @@ class EpisodeMethod(PolicyMethod):
         of_trajectories = {name: metric for name, metric in metrics.items() if not name.startswith(LENGTHS_OF_ROWS)}
         return of_trajectories | row_metrics(batch, layout) | role_metrics(trajectories)
 
-    def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        """Rewards (T,), normalised by moments of each role (and tag); adds ``reward_divisors``."""
-        divisors = torch.ones_like(shaped, dtype=torch.float64)
-        batch.batch["reward_divisors"] = divisors
-        if self._traits.normalises_steps:
-            return shaped, {}
-        return self._by_part(batch, shaped, batch.batch["group_ids"], torch.arange(len(shaped)), divisors)
+    def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        """Rewards (T,), normalised by moments of each role (and tag).
 
-    def placed(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
-        """Rewards on the tokens of their turns, where the estimator works with turns: those of the environment scaled
-        as their sum was, and what mean, clip and length subtract on the last token."""
+        Where the estimator works with turns, they are due on the tokens of their turns: those of the environment scaled
+        as their sum was, and what mean, clip and length subtract on the last token.
+        """
+        tensors, rewards = batch.batch, shaped
+        metrics: Metrics = {}
+        divisors = torch.ones_like(shaped, dtype=torch.float64)
+        if not self._traits.normalises_steps:
+            rows = torch.arange(len(shaped))
+            rewards, metrics = self._by_part(batch, shaped, tensors["group_ids"], rows, divisors)
         if not self._traits.rewards_turns:
-            return rewards
-        tensors = batch.batch
+            return rewards, rewards, metrics
         mask = tensors["response_mask"]
-        earned = torch.where(mask, tensors["turn_rewards"].double() / tensors["reward_divisors"][:, None], 0.0)
-        return (earned + token_level_rewards(rewards - earned.sum(-1), mask)).float()
+        earned = torch.where(mask, tensors["turn_rewards"].double() / divisors[:, None], 0.0)
+        return rewards, (earned + token_level_rewards(rewards - earned.sum(-1), mask)).float(), metrics
 
     def more_inputs(self, batch: DataProto, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
         tensors = batch.batch

@@ -260,14 +260,13 @@ class PolicyMethod:
     def _add_rewards(self, batch: DataProto, lengths: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         """The rewards that advantages are made from: (B,), or (B, L) with a divergence in them."""
         tensors = batch.batch
-        shaped = self._penalised(tensors["scores"], lengths)
+        shaped = tensors["scores"]
         metrics: list[Metrics] = []
         if self._config.overlong_buffer_length is not None:
+            shaped = self._penalised(shaped, lengths)
             metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
-        rewards, measured = self.normalised(batch, shaped)
+        tensors["response_level_rewards"], rewards, measured = self.normalised(batch, shaped)
         metrics.append(measured)
-        tensors["response_level_rewards"] = rewards
-        rewards = self.placed(batch, rewards)
         if self._config.add_token_level_kl:
             kl_coef = self._kl_controller.value
             options = KLOptions(estimator=self._config.kl_penalty)
@@ -284,8 +283,9 @@ class PolicyMethod:
             rewards = rewards if tokens is None else rewards + tokens
         return rewards, merge_metrics(metrics)
 
-    def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        """Rewards (B,), normalised within their domain."""
+    def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+        """Rewards (B,), normalised within their domain; and the same where they are earned: (B,) at the end of each
+        response, or (B, L)."""
         rewards = torch.empty_like(shaped)
         metrics: list[Metrics] = []
         domains = batch.non_tensor_batch["domain"]
@@ -294,11 +294,7 @@ class PolicyMethod:
             rows = torch.from_numpy(domains == domain) if len(names) > 1 else slice(None)
             rewards[rows], measured = self._normalise(shaped[rows], batch.batch["group_ids"][rows], domain)
             metrics.append(measured)
-        return rewards, merge_metrics(metrics)
-
-    def placed(self, batch: DataProto, rewards: torch.Tensor) -> torch.Tensor:
-        """Normalised rewards where they are earned: (B,) at the end of each response, or (B, L)."""
-        return rewards
+        return rewards, rewards, merge_metrics(metrics)
 
     def _penalised(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         """Raw scores (B,) less the over-long punishment of responses with ``lengths`` tokens."""

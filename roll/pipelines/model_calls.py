@@ -90,14 +90,12 @@ def num_samples(batch: DataProto) -> int:
 
 
 def even_mini_batches(batch: DataProto, num_mini_batches: int, dp_size: int) -> DataProto:
-    """A batch whose rows divide into mini-batches of equally many episodes, or one fewer, and each of them onto
-    ``dp_size`` ranks.
+    """A batch of episodes whose rows divide into mini-batches of equally many episodes, or one fewer, and each of them
+    onto ``dp_size`` ranks.
 
     Consecutive episodes form a mini-batch.  Where one has fewer rows than the largest, rows of a single token fill it
-    up, with all masks empty, so that they weigh nothing.  A batch without episodes stays as it is.
+    up, with all masks empty, so that they weigh nothing.
     """
-    if "episode_ids" not in batch.batch:
-        return batch
     episodes = batch.batch["episode_ids"].numpy()
     starts = np.flatnonzero(np.diff(episodes, prepend=-1))
     begins = np.append([part[0] for part in np.array_split(starts, num_mini_batches)], len(batch))
@@ -282,7 +280,7 @@ def dealt_out(batch: DataProto, cluster: Cluster, num_mini_batches: int) -> tupl
     """The rows in an order in which consecutive equal shares give every rank its part of every mini-batch, and the
     tokens of the shares."""
     dp_size = cluster.dp_size
-    rows = even_mini_batches(batch, num_mini_batches, dp_size)
+    rows = even_mini_batches(batch, num_mini_batches, dp_size) if "episode_ids" in batch.batch else batch
     order = order_for(rows, cluster.role.use_prefix_sharing, dp_size, num_mini_batches)
     shares = rows[order] if dp_size > 1 else rows
     return shares, length_metrics(rows, order, cluster.name, dp_size)

@@ -189,7 +189,6 @@ def test_mini_batches_are_of_episodes(
         found = update(even[rows], config, [[row - rows[0] for row in share] for share in shares])
         assert close(found, update(whole, config))
     assert int(used.sum()) == len(batch)
-    assert even_mini_batches(batch[[0]].select(["input_ids"]), 1, 4).batch["input_ids"].shape[0] == 1
 
 
 def test_drawn_mini_batches_keep_episodes_whole(trees: list[EpisodeGroup]) -> None:
