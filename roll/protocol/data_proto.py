@@ -165,7 +165,7 @@ class DataProto:
             KeyError: an old name that is not there.
             ValueError: lists of different lengths, or a new name that another column has.
         """
-        old, new = _names(old_keys), _names(new_keys)
+        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old):
             raise ValueError(f"rename needs as many new names as old ones, each once: got {old} and {new}")
         mapping = dict(zip(old, new, strict=True))
@@ -413,14 +413,10 @@ class DataProto:
         raise KeyError(f"no column {key!r} to group by; there are {[*self.non_tensor_batch, *self._batch]}")
 
 
-def _names(keys: Names) -> list[str]:
-    return [keys] if isinstance(keys, str) else list(keys)
-
-
 def _pick(kind: str, columns: Mapping[str, Any], keys: Names | None) -> dict[str, Any]:
     if keys is None:
         return dict(columns)
-    names = _names(keys)
+    names = [keys] if isinstance(keys, str) else list(keys)
     if missing := [key for key in names if key not in columns]:
         raise KeyError(f"{kind} has no {missing[0]!r}; there are {list(columns)}")
     return {key: columns[key] for key in names}
