@@ -86,8 +86,11 @@ def put_family(draft: Draft) -> None:
     if draft.states("rm_path") and (scorer := family_of(str(draft.facts["rm_path"]))):
         kinds = " and ".join(NEEDS[name] for name in needed(scorer))
         draft.refuse("rm_path", f"is {kinds} by its name, and no reward model of that kind is tested")
+    # Parallel experts are stated by their size where the name says nothing.
+    has_experts = any(int(draft.get(f"expert.{role}", default=1)) > 1 for role, _ in draft.sections())
     family = draft.facts.get("family")
     if family is None:
+        put_adapters_of_family(draft, sees=False, has_experts=has_experts)
         return
     strategies = {role: strategy_of(draft, role) for role, _ in draft.sections()}
     # Strategies that compute the policy's model.
@@ -108,7 +111,7 @@ def put_family(draft: Draft) -> None:
         draft.put(name, draft.facts["engine"], "engine")
         for key in [key for key in draft.keys if key.startswith(f"actor_infer.{OPTIONS}.engine_args.")]:
             del draft.keys[key]  # of the other engine
-    has_experts = EXPERTS in needed(family)
+    has_experts |= EXPERTS in needed(family)
     for role, section in draft.sections():
         tensor = int(draft.get(f"tensor.{role}", default=1))
         if strategies[role] == "megatron" and has_experts and tensor > 1:

@@ -13,7 +13,7 @@ import yaml
 from roll.config.reading.compose import parse_override
 from roll.config.reading.errors import ConfigError, Problem
 from roll.translation.launching import Launch, Variables, commands, launch_of
-from roll.translation.recording import Command, Recording
+from roll.translation.recording import UNSET_MARK, Command, Recording
 
 COMMAND = "(command)"
 FOREIGN = (
@@ -162,7 +162,7 @@ def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) ->
             return f"starts {', '.join(absent)}, which is not here: translate it within its repository"
         return f"starts {', '.join(started)}, which {FOREIGN}"
     last = [line for line in recording.output.splitlines() if not line.startswith("+")][-3:]
-    printed = f"; it printed: {' / '.join(last)}" if last else ""
+    printed = UNSET_MARK.sub(r"$\1", f"; it printed: {' / '.join(last)}" if last else "")
     rule = f"starts no training program (exit status {recording.status}){printed}"
     return f"{rule}. Variables are given in front, arguments behind: roll translate NAME=value script.sh argument"
 

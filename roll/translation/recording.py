@@ -46,6 +46,11 @@ READY = "READY"
 """The first word of every record: this shell can start processes."""
 DEVICES = 8
 """Accelerators, of which a script that counts them finds a whole node."""
+SLURM = (
+    ("--nodes|-N", 1, ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")),
+    ("--gpus-per-node|--gres", DEVICES, ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE")),
+)
+"""Options of a job that count nodes and devices, the number without them, and the variables that hold it."""
 TEXT_TOOLS = """
     awk gawk mawk base64 basename bc cat cmp column comm cut date diff dirname egrep expand expr false fgrep find fmt
     fold getopt grep head id jq join ls md5sum mktemp nl numfmt od paste printf readlink realpath rev sed seq sha256sum
@@ -95,6 +100,7 @@ _FIRST_NODE |= {re.compile(r"(?:\w+_)?(?:MASTER|HEAD|LEADER)_?(?:NODE_?)?(?:ADDR
 
 _NAME = r"[A-Za-z_]\w*"
 _USED = re.compile(rf"\$(?:\{{({_NAME})\}}|({_NAME}))")
+_ARITHMETIC = re.compile(r"\$\(\(((?:[^()]|\([^()]*\))*)\)\)")
 _SET_OR_TESTED = re.compile(
     rf"\$\{{[!#]?({_NAME})(?:\[[^\]]*\])?(?!:?\?)[^}}\w]|-[nzv]\s+\"?\$?\{{?({_NAME})|(?:^|[\s;({{&|])({_NAME})(?:\[[^\]]*\])?\+?="
     rf"|\bfor\s+({_NAME})|\b(?:read|mapfile|readarray|declare|local|typeset|getopts)\b([^\n;|]*)",
@@ -112,7 +118,7 @@ _COMPUTED = re.compile(rf".*\b{NOT_SET}(\w+).*")
 _REDIRECTION = re.compile(r"(?<![<>&\d-])((?:[12&])?>>?\|?)[ \t]*(?![&>(])(\"[^\"\n]*\"|'[^'\n]*'|[^\s;&|()<>]+)")
 _ERREXIT = re.compile(r"^(\s*set\s+-)(\w+)", re.MULTILINE)
 _DEMANDED = re.compile(rf"\$\{{({_NAME}):?\?[^}}]*\}}")
-_UNSET_MARK = re.compile(r"/?__UNSET_([A-Za-z_0-9]+?)__")
+UNSET_MARK = re.compile(r"/?__UNSET_([A-Za-z_0-9]+?)__")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -157,7 +163,7 @@ def record(
     default = Path.cwd() if place.is_relative_to(Path.cwd()) else place
     root = next((folder for folder in (place, *place.parents) if (folder / ".git").exists()), default)
     files = {str(script.resolve().relative_to(root)): text} | companions(script, text, root)
-    variables = dict(environment or {})
+    variables = of_slurm(text) | dict(environment or {})
     own = sandbox or Sandbox(Settings(require=REQUIRED))
     try:
         own.start()
@@ -213,9 +219,21 @@ def unset_names(texts: Sequence[str]) -> list[str]:
     used, other = {"HOME", "USER"}, set()
     for text in (re.sub(r"(?m)^\s*#.*", "", text) for text in texts):
         used |= {match[1] or match[2] for match in _USED.finditer(text)}
+        used |= {name for match in _ARITHMETIC.finditer(text) for name in re.findall(rf"(?<![\w$]){_NAME}", match[1])}
         for match in _SET_OR_TESTED.finditer(text):
             other |= {name for group in match.groups() if group for name in re.findall(_NAME, group)}
     return sorted(name for name in used - other if not _OF_THE_SHELL.fullmatch(name))
+
+
+def of_slurm(text: str) -> dict[str, str]:
+    """Variables that Slurm sets by the ``#SBATCH`` lines of a job; none where there are no such lines."""
+    if "#SBATCH" not in text:
+        return {}
+    counted = {}
+    for options, missing, names in SLURM:
+        found = re.search(rf"(?m)^#SBATCH\s+(?:{options})[=\s]*(?:gpu:)?(?:\w+:)?(\d+)", text)
+        counted |= dict.fromkeys(names, found[1] if found else str(missing))
+    return counted
 
 
 def calm(text: str) -> str:
@@ -284,6 +302,7 @@ def _commands(recorded: str, root: Path, environment: Mapping[str, str]) -> list
             for key, value in variables.items()
             if not _OF_THE_SHELL.fullmatch(key)
             and not key.startswith(("__UNSET_", "BASH_FUNC"))
+            and not any(key in names for _, _, names in SLURM)
             and value != marker(key)
         }
         found.append(Command(words, kept))
@@ -300,7 +319,7 @@ def _outside(text: str, base: str, root: Path) -> str:
     if _CONTROL.search(text):
         raise ConfigError([Problem("(script)", _CONTROL.sub("?", text)[:200], "holds control characters")])
     text = text.replace(f"{base}/root", str(root))
-    return _UNSET_MARK.sub(lambda match: f"${{oc.env:{match[1]}}}", text)
+    return UNSET_MARK.sub(lambda match: f"${{oc.env:{match[1]}}}", text)
 
 
 def marker(name: str) -> str:
@@ -352,6 +371,7 @@ def driver(
     lines.append('for name in $(compgen -e); do unset "$name" 2>/dev/null; done')
     own = {"ROLL_BASE": "$ROLL_BASE", "ROLL_TOOLS": "$ROLL_BASE/.tools", "TMPDIR": "$ROLL_BASE"}
     own |= {"PATH": "$ROLL_BASE/.bin", "BASH_ENV": "$ROLL_BASE/.bin/every-shell"}
+    own["ROLL_NODES"] = environment.get("SLURM_JOB_NUM_NODES", "1")
     lines += [f'export {name}="{value}"' for name, value in own.items()]
     given = {name: value for name in unset for one, value in _FIRST_NODE.items() if go_on and one.fullmatch(name)}
     lines += [f"export {name}={shlex.quote(given.get(name) or marker(name))}" for name in unset]

@@ -24,6 +24,7 @@ from roll.translation.placement import (
     put_strategies,
     put_token_budgets,
 )
+from roll.translation.recording import DEVICES
 from roll.translation.rules import Dialect, Draft, Section
 from roll.translation.skyrl import SKYRL
 from roll.translation.tables import listed, read_table
@@ -68,7 +69,9 @@ def find_verl_run(draft: Draft) -> None:
         if str(options.get(name, "")).isdecimal():
             draft.state(fact, int(options[name]))
         elif fact not in draft.explicit:
-            draft.state(fact, 1)
+            counted = name in options and fact == "gpus"  # by a word such as "gpu", or an argument that is not given
+            draft.state(fact, DEVICES if counted else 1)
+            draft.remark([fact] if counted else [], f"as many processes as a node of {DEVICES} devices takes")
     engine = draft.get("engine_group", default="fsdp")
     draft.state("strategy.actor", (draft.get("engine_strategy") if engine == "fsdp" else None) or engine)
     for fact, key in (("save_epoch", "save_steps"), ("test_epoch", "eval_steps")):

@@ -41,8 +41,8 @@ case $name in
     ray)
         write_down "$@"
         if [[ "${1-} ${2-}" == "job submit" ]]; then
-            while (($#)) && [[ $1 != -- ]]; do shift; done
-            (($#)) && shift && start_behind_options "$@"
+            [[ " $* " != *" -- "* ]] || until [[ $1 == -- ]]; do shift; done
+            start_behind_options "$@"
         fi ;;
     uv)
         words=("$@")
@@ -54,7 +54,7 @@ case $name in
     sleep) ;;
     nproc) echo @DEVICES@ ;;
     hostname) case ${1-} in -i|-I|-y) echo 127.0.0.1 ;; *) echo localhost ;; esac ;;
-    scontrol) echo localhost ;;
+    scontrol) for ((i = 0; i < ROLL_NODES; i++)); do echo localhost; done ;;
     which) [[ -n ${1-} ]] && echo "/usr/bin/$1" ;;
     nvidia-smi)
         first=0 last=@DEVICES@ fields=

@@ -60,12 +60,16 @@ GSM8K = _turns(1024, max_assistant_turns=5)
 TOOL_TEMPLATE = (Path(__file__).parent / "tools.jinja").read_text(encoding="utf-8")
 """Qwen2.5's format of tools, with images: verl's Geometry3K files set it, as Qwen2.5-VL's own template has no tools."""
 GEO3K = _turns(2048, max_assistant_turns=5) | {"actor_rollout_ref.model.custom_chat_template": TOOL_TEMPLATE}
+DAPO = {"reward_model.reward_manager": "dapo"}
 CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo_trainer": ("fsdp", {}),
     "ppo_megatron_trainer": ("megatron", {}),
     "transfer_queue_ppo_trainer": ("fsdp", {}),
     "one_step_off_ppo_trainer": ("fsdp", {}),
     "one_step_off_ppo_megatron_trainer": ("megatron", {}),
+    "dapo_trainer": ("fsdp", DAPO),
+    "dapo_megatron_trainer": ("megatron", DAPO),
+    "dapo_transfer_queue_trainer": ("fsdp", DAPO),
     "gsm8k_multiturn_grpo": ("fsdp", GSM8K),
     "gsm8k_multiturn_grpo_server": ("fsdp", GSM8K),
     "gsm8k_multiturn_megatron_grpo": ("megatron", GSM8K),
@@ -74,7 +78,7 @@ CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "geo3k_multiturn_megatron_grpo": ("megatron", GEO3K),
     "search_multiturn_grpo": ("fsdp", {**_turns(1024, max_assistant_turns=2), "data.shuffle": False}),
 }
-"""Files that come with verl: their backend, and what they set beyond the defaults."""
+"""Files that come with verl and its recipes: their backend, and what they set beyond the defaults."""
 
 
 def with_file(keys: Mapping[str, Any], folder: str) -> Mapping[str, Any]:

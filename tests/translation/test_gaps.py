@@ -228,6 +228,8 @@ def test_routes_come_from_an_engine_that_returns_them(translated: Translate) -> 
             f"{SKYRL} trainer.policy.model.fake_int4_qat.enabled=false trainer.policy.megatron_config.mtp_num_layers=0",
             {},
         ),
+        (f"{SKYRL} trainer.mtp.enabled=true trainer.mtp.loss_weight=0.5", {}),
+        (f"{SKYRL} trainer.policy.language_model_only=true generator.inference_engine.language_model_only=true", {}),
         (f"{SKYRL} generator.inference_engine.enable_pd=true generator.inference_engine.num_prefill=2", {}),
         (
             f"{SKYRL} generator.chat_template_kwargs={{enable_thinking:false}}",
@@ -253,11 +255,34 @@ def test_ways_to_compute_and_to_log_the_same(text: str, expected: dict[str, Any]
         ("skip.rollout.enable=true", "has no translation"),
         ("trainer.v1.trainer_mode=separate_async", "rollout.n_gpus_per_node"),
         ("data.function_tool_path=/x.py", "has no translation"),
+        ("trainer.total_epochs=0", "must be 1 at least"),
+        ("trainer.epochs=0", "must be 1 at least"),
+        ("trainer.fully_async.simulate_training=true", "waits in place of training"),
+        ("trainer.policy.megatron_config.mtp_detach_shared_output=false", "reaches the policy"),
+        ("--config-name mine", "names a file of settings of theirs"),
     ],
 )
 def test_what_would_train_something_else_is_refused(key: str, message: str, translated: Translate) -> None:
+    verls = key.startswith(("actor", "critic", "skip", "data", "trainer.v1", "trainer.total"))
     with pytest.raises(ConfigError, match=message):
-        translated(f"{VERL} {key}")
+        translated(f"{VERL if verls else SKYRL} {key}")
+
+
+def test_adapters_on_experts_that_parallel_sizes_state(translated: Translate) -> None:
+    sizes = "trainer.strategy=megatron trainer.policy.megatron_config.expert_model_parallel_size=2"
+    text = f"{SKYRL} {sizes} trainer.policy.model.lora.rank=8"
+    with pytest.raises(ConfigError, match="puts adapters on the experts too"):
+        translated(text)
+    attention = "trainer.policy.model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
+    assert translated(f"{text} {attention}").keys["actor_train.model_args.lora_rank"] == 8
+
+
+def test_files_of_the_recipe_dapo(translated: Translate) -> None:
+    buffer = "reward_model.overlong_buffer.enable=true reward_model.overlong_buffer.len=4"
+    text = VERL.replace("verl.trainer.main_ppo", "recipe.dapo.main_dapo --config-name=dapo_megatron_trainer")
+    keys = translated(f"{text} {buffer}").keys
+    assert keys["actor_train.strategy_args.strategy_name"] == "megatron_train"
+    assert keys["overlong_buffer_length"] == 4
 
 
 def test_an_option_of_fsdp2_under_fsdp1(translated: Translate) -> None:

@@ -44,6 +44,14 @@ FEATURES = {
     ),
     "wrappers": (f"nohup timeout 3600 env A=1 {RUN} {BATCH}=160 > /var/log/none/run.log 2>&1 &\nwait", 160),
     "ray job": (f"ray stop\nray start --head\nray job submit --address=http://h:1 --no-wait -- {RUN} {BATCH}=168", 168),
+    "ray job without a mark": (f"ray job submit --no-wait --runtime-env=env.yaml {RUN} {BATCH}=60", 60),
+    "Slurm's nodes": (
+        "#SBATCH --nodes=3\n#SBATCH --gres=gpu:h100:4\n"
+        'nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))\n'
+        f"{RUN} {BATCH}=$((${{#nodes[@]}} * SLURM_NNODES * $SLURM_GPUS_ON_NODE))",
+        36,
+    ),
+    "Slurm's one node": (f"#SBATCH --time=1:00\n{RUN} {BATCH}=$(($SLURM_JOB_NUM_NODES * 68))", 68),
     "uv": (f"uv run --isolated --extra vllm --with ray==2.1 -m verl.trainer.main_ppo {BATCH}=176", 176),
     "torchrun": (f"torchrun --standalone --nproc_per_node 8 -m verl.trainer.main_ppo {BATCH}=184", 184),
     "coverage": (f"coverage run --data-file=/x --source=verl -m verl.trainer.main_ppo {BATCH}=24", 24),
@@ -109,6 +117,8 @@ def test_variables_that_are_not_set_are_read_where_the_run_starts(tmp_path: Path
 def test_an_unset_number_is_not_taken_as_zero(tmp_path: Path, sandbox: Sandbox) -> None:
     with pytest.raises(ConfigError, match="NODES is not set"):
         run(tmp_path, f"{RUN} {BATCH}=$((NODES * 8)) trainer.nnodes=$NODES", sandbox)
+    with pytest.raises(ConfigError, match=r"echo \$KEY / SIZE is not set, and the script computes"):
+        run(tmp_path, f"echo echo $KEY\n{RUN} {BATCH}=$((2 * SIZE))", sandbox)
     assert run(tmp_path, f"{RUN} {BATCH}=$((NODES * 8)) trainer.nnodes=$NODES", sandbox, NODES="2").keys[BATCH] == 16
 
 

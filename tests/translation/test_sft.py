@@ -171,3 +171,9 @@ def test_what_has_no_translation_is_refused(text: str, reason: str, translated: 
 def test_an_epoch_becomes_steps_where_the_rows_are_known(translated: Translate) -> None:
     found = translated(f"{VERL} trainer.test_freq=after_each_epoch trainer.save_freq=100", train_rows=2600)
     assert (found.keys["eval_steps"], found.keys["save_steps"]) == (10, 100)
+
+
+@pytest.mark.parametrize("processes", ["gpu", ""])
+def test_processes_that_are_not_counted_take_a_node(processes: str, translated: Translate) -> None:
+    text = VERL.replace("--nproc_per_node=8", f"--nproc_per_node={processes}")
+    assert translated(text).keys == translated(VERL).keys
