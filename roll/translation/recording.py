@@ -229,7 +229,7 @@ def of_slurm(text: str) -> dict[str, str]:
     """Variables that Slurm sets by the ``#SBATCH`` lines of a job; none where there are no such lines."""
     if "#SBATCH" not in text:
         return {}
-    counted = {}
+    counted: dict[str, str] = {}
     for options, missing, names in SLURM:
         found = re.search(rf"(?m)^#SBATCH\s+(?:{options})[=\s]*(?:gpu:)?(?:\w+:)?(\d+)", text)
         counted |= dict.fromkeys(names, found[1] if found else str(missing))
