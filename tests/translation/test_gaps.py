@@ -239,6 +239,7 @@ def test_routes_come_from_an_engine_that_returns_them(translated: Translate) -> 
             },
         ),
         (f"{VERL} actor_rollout_ref.model.override_config={{}}", {}),
+        (f"{VERL} +actor_rollout_ref.ref.override_config.attn_implementation=sdpa", {}),
     ],
 )
 def test_ways_to_compute_and_to_log_the_same(text: str, expected: dict[str, Any], translated: Translate) -> None:
