@@ -207,16 +207,20 @@ def found_truth(source: SourceRow, column: str, value: object, pattern: str | No
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The contents of the last complete ``\boxed{...}`` or ``\fbox{...}``, braces balanced; also ``\boxed 5``."""
-    position = len(text)
+    r"""The contents of the last complete ``\boxed{...}`` or ``\fbox{...}``, braces balanced; also ``\boxed 5``.
+
+    An empty box, as in a remark about the form of answers, counts only where all are.
+    """
+    position, found = len(text), None
     for _ in range(MAX_BOXES):
         position = max(text.rfind("\\boxed", 0, position), text.rfind("\\fbox", 0, position))
         if position < 0:
-            return None
+            break
         content = _box_at(text, text.index("box", position) + (5 if text[position + 1] == "b" else 3))
-        if content is not None:
+        if content:
             return content
-    return None
+        found = content if found is None else found
+    return found
 
 
 def _box_at(text: str, start: int) -> str | None:

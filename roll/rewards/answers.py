@@ -209,7 +209,11 @@ _OPENS, _GOES_ON = tuple("+*/^<>([{!_|×÷±≤≥-−"), tuple("-+*/^=<>[{!_|×
 _MATH_WORDS = frozenset(
     ("sqrt", "sin", "cos", "tan", "log", "ln", "exp", "pi", "inf", "infinity", "cup", "cap", "in", "mod", "min", "max")
 )
-_REMARK = re.compile(r"(?<=\s)\((?=[^()\\]*[A-Za-z]{3})[^()\\]*\)")
+# "(by rule 2)", ", not 8"
+_REMARK = re.compile(
+    r"(?<=\s)\((?=[^()\\]*[A-Za-z]{3})[^()\\]*\)"
+    r"|(?<=[0-9$%)}\ue000-\uf8ff]),? (?:and not|not|rather than|instead of) .*$"
+)
 _LEAD = re.compile(r"\s*(?:(?:thus|so|hence|therefore|then|finally|and|we|that)\b[\s,:]*)+", re.IGNORECASE)
 
 

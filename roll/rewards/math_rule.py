@@ -33,7 +33,7 @@ from roll.rewards.answers import (
     value_in_base,
 )
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.notation import canonical, choice_in_front, plain
+from roll.rewards.notation import canonical, choice_in_front, plain, top_level_items
 from roll.rewards.units import quantity
 
 MAX_ANSWER = 1000
@@ -80,6 +80,8 @@ class MathRule(RewardRule):
         sources = self.sources if is_number else [source for source in self.sources if source != "number"]
         text = after_thought(sample.response, sample.prompt) or ""
         answer = next((found for found in (_SOURCES[source](text) for source in sources) if found), None)
+        if answer is not None and len(top_level_items(gold)) > 1 and answer == last_boxed(text):
+            answer = ", ".join(neighbouring_boxes(text))
         if answer is None or len(answer) > MAX_ANSWER:
             return RewardResult(0.0, {"correct": 0.0, "answered": 0.0})
         found, truth = canonical(answer), str(sample.ground_truth)
@@ -100,6 +102,18 @@ class MathRule(RewardRule):
 
     def close(self) -> None:
         self._verifier.close()
+
+
+def neighbouring_boxes(text: str) -> list[str]:
+    r"""The last box, after those that a comma or a word joins to it, as in ``$x = \boxed{1}$ or $x = \boxed{2}$``."""
+    found: list[str] = []
+    joined: re.Match[str] | None = None
+    while (content := last_boxed(text)) and (joined is None or text.endswith(f"{content}}}")):
+        found.insert(0, content)
+        before = text[: max(text.rfind("\\boxed"), text.rfind("\\fbox"))]
+        joined = _JOINED_TO_BOX.search(before)
+        text = before[: joined.start() + 1] if joined else ""
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -149,6 +163,8 @@ def compare_quickly(gold: str, answer: str) -> bool | None:
         return [part * sum(shares[1]) for part in shares[0]] == [part * sum(shares[0]) for part in shares[1]]
     if len(gold) == len(answer) == 1 and (gold + answer).isalpha():
         return gold.casefold() == answer.casefold()
+    if _SEVERAL_CHOICES.fullmatch(gold) and _SEVERAL_CHOICES.fullmatch(answer):
+        return sorted(_CAPITAL.findall(gold)) == sorted(_CAPITAL.findall(answer))
     if any(_SET.fullmatch(one) and _PAIR.fullmatch(other) for one, other in ((gold, answer), (answer, gold))):
         return False
     words = [_WORDS.fullmatch(text) for text in (gold, answer)]
@@ -225,10 +241,14 @@ def _in_digits(expression: str, other: str) -> str:
 _COUNTED = re.compile(
     rf"({NUMERAL})\s*(?:\\text\s*\{{)?\s*(?!(?:or|and|to|mod)\b)[A-Za-z]{{3,}}(?: [A-Za-z]{{2,}})*\s*\}}?"
 )
+_JOINED_TO_BOX = re.compile(
+    r"\}[\s$\\()\[\]]{0,20}(?:[,;]|\band\b|\bor\b)(?:[\s$\\()\[\],;]|\band\b|\bor\b){0,20}(?:[A-Za-z](?:_\{?[0-9]\}?)?\s*=\s*)?$"
+)
 _SET, _PAIR = re.compile(r"\\\{[^(){}]*,[^(){}]*\\\}"), re.compile(r"\([^(){}]*,[^(){}]*\)")
 _CURRENCY = re.compile(rf"[{CURRENCIES}]|\\\$")
 _DIGITS = re.compile("[0-9]+")
 _CHOICES = frozenset("ABCDEFGHIJ")
+_SEVERAL_CHOICES, _CAPITAL = re.compile(r"[A-J](?:(?: ?,| and) ?[A-J])+|[A-J]{2,10}"), re.compile("[A-J]")
 _RATIO = re.compile(r"[0-9]{1,15}(?: ?: ?[0-9]{1,15}){2,}")
 _DATE = re.compile(r"(?=.*(?:\b0[0-9]|[0-9]{4}))[0-9]{1,4}([-/.])[0-9]{1,2}\1[0-9]{1,4}")
 _WORDS = re.compile(r"(?:\\(?:text|mathrm|textrm|mbox)\s*\{)?\s*([A-Za-z]{2,}(?: [A-Za-z]+)*)\s*[.!]?\s*\}?[.!]?")

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from fractions import Fraction
 
-from roll.rewards.answers import without_periods
+from roll.rewards.answers import in_words, without_periods
 
 _STYLES = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac"}
 _TABLE = r"""
@@ -21,6 +21,7 @@ _TABLE = r"""
 ≥ ⩾ = \ge
 ≠ = \ne
 ≈ = \approx
+\backslash \smallsetminus ∖ = \setminus
 ∪ = \cup
 ∩ = \cap
 ∈ = \in
@@ -44,6 +45,8 @@ _TABLE = r"""
 \mathrm{e} = e
 \mathrm{i} = i
 \lg = \log_{10}
+∨ \lor \vee = \text{or}
+∧ \land \wedge \& = \text{and}
 """
 _NAMES = {"~": " ", "\\#": ""}
 for _line in _TABLE.strip().splitlines():
@@ -58,18 +61,30 @@ _WHOLE = re.compile(r"([0-9]{1,15})\s*$")
 _MIXED = re.compile(r"(?<![0-9.,/^_])([0-9]{1,15})\s+([0-9]{1,15})\s*/\s*([0-9]{1,15})(?![0-9.])")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.,_\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,4})(?![A-Za-z0-9._])")
 _TIMES_TEN = re.compile(r"(?<=[0-9])\s*(?:[xX*])\s*(?=10\s*\^)")
-_REPEATED = re.compile(r"(?<![0-9.])([0-9]{1,15}\.[0-9]{0,15}?)([0-9]{1,6}?)\2{2,}\s*\.\.\.")
+# Three times, or twice with no other digit after the point: e begins with 2.718281828.
+_REPEATED = re.compile(
+    r"(?<![0-9.])(?:([0-9]{1,15}\.[0-9]{0,15}?)([0-9]{1,6}?)\2{2,}|([0-9]{1,15}\.)([0-9]{1,6})\4)\s*\.\.\."
+)
+_DOTTED = re.compile(r"\\dot ?\{?([0-9])\}? ?([0-9]{0,12}) ?\\dot ?\{?([0-9])\}?")
+_GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
+"""Contents of braces, with two further levels of them."""
 _RATIO = re.compile(r"([0-9]+)\s*(?:\\text\s*\{)?\s*\bto\b\s*\}?\s*([0-9]+)")
 _BRACKETED = re.compile(r"(?<![0-9.])([0-9]{1,15}\.)\(([0-9]{1,6})\)")
 _SEPARATE = re.compile(r"[0-9]+(?:\s+[0-9]+)+")
 _GROUPS = re.compile(r"[0-9]{1,3}(?:\s[0-9]{3})+")
 _BUILDER = re.compile(
-    r"\\?\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|\\colon|:|\|)\s*(\1.+?|.+?\1)\s*\\?\}"
+    r"\\?\{\s*([a-zA-Z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\\mid|\\colon|:|\|)"
+    r"\s*((?=.*(?<![A-Za-z\\])\1(?![A-Za-z])).+?)\s*\\?\}"
 )
 _NO_SOLUTION = re.compile(
     r"(?:\\text\s*\{)?\s*(?:there (?:is|are) )?(?:no (?:real )?solutions?|(?:the )?empty set)\s*\}?", re.I
 )
-_ALL_REALS = re.compile(r"(?:\\text\s*\{)?\s*all real(?:s| numbers)\s*\}?", re.IGNORECASE)
+_ALL_REALS = re.compile(
+    r"(?:\\text\s*\{)?\s*all real(?:s| numbers)\s*"
+    r"(?:(?:except|but)(?: for)?\s*\}?\s*(?:[a-z] ?= ?)?(?P<but>[^{}]{1,40}))?\}?",
+    re.IGNORECASE,
+)
+_NO_LIMIT = re.compile(r"(?:\\text\s*\{)?\s*(?:(?:the )?limit )?(?:DNE|(?:does|do) not exist)\s*\}?", re.IGNORECASE)
 _ARITHMETIC, _FACTOR = re.compile(r"[-+*/^(). 0-9]+"), re.compile(r"(?<=[0-9)])\s*\((?=[-0-9(])")
 _ARROW = re.compile(r"\\(?:vec|overrightarrow)\s*\{([A-Za-z]+)\}|\\overline\s*\{([A-Z]{2,3})\}")
 _MARKDOWN = re.compile(r"(?:\*\*|__|`)(?P<inner>[^*`]+)(?:\*\*|__|`)")
@@ -85,7 +100,8 @@ _WHOLE_NUMBERS = re.compile(
 # By convention k and n are any integer where they count periods, declared or not.
 _PERIODS, _COUNTS = re.compile(r"\\pi|\\circ"), re.compile(r"(?<![\\A-Za-z{])[kn](?![A-Za-z])")
 _BINOMIALS = re.compile(r"(\\d?binom\{[^{}]*\}\{[^{}]*\})\s*(?=\\d?binom)")
-_CHOSEN = re.compile(r"(?<!\w)(?:\{\}\s*)?[_^]?\{?([0-9]{1,6})\}?\s*C\s*_?\{?([0-9]{1,6})\}?(?!\w)")
+_CHOSEN = re.compile(r"(?<!\w)(?:\{\}\s*)?[_^]?\{?([0-9]{1,6})\}?\s*([CP])\s*_?\{?([0-9]{1,6})\}?(?!\w)")
+_BELOW_ABOVE = re.compile(r"(?<![A-Za-z\\])([CP]) ?_ ?\{?([0-9]{1,6})\}? ?\^ ?\{?([0-9]{1,6})\}?(?![0-9])")
 _COMBINATIONS = re.compile(r"(?<![A-Za-z\\])C\(\s*([0-9]{1,6})\s*,\s*([0-9]{1,6})\s*\)")
 _MINUTES = re.compile(
     r"([0-9]{1,6}) ?\^ ?\{?\\circ\}? ?([0-9]{1,2}) ?(?:['′]|\^ ?\{?\\prime\}?)(?! ?['′])"
@@ -95,15 +111,44 @@ _CLOCK = re.compile(r"([0-9]{1,2}(?::[0-9]{2})?) ?(?:\\text ?\{)? ?([ap])\.? ?m\
 _OUTWARD = re.compile(r" ?([](\[])([^][(){}]*,[^][(){}]*)([])\[]) ?")
 _COMMAND = r"\\(?!sqrt|[dtc]?frac|left|text|math)[a-z]+"
 _BARE_FRACTION = re.compile(
-    rf"(\\[dtc]?frac)(?: ([A-Za-z])| ?([0-9]|{_COMMAND})) ?([A-Za-z0-9]|{_COMMAND}|\{{[^{{}}]*\}})"
+    rf"(\\[dtc]?frac|\\[dt]?binom)(?: ([A-Za-z])| ?([0-9]|{_COMMAND})) ?([A-Za-z0-9]|{_COMMAND}|\{{[^{{}}]*\}})"
 )
 _POINT = re.compile(r"^[A-Z] ?(?=\([^()]*,[^()]*\)$)")
 _LABEL = re.compile(r"^(?:the )?(?:final )?answer ?(?:is\b ?:?|[:=]) ?(?=\S)", re.IGNORECASE)
 _ANGLE = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*\^\s*\{?\\circ\}?")
 _EMPHASIS = re.compile(
     r"\\(?:boldsymbol|mathbf|bm|bf|pmb|underline|mathit|text(?:bf|it)?color\{[a-z]+\}|textcolor\{[a-z]+\}|color\{[a-z]+\})"
-    r"\s*\{([^{}]*)\}|\\(?:displaystyle|tiny|small|normalsize|large|Large|LARGE|huge|Huge)\b"
+    rf"\s*{_GROUP}|\\(?:displaystyle|tiny|small|normalsize|large|Large|LARGE|huge|Huge)\b"
+    r"|\\[hv]?phantom\s*\{[^{}]*\}|(?:\\q?quad|\\[ ,;:!]|\s)*\\(?:blacksquare|square|Box|qed|checkmark)\s*$"
 )
+_LINES = re.compile(r"\\begin\{(cases|aligned|align\*?|gathered|array)\}(?:\{[lcr]+\})?(.+?)\\end\{\1\}")
+_ASSIGNED = re.compile(r" ?[A-Za-z](?:_\{?[0-9]\}?)? ?&?= ?[^&=<>]+")
+# Numbers, and lists of letters, say the same as text.
+_AS_TEXT = re.compile(
+    r"\\(?:text|mathrm|textrm|mbox) ?"
+    r"\{ ?([0-9][0-9A-F.,/]*|infinity|[A-J](?:(?: ?,| and) ?[A-J])+|(?:Option |Choice )[A-J]|[A-J]\.) ?\}"
+    r"|^\\(?:text|mathrm|textrm|mbox) ?\{ ?((?:[^{}\\]|\\[$%])*[0-9](?:[^{}\\]|\\[$%])*)\}$"
+)
+_ROWS = re.compile(r"\[ ?\[[^][]*\](?: ?, ?\[[^][]*\])* ?\]")
+_PAIRS_OF_SIGNS = re.compile(r"\\(pm|mp)(?![A-Za-z])")
+_NAMED_BASE = re.compile(r"_ ?\{? ?\\text ?\{ ?([a-z]{3,9}) ?\} ?\}?$")
+_CONJUGATE = re.compile(rf"\\(?:overline|bar) ?{_GROUP}")
+_UNIT_I, _OTHER_LETTER = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])"), re.compile(r"(?<![A-Za-z\\])[A-DF-Za-df-hj-z]")
+_REWRITTEN = [
+    (re.compile(pattern), written)
+    for pattern, written in (
+        # 1\,000 and 1{,}000
+        (r"(?<=[0-9])(?:\\[,;:! ]|\{,\})(?=[0-9]{3}(?![0-9]))", ","),
+        (r"(\\sqrt ?\[[0-9n]{1,3}\]) ?([0-9A-Za-z])", r"\1{\2}"),
+        # Odd roots are real: \sqrt[3]{-8} is -2.
+        (r"\\sqrt ?\[([0-9]?[13579])\] ?\{ ?- ?((?:[^{}+-]|\{[^{}]*\})+)\}", r"(-\\sqrt[\1]{\2})"),
+        (r"(?<=[0-9])\^ ?\{? ?\\text ?\{ ?(?:st|nd|rd|th) ?\} ?\}?", ""),
+        (r"^\\text ?\{[^{}]*\b(?:is|are|equals)[: ]*\} ?(?=\S)", ""),
+        (r"(?<![A-Za-z\\])(?:negative|minus) (?=infinity)", "-"),
+        (r"(?<![A-Za-z\\])(?:\+|positive |plus )?infinity(?![A-Za-z])", r"\\infty "),
+        (r"(\\mathbb ?\{[A-Z]\}) ?- ?(?=\\\{)", r"\1\\setminus "),
+    )
+]
 _PERCENT = re.compile(r"\s*(?:\\text\{\s*)?per\s?cent(?:\s*\})?\s*$", re.IGNORECASE)
 # "\textbf{(C)}\ 5", as the answers of multiple-choice contests are printed, and "(C) 5": the letter does not count.
 _CHOICE = re.compile(
@@ -120,6 +165,7 @@ def canonical(expression: str) -> str:
         return expression
     if (marked := _MARKDOWN.fullmatch(expression)) is not None:
         expression = marked["inner"].strip()
+    expression = _AS_TEXT.sub(lambda found: found[1] or found[2], expression)
     if (choice := _LETTER.fullmatch(expression)) is not None:
         return choice[1]
     if not expression.isascii():
@@ -129,8 +175,11 @@ def canonical(expression: str) -> str:
             expression = expression.replace(name, usual)
     # Single spaces: patterns search a run of them in every way that it can be divided.
     expression = _CHOICE.sub("", _LABEL.sub("", " ".join(expression.split())), count=1)
-    expression = _EMPHASIS.sub(lambda found: found.group(1) or "", expression).strip()
+    while (simpler := _EMPHASIS.sub(lambda found: found.group(1) or "", expression).strip()) != expression:
+        expression = simpler
     expression = _ABOUT.sub("", expression, count=1)
+    for pattern, written in _REWRITTEN:
+        expression = pattern.sub(written, expression)
     expression = _in_usual_form(expression)
     if "\\text" not in expression:
         expression = _ROOT_OF.sub(r"\\sqrt{\1}", expression)
@@ -139,25 +188,20 @@ def canonical(expression: str) -> str:
     expression = _TIMES_TEN.sub(r"\\times ", expression)
     expression = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", expression)
     expression = _MIXED.sub(_improper, expression)
-    expression = _REPEATED.sub(r"\1\\overline{\2}", expression)
+    expression = _DOTTED.sub(r"\\overline{\1\2\3}", expression)
+    expression = _REPEATED.sub(lambda found: f"{found[1] or found[3]}\\overline{{{found[2] or found[4]}}}", expression)
     if (ratio := _RATIO.fullmatch(expression)) is not None:
         expression = f"{ratio[1]}:{ratio[2]}"
     expression = _POINT.sub("", _COMBINATIONS.sub(r"\\binom{\1}{\2}", expression))
-    expression = _BINOMIALS.sub(r"\1\\cdot ", _CHOSEN.sub(r"\\binom{\1}{\2}", expression))
+    expression = _CHOSEN.sub(_choice, _BELOW_ABOVE.sub(r"\2\1\3", expression))
+    expression = _BINOMIALS.sub(r"\1\\cdot ", expression)
     expression = _BRACKETED.sub(r"\1\\overline{\2}", expression)
     expression = _ARROW.sub(lambda found: found[1] or found[2], expression)
-    if _SEPARATE.fullmatch(expression) and not _GROUPS.fullmatch(expression):
-        expression = ", ".join(expression.split())
-    if (built := _BUILDER.fullmatch(expression)) is not None:
-        expression = built[2]
-    if _NO_SOLUTION.fullmatch(expression):
-        expression = "\\emptyset"
-    if _ALL_REALS.fullmatch(expression):
-        expression = "\\mathbb{R}"
+    expression = _as_set(expression)
     if _ARITHMETIC.fullmatch(expression):
         expression = _FACTOR.sub("*(", expression)
-    expression = _ANGLE.sub(r"\1(\2\\pi/180)", expression)
-    return without_periods(_PERCENT.sub(r"\\%", expression))
+    expression = _CONJUGATE.sub(_conjugate, _ANGLE.sub(r"\1(\2\\pi/180)", expression))
+    return _both_signs(without_periods(_PERCENT.sub(r"\\%", expression)))
 
 
 def choice_in_front(expression: str) -> str | None:
@@ -166,8 +210,80 @@ def choice_in_front(expression: str) -> str | None:
     return next(filter(str.isupper, found.group())) if found else None
 
 
+def _as_set(expression: str) -> str:
+    """Lists, sets and their names in words as LaTeX has them."""
+    if _SEPARATE.fullmatch(expression) and not _GROUPS.fullmatch(expression):
+        return ", ".join(expression.split())
+    if (built := _BUILDER.fullmatch(expression)) is not None:
+        return built[2]
+    if _NO_SOLUTION.fullmatch(expression):
+        return "\\emptyset"
+    if _NO_LIMIT.fullmatch(expression):
+        return r"\text{does not exist}"
+    if (reals := _ALL_REALS.fullmatch(expression)) is not None:
+        return "\\mathbb{R}" + (rf"\setminus\{{{reals['but']}\}}" if reals["but"] else "")
+    return expression
+
+
+def _both_signs(expression: str) -> str:
+    """Both values of what is written with one plus-minus sign (and signs that go with it)."""
+    if "\\pm" not in expression or "\\begin" in expression:
+        return expression
+    written = []
+    for item in top_level_items(expression):
+        signs = _PAIRS_OF_SIGNS.findall(item)
+        written += [
+            _PAIRS_OF_SIGNS.sub(lambda found, plus=plus: "+" if (found[1] == "pm") is plus else "-", item)
+            for plus in ((True, False) if signs.count("pm") == 1 else ())
+        ] or [item]
+    return ", ".join(written)
+
+
+def top_level_items(expression: str) -> list[str]:
+    """Texts between the commas that stand in no bracket."""
+    items, depth = [""], 0
+    for character in expression:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    return [item.strip() for item in items]
+
+
+def _conjugate(found: re.Match[str]) -> str:
+    """The conjugate of a number that is written with ``i``; a line over anything else is a name."""
+    inner = found[1]
+    if not _UNIT_I.search(inner) or _OTHER_LETTER.search(inner):
+        return found.group()
+    return f"({_UNIT_I.sub('(-i)', inner)})"
+
+
+def _choice(found: re.Match[str]) -> str:
+    """Combinations or permutations, as in ``5C2`` and ``5P2``."""
+    if found[2] == "C":
+        return rf"\binom{{{found[1]}}}{{{found[3]}}}"
+    return rf"\frac{{{found[1]}!}}{{({found[1]}-{found[3]})!}}"
+
+
+def _assignments(found: re.Match[str]) -> str:
+    """Lines that each give a value to a letter, as a list; other lines as they are."""
+    lines = [line for line in found[2].split("\\\\") if line.strip()]
+    if not all(_ASSIGNED.fullmatch(line) for line in lines):
+        return found.group()
+    return ", ".join(line.replace("&", "").strip().rstrip(",") for line in lines)
+
+
 def _in_usual_form(expression: str) -> str:
-    """Free integers, angles, fractions, times and intervals in the form that comparisons know."""
+    """Free integers, angles, fractions, times, intervals, matrices and systems in the form that comparisons know."""
+    expression = _LINES.sub(_assignments, expression)
+    if _ROWS.fullmatch(expression):
+        rows = [row.strip("[] ") for row in re.findall(r"\[[^][]*\]", expression[1:-1])]
+        if len({row.count(",") for row in rows}) == 1:
+            expression = "\\begin{pmatrix}" + "\\\\".join(row.replace(",", "&") for row in rows) + "\\end{pmatrix}"
+    if ";" in expression and "," not in expression:
+        expression = expression.replace(";", ",")
+    expression = _NAMED_BASE.sub(lambda found: f"_{in_words(found[1]) or found[1]}", expression)
     counts = set(_COUNTS.findall(expression)) if _PERIODS.search(expression) else set()
     if (declared := _WHOLE_NUMBERS.search(expression)) is not None:
         expression, counts = expression[: declared.start()], {*counts, declared[1]}

@@ -137,6 +137,7 @@ def test_a_named_column_and_a_pattern() -> None:
         (r"\boxed 5.", "5"),
         (r"\boxed{\{1\}}", r"\{1\}"),
         (r"\boxed{}", ""),
+        (r"\boxed{1}, in \boxed{}", "1"),
         ("boxed{1}", None),
         (r"\boxed", None),
     ],
