@@ -27,6 +27,7 @@ MODULE = "solution"
 MAX_TEXT = 2000
 """Characters of an error's text."""
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
+_EXACT: dict[Any, Callable[[Any], Any]] = {int: int.__index__, float: float.__float__, str: str.__str__}
 _MUTABLE = (list, dict, set, bytearray, deque, defaultdict, Counter, OrderedDict)
 _OPERATORS = """
     add sub mul matmul truediv floordiv mod pow and_ or_ xor lshift rshift neg pos abs invert eq ne lt le gt ge
@@ -236,7 +237,8 @@ def as_plain(value: object) -> Any:
     """The plain data inside an instance of a class derived from a plain one."""
     for kind in _PLAIN:
         if isinstance(value, kind):
-            return kind(value)
+            # Past the class's own methods: str() of a member of an enumeration is its name.
+            return _EXACT.get(kind, kind)(value)
     return value
 
 

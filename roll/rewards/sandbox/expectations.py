@@ -13,14 +13,33 @@ from __future__ import annotations
 
 import ast
 import builtins
-import sys
 from collections.abc import Iterable, Iterator, Sequence, Set
 
-Place = tuple[int, int, int]
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_LOOPS = (ast.For, ast.AsyncFor, ast.comprehension)
-_ELEMENT = "#"
-"""Separates an object's name from the position of one of its elements."""
+from roll.rewards.sandbox.names import (
+    FUNCTIONS,
+    LOOPS,
+    Callables,
+    Place,
+    arguments_of,
+    bindings,
+    called,
+    flat,
+    free_names,
+    has_own_names,
+    is_reference,
+    lines_of,
+    names_of,
+    outermost_functions,
+    place,
+    root,
+)
+
+_ELEMENT, _ELEMENTS = "#", "*"
+"""After an object's name: one of its elements, perhaps with its position; another object that has all its elements."""
+_WITHOUT_OBJECTS = ("len", "sum", "str", "repr", "int", "float", "bool", "hash", "all", "any", "range", "deepcopy")
+_COPIES = ("sorted", "list", "tuple", "set", "frozenset", "dict", "copy", "Counter", "deque")
+"""Functions and methods whose results hold no given object, or none but the elements of those given."""
+_NAMESPACES = frozenset(("globals", "locals", "vars"))
 
 
 def lines_with_copies(trees: Sequence[ast.Module], own: Set[str]) -> list[list[int]]:
@@ -46,82 +65,6 @@ def lines_with_copies(trees: Sequence[ast.Module], own: Set[str]) -> list[list[i
     return [sorted(found) for found in lines]
 
 
-def has_own_names(node: ast.AST) -> bool:
-    """True for a function that binds no name of the module."""
-    return isinstance(node, _FUNCTIONS) and not any(isinstance(each, ast.Global) for each in ast.walk(node))
-
-
-def outermost_functions(tree: ast.AST) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        if has_own_names(node):
-            yield node
-        else:
-            yield from outermost_functions(node)
-
-
-def root(node: ast.AST) -> str:
-    """The object that an expression starts from: ``x`` of ``x[0].y``, and ``self.x`` of ``self.x.y``; '' for others."""
-    attribute = ""
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Await):
-        attribute = node.attr if isinstance(node, ast.Attribute) else attribute if isinstance(node, ast.Await) else ""
-        node = node.value
-    if not isinstance(node, ast.Name):
-        return ""
-    return f"self.{attribute}" if node.id == "self" and attribute else node.id
-
-
-class Callables:
-    """Names by which tests call the response: its own, those of helpers that call it, and those that may hold one of
-    its functions (arguments that are called, ``for f in (add, plus)``)."""
-
-    def __init__(self, known: Set[str], trees: Sequence[ast.Module]) -> None:
-        self._known = known
-        self.names: set[str] = set()
-        self._helpers: set[str] = set()
-        nodes = [node for tree in trees for node in ast.walk(tree)]
-        functions = [node.func for node in nodes if isinstance(node, ast.Call)]
-        self._called = {root(node) for node in functions if isinstance(node, ast.Name | ast.Subscript)}
-        imports = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-        self.modules = sys.stdlib_module_names | {(each.asname or each.name).partition(".")[0] for each in imports}
-        for node in nodes:
-            if isinstance(node, ast.arguments):
-                self.names |= {each.arg for each in (*node.posonlyargs, *node.args, *node.kwonlyargs)} & self._called
-        candidates = [node for node in nodes if isinstance(node, _FUNCTIONS) or bindings(node)]
-        # Not any(): each round goes through all of them.
-        while sum(self._learn(node) for node in candidates):
-            pass
-
-    def _learn(self, node: ast.AST) -> bool:
-        before = len(self.names)
-        if isinstance(node, _FUNCTIONS):
-            if any(isinstance(each, ast.Call) and self.calls(each) for each in ast.walk(node)):
-                self.names.add(node.name)
-                self._helpers.add(node.name)
-        else:
-            for target, value in bindings(node):
-                held = {root(each) for each in flat(target)} & self._called
-                if held - self.names and any(self.has(each) for each in ast.walk(value) if is_reference(each)):
-                    self.names |= held
-        return len(self.names) > before
-
-    def has(self, node: ast.AST) -> bool:
-        if isinstance(node, ast.Attribute) and node.attr in self._helpers:
-            return True
-        name = root(node)
-        # Modules are not callable: where the name of one is called, it is the response's.
-        known = name in self._known or (name in sys.stdlib_module_names and not isinstance(node, ast.Name))
-        return name in self.names or (bool(name) and "." not in name and not known)
-
-    def calls(self, call: ast.Call) -> bool:
-        """True if it calls the response, or hands a function of the response to what will: ``map(f, xs)``."""
-        handed = (each for each in arguments_of(call) if is_reference(each))
-        return self.has(call.func) or any(self.has(each) for each in handed)
-
-
-def is_reference(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name | ast.Attribute)
-
-
 class Scope:
     """A test function, or the code outside of all, with the response's results and arguments in it."""
 
@@ -136,13 +79,15 @@ class Scope:
         self._parts = parts
         self.results: set[str] = set()
         self.instances: set[str] = set()
+        self.aliases: dict[str, set[str]] = {}
+        """Name to the objects that it may be, hold, or read when it is used."""
         for other in around:
             self.results |= other.results
             self.instances |= other.instances
+            self.aliases |= {name: set(found) for name, found in other.aliases.items()}
         for other in beside:
             self.results |= {name for name in other.results if "." in name}
             self.instances |= {name for name in other.instances if "." in name}
-        self._aliases: dict[str, set[str]] = {}
         self._passed: dict[str, list[tuple[Place, int, ast.AST]]] = {}
         binding = [
             node
@@ -151,13 +96,14 @@ class Scope:
         ]
         while sum(self._learn_results(node) for node in binding):
             pass
+        for _, part in parts:
+            for node in outermost_functions(part) if isinstance(part, ast.Module) else ():
+                self.aliases.setdefault(node.name, set()).update(free_names(node))
+        for _, node in self._nodes():
+            self._learn_aliases(node)
         for number, node in self._nodes():
-            # Names for the same object, or for an element of one.
-            for target, value in bindings(node):
-                for name, aliased in pairs_of_aliases(target, value, isinstance(node, _LOOPS)):
-                    self._aliases.setdefault(name, set()).add(aliased)
             if isinstance(node, ast.Call) and (self._is_response_call(node) or self._has_result(node.func)):
-                for name in self._names_in(arguments_of(node)):
+                for name in self._all_names(self._handed_over(node)):
                     self._passed.setdefault(name, []).append((place(number, node), number, node))
         for number, node in self._nodes():
             self._learn_derived(number, node)
@@ -166,12 +112,17 @@ class Scope:
         """Number of the source, and line, where an argument of which something is expected is handed over."""
         for number, node in self._nodes():
             suspects = self._set_against_results(self._sides(node))
+            if isinstance(node, ast.If | ast.While) and any(map(self._judges, [*node.body, *node.orelse])):
+                # What is expected depends on it.
+                suspects |= self._seen_in(names_of(node.test) - self.results)
             hides = False
             if isinstance(node, ast.Call):
                 # Code in a string hides what it compares, and so does a helper that is given the same object twice.
                 objects = [root(argument) for argument in arguments_of(node) if is_reference(argument)]
                 hides = root(node.func) in ("exec", "eval")
-                hides = hides or (self._is_response_call(node) and len(set(objects)) < len(objects))
+                if self._is_response_call(node):
+                    named = names_of(*arguments_of(node))
+                    hides = hides or len(set(objects)) < len(objects) or bool(named & _NAMESPACES)
             if suspects or hides:
                 # An iterator over calls performs them where its items are read.
                 yield from lines_of(number, node)
@@ -216,6 +167,16 @@ class Scope:
             waiting += [each.value] if isinstance(each, ast.Subscript) else ast.iter_child_nodes(each)
         return False
 
+    def _judges(self, node: ast.AST) -> bool:
+        """True if a statement asserts something about a result."""
+        asserts = (
+            each
+            for each in ast.walk(node)
+            if isinstance(each, ast.Assert | ast.Compare)
+            or (isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute) and each.func.attr[:6] == "assert")
+        )
+        return any(map(self._has_result, asserts))
+
     def _learn_results(self, node: ast.AST) -> bool:
         before = len(self.results)
         for target, value in bindings(node):
@@ -231,6 +192,18 @@ class Scope:
                 self.results.add(holder)
         return len(self.results) > before
 
+    def _learn_aliases(self, node: ast.AST) -> None:
+        for target, value in bindings(node):
+            for name, aliased in self._pairs_of_aliases(target, value, isinstance(node, LOOPS)):
+                self.aliases.setdefault(name, set()).add(aliased)
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+            self.aliases.setdefault(node.name, set()).update(free_names(node))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            # ``xs.append(x)``
+            holder = root(node.func.value)
+            if holder and not self._is_response_call(node):
+                self.aliases.setdefault(holder, set()).update(*map(self._held, arguments_of(node)))
+
     def _learn_derived(self, number: int, node: ast.AST) -> None:
         """Names for what is computed from an argument after the response has seen it."""
         for target, value in bindings(node):
@@ -238,12 +211,12 @@ class Scope:
             late = {
                 name
                 for name, passes in (self._passed.items() if used else ())
-                if any(same_object(name, each) for each in used)
+                if any(may_show(each, name) for each in used)
                 and any(where < place(number, value) for where, _, _ in passes)
             }
             for each in flat(target):
                 if late and root(each):
-                    self._aliases.setdefault(root(each), set()).update(late)
+                    self.aliases.setdefault(root(each), set()).update(late)
 
     def _names_in(self, nodes: Iterable[ast.AST], outside: bool = False) -> set[str]:
         """Objects that the nodes name; ``outside``: other than as arguments of the response."""
@@ -258,19 +231,88 @@ class Scope:
             if name:
                 found.add(name)
             waiting += ast.iter_child_nodes(node)
-        while more := {other for name in found for other in self._aliases.get(name, ())} - found:
-            found |= more
+        return self._all_names(found)
+
+    def _all_names(self, found: set[str]) -> set[str]:
+        """The objects of these names, and those that they may be, hold or read."""
+        found = set(found)
+        waiting = list(found)
+        while waiting:
+            name = waiting.pop()
+            base, mark, position = name.partition(_ELEMENT)
+            for other in self.aliases.get(base, ()):
+                # An element of what has the same elements is one of theirs; further levels are not told apart.
+                more = other if not mark or _ELEMENT in other else f"{other.rstrip(_ELEMENTS)}{mark}{position}"
+                if more not in found:
+                    found.add(more)
+                    waiting.append(more)
         return found
+
+    def _handed_over(self, call: ast.Call) -> set[str]:
+        """Objects that a call gives to the response; a helper of the tests gives what it can reach as well."""
+        found = set().union(*map(self._held, arguments_of(call)))
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else call.func
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else root(call.func)
+        return found | ({root(owner)} - {""} if name in self._callables.helpers else set())
+
+    def _held(self, value: ast.AST) -> set[str]:
+        """Objects that a value may be, hold, or read later."""
+        if isinstance(value, ast.Constant | ast.Compare | ast.JoinedStr | ast.UnaryOp):
+            return set()
+        if isinstance(value, ast.Subscript):
+            mark = _ELEMENTS if isinstance(value.slice, ast.Slice) else _ELEMENT
+            return {marked(name, mark) for name in self._held(value.value)}
+        if is_reference(value):
+            return {root(value)} - {""}
+        if isinstance(value, ast.Call):
+            name = value.func.attr if isinstance(value.func, ast.Attribute) else root(value.func)
+            if self._is_response_call(value) or name in _WITHOUT_OBJECTS:
+                return set()
+            if name in _COPIES:
+                given = [*arguments_of(value), *([value.func.value] if isinstance(value.func, ast.Attribute) else [])]
+                return {marked(each, _ELEMENTS) for each in set().union(*map(self._held, given))}
+        elif isinstance(value, ast.BinOp):
+            return {marked(name, _ELEMENTS) for name in self._held(value.left) | self._held(value.right)}
+        elif isinstance(value, ast.ListComp | ast.SetComp):
+            return self._held(value.elt)
+        elif isinstance(value, ast.List | ast.Tuple | ast.Set | ast.Dict | ast.Starred | ast.IfExp | ast.BoolOp):
+            return set().union(*map(self._held, ast.iter_child_nodes(value)))
+        return names_of(value)
+
+    def _pairs_of_aliases(self, target: ast.expr, value: ast.expr, is_loop: bool) -> Iterator[tuple[str, str]]:
+        """Each name of a target with the objects that it may be, hold or read."""
+        name = called(value)
+        if is_loop and name in ("enumerate", "zip") and isinstance(value, ast.Call) and isinstance(target, ast.Tuple):
+            sources = value.args if name == "zip" else [ast.Constant(0), *value.args]
+            for each, source in zip(target.elts, sources, strict=False):
+                yield from self._pairs_of_aliases(each, source, is_loop)
+        elif isinstance(target, ast.Tuple | ast.List) and not any(isinstance(e, ast.Starred) for e in target.elts):
+            elements = enumerate(target.elts)
+            held = self._held(value)
+            yield from (
+                (root(one), marked(name, f"{_ELEMENT}{place}"))
+                for place, each in elements
+                for one in flat(each)
+                for name in held
+            )
+        else:
+            for each in flat(target):
+                yield from (
+                    (root(each), marked(name, _ELEMENT) if is_loop else name)
+                    for name in self._held(value)
+                    if root(each)
+                )
+
+    def _seen_in(self, names: set[str]) -> set[str]:
+        """Arguments of the response that these names may show."""
+        used = self._all_names(names) if self._passed else ()
+        return {name for name in self._passed if any(may_show(each, name) for each in used)}
 
     def _set_against_results(self, sides: Sequence[ast.expr]) -> set[str]:
         """Arguments from which one side is computed, where another one is a result."""
         with_result = [number for number, side in enumerate(sides) if self._has_result(side)]
-        found: set[str] = set()
-        for number, side in enumerate(sides):
-            if with_result and with_result != [number]:
-                used = self._names_in([side], outside=True)
-                found |= {name for name in self._passed if any(same_object(name, each) for each in used)}
-        return found
+        others = [side for number, side in enumerate(sides) if with_result and with_result != [number]]
+        return self._seen_in(self._names_in(others, outside=True))
 
     def _sides(self, node: ast.AST) -> list[ast.expr]:
         """Expressions that are compared, combined, or handed to the same function."""
@@ -292,81 +334,18 @@ class Scope:
         return sides
 
 
-def arguments_of(call: ast.Call) -> list[ast.expr]:
-    return [*call.args, *(keyword.value for keyword in call.keywords)]
+def marked(name: str, mark: str) -> str:
+    """An element of an object, or what has its elements; of an element itself no further level is told apart."""
+    return name if _ELEMENT in name else name.rstrip(_ELEMENTS) + mark
 
 
-def place(number: int, node: ast.AST) -> Place:
-    return number, getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
-
-
-def lines_of(number: int, node: ast.AST) -> Iterator[tuple[int, int]]:
-    first = getattr(node, "lineno", 0)
-    return ((number, line) for line in range(first, (getattr(node, "end_lineno", None) or first) + 1))
-
-
-def bindings(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """Targets and what is bound to them; of two tuples the elements."""
-    if isinstance(node, ast.Assign):
-        first = node.targets[0]
-        shared = [(target, first) for target in node.targets[1:]]
-        return [*(pair for target in node.targets for pair in element_pairs(target, node.value)), *shared]
-    if isinstance(node, ast.AugAssign | ast.NamedExpr) or (isinstance(node, ast.AnnAssign) and node.value):
-        return [(node.target, node.value)]  # type: ignore[list-item]
-    if isinstance(node, _LOOPS):
-        return [(node.target, node.iter)]
-    if isinstance(node, ast.withitem) and node.optional_vars:
-        return [(node.optional_vars, node.context_expr)]
-    if isinstance(node, ast.Match):
-        patterns = [each for case in node.cases for each in ast.walk(case.pattern)]
-        names = [each.name for each in patterns if isinstance(each, ast.MatchAs | ast.MatchStar) and each.name]
-        return [(ast.copy_location(ast.Name(name, ast.Store()), node.subject), node.subject) for name in names]
-    return []
-
-
-def element_pairs(target: ast.expr, value: ast.expr) -> list[tuple[ast.expr, ast.expr]]:
-    sides = [each.elts for each in (target, value) if isinstance(each, ast.Tuple | ast.List)]
-    if len(sides) < 2 or len(sides[0]) != len(sides[1]) or any(isinstance(e, ast.Starred) for e in sides[0] + sides[1]):
-        return [(target, value)]
-    return [pair for two in zip(*sides, strict=True) for pair in element_pairs(*two)]
-
-
-def flat(target: ast.expr) -> list[ast.expr]:
-    if isinstance(target, ast.Tuple | ast.List):
-        return [each for element in target.elts for each in flat(element)]
-    return [target]
-
-
-def pairs_of_aliases(target: ast.expr, value: ast.expr, is_loop: bool) -> Iterator[tuple[str, str]]:
-    """Each name of a target with the object that it names; an element's place is part of its name."""
-    name = called(value)
-    if is_loop and name in ("enumerate", "zip") and isinstance(value, ast.Call) and isinstance(target, ast.Tuple):
-        sources = value.args if name == "zip" else [ast.Constant(0), *value.args]
-        for each, source in zip(target.elts, sources, strict=False):
-            yield from pairs_of_aliases(each, source, is_loop)
-    elif is_loop and isinstance(value, ast.Call):
-        # What a call gives may hold what it was given: ``sorted(xs)``, ``cases.items()``.
-        given = [*arguments_of(value), *([value.func.value] if isinstance(value.func, ast.Attribute) else [])]
-        yield from ((root(each), f"{root(one)}{_ELEMENT}") for each in flat(target) for one in given if root(one))
-    elif isinstance(target, ast.Tuple | ast.List):
-        if isinstance(value, ast.Tuple | ast.List) and not is_loop:
-            for each, source in zip(target.elts, value.elts, strict=False):
-                yield from pairs_of_aliases(each, source, is_loop)
-        elif root(value):
-            yield from ((root(each), f"{root(value)}{_ELEMENT}{n}") for n, each in enumerate(target.elts) if root(each))
-    elif root(target) and root(value):
-        is_same = isinstance(value, ast.Name | ast.Attribute) and not is_loop
-        yield root(target), root(value) if is_same else f"{root(value)}{_ELEMENT}"
-    elif root(target) and isinstance(value, ast.Tuple | ast.List | ast.Dict):
-        # A display holds the objects themselves.
-        held = value.values if isinstance(value, ast.Dict) else value.elts
-        yield from ((root(target), root(each)) for each in held if root(each))
-
-
-def called(node: ast.expr) -> str:
-    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-
-
-def same_object(one: str, other: str) -> bool:
-    """True for the same object, or an object and an element of it."""
-    return one == other or one.startswith(f"{other}{_ELEMENT}") or other.startswith(f"{one}{_ELEMENT}")
+def may_show(used: str, passed: str) -> bool:
+    """True if what is computed from ``used`` may change with the object ``passed``: it is that, an element of it, or
+    holds it; a copy that was made before does not."""
+    bases = [name.partition(_ELEMENT)[0].rstrip(_ELEMENTS) for name in (used, passed)]
+    if bases[0] != bases[1]:
+        return False
+    if _ELEMENT in used and _ELEMENT in passed:
+        positions = [name.partition(_ELEMENT)[2] for name in (used, passed)]
+        return positions[0] == positions[1] or "" in positions
+    return not (used.endswith(_ELEMENTS) and passed == bases[1])

@@ -203,6 +203,7 @@ ON_NUMBERS = {
     "a_name_of_the_prelude": "from operator import *\ndef f(n): return Ellipsis",
     "slices_of_an_object": "class A:\n    def __getitem__(self, key): return self\n"
     "    def __len__(self): return 4\ndef f(n): return A()",
+    "an_iterator_without_end": "import itertools\ndef f(n): return itertools.repeat(4)",
     "nothing": "pass",
 }
 ROUND_TRIP = ["m = [3, 1]\nassert dec(enc(m)) == m", "m = {'a': 1}\ne = enc(m)\nd = dec(e)\nassert d == m"]
@@ -373,6 +374,38 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "an_input_read_twice": (STREAMS, "import os\nprint(os.pread(0, 99, 0), os.listdir('.'))"),
     "a_doctest": (DOCTEST, "'''>>> 1\n1'''\ndef f(n): return 0"),
 }
+INDIRECT = {
+    "popped_from_a_copy": "xs = [[3, 1], [2]]\nys = list(xs)\nfor i in range(2): assert f(ys.pop(0)) == xs[i][::-1]",
+    "popped_in_a_loop": "xs = [[3, 1]]\nys = xs[:]\nwhile ys:\n    x = ys.pop()\n    assert f(x) == xs[0][::-1]",
+    "kept_by_a_lambda": "x = [3, 1]\nwant = lambda y=x: y[::-1]\nassert f(x) == want()",
+    "seen_by_a_lambda": "x = [3, 1]\nwant = lambda: x[::-1]\nr = f(x)\nassert r == want()",
+    "seen_by_a_function": "x = [3, 1]\ndef want(): return x[::-1]\nassert f(x) == want()",
+    "kept_by_a_function": "x = [3, 1]\ndef want(y=x): return y[::-1]\nr = f(x)\nassert r == want()",
+    "seen_by_an_inner_function": "def run():\n    x = [3, 1]\n    def want(): return x[::-1]\n"
+    "    assert f(x) == want()\nrun()",
+    "passed_by_a_function": "X = [3, 1]\ndef go(): return f(X)\ndef want(): return X[::-1]\nassert go() == want()",
+    "held_by_an_object": "class C:\n    def __init__(self): self.x = [3, 1]\n    def go(self): return f(self.x)\n"
+    "    def want(self): return self.x[::-1]\nc = C()\nassert c.go() == c.want()",
+    "kept_by_a_partial": "from functools import partial\nx = [3, 1]\nwant = partial(sorted, x)\nassert f(x) == want()",
+    "read_by_a_generator": "x = [3, 1]\nwant = (2 * v for v in x)\nassert f(x) == list(want)",
+    "read_by_an_iterator": "x = [3, 1]\nwant = reversed(x)\nr = f(x)\nassert r == list(want)",
+    "read_by_map": "x = [3, 1]\nwant = map(str, x)\nr = f(x)\nassert r == list(want)",
+    "seen_by_a_view": "x = {'a': 1}\nwant = x.values()\nr = f(x)\nassert r == list(want)",
+    "appended": "xs = []\nx = [3, 1]\nxs.append(x)\nr = f(x)\nassert r == xs[0][::-1]",
+    "a_default_of_a_mapping": "d = {}\nx = d.setdefault('a', [3, 1])\nr = f(x)\nassert r == d['a'][::-1]",
+    "one_of_two": "x = [3, 1]\ny = x if x else []\nr = f(y)\nassert r == x[::-1]",
+    "the_first_of_several": "xs = [[3, 1], [2]]\nx, *rest = xs\nr = f(x)\nassert r == xs[0][::-1]",
+    "nested_in_a_table": "cs = [{'in': {'v': [3, 1]}}]\nfor c in cs:\n    given = c['in']\n"
+    "    r = f(given['v'])\n    assert r == c['in']['v'][::-1]",
+    "found_by_its_name": "x = [3, 1]\nr = f(globals()['x'])\nassert r == x[::-1]",
+    "which_decides_what_is_expected": "x = [3, 1]\nr = f(x)\nif len(x) > 0:\n    assert r == [1, 3]",
+    "of_the_module": {
+        "pytest": "from solution import f\nX = [3, 1]\ndef want(): return X[::-1]\ndef test_a():\n"
+        "    r = f(X)\n    assert r == want()\n"
+    },
+}
+"""Tests whose expected value is made of an argument in a roundabout way, for a response that empties it."""
+OTHERS |= {f"emptied_{name}": (tests, EMPTY) for name, tests in INDIRECT.items()}
 ROWS: dict[str, dict[str, Any]] = {
     "masked_by_a_failing_set_up": {
         "test_list": ["assert f(x) == 1"],
@@ -546,6 +579,33 @@ RIGHT: dict[str, tuple[Any, str]] = {
         "async def f(x): return x[::-1]",
     ),
     "keywords": ("d = {'a': 1}\nassert f(d=d) == {**d, 'b': 2}", "def f(d): return {**d, 'b': 2}"),
+    "in_place_cases_by_name": (
+        "cases = [([1, 1, 2], [1, 2]), ([0, 0], [0])]\nfor x, want in cases:\n    k = f(x)\n"
+        "    assert k == len(want)\n    assert x[:k] == want",
+        "def f(x):\n    x[:] = sorted(set(x))\n    return len(x)",
+    ),
+    "in_place_against_a_sorted_copy": (
+        "x = [3, 1, 3]\nwant = sorted(set(x))\nk = f(x)\nassert k == len(want)\nassert x[:k] == want",
+        "def f(x):\n    x[:] = sorted(set(x))\n    return len(x)",
+    ),
+    "in_place_where_nothing_is_returned": (
+        "x = [3, 1]\nr = f(x)\nif r is None: r = x\nassert r == [1, 3]",
+        "def f(x): x.sort()",
+    ),
+    "in_place_under_a_condition": ("x = [3, 1]\nif len(x) > 1: f(x)\nassert x == [1, 3]", "def f(x): x.sort()"),
+    "an_iterator_of_a_call": (
+        {"fn_name": "f", "inputs": [[3]], "outputs": [[0, 1, 2]]},
+        "def f(n): yield from range(n)",
+    ),
+    "an_array_of_a_call": (
+        {"fn_name": "f", "inputs": [[3]], "outputs": [[0, 1, 2]]},
+        "import numpy as np\ndef f(n): return np.arange(n)",
+    ),
+    "members_of_enumerations": (
+        "assert f(0) == 'a' and f(1) == 1",
+        "from enum import Enum, IntEnum\nclass A(str, Enum): X = 'a'\nclass B(IntEnum): Y = 1\n"
+        "def f(n): return [A.X, B.Y][n]",
+    ),
     "shuffled": (
         "import random\nx = list(range(20))\nrandom.shuffle(x)\nassert f(x) == sorted(x)",
         "def f(x): return sorted(x)",
