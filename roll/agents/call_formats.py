@@ -44,7 +44,7 @@ _NAME = re.compile(r"[^\s{}<>\"]+")
 _CALLS = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?P<marked>\[ARGS\])?\s*")
 _DEEPSEEK = re.compile(
-    r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<before>[^<]*)<｜tool▁sep｜>(?:(?P<name>[^\n{]*)\n```json\n)?"
+    r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>(?P<before>[^<]*)<｜tool▁sep｜>(?:(?P<name>[^\n{]*)\n```json\r?\n)?"
 )
 _DEEPSEEK_END = re.compile(r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
 _KIMI = re.compile(
@@ -56,12 +56,14 @@ _PYTHON_TAG = "<|python_tag|>"
 _MOST_BROKEN = 256
 """Braces without JSON after which the search stops: a text of braces must not take quadratic time."""
 _BETWEEN = re.compile(r"[;\s]*")
+_LLAMA, _LINE_GOES_ON = re.compile(r"\[\s*(?=\{)|\{"), re.compile(r"[^\S\n]*[^;\s<{]")
 _JSON_NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
 _HARMONY = re.compile(r"<\|channel\|>(?P<channel>\w+)(?P<rest>[^<]*)(?:<\|constrain\|>\w+)?<\|message\|>")
 _HARMONY_BEGIN = re.compile(r"\s*(?:<\|start\|>assistant\s*)?(?:to=[\w.-]+\s*)?<\|channel\|>")
 _HARMONY_END = re.compile(r"<\|(?:end|call|return)\|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 _SPACE = re.compile(r"\s*")
+_LAST_LINE_END = re.compile(r"\r?\n\Z")
 _DECODER = json.JSONDecoder(parse_constant=no_constant)
 
 
@@ -80,7 +82,7 @@ def _after(pattern: re.Pattern[str], text: str, start: int) -> int:
 
 
 def _hermes(text: str, schemas: Schemas | None) -> Found:
-    """``<tool_call>{...}</tool_call>``; the call ends after the JSON."""
+    """``<tool_call>{...}</tool_call>``, or a list of calls between the marks; the call ends after the JSON."""
     begin = text.find(_CALL_BEGIN)
     while begin >= 0:
         start = begin + len(_CALL_BEGIN)
@@ -154,7 +156,7 @@ def _names(schema: Mapping[str, Any]) -> str | None:
 
 def _parameters(opening: str) -> Callable[[str, str, Mapping[str, Any]], ToolCall]:
     """A reader of arguments in elements ``parameter`` whose ``opening`` tag holds their name in place of ``{}``."""
-    pair = re.compile(r"\s*" + opening.format(r"([^>\n]+)") + r"\n?(.*)", re.DOTALL)
+    pair = re.compile(r"\s*" + opening.format(r"([^>\n]+)") + r"(?:\r?\n)?(.*)", re.DOTALL)
 
     def read(name: str, body: str, schema: Mapping[str, Any]) -> ToolCall:
         # A name that the tool does not have begins no argument: it is a text that mentions the mark.
@@ -164,7 +166,7 @@ def _parameters(opening: str) -> Callable[[str, str, Mapping[str, Any]], ToolCal
         begin = re.compile(opening.format(f"(?:{named})"))
         between = re.compile(rf"</parameter>\s*(?={following})")
         pairs = _arguments(body, between, pair, "</parameter>", begin)
-        return ToolCall(name, {key: typed_value(value.removesuffix("\n"), key, schema) for key, value in pairs})
+        return ToolCall(name, {key: typed_value(_LAST_LINE_END.sub("", value), key, schema) for key, value in pairs})
 
     return read
 
@@ -195,10 +197,9 @@ def _mistral(text: str, schemas: Schemas | None) -> Found:
 def _mistral_calls(named: re.Match[str] | None, body: str) -> list[ToolCall]:
     if named is not None and (body or named["marked"]):
         return _calls_of({"name": named["name"], "arguments": body})
-    calls = _json(body) if body.startswith("[") else None
-    if not isinstance(calls, list):
+    if not body.startswith("["):
         raise BadCall(f"{_CALLS} is followed by neither a list of calls nor name{{arguments}}: {body[:80]!r}")
-    return [_call_of(call) for call in calls]
+    return _calls_of(body)
 
 
 def _sections(
@@ -228,14 +229,15 @@ def _deepseek(begun: re.Match[str], body: str) -> tuple[str, str]:
 
 
 def _llama3(text: str, schemas: Schemas | None) -> Found:
-    """``{"name": ..., "parameters": {...}}``, several with ``;`` between; text may surround them.
+    """``{"name": ..., "parameters": {...}}``, several with ``;`` between or in a list, on lines of their own.
 
     JSON that names no tool that was offered is an answer, unless the mark of a call is in front of it. Where the tools
-    are not known, any name will do.
+    are not known, any name will do. What shares a line with other words, or is fenced below some, is quoted.
     """
     is_next = schemas is None
     position = end = broken = 0
-    while (begin := text.find("{", position)) >= 0 and broken < _MOST_BROKEN:
+    while (opening := _LLAMA.search(text, position)) is not None and broken < _MOST_BROKEN:
+        begin = opening.start()
         joined = _after(_BETWEEN, text, end) == begin
         tag = text.find(_PYTHON_TAG, max(end, begin - 2 * len(_PYTHON_TAG)), begin)
         is_next = tag >= 0 or (is_next and joined)
@@ -244,7 +246,13 @@ def _llama3(text: str, schemas: Schemas | None) -> Found:
         named = _JSON_NAME.match(text, begin)
         if stop > begin:
             value = json.loads(text[begin:stop])
-            is_call = (schemas is None or value.get("name") in schemas) and value.keys() & {"parameters", "arguments"}
+            calls = value if isinstance(value, list) else [value]
+            is_call = (tag >= 0 or joined or not _is_quoted(text, begin, stop)) and all(
+                isinstance(call, dict)
+                and (schemas is None or call.get("name") in schemas)
+                and call.keys() & {"parameters", "arguments"}
+                for call in calls
+            )
             if is_next or is_call:
                 yield first, stop, functools.partial(_calls_of, text[begin:stop])
                 end = stop
@@ -253,6 +261,14 @@ def _llama3(text: str, schemas: Schemas | None) -> Found:
             return
         broken += stop == begin
         position = max(stop, begin + 1)
+
+
+def _is_quoted(text: str, begin: int, end: int) -> bool:
+    """True for what stands within a line, or in a fence that follows other words."""
+    line = text[text.rfind("\n", 0, begin) + 1 : begin]
+    before, fence, inside = text[:begin].partition("```")
+    is_fenced = fence != "" and before.strip() != "" and inside.count("```") % 2 == 0
+    return is_fenced or line.strip() != "" or _LINE_GOES_ON.match(text, end) is not None
 
 
 @dataclass(frozen=True)
@@ -324,7 +340,10 @@ def _json(text: str) -> Any:
 
 def _calls_of(*values: object) -> list[ToolCall]:
     """The calls that JSON values or their texts say; a :class:`BadCall` among them is raised."""
-    return [_call_of(_json(value) if isinstance(value, str) else value) for value in values]
+    read = [_json(value) if isinstance(value, str) else value for value in values]
+    if [] in read:
+        raise BadCall("a list of no tool calls")
+    return [_call_of(call) for value in read for call in (value if isinstance(value, list) else [value])]
 
 
 def _call_of(value: object) -> ToolCall:

@@ -145,6 +145,12 @@ def _two(family: Family) -> str:
     return first + {"llama3": "; ", "gpt_oss": "", "mistral": ""}.get(family.name, "\n") + second
 
 
+def _listed(family: Family) -> str:
+    calls = family.call("write", {"text": "a"}), family.call("read", {"count": 1})
+    bodies = [call.removeprefix("<tool_call>\n").removesuffix("\n</tool_call>") for call in calls]
+    return f"<tool_call>\n[{', '.join(bodies)}]\n</tool_call>"
+
+
 def _same(**arguments: Any) -> Callable[[Family], Calls]:
     return lambda _: [("write", arguments)]
 
@@ -259,6 +265,25 @@ CASES = [
         _same(text="a"),
         "ours: what follows a call was said too (for Llama and Mistral, calls within text are theirs)",
         "So: Done.",
+    ),
+    Case(
+        "CR LF as line ends",
+        lambda one: one.call("write", {"text": "a", "count": 3}).replace("\n", "\r\n"),
+        _same(text="a", count=3),
+        "ours: a line end that the format writes around an argument is no part of it, whichever it is",
+    ),
+    Case(
+        "list of calls between the marks",
+        lambda one: _listed(one) if one.form == _HERMES else None,
+        lambda one: [("write", {"text": "a"}), ("read", {"count": 1})],
+        "ours: every item is a call by itself, as SGLang's parser says too; vLLM's reads none of them",
+    ),
+    Case(
+        "call quoted within a line",
+        lambda one: f"Write {one.call('write', {'text': 'a'})} to call it." if one.name == "llama3" else None,
+        _nothing,
+        "ours: the form has no marks, and what shares a line with other words explains a call",
+        "Write {name: write, parameters: {text: a}} to call it.",
     ),
     Case(
         "thought that the length cut, with a call",

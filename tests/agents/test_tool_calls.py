@@ -327,3 +327,29 @@ def test_an_argument_that_the_tool_does_not_have_begins_nothing(tool_format: str
     for tools in (None, opened):
         (call,) = parse_response(written, tool_format, tools).calls
         assert len(call.arguments) == 3 and call.arguments["text"] == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("You can call {CALL} if you want.", []),
+        ("Use `{CALL}` to write.", []),
+        ('He said "{CALL}".', []),
+        ("Example:\n```json\n{CALL}\n```", []),
+        ("I will do that.\n{CALL}", ["get"]),
+        ("```json\n{CALL}\n```", ["get"]),
+        ("{CALL}; {CALL}", ["get", "get"]),
+        ("{CALL}\n{CALL}", ["get", "get"]),
+        ("[{CALL}, {CALL}]", ["get", "get"]),
+        ("So <|python_tag|>{CALL}", ["get"]),
+    ],
+)
+def test_a_call_of_llama_that_is_quoted_is_none(text: str, names: list[str]) -> None:
+    tools = [{"name": "get", "parameters": {"type": "object", "properties": {}}}]
+    parsed = parse_response(text.replace("{CALL}", '{"name": "get", "parameters": {}}'), "llama3", tools)
+    assert ([call.name for call in parsed.calls], parsed.errors) == (names, [])
+
+
+def test_an_empty_list_of_calls_is_an_error() -> None:
+    parsed = parse_response("<tool_call>[]</tool_call>", "hermes")
+    assert (parsed.calls, parsed.errors) == ([], ["a list of no tool calls"])
