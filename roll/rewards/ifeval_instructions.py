@@ -32,7 +32,7 @@ def nth_paragraph_first_word(text: str, *, num_paragraphs: int, nth_paragraph: i
     """Paragraphs are divided by two line ends; empty ones do not count."""
     paragraphs = [piece.strip() for piece in text.split("\n\n")]
     position = int(nth_paragraph) - 1
-    if sum(map(bool, paragraphs)) != int(num_paragraphs) or not 0 <= position < len(paragraphs):
+    if sum(map(bool, paragraphs)) != int(num_paragraphs) or not 0 <= position < int(num_paragraphs):
         return False
     words = paragraphs[position].split()
     first = words[0].lstrip("'\"") if words else ""

@@ -25,6 +25,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, bool]]] = {
         ({"keywords": ["sun", "Rain"]}, "Sunny, then RAIN.", True),
         ({"keywords": ["sun", "rain"]}, "Only sun.", False),
         ({"keywords": ["c++"]}, "I like C++.", True),
+        ({"keywords": ["a.b", "(x)"]}, "a-b x", False),
     ],
     "keywords:frequency": [
         ({"keyword": "cat", "frequency": 2, "relation": "at least"}, "A cat, a Cat.", True),
@@ -32,6 +33,8 @@ CASES: dict[str, list[tuple[dict[str, Any], str, bool]]] = {
         ({"keyword": "cat", "frequency": 2, "relation": "less than"}, "concatenate", True),
         ({"keyword": "cat", "frequency": 1, "relation": "less than"}, "concatenate", False),
         ({"keyword": "cat", "frequency": 2.0, "relation": "exactly"}, "cat cat", True),
+        ({"keyword": "why?", "frequency": 2, "relation": "at least"}, "Why? Wh. WHY?", True),
+        ({"keyword": "a.b", "frequency": 2, "relation": "at least"}, "a.b a-b", False),
     ],
     "keywords:forbidden_words": [
         ({"forbidden_words": ["bad"]}, "A badge is fine.", True),
@@ -75,6 +78,7 @@ CASES: dict[str, list[tuple[dict[str, Any], str, bool]]] = {
         ({"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "week"}, "Hello.\n\nWeekend.", False),
         ({"num_paragraphs": 3, "nth_paragraph": 2, "first_word": "b"}, "a\n\nb", False),
         ({"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "c"}, "a\n\nb", False),
+        ({"num_paragraphs": 2, "nth_paragraph": 3, "first_word": "b"}, "a\n\n\n\nb", False),
     ],
     "detectable_content:number_placeholders": [
         ({"num_placeholders": 2}, "Dear [name], at [address].", True),
