@@ -21,7 +21,7 @@ from roll.algorithms.aggregation import Groups, masked_whiten
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
 from roll.algorithms.returns import discounted_returns, generalized_advantages
-from roll.algorithms.samples import EPS, NormType, token_level_rewards
+from roll.algorithms.samples import EPS, NormType, divisor, exceeds_rounding, token_level_rewards
 from roll.algorithms.turns import Turns
 from roll.config.algorithm import ADV_ESTIMATORS, Estimator, PPOConfig, estimator
 from roll.protocol.metrics import Metrics
@@ -232,9 +232,9 @@ def centred_in_group(rewards: Tensor, groups: Groups) -> Tensor:
     return torch.where(groups.sizes > 1, rewards - groups.mean(rewards)[groups.index], rewards)
 
 
-def divided_by_spread(centred: Tensor, std: Tensor) -> Tensor:
-    """centred / (std + 1e-6); undivided where the spread is 0."""
-    return centred / torch.where(std > EPS, std + EPS, 1.0)
+def standardised_in_group(values: Tensor, groups: Groups) -> Tensor:
+    """(value minus its group's mean) / (std + 1e-6): (B,) -> (B,); undivided where the spread is 0."""
+    return centred_in_group(values, groups) / divisor(groups.std(values), groups.mean(values))[groups.index]
 
 
 @register_advantage("rloo")
@@ -303,7 +303,7 @@ def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
     """R minus its group's mean, times B / (B - M), M rows being in groups without signal; arXiv 2504.02546 eq. 6-7."""
     rewards, groups = inputs.response_rewards, inputs.groups
     centred = centred_in_group(rewards, groups)
-    has_signal = groups.sum(centred.abs())[groups.index] > EPS
+    has_signal = exceeds_rounding(groups.mean(centred.abs()), groups.mean(rewards))[groups.index]
     scale = len(rewards) / has_signal.sum().clamp(min=1)
     return inputs.spread(centred * scale), inputs.spread(rewards)
 
@@ -367,10 +367,10 @@ def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Te
     groups = inputs.groups
     total = torch.zeros_like(components[:, 0])
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
-        total += weight * divided_by_spread(centred_in_group(rewards, groups), groups.std(rewards)[groups.index])
+        total += weight * standardised_in_group(rewards, groups)
     # The standard deviation of a single row is NaN.
     if len(total) > 1:
-        total = divided_by_spread(total - total.mean(), total.std())
+        total = (total - total.mean()) / divisor(total.std(), total.mean())
     return inputs.spread(total), inputs.spread(inputs.response_rewards)
 
 
@@ -403,7 +403,7 @@ def gigpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, T
     step = of_turn - groups.mean(of_turn)[groups.index]
     _, std_type = resolve_norm_types("gigpo", options.norm_mean_type, options.norm_std_type)
     if std_type is not None:
-        step = divided_by_spread(step, groups.std(of_turn)[groups.index])
+        step = step / divisor(groups.std(of_turn), groups.mean(of_turn))[groups.index]
     per_turn = torch.zeros_like(returns, dtype=torch.float64).masked_scatter(turns.exists, step)
     advantages = options.step_reward_weight * turns.spread(per_turn)
     advantages += options.episode_reward_weight * torch.where(inputs.mask, inputs.response_rewards[:, None], 0.0)

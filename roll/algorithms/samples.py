@@ -20,7 +20,17 @@ NORM_TYPES = ("batch", "group", "running", None)
 NormType = Literal["batch", "group", "running"] | None
 
 EPS = 1e-6
-"""Added to a spread before something is divided by it; a spread up to this counts as 0."""
+"""Added to a spread before something is divided by it; a spread up to this counts as 0, as does this part of a mean."""
+
+
+def exceeds_rounding(spread: Tensor, mean: Tensor) -> Tensor:
+    """True where a spread of values about ``mean`` is more than their float32 rounding."""
+    return spread > EPS * mean.abs().clamp(min=1.0)
+
+
+def divisor(std: Tensor, mean: Tensor) -> Tensor:
+    """std + 1e-6; 1 where values about ``mean`` have no spread."""
+    return torch.where(exceeds_rounding(std, mean), std + EPS, 1.0)
 
 
 @dataclass
@@ -101,22 +111,24 @@ class RewardPostprocessor:
         """Offset and divisor, each float64 (B,) or a scalar; running moments include the rewards."""
         mean_type, std_type = self.options.norm_mean_type, self.options.norm_std_type
         running = self._running.setdefault(domain, RunningMoments())
-        mean = std = raw.new_zeros(())
+        mean = std = level = raw.new_zeros(())
         if "running" in (mean_type, std_type):
             # Before they are used, so that the first batch is normalised by its own moments instead of by none.
             running.update(raw)
-            mean = raw.new_full((), running.mean) if mean_type == "running" else mean
+            level = raw.new_full((), running.mean)
+            mean = level if mean_type == "running" else mean
             std = raw.new_full((), running.std) if std_type == "running" else std
         if "group" in (mean_type, std_type):
             groups = Groups.of(group_ids)
-            means = torch.where(groups.counts > 1, groups.mean(raw), 0.0)
-            mean = means[groups.index] if mean_type == "group" else mean
-            std = groups.std(raw)[groups.index] if std_type == "group" else std
+            own = groups.mean(raw)
+            mean = torch.where(groups.counts > 1, own, 0.0)[groups.index] if mean_type == "group" else mean
+            if std_type == "group":
+                std, level = groups.std(raw)[groups.index], own[groups.index]
         if mean_type == "batch":
             mean = raw.mean()
         if std_type == "batch" and raw.numel() > 1:
-            std = raw.std()
-        return mean, torch.where(std > EPS, std + EPS, 1.0)
+            std, level = raw.std(), raw.mean()
+        return mean, divisor(std, level)
 
     def applied(self, raw: Tensor, mean: Tensor, divisor: Tensor) -> tuple[Tensor, Metrics]:
         """(raw - mean) / divisor within the clip: float32 (B,), and ``critic/reward_clip_frac``."""
@@ -213,6 +225,8 @@ def sample_mask(
     if options.difficulty_mask:
         groups = Groups.of(group_ids)
         mean = groups.mean(scores.double())[groups.index]
+        # In the type of the scores: a group of scores of 0.1 is at a threshold of 0.1, not above it.
+        mean = mean.to(scores.dtype)
         kept["difficulty"] = (mean > options.difficulty_low_threshold) & (mean < options.difficulty_high_threshold)
     if options.error_max_len_clip:
         kept["error_len"] = (scores >= 1.0) | (lengths <= options.error_max_len_threshold)

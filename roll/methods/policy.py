@@ -264,7 +264,8 @@ class PolicyMethod:
         metrics: list[Metrics] = []
         if self._config.overlong_buffer_length is not None:
             shaped = self._penalised(shaped, lengths)
-            metrics.append({"critic/overlong_penalty": Mean(float((tensors["scores"] - shaped).mean()))})
+            penalty = float((tensors["scores"] - shaped).sum())
+            metrics.append({"critic/overlong_penalty": Mean(penalty, len(shaped))})
         tensors["response_level_rewards"], rewards, measured = self.normalised(batch, shaped)
         metrics.append(measured)
         if self._config.add_token_level_kl:

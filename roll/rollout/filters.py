@@ -11,20 +11,27 @@ from typing import Any
 import numpy as np
 
 from roll.algorithms.registry import Registry
+from roll.algorithms.samples import EPS
 
 GroupFilter = Callable[[np.ndarray], bool]
 """Takes the scores of a group, float32 (num_samples,) with NaN where a reward is missing; True keeps the group."""
 
 
 def mean_filter(threshold_down: float = 0.0, threshold_up: float = 1.0) -> GroupFilter:
-    """Keep groups whose mean score lies strictly between the two thresholds."""
-    return lambda scores: bool(threshold_down < np.nanmean(scores) < threshold_up)
+    """Keep groups whose mean score lies strictly between the two thresholds; compared in the scores' float32."""
+    low, high = np.float32(threshold_down), np.float32(threshold_up)
+    return lambda scores: bool(low < np.float32(np.nanmean(scores, dtype=np.float64)) < high)
 
 
 def std_filter(std_threshold: float = 0.0) -> GroupFilter:
-    """Keep groups whose scores differ, by a population standard deviation of more than ``std_threshold``. Equal scores
-    have none, though their float32 mean may differ from them in the last bit."""
-    return lambda scores: bool(np.nanmax(scores) > np.nanmin(scores) and np.nanstd(scores) > std_threshold)
+    """Keep groups whose scores differ, by a population standard deviation of more than ``std_threshold``, and by more
+    than arithmetic in float32 leaves of equal ones: a millionth of their size."""
+
+    def keep(scores: np.ndarray) -> bool:
+        exact = scores.astype(np.float64)
+        return bool(np.nanstd(exact) > max(std_threshold, EPS * np.nanmax(np.abs(exact))))
+
+    return keep
 
 
 def no_filter() -> GroupFilter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pytest
 import torch
@@ -247,3 +248,20 @@ def test_top_entropy_mask_keeps_the_highest(batch: Batch, fraction: float) -> No
 def test_a_fraction_outside_its_range_is_named() -> None:
     with pytest.raises(ValueError, match=r"0\.2"):
         top_entropy_mask(torch.zeros(1, 1), torch.ones(1, 1).bool(), 0.0)
+
+
+@pytest.mark.parametrize("std_type", ["group", "batch", "running"])
+@pytest.mark.parametrize("level", [0.3, 1000.1, -1e6])
+def test_rounding_of_equal_rewards_is_no_spread(std_type: Literal["group", "batch", "running"], level: float) -> None:
+    """Rewards that are equal but for the last bit of float32 would else differ by a whole standard deviation."""
+    one = torch.tensor(level)
+    rewards = torch.stack([one, one, torch.nextafter(one, one + 1), torch.nextafter(one, one - 1)])
+    normalised, _ = RewardPostprocessor(RewardOptions("group", std_type))(rewards, torch.zeros(4, dtype=torch.long))
+    assert float(normalised.abs().max()) <= float((rewards - one).abs().max()) * 1.01
+
+
+def test_a_group_at_a_threshold_of_difficulty_is_masked() -> None:
+    scores, ids = torch.tensor([0.1, 0.1, 0.9, 0.9, 0.5, 0.5]), torch.tensor([0, 0, 1, 1, 2, 2])
+    options = PPOConfig(difficulty_mask=True, difficulty_low_threshold=0.1, difficulty_high_threshold=0.9)
+    keep, _ = sample_mask(options, scores, torch.ones(6, dtype=torch.long), torch.zeros(6, dtype=torch.bool), ids)
+    assert keep.tolist() == [False, False, False, False, True, True]

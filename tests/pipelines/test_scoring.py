@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -84,6 +85,14 @@ def test_overlong_punishment_falls_linearly_within_the_buffer() -> None:
     torch.testing.assert_close(batch.batch["response_level_rewards"], expected)
     assert raw.tolist() == [1.0, 0.25, 0.0, 0.5, 1.0, 3.0, 7.0], "accuracies and filters see the raw score"
     assert metrics["critic/overlong_penalty"] == pytest.approx(0.25 * 2 / 7)
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlong_buffer_length": 2}, {"whiten_advantages": True}])
+def test_a_step_without_any_score_has_numbers_all_the_same(settings: dict[str, Any]) -> None:
+    nothing = torch.full((7,), float("nan"))
+    batch, metrics = settled({"adv_estimator": "grpo", **settings}, 4, scores=nothing)
+    assert not batch.batch["advantages"].any() and not batch.batch["loss_mask"].any()
+    assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
 
 
 def test_filtered_responses_stay_in_the_baseline_and_out_of_the_loss() -> None:

@@ -28,7 +28,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n, c, k):
 def test_accuracy_counts_only_full_scores_and_weighs_samples_alike():
     groups = [
         make_group(0, [1], [[1], [2]], [1.0, 0.5], tag="a"),
-        make_group(1, [1], [[1, 1], [2]], [1.0, 1.0], tag="b"),
+        make_group(1, [1], [[1, 1], [2]], [1.0, 1.5], tag="b"),  # with a bonus
         make_group(2, [1], [[1], [2]], [None, 0.0], tag="b"),
     ]
     metrics = pass_metrics([Answers.of(group) for group in groups], "sampled", is_primary=True, in_training=True)
@@ -40,7 +40,7 @@ def test_accuracy_counts_only_full_scores_and_weighs_samples_alike():
     assert metrics["val/sampled/pass@1"] == pytest.approx((0.5 + 1 + 0) / 3)
     assert metrics["val/sampled/pass@2"] == pytest.approx(2 / 3)
     assert "val/sampled/pass@4" not in metrics
-    assert metrics["val/sampled/best@2"] == pytest.approx((1 + 1 + 0) / 3)
+    assert metrics["val/sampled/best@2"] == pytest.approx((1 + 1.5 + 0) / 3)
     assert metrics["val/sampled/a/pass@2"] == 1
     assert metrics["val/sampled/accuracy_low"] < 0.5 < metrics["val/sampled/accuracy_high"]
 

@@ -17,6 +17,11 @@ from roll.rollout.filters import GroupFilter, build_filter, response_mask
         ("std_filter", {"std_threshold": 0.05}, [0.0, 1.0], True),
         ("mean_filter", {}, [np.nan, 0.0, 1.0], True),
         ("no_filter", {}, [np.nan, np.nan], False),
+        ("mean_filter", {"threshold_down": 0.1}, [0.1, 0.1, 0.1], False),
+        ("mean_filter", {"threshold_up": 0.9}, [0.9, 0.9, 0.9], False),
+        ("mean_filter", {"threshold_down": 0.1}, [0.1, 0.1, 0.2], True),
+        ("std_filter", {}, [np.float32(0.1) + np.float32(0.2), 0.3, np.float32(0.7) - np.float32(0.4)], False),
+        ("std_filter", {}, [1000.1, 1000.1 + 1e-4], False),
     ],
 )
 def test_filters(kind, arguments, scores, kept):
