@@ -231,11 +231,11 @@ def _both_signs(expression: str) -> str:
         return expression
     written = []
     for item in top_level_items(expression):
-        signs = _PAIRS_OF_SIGNS.findall(item)
-        written += [
-            _PAIRS_OF_SIGNS.sub(lambda found, plus=plus: "+" if (found[1] == "pm") is plus else "-", item)
-            for plus in ((True, False) if signs.count("pm") == 1 else ())
-        ] or [item]
+        if _PAIRS_OF_SIGNS.findall(item).count("pm") == 1:
+            written += [_PAIRS_OF_SIGNS.sub(lambda found: "+" if found[1] == "pm" else "-", item)]
+            written += [_PAIRS_OF_SIGNS.sub(lambda found: "-" if found[1] == "pm" else "+", item)]
+        else:
+            written.append(item)
     return ", ".join(written)
 
 

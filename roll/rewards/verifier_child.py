@@ -186,13 +186,13 @@ def exact(form: object) -> Any:
         return form.func(exact(form.lhs), exact(form.rhs), evaluate=False)
     if not isinstance(form, sympy.Basic | sympy.MatrixBase):
         return form
-    form = form.xreplace({number: sympy.Rational(str(number)) for number in form.atoms(sympy.Float)})
+    decimal: Any = form.xreplace({number: sympy.Rational(str(number)) for number in form.atoms(sympy.Float)})
     roots = [
         power
-        for power in form.atoms(sympy.Pow)
+        for power in decimal.atoms(sympy.Pow)
         if power.exp.is_Rational and power.exp.q % 2 and power.base.is_Pow and power.base.exp.is_Integer
     ]
-    return form.xreplace({power: power.base.base ** (power.base.exp * power.exp) for power in roots})
+    return decimal.xreplace({power: power.base.base ** (power.base.exp * power.exp) for power in roots})
 
 
 _TURN = (4 * sympy.I - 3) / sympy.Integer(5)

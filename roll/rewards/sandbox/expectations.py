@@ -97,8 +97,8 @@ class Scope:
         while sum(self._learn_results(node) for node in binding):
             pass
         for _, part in parts:
-            for node in outermost_functions(part) if isinstance(part, ast.Module) else ():
-                self.aliases.setdefault(node.name, set()).update(free_names(node))
+            for function in outermost_functions(part) if isinstance(part, ast.Module) else ():
+                self.aliases.setdefault(function.name, set()).update(free_names(function))
         for _, node in self._nodes():
             self._learn_aliases(node)
         for number, node in self._nodes():
