@@ -262,6 +262,8 @@ class Scope:
         if isinstance(value, ast.Subscript):
             mark = _ELEMENTS if isinstance(value.slice, ast.Slice) else _ELEMENT
             return {marked(name, mark) for name in self._held(value.value)}
+        if isinstance(value, ast.Attribute) and not (isinstance(value.value, ast.Name) and value.value.id == "self"):
+            return {marked(name, _ELEMENT) for name in self._held(value.value)}
         if is_reference(value):
             return {root(value)} - {""}
         if isinstance(value, ast.Call):

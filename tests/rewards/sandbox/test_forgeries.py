@@ -397,6 +397,8 @@ INDIRECT = {
     "the_first_of_several": "xs = [[3, 1], [2]]\nx, *rest = xs\nr = f(x)\nassert r == xs[0][::-1]",
     "nested_in_a_table": "cs = [{'in': {'v': [3, 1]}}]\nfor c in cs:\n    given = c['in']\n"
     "    r = f(given['v'])\n    assert r == c['in']['v'][::-1]",
+    "of_an_object_that_is_copied": "import copy, types\np = types.SimpleNamespace(x=[3, 1])\nq = copy.copy(p)\n"
+    "r = f(p.x)\nassert r == q.x[::-1]",
     "found_by_its_name": "x = [3, 1]\nr = f(globals()['x'])\nassert r == x[::-1]",
     "which_decides_what_is_expected": "x = [3, 1]\nr = f(x)\nif len(x) > 0:\n    assert r == [1, 3]",
     "of_the_module": {
