@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 from collections.abc import Iterable, Iterator, Sequence, Set
 
 from roll.rewards.sandbox.names import (
@@ -34,8 +35,13 @@ from roll.rewards.sandbox.names import (
     root,
 )
 
-_ELEMENT, _ELEMENTS = "#", "*"
-"""After an object's name: one of its elements, perhaps with its position; another object that has all its elements."""
+_ELEMENT, _ELEMENTS, _HOLDER = "#", "*", "!"
+"""After an object's name: one of its elements, with its place where that is known; another object that has all of its
+elements; an object that holds it."""
+_DEEPEST = 3
+"""Elements of elements that are told apart."""
+_MANY = 40
+"""Names from which on elements are not told apart: the search must end soon for any test."""
 _WITHOUT_OBJECTS = ("len", "sum", "str", "repr", "int", "float", "bool", "hash", "all", "any", "range", "deepcopy")
 _COPIES = ("sorted", "list", "tuple", "set", "frozenset", "dict", "copy", "Counter", "deque")
 """Functions and methods whose results hold no given object, or none but the elements of those given."""
@@ -227,6 +233,9 @@ class Scope:
             if outside and isinstance(node, ast.Call) and self._is_response_call(node):
                 waiting.append(node.func)
                 continue
+            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and root(node):
+                found |= self._held(node)
+                continue
             name = root(node) if isinstance(node, ast.Name | ast.Attribute) else ""
             if name:
                 found.add(name)
@@ -239,13 +248,17 @@ class Scope:
         waiting = list(found)
         while waiting:
             name = waiting.pop()
-            base, mark, position = name.partition(_ELEMENT)
+            base, *steps = name.rstrip(_ELEMENTS).split(_ELEMENT)
+            more = {name.removesuffix(_HOLDER)}
             for other in self.aliases.get(base, ()):
-                # An element of what has the same elements is one of theirs; further levels are not told apart.
-                more = other if not mark or _ELEMENT in other else f"{other.rstrip(_ELEMENTS)}{mark}{position}"
-                if more not in found:
-                    found.add(more)
-                    waiting.append(more)
+                for step in steps:
+                    other = marked(other, _ELEMENT + step)
+                more.add(marked(other, _ELEMENTS) if name.endswith(_ELEMENTS) else other)
+            if len(found) > _MANY:
+                bases = {each.rstrip(_ELEMENTS + _HOLDER).partition(_ELEMENT)[0] for each in more}
+                more = bases | {base + _ELEMENTS for base in bases}
+            waiting += more - found
+            found |= more
         return found
 
     def _handed_over(self, call: ast.Call) -> set[str]:
@@ -260,7 +273,8 @@ class Scope:
         if isinstance(value, ast.Constant | ast.Compare | ast.JoinedStr | ast.UnaryOp):
             return set()
         if isinstance(value, ast.Subscript):
-            mark = _ELEMENTS if isinstance(value.slice, ast.Slice) else _ELEMENT
+            place = str(value.slice.value) if isinstance(value.slice, ast.Constant) else ""
+            mark = _ELEMENTS if isinstance(value.slice, ast.Slice) else f"{_ELEMENT}{place}"
             return {marked(name, mark) for name in self._held(value.value)}
         if isinstance(value, ast.Attribute) and not (isinstance(value.value, ast.Name) and value.value.id == "self"):
             return {marked(name, _ELEMENT) for name in self._held(value.value)}
@@ -276,10 +290,14 @@ class Scope:
         elif isinstance(value, ast.BinOp):
             return {marked(name, _ELEMENTS) for name in self._held(value.left) | self._held(value.right)}
         elif isinstance(value, ast.ListComp | ast.SetComp):
-            return self._held(value.elt)
-        elif isinstance(value, ast.List | ast.Tuple | ast.Set | ast.Dict | ast.Starred | ast.IfExp | ast.BoolOp):
+            return {marked(name, _HOLDER) for name in self._held(value.elt)}
+        elif isinstance(value, ast.Starred | ast.IfExp | ast.BoolOp):
             return set().union(*map(self._held, ast.iter_child_nodes(value)))
-        return names_of(value)
+        elif isinstance(value, ast.List | ast.Tuple | ast.Set | ast.Dict):
+            held = set().union(*map(self._held, ast.iter_child_nodes(value)))
+            return {marked(name, _HOLDER) for name in held}
+        # Whatever it does: it may be each of them, hold it, or be one of its elements.
+        return {each for name in names_of(value) for each in (name, marked(name, _HOLDER), marked(name, _ELEMENT))}
 
     def _pairs_of_aliases(self, target: ast.expr, value: ast.expr, is_loop: bool) -> Iterator[tuple[str, str]]:
         """Each name of a target with the objects that it may be, hold or read."""
@@ -288,22 +306,18 @@ class Scope:
             sources = value.args if name == "zip" else [ast.Constant(0), *value.args]
             for each, source in zip(target.elts, sources, strict=False):
                 yield from self._pairs_of_aliases(each, source, is_loop)
-        elif isinstance(target, ast.Tuple | ast.List) and not any(isinstance(e, ast.Starred) for e in target.elts):
-            elements = enumerate(target.elts)
-            held = self._held(value)
-            yield from (
-                (root(one), marked(name, f"{_ELEMENT}{place}"))
-                for place, each in elements
-                for one in flat(each)
-                for name in held
-            )
         else:
-            for each in flat(target):
-                yield from (
-                    (root(each), marked(name, _ELEMENT) if is_loop else name)
-                    for name in self._held(value)
-                    if root(each)
-                )
+            held = self._held(value)
+            if is_loop:
+                held = {marked(one, _ELEMENT) for one in held}
+            if not isinstance(target, ast.Tuple | ast.List):
+                yield from ((root(target), one) for one in held if root(target))
+                return
+            # What a call gives, and what follows a star, has no known place.
+            is_known = not isinstance(value, ast.Call) and not any(isinstance(e, ast.Starred) for e in target.elts)
+            for number, part in enumerate(target.elts):
+                place = f"{_ELEMENT}{number if is_known else ''}"
+                yield from ((root(each), marked(one, place)) for each in flat(part) for one in held if root(each))
 
     def _seen_in(self, names: set[str]) -> set[str]:
         """Arguments of the response that these names may show."""
@@ -337,17 +351,21 @@ class Scope:
 
 
 def marked(name: str, mark: str) -> str:
-    """An element of an object, or what has its elements; of an element itself no further level is told apart."""
-    return name if _ELEMENT in name else name.rstrip(_ELEMENTS) + mark
+    """An element of an object (its place after the mark), what has its elements, or what holds it."""
+    if name.endswith(_HOLDER):
+        return name.removesuffix(_HOLDER) if mark.startswith(_ELEMENT) else name
+    if mark == _HOLDER:
+        return name + mark
+    name = name.rstrip(_ELEMENTS)
+    return name if mark.startswith(_ELEMENT) and name.count(_ELEMENT) >= _DEEPEST else name + mark
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def may_show(used: str, passed: str) -> bool:
-    """True if what is computed from ``used`` may change with the object ``passed``: it is that, an element of it, or
-    holds it; a copy that was made before does not."""
-    bases = [name.partition(_ELEMENT)[0].rstrip(_ELEMENTS) for name in (used, passed)]
-    if bases[0] != bases[1]:
+    """True if what is computed from ``used`` may change with the object ``passed``: it is that, a part of it, or holds
+    it; a copy that was made before does not."""
+    used, passed = used.removesuffix(_HOLDER), passed.removesuffix(_HOLDER)
+    ours, theirs = (name.rstrip(_ELEMENTS).split(_ELEMENT) for name in (used, passed))
+    if any(one and other and one != other for one, other in zip(ours, theirs, strict=False)):
         return False
-    if _ELEMENT in used and _ELEMENT in passed:
-        positions = [name.partition(_ELEMENT)[2] for name in (used, passed)]
-        return positions[0] == positions[1] or "" in positions
-    return not (used.endswith(_ELEMENTS) and passed == bases[1])
+    return not used.endswith(_ELEMENTS) or passed.endswith(_ELEMENTS) or len(theirs) > len(ours)

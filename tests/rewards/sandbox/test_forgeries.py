@@ -586,6 +586,16 @@ RIGHT: dict[str, tuple[Any, str]] = {
         "    assert k == len(want)\n    assert x[:k] == want",
         "def f(x):\n    x[:] = sorted(set(x))\n    return len(x)",
     ),
+    "in_place_cases_by_key": (
+        "cases = [{'x': [1, 1, 2], 'k': 2, 'want': [1, 2]}]\nfor c in cases:\n    x = c['x']\n    k = f(x)\n"
+        "    assert k == c['k']\n    assert x[:k] == c['want']",
+        "def f(x):\n    x[:] = sorted(set(x))\n    return len(x)",
+    ),
+    "in_place_cases_by_index": (
+        "for c in [([1, 1, 2], [1, 2])]:\n    x = c[0][:]\n    k = f(x)\n"
+        "    assert k == len(c[1])\n    assert x[:k] == c[1]",
+        "def f(x):\n    x[:] = sorted(set(x))\n    return len(x)",
+    ),
     "in_place_against_a_sorted_copy": (
         "x = [3, 1, 3]\nwant = sorted(set(x))\nk = f(x)\nassert k == len(want)\nassert x[:k] == want",
         "def f(x):\n    x[:] = sorted(set(x))\n    return len(x)",
