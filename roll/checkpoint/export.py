@@ -30,9 +30,10 @@ from roll.config.losses import SCORE_INPUT, SCORE_INPUT_DEFAULT
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.masking import masked_text
 from roll.config.run import RESOLVED_CONFIG
-from roll.models.build import DTYPES, auto_class, checked_config
+from roll.models.build import DTYPES, auto_class, checked_config, folder_config
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_file_name, adapter_names, base_name, is_adapter, merged_weight
+from roll.models.text_part import whole_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -78,11 +79,14 @@ def write_hf(trained: TrainedModel, folder: Path, dtype: torch.dtype) -> None:
         index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": files}, indent=2)
         (folder / "model.safetensors.index.json").write_text(index_text, encoding="utf-8")
     skeleton = trained.skeleton()
-    skeleton.config.dtype, skeleton.config.architectures = dtype, [type(skeleton).__name__]
+    config = skeleton.config
+    config.dtype, config.architectures = dtype, [type(skeleton).__name__]
     source = TensorFiles(trained.model).folder
     if trained.head == "score":
-        describe_scores(skeleton.config, trained, source)
-    skeleton.config.save_pretrained(folder)
+        describe_scores(config, trained, source)
+    elif trained.head == "causal_lm":
+        config = whole_config(folder_config(trained.args), config)
+    config.save_pretrained(folder)
     for file in [file for pattern in _KEPT_FILES for file in source.glob(pattern)]:
         if file.name not in _OWN_FILES:
             shutil.copyfile(file, folder / file.name)

@@ -30,6 +30,7 @@ from roll.models.gguf_reading import dequantised_path
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_names, base_name, is_adapter, merged_weight
 from roll.models.stored import StoredLayout
+from roll.models.text_part import other_names, use_names_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,6 +79,7 @@ class TrainedModel:
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """The plain model's tensors as a model folder names them, adapters merged, one by one."""
         skeleton, files = self.skeleton(), TensorFiles(self.model)
+        use_names_of(skeleton, files)
         layout = StoredLayout(skeleton)
         persistent = skeleton.state_dict().keys()
         with self.open_tensors() as stored:
@@ -98,6 +100,8 @@ class TrainedModel:
             for name, _ in skeleton.named_buffers():
                 if name in persistent:
                     yield name, buffers[name] if name in buffers else files.read_rows(name, slice(None))
+        if self.head == "causal_lm":
+            yield from ((name, files.read_rows(name, slice(None))) for name in other_names(skeleton, files))
 
 
 def find_trained(path: Path, role: str | None, model: str | None) -> TrainedModel:

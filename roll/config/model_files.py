@@ -210,22 +210,25 @@ SUPPORT: dict[str, tuple[str, ...]] = {
     ENCODER: (),
 }
 """By capability: the strategies (by the beginning of their name) under which it is tested."""
+_LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+_LINEAR_STRATEGIES = ("fsdp", "deepspeed", "hf_infer", "vllm")
 FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
+    OTHER_VISION: dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _LINEAR_STRATEGIES),
     EXPERTS: {
         **dict.fromkeys(("glm4_moe", "gpt_oss"), ("fsdp2", "hf_infer", "vllm")),
-        **dict.fromkeys(("deepseek_v3", "qwen3_next", "qwen3_5_moe_text"), ("fsdp2", "hf_infer")),
+        "deepseek_v3": ("fsdp2", "hf_infer"),
+        **dict.fromkeys(_LINEAR, _LINEAR_STRATEGIES),
     },
-    RECURRENT: dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), ("fsdp2", "hf_infer")),
+    RECURRENT: dict.fromkeys(_LINEAR, _LINEAR_STRATEGIES),
 }
-"""The same for values of ``model_type`` that are tested under other strategies than the rest."""
+"""The same for values of ``model_type`` that are tested under other strategies than the rest. Those of a
+vision-language model are computed without its tower, as models of text."""
 
 REASONS: dict[tuple[str, str], str] = {
     ("deepseek_v3", "vllm"): (
         "vLLM 0.32 takes every weight of it, but on a CPU its log-probs are not the model's (0.1 apart in float32), so "
         "nothing tested says that they are elsewhere"
     ),
-    ("qwen3_next", "vllm"): "on a CPU vLLM 0.32 computes linear attention in bf16 alone, which is not tested",
-    ("qwen3_5_moe_text", "vllm"): "on a CPU vLLM 0.32 computes linear attention in bf16 alone, which is not tested",
     **dict.fromkeys(
         [(family, "sglang") for family in VISION_FAMILIES],
         "on a CPU SGLang 0.5.23 loads no image processor of this family: that imports kernels which it publishes for "

@@ -49,17 +49,19 @@ class VisionModel:
 
     @classmethod
     def load(cls, model_path: str, tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> VisionModel | None:
-        """From a model's folder or hub name; None for a model of text.
+        """From a model's folder or hub name; None for a model of text, also one that is used without its tower.
 
         Raises:
             DataError: a vision-language model whose image processor is not of the Qwen-VL kind.
         """
         from transformers import AutoConfig
 
+        from roll.models.text_part import text_part
+
         if "vision_config" not in (model_config(model_path) or {"vision_config": None}):
             return None  # without loading transformers' configurations
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        if getattr(config, "vision_config", None) is None:
+        if getattr(config, "vision_config", None) is None or text_part(config) is not config:
             return None
         processing = load_processing(model_path)
         vision = config.vision_config

@@ -12,6 +12,7 @@ them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -29,6 +30,7 @@ from roll.config.names import INVARIANT_ATTENTION
 from roll.config.roles import ModelArguments
 from roll.config.weight_files import file_of_each_tensor, stored_shapes
 from roll.models.completeness import incomplete
+from roll.models.text_part import text_part
 from roll.models.vision import reads_images
 
 if TYPE_CHECKING:
@@ -134,7 +136,7 @@ def compare_with_headers(
     """
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path, **overrides)
+    config = text_part(AutoConfig.from_pretrained(path, **overrides))
     if getattr(config, "quantization_config", None) is not None:
         return None
     family = auto_class(config, "causal_lm")._model_mapping
@@ -197,22 +199,23 @@ def auto_class(config: PretrainedConfig, head: HeadName) -> Any:
     """The class of transformers that makes a model of this configuration with this head."""
     import transformers
 
-    if reads_images(config):
-        return transformers.AutoModelForImageTextToText if head == "causal_lm" else _vision_class(config, head)
-    if head == "score":
-        return transformers.AutoModelForSequenceClassification
-    return transformers.AutoModelForTokenClassification if head == "value" else transformers.AutoModelForCausalLM
+    sees = reads_images(config)
+    generates: Any = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    if head == "causal_lm":
+        return generates
+    name = "SequenceClassification" if head == "score" else "TokenClassification"
+    classifies: Any = getattr(transformers, f"AutoModelFor{name}")
+    is_known = type(config) in classifies._model_mapping or type(config) not in generates._model_mapping
+    return classifies if is_known and not sees else _classifier(generates._model_mapping[type(config)], name)
 
 
-def _vision_class(config: PretrainedConfig, head: HeadName) -> Any:
-    """A classifier of a vision-language model, which transformers has the parts of but does not define."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_layers
+def _classifier(generates: Any, kind: str) -> Any:
+    """A classifier of a family that transformers has the parts of but does not define."""
+    from transformers import modeling_layers
 
-    kind = "ForSequenceClassification" if head == "score" else "ForTokenClassification"
-    generates: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    name = generates.__name__.replace("ForConditionalGeneration", kind)
-    bases = (getattr(modeling_layers, f"Generic{kind}"), generates.__bases__[0])
-    return type(name, bases, {"__module__": generates.__module__})
+    name = re.sub("For(ConditionalGeneration|CausalLM)$", f"For{kind}", generates.__name__)
+    bases = (getattr(modeling_layers, f"GenericFor{kind}"), generates.__bases__[0])
+    return type(name, bases, {"__module__": generates.__module__, "config_class": generates.config_class})
 
 
 def checked_config(args: ModelArguments, head: HeadName) -> PretrainedConfig:
@@ -231,7 +234,15 @@ def checked_config(args: ModelArguments, head: HeadName) -> PretrainedConfig:
 
 
 def load_config(args: ModelArguments) -> PretrainedConfig:
-    """The model's configuration with ``model_config_kwargs`` applied.
+    """The configuration of the model that is computed: the whole folder's, or its language model's.
+
+    Raises: as :func:`folder_config`.
+    """
+    return text_part(folder_config(args))
+
+
+def folder_config(args: ModelArguments) -> PretrainedConfig:
+    """A folder's configuration with ``model_config_kwargs`` applied.
 
     Raises:
         ValueError: a key in ``model_config_kwargs`` that this configuration does not have.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +40,7 @@ from roll.models.build import (
 from roll.models.completeness import incomplete
 from roll.models.expert_parallel import own_rows
 from roll.models.stored import StoredLayout
+from roll.models.text_part import other_names, use_names_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -295,6 +295,7 @@ def build_on_meta(
         obstacle = "there are no safetensors files"
     if obstacle is None:
         model = empty_model(config, head, dtype=dtype, attn_implementation=attention_implementation(args))
+        use_names_of(model, files)
         stored, found = _stored_tensors(model), files.shapes()
         # For a critic made of a reward model, the bias of the head.
         in_head = [name for name in stored if name.startswith(VALUE_HEAD) and head != "causal_lm"]
@@ -306,8 +307,7 @@ def build_on_meta(
         return None
     assert layout is not None
     unused = found.keys() - layout.stored_shapes().keys() - (set() if head == "causal_lm" else {OUTPUT_MATRIX})
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    unused = {name for name in unused if not any(re.search(pattern, name) for pattern in ignored)}
+    unused -= set(other_names(model, unused))
     problem = incomplete(model, (), unused, (), bool(args.model_config_kwargs))
     if problem is not None:
         raise ValueError(f"model_args.model_name_or_path: {args.model_name_or_path} {problem}")

@@ -205,7 +205,11 @@ def _conversion(model: PreTrainedModel) -> _Conversion | None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-    table = [one for one in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(one, PrefixChange)]
+    # The loader notes what it applied to the names of the files, such as a prefix or matrices of single experts.
+    table = getattr(model, "_weight_conversions", None)
+    if table is None:
+        whole = get_model_conversion_mapping(model, add_legacy=False)
+        table = [one for one in whole if not isinstance(one, PrefixChange)]
     if not table:
         return None
     # All that the conversion reads of a model. With shape None a transposition that depends on the shapes takes place.

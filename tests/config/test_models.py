@@ -94,7 +94,7 @@ def test_families_are_recognised(folder: Path, model: dict[str, Any], needs: lis
         ({"model_type": "gpt_oss", "num_experts": 8}, "vllm", None),
         ({"model_type": "qwen3_vl_moe", "vision_config": {}, "text_config": {"num_experts": 8}}, "vllm", None),
         ({"model_type": "deepseek_v3", "num_experts": 8}, "vllm", "are not the model's"),
-        ({"model_type": "qwen3_next", "num_experts": 8}, "vllm", "in bf16 alone"),
+        ({"model_type": "qwen3_next", "num_experts": 8}, "vllm", None),
         ({"model_type": "qwen2_5_vl", "vision_config": {}}, "sglang", "no image processor"),
     ],
 )
@@ -396,7 +396,10 @@ def test_a_tracker_without_its_package(folder: Path, monkeypatch: pytest.MonkeyP
     ("name", "rule"),
     [
         ("Qwen/Qwen3-Next-80B-A3B-Instruct", None),
-        ("Qwen/Qwen3.5-9B", "a vision-language model of another family"),
+        ("Qwen/Qwen3.5-9B", None),
+        ("Qwen/Qwen3.5-0.8B", None),
+        ("Qwen/Qwen3.5-35B-A3B", None),
+        ("zai-org/GLM-4.1V-9B-Thinking", "a vision-language model of another family"),
         ("Qwen/Qwen3-Omni-30B-A3B-Instruct", "a model that hears or speaks"),
         ("tiiuae/Falcon-H1-1.5B-Instruct", "linear-attention or state-space layers"),
         ("google/flan-t5-large", "an encoder-decoder model"),

@@ -10,6 +10,7 @@ import torch
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import typed_strategy_config
 from tests.strategies import moe_models
+from tests.strategies.published_models import PUBLISHED, write_published
 from tests.strategies.samples import TensorBatch, split_rows
 
 VOCABULARY = 97
@@ -20,7 +21,9 @@ def write_family(folder: Path, family: str, value: bool = False) -> Path:
     """Four layers, so that there can be two chunks on each of two stages. ``value``: with a random scalar head."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-    if family in moe_models.FAMILIES:
+    if family in PUBLISHED:
+        return write_published(folder, family)
+    if family in moe_models.FAMILIES | moe_models.DENSE:
         return moe_models.write_moe(folder, family, vocab_size=VOCABULARY, num_hidden_layers=4)
     options: dict[str, Any] = {
         "qwen2": {"tie_word_embeddings": True},

@@ -63,6 +63,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 64},
 }
 """Keys of each family's configuration, by ``model_type``."""
+DENSE: dict[str, dict[str, Any]] = {"qwen3_5_text": _LINEAR_ATTENTION}
+"""The same for a family without experts."""
 EVERYWHERE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 """Families that every training strategy computes."""
 
@@ -70,7 +72,7 @@ EVERYWHERE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 def moe_config(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **{**_COMMON, **FAMILIES[family], **changes})
+    return AutoConfig.for_model(family, **{**_COMMON, **(FAMILIES | DENSE)[family], **changes})
 
 
 def write_moe(folder: Path, family: str = "qwen3_moe", **changes: Any) -> Path:

@@ -247,6 +247,7 @@ STATE = (
     everywhere("weights to the engines, in buckets", weights("test_buckets_hold_the_whole_model_once")),
 )
 moe = in_file("strategies/test_moe.py")
+text_part = in_file("strategies/test_text_part.py")
 moe_balance = in_file("strategies/test_moe_balance.py")
 moe_state = in_file("strategies/test_moe_state.py")
 megatron_experts = in_file("strategies/megatron/test_experts.py")
@@ -260,9 +261,19 @@ EXPERTS = (
         megatron_experts(GRADIENT, "Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE"),
     ),
     Feature(
-        "mixture of experts: DeepSeek-V3, GLM4-MoE, gpt-oss, Qwen3-Next, Qwen3.5-MoE",
+        "mixture of experts: DeepSeek-V3, GLM4-MoE, gpt-oss",
         moe(GRADIENT),
         *[FSDP2_ONLY] * 3,
+    ),
+    Feature(
+        "linear attention, with and without experts: Qwen3-Next, Qwen3.5",
+        *[text_part(GRADIENT)] * 3,
+        FSDP2_ONLY,
+    ),
+    Feature(
+        "a model of text that is published with a vision tower (Qwen3.5): export in the published form",
+        *[text_part("test_what_is_written_has_the_published_form")] * 3,
+        FSDP2_ONLY,
     ),
     Feature(
         "mixture of experts: packed, dynamic, shared prompts",

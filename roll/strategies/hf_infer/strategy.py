@@ -12,6 +12,7 @@ import torch
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import HfInferStrategyConfig
+from roll.config.weight_files import file_of_each_tensor
 from roll.models.build import (
     DTYPES,
     attention_implementation,
@@ -20,11 +21,13 @@ from roll.models.build import (
     checked_config,
     empty_model,
     load_config,
+    local_folder,
 )
 from roll.models.experts import RoutingRecorder, sparse_layers
 from roll.models.invariant import ELEMENTS, check_processor, computes_invariantly, is_invariant, make_invariant
 from roll.models.rotary import dependent_rotaries, longest_alike
 from roll.models.stored import StoredLayout
+from roll.models.text_part import use_names_of
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
 from roll.strategies.base import OffloadedStorages, StateKind
@@ -270,6 +273,7 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
     for name, buffer in model.named_buffers():
         if any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
             buffer.data = buffer.data.float()  # as when a folder is loaded: what balances experts by a bias
+    use_names_of(model, file_of_each_tensor(local_folder(str(args.model_name_or_path))))
     return model.to(device)
 
 

@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from roll.models.build import has_tied_embeddings
+from roll.models.build import folder_config, has_tied_embeddings
+from roll.models.loading import TensorFiles
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import MergedWeight, merged_rows
 from roll.models.stored import StoredLayout
+from roll.models.text_part import other_names, whole_config
 from roll.protocol.columns import copy_into, flat_view
-from roll.strategies.base import ALL_WEIGHTS, ModelStrategy, WeightSelection
+from roll.strategies.base import ALL_WEIGHTS, ModelHead, ModelStrategy, WeightSelection
 from roll.weight_sync.encoding import in_buckets
 
 EXPORT_BUCKET_BYTES = 2**30
@@ -241,16 +243,20 @@ class GatheredWeights(ModelStrategy):
                 for name, parameter in language_model.named_parameters(remove_duplicate=False):
                     if names[id(parameter)] == embeddings:
                         weights[name] = weights[embeddings]
-            if self._stored.transposes:
-                # save_pretrained would reverse the layout by the shapes of the live parameters, which may be shards: so
-                # it is done here, and its own conversions are switched off.
+            others = self._other_tensors()
+            if self._stored.transposes or others:
+                # save_pretrained would reverse the layout by the shapes of the live parameters, which may be shards,
+                # and rename tensors of other parts: so it is done here, and its own conversions are switched off.
                 split = (part for name, tensor in weights.items() for part in self._stored.split(name, tensor))
-                weights = {name: tensor.contiguous() for name, tensor in split}
+                weights = {name: tensor.contiguous() for name, tensor in split} | others
                 language_model._weight_conversions = []
             language_model.save_pretrained(path, state_dict=weights)
             # The model wrote the type of the weights it holds (float32 master weights), not of those it was given.
             language_model.config.dtype = self.compute_dtype
-            language_model.config.save_pretrained(path)
+            config = language_model.config
+            if others:
+                config = whole_config(folder_config(self.role.model_args), config)
+            config.save_pretrained(path)
         if self.adapters is not None:
             own = dict(self.adapters.own(self._named_tensors()))
             whole = [tensor.cpu() for tensor in self._gather(list(own.values()))]
@@ -258,6 +264,16 @@ class GatheredWeights(ModelStrategy):
                 base = str(self.role.model_args.model_name_or_path)
                 self.adapters.save(path / ADAPTER_FOLDER, dict(zip(own, whole, strict=True)), base)
         dist.barrier()
+
+    def _other_tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors of the role's folder that belong to parts which a language model by itself does not have."""
+        if self.head is not ModelHead.CAUSAL_LM:
+            return {}
+        try:
+            files = TensorFiles(str(self.role.model_args.model_name_or_path))
+        except OSError:
+            return {}
+        return {name: files.read_rows(name, slice(None)) for name in other_names(self.model.language_model, files)}
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters, tied ones once, then persistent buffers, under their Hugging Face names."""

@@ -11,12 +11,13 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
-from roll.models.build import DTYPES, overrides
+from roll.models.build import DTYPES, folder_config, overrides
 from roll.platforms import Platform
 from roll.strategies.engines.base import cache_numbers
 from roll.strategies.engines.requests import GenerationOutput, SamplingParams
 from roll.strategies.engines.sampling import stream_key
 from roll.strategies.engines.schemas import schema_grammar
+from roll.strategies.vllm.vision import check_torchvision
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -42,7 +43,7 @@ def engine_arguments(
         model_config: the model's Hugging Face config.
 
     Raises:
-        ValueError: a model that vLLM cannot compute on a CPU.
+        ValueError: a model that vLLM cannot compute on a CPU, or not without torchvision.
     """
     on_cpu = platform.device_type == "cpu"
     arguments: dict[str, Any] = {
@@ -73,8 +74,12 @@ def engine_arguments(
             # Otherwise ranks may be computing the next tokens while weights arrive: tokens of a mixture of versions.
             "async_scheduling": False,
         }
-    if getattr(model_config, "vision_config", None) is not None:
-        arguments["limit_mm_per_prompt"] = dict(options.limit_mm_per_prompt)
+    if getattr(folder_config(role.model_args), "vision_config", None) is not None:
+        check_torchvision()
+        if getattr(model_config, "vision_config", None) is None:
+            arguments["language_model_only"] = True  # vLLM leaves the tower out
+        else:
+            arguments["limit_mm_per_prompt"] = dict(options.limit_mm_per_prompt)
     if role.router_replay.mode == "R3":
         if on_cpu:
             raise ValueError(
@@ -88,7 +93,7 @@ def engine_arguments(
         "block_size": options.block_size,
     }
     if on_cpu:
-        wanted |= _on_cpu(options, model_config, max_model_len, DTYPES[role.model_args.dtype])
+        wanted |= _on_cpu(role.name, options, model_config, max_model_len, DTYPES[role.model_args.dtype])
     else:
         wanted |= {
             "gpu_memory_utilization": options.gpu_memory_utilization,
@@ -100,7 +105,7 @@ def engine_arguments(
 
 
 def _on_cpu(
-    options: VllmStrategyConfig, model_config: PretrainedConfig, max_model_len: int, dtype: torch.dtype
+    name: str, options: VllmStrategyConfig, model_config: PretrainedConfig, max_model_len: int, dtype: torch.dtype
 ) -> dict[str, Any]:
     """A cache no larger than can be used; by default vLLM takes nearly all memory of the host."""
     block = -(-options.block_size // _CPU_BLOCK) * _CPU_BLOCK if options.block_size is not None else 128
@@ -129,6 +134,11 @@ def _on_cpu(
     wanted = options.max_num_seqs * sequence_bytes + block * token_bytes
     cache = max(min(wanted, _MOST_CPU_CACHE_BYTES), sequence_bytes + block * token_bytes)
     if any("linear" in kind for kind in getattr(text, "layer_types", None) or ()):
+        if dtype != torch.bfloat16:
+            raise ValueError(
+                f"{name}.model_args.dtype: vLLM on a CPU computes linear attention in bf16 alone; set it to bf16, or "
+                "strategy_args.strategy_name: hf_infer"
+            )
         # Cached prefixes of such layers need prompts in chunks, which there are none of; see below.
         chosen["enable_prefix_caching"] = False
         # Each layer's state is a page, and so is a block of the others.

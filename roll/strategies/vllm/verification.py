@@ -20,6 +20,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ _ROWS = 8192  # rows of a matrix that are taken to float32 at a time
 _PROBE_SEED = 1
 _SINKS = ".sinks"
 _MASK = (1 << 64) - 1
+Shard = str | int | tuple[int, ...]
 _MATRIX = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)\[(\d+)\]")
 _BIASES = re.compile(r"(.*\.experts)\.((?:gate_up|down)_proj_bias)")
 _GPT_OSS = "gpt_oss"
@@ -156,10 +158,13 @@ class ReloadVerifier:
                     whole = sent.t() if sent.ndim == 2 else torch.zeros_like(sent) if is_repeated else sent
                 self._note(name, layer, parameter_name, sent, held, whole)
 
-    def _compare(self, name: str, layer: nn.Module, parameter_name: str, shard: str | int | None = None) -> None:
+    def _compare(self, name: str, layer: nn.Module, parameter_name: str, shard: Shard | None = None) -> None:
         sent = self._taken(name)
         held = held_part(layer, getattr(layer, parameter_name), shard, len(sent))
-        self._note(name, layer, parameter_name, sent, held)
+        whole = own_shards(layer, sent, shard) if isinstance(shard, tuple) else None
+        if shard is None and held.shape != sent.shape:
+            whole = loaded_alone(getattr(layer, parameter_name), sent)
+        self._note(name, layer, parameter_name, sent, held, whole)
 
     def _note(
         self,
@@ -310,11 +315,12 @@ def computes_with(layer: Any, probe: Probe) -> bool:
     return bool(agrees.all())
 
 
-def held_part(layer: Any, parameter: torch.Tensor, shard: str | int | None, num_rows: int) -> torch.Tensor:
+def held_part(layer: Any, parameter: torch.Tensor, shard: Shard | None, num_rows: int) -> torch.Tensor:
     """The part of a layer's parameter that one tensor of the checkpoint went to, as far as this rank has any of it.
 
     Args:
-        shard: which of a fused parameter's tensors: ``q``, ``k``, ``v`` or an index; None: the parameter is not fused.
+        shard: which of a fused parameter's tensors: ``q``, ``k``, ``v``, an index, or consecutive ones that the
+            checkpoint has as one; None: the parameter is not fused.
         num_rows: of the tensor.
     """
     if hasattr(layer, "shard_indices"):  # a vocabulary matrix, padded to more rows
@@ -325,9 +331,28 @@ def held_part(layer: Any, parameter: torch.Tensor, shard: str | int | None, num_
     if isinstance(shard, str):
         begin, size = layer._get_shard_offset_mapping(shard), layer._get_shard_size_mapping(shard)
     else:
-        sizes = layer.output_partition_sizes
-        begin, size = sum(sizes[:shard]), sizes[shard]
+        sizes, (first, *more) = layer.output_partition_sizes, shard if isinstance(shard, tuple) else (shard,)
+        begin, size = sum(sizes[:first]), sum(sizes[index] for index in (first, *more))
     return parameter.data[begin : begin + size]
+
+
+def own_shards(layer: Any, whole: torch.Tensor, shards: tuple[int, ...]) -> torch.Tensor:
+    """The rank's part of a tensor that is several of a fused parameter's, each of which ranks share by rows."""
+    sizes = [layer.output_partition_sizes[index] for index in shards]
+    parts = whole.split([size * layer.tp_size for size in sizes])
+    own = (part.narrow(0, layer.tp_rank * size, size) for part, size in zip(parts, sizes, strict=True))
+    return torch.cat(list(own))
+
+
+def loaded_alone(parameter: Any, whole: torch.Tensor) -> torch.Tensor | None:
+    """The part of a tensor that a parameter's own loader takes on this rank, such as some channels each of queries,
+    keys and values for a convolution over all of them; None: the loader is the layer's."""
+    loader = getattr(parameter, "weight_loader", None)
+    if not isinstance(loader, FunctionType):
+        return None
+    own = nn.Parameter(torch.empty_like(parameter.data), requires_grad=False)
+    loader(own, whole)
+    return own.data
 
 
 def meant_part(layer: nn.Module, whole: torch.Tensor, held: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,24 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-class ImagePrompts:
-    """Makes prompts of one model.
-
+def check_torchvision() -> None:
+    """
     Raises:
         ValueError: torchvision, which vLLM's vision-language models need, was not there when transformers was imported.
+    """
+    from transformers.utils.import_utils import is_torchvision_available
+
+    if not is_torchvision_available():
+        raise ValueError(
+            "strategy_args.strategy_name: vllm: its vision-language models need torchvision, also for text alone. On a "
+            "GPU it comes with vLLM; on a CPU make install-vllm-vision puts one into the folder roll-torchvision of "
+            "the virtual environment, which the role finds with system_envs: {PYTHONPATH: (that folder)}. hf_infer "
+            "does without"
+        )
+
+
+class ImagePrompts:
+    """Makes prompts of one model.
 
     Args:
         config: the model's Hugging Face configuration.
@@ -29,15 +42,6 @@ class ImagePrompts:
     """
 
     def __init__(self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: str) -> None:
-        from transformers.utils.import_utils import is_torchvision_available
-
-        if getattr(config, "vision_config", None) is not None and not is_torchvision_available():
-            raise ValueError(
-                "strategy_args.strategy_name: vllm: its vision-language models need torchvision. On a GPU it comes "
-                "with vLLM; on a CPU make install-vllm-vision puts one into the folder roll-torchvision of the virtual "
-                "environment, which the role finds with system_envs: {PYTHONPATH: (that folder)}. hf_infer does "
-                "without"
-            )
         self._config = config
         self._time: EngineTime | None = None
         """Where positions count seconds."""

@@ -24,9 +24,10 @@ FAMILIES = {
     "gpt_oss": {"sliding_window": WINDOW},  # sinks; every second layer has a window
     "qwen3_next": {},  # three of four layers keep a state
     "qwen3_5_moe_text": {},
+    "qwen3_5_text": {},
     "mistral": {},  # a window in every layer
 }
-LINEAR = ("qwen3_next", "qwen3_5_moe_text")
+LINEAR = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")
 LENGTH = 64
 
 
