@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from roll.config.model_files import EXPERTS, NEEDS, VISION, missing, needed
+from roll.config.model_files import EXPERTS, NEEDS, OTHER_VISION, VISION, missing, needed
 from roll.config.model_names import family_of
 from roll.config.words.rows import OPTIONS
 from roll.translation.rules import Draft
@@ -117,6 +117,9 @@ def put_family(draft: Draft) -> None:
         if strategies[role] == "megatron" and has_experts and tensor > 1:
             draft.put(f"{section}.{OPTIONS}.sequence_parallel", True, f"tensor.{role}")
     put_adapters_of_family(draft, VISION in needed(family), has_experts)
+    if OTHER_VISION in needed(family) and not lacking:
+        for fact in [fact for fact in ("image_key", "video_key") if draft.states(fact)]:
+            draft.refuse(fact, "names images, and this family is computed without its vision tower here, on text alone")
 
 
 def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
@@ -146,7 +149,8 @@ def put_routes(draft: Draft) -> None:
         draft.put("enable_old_logprobs_recompute", True, "replay")
     if mode == "R3":
         draft.put("actor_infer.router_replay.mode", mode, "replay", "engine_replay")
-    if draft.get("freeze_vision") and VISION in needed(draft.facts.get("family") or {}):
-        draft.put("actor_train.model_args.freeze_module_prefix", "vision_model", "freeze_vision")
+    frozen = next((fact for fact in ("freeze_vision", "text_alone.actor") if draft.get(fact)), None)
+    if frozen is not None and VISION in needed(draft.facts.get("family") or {}):
+        draft.put("actor_train.model_args.freeze_module_prefix", "vision_model", frozen)
     else:
         draft.without_effect("no vision tower is frozen", "freeze_vision")

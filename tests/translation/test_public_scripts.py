@@ -28,7 +28,7 @@ REASONS = {
     "files that are not there": "is not here: start where --config-path leads to it",
     "variables that are not set": "is a variable that is not set",
     "families that are not tested": "is tested with none of this family|moves the bias of the routers|"
-    "the language part of a model",
+    "is computed without its vision tower here",
     "adapters on experts": "puts adapters on the experts too",
     "programs of their own": "is a program of its own|names a program of its own|belongs to ArcticRL's own program|"
     "names code of theirs",

@@ -358,6 +358,24 @@ def test_experts_over_ranks(translated: Translate) -> None:
     assert keys["actor_train.router_replay.mode"] == "R2" and keys["enable_old_logprobs_recompute"] is True
 
 
+def test_a_model_of_images_that_is_trained_on_text(translated: Translate) -> None:
+    """Qwen3.5 without its vision tower; the tower of a family that sees is frozen."""
+    text = f"{SKYRL}trainer.policy.language_model_only=true generator.inference_engine.language_model_only=true "
+    for model, frozen in (("Qwen/Qwen3.5-0.8B", None), ("Qwen/Qwen3-VL-4B-Instruct", "vision_model")):
+        for backend in ("fsdp2", "megatron"):
+            keys = translated(f"{text}trainer.policy.model.path={model} trainer.strategy={backend}").keys
+            assert keys["actor_train.strategy_args.strategy_name"] == "fsdp2_train"
+            assert keys.get("actor_train.model_args.freeze_module_prefix") == frozen
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3.5-4B", "Qwen/Qwen3.5-35B-A3B"])
+def test_images_of_a_family_that_is_trained_on_text_alone(translated: Translate, model: str) -> None:
+    text = f"{VERL}{ON_8}actor_rollout_ref.model.path={model} "
+    assert translated(text).keys["pretrain"] == model
+    with pytest.raises(ConfigError, match="without its vision tower here, on text alone"):
+        translated(f"{text}data.image_key=pictures")
+
+
 @pytest.mark.parametrize("model", ["Qwen/Qwen2.5-VL-7B-Instruct", "/models/Qwen3-VL-8B-Instruct"])
 def test_images_and_a_backend_that_does_not_see(translated: Translate, model: str) -> None:
     """Megatron has no vision tower here: FSDP2 takes its place, with all ranks for different samples."""
