@@ -105,7 +105,7 @@ def translate(
     if not whole:
         draft.facts |= facts_of(recipe)
         draft.roles |= {section for section in ROLES.values() if getattr(recipe.config, section) is not None}
-    keys = source.keys if dialect.files is None else dialect.files(source.keys, source.config_path)
+    keys = source.keys if dialect.files is None else dialect.files(source)
     variables = {name: value for name, value in source.environment.items() if name in dialect.rules}
     explicit = _flat({**keys, **variables}, dialect)
     changes = _complete(explicit, dialect) + _idle(explicit, dialect)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from roll.config.reading.errors import Problems, closest
+
+if TYPE_CHECKING:
+    from roll.translation.reading import Source
 
 ROLES = {"actor": "actor_train", "critic": "critic", "reference": "reference"}
 """Names of roles in facts, and their sections."""
@@ -164,8 +167,9 @@ class Dialect:
     programs: tuple[tuple[str, Mapping[str, Any]], ...] = ()
     """Patterns of the modules that start their trainer, and the facts that each adds."""
 
-    files: Callable[[Mapping[str, Any], str], Mapping[str, Any]] | None = None
-    """``(keys, folder) -> keys``: adds those of the settings file in ``folder`` that the keys name; a command's win."""
+    files: Callable[[Source], Mapping[str, Any]] | None = None
+    """The keys of a source with those of the settings file that it names, or that its program reads by itself; a
+    command's win."""
     prepare: Callable[[Draft], None] | None = None
     """The first step: states the project's facts under the names that the common arithmetic reads."""
     algorithm: Callable[[Draft], None] | None = None

@@ -11,7 +11,7 @@ import yaml
 
 from roll.translation.distillation import find_distillation
 from roll.translation.episodes import find_tool_episodes
-from roll.translation.reading import CONFIG_NAME, read_yaml
+from roll.translation.reading import CONFIG_NAME, Source, read_yaml
 from roll.translation.rules import Dialect, Draft
 from roll.translation.sampling import bounds
 from roll.translation.tables import one_of, read_table, whole
@@ -81,13 +81,16 @@ CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
 """Files that come with verl and its recipes: their backend, and what they set beyond the defaults."""
 
 
-def with_file(keys: Mapping[str, Any], folder: str) -> Mapping[str, Any]:
-    """The keys, which override those of the file that ``--config-name`` names: an existing file, else a known one.
+def with_file(source: Source) -> Mapping[str, Any]:
+    """The keys, which override those of the file that ``--config-name`` names, or without it the program: an existing
+    file, else a known one.
 
     Raises:
         ConfigError: a file that is no YAML section.
     """
-    name = str(keys.get(CONFIG_NAME, BASES[0]))
+    keys, folder = source.keys, source.config_path
+    own_file = "dapo_trainer" if re.fullmatch(r"recipe\.dapo\.(?:src\.)?main_\w+", source.launcher) else BASES[0]
+    name = str(keys.get(CONFIG_NAME, own_file))
     file = Path(folder) / f"{name}.yaml"
     if name in BASES or not folder or not file.is_file():
         return {**CONFIG_FILES.get(name, ("", {}))[1], **sizes_of_reference(keys), **keys}

@@ -284,6 +284,8 @@ def test_files_of_the_recipe_dapo(translated: Translate) -> None:
     keys = translated(f"{text} {buffer}").keys
     assert keys["actor_train.strategy_args.strategy_name"] == "megatron_train"
     assert keys["overlong_buffer_length"] == 4
+    own = translated(f"{VERL.replace('verl.trainer.main_ppo', 'recipe.dapo.main_dapo')} {buffer}").keys
+    assert own["overlong_buffer_length"] == 4 and own["actor_train.strategy_args.strategy_name"] == "fsdp_train"
 
 
 def test_an_option_of_fsdp2_under_fsdp1(translated: Translate) -> None:
