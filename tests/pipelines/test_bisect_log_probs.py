@@ -40,7 +40,7 @@ def test_a_changed_operation_is_found(world, tmp_path, operation, change):
         layers: Any = pair.engine._decoder._layers  # type: ignore[attr-defined]
         (name, factor), index = next(iter(change.items())), int(operation.split(".")[2])
         part = getattr(layers[index], name)
-        spoilt = part * factor if name == "mlp_norm" else replace(part, weight=part.weight * factor)
+        spoilt = part * factor if name == "mlp_norm" else lambda x: part(x) * factor
         layers[index] = replace(layers[index], **{name: spoilt})
         samples = pair.samples(prompts, 2, 12)
         chosen = next(one for one in samples if one.first_difference is not None)

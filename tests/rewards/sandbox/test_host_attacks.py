@@ -572,7 +572,7 @@ def test_the_disk_of_a_host_is_not_filled(any_sandbox: Sandbox, verdict: Verdict
     def used() -> int:
         assert any_sandbox._folder is not None
         found = subprocess.run(["du", "-s", any_sandbox._folder], capture_output=True, text=True, check=False).stdout
-        return int(found.split()[0]) * 1024
+        return int(found.split()[0]) * 1024 if found else 0  # it is removed where the sandbox ends
 
     any_sandbox.start()
     peak = 0
