@@ -81,11 +81,6 @@ def engine_arguments(
         else:
             arguments["limit_mm_per_prompt"] = dict(options.limit_mm_per_prompt)
     if role.router_replay.mode == "R3":
-        if on_cpu:
-            raise ValueError(
-                f"{role.name}.router_replay.mode: R3: vLLM returns the experts of tokens from its second model runner "
-                "alone, which needs Triton and so a GPU; take R2, or strategy_name: hf_infer"
-            )
         arguments["enable_return_routed_experts"] = True
     wanted: dict[str, Any] = {
         "max_num_batched_tokens": options.max_num_batched_tokens,
@@ -93,7 +88,7 @@ def engine_arguments(
         "block_size": options.block_size,
     }
     if on_cpu:
-        wanted |= _on_cpu(role.name, options, model_config, max_model_len, DTYPES[role.model_args.dtype])
+        wanted |= _on_cpu(role, options, model_config, max_model_len)
     else:
         wanted |= {
             "gpu_memory_utilization": options.gpu_memory_utilization,
@@ -105,9 +100,15 @@ def engine_arguments(
 
 
 def _on_cpu(
-    name: str, options: VllmStrategyConfig, model_config: PretrainedConfig, max_model_len: int, dtype: torch.dtype
+    role: WorkerConfig, options: VllmStrategyConfig, model_config: PretrainedConfig, max_model_len: int
 ) -> dict[str, Any]:
     """A cache no larger than can be used; by default vLLM takes nearly all memory of the host."""
+    dtype = DTYPES[role.model_args.dtype]
+    if role.router_replay.mode == "R3":
+        raise ValueError(
+            f"{role.name}.router_replay.mode: R3: vLLM returns the experts of tokens from its second model runner "
+            "alone, which needs Triton and so a GPU; take R2, or strategy_name: hf_infer"
+        )
     block = -(-options.block_size // _CPU_BLOCK) * _CPU_BLOCK if options.block_size is not None else 128
     text = model_config.get_text_config()
     kv_heads, head_dim = cache_numbers(text)
@@ -136,8 +137,8 @@ def _on_cpu(
     if any("linear" in kind for kind in getattr(text, "layer_types", None) or ()):
         if dtype != torch.bfloat16:
             raise ValueError(
-                f"{name}.model_args.dtype: vLLM on a CPU computes linear attention in bf16 alone; set it to bf16, or "
-                "strategy_args.strategy_name: hf_infer"
+                f"{role.name}.model_args.dtype: vLLM on a CPU computes linear attention in bf16 alone; set it to bf16, "
+                "or strategy_args.strategy_name: hf_infer"
             )
         # Cached prefixes of such layers need prompts in chunks, which there are none of; see below.
         chosen["enable_prefix_caching"] = False
