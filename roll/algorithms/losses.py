@@ -62,7 +62,7 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
     """
     keep = inputs.mask
     weights = torch.ones_like(inputs.log_probs)
-    if not options.rules and options.function is None:
+    if not options.is_active:
         return Correction(weights, keep)
     if inputs.rollout_log_probs is None:
         raise ValueError("train_infer_correction needs rollout_log_probs: let the engine return log-probs")
@@ -269,7 +269,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     per_token = policy_losses.resolve(options.loss.name)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
         per_token = torch.where(inputs.policy_mask, per_token, 0.0)
-    if options.correction.rules or options.correction.function is not None:
+    if options.correction.is_active:
         correction = correct_mismatch(inputs, options.correction, metrics)
         # A dropped token counts as 0, not as absent: it stays in inputs.mask and in the denominators.
         per_token = torch.where(correction.keep, per_token * correction.weights, 0.0)

@@ -103,6 +103,10 @@ class CorrectionOptions:
     """Dotted path of the user's own correction, in place of rules."""
 
     @cached_property
+    def is_active(self) -> bool:
+        return bool(self.rules) or self.function is not None
+
+    @cached_property
     def rejections(self) -> tuple[CorrectionRule, ...]:
         """Rules that are applied to the whole batch before the update."""
         return tuple(rule for rule in self.rules if rule.action == "reject")
