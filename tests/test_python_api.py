@@ -195,9 +195,9 @@ def test_responses_with_characters_of_several_tokens_are_decoded() -> None:
         "ids": [5, 7, 9],
         "pieces": ["a", "\ufffd", "\ufffd"],
         "samples": [
-            {"p": 0, "t": [0, 0], "s": 1.0, "m": {"length": 2.0}},
-            {"p": 0, "t": [1, 2, 0]},
-            {"p": 0, "x": "b"},
+            {"prompt": 0, "tokens": [0, 0], "score": 1.0, "metrics": {"length": 2.0}},
+            {"prompt": 0, "tokens": [1, 2, 0]},
+            {"prompt": 0, "response": "b"},
         ],
     }
     rows = sample_rows(block, lambda ids: f"decoded {ids}")

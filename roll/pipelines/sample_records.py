@@ -58,7 +58,7 @@ def sample_notes(groups: Sequence[SampleGroup]) -> Notes:
         if group.prompt.vision is not None:
             prompt["images"] = list(group.prompt.vision.file_names)
         for reward in group.rewards:
-            found.append((prompt, {"m": dict(reward.metrics), "e": reward.error}))
+            found.append((prompt, {"metrics": dict(reward.metrics), "error": reward.error}))
     return found
 
 
@@ -68,10 +68,10 @@ def episode_notes(groups: Sequence[EpisodeGroup]) -> Notes:
         (
             {"seed": episode.task.seed, "images": _images_seen(episode.calls[:1])},
             {
-                "m": {name: float(value) for name, value in episode.metrics.items()},
-                "e": episode.error,
-                "o": episode.outcome,
-                "i": _images_seen(episode.calls),
+                "metrics": {name: float(value) for name, value in episode.metrics.items()},
+                "error": episode.error,
+                "outcome": episode.outcome,
+                "images": _images_seen(episode.calls),
             },
         )
         for group in groups
@@ -162,9 +162,9 @@ class SampleRecorder:
                 prompt["text"] = self._text(prompt_ids)
             elif "images" not in prompt:
                 prompt["decoded"] = block.read_back(str(words["prompt_id"]), prompt["text"], prompt_ids, self._text)
-            numbers = {name: _number(value) for name, value in sample.get("m", {}).items()}
+            numbers = {name: _number(value) for name, value in sample.get("metrics", {}).items()}
             # A copy: rows of one episode share its note.
-            sample = {**sample, "m": numbers, "f": words["finish_reason"], "role": words["role"]}
+            sample = {**sample, "metrics": numbers, "finish_reason": words["finish_reason"], "role": words["role"]}
             of_rows.fill(place, sample)
             block.add(prompt, sample, ids[begin:])
         self._append(block.finished())
@@ -209,10 +209,10 @@ class SampleRecorder:
                 "truth": _short(row.get("ground_truth")),
                 "images": row.get("images"),
             }
-            sample: Sample = {"g": str(row.get("prompt_id", number)), "s": _number(row.get("score"))}
-            columns = {"m": "metrics", "e": "error", "f": "finish_reason", "o": "outcome", "n": "response_tokens"}
-            sample |= {key: row.get(name) for key, name in columns.items()}
-            block.add(prompt, sample | {"x": str(row.get("response", ""))[:_MAX_TEXT]})
+            sample: Sample = {"group": str(row.get("prompt_id", number)), "score": _number(row.get("score"))}
+            names = ("metrics", "error", "finish_reason", "outcome", "response_tokens")
+            sample |= {name: row.get(name) for name in names}
+            block.add(prompt, sample | {"response": str(row.get("response", ""))[:_MAX_TEXT]})
         self._append(block.finished())
 
     def demonstrations(self, step: int, rows: Sequence[SftRow], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -230,7 +230,7 @@ class SampleRecorder:
                 "tag": row.tag,
                 "images": names,
             }
-            block.add(prompt, {"g": row.row_id, "n": len(response)}, response)
+            block.add(prompt, {"group": row.row_id, "response_tokens": len(response)}, response)
         self._append(block.finished())
         self._show(step, [row.vision for row in rows[: self._settings.max_samples_per_step]])
 
@@ -258,12 +258,12 @@ class SampleRecorder:
             kinds = scores or ["chosen", "rejected"]
             for kind, ids in zip(kinds, row.responses, strict=True):
                 place += 1
-                sample: Sample = {"g": row.row_id, "k": kind, "n": len(ids)}
+                sample: Sample = {"group": row.row_id, "kind": kind, "response_tokens": len(ids)}
                 if row.margin is not None:
-                    sample["m"] = {"margin": row.margin}
+                    sample["metrics"] = {"margin": row.margin}
                 if reference is not None:
                     log_probs = reference[place][mask[place]].numpy()
-                    sample["h"] = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
+                    sample["ref_log_probs"] = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
                 block.add(prompt, sample, ids)
         self._append(block.finished())
 
@@ -328,10 +328,10 @@ class _Block:
         kept = {name: value for name, value in sample.items() if value is not None and value != {}}
         if ids is not None:
             self._ids.append(np.asarray(ids[: self._max_tokens], dtype=np.int64))
-            kept["t"] = len(self._ids) - 1
+            kept["tokens"] = len(self._ids) - 1
             if len(ids) > self._max_tokens:
                 kept["cut"] = len(ids) - self._max_tokens
-        self._samples.append({"p": self._places[key], **kept})
+        self._samples.append({"prompt": self._places[key], **kept})
 
     def read_back(
         self, prompt_id: str, text: str, ids: Sequence[int], decode: Callable[[Sequence[int]], str]
@@ -353,8 +353,8 @@ class _Block:
         vocabulary, inverse = np.unique(everything, return_inverse=True)
         parts = np.split(inverse, np.cumsum([len(ids) for ids in self._ids])[:-1]) if self._ids else []
         for sample in self._samples:
-            if "t" in sample:
-                sample["t"] = parts[sample["t"]].tolist()
+            if "tokens" in sample:
+                sample["tokens"] = parts[sample["tokens"]].tolist()
         ids = vocabulary.tolist()
         pieces = [self._piece(token) for token in ids]
         return {**self._head, "prompts": self._prompts, "ids": ids, "pieces": pieces, "samples": self._samples}
@@ -391,40 +391,40 @@ class _Rows:
     def fill(self, row: int, sample: Sample) -> None:
         """Set the fields of ``sample`` that the batch holds."""
         columns, begin, end = self._columns, self.begins[row], self._ends[row]
-        sample["g"] = str(int(columns["group_ids"][row]))
-        sample["s"], sample["n"] = _number(columns["scores"][row]), self._counts[row]
+        sample["group"] = str(int(columns["group_ids"][row]))
+        sample["score"], sample["response_tokens"] = _number(columns["scores"][row]), self._counts[row]
         if "response_level_rewards" in columns:
-            sample["r"] = _number(columns["response_level_rewards"][row])
+            sample["reward"] = _number(columns["response_level_rewards"][row])
         if end <= begin:
             return
         here = slice(begin, end)
-        sample["l"] = self._log_probs[row][here]
+        sample["log_probs"] = self._log_probs[row][here]
         if self._counts[row] < self.lengths[row] - begin:
             given = ~self._mask[row, here]
-            sample["c"] = [[first, last] for first, last in _stretches(given) if given[first]] or None
+            sample["given"] = [[first, last] for first, last in _stretches(given) if given[first]] or None
         if self._mismatch is not None:
-            sample["q"] = self._mismatch[row][here]
+            sample["mismatch"] = self._mismatch[row][here]
         if self._advantage is not None:
             same = self._advantage[row]
             # Not NaN, which marks advantages that differ from token to token.
             if same == same:
-                sample["a"] = float(f"{same:.5g}")
+                sample["advantages"] = float(f"{same:.5g}")
             else:
-                sample["a"] = [float(f"{value:.4g}") for value in columns["advantages"][row, here].tolist()]
+                sample["advantages"] = [float(f"{value:.4g}") for value in columns["advantages"][row, here].tolist()]
         version = self._version[row]
         versions = columns["weight_versions"][row, here][self._mask[row, here]]
         pairs = [[int(versions[first]), last - first] for first, last in _stretches(versions)]
         # One version for all, or pairs of version and number of tokens.
-        sample["w"] = version if version >= 0 else pairs if len(pairs) > 1 else pairs[0][0] if pairs else 0
+        sample["versions"] = version if version >= 0 else pairs if len(pairs) > 1 else pairs[0][0] if pairs else 0
         if Output.ROUTES in columns:
             chosen = columns[Output.ROUTES][row, here]
             # uint8 has no -1. Engines do not report all tokens, such as the last one.
             known = (chosen != (255 if chosen.dtype == np.uint8 else -1)).all(-1).tolist()
             experts = [ids if is_known else None for ids, is_known in zip(chosen.tolist(), known, strict=True)]
-            sample["y"] = experts if any(known) else None
+            sample["experts"] = experts if any(known) else None
         if "turn_ids" in columns:
             turns, rewards = columns["turn_ids"][row, here], columns["turn_rewards"][row, here]
-            sample["u"] = [
+            sample["turns"] = [
                 [first, last, round(float(rewards[first:last].sum()), 6)]
                 for first, last in _stretches(turns)
                 if turns[first] >= 0

@@ -211,7 +211,7 @@ def truncation(facts: Facts) -> Finding | None:
     limit = facts.setting("response_length")
     if limit:
         evidence.append(f"response_length {limit}")
-    cut = [s.text for s in facts.sampled if s.fields.get("f") == "length"]
+    cut = [s.text for s in facts.sampled if s.fields.get("finish_reason") == "length"]
     if cut:
         evidence.append(f"one ends so: {quoted(cut[-1][-60:])}")
     return Finding(

@@ -81,7 +81,7 @@ def tokeniser(facts: Facts) -> Finding | None:
 
 
 def end_token(facts: Facts) -> Finding | None:
-    limited = [sample for sample in facts.sampled if sample.fields.get("f") == "length" and sample.pieces]
+    limited = [sample for sample in facts.sampled if sample.fields.get("finish_reason") == "length" and sample.pieces]
     if len(limited) < 0.2 * max(1, len(facts.sampled)) or not facts.end_markers:
         return None
     passed = [sample for sample in limited if any(piece.strip() in facts.end_markers for piece in sample.pieces[:-1])]
@@ -135,7 +135,7 @@ def reward_fails(facts: Facts) -> Finding | None:
         return None
     evidence = [f"the run ended with {quoted(facts.outcome, 400)}"] if unscored else []
     evidence += [f"{name} is {rate:.1%} on average" for name, rate in bad.items()]
-    errors = Counter(str(sample.fields["e"]) for sample in facts.sampled if sample.fields.get("e"))
+    errors = Counter(str(sample.fields["error"]) for sample in facts.sampled if sample.fields.get("error"))
     evidence += [f"{count} times: {quoted(text)}" for text, count in errors.most_common(2)]
     return Finding(
         "reward_fails",
@@ -154,7 +154,9 @@ def reward_constant(facts: Facts) -> Finding | None:
     if len(low) < LEAST_STEPS or len(same) < 0.8 * len(low) or low[0] != high[0]:
         return None
     # Of what was cut off nobody knows the score that it would have had: truncation is a cause of its own.
-    if sum(sample.fields.get("f") == "length" for sample in facts.sampled) > 0.9 * max(1, len(facts.sampled)):
+    if sum(sample.fields.get("finish_reason") == "length" for sample in facts.sampled) > 0.9 * max(
+        1, len(facts.sampled)
+    ):
         return None
     value = median(same)
     what = {0.0: "no response is ever right", 1.0: "every response is right"}.get(value, "nothing tells them apart")
@@ -266,7 +268,7 @@ def _lag(facts: Facts) -> float:
 
 def _first_wrong_token(facts: Facts) -> list[str]:
     for sample in reversed(facts.sampled):
-        for place, difference in enumerate(sample.fields.get("q", ())):
+        for place, difference in enumerate(sample.fields.get("mismatch", ())):
             if abs(difference) > 5e3:
                 piece = sample.pieces[place] if place < len(sample.pieces) else ""
                 return [f"step {sample.step}: first at token {place} ({piece!r}), by {difference / 1e5:.3g}"]

@@ -37,15 +37,15 @@ class Sample:
 
     @property
     def text(self) -> str:
-        return "".join(self.pieces) if self.pieces else str(self.fields.get("x", ""))
+        return "".join(self.pieces) if self.pieces else str(self.fields.get("response", ""))
 
     @property
     def score(self) -> float | None:
-        return self.fields.get("s")
+        return self.fields.get("score")
 
     @property
     def length(self) -> int:
-        return int(self.fields.get("n") or 0)
+        return int(self.fields.get("response_tokens") or 0)
 
 
 class Facts:
@@ -90,15 +90,15 @@ class Facts:
         for number, block in enumerate(spread(blocks, MAX_BLOCKS)):
             pieces = block["pieces"]
             for sample in block["samples"]:
-                own = tuple(pieces[place] for place in sample.get("t", ()))
-                group = (number, str(sample.get("g", "")))
-                found.append(Sample(block["step"], group, block["prompts"][sample["p"]], own, sample))
+                own = tuple(pieces[place] for place in sample.get("tokens", ()))
+                group = (number, str(sample.get("group", "")))
+                found.append(Sample(block["step"], group, block["prompts"][sample["prompt"]], own, sample))
         return found
 
     @cached_property
     def sampled(self) -> list[Sample]:
         """Samples that the policy itself has made."""
-        return [sample for sample in self.samples if "k" not in sample.fields and "l" in sample.fields]
+        return [sample for sample in self.samples if "kind" not in sample.fields and "log_probs" in sample.fields]
 
     @cached_property
     def groups(self) -> list[list[Sample]]:

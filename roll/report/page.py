@@ -198,12 +198,12 @@ class _Index:
         columns = self._columns
         groups: dict[str, int] = {}
         for place, sample in enumerate(content["samples"]):
-            prompt = prompts[sample["p"]]
+            prompt = prompts[sample["prompt"]]
             words = {
-                "finish": sample.get("o") or sample.get("f") or "",
+                "finish": sample.get("outcome") or sample.get("finish_reason") or "",
                 "domain": prompt.get("domain", ""),
                 "tag": prompt.get("tag", ""),
-                "kind": f"{content['kind']} {sample['k']}" if "k" in sample else content["kind"],
+                "kind": f"{content['kind']} {sample['kind']}" if "kind" in sample else content["kind"],
             }
             for name, word in words.items():
                 known = self._words[name]
@@ -211,21 +211,21 @@ class _Index:
             columns["block"].append(block)
             columns["place"].append(place)
             columns["step"].append(content["step"])
-            columns["group"].append(groups.setdefault(str(sample.get("g", place)), len(groups)))
-            columns["prompt"].append(keys[sample["p"]])
-            columns["score"].append(sample.get("s"))
-            columns["reward"].append(sample.get("r"))
-            columns["tokens"].append(sample.get("n"))
-            columns["error"].append(1 if sample.get("e") else 0)
-            log_probs = sample.get("l") or sample.get("h")
+            columns["group"].append(groups.setdefault(str(sample.get("group", place)), len(groups)))
+            columns["prompt"].append(keys[sample["prompt"]])
+            columns["score"].append(sample.get("score"))
+            columns["reward"].append(sample.get("reward"))
+            columns["tokens"].append(sample.get("response_tokens"))
+            columns["error"].append(1 if sample.get("error") else 0)
+            log_probs = sample.get("log_probs") or sample.get("ref_log_probs")
             columns["logprob"].append(round(sum(log_probs) / len(log_probs)) if log_probs else None)
-            mismatch = sample.get("q")
+            mismatch = sample.get("mismatch")
             columns["mismatch"].append(max(max(mismatch), -min(mismatch)) if mismatch else None)
-            advantage = sample.get("a")
+            advantage = sample.get("advantages")
             if isinstance(advantage, list):
                 advantage = float(f"{sum(advantage) / max(1, len(advantage)):.4g}")
             columns["advantage"].append(advantage)
-            version = sample.get("w")
+            version = sample.get("versions")
             columns["version"].append(min(v for v, _ in version) if isinstance(version, list) else version)
         self.size += len(content["samples"])
 

@@ -11,36 +11,36 @@ The JSON of a block of samples (:mod:`roll.pipelines.sample_records` makes it)::
      "prompts": [{"id": ..., "text": ..., "domain": ..., "tag": ..., "truth": ..., "images": [...],
                   "decoded": ...}],            # what the prompt's ids say, where that is another text
      "ids": [...], "pieces": [...],            # the vocabulary of this block: token ids and their texts
-     "samples": [{"p": 0, "g": "17", "s": 1.0, ...}]}
+     "samples": [{"prompt": 0, "group": "17", "score": 1.0, ...}]}
 
 A block of the kind ``images`` has no samples but ``"images": {name: PNG in base64}``, small copies of the images that
 prompts name.
 
-The keys of a sample, all but ``p`` left out where there is nothing to say:
+The keys of a sample, all but ``prompt`` left out where there is nothing to say:
 
-====  ================================================================================================================
-p     index of its prompt
-g     group; samples of the same prompt share it
-k     ``chosen`` or ``rejected`` of a pair
-s, r  score and normalised reward
-m     reward parts by name
-e     error of the reward or of the episode
-f     finish reason
-o     outcome of an episode
-i     names of the images that an episode has shown
-n     sampled tokens
-t     places in the block's vocabulary of the tokens after the first prompt
-x     text, where the tokens are not known
-c     ``[first, end]`` of tokens in ``t`` that were given, not sampled
-u     turns: ``[first, end, reward]`` in ``t``
-l     log-probs of the engine, thousandths
-q     trainer minus engine, hundred-thousandths
-h     log-probs of the reference (preferences), thousandths
-a     advantages: a number, or a list
-y     experts of each token in the last layer of experts, or null (router replay)
-w     version of the weights: a number, or ``[version, tokens]`` pairs
-cut   tokens that the record leaves out at the end
-====  ================================================================================================================
+=====================  ===============================================================================================
+prompt                 index of its prompt
+group                  samples of the same prompt share it
+kind                   ``chosen`` or ``rejected`` of a pair
+score, reward          the reward, and the normalised one
+metrics                reward parts by name
+error                  of the reward or of the episode
+finish_reason          why sampling ended
+outcome, role          of an episode
+images                 names of the images that an episode has shown
+response_tokens        number of sampled tokens
+tokens                 places in the block's vocabulary of the tokens after the first prompt
+response               text, where the tokens are not known
+given                  ``[first, end]`` in ``tokens`` of what was given, not sampled
+turns                  ``[first, end, reward]`` in ``tokens``
+log_probs              of the engine, thousandths
+mismatch               trainer minus engine, hundred-thousandths
+ref_log_probs          of the reference (preferences), thousandths
+advantages             a number, or a list
+experts                of each token in the last layer of experts, or null (router replay)
+versions               version of the weights: a number, or ``[version, tokens]`` pairs
+cut                    number of tokens that the record leaves out at the end
+=====================  ===============================================================================================
 
 Times are seconds since the epoch on the clock of whoever writes.  The driver's file has a line a step::
 
@@ -75,7 +75,7 @@ RECORD_FOLDER = "record"
 SAMPLES_NAME = "samples.blocks"
 
 _FRAME = struct.Struct("<4siII")
-_MAGIC = b"RSB1"
+_MAGIC = b"RSB2"
 _LEVEL = 6
 
 

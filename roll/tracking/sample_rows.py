@@ -9,7 +9,7 @@ PARTIAL = "\ufffd"
 """Replacement character in the text of a token that holds only a part of a character."""
 
 _PROMPT = {"id": "prompt_id", "text": "prompt", "truth": "ground_truth", "domain": "domain", "tag": "tag"}
-_SAMPLE = {"s": "score", "r": "reward", "k": "kind", "n": "response_tokens", "f": "finish_reason", "o": "outcome"}
+_SAMPLE = ("group", "score", "reward", "kind", "response_tokens", "finish_reason", "outcome", "error")
 
 
 def sample_rows(block: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
@@ -26,16 +26,16 @@ def sample_rows(block: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
     ids, pieces = block["ids"], block["pieces"]
 
     def response(sample: Mapping[str, Any]) -> str:
-        if "x" in sample:
-            return str(sample["x"])
-        text = "".join(pieces[place] for place in sample.get("t", ()))
-        return decode([ids[place] for place in sample["t"]]) if PARTIAL in text else text
+        if "response" in sample:
+            return str(sample["response"])
+        text = "".join(pieces[place] for place in sample.get("tokens", ()))
+        return decode([ids[place] for place in sample["tokens"]]) if PARTIAL in text else text
 
     rows = []
     for sample in block["samples"]:
-        prompt = block["prompts"][sample["p"]]
+        prompt = block["prompts"][sample["prompt"]]
         row = {"step": block["step"], "set": block["kind"], "response": response(sample)}
         row |= {name: prompt[key] for key, name in _PROMPT.items() if key in prompt}
-        row |= {name: sample[key] for key, name in (_SAMPLE | {"g": "group", "e": "error"}).items() if key in sample}
-        rows.append(row | {f"metrics/{name}": value for name, value in sample.get("m", {}).items()})
+        row |= {name: sample[name] for name in _SAMPLE if name in sample}
+        rows.append(row | {f"metrics/{name}": value for name, value in sample.get("metrics", {}).items()})
     return rows

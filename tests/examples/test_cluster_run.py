@@ -43,9 +43,11 @@ SRUN = """#!/usr/bin/env bash
 kill_on_bad_exit=
 while [[ "$1" == --* ]]; do [[ "$1" == --kill-on-bad-exit=1 ]] && kill_on_bad_exit=yes; shift; done
 number=0
+tasks=()
 for node in $NODES; do
     SLURM_NODEID=$number ip netns exec "$node" unshare --uts --mount sh -c \\
         'hostname "$0"; mount --bind "$HOSTS_FILE" /etc/hosts; exec "$@"' "$node" "$@" &
+    tasks+=($!)
     echo $! >> "$TASKS_FILE"
     number=$((number + 1))
 done
@@ -53,7 +55,7 @@ status=0
 for _ in $NODES; do
     wait -n && continue
     status=$?
-    [[ -z "$kill_on_bad_exit" ]] || (sleep 20; kill $(jobs -p)) 2>/dev/null &
+    [[ -z "$kill_on_bad_exit" ]] || (sleep 20; kill "${tasks[@]}") 2>/dev/null &
 done
 exit $status
 """

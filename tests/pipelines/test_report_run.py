@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
 def text_of(block: dict[str, Any], sample: dict[str, Any]) -> str:
-    return ascii_of("".join(block["pieces"][place] for place in sample["t"]))
+    return ascii_of("".join(block["pieces"][place] for place in sample["tokens"]))
 
 
 def ascii_of(text: str) -> str:
@@ -41,15 +41,18 @@ def test_samples_are_those_of_the_run(rlvr: tuple[FinishedRun, Run]) -> None:
         rows = [json.loads(line) for line in (dump / f"train-{block['step']:06d}.jsonl").read_text().splitlines()]
         assert len(rows) == len(block["samples"]) == 16
         for row, sample in zip(rows, block["samples"], strict=True):
-            assert block["prompts"][sample["p"]]["text"] == row["prompt"]
-            assert sample["s"] == pytest.approx(row["score"], rel=1e-5)
-            assert (sample["f"], sample["n"]) == (row["finish_reason"], row["response_tokens"])
+            assert block["prompts"][sample["prompt"]]["text"] == row["prompt"]
+            assert sample["score"] == pytest.approx(row["score"], rel=1e-5)
+            assert (sample["finish_reason"], sample["response_tokens"]) == (
+                row["finish_reason"],
+                row["response_tokens"],
+            )
             assert ascii_of(row["response"]) in text_of(block, sample)
-            assert sample["w"] == block["step"]
+            assert sample["versions"] == block["step"]
         # Step 0 had a pass of its own: float32 on both sides, a hundred-thousandth is the record's unit.
-        assert all(("q" in sample) == (block["step"] == 0) for sample in block["samples"])
-        assert all(abs(difference) <= 2 for sample in block["samples"] for difference in sample.get("q", ()))
-        scores = [sample["s"] for sample in block["samples"]]
+        assert all(("mismatch" in sample) == (block["step"] == 0) for sample in block["samples"])
+        assert all(abs(difference) <= 2 for sample in block["samples"] for difference in sample.get("mismatch", ()))
+        scores = [sample["score"] for sample in block["samples"]]
         assert sum(scores) / 16 == pytest.approx(done.values("critic/score/mean")[block["step"]], rel=1e-5)
 
 
@@ -86,15 +89,15 @@ def test_a_run_that_fails_has_its_report(run: Start, tmp_path: Path) -> None:
 def test_episodes(run: Start) -> None:
     read = read_run(run({}, "agentic").output)
     (block,) = list(read.blocks())
-    several = [sample for sample in block["samples"] if len(sample.get("u", ())) > 1]
+    several = [sample for sample in block["samples"] if len(sample.get("turns", ())) > 1]
     assert several, "a game of several turns"
     for sample in several:
-        given = sum(end - begin for begin, end in sample["c"])
-        turns = sum(end - begin for begin, end, _ in sample["u"])
-        assert turns == sample["n"] == len(sample["t"]) - given
+        given = sum(end - begin for begin, end in sample["given"])
+        turns = sum(end - begin for begin, end, _ in sample["turns"])
+        assert turns == sample["response_tokens"] == len(sample["tokens"]) - given
         assert "You said" in text_of(block, sample)
-        assert sum(reward for _, _, reward in sample["u"]) == pytest.approx(sample["s"], abs=1e-4)
-    assert {sample["o"] for sample in block["samples"]} <= {"terminated", "turn_limit", "truncated"}
+        assert sum(reward for _, _, reward in sample["turns"]) == pytest.approx(sample["score"], abs=1e-4)
+    assert {sample["outcome"] for sample in block["samples"]} <= {"terminated", "turn_limit", "truncated"}
 
 
 def test_demonstrations_and_pairs(run: Start) -> None:
@@ -102,6 +105,6 @@ def test_demonstrations_and_pairs(run: Start) -> None:
     assert [(block["step"], len(block["samples"])) for block in sft.blocks()] == [(0, 8), (1, 8), (2, 8)]
     dpo = read_run(run({"max_steps": 2}, "dpo").output)
     for block in dpo.blocks():
-        assert [sample["k"] for sample in block["samples"]] == ["chosen", "rejected"] * 8
-        assert all(len(sample["h"]) == len(sample["t"]) for sample in block["samples"])
+        assert [sample["kind"] for sample in block["samples"]] == ["chosen", "rejected"] * 8
+        assert all(len(sample["ref_log_probs"]) == len(sample["tokens"]) for sample in block["samples"])
     assert (dpo.folder / REPORT_NAME).is_file()

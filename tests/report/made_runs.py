@@ -33,23 +33,23 @@ def made_block(step: int, groups: int, size: int, tokens: int, rng: random.Rando
             mismatch[tokens // 2] = 20_000 if member == 0 else 0
             samples.append(
                 {
-                    "p": g,
-                    "g": str(g),
-                    "s": score,
-                    "r": score - 0.5,
-                    "f": "length" if member == 1 else "stop",
-                    "n": tokens,
-                    "m": {"correct": score},
-                    "t": [*(rng.randrange(60) for _ in range(tokens - 1)), 60],
-                    "l": [-rng.randrange(4000) for _ in range(tokens)],
-                    "q": mismatch,
-                    "a": score - 0.5,
-                    "w": step,
-                    "y": [*([rng.randrange(8), 8] for _ in range(tokens - 1)), None],
+                    "prompt": g,
+                    "group": str(g),
+                    "score": score,
+                    "reward": score - 0.5,
+                    "finish_reason": "length" if member == 1 else "stop",
+                    "response_tokens": tokens,
+                    "metrics": {"correct": score},
+                    "tokens": [*(rng.randrange(60) for _ in range(tokens - 1)), 60],
+                    "log_probs": [-rng.randrange(4000) for _ in range(tokens)],
+                    "mismatch": mismatch,
+                    "advantages": score - 0.5,
+                    "versions": step,
+                    "experts": [*([rng.randrange(8), 8] for _ in range(tokens - 1)), None],
                 }
             )
             if member == 2:
-                samples[-1]["e"] = f"failed {text}"
+                samples[-1]["error"] = f"failed {text}"
     ids = list(range(len(pieces)))
     return {
         "step": step,

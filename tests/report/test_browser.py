@@ -116,7 +116,7 @@ def test_samples_timeline_and_keys_of_two_runs(browser: Any, two_runs: list[Run]
     browser.find_element("css selector", "#f-finish option[value='length']").click()
     until(lambda: count(browser) == "16 of 288 samples")
     right = sum(
-        sample["s"] == 1.0 and sample["f"] == "length"
+        sample["score"] == 1.0 and sample["finish_reason"] == "length"
         for run in two_runs
         for block in run.blocks()
         if block["step"] in (3, 4)

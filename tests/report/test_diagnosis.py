@@ -106,7 +106,7 @@ def test_rules_bear_a_single_finite_kl_and_samples_without_scores(tmp_path: Path
     blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(8)]
     for block in blocks:
         for sample in block["samples"]:
-            sample["s"] = None
+            sample["score"] = None
     kl = [0.0, *[float("nan")] * 7]
     rates = {"actor__lr": [1e-6] * 8, "actor__grad_norm": [1.0] * 8, "actor__kl_loss": kl}
     evidence = found(tmp_path, blocks, **rates, actor__entropy=[1.0] * 8, critic__score__mean=[0.5] * 8)

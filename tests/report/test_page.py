@@ -95,10 +95,10 @@ def test_index_says_what_the_blocks_hold(tmp_path: Path) -> None:
     for i in range(60):
         block = found[f"s0-{index['columns']['block'][i]}"]
         sample = block["samples"][index["columns"]["place"][i]]
-        assert index["columns"]["score"][i] == sample["s"]
-        assert index["columns"]["mismatch"][i] == max(map(abs, sample["q"]))
-        assert index["words"]["finish"][index["columns"]["finish"][i]] == sample["f"]
-        assert index["words"]["domain"][index["columns"]["domain"][i]] == block["prompts"][sample["p"]]["domain"]
+        assert index["columns"]["score"][i] == sample["score"]
+        assert index["columns"]["mismatch"][i] == max(map(abs, sample["mismatch"]))
+        assert index["words"]["finish"][index["columns"]["finish"][i]] == sample["finish_reason"]
+        assert index["words"]["domain"][index["columns"]["domain"][i]] == block["prompts"][sample["prompt"]]["domain"]
     assert found["m0"]["val/greedy/accuracy_low"][0] == [0, 4]
     assert [one["role"] for one in found["t0"]["workers"]] == ["actor_train", "actor_train"]
 

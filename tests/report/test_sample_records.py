@@ -82,26 +82,32 @@ def recorded(tmp_path: Path, write: Any, **settings: int) -> list[dict[str, Any]
 
 def test_rows_of_a_training_batch(tmp_path: Path) -> None:
     notes = [
-        ({"text": "ab"}, {"m": {"part": 0.5}}),
+        ({"text": "ab"}, {"metrics": {"part": 0.5}}),
         ({"text": "ax"}, {}),
-        ({}, {"e": "broken", "o": "failed"}),
+        ({}, {"error": "broken", "outcome": "failed"}),
     ]
     (block,) = recorded(
         tmp_path, lambda recorder: recorder.policy(4, batch(), lambda: notes, Letters(), batch().batch["old_log_probs"])
     )
     first, second, third = block["samples"]
-    assert [block["pieces"][place] for place in first["t"]] == ["c", "d", "e"]
-    assert first["l"] == [-250, -2000, -125]
-    assert first["q"] == [100, 100, 100]
-    assert (first["a"], first["w"], first["s"], first["r"], first["m"]) == (1.0, 3, 1.0, 0.5, {"part": 0.5})
-    assert "c" not in first
-    assert [block["pieces"][place] for place in second["t"]] == ["f", "g", "h", "i"]
-    assert (second["c"], second["u"]) == ([[2, 3]], [[0, 2, 0.5], [3, 4, 0.25]])
-    assert (second["a"], second["w"]) == ([0.5, 0.5, 0.0, 2.0], [[2, 2], [3, 1]])
-    assert (second["q"][2], second["f"], second["n"]) == (0, "length", 3)
-    assert "s" not in third
-    assert (third["e"], third["o"], third["g"]) == ("broken", "failed", "1")
-    prompts = [block["prompts"][sample["p"]] for sample in block["samples"]]
+    assert [block["pieces"][place] for place in first["tokens"]] == ["c", "d", "e"]
+    assert first["log_probs"] == [-250, -2000, -125]
+    assert first["mismatch"] == [100, 100, 100]
+    assert (first["advantages"], first["versions"], first["score"], first["reward"], first["metrics"]) == (
+        1.0,
+        3,
+        1.0,
+        0.5,
+        {"part": 0.5},
+    )
+    assert "given" not in first
+    assert [block["pieces"][place] for place in second["tokens"]] == ["f", "g", "h", "i"]
+    assert (second["given"], second["turns"]) == ([[2, 3]], [[0, 2, 0.5], [3, 4, 0.25]])
+    assert (second["advantages"], second["versions"]) == ([0.5, 0.5, 0.0, 2.0], [[2, 2], [3, 1]])
+    assert (second["mismatch"][2], second["finish_reason"], second["response_tokens"]) == (0, "length", 3)
+    assert "score" not in third
+    assert (third["error"], third["outcome"], third["group"]) == ("broken", "failed", "1")
+    prompts = [block["prompts"][sample["prompt"]] for sample in block["samples"]]
     assert [prompt["text"] for prompt in prompts] == ["ab", "ax", "b"]
     assert "decoded" not in prompts[0]
     assert prompts[1]["decoded"] == "a", "the ids of the second prompt say another text than its own"
@@ -115,7 +121,7 @@ def test_routes_of_the_last_layer(tmp_path: Path) -> None:
     routes[:, :, 0] = 9
     told.batch["routed_experts"] = routes
     (block,) = recorded(tmp_path, lambda recorder: recorder.policy(0, told, list, Letters(), None))
-    assert [sample.get("y") for sample in block["samples"]] == [[[4, 5], [6, 7], None], None, None]
+    assert [sample.get("experts") for sample in block["samples"]] == [[[4, 5], [6, 7], None], None, None]
 
 
 @pytest.mark.parametrize(("most", "groups"), [(3, ["0", "0", "1"]), (2, ["0", "0"]), (1, ["0"])])
@@ -123,10 +129,10 @@ def test_whole_groups_up_to_the_limit(tmp_path: Path, most: int, groups: list[st
     (block,) = recorded(
         tmp_path, lambda r: r.policy(0, batch(), list, Letters(), None), max_samples_per_step=most, max_tokens=2
     )
-    assert [sample["g"] for sample in block["samples"]] == groups
+    assert [sample["group"] for sample in block["samples"]] == groups
     first = block["samples"][0]
-    assert (len(first["t"]), len(first["l"]), first["cut"]) == (2, 2, 1)
-    assert "q" not in first
+    assert (len(first["tokens"]), len(first["log_probs"]), first["cut"]) == (2, 2, 1)
+    assert "mismatch" not in first
 
 
 def test_demonstrations_and_pairs(tmp_path: Path) -> None:
@@ -145,13 +151,13 @@ def test_demonstrations_and_pairs(tmp_path: Path) -> None:
         )
 
     sft, dpo, validation = recorded(tmp_path, write)
-    assert (sft["prompts"][0]["text"], [sft["pieces"][t] for t in sft["samples"][0]["t"]]) == ("a", ["b", "c"])
-    assert [(s["k"], s["h"], s["m"]) for s in dpo["samples"]] == [
+    assert (sft["prompts"][0]["text"], [sft["pieces"][t] for t in sft["samples"][0]["tokens"]]) == ("a", ["b", "c"])
+    assert [(s["kind"], s["ref_log_probs"], s["metrics"]) for s in dpo["samples"]] == [
         ("chosen", [-1000, -2000], {"margin": 0.5}),
         ("rejected", [-3000], {"margin": 0.5}),
     ]
-    assert dpo["samples"][0]["p"] == dpo["samples"][1]["p"] == 0
-    assert (validation["kind"], validation["samples"][0]["x"], validation["prompts"][0]["domain"]) == (
+    assert dpo["samples"][0]["prompt"] == dpo["samples"][1]["prompt"] == 0
+    assert (validation["kind"], validation["samples"][0]["response"], validation["prompts"][0]["domain"]) == (
         "validation",
         "r",
         "set",
@@ -173,10 +179,10 @@ def test_rows_of_episodes(tmp_path: Path) -> None:
     )
     found: dict[int, list[str]] = {}
     for sample, own in zip(block["samples"], made.batch["episode_ids"].tolist(), strict=True):
-        assert sample["m"] == {"number": own}
-        assert sample["o"] == episodes[own].outcome
-        for begin, end, _ in sample.get("u", ()):
-            pieces = "".join(block["pieces"][place] for place in sample["t"][begin:end])
+        assert sample["metrics"] == {"number": own}
+        assert sample["outcome"] == episodes[own].outcome
+        for begin, end, _ in sample.get("turns", ()):
+            pieces = "".join(block["pieces"][place] for place in sample["tokens"][begin:end])
             found.setdefault(own, []).append(pieces)
     for number, episode in enumerate(episodes):
         said = ["".join(chr(96 + token) for token in call.response_ids) for call in episode.calls if call.response_ids]

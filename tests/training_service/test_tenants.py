@@ -278,13 +278,14 @@ def test_a_killed_service_goes_on_from_a_checkpoint(base_folder: Path, tmp_path:
     whole = connect().create_lora_training_client(NAME, rank=4, seed=3).result()
     expected = [step(whole) for _ in range(4)]
     with process(base_folder, tmp_path) as (running, url):
-        client = tinker.ServiceClient(base_url=url, api_key="tml-any").create_lora_training_client(NAME, rank=4, seed=3)
-        trained = client.result()
+        first = tinker.ServiceClient(base_url=url, api_key="tml-any")
+        trained = first.create_lora_training_client(NAME, rank=4, seed=3).result()
         found = [step(trained) for _ in range(2)]
         path = trained.save_state("two").result().path
         step(trained)
         running.send_signal(signal.SIGKILL)
         running.wait()
+        first.holder.close()  # the session's heartbeat, for which nobody is left
     with process(base_folder, tmp_path) as (_, url):
         service = tinker.ServiceClient(base_url=url, api_key="tml-any")
         client = service.create_training_client_from_state_with_optimizer(path).result()

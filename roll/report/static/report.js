@@ -368,8 +368,8 @@ function filtered() {
 }
 
 function textOf(content, sample) {
-  if (sample.x !== undefined) return sample.x;
-  return (sample.t || []).map((t) => content.pieces[t]).join("");
+  if (sample.response !== undefined) return sample.response;
+  return (sample.tokens || []).map((t) => content.pieces[t]).join("");
 }
 
 async function runSearch(text, progress) {
@@ -389,7 +389,7 @@ async function runSearch(text, progress) {
       if (token !== search.token) return false;
       for (let i = begin; i < end; i++) {
         const sample = content.samples[c.place[i]];
-        const prompt = content.prompts[sample.p];
+        const prompt = content.prompts[sample.prompt];
         if (`${prompt.text || ""}\n${textOf(content, sample)}`.toLowerCase().includes(wanted)) own.add(i);
       }
       begin = end;
@@ -492,7 +492,7 @@ async function showGroup(detail, r, i, refresh) {
   const content = await block(r, c.block[i]);
   run.images = run.images || await inflated(`p${r}`);
   const chosen = content.samples[c.place[i]];
-  const prompt = content.prompts[chosen.p];
+  const prompt = content.prompts[chosen.prompt];
   const members = [];
   for (let j = i; j >= 0 && c.block[j] === c.block[i]; j--) if (c.group[j] === c.group[i]) members.unshift(j);
   for (let j = i + 1; j < run.index.size && c.block[j] === c.block[i]; j++) if (c.group[j] === c.group[i]) members.push(j);
@@ -521,72 +521,72 @@ function pictures(run, names) {
 function card(run, content, sample, chosen) {
   const facts = [];
   const fact = (name, value) => { if (value !== undefined && value !== null && value !== "") facts.push(el("span", { class: "fact" }, el("b", {}, name), ` ${typeof value === "number" ? number(value) : value}`)); };
-  fact("", sample.k);
-  fact("score", sample.s);
-  fact("normalised", sample.r);
-  if (typeof sample.a === "number") fact("advantage", sample.a);
-  fact("tokens", sample.n);
-  fact("finish", sample.f);
-  fact("outcome", sample.o);
+  fact("", sample.kind);
+  fact("score", sample.score);
+  fact("normalised", sample.reward);
+  if (typeof sample.advantages === "number") fact("advantage", sample.advantages);
+  fact("tokens", sample.response_tokens);
+  fact("finish", sample.finish_reason);
+  fact("outcome", sample.outcome);
   fact("role", sample.role);
-  fact("weights", Array.isArray(sample.w) ? sample.w.map(([v, n]) => `${v} (${n} tokens)`).join(", ") : sample.w);
-  for (const [name, value] of Object.entries(sample.m || {})) if (name !== "score") fact(name, value);
-  if (sample.q) {
-    const first = sample.q.findIndex((q) => Math.abs(q) / 1e5 > state.threshold);
-    fact("first mismatch", first < 0 ? "none" : `token ${first}: ${content.pieces[sample.t[first]]} by ${number(sample.q[first] / 1e5, 3)}`);
+  fact("weights", Array.isArray(sample.versions) ? sample.versions.map(([v, n]) => `${v} (${n} tokens)`).join(", ") : sample.versions);
+  for (const [name, value] of Object.entries(sample.metrics || {})) if (name !== "score") fact(name, value);
+  if (sample.mismatch) {
+    const first = sample.mismatch.findIndex((q) => Math.abs(q) / 1e5 > state.threshold);
+    fact("first mismatch", first < 0 ? "none" : `token ${first}: ${content.pieces[sample.tokens[first]]} by ${number(sample.mismatch[first] / 1e5, 3)}`);
   }
   const body = el("div", { class: "response" });
-  if (sample.t) tokens(body, content, sample, 1500);
-  else body.append(sample.x || "");
-  return el("article", { class: `card${chosen ? " chosen" : ""}` }, el("header", {}, facts), sample.e ? el("p", { class: "error" }, sample.e) : null, sample.i ? pictures(run, sample.i) : null, body);
+  if (sample.tokens) tokens(body, content, sample, 1500);
+  else body.append(sample.response || "");
+  return el("article", { class: `card${chosen ? " chosen" : ""}` }, el("header", {}, facts), sample.error ? el("p", { class: "error" }, sample.error) : null, sample.images ? pictures(run, sample.images) : null, body);
 }
 
 function colour(sample, i, scale) {
   if (state.mode === "logprob") {
-    const values = sample.l || sample.h;
+    const values = sample.log_probs || sample.ref_log_probs;
     if (!values) return "";
     return `rgba(220, 38, 38, ${Math.min(0.85, Math.max(0, -values[i] / 1000) / 5).toFixed(3)})`;
   }
-  if (state.mode === "mismatch" && sample.q) {
-    const size = Math.abs(sample.q[i]) / 1e5;
+  if (state.mode === "mismatch" && sample.mismatch) {
+    const size = Math.abs(sample.mismatch[i]) / 1e5;
     return size ? `rgba(147, 51, 234, ${Math.min(0.85, Math.max(0, (Math.log10(size) + 5) / 5)).toFixed(3)})` : "";
   }
-  if (state.mode === "advantage" && sample.a !== undefined) {
-    const value = (Array.isArray(sample.a) ? sample.a[i] : sample.a) / scale;
+  if (state.mode === "advantage" && sample.advantages !== undefined) {
+    const value = (Array.isArray(sample.advantages) ? sample.advantages[i] : sample.advantages) / scale;
     const strength = Math.min(0.7, Math.abs(value) * 0.5).toFixed(3);
     return value >= 0 ? `rgba(22, 163, 74, ${strength})` : `rgba(220, 38, 38, ${strength})`;
   }
-  if (state.mode === "route" && sample.y && sample.y[i]) return `hsl(${(sample.y[i][0] * 137.508) % 360} 70% 60% / 45%)`;
+  if (state.mode === "route" && sample.experts && sample.experts[i]) return `hsl(${(sample.experts[i][0] * 137.508) % 360} 70% 60% / 45%)`;
   return "";
 }
 
 function tokens(body, content, sample, most) {
-  const given = new Uint8Array(sample.t.length);
-  for (const [begin, end] of sample.c || []) given.fill(1, begin, end);
-  const begins = new Map((sample.u || []).map(([begin, end, reward], turn) => [begin, [turn, reward]]));
-  const scale = Array.isArray(sample.a) ? Math.max(1e-9, ...sample.a.map(Math.abs)) : 1;
-  const wrong = sample.q ? sample.q.findIndex((q) => Math.abs(q) / 1e5 > state.threshold) : -1;
-  const shown = Math.min(sample.t.length, most);
+  const given = new Uint8Array(sample.tokens.length);
+  for (const [begin, end] of sample.given || []) given.fill(1, begin, end);
+  const begins = new Map((sample.turns || []).map(([begin, end, reward], turn) => [begin, [turn, reward]]));
+  const scale = Array.isArray(sample.advantages) ? Math.max(1e-9, ...sample.advantages.map(Math.abs)) : 1;
+  const wrong = sample.mismatch ? sample.mismatch.findIndex((q) => Math.abs(q) / 1e5 > state.threshold) : -1;
+  const shown = Math.min(sample.tokens.length, most);
   for (let i = 0; i < shown; i++) {
     if (begins.has(i)) {
       const [turn, reward] = begins.get(i);
       body.append(el("span", { class: "turn" }, `turn ${turn}, reward ${number(reward)}`));
     }
-    const piece = content.pieces[sample.t[i]];
-    const about = [`token ${i}: ${JSON.stringify(piece)} (id ${content.ids[sample.t[i]]})`];
+    const piece = content.pieces[sample.tokens[i]];
+    const about = [`token ${i}: ${JSON.stringify(piece)} (id ${content.ids[sample.tokens[i]]})`];
     if (!given[i]) {
-      if (sample.l) about.push(`log-prob ${(sample.l[i] / 1000).toFixed(3)}`);
-      if (sample.h) about.push(`log-prob under the reference ${(sample.h[i] / 1000).toFixed(3)}`);
-      if (sample.q) about.push(`trainer minus engine ${number(sample.q[i] / 1e5, 3)}`);
-      if (Array.isArray(sample.a)) about.push(`advantage ${number(sample.a[i])}`);
+      if (sample.log_probs) about.push(`log-prob ${(sample.log_probs[i] / 1000).toFixed(3)}`);
+      if (sample.ref_log_probs) about.push(`log-prob under the reference ${(sample.ref_log_probs[i] / 1000).toFixed(3)}`);
+      if (sample.mismatch) about.push(`trainer minus engine ${number(sample.mismatch[i] / 1e5, 3)}`);
+      if (Array.isArray(sample.advantages)) about.push(`advantage ${number(sample.advantages[i])}`);
     } else about.push("given, not sampled");
-    if (sample.y && sample.y[i]) about.push(`experts of the last layer ${sample.y[i].join(", ")}`);
+    if (sample.experts && sample.experts[i]) about.push(`experts of the last layer ${sample.experts[i].join(", ")}`);
     const node = el("span", { class: `token${given[i] ? " given" : ""}${i === wrong ? " wrong" : ""}`, title: about.join("\n") }, piece === "" ? "\u2205" : piece);
     const background = given[i] ? "" : colour(sample, i, scale);
     if (background) node.style.backgroundColor = background;
     body.append(node);
   }
-  if (sample.t.length > shown) body.append(el("button", { onclick: (event) => { event.target.remove(); body.replaceChildren(); tokens(body, content, sample, sample.t.length); } }, `show ${sample.t.length - shown} more tokens`));
+  if (sample.tokens.length > shown) body.append(el("button", { onclick: (event) => { event.target.remove(); body.replaceChildren(); tokens(body, content, sample, sample.tokens.length); } }, `show ${sample.tokens.length - shown} more tokens`));
   else if (sample.cut) body.append(el("span", { class: "quiet" }, ` (${sample.cut} tokens are not in the record)`));
 }
 
