@@ -25,6 +25,7 @@ import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,8 +138,22 @@ SYSTEM_CONFIG: Mapping[str, Any] = {
 }
 
 
+class _LateNode(NodeError):
+    """The daemons run, but did not report in time."""
+
+
 class _LeanNode(Node):
-    """A node without the dashboard server, unless a port is configured."""
+    """A node without the dashboard server, unless a port is configured. Nothing of it is left where it fails."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        try:
+            super().__init__(*args, **options)
+        except Exception as error:
+            is_late = bool(DAEMONS.keys() & self.all_processes.keys()) and not self.dead_processes()
+            self.kill_all_processes(check_alive=False, allow_graceful=False)
+            if is_late:
+                raise _LateNode(f"Ray's daemons run, but do not report: is the host overloaded? {error}") from error
+            raise
 
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         if include_dashboard:
@@ -174,8 +189,17 @@ def start_node(options: NodeOptions, temp_dir: Path, worker_script: str | None =
         worker_script: in place of Ray's own, :data:`WORKER_SCRIPT`.
 
     Raises:
+        NodeError: they do not report within Ray's limit of 30 seconds, and not at a second attempt either.
         RuntimeError: Ray did not come up; its logs are under ``temp_dir``.
     """
+    try:
+        return _started(options, temp_dir, worker_script)
+    except _LateNode as error:
+        logger.warning("%s. They are started once more", error)
+        return _started(options, temp_dir, worker_script)
+
+
+def _started(options: NodeOptions, temp_dir: Path, worker_script: str | None) -> Node:
     store_bytes, store_dir = object_store(options.object_store_bytes, temp_dir)
     is_head = options.gcs_address is None
     # Ray annotates dashboard_port as a bool and include_log_monitor as a str; it uses a number and a bool.
@@ -215,16 +239,24 @@ class Board:
 
     Args:
         address: ``host:port`` of the head.
+        patience: Seconds in which a head that is busy may begin to answer, beyond the 40 of Ray's own.
 
     Raises:
-        NodeError: the head does not know the token of this node.
+        NodeError: the head does not know the token of this node, or does not answer.
     """
 
     _NAMESPACE = b"roll"
 
-    def __init__(self, address: str) -> None:
-        with _token_accepted():
-            self._client = GcsClient(address=address)
+    def __init__(self, address: str, patience: float = 0.0) -> None:
+        give_up = time.monotonic() + patience
+        while True:
+            try:
+                with _token_accepted():
+                    self._client = GcsClient(address=address)
+                return
+            except ray.exceptions.RpcError as error:
+                if time.monotonic() > give_up:
+                    raise NodeError(f"the head at {address} takes connections and does not answer: {error}") from error
 
     def put(self, key: str, text: bytes, seconds: float | None = None) -> bool:
         """Returns whether the head took the text; False: it did not within ``seconds``.
@@ -244,19 +276,14 @@ class Board:
         return True
 
     def get(self, key: str) -> bytes | None:
-        """The text under a key; None: there is none.
+        """The text under a key; None: there is none, or the head does not answer within a second.
 
         Raises:
             NodeError: the head does not know the token of this node.
         """
-        with _token_accepted():
-            found: bytes | None = self._client.internal_kv_get(key.encode(), self._NAMESPACE)
-        return found
-
-    def glance(self, key: str) -> bytes | None:
-        """Like :meth:`get`; None also where the head does not answer within a second."""
         try:
-            found: bytes | None = self._client.internal_kv_get(key.encode(), self._NAMESPACE, timeout=1)
+            with _token_accepted():
+                found: bytes | None = self._client.internal_kv_get(key.encode(), self._NAMESPACE, timeout=1)
         except ray.exceptions.RayError:
             return None
         return found

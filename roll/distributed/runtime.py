@@ -177,7 +177,7 @@ def _signals_of_nodes(address: str, world_size: int) -> Iterator[None]:
     def watch() -> None:
         board, last = Board(address), b""
         while not over.wait(_HEAD_POLL_SECONDS):
-            text = board.glance(_SIGNAL) or b""
+            text = board.get(_SIGNAL) or b""
             if text != last:
                 last = text
                 number, _, name = text.decode().split(" ", 2)
@@ -345,7 +345,7 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
             if error is None and (ending.save_requested or (ending.received is not None and not passed_on)):
                 signals += 1
                 passed_on = _pass_on(board, options, signals) and ending.received is not None
-            if error is None and supervised.is_attached and board.glance(_OVER) is not None:
+            if error is None and supervised.is_attached and board.get(_OVER) is not None:
                 ending.check()
                 supervised.tell(end=DONE)
                 raise SystemExit(0)
@@ -386,7 +386,8 @@ def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:
         NodeError: they differ, or the head does not announce any.
     """
     assert options.gcs_address is not None
-    card, board = NodeCard.of_this_node(options.rank, options.address), Board(options.gcs_address)
+    board = Board(options.gcs_address, patience=give_up - time.monotonic())
+    card = NodeCard.of_this_node(options.rank, options.address)
     # Put before waiting for the head's card: both sides compare, so that each prints the difference in its own log.
     board.put(f"node/{options.rank}", card.to_bytes())
     while (head := board.get("node/0")) is None:

@@ -101,6 +101,22 @@ def _command(pid: int) -> str:
         return ""  # gone meanwhile; seen as left once more at most
 
 
+@pytest.mark.long
+@pytest.mark.e2e
+def test_daemons_that_are_late_are_started_once_more(tmp_path):
+    """Ray gives its daemon thirty seconds, which a host may need for other things."""
+    driver = _start_driver("success", tmp_path / "started.json")
+    give_up = time.monotonic() + 60
+    children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children")
+    while not (late := [int(pid) for pid in children.read_text().split() if "/raylet " in _command(int(pid))]):
+        assert time.monotonic() < give_up and driver.poll() is None
+        time.sleep(0.01)
+    os.kill(late[0], signal.SIGSTOP)
+    _, errors = driver.communicate(timeout=150)
+    assert driver.returncode == 0 and "They are started once more" in errors, errors
+    assert not is_alive(late[0])
+
+
 def test_servers_listen_on_loopback_only(runtime):
     """No socket of the run is reachable from outside."""
     inodes = set()
