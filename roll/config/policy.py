@@ -18,6 +18,9 @@ from roll.config.strategies.registry import backend_of
 TransportName = Literal["shared_memory", "object_store", "broadcast", "safetensors", "cuda_ipc"]
 
 
+QuantizationFormat = Literal["fp8", "int8", "nvfp4"]
+
+
 @dataclass(frozen=True)
 class WeightSyncConfig:
     """``weight_sync``: how the trainer's weights get to the engines."""
@@ -37,6 +40,11 @@ class WeightSyncConfig:
     """A LoRA model's updates: ``merged``: the whole weights that the adapters are merged into; ``adapter``: A and B:
     ``hf_infer`` and ``sglang`` merge them themselves, into a copy of the base that they keep; ``vllm`` computes with
     both."""
+    quantization: QuantizationFormat | None = None
+    """Round what engines get to a low-precision format, though they compute in their own dtype: shows what generating
+    in that precision would do to log-probs and learning, on any device. ``fp8``: E4M3, a scale for each block of
+    128 x 128; ``int8``: a scale for each output; ``nvfp4``: E2M1, a scale for each 16 inputs. The matrices of layers
+    are rounded, and of a LoRA model sent by ``lora: adapter`` its base. null: none."""
     directory: str | None = setting(None, example="/shared/weights")
     """Folder that trainer and engines see, for ``safetensors``; null: ``weight_sync`` under ``output_dir``. What an
     update writes there is deleted when the engines have it."""

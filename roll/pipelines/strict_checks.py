@@ -60,6 +60,8 @@ def _obstacles(config: PolicyRunConfig) -> Iterator[tuple[str, Any, str, Any]]:
         yield key, engine.model_args.model_config_kwargs, "must be actor_train's", wanted
     if config.weight_sync.lora == "adapter":
         yield "weight_sync.lora", "adapter", "must be merged: the trainer computes with the merged weights", "merged"
+    if config.weight_sync.quantization is not None:
+        yield "weight_sync.quantization", config.weight_sync.quantization, "gives the engine other weights", "~"
     if engine.strategy_args.strategy_config.get("in_flight_update") == "keep":
         key = "actor_infer.strategy_args.strategy_config.in_flight_update"
         yield key, "keep", "leaves keys and values of older weights in the cache", "recompute"

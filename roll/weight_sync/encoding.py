@@ -35,7 +35,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import xxhash
 
-from roll.config.policy import TransportName, UpdateMode
+from roll.config.policy import QuantizationFormat, TransportName, UpdateMode
 from roll.protocol.columns import flat_view
 
 MIB = 2**20
@@ -59,6 +59,7 @@ class SyncOptions:
     """Folder of ``safetensors``."""
     mode: UpdateMode = "full"
     adapters_apart: bool = False
+    quantization: QuantizationFormat | None = None
 
     @property
     def bucket_bytes(self) -> int:

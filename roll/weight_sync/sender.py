@@ -59,6 +59,7 @@ def sync_options(run: RunConfig, keys: WeightSyncConfig, engines: GenerationWork
         directory=keys.directory or str(plan.output_dir / "weight_sync"),
         mode=update_mode(keys, engines.strategy_args.strategy_name),
         adapters_apart=keys.lora == "adapter",
+        quantization=keys.quantization,
     )
 
 

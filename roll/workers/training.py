@@ -17,6 +17,7 @@ from roll.protocol.metrics import Metrics, merge_metrics
 from roll.strategies.base import LossFunction, TensorBatch, WeightSelection
 from roll.strategies.training.micro_batches import merged_floats
 from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, WeightSyncError
+from roll.weight_sync.quantization import quantized_names, rounded_buckets
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import ModelWorker, columns_of
 
@@ -33,6 +34,7 @@ class TrainWorker(ModelWorker):
     """A model that learns, on one rank; the policy sends its weights to the engines."""
 
     _sender: WeightSender | None = None
+    _quantized: frozenset[str] = frozenset()
 
     @register(Dispatch.DP_MP_COMPUTE, columns=loss_columns)
     def step(self, batch: DataProto, loss: Loss, *, mini_batches: int = 1, epochs: int = 1) -> Metrics:
@@ -116,6 +118,9 @@ class TrainWorker(ModelWorker):
         # A generator whose steps are collectives: all ranks have to exhaust it, whatever happens on rank 0.
         buckets = self.strategy.named_full_weights(options.bucket_bytes, selection)
         if self.context.rank == 0:
+            if options.quantization is not None:
+                self._quantized = self._quantized or quantized_names(self.context.role.model_args)
+                buckets = rounded_buckets(buckets, self._quantized, options.quantization)
             scalings = self.strategy.adapter_scalings() if options.adapters_apart else {}
             update = Update(version, options.deadline, base_version, scalings, options.patience)
             try:
