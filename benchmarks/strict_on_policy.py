@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from roll.models.attention import use_layout_attention
 from roll.models.invariant import make_invariant
-from roll.models.layouts import shared_prompt_layout
+from roll.models.layouts import tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.decoder import FusedDecoder
@@ -64,7 +64,7 @@ def works(
             engine.step()
 
     def learn() -> None:
-        outputs = trainer(shared_prompt_layout(ids, mask), ("log_probs", "entropy"))
+        outputs = trainer(tree_layout(ids, mask), ("log_probs", "entropy"))
         outputs["log_probs"].sum().backward()
 
     return generate, learn

@@ -22,7 +22,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.measuring import clock
 from roll.models.attention import use_layout_attention
-from roll.models.layouts import packed_layout, row_layout, shared_prompt_layout
+from roll.models.layouts import packed_layout, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.vision import PROMPT_KEYS, with_images
 from roll.protocol.images import EncodedImage, ImageProcessing
@@ -118,7 +118,7 @@ def of_layout(model: Any, batch: dict[str, Any], device: torch.device, name: str
     ids, mask = columns["input_ids"], columns["response_mask"]
     lay_out = {
         "rows": lambda: row_layout(ids, mask),
-        "shared prompts": lambda: shared_prompt_layout(ids, mask, packed_layout, columns[PROMPT_KEYS]),
+        "shared prompts": lambda: tree_layout(ids, mask, packed_layout, columns[PROMPT_KEYS]),
     }[name]
     layout = pool.attach(lay_out(), columns).to(device)
     response_model = ResponseModel(model)

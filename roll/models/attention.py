@@ -1,5 +1,5 @@
-"""Causal attention for tokens laid out by :mod:`roll.models.layouts`: in rows, packed, with shared prompts, or in
-sequence shards.
+"""Causal attention for tokens laid out by :mod:`roll.models.layouts`: in rows, packed, as a tree, or in sequence
+shards.
 
 All other layers of a transformer work on each token alone and do not depend on the layout.
 
@@ -9,13 +9,13 @@ all-to-all before attention turns a chunk of the sequence with all heads into th
 one after it turns it back.  Ranks exchange queries, keys, values and outputs once each; masks and the order of chunks
 do not matter to the exchange.
 
-Shared prompts: prompts attend to themselves; each response part attends to its prompt's keys and its own.
+Trees: the tokens of a run attend to what comes before the run in its rows, and to the run itself.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from roll.models.expert_parallel import exchange
-from roll.models.layouts import AttentionPattern, PackedSequences, PromptParts
+from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree, RunBatch
 
 if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
@@ -62,83 +62,85 @@ class _SumOfParts(torch.autograd.Function):
         return gradient, None
 
 
-def shared_prompt_attention(
-    query: Tensor, key: Tensor, value: Tensor, prompt_parts: PromptParts, scaling: float | None
-) -> Tensor:
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
     """(1, T, heads, head_dim) for queries, keys and values (1, heads, T, head_dim) of T tokens.
 
     Args:
         scaling: of the scores; None: head_dim ** -0.5.
     """
+    one_by_one = query.device.type == "cpu" and (not tree.is_flat or tree.most_parts <= MOST_PARTS)
+    return (_run_by_run if one_by_one else _all_at_once)(query, key, value, tree, scaling)
+
+
+def _all_at_once(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
+    """:func:`tree_attention` with a call for each batch of runs."""
     heads, head_dim = query.shape[1], query.shape[3]
-    num_prompts, prompt_width = prompt_parts.prompts.shape
-    num_parts, part_width = prompt_parts.parts.shape
-    if query.device.type == "cpu" and max(map(len, prompt_parts.lengths)) <= 1 + MOST_PARTS:
-        return _part_by_part(query, key, value, prompt_parts, scaling)
-    prompt_query, part_query = _split(query, prompt_parts)
-    prompt_key, part_key = _split(key, prompt_parts)
-    prompt_value, part_value = _split(value, prompt_parts)
+    queries, keys, values = (tensor[0].transpose(0, 1).flatten(1) for tensor in (query, key, value))
 
     def by_head(rows: Tensor) -> Tensor:
         return rows.unflatten(2, (heads, head_dim)).transpose(1, 2)
 
-    def with_prompt(prompts: Tensor, parts: Tensor) -> Tensor:
-        return by_head(torch.cat([prompts.index_select(0, prompt_parts.prompt_of_part), parts], dim=1))
+    def own(tensor: Tensor, batch: RunBatch) -> Tensor:
+        return tensor.index_select(0, batch.own.flatten()).view(*batch.own.shape, -1)
 
-    prompt_output = scaled_dot_product_attention(
-        by_head(prompt_query), by_head(prompt_key), by_head(prompt_value), is_causal=prompt_width > 1, scale=scaling
-    )
-    part_output = scaled_dot_product_attention(
-        by_head(part_query),
-        with_prompt(prompt_key, part_key),
-        with_prompt(prompt_value, part_value),
-        attn_mask=prompt_parts.part_mask,
-        scale=scaling,
-    )
-    output = torch.cat(
-        [
-            prompt_output.transpose(1, 2).reshape(num_prompts * prompt_width, heads * head_dim),
-            part_output.transpose(1, 2).reshape(num_parts * part_width, heads * head_dim),
-        ]
-    ).index_select(0, prompt_parts.restore)
-    return output.view(1, -1, heads, head_dim)
+    def seen(tensor: Tensor, batch: RunBatch) -> Tensor:
+        if batch.mask is None:
+            return own(tensor, batch)
+        contexts = tensor.index_select(0, batch.contexts.flatten()).view(*batch.contexts.shape, -1)
+        return torch.cat([contexts.index_select(0, batch.context_of_run), own(tensor, batch)], dim=1)
+
+    outputs = []
+    for batch in tree.batches:
+        output = scaled_dot_product_attention(
+            by_head(own(queries, batch)),
+            by_head(seen(keys, batch)),
+            by_head(seen(values, batch)),
+            attn_mask=batch.mask,
+            is_causal=batch.mask is None and batch.own.shape[1] > 1,
+            scale=scaling,
+        )
+        outputs.append(output.transpose(1, 2).reshape(-1, heads * head_dim))
+    return torch.cat(outputs).index_select(0, tree.restore).view(1, -1, heads, head_dim)
 
 
 MOST_PARTS = 2
-"""Up to this many parts of each prompt (the responses of a pair) a CPU computes them one after another. Without padding
-and with fewer copies, the backward pass takes a third less time than for all at once."""
+"""Up to this many runs after each prompt (the responses of a pair) a CPU computes them one after another, and those of
+a deeper tree always. Without padding and with fewer copies, the backward pass takes a third less time than for all at
+once."""
 
 
-def _part_by_part(query: Tensor, key: Tensor, value: Tensor, parts: PromptParts, scaling: float | None) -> Tensor:
-    """:func:`shared_prompt_attention` with a call for each prompt and part. The mask lets a part's tokens see the whole
-    prompt and the part up to themselves."""
-    flat = [length for lengths in parts.lengths for length in lengths]
+def _run_by_run(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
+    """:func:`tree_attention` with a call for each run. The mask lets a token see the whole context and the run up to
+    itself."""
+    lengths = [run.length for run in tree.runs] + [tree.num_padding]
     # split, not slices: its backward pass joins the pieces once instead of adding up as many full-size gradients.
-    pieces = zip(query.split(flat, 2), key.split(flat, 2), value.split(flat, 2), strict=True)
+    queries, keys, values = (tensor.split(lengths, 2) for tensor in (query, key, value))
     outputs = []
-    for prompt, *own in parts.lengths:
-        prompt_query, prompt_key, prompt_value = next(pieces)
+
+    def seen(pieces: Sequence[Tensor], index: int) -> Tensor:
+        before = [
+            pieces[place] if length == lengths[place] else pieces[place][:, :, :length]
+            for place, length in tree.runs[index].before
+        ]
+        return torch.cat([*before, pieces[index]], 2) if before else pieces[index]
+
+    for index, run in enumerate(tree.runs):
+        mask = None
+        if run.before:
+            count = sum(length for _, length in run.before)
+            mask = torch.ones(run.length, count + run.length, dtype=torch.bool, device=query.device).tril_(count)
         outputs.append(
-            scaled_dot_product_attention(prompt_query, prompt_key, prompt_value, is_causal=prompt > 1, scale=scaling)
+            scaled_dot_product_attention(
+                queries[index],
+                seen(keys, index),
+                seen(values, index),
+                attn_mask=mask,
+                is_causal=mask is None and run.length > 1,
+                scale=scaling,
+            )
         )
-        for length in own:
-            part_query, part_key, part_value = next(pieces)
-            if not length:  # a response of one token has nothing to compute
-                continue
-            seen = torch.ones(length, prompt + length, dtype=torch.bool, device=query.device).tril_(prompt)
-            keys, values = torch.cat([prompt_key, part_key], 2), torch.cat([prompt_value, part_value], 2)
-            outputs.append(scaled_dot_product_attention(part_query, keys, values, attn_mask=seen, scale=scaling))
+    outputs.append(torch.zeros_like(queries[-1]))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
-
-
-def _split(tensor: Tensor, prompt_parts: PromptParts) -> tuple[Tensor, Tensor]:
-    """(1, heads, N, head_dim) -> prompts (G, P, heads * head_dim) and parts (B, R, heads * head_dim)."""
-    rows = tensor[0].transpose(0, 1).flatten(1)
-    prompts, parts = prompt_parts.prompts, prompt_parts.parts
-    return (
-        rows.index_select(0, prompts.flatten()).view(*prompts.shape, -1),
-        rows.index_select(0, parts.flatten()).view(*parts.shape, -1),
-    )
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionPattern | None, float | None], Tensor]
@@ -279,8 +281,8 @@ def _attend(
             return causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
         case PackedSequences():
             return packed_attention(query, key, value, pattern, scaling)
-        case PromptParts():
-            return shared_prompt_attention(query, *_repeated(query, key, value), pattern, scaling)
+        case PrefixTree():
+            return tree_attention(query, *_repeated(query, key, value), pattern, scaling)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

@@ -32,7 +32,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from roll.config.names import INVARIANT_ATTENTION
 from roll.models.attention import layout_attention, replace_attention
-from roll.models.layouts import AttentionPattern, PackedSequences, PromptParts
+from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -174,30 +174,31 @@ def _in_layout(
             lengths = list(pattern.lengths)
             parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
             out = torch.cat([attention(*part, scaling) for part in parts], 2)
-        case PromptParts():
-            out = _with_prompts(query, key, value, pattern, scaling)
+        case PrefixTree():
+            out = _in_tree(query, key, value, pattern, scaling)
     return out.transpose(1, 2).contiguous()
 
 
-def _with_prompts(query: Tensor, key: Tensor, value: Tensor, parts: PromptParts, scaling: float | None) -> Tensor:
-    """Each response attends to a row of its prompt's keys and its own, with no gap between them."""
-    prompt_lengths = torch.tensor([own[0] for own in parts.lengths[: len(parts.prompts)]], device=query.device)
-    before = prompt_lengths[parts.prompt_of_part][:, None]
-    places = torch.arange(parts.prompts.shape[1] + parts.parts.shape[1], device=query.device)[None]
-    in_prompt = parts.prompts[parts.prompt_of_part].gather(
-        1, places.clamp(max=parts.prompts.shape[1] - 1).expand(len(before), -1)
-    )
-    in_part = parts.parts.gather(1, (places - before).clamp(0, parts.parts.shape[1] - 1))
-    rows = torch.where(places < before, in_prompt, in_part)
+def _in_tree(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
+    """Each run attends to a row of its context's keys and its own, with no gap between them."""
 
     def taken(tensor: Tensor, index: Tensor) -> Tensor:
         return tensor[0].index_select(1, index.flatten()).unflatten(1, index.shape).transpose(0, 1)
 
-    prompts = [taken(tensor, parts.prompts) for tensor in (query, key, value)]
-    of_prompts = attention(prompts[0], prompts[1], prompts[2], scaling)
-    of_parts = attention(taken(query, parts.parts), taken(key, rows), taken(value, rows), scaling, starts=before[:, 0])
-    flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in (of_prompts, of_parts)])
-    return flat.index_select(0, parts.restore)[None].transpose(1, 2)
+    outputs = []
+    for batch in tree.batches:
+        rows, starts = batch.own, batch.context_lengths
+        if width := batch.contexts.shape[1]:
+            before = starts[:, None]
+            places = torch.arange(width + rows.shape[1], device=query.device)[None]
+            in_context = batch.contexts[batch.context_of_run].gather(
+                1, places.clamp(max=width - 1).expand(len(before), -1)
+            )
+            in_run = rows.gather(1, (places - before).clamp(0, rows.shape[1] - 1))
+            rows = torch.where(places < before, in_context, in_run)
+        outputs.append(attention(taken(query, batch.own), taken(key, rows), taken(value, rows), scaling, starts=starts))
+    flat = torch.cat([out.transpose(1, 2).flatten(0, 1) for out in outputs])
+    return flat.index_select(0, tree.restore)[None].transpose(1, 2)
 
 
 def make_invariant(model: PreTrainedModel) -> None:

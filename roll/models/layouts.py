@@ -7,84 +7,35 @@ image: :mod:`roll.models.vision`) follows it into any of them.  Three layouts ar
 
 * :func:`row_layout`: the rows as they are, without the columns that predict nothing;
 * :func:`packed_layout`: the rows' own tokens one after another, each row seeing itself only;
-* :func:`shared_prompt_layout`: adjacent rows with the same prompt become ``[prompt | response 1 | response 2 | ...]``,
-  in which each response sees the prompt and itself only, at the positions it would have after its own copy of the
-  prompt.  Log-probs and gradients are the same, the prompt is computed once, and no padding is computed.
+* :func:`tree_layout`: rows with a common beginning become a tree, such as ``[prompt | response 1 | response 2 | ...]``,
+  in which each token sees what comes before it in its own rows, at the positions it has there.  Log-probs and gradients
+  are the same, each common beginning is computed once, and no padding is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-
-@dataclass(frozen=True)
-class _OnDevice:
-    def to(self, device: torch.device) -> Self:
-        """A copy on ``device``; itself where it is there already."""
-        moved: dict[str, Any] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, torch.Tensor | _OnDevice):
-                moved[item.name] = value.to(device)
-            elif isinstance(value, tuple) and value and isinstance(value[0], _OnDevice):
-                moved[item.name] = tuple(one.to(device) for one in value)
-        return replace(self, **moved)
+from roll.models.patterns import (
+    AttentionPattern,
+    OnDevice,
+    PackedSequences,
+    PrefixTree,
+    common_beginnings,
+    ends_of_responses,
+    runs_of_rows,
+    sharers,
+)
 
 
 @dataclass(frozen=True)
-class PromptParts(_OnDevice):
-    """A flat run of N tokens as G prompts (padded to P) and B response parts (padded to R), for attention.
-
-    Indices of padding point at token 0: harmless, since its result is discarded.
-    """
-
-    prompts: Tensor
-    """int64 (G, P), indices into the N tokens."""
-    parts: Tensor
-    """int64 (B, R), indices into the N tokens."""
-    prompt_of_part: Tensor
-    """int64 (B,)."""
-    part_mask: Tensor
-    """bool (B or 1, 1, R, P + R): what a response token may see of its prompt and of its own part."""
-    restore: Tensor
-    """int64 (N,), the place of each token in the prompts followed by the parts, both flattened."""
-    lengths: tuple[tuple[int, ...], ...]
-    """Lengths of each prompt and the parts that follow it, in the order of the N tokens, which are their sum."""
-
-    def padded(self, count: int) -> PromptParts:
-        """With ``count`` padding tokens, whose results are discarded."""
-        if not count:
-            return self
-        return replace(self, restore=pad(self.restore, (0, count)), lengths=(*self.lengths, (count,)))
-
-
-@dataclass(frozen=True)
-class PackedSequences(_OnDevice):
-    """A flat run of N tokens as sequences that follow one another and do not see each other."""
-
-    lengths: tuple[int, ...]
-    """Tokens of each; their sum is N."""
-    offsets: Tensor
-    """int32 (sequences + 1,), where each begins, and N."""
-
-    def padded(self, count: int) -> PackedSequences:
-        """With ``count`` more tokens, a sequence of their own."""
-        total = self.offsets[-1:] + count
-        return PackedSequences((*self.lengths, count), torch.cat([self.offsets, total])) if count else self
-
-
-AttentionPattern = PromptParts | PackedSequences
-"""Attention pattern of a flat run of tokens: which tokens see which."""
-
-
-@dataclass(frozen=True)
-class ImageTokens(_OnDevice):
+class ImageTokens(OnDevice):
     """The placeholder tokens of a layout, replaced by features of images. Each distinct image is included once."""
 
     pixel_values: Tensor
@@ -132,7 +83,7 @@ class TopTokens:
 
 
 @dataclass(frozen=True)
-class TargetDistributions(_OnDevice):
+class TargetDistributions(OnDevice):
     """Target distributions of N tokens, and the comparison with them."""
 
     name: str
@@ -154,7 +105,7 @@ class TargetDistributions(_OnDevice):
 
 
 @dataclass(frozen=True)
-class TokenLayout(_OnDevice):
+class TokenLayout(OnDevice):
     """Input of the model for one micro-batch of B rows and length L: S sequences of length T."""
 
     input_ids: Tensor
@@ -227,7 +178,7 @@ class TokenLayout(_OnDevice):
 
 
 def with_token_rows(layout: TokenLayout) -> TokenLayout:
-    """With ``token_rows``: 0 for padding, the number of its responses for a token of a shared prompt, 1 for others.
+    """With ``token_rows``: 0 for padding, the number of the rows that share a token for one of a tree, 1 for others.
 
     Sums weighted by it are the same in every layout of the same rows.
     """
@@ -239,11 +190,8 @@ def with_token_rows(layout: TokenLayout) -> TokenLayout:
         last = last.scatter_reduce(0, layout.predictors // length, layout.predictors % length, "amax")
         return replace(layout, token_rows=(place.view(sequences, length)[:1] <= last[:, None]).float())
     rows = (place < layout.input_ids.numel() - layout.num_padding).float()
-    if isinstance(pattern, PromptParts):
-        num_prompts, width = pattern.prompts.shape
-        responses = torch.bincount(pattern.prompt_of_part, minlength=num_prompts)
-        prompt = (pattern.restore // width).clamp_(max=num_prompts - 1)
-        rows *= torch.where(pattern.restore < pattern.prompts.numel(), responses[prompt], 1)
+    if isinstance(pattern, PrefixTree):
+        rows = pattern.rows.float()
     return replace(layout, token_rows=rows.view(sequences, length))
 
 
@@ -343,99 +291,46 @@ def _last_responses(response_mask: Tensor) -> Tensor:
     return torch.where(response_mask, columns, 0).amax(1)
 
 
-def shared_prompt_layout(
+def tree_layout(
     input_ids: Tensor,
     response_mask: Tensor,
-    without_groups: Callable[[Tensor, Tensor], TokenLayout] = row_layout,
+    without_tree: Callable[[Tensor, Tensor], TokenLayout] = row_layout,
     prompt_keys: Tensor | None = None,
 ) -> TokenLayout:
-    """Lay out adjacent rows with the same prompt after one copy of it, all in one flat run of tokens.
+    """Lay out each beginning that several rows have in common once, in one flat run of tokens.
 
-    A row's prompt is everything before its first response token; what follows (with several turns the environment's
-    tokens too) is its response part.  Rows without a response token are left out.
+    Such a beginning is the prompt of a group, or what :func:`~roll.models.patterns.common_beginnings` finds else: a
+    response of one row may be part of the prompt of another.  Rows without a response token are left out.
 
-    Args: as :func:`row_layout`; ``without_groups`` lays rows out of which no two share a prompt; ``prompt_keys``
-        int64 (B, L) tells prompts apart where ids do not (they are the same for any image); None: the ids do.
+    Args: as :func:`row_layout`; ``without_tree`` lays rows out of which no two share anything; ``prompt_keys``
+        int64 (B, L) tells tokens apart where ids do not (they are the same for any image); None: the ids do.
     """
-    response_mask = response_mask.clone()  # the caller's batch keeps its mask
-    response_mask[:, 0] = False
-    rows = response_mask.any(1).nonzero()[:, 0]
-    ids, mask = input_ids[rows], response_mask[rows]
-    length = ids.shape[1]
-    columns = torch.arange(length, device=ids.device)
-    first = mask.int().argmax(1)
-    last = length - 1 - mask.flip(1).int().argmax(1)
-    leads = _starts_a_prompt(ids if prompt_keys is None else prompt_keys[rows], first, columns)
-    if bool(leads.all()):
-        return without_groups(input_ids, response_mask)
-
-    group = leads.cumsum(0) - 1
-    in_prompt = columns < first[:, None]
-    # The last response token predicts nothing, so a response part ends before it.
-    used = (in_prompt & leads[:, None]) | (~in_prompt & (columns < last[:, None]))
-    # slots[b, t]: the place of token t of row b among the tokens used; that of a shared prompt is with its first row.
-    order = used.flatten().cumsum(0).view_as(ids) - 1
-    leaders = leads.nonzero()[:, 0][group]
-    slots = torch.where(in_prompt, order[leaders], order)
-
+    common = common_beginnings(input_ids if prompt_keys is None else prompt_keys, response_mask)
+    if not common.any():
+        return without_tree(input_ids, response_mask)
+    mask = response_mask.clone()  # the caller's batch keeps its mask
+    mask[:, 0] = False
+    length, device = mask.shape[1], mask.device
+    first, last = ends_of_responses(mask.cpu().numpy())
+    runs, paths = runs_of_rows(first, last, *sharers(common))
+    num_tokens = sum(run.length for run in runs)
+    slots = np.zeros(mask.shape, dtype=np.int64)
+    sources, row_lengths, rows = np.zeros((3, num_tokens), dtype=np.int64)
+    for row, path in reversed(list(enumerate(paths))):
+        slots[row, : len(path)] = path
+        sources[path] = row * length + np.arange(len(path))  # a shared token is that of the first of its rows
+        row_lengths[path] = np.maximum(row_lengths[path], len(path) + 1)
+        rows[path] += 1
+    tree = PrefixTree(tuple(runs), torch.from_numpy(rows), torch.from_numpy(row_lengths)).to(device)
+    place = torch.from_numpy(sources).to(device)
     row_index, column_index = mask.nonzero(as_tuple=True)
     return TokenLayout(
-        input_ids=ids[used][None],
-        position_ids=columns.expand_as(ids)[used][None],
-        pattern=_prompt_parts(slots, used, leads, group, first, last),
-        predictors=slots[row_index, column_index - 1],
-        targets=ids[row_index, column_index],
-        destinations=rows[row_index] * length + column_index,
-        sources=(rows[:, None] * length + columns)[used][None],
+        input_ids=input_ids.flatten()[place][None],
+        position_ids=(place % length)[None],
+        pattern=tree,
+        predictors=torch.from_numpy(slots).to(device)[row_index, column_index - 1],
+        targets=input_ids[row_index, column_index],
+        destinations=row_index * length + column_index,
+        sources=place[None],
         num_padding=0,
     )
-
-
-def leads_a_group(input_ids: Tensor, response_mask: Tensor) -> Tensor:
-    """bool (B,): False for a row whose prompt is that of the row with a response before it, or that has no response.
-
-    Args: as :func:`row_layout`; ids may be what tells prompts apart (``prompt_keys``).
-    """
-    rows = response_mask.any(1).nonzero()[:, 0]
-    columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-    leads = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
-    leads[rows] = _starts_a_prompt(input_ids[rows], response_mask[rows].int().argmax(1), columns)
-    return leads
-
-
-def _starts_a_prompt(ids: Tensor, first: Tensor, columns: Tensor) -> Tensor:
-    """bool (B,): False for a row whose prompt, its tokens before ``first``, is that of the row before it."""
-    starts = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    same_tokens = (ids[1:] == ids[:-1]) | (columns >= first[1:, None])
-    starts[1:] = (first[1:] != first[:-1]) | ~same_tokens.all(1)
-    return starts
-
-
-def _prompt_parts(
-    slots: Tensor, used: Tensor, leads: Tensor, group: Tensor, first: Tensor, last: Tensor
-) -> PromptParts:
-    """Divide the flat tokens into prompts and parts. ``slots`` and ``used`` are (B, L), the rest (B,)."""
-    device = slots.device
-    prompt_lengths, part_lengths = first[leads], last - first
-    prompt_width, part_width = int(prompt_lengths.max()), max(1, int(part_lengths.max()))
-    prompt_columns = torch.arange(prompt_width, device=device)
-    part_columns = torch.arange(part_width, device=device)
-    is_prompt = prompt_columns < prompt_lengths[:, None]
-    is_part = part_columns < part_lengths[:, None]
-    prompts = torch.where(is_prompt, slots[leads, :prompt_width], 0)
-    part_source = (first[:, None] + part_columns).clamp_(max=slots.shape[1] - 1)
-    parts = torch.where(is_part, slots.gather(1, part_source), 0)
-
-    restore = torch.empty(int(used.sum()), dtype=torch.int64, device=device)
-    restore[prompts[is_prompt]] = is_prompt.flatten().nonzero()[:, 0]
-    restore[parts[is_part]] = is_part.flatten().nonzero()[:, 0] + is_prompt.numel()
-
-    seen = is_prompt[group] if not bool(is_prompt.all()) else is_prompt[:1]
-    own = torch.ones(part_width, part_width, dtype=torch.bool, device=device).tril()
-    part_mask = torch.cat(
-        [seen[:, None].expand(-1, part_width, -1), own.expand(len(seen), part_width, part_width)], dim=2
-    )
-    by_prompt = [[length] for length in prompt_lengths.tolist()]
-    for prompt, length in zip(group.tolist(), part_lengths.tolist(), strict=True):
-        by_prompt[prompt].append(length)
-    return PromptParts(prompts, parts, group, part_mask[:, None], restore, tuple(map(tuple, by_prompt)))

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roll.models.layouts import PackedSequences, PromptParts, TokenLayout
+from roll.models.layouts import TokenLayout
+from roll.models.patterns import PackedSequences, PrefixTree
 
 _LENGTHS = "row_lengths"
 
@@ -77,18 +78,15 @@ def _row_lengths(layout: TokenLayout, alike: int) -> Tensor:
     if isinstance(pattern, PackedSequences):
         counts = torch.tensor(pattern.lengths, device=device)
         return (counts + 1).repeat_interleave(counts)[None]
-    assert isinstance(pattern, PromptParts)
-    flat = []
-    for prompt, *own in pattern.lengths:
-        longest = prompt + max(own, default=0) + 1
-        if longest > alike and len(own) > 1:
-            raise ValueError(
-                f"use_prefix_sharing: a row of {longest} tokens, but rotary angles of this model depend on a row's "
-                f"length beyond {alike} tokens, and rows that share a prompt share its angles; set "
-                "use_prefix_sharing: false"
-            )
-        flat += [longest] * (prompt + sum(own))
-    return torch.tensor([flat], device=device)
+    assert isinstance(pattern, PrefixTree)
+    shared = pattern.row_lengths[pattern.rows > 1]
+    if len(shared) and (longest := int(shared.max())) > alike:
+        raise ValueError(
+            f"use_prefix_sharing: a row of {longest} tokens, but rotary angles of this model depend on a row's "
+            f"length beyond {alike} tokens, and rows that share a beginning share its angles; set "
+            "use_prefix_sharing: false"
+        )
+    return pattern.row_lengths[None]
 
 
 def _forward(rotary: Any, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,11 @@ Only *choices* are replayed: weights come from the live logits of the chosen exp
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor, nn
 
 from roll.models.layouts import TokenLayout
+from roll.models.patterns import common_beginnings, sharers
 
 PADDING, MISSING = -2, -1
 """In a layout: a padding token, and one whose choices were not recorded."""
@@ -48,19 +47,15 @@ def routes_of(layout: TokenLayout, column: Tensor) -> Tensor:
     return routes
 
 
-def with_prompts_of_leaders(column: Tensor, input_ids: Tensor, response_mask: Tensor) -> Tensor:
-    """Give rows whose prompt was computed for the row before them that row's choices there, in place.
+def with_shared_routes(column: Tensor, keys: Tensor, response_mask: Tensor) -> Tensor:
+    """Give each row the choices of the beginning that was computed for an earlier row, in place.
 
-    Args: of consecutive rows (B, L, ...), as a layout with shared prompts takes them.
+    Args:
+        column: (B, L, ...), of rows that were laid out as a tree.
+        keys, response_mask: see :func:`~roll.models.patterns.common_beginnings`.
     """
-    mark = missing_mark(column.dtype)
-    first = response_mask.int().argmax(1).tolist()
-    rows = response_mask.any(1).nonzero()[:, 0].tolist()
-    for before, row in pairwise(rows):
-        length = first[row]
-        lacks = length and bool((column[row, :length] == mark).all())
-        if lacks and length == first[before] and torch.equal(input_ids[row, :length], input_ids[before, :length]):
-            column[row, :length] = column[before, :length]
+    for row, (parent, length) in enumerate(zip(*sharers(common_beginnings(keys, response_mask)), strict=True)):
+        column[row, :length] = column[parent, :length]
     return column
 
 

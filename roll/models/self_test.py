@@ -30,7 +30,7 @@ from roll.config.roles import WorkerConfig
 from roll.models.attention import sum_of_parts, use_layout_attention
 from roll.models.build import HeadName, attention_implementation, checked_config, enable_gradient_checkpointing
 from roll.models.invariant import is_invariant, make_invariant
-from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, shared_prompt_layout
+from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise, find_noise
 from roll.models.rotary import dependent_rotaries
@@ -65,7 +65,7 @@ _PADDED = "padded rows"
 LAYOUTS: Layouts = {
     _PADDED: lambda ids, mask, keys: row_layout(ids, mask, 2 * ORIGINAL_LENGTH),
     "packed rows": lambda ids, mask, keys: packed_layout(ids, mask),
-    "shared prompts": lambda ids, mask, keys: shared_prompt_layout(ids, mask, prompt_keys=keys),
+    "shared prompts": lambda ids, mask, keys: tree_layout(ids, mask, prompt_keys=keys),
 }
 """Functions of ids, response mask and (if rows have images) keys that distinguish prompts, each (B, T)."""
 _KEYS = {

@@ -46,10 +46,11 @@ from roll.models.build import (
 )
 from roll.models.expert_parallel import DispatchedExperts
 from roll.models.experts import sparse_layers
-from roll.models.layouts import PackedSequences, TokenLayout, TopTokens
+from roll.models.layouts import TokenLayout, TopTokens
 from roll.models.log_probs import HeadMemory
 from roll.models.lora import add_adapters
 from roll.models.noise import Noise
+from roll.models.patterns import PackedSequences
 from roll.protocol.metrics import Metrics
 from roll.rehearsal.tracker import Collective, Kind, Tally, Tracker
 from roll.strategies.base import ALL_WEIGHTS, Comparison, ModelHead, Output, StateKind, TensorBatch, target_columns
@@ -335,8 +336,10 @@ def _first_micro_batches(task: Task, rows: int, trains: bool, most: int = 2) -> 
     with unset_fake_temporarily():
         columns = torch.arange(task.prompt + task.response).expand(rows, -1)
         group = torch.arange(rows)[:, None] // max(1, task.group_size)
-        # Whatever the ids, prompts of different groups must differ.
-        ids = torch.where(columns == 0, group % 97, columns % 89) + 3
+        # Whatever the ids, prompts of different groups must differ, and so must samples: they would be computed once.
+        ids = torch.where(columns == 0, group % 97, columns % 89)
+        ids = torch.where(columns == 1, group // 97 % 97, ids)
+        ids = torch.where(columns == task.prompt, torch.arange(rows)[:, None] % 97, ids) + 3
         batch = {
             "input_ids": ids,
             "attention_mask": torch.ones_like(ids, dtype=torch.bool),

@@ -1,10 +1,11 @@
-"""Layouts say where every response token is predicted and written; packing and shared prompts change no number."""
+"""Layouts say where every response token is predicted and written; packing and trees change no number."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,20 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.config.roles import ModelArguments
-from roll.models import attention
+from roll.models import attention, patterns
 from roll.models.attention import use_layout_attention
 from roll.models.build import enable_gradient_checkpointing
-from roll.models.layouts import (
-    PackedSequences,
-    PromptParts,
-    TokenLayout,
-    leads_a_group,
-    packed_layout,
-    padded,
-    row_layout,
-    shared_prompt_layout,
-)
+from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, tree_layout, with_token_rows
 from roll.models.log_probs import ResponseModel
+from roll.models.patterns import PackedSequences, PrefixTree, Run, common_beginnings
 from tests.models.builders import tiny
 
 VOCABULARY = 40
@@ -33,16 +26,25 @@ VOCABULARY = 40
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups behind one prompt, of any lengths; some rows without response, some with gaps in it."""
+    """Groups behind one prompt, of any lengths; some rows without response, some with gaps in it, and some that go on
+    where an earlier row ends or leave it midway."""
     rows: list[tuple[list[int], list[bool]]] = []
     token = st.integers(1, 3)
     for _ in range(draw(st.integers(1, 4))):
         prompt = draw(st.lists(token, min_size=1, max_size=6))
+        if rows and draw(st.booleans()):
+            earlier, _ = draw(st.sampled_from(rows))
+            prompt = [*earlier[: draw(st.integers(0, len(earlier)))], *prompt]
         for _ in range(draw(st.integers(1, 4))):
             response = draw(st.lists(token, min_size=0, max_size=5))
             sampled = draw(st.lists(st.booleans(), min_size=len(response), max_size=len(response)))
             rows.append((prompt + response, [False] * len(prompt) + sampled))
-    width = max(len(ids) for ids, _ in rows) + draw(st.integers(0, 3))
+    rows = draw(st.permutations(rows)) if draw(st.booleans()) else rows
+    return batch_of(rows, draw(st.integers(0, 3)))
+
+
+def batch_of(rows: list[tuple[list[int], list[bool]]], more: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(ids) for ids, _ in rows) + more
     input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     for row, (ids, sampled) in enumerate(rows):
@@ -60,21 +62,30 @@ def visible_tokens(layout: TokenLayout, slot: int) -> list[tuple[int, int]]:
         return [(index - start, int(ids[index])) for index in range(start, slot + 1)]
     assert layout.position_ids is not None
     positions = layout.position_ids.flatten()
-    parts = layout.pattern
-    if isinstance(parts, PackedSequences):
-        start = max(offset for offset in parts.offsets.tolist() if offset <= slot)
+    pattern = layout.pattern
+    if isinstance(pattern, PackedSequences):
+        start = max(offset for offset in pattern.offsets.tolist() if offset <= slot)
         return [(int(positions[index]), int(ids[index])) for index in range(start, slot + 1)]
-    place = int(parts.restore[slot])
-    num_prompts, prompt_width = parts.prompts.shape
-    if place < num_prompts * prompt_width:
-        prompt, column = divmod(place, prompt_width)
-        seen = parts.prompts[prompt, : column + 1]
-    else:
-        part, column = divmod(place - num_prompts * prompt_width, parts.parts.shape[1])
-        keys = torch.cat([parts.prompts[parts.prompt_of_part[part]], parts.parts[part]])
-        mask = parts.part_mask.expand(len(parts.parts), -1, -1, -1)[part, 0, column]
-        seen = keys[mask]
-    return sorted((int(positions[index]), int(ids[index])) for index in seen)
+    place, seen = int(pattern.restore[slot]), None
+    for batch in pattern.batches:  # the batch, the run and the column of the place
+        count, width = batch.own.shape
+        if place < count * width:
+            run, column = divmod(place, width)
+            keys = torch.cat([batch.contexts[batch.context_of_run[run]], batch.own[run]])
+            seen = batch.own[run, : column + 1]
+            if batch.mask is not None:
+                seen = keys[batch.mask.expand(count, -1, -1, -1)[run, 0, column]]
+            break
+        place -= count * width
+    assert seen is not None
+    by_batch = [(int(positions[index]), int(ids[index])) for index in seen]
+    # The runs say the same.
+    starts = [sum(run.length for run in pattern.runs[:index]) for index in range(len(pattern.runs))]
+    index = max(index for index, start in enumerate(starts) if start <= slot and pattern.runs[index].length)
+    before = [starts[other] + column for other, length in pattern.runs[index].before for column in range(length)]
+    by_run = [(int(positions[one]), int(ids[one])) for one in [*before, *range(starts[index], slot + 1)]]
+    assert by_run == by_batch
+    return by_run
 
 
 @settings(max_examples=150, deadline=None)
@@ -85,16 +96,18 @@ def visible_tokens(layout: TokenLayout, slot: int) -> list[tuple[int, int]]:
             row_layout,
             partial(row_layout, width_multiple=8),
             packed_layout,
-            shared_prompt_layout,
-            partial(shared_prompt_layout, without_groups=packed_layout),
+            tree_layout,
+            partial(tree_layout, without_tree=packed_layout),
         ]
     ),
+    least=st.sampled_from([1, 3, 64]),
 )
 def test_each_response_token_is_predicted_from_what_stands_before_it(
-    batch: tuple[torch.Tensor, torch.Tensor], lay_out: Callable[..., TokenLayout]
+    batch: tuple[torch.Tensor, torch.Tensor], lay_out: Callable[..., TokenLayout], least: int
 ) -> None:
     input_ids, mask = batch
-    layout = lay_out(input_ids, mask)
+    with mock.patch.object(patterns, "MIN_SHARED", least):
+        layout = lay_out(input_ids, mask)
     mask = mask.clone()
     mask[:, 0] = False
     assert layout.destinations.tolist() == mask.flatten().nonzero()[:, 0].tolist()
@@ -119,9 +132,7 @@ def test_padding_is_counted(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
         assert sum(packed.pattern.lengths) == needed == int(packed.pattern.offsets[-1])
 
 
-@given(
-    batch=batches(), ranks=st.integers(1, 4), lay_out=st.sampled_from([row_layout, packed_layout, shared_prompt_layout])
-)
+@given(batch=batches(), ranks=st.integers(1, 4), lay_out=st.sampled_from([row_layout, packed_layout, tree_layout]))
 def test_chunks_of_a_padded_layout_are_the_whole(
     batch: tuple[torch.Tensor, torch.Tensor], ranks: int, lay_out: Callable[..., TokenLayout]
 ) -> None:
@@ -152,10 +163,80 @@ def test_chunks_of_a_padded_layout_are_the_whole(
     }
 
 
-def test_rows_that_lead_a_group() -> None:
-    ids = torch.tensor([[5, 6, 1], [5, 6, 2], [5, 6, 9], [5, 6, 3], [5, 7, 3], [5, 3, 3]])
-    mask = torch.tensor([[0, 0, 1], [0, 0, 1], [0, 0, 0], [0, 0, 1], [0, 0, 1], [0, 1, 1]], dtype=torch.bool)
-    assert leads_a_group(ids, mask).tolist() == [True, False, False, False, True, True]
+@given(batch=batches(), least=st.sampled_from([1, 3, 64]))
+def test_a_tree_holds_each_common_beginning_once(batch: tuple[torch.Tensor, torch.Tensor], least: int) -> None:
+    """By brute force over all pairs of rows. With ``least`` 1 nothing that two rows have in common is there twice."""
+    input_ids, mask = batch
+    mask[:, 0] = False
+    last = [int(row.nonzero().max()) if row.any() else 0 for row in mask]
+    first = [int(row.nonzero().min()) if row.any() else 0 for row in mask]
+    rows = input_ids.tolist()
+    with mock.patch.object(patterns, "MIN_SHARED", least):
+        common, layout = common_beginnings(input_ids, mask), tree_layout(input_ids, mask, packed_layout)
+    for one in range(len(rows)):
+        for other in range(len(rows)):
+            most = min(last[one], last[other])
+            alike = next((at for at in range(most) if rows[one][at] != rows[other][at]), most)
+            prompt = first[one] if first[one] == first[other] <= alike else 0
+            wanted = alike if alike >= prompt + least else prompt
+            assert common[one, other] == (0 if one == other else wanted)
+    beginnings = [(row[:end]) for row, end in zip(rows, last, strict=True) for end in range(1, end + 1)]
+    distinct = len({tuple(beginning) for beginning in beginnings})
+    computed = layout.input_ids.numel() if beginnings else 0
+    assert distinct <= computed <= len(beginnings)
+    if least == 1:
+        assert computed == distinct
+    if isinstance(layout.pattern, PrefixTree):
+        weights = with_token_rows(layout).token_rows
+        assert weights is not None and weights.sum() == len(beginnings)
+        assert layout.pattern.rows.numel() == sum(run.length for run in layout.pattern.runs)
+
+
+def episode(turns: int, forgets: bool, prompt: int = 40, thought: int = 12, answer: int = 5, seen: int = 8) -> Any:
+    """A row for each turn, of distinct tokens; ``forgets``: a turn's thoughts are no part of later prompts."""
+    rows, numbers = [], iter(range(100, 10_000))
+    history = list(range(1, prompt + 1))
+    for _ in range(turns):
+        thoughts, said, heard = ([next(numbers) for _ in range(count)] for count in (thought, answer, seen))
+        rows.append((history + thoughts + said, [False] * len(history) + [True] * (thought + answer)))
+        history = [*history, *([] if forgets else thoughts), *said, *heard]
+    return rows
+
+
+def test_turns_that_go_on_are_one_run() -> None:
+    input_ids, mask = batch_of(episode(8, forgets=False, prompt=64))
+    layout = tree_layout(input_ids, mask)
+    assert isinstance(layout.pattern, PrefixTree)
+    # The last token of the last turn predicts nothing; those of earlier turns are in the prompts of later ones.
+    assert layout.pattern.runs == (Run(64), Run(8 * 25 - 8 - 1, ((0, 64),)))
+    assert layout.input_ids.numel() * 3 < packed_layout(input_ids, mask).input_ids.numel()
+
+
+def test_turns_without_thoughts_leave_the_common_history() -> None:
+    input_ids, mask = batch_of(episode(3, forgets=True, prompt=64))
+    layout = tree_layout(input_ids, mask)
+    assert isinstance(layout.pattern, PrefixTree)
+    # The answer and what the environment said; the thoughts and the answer of the turn, all but the last token.
+    assert layout.pattern.runs == (
+        Run(64),
+        Run(16, ((0, 64),)),
+        Run(13 + 16, ((0, 64),)),
+        Run(13 + 16, ((0, 64), (2, 13))),
+    )
+
+
+def test_short_beginnings_of_different_prompts_are_not_shared() -> None:
+    for count, shared in ((63, False), (64, True)):
+        rows = [([*range(count), 100 + row, 7, 8], [False] * (count + 1) + [True] * 2) for row in range(2)]
+        assert (tree_layout(*batch_of(rows)).pattern is not None) is shared, count
+
+
+def test_common_answers_of_one_prompt_are_shared_where_they_are_long() -> None:
+    for count, wanted in ((63, (Run(5), Run(65, ((0, 5),)), Run(65, ((0, 5),)))), (64, None)):
+        rows = [([*range(5), *range(count), 100 + row, 7, 8], [False] * 5 + [True] * (count + 3)) for row in range(2)]
+        pattern = tree_layout(*batch_of(rows)).pattern
+        assert isinstance(pattern, PrefixTree)
+        assert pattern.runs == (wanted or (Run(5), Run(66, ((0, 5),)), Run(2, ((0, 5), (1, 64)))))
 
 
 def test_a_shared_prompt_is_laid_out_once() -> None:
@@ -163,7 +244,7 @@ def test_a_shared_prompt_is_laid_out_once() -> None:
     input_ids = torch.cat([prompts, torch.randint(1, VOCABULARY, (8, 27))], dim=1)
     mask = torch.zeros(8, 68, dtype=torch.bool)
     mask[:, 41:] = True
-    layout = shared_prompt_layout(input_ids, mask)
+    layout = tree_layout(input_ids, mask)
     # The last token of each response predicts nothing.
     assert layout.input_ids.shape == (1, 41 + 8 * 26)
     assert row_layout(input_ids, mask).input_ids.numel() == 8 * 67
@@ -172,7 +253,7 @@ def test_a_shared_prompt_is_laid_out_once() -> None:
 def test_rows_of_different_prompts_stay_rows() -> None:
     input_ids = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4]])
     mask = torch.tensor([[False, False, True, True]] * 2)
-    assert shared_prompt_layout(input_ids, mask).pattern is None
+    assert tree_layout(input_ids, mask).pattern is None
 
 
 def _model(kind: str, head: str = "CausalLM", **options: Any) -> Any:
@@ -192,7 +273,7 @@ def _outputs(model: Any, layout: TokenLayout, seed: int) -> dict[str, torch.Tens
 
 LAYOUTS = {
     "packed": packed_layout,
-    "shared": shared_prompt_layout,
+    "shared": tree_layout,
 }
 
 
@@ -248,26 +329,101 @@ def test_models_without_full_attention_are_refused() -> None:
         dropping(torch.tensor([[1, 2, 3]]))
 
 
+TREES = {
+    "pairs": [(3, 1), (3, 4), (5, 4), (5, 2), (1, 3), (1, 8)],
+    "turns": episode(4, forgets=False),
+    "turns-without-thoughts": episode(4, forgets=True) + episode(3, forgets=True),
+}
+
+
 @pytest.mark.parametrize("padding", [0, 3])
-def test_pairs_are_attended_to_part_by_part_as_all_at_once(monkeypatch: pytest.MonkeyPatch, padding: int) -> None:
+@pytest.mark.parametrize("name", TREES)
+def test_runs_are_attended_to_one_by_one_as_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, padding: int
+) -> None:
     """Prompts and responses of all lengths, one token among them; output and gradients, in float64."""
-    input_ids, mask = torch.zeros(6, 9, dtype=torch.int64), torch.zeros(6, 9, dtype=torch.bool)
-    for row, (prompt, response) in enumerate([(3, 1), (3, 4), (5, 4), (5, 2), (1, 3), (1, 8)]):
-        input_ids[row, : prompt + response] = 1 + row // 2
-        mask[row, prompt : prompt + response] = True
-    layout = shared_prompt_layout(input_ids, mask)
-    assert isinstance(layout.pattern, PromptParts)
-    assert layout.pattern.lengths == ((3, 0, 3), (5, 3, 1), (1, 2, 7))
-    parts, count = layout.pattern.padded(padding), layout.input_ids.numel()
-    found = []
-    for most in (0, 2):
-        monkeypatch.setattr(attention, "MOST_PARTS", most)
+    rows: Any = TREES[name]
+    if name == "pairs":
+        rows = [
+            ([1 + row // 2] * sum(lengths), [False] * lengths[0] + [True] * lengths[1])
+            for row, lengths in enumerate(rows)
+        ]
+    monkeypatch.setattr(patterns, "MIN_SHARED", 64 if name == "pairs" else 16)
+    layout = tree_layout(*batch_of(rows))
+    tree, count = layout.pattern, layout.input_ids.numel()
+    assert isinstance(tree, PrefixTree)
+    if name == "pairs":
+        assert [run.length for run in tree.runs] == [3, 3, 5, 3, 1, 1, 2, 7]
+    wide, found = tree.padded(padding), []
+    for attend in (attention._run_by_run, attention._all_at_once):
         generator = torch.Generator().manual_seed(0)
         given = [torch.randn(1, 2, count + padding, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
         leaves = [one.requires_grad_() for one in given]
-        output = attention.shared_prompt_attention(*leaves, parts, None)[:, :count]
+        output = attend(*leaves, wide, None)[:, :count]
         output.square().sum().backward()
         found.append([output.detach(), *(leaf.grad[:, :, :count] for leaf in leaves if leaf.grad is not None)])
     assert len(found[0]) == 4
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def random_tree(seed: int) -> list[tuple[list[int], list[bool]]]:
+    """Rows that begin as an earlier row does, up to anywhere in it, or with a prompt of their own."""
+    random = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=random))
+
+    def some(low: int, high: int) -> list[int]:
+        return torch.randint(1, VOCABULARY, (number(low, high),), generator=random).tolist()
+
+    rows: list[tuple[list[int], list[bool]]] = []
+    for _ in range(12):
+        prompt = some(1, 9)
+        if rows and number(0, 5):
+            earlier, sampled = rows[number(0, len(rows))]
+            at = number(1, len(earlier) + 1)
+            prompt = [*earlier[:at], *some(0, 4)]
+            if number(0, 3) == 0:  # the same answer is learnt from in both rows
+                answer = some(1, 9)
+                rows.append((earlier[:at] + answer, sampled[:at] + [True] * len(answer)))
+                continue
+        answer = some(1, 9)
+        rows.append((prompt + answer, [False] * len(prompt) + [bool(number(0, 4)) for _ in answer]))
+    return rows
+
+
+@pytest.mark.parametrize("head", ["CausalLM", "TokenClassification"])
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_random_trees_change_no_log_prob_and_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, head: str, seed: int, least: int, one_by_one: bool
+) -> None:
+    """Against each row computed alone by the plain model; a token of several rows gets the gradients of all of them."""
+    monkeypatch.setattr(patterns, "MIN_SHARED", least)
+    if not one_by_one:
+        monkeypatch.setattr(attention, "_run_by_run", attention._all_at_once)
+    input_ids, mask = batch_of(random_tree(seed))
+    plain, other = _model("Qwen3", head), _model("Qwen3", head)
+    use_layout_attention(other, "use_prefix_sharing")
+    layout = tree_layout(input_ids, mask)
+    assert isinstance(layout.pattern, PrefixTree) and not layout.pattern.is_flat
+    outputs = ("log_probs", "entropy") if head == "CausalLM" else ("values",)
+    weights = torch.randn(len(outputs), input_ids.numel(), generator=torch.Generator().manual_seed(seed))
+    actual = {
+        name: layout.scatter(value, input_ids.shape) for name, value in ResponseModel(other)(layout, outputs).items()
+    }
+    wanted = {name: torch.zeros(input_ids.shape, dtype=actual[name].dtype) for name in outputs}
+    for row in range(len(input_ids)):
+        alone = row_layout(input_ids[row : row + 1], mask[row : row + 1])
+        if len(alone.predictors):
+            for name, value in ResponseModel(plain)(alone, outputs).items():
+                wanted[name][row] = alone.scatter(value, input_ids[:1].shape)[0]
+    for values in (actual, wanted):
+        sum((value.flatten() * weight).sum() for value, weight in zip(values.values(), weights, strict=True)).backward()
+    for name in outputs:
+        torch.testing.assert_close(actual[name].float(), wanted[name].float(), rtol=0, atol=1e-6)
+    for one, (name, two) in zip(other.parameters(), plain.named_parameters(), strict=True):
+        scale = max(1.0, float(two.grad.abs().max()))
+        torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=2e-6 * scale, msg=name)

@@ -10,12 +10,12 @@ import torch
 
 from roll.algorithms.reward_models import end_scores, scoring_batch
 from roll.models.attention import use_layout_attention
-from roll.models.layouts import TokenLayout, packed_layout, row_layout, shared_prompt_layout
+from roll.models.layouts import TokenLayout, packed_layout, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from tests.models.builders import tiny
 
 PAD = EOS = 2
-LAYOUTS = {"rows": row_layout, "packed": packed_layout, "shared": shared_prompt_layout}
+LAYOUTS = {"rows": row_layout, "packed": packed_layout, "shared": tree_layout}
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll.models.attention import use_layout_attention
-from roll.models.layouts import packed_layout, padded, row_layout, shared_prompt_layout
+from roll.models.layouts import packed_layout, padded, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.vision import FEATURES, POSITIONS, PROMPT_KEYS, rope_positions, with_images
 from roll.protocol.vision import IMAGES, token_types, vision_token_ids
@@ -72,7 +72,7 @@ def test_videos_have_the_plain_models_log_probs_and_gradients(kind: Any) -> None
     layouts = {
         "padded": row_layout(ids, mask),
         "packed": packed_layout(ids, mask),
-        "shared": shared_prompt_layout(ids, mask, prompt_keys=columns[PROMPT_KEYS]),
+        "shared": tree_layout(ids, mask, prompt_keys=columns[PROMPT_KEYS]),
     }
     for name, layout in layouts.items():
         own.zero_grad()
@@ -118,7 +118,7 @@ def test_the_tower_sees_an_image_once(model: Any) -> None:
     ids, mask = columns["input_ids"], columns["response_mask"]
     seen: list[int] = []
     hook = model.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-    layouts = [row_layout(ids, mask), shared_prompt_layout(ids, mask, prompt_keys=columns[PROMPT_KEYS])]
+    layouts = [row_layout(ids, mask), tree_layout(ids, mask, prompt_keys=columns[PROMPT_KEYS])]
     for layout in (pool.attach(layout, columns) for layout in layouts):
         seen.clear()
         if layout.pattern is None:

@@ -26,7 +26,7 @@ from roll.methods.base import Ask
 from roll.methods.opd_keys import TeacherConfig
 from roll.methods.preferences import PairLoss, pair_batch
 from roll.methods.rows import demonstration_batch
-from roll.models.layouts import shared_prompt_layout
+from roll.models.layouts import tree_layout
 from roll.pipelines.clusters import Scorers
 from roll.pipelines.evaluate.config import models_of
 from roll.pipelines.evaluate.pipeline import EvaluatePipeline
@@ -200,7 +200,7 @@ def test_dpo_07_rows_as_long_as_the_limit_and_prompts_computed_twice(dpo: Make) 
     rows = list(pipeline.training)[:4]
     columns = pair_batch(rows, pipeline.pad_token_id).batch
     assert columns["input_ids"].shape[1] == max(len(side) for row in rows for side in row.sides)
-    layout = shared_prompt_layout(columns["input_ids"], columns["response_mask"])
+    layout = tree_layout(columns["input_ids"], columns["response_mask"])
     computed = sum(len(row.prompt_ids) + sum(map(len, row.responses)) for row in rows)
     # The last token of a response predicts nothing that counts.
     assert layout.input_ids.numel() <= computed < int(columns["attention_mask"].sum())

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from roll.config.plan.plan import MicroBatching
-from roll.models.layouts import AttentionPattern, TargetDistributions, TokenLayout, TopTokens, padded
+from roll.models.layouts import TargetDistributions, TokenLayout, TopTokens, padded
+from roll.models.patterns import AttentionPattern
 from roll.models.routes import routes_of
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import Comparison, LossFunction, Output, TensorBatch

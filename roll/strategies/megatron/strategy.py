@@ -32,7 +32,7 @@ from roll.models.distributions import COMPARED
 from roll.models.layouts import TopTokens
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_names, is_trained_whole, source_name
-from roll.models.routes import encoded, with_prompts_of_leaders
+from roll.models.routes import encoded, with_shared_routes
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
@@ -64,7 +64,7 @@ from roll.strategies.megatron.self_test import check_megatron
 from roll.strategies.megatron.weights import FullWeights, OwnParameter, read_parameter
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES
-from roll.strategies.training.micro_batches import merged_floats, replay_metrics, row_index
+from roll.strategies.training.micro_batches import keys_of, merged_floats, replay_metrics, row_index
 from roll.strategies.training.optimizer import TrainingProgress, clip_
 
 
@@ -332,9 +332,8 @@ class MegatronStrategy(ModelStrategy):
             column = encoded(whole - 1, self._experts).to(batch["input_ids"].device)
             for part in parts if self.role.use_prefix_sharing else ():
                 if part.rows:
-                    index = row_index(part.rows)
-                    ids, mask = batch["input_ids"][index], batch["response_mask"][index]
-                    column[index] = with_prompts_of_leaders(column[index].clone(), ids, mask)
+                    index, own = row_index(part.rows), part.columns
+                    column[index] = with_shared_routes(column[index].clone(), keys_of(own), own["response_mask"])
             results[Output.ROUTES] = column
         return results
 

@@ -27,7 +27,7 @@ from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import add_adapters, base_name
 from roll.models.noise import Noise
-from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_prompts_of_leaders
+from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_shared_routes
 from roll.models.self_test import check_role, uses_layout_attention
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
@@ -45,6 +45,7 @@ from roll.strategies.training.gather import GatheredWeights
 from roll.strategies.training.micro_batches import (
     Rows,
     is_empty,
+    keys_of,
     lay_out,
     layout_metrics,
     merged_floats,
@@ -228,8 +229,8 @@ class DataParallelStrategy(GatheredWeights):
                     dist.all_reduce(flat, group=group)
                 column = encoded(flat - 1, self.sparse_layers[0].num_experts).view(*shape, *chosen.shape[1:])
                 if self.role.use_prefix_sharing:
-                    # A shared prompt was computed for the first of its rows only.
-                    column = with_prompts_of_leaders(column.cpu(), part["input_ids"].cpu(), part["response_mask"].cpu())
+                    # A shared beginning was computed for the first of its rows only.
+                    column = with_shared_routes(column.cpu(), keys_of(part), part["response_mask"])
                 computed[Output.ROUTES] = column
             for name, values in computed.items():
                 if name not in results:

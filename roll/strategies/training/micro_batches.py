@@ -19,12 +19,12 @@ from roll.config.plan.plan import MicroBatching
 from roll.models.layouts import (
     TargetDistributions,
     TokenLayout,
-    leads_a_group,
     packed_layout,
     row_layout,
-    shared_prompt_layout,
+    tree_layout,
 )
 from roll.models.partitions import balance_packs, pack_sequences
+from roll.models.patterns import common_beginnings, ends_of_responses, sharers
 from roll.models.vision import PROMPT_KEYS
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import Comparison, TensorBatch, target_columns
@@ -52,7 +52,8 @@ def plan_micro_batches(
 
     Args:
         largest_count: collective; the largest of the ranks' numbers of micro-batches.
-        shares_prompts: adjacent rows with one prompt stay together as far as the budget allows, and cost it once.
+        shares_prompts: rows with one prompt, or of which one continues the other's, stay together as far as the budget
+            allows; what they share costs once.
 
     Returns:
         As many micro-batches as on every other rank; the last of them may be without rows.
@@ -78,13 +79,13 @@ def plan_micro_batches(
         return _filled(plan, largest_count(len(plan)))
     capacity = rule.max_tokens or max(1, int(lengths.max(initial=0)))
     if units is not None:
-        # A prompt that all rows of a unit share is counted once.
-        prompts = batch["response_mask"].int().argmax(1).tolist()
-        saved = [shares_prompts * (len(unit) - 1) * prompts[unit[0]] for unit in units]
-        groups = [(unit, int(lengths[unit].sum()) - less) for unit, less in zip(units, saved, strict=True)]
+        groups = [(unit, int(lengths[unit].sum())) for unit in units]
+        if shares_prompts:  # tokens that a unit shares are counted once
+            common = common_beginnings(keys_of(batch), batch["response_mask"])
+            groups = [(unit, cost - sum(sharers(common[np.ix_(unit, unit)])[1])) for unit, cost in groups]
         capacity = rule.max_tokens or max((cost for _, cost in groups), default=1)
     elif shares_prompts:
-        groups = _prompt_groups(batch, lengths, capacity)
+        groups = _families(batch, lengths, capacity)
     else:
         groups = [([row], n) for row, n in enumerate(lengths)]
     costs = np.array([cost for _, cost in groups], dtype=np.int64)
@@ -132,20 +133,29 @@ def rows_of_like_lengths(
     return [sorted(rows) for rows in plan]
 
 
-def _prompt_groups(batch: TensorBatch, lengths: np.ndarray, capacity: int) -> list[tuple[list[int], int]]:
-    """Adjacent rows that share a prompt, with their tokens (the prompt once), split where they exceed ``capacity``."""
-    mask = batch["response_mask"]
-    leads = leads_a_group(batch.get(PROMPT_KEYS, batch["input_ids"]), mask).tolist()
-    answers = mask.any(1).tolist()
-    prompts = torch.where(mask.any(1), mask.int().argmax(1), 0).tolist()
-    groups: list[tuple[list[int], int]] = []
+def _families(batch: TensorBatch, lengths: np.ndarray, capacity: int) -> list[tuple[list[int], int]]:
+    """Rows of which one continues the whole prompt of another, with their tokens (common beginnings once), split where
+    they exceed ``capacity``."""
+    mask = batch["response_mask"].cpu().numpy().astype(bool)
+    common, (first, last) = common_beginnings(keys_of(batch), batch["response_mask"]), ends_of_responses(mask)
+    # Other common beginnings, such as a system prompt, would make one family of all rows, which no pack holds.
+    common[common < np.minimum.outer(first, first)] = 0
+    families: list[tuple[list[int], int]] = []
+    family_of_row: dict[int, int] = {}
     for row, length in enumerate(lengths.tolist()):
-        own = length - prompts[row] if answers[row] else 0
-        if groups and not leads[row] and groups[-1][1] + own <= capacity:
-            groups[-1] = ([*groups[-1][0], row], groups[-1][1] + own)
-        else:
-            groups.append(([row], length if answers[row] else 0))
-    return groups
+        relatives = np.flatnonzero(common[row, :row])
+        # The newest part of the family, where it has been split. A row without a response costs nothing anywhere.
+        place = family_of_row[int(relatives[-1])] if len(relatives) else len(families) - 1 if not last[row] else -1
+        if place >= 0:
+            rows, cost = families[place]
+            cost += (length - int(common[row, rows].max())) if last[row] else 0
+            if cost <= capacity:
+                families[place] = ([*rows, row], cost)
+                family_of_row[row] = place
+                continue
+        families.append(([row], length if last[row] else 0))
+        family_of_row[row] = len(families) - 1
+    return families
 
 
 def _filled(plan: list[Rows], count: int) -> list[Rows]:
@@ -177,13 +187,18 @@ def row_index(rows: Rows) -> slice | list[int]:
     return slice(rows.start, rows.stop) if isinstance(rows, range) else list(rows)
 
 
+def keys_of(part: TensorBatch) -> torch.Tensor:
+    """int64 (B, L), what distinguishes tokens: ids, and of images their features."""
+    return part.get(PROMPT_KEYS, part["input_ids"])
+
+
 def lay_out(part: TensorBatch, rule: MicroBatching, shares_prompts: bool) -> TokenLayout:
     """Lay out a micro-batch's tokens as ``rule`` says."""
     ids, mask = part["input_ids"], part["response_mask"]
     if shares_prompts:
         # The plan under a token budget counted real tokens, so rows without a common prompt must not be padded either.
         no_padding = rule.removes_padding or rule.max_tokens is not None
-        return shared_prompt_layout(ids, mask, packed_layout if no_padding else row_layout, part.get(PROMPT_KEYS))
+        return tree_layout(ids, mask, packed_layout if no_padding else row_layout, keys_of(part))
     return packed_layout(ids, mask) if rule.removes_padding else row_layout(ids, mask, rule.width_multiple)
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from roll.models.invariant import make_invariant
-from roll.models.layouts import packed_layout, row_layout, shared_prompt_layout
+from roll.models.layouts import packed_layout, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.strategies.hf_infer.cache import PrefixCache
 from tests.strategies.hf_infer.helpers import build_engine, build_model, random_prompts, run, run_out
 
-LAYOUTS = {"padded": row_layout, "packed": packed_layout, "shared prompts": shared_prompt_layout}
+LAYOUTS = {"padded": row_layout, "packed": packed_layout, "shared prompts": tree_layout}
 Sampled = list[tuple[list[int], GenerationOutput]]
 
 

@@ -1,0 +1,270 @@
+"""Attention patterns of a flat run of tokens: which tokens see which.
+
+Rows one after another (:class:`PackedSequences`), or a tree in which the beginnings that rows have in common are there
+once (:class:`PrefixTree`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
+
+Ints = NDArray[np.int64]
+
+MIN_SHARED = 64
+"""Fewer tokens are not worth an attention call of their own, unless they are the prompt of both rows."""
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """Tensors, and tuples of such classes, that move together."""
+
+    def to(self, device: torch.device) -> Self:
+        """A copy on ``device``; itself where it is there already."""
+        moved: dict[str, Any] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if isinstance(value, torch.Tensor | OnDevice):
+                moved[item.name] = value.to(device)
+            elif isinstance(value, tuple) and value and isinstance(value[0], OnDevice):
+                moved[item.name] = tuple(one.to(device) for one in value)
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class PackedSequences(OnDevice):
+    """A flat run of N tokens as sequences that follow one another and do not see each other."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each; their sum is N."""
+    offsets: Tensor
+    """int32 (sequences + 1,), where each begins, and N."""
+
+    def padded(self, count: int) -> PackedSequences:
+        """With ``count`` more tokens, a sequence of their own."""
+        total = self.offsets[-1:] + count
+        return PackedSequences((*self.lengths, count), torch.cat([self.offsets, total])) if count else self
+
+
+Pieces = tuple[tuple[int, int], ...]
+"""Beginnings of runs, one after another: the index of each run, and how many of its tokens."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Adjacent tokens that see those before them in the run, and all of ``before``."""
+
+    length: int
+    before: Pieces = ()
+    """What comes before the run in its rows; empty for a root."""
+
+
+@dataclass(frozen=True)
+class RunBatch:
+    """Runs of like size, padded to R tokens after contexts of K tokens. Indices of padding point at token 0: harmless,
+    since its result is discarded."""
+
+    own: Tensor
+    """int64 (n, R), indices into the N tokens."""
+    contexts: Tensor
+    """int64 (C, K), indices into the N tokens: what comes before runs, each once. K is 0 for roots."""
+    context_of_run: Tensor
+    """int64 (n,)."""
+    mask: Tensor | None
+    """bool (n or 1, 1, R, K + R): what a token may see of its context and of its own run; None: causal."""
+    context_lengths: Tensor
+    """int64 (n,)."""
+
+
+@dataclass(frozen=True)
+class PrefixTree(OnDevice):
+    """A flat run of N tokens, each of which sees what comes before it in the rows that share it, and nothing else."""
+
+    runs: tuple[Run, ...]
+    """In the order of the N tokens, which are theirs. A run comes after those that it sees."""
+    rows: Tensor
+    """int64 (N,), how many rows share each token."""
+    row_lengths: Tensor
+    """int64 (N,), the tokens of the longest of those rows, the last one, which predicts nothing, included."""
+    num_padding: int = 0
+    """Tokens at the end that belong to no run; their results are discarded."""
+
+    def padded(self, count: int) -> PrefixTree:
+        """With ``count`` more padding tokens."""
+        rows, lengths = pad(self.rows, (0, count)), pad(self.row_lengths, (0, count))
+        return replace(self, rows=rows, row_lengths=lengths, num_padding=self.num_padding + count)
+
+    @cached_property
+    def is_flat(self) -> bool:
+        """Every run is a root, or comes after the whole of one."""
+        return all(
+            len(run.before) <= 1 and all(Run(length) == self.runs[index] for index, length in run.before)
+            for run in self.runs
+        )
+
+    @cached_property
+    def most_parts(self) -> int:
+        """The most runs that come directly after one other run."""
+        ends = [run.before[-1][0] for run in self.runs if run.before]
+        return max(Counter(ends).values(), default=0)
+
+    @cached_property
+    def batches(self) -> tuple[RunBatch, ...]:
+        """The runs, roots first. Those of a flat tree are one more batch; of others, runs of like sizes are."""
+        return tuple(self._batch(members) for members in self._members)
+
+    @cached_property
+    def restore(self) -> Tensor:
+        """int64 (N,), the place of each token in the batches, flattened one after another."""
+        places, offset = np.zeros(self.rows.numel(), dtype=np.int64), 0
+        for members in self._members:
+            width = max(self.runs[index].length for index in members)
+            for index in members:
+                begin, length = self._starts[index], self.runs[index].length
+                places[begin : begin + length] = np.arange(offset, offset + length)
+                offset += width
+        return self._tensor(places)
+
+    @cached_property
+    def _members(self) -> list[list[int]]:
+        found: dict[tuple[int, ...], list[int]] = {(): []}
+        for index, run in enumerate(self.runs):
+            sizes = (run.length.bit_length(), sum(length for _, length in run.before).bit_length())
+            kind = () if not run.before else (0,) if self.is_flat else sizes
+            found.setdefault(kind, []).append(index)
+        return list(found.values())
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(accumulate((run.length for run in self.runs), initial=0))
+
+    def _batch(self, members: list[int]) -> RunBatch:
+        runs = [self.runs[index] for index in members]
+        befores = list(dict.fromkeys(run.before for run in runs))
+        known = {before: place for place, before in enumerate(befores)}
+        own = _rows_of([np.arange(run.length) + self._starts[index] for index, run in zip(members, runs, strict=True)])
+        contexts = _rows_of([places_of(before, self._starts) for before in befores])
+        of_run = np.array([known[run.before] for run in runs])
+        lengths = np.array([sum(length for _, length in run.before) for run in runs])
+        mask = None
+        if width := contexts.shape[1]:
+            # One mask for all where no context is padded.
+            seen = np.arange(width) < (lengths if lengths.min() < width else lengths[:1])[:, None]
+            triangle = np.tri(own.shape[1], dtype=bool)
+            sizes = (len(seen), 1, own.shape[1])
+            parts = seen[:, None, None], triangle[None, None]
+            mask = np.concatenate([np.broadcast_to(part, (*sizes, part.shape[-1])) for part in parts], 3)
+        return RunBatch(
+            own=self._tensor(own),
+            contexts=self._tensor(contexts),
+            context_of_run=self._tensor(of_run),
+            mask=None if mask is None else self._tensor(mask),
+            context_lengths=self._tensor(lengths),
+        )
+
+    def _tensor(self, values: NDArray[Any]) -> Tensor:
+        return torch.tensor(values, device=self.rows.device)
+
+
+AttentionPattern = PrefixTree | PackedSequences
+"""Attention pattern of a flat run of tokens: which tokens see which."""
+
+
+def _rows_of(parts: Sequence[Ints]) -> Ints:
+    """The parts as rows, padded with 0 to the longest."""
+    rows = np.zeros((len(parts), max(map(len, parts))), dtype=np.int64)
+    for row, part in zip(rows, parts, strict=True):
+        row[: len(part)] = part
+    return rows
+
+
+def places_of(pieces: Pieces, starts: Sequence[int]) -> Ints:
+    """The indices of tokens, from the first index of each run."""
+    return np.concatenate(
+        [np.zeros(0, dtype=np.int64), *(np.arange(length) + starts[index] for index, length in pieces)]
+    )
+
+
+def common_beginnings(keys: Tensor, response_mask: Tensor) -> Ints:
+    """int64 (B, B): tokens at their beginnings that two rows can share; 0 for a row with itself or without a response.
+
+    A common prompt is shared, whatever its length; anything that is longer by :data:`MIN_SHARED` tokens is too.  The
+    last response token of a row predicts nothing and is not among its tokens.
+
+    Args:
+        keys: int64 (B, L), ids, or what else tells tokens apart.
+        response_mask: bool (B, L); its first column is ignored.
+    """
+    ids, mask = keys.int().cpu().numpy(), response_mask.cpu().numpy().astype(bool)
+    first, last = ends_of_responses(mask)
+    # In sorted order, two rows have in common what all neighbours between them have.
+    order = sorted(np.flatnonzero(last).tolist(), key=lambda row: ids[row].tobytes())
+    ordered = ids[order]
+    differs = np.pad(ordered[1:] != ordered[:-1], ((0, 0), (0, 1)), constant_values=True)
+    alike = np.zeros((len(ids), len(ids)), dtype=np.int64)
+    for place, neighbours in enumerate(order[:-1]):
+        alike[neighbours, order[place + 1 :]] = np.minimum.accumulate(differs[place:].argmax(1))
+    alike = np.minimum(alike + alike.T, np.minimum.outer(last, last))
+    prompts = np.where((first[:, None] == first) & (alike >= first), np.minimum(alike, first), 0)
+    return np.where(alike >= prompts + MIN_SHARED, alike, prompts)
+
+
+def ends_of_responses(mask: NDArray[np.bool_]) -> tuple[Ints, Ints]:
+    """int64 (B,) each: the columns of the first and the last response token of each row, not counting the first column;
+    0 for a row without one."""
+    mask = mask.copy()
+    mask[:, :1] = False
+    first, last = mask.argmax(1), mask.shape[1] - 1 - mask[:, ::-1].argmax(1)
+    return first, np.where(mask.any(1), last, 0)
+
+
+def sharers(common: Ints) -> tuple[list[int], list[int]]:
+    """For each row the earlier row that it shares most tokens with, and their number; of :func:`common_beginnings`."""
+    earlier = np.tril(common, -1)
+    return earlier.argmax(1).tolist(), earlier.max(1, initial=0).tolist()
+
+
+def runs_of_rows(
+    first: Ints, last: Ints, parents: Sequence[int], shared: Sequence[int]
+) -> tuple[list[Run], list[Ints]]:
+    """The runs of a tree, and the indices of each row's tokens in it.
+
+    A row that shares nothing is a root, its prompt, and a run after it: responses of one prompt are then of like sizes.
+    A row that goes on where another one ends makes that one's run longer.
+    """
+    runs: list[Run] = []
+    paths: list[Pieces] = []
+    for row, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        before = _cut(paths[parents[row]], shared[row]) if shared[row] else ()
+        if end and not before:
+            runs.append(Run(begin))
+            before = ((len(runs) - 1, begin),)
+        own = end - sum(length for _, length in before)
+        if own:
+            index, length = before[-1]
+            if runs[index].before and runs[index].length == length:
+                runs[index] = replace(runs[index], length=length + own)
+                before = (*before[:-1], (index, length + own))
+            else:
+                runs.append(Run(own, before))
+                before = (*before, (len(runs) - 1, own))
+        paths.append(before)
+    starts = list(accumulate((run.length for run in runs), initial=0))
+    return runs, [places_of(path, starts) for path in paths]
+
+
+def _cut(pieces: Pieces, count: int) -> Pieces:
+    """The first ``count`` tokens of ``pieces``."""
+    ends = accumulate((length for _, length in pieces), initial=0)
+    cut = ((index, min(length, count - begin)) for (index, length), begin in zip(pieces, ends, strict=False))
+    return tuple((index, length) for index, length in cut if length > 0)
