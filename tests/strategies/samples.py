@@ -88,6 +88,35 @@ def make_batch(groups: int = 4, group_size: int = 3, seed: int = 0, extra_paddin
     }
 
 
+def make_turns(seed: int = 0) -> TensorBatch:
+    """Three episodes of four turns, a row each: the second one's turns go on where the turn before ends, thoughts are
+    left out of the history of the others. The first two have one prompt; all are longer than ``MIN_SHARED``."""
+    random = torch.Generator().manual_seed(seed)
+
+    def some(count: int) -> list[int]:
+        return torch.randint(1, VOCABULARY, (count,), generator=random).tolist()
+
+    rows: list[tuple[list[int], int]] = []
+    prompts = [some(68), some(66)]
+    for number, prompt in enumerate([prompts[0], prompts[0], prompts[1]]):
+        history = prompt
+        for turn in range(4):
+            thought, answer, seen = some(4), some(2 + turn % 2), some(4)
+            rows.append(([*history, *thought, *answer], len(history)))
+            history = [*history, *(thought if number == 1 else []), *answer, *seen]
+    width = max(len(ids) for ids, _ in rows)
+    input_ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
+    columns, ends = torch.arange(width), torch.tensor([[len(ids)] for ids, _ in rows])
+    response_mask = (columns >= torch.tensor([[first] for _, first in rows])) & (columns < ends)
+    return {
+        "input_ids": input_ids,
+        "attention_mask": columns < ends,
+        "response_mask": response_mask,
+        "advantages": torch.randn(len(rows), 1, generator=random) * response_mask,
+        "num_tokens": response_mask.sum().expand(len(rows)),
+    }
+
+
 def split_rows(batch: TensorBatch, sizes: tuple[int, ...]) -> list[TensorBatch]:
     assert sum(sizes) == len(batch["input_ids"])
     parts = {name: column.split(sizes) for name, column in batch.items()}
