@@ -68,7 +68,7 @@ def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, 
     Args:
         scaling: of the scores; None: head_dim ** -0.5.
     """
-    one_by_one = query.device.type == "cpu" and (not tree.is_flat or tree.most_parts <= MOST_PARTS)
+    one_by_one = query.device.type == "cpu" and (not tree.only_prompts or tree.most_parts <= MOST_PARTS)
     return (_run_by_run if one_by_one else _all_at_once)(query, key, value, tree, scaling)
 
 
@@ -104,41 +104,43 @@ def _all_at_once(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, sc
 
 
 MOST_PARTS = 2
-"""Up to this many runs after each prompt (the responses of a pair) a CPU computes them one after another, and those of
-a deeper tree always. Without padding and with fewer copies, the backward pass takes a third less time than for all at
-once."""
+"""Up to this many responses to each prompt (those of a pair) a CPU computes one after another, and the runs of a deeper
+tree always. Without padding and with fewer copies, the backward pass takes a third less time than for all at once."""
 
 
 def _run_by_run(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
-    """:func:`tree_attention` with a call for each run. The mask lets a token see the whole context and the run up to
-    itself."""
+    """:func:`tree_attention` with a call for each run, without padding."""
     lengths = [run.length for run in tree.runs] + [tree.num_padding]
     # split, not slices: its backward pass joins the pieces once instead of adding up as many full-size gradients.
     queries, keys, values = (tensor.split(lengths, 2) for tensor in (query, key, value))
-    outputs = []
 
-    def seen(pieces: Sequence[Tensor], index: int) -> Tensor:
+    def path(pieces: Sequence[Tensor], index: int) -> Tensor:
         before = [
-            pieces[place] if length == lengths[place] else pieces[place][:, :, :length]
-            for place, length in tree.runs[index].before
+            pieces[place] if count == lengths[place] else pieces[place][:, :, :count]
+            for place, count in tree.runs[index].before
         ]
         return torch.cat([*before, pieces[index]], 2) if before else pieces[index]
 
+    outputs = []
     for index, run in enumerate(tree.runs):
+        context = run.context
+        # A mask costs half the square of the run, in which no token is seen; without one, the queries of the context
+        # cost half its square.
+        masked = context and (tree.only_prompts or context > run.length)
         mask = None
-        if run.before:
-            count = sum(length for _, length in run.before)
-            mask = torch.ones(run.length, count + run.length, dtype=torch.bool, device=query.device).tril_(count)
-        outputs.append(
-            scaled_dot_product_attention(
-                queries[index],
-                seen(keys, index),
-                seen(values, index),
-                attn_mask=mask,
-                is_causal=mask is None and run.length > 1,
-                scale=scaling,
-            )
+        if masked:
+            size = (run.length, context + run.length)
+            mask = torch.ones(size, dtype=torch.bool, device=query.device).tril_(context)
+        asked = queries[index] if masked else path(queries, index)
+        output = scaled_dot_product_attention(
+            asked,
+            path(keys, index),
+            path(values, index),
+            attn_mask=mask,
+            is_causal=mask is None and asked.shape[2] > 1,
+            scale=scaling,
         )
+        outputs.append(output if masked else output[:, :, context:])
     outputs.append(torch.zeros_like(queries[-1]))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 

@@ -312,7 +312,9 @@ def tree_layout(
     mask[:, 0] = False
     length, device = mask.shape[1], mask.device
     first, last = ends_of_responses(mask.cpu().numpy())
-    runs, paths = runs_of_rows(first, last, *sharers(common))
+    parents, shared = sharers(common)
+    only_prompts = all(not count or count == first[row] == first[parents[row]] for row, count in enumerate(shared))
+    runs, paths = runs_of_rows(first, last, parents, shared, only_prompts)
     num_tokens = sum(run.length for run in runs)
     slots = np.zeros(mask.shape, dtype=np.int64)
     sources, row_lengths, rows = np.zeros((3, num_tokens), dtype=np.int64)
@@ -321,7 +323,7 @@ def tree_layout(
         sources[path] = row * length + np.arange(len(path))  # a shared token is that of the first of its rows
         row_lengths[path] = np.maximum(row_lengths[path], len(path) + 1)
         rows[path] += 1
-    tree = PrefixTree(tuple(runs), torch.from_numpy(rows), torch.from_numpy(row_lengths)).to(device)
+    tree = PrefixTree(tuple(runs), torch.from_numpy(rows), torch.from_numpy(row_lengths), only_prompts).to(device)
     place = torch.from_numpy(sources).to(device)
     row_index, column_index = mask.nonzero(as_tuple=True)
     return TokenLayout(

@@ -68,10 +68,15 @@ class Run:
     before: Pieces = ()
     """What comes before the run in its rows; empty for a root."""
 
+    @property
+    def context(self) -> int:
+        """Tokens of ``before``."""
+        return sum(length for _, length in self.before)
+
 
 @dataclass(frozen=True)
 class RunBatch:
-    """Runs of like size, padded to R tokens after contexts of K tokens. Indices of padding point at token 0: harmless,
+    """Runs, padded to R tokens after contexts of K tokens. Indices of padding point at token 0: harmless,
     since its result is discarded."""
 
     own: Tensor
@@ -96,6 +101,8 @@ class PrefixTree(OnDevice):
     """int64 (N,), how many rows share each token."""
     row_lengths: Tensor
     """int64 (N,), the tokens of the longest of those rows, the last one, which predicts nothing, included."""
+    only_prompts: bool
+    """Nothing is shared but prompts of groups: every run is a root, or comes after one."""
     num_padding: int = 0
     """Tokens at the end that belong to no run; their results are discarded."""
 
@@ -105,14 +112,6 @@ class PrefixTree(OnDevice):
         return replace(self, rows=rows, row_lengths=lengths, num_padding=self.num_padding + count)
 
     @cached_property
-    def is_flat(self) -> bool:
-        """Every run is a root, or comes after the whole of one."""
-        return all(
-            len(run.before) <= 1 and all(Run(length) == self.runs[index] for index, length in run.before)
-            for run in self.runs
-        )
-
-    @cached_property
     def most_parts(self) -> int:
         """The most runs that come directly after one other run."""
         ends = [run.before[-1][0] for run in self.runs if run.before]
@@ -120,7 +119,7 @@ class PrefixTree(OnDevice):
 
     @cached_property
     def batches(self) -> tuple[RunBatch, ...]:
-        """The runs, roots first. Those of a flat tree are one more batch; of others, runs of like sizes are."""
+        """Prompts, and the responses to them, which are of like sizes; of other trees each run by itself."""
         return tuple(self._batch(members) for members in self._members)
 
     @cached_property
@@ -137,12 +136,11 @@ class PrefixTree(OnDevice):
 
     @cached_property
     def _members(self) -> list[list[int]]:
-        found: dict[tuple[int, ...], list[int]] = {(): []}
-        for index, run in enumerate(self.runs):
-            sizes = (run.length.bit_length(), sum(length for _, length in run.before).bit_length())
-            kind = () if not run.before else (0,) if self.is_flat else sizes
-            found.setdefault(kind, []).append(index)
-        return list(found.values())
+        indices = range(len(self.runs))
+        if not self.only_prompts:
+            return [[index] for index in indices]
+        kinds = [[index for index in indices if bool(self.runs[index].before) is after] for after in (False, True)]
+        return [kind for kind in kinds if kind]
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -155,7 +153,7 @@ class PrefixTree(OnDevice):
         own = _rows_of([np.arange(run.length) + self._starts[index] for index, run in zip(members, runs, strict=True)])
         contexts = _rows_of([places_of(before, self._starts) for before in befores])
         of_run = np.array([known[run.before] for run in runs])
-        lengths = np.array([sum(length for _, length in run.before) for run in runs])
+        lengths = np.array([run.context for run in runs])
         mask = None
         if width := contexts.shape[1]:
             # One mask for all where no context is padded.
@@ -235,30 +233,29 @@ def sharers(common: Ints) -> tuple[list[int], list[int]]:
 
 
 def runs_of_rows(
-    first: Ints, last: Ints, parents: Sequence[int], shared: Sequence[int]
+    first: Ints, last: Ints, parents: Sequence[int], shared: Sequence[int], only_prompts: bool
 ) -> tuple[list[Run], list[Ints]]:
     """The runs of a tree, and the indices of each row's tokens in it.
 
-    A row that shares nothing is a root, its prompt, and a run after it: responses of one prompt are then of like sizes.
-    A row that goes on where another one ends makes that one's run longer.
+    A row is a run that leaves an earlier one, or goes on where that one ends and makes it longer.  Where only prompts
+    are shared each is a run by itself, so that what comes after them is of like sizes.
     """
     runs: list[Run] = []
     paths: list[Pieces] = []
     for row, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-        before = _cut(paths[parents[row]], shared[row]) if shared[row] else ()
-        if end and not before:
+        path = _cut(paths[parents[row]], shared[row]) if shared[row] else ()
+        if only_prompts and end and not path:
             runs.append(Run(begin))
-            before = ((len(runs) - 1, begin),)
-        own = end - sum(length for _, length in before)
-        if own:
-            index, length = before[-1]
-            if runs[index].before and runs[index].length == length:
-                runs[index] = replace(runs[index], length=length + own)
-                before = (*before[:-1], (index, length + own))
-            else:
-                runs.append(Run(own, before))
-                before = (*before, (len(runs) - 1, own))
-        paths.append(before)
+            path = ((len(runs) - 1, begin),)
+        own = end - sum(length for _, length in path)
+        if own and path and not only_prompts and runs[path[-1][0]].length == path[-1][1]:
+            index, length = path[-1]
+            runs[index] = replace(runs[index], length=length + own)
+            path = (*path[:-1], (index, length + own))
+        elif own:
+            runs.append(Run(own, path))
+            path = (*path, (len(runs) - 1, own))
+        paths.append(path)
     starts = list(accumulate((run.length for run in runs), initial=0))
     return runs, [places_of(path, starts) for path in paths]
 

@@ -208,7 +208,7 @@ def test_turns_that_go_on_are_one_run() -> None:
     layout = tree_layout(input_ids, mask)
     assert isinstance(layout.pattern, PrefixTree)
     # The last token of the last turn predicts nothing; those of earlier turns are in the prompts of later ones.
-    assert layout.pattern.runs == (Run(64), Run(8 * 25 - 8 - 1, ((0, 64),)))
+    assert layout.pattern.runs == (Run(64 + 8 * 25 - 8 - 1),)
     assert layout.input_ids.numel() * 3 < packed_layout(input_ids, mask).input_ids.numel()
 
 
@@ -218,10 +218,9 @@ def test_turns_without_thoughts_leave_the_common_history() -> None:
     assert isinstance(layout.pattern, PrefixTree)
     # The answer and what the environment said; the thoughts and the answer of the turn, all but the last token.
     assert layout.pattern.runs == (
-        Run(64),
-        Run(16, ((0, 64),)),
+        Run(64 + 16),
         Run(13 + 16, ((0, 64),)),
-        Run(13 + 16, ((0, 64), (2, 13))),
+        Run(13 + 16, ((0, 64), (1, 13))),
     )
 
 
@@ -232,11 +231,12 @@ def test_short_beginnings_of_different_prompts_are_not_shared() -> None:
 
 
 def test_common_answers_of_one_prompt_are_shared_where_they_are_long() -> None:
-    for count, wanted in ((63, (Run(5), Run(65, ((0, 5),)), Run(65, ((0, 5),)))), (64, None)):
+    for count in (63, 64):
         rows = [([*range(5), *range(count), 100 + row, 7, 8], [False] * 5 + [True] * (count + 3)) for row in range(2)]
         pattern = tree_layout(*batch_of(rows)).pattern
         assert isinstance(pattern, PrefixTree)
-        assert pattern.runs == (wanted or (Run(5), Run(66, ((0, 5),)), Run(2, ((0, 5), (1, 64)))))
+        parts = (Run(5), *[Run(65, ((0, 5),))] * 2)
+        assert pattern.runs == (parts if count == 63 else (Run(5 + 66), Run(2, ((0, 69),))))
 
 
 def test_a_shared_prompt_is_laid_out_once() -> None:
@@ -408,7 +408,7 @@ def test_random_trees_change_no_log_prob_and_no_gradient(
     plain, other = _model("Qwen3", head), _model("Qwen3", head)
     use_layout_attention(other, "use_prefix_sharing")
     layout = tree_layout(input_ids, mask)
-    assert isinstance(layout.pattern, PrefixTree) and not layout.pattern.is_flat
+    assert isinstance(layout.pattern, PrefixTree) and not layout.pattern.only_prompts
     outputs = ("log_probs", "entropy") if head == "CausalLM" else ("values",)
     weights = torch.randn(len(outputs), input_ids.numel(), generator=torch.Generator().manual_seed(seed))
     actual = {

@@ -174,6 +174,45 @@ def test_every_strategy_learns_the_same_from_episodes(run: Run, two_steps: Finis
     assert any(value > 0 for value in two_steps.values("actor/grad_norm"))
 
 
+def test_turns_share_their_beginnings_in_training(run: Run) -> None:
+    """Eight turns of 16 episodes, a row each, with actor, reference and critic: the same numbers, a third of the
+    tokens."""
+    learns = training_args(32, 4)
+    settings = {
+        "custom_envs": {
+            "rules": {"env_type": f"{HERE}.Rules", "max_steps": 8, "max_tokens_per_step": 8, "samples": "step"}
+            | {"env_config": {"turns": 8}},
+        },
+        "train_env_manager.tags": ["rules"],
+        "sequence_length": 512,
+        "enable_old_logprobs_recompute": True,
+        "adv_estimator": "turn_gae",
+        "ppo_epochs": 2,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.05,
+        "entropy_loss_coef": 0.01,
+        "reference": role("fsdp2_infer", [0], infer_batch_size=32),
+        "critic": role("fsdp2_train", [0], training_args=learns, infer_batch_size=32),
+        "actor_train.training_args": learns,
+        "actor_train.infer_batch_size": 32,
+    }
+    recorded = run(settings | {"rollout_mock": {"enable": True, "mode": "dump"}}, "agentic")
+    replays = {"rollout_mock": {"enable": True, "mode": "mock", "dump_dir": str(recorded.output / "rollouts")}}
+    sharing = {f"{name}.use_prefix_sharing": True for name in ("actor_train", "reference", "critic")}
+    (alone,), (shared,) = recorded.steps, run(settings | replays | sharing, "agentic").steps
+    names = [name for name in alone if name.startswith(("actor/", "critic/")) and "time" not in name]
+    assert {"actor/kl_loss", "actor/entropy", "actor/grad_norm", "critic/loss", "critic/grad_norm"} <= set(names)
+    assert min(alone["actor/grad_norm"], alone["critic/grad_norm"]) > 1e-3
+    counted = [name for name in names if name.endswith(("tokens_per_micro_batch", "padding_ratio"))]
+    for name in sorted(set(names) - set(counted)):
+        assert shared[name] == pytest.approx(alone[name], rel=2e-4, abs=2e-5), name
+    for name in ("actor", "critic"):
+        tokens = [
+            step[f"{name}/tokens_per_micro_batch"] * (1 - step[f"{name}/padding_ratio"]) for step in (alone, shared)
+        ]
+        assert tokens[0] > 3 * tokens[1] > 0
+
+
 def test_a_model_of_the_run_judges_episodes(run: Run, world: TinyWorld, tmp_path: Path) -> None:
     """The role ``reward`` scores whole episodes of an environment: as its model says, of the text that was played."""
     import torch
