@@ -123,10 +123,7 @@ def _run_by_run(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, sca
 
     outputs = []
     for index, run in enumerate(tree.runs):
-        context = run.context
-        # A mask costs half the square of the run, in which no token is seen; without one, the queries of the context
-        # cost half its square.
-        masked = context and (tree.only_prompts or context > run.length)
+        context, masked = run.context, not tree.is_whole(run)
         mask = None
         if masked:
             size = (run.length, context + run.length)

@@ -85,10 +85,10 @@ class RunBatch:
     """int64 (C, K), indices into the N tokens: what comes before runs, each once. K is 0 for roots."""
     context_of_run: Tensor
     """int64 (n,)."""
-    mask: Tensor | None
-    """bool (n or 1, 1, R, K + R): what a token may see of its context and of its own run; None: causal."""
     context_lengths: Tensor
     """int64 (n,)."""
+    mask: Tensor | None = None
+    """bool (n or 1, 1, R, K + R): what a token may see of its context and of its own run; None: causal."""
 
 
 @dataclass(frozen=True)
@@ -117,30 +117,38 @@ class PrefixTree(OnDevice):
         ends = [run.before[-1][0] for run in self.runs if run.before]
         return max(Counter(ends).values(), default=0)
 
+    def is_whole(self, run: Run) -> bool:
+        """The run is computed by causal attention of its context and itself, of which only its own results are kept.
+
+        That costs half the square of the context, a mask half the square of the run.
+        """
+        return run.context < run.length and not (self.only_prompts and run.before)
+
     @cached_property
     def batches(self) -> tuple[RunBatch, ...]:
-        """Prompts, and the responses to them, which are of like sizes; of other trees each run by itself."""
+        """The runs: prompts, and the responses to them; of other trees those of like sizes, up to a power of two."""
         return tuple(self._batch(members) for members in self._members)
 
     @cached_property
     def restore(self) -> Tensor:
         """int64 (N,), the place of each token in the batches, flattened one after another."""
         places, offset = np.zeros(self.rows.numel(), dtype=np.int64), 0
-        for members in self._members:
-            width = max(self.runs[index].length for index in members)
+        for members, batch in zip(self._members, self.batches, strict=True):
             for index in members:
-                begin, length = self._starts[index], self.runs[index].length
-                places[begin : begin + length] = np.arange(offset, offset + length)
-                offset += width
+                run, start = self.runs[index], self._starts[index]
+                begin = offset + (run.context if batch.mask is None else 0)
+                places[start : start + run.length] = np.arange(begin, begin + run.length)
+                offset += batch.own.shape[1]
         return self._tensor(places)
 
     @cached_property
     def _members(self) -> list[list[int]]:
-        indices = range(len(self.runs))
-        if not self.only_prompts:
-            return [[index] for index in indices]
-        kinds = [[index for index in indices if bool(self.runs[index].before) is after] for after in (False, True)]
-        return [kind for kind in kinds if kind]
+        found: dict[tuple[int, ...], list[int]] = {}
+        for index, run in enumerate(self.runs):
+            sizes = (run.context + run.length,) if self.is_whole(run) else (run.length, run.context)
+            kind = (bool(run.before),) if self.only_prompts else tuple(size.bit_length() for size in sizes)
+            found.setdefault(kind, []).append(index)
+        return [found[kind] for kind in sorted(found)]
 
     @cached_property
     def _starts(self) -> list[int]:
@@ -148,27 +156,29 @@ class PrefixTree(OnDevice):
 
     def _batch(self, members: list[int]) -> RunBatch:
         runs = [self.runs[index] for index in members]
-        befores = list(dict.fromkeys(run.before for run in runs))
-        known = {before: place for place, before in enumerate(befores)}
-        own = _rows_of([np.arange(run.length) + self._starts[index] for index, run in zip(members, runs, strict=True)])
-        contexts = _rows_of([places_of(before, self._starts) for before in befores])
-        of_run = np.array([known[run.before] for run in runs])
-        lengths = np.array([run.context for run in runs])
-        mask = None
-        if width := contexts.shape[1]:
-            # One mask for all where no context is padded.
-            seen = np.arange(width) < (lengths if lengths.min() < width else lengths[:1])[:, None]
-            triangle = np.tri(own.shape[1], dtype=bool)
-            sizes = (len(seen), 1, own.shape[1])
-            parts = seen[:, None, None], triangle[None, None]
-            mask = np.concatenate([np.broadcast_to(part, (*sizes, part.shape[-1])) for part in parts], 3)
-        return RunBatch(
-            own=self._tensor(own),
-            contexts=self._tensor(contexts),
+        own = [np.arange(run.length) + self._starts[index] for index, run in zip(members, runs, strict=True)]
+        befores: list[Pieces] = [run.before for run in runs]
+        if self.is_whole(runs[0]):
+            own = [np.append(places_of(run.before, self._starts), part) for run, part in zip(runs, own, strict=True)]
+            befores = [()] * len(runs)
+        distinct = list(dict.fromkeys(befores))
+        contexts = [places_of(before, self._starts) for before in distinct]
+        of_run = np.array([distinct.index(before) for before in befores])
+        lengths = np.array([len(contexts[place]) for place in of_run])
+        batch = RunBatch(
+            own=self._tensor(_rows_of(own)),
+            contexts=self._tensor(_rows_of(contexts)),
             context_of_run=self._tensor(of_run),
-            mask=None if mask is None else self._tensor(mask),
             context_lengths=self._tensor(lengths),
         )
+        if self.is_whole(runs[0]):
+            return batch
+        (width, length), device = (batch.contexts.shape[1], batch.own.shape[1]), self.rows.device
+        # One mask for all where no context is padded.
+        counts = batch.context_lengths[: None if lengths.min() < width else 1, None, None]
+        context = (torch.arange(width, device=device) < counts).expand(-1, length, -1)
+        triangle = torch.ones(length, length, dtype=torch.bool, device=device).tril().expand(len(counts), -1, -1)
+        return replace(batch, mask=torch.cat([context, triangle], dim=2)[:, None])
 
     def _tensor(self, values: NDArray[Any]) -> Tensor:
         return torch.tensor(values, device=self.rows.device)
