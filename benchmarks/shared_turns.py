@@ -10,8 +10,8 @@ compute the same rows on one rank under fsdp2, in one micro-batch:
 
 * ``rows alone``: packed without padding, each with its whole history;
 * ``shared``: ``use_prefix_sharing``;
-* ``as many tokens``: ordinary packed rows, as many as there are episodes, with as many tokens in all as ``shared``
-  computes, and as many of them to learn from.  Its cost is what that number of tokens costs without any sharing.
+* ``as many tokens``: ordinary packed rows with as many tokens in all as ``shared`` computes, each of which sees as many
+  on average, and as many to learn from.  Its cost is what the union of the tokens costs without any sharing.
 
 Models are random.  The cost is CPU seconds of the best of several steps, on a GPU its seconds.
 """
@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from benchmarks.train_step import SHAPES, loss_fn, write_model
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.models.layouts import tree_layout
 from roll.platforms import current_platform
 from roll.strategies.base import Output, TensorBatch
 from roll.strategies.factory import create_strategy
@@ -57,14 +58,20 @@ def episodes(args: argparse.Namespace, keeps_thoughts: bool) -> list[Row]:
     return rows
 
 
-def as_many_tokens(args: argparse.Namespace, computed: int) -> list[Row]:
-    """A row for each episode, with ``computed`` tokens in all: its last one predicts nothing."""
-    count = args.groups * args.group_size
-    lengths = [computed // count + (row < computed % count) for row in range(count)]
-    learnt = args.turns * (args.thought + args.answer)
-    random = torch.Generator().manual_seed(1)
-    vocabulary = SHAPES[args.model]["vocab"]
-    return [(torch.randint(1, vocabulary, (length + 1,), generator=random).tolist(), learnt) for length in lengths]
+def as_many_tokens(args: argparse.Namespace, rows: list[Row]) -> list[Row]:
+    """Rows of random tokens, as many as the tree of ``rows`` has; each sees as many before it on average."""
+    batch = batch_of(rows)
+    positions = tree_layout(batch["input_ids"], batch["response_mask"]).position_ids
+    assert positions is not None
+    count, learnt = positions.numel(), sum(learnt for _, learnt in rows)
+    length = round(2 * float(positions.double().mean() + 1))
+    random, vocabulary = torch.Generator().manual_seed(1), SHAPES[args.model]["vocab"]
+    lengths = [min(length, count - begin) for begin in range(0, count, length)]
+    return [
+        # The last token of a row predicts nothing, and is not computed.
+        (torch.randint(1, vocabulary, (own + 1,), generator=random).tolist(), round(learnt * own / count))
+        for own in lengths
+    ]
 
 
 def batch_of(rows: list[Row]) -> TensorBatch:
@@ -127,11 +134,10 @@ def main() -> None:
         print("| thoughts | | tokens | cost | cost to that of as many tokens | gradient norm |\n" + "|---" * 6 + "|")
         for keeps in (True, False):
             rows = episodes(args, keeps)
-            shared = measure(folder, args, rows, use_prefix_sharing=True)
             found = {
                 "rows alone": measure(folder, args, rows),
-                "shared": shared,
-                "as many tokens": measure(folder, args, as_many_tokens(args, shared[0])),
+                "shared": measure(folder, args, rows, use_prefix_sharing=True),
+                "as many tokens": measure(folder, args, as_many_tokens(args, rows)),
             }
             for way, (tokens, cost, norm) in found.items():
                 ratio = cost / found["as many tokens"][1]

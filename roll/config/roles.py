@@ -220,8 +220,9 @@ class WorkerConfig:
     max_concurrency: int | None = setting(None, ge=1)
     """Calls that one worker handles at a time; null: the role's own default."""
     use_prefix_sharing: bool = False
-    """Compute the prompt that the samples of a group share once per micro-batch, in training and log-prob passes.
-    Same numbers, fewer tokens; for models whose layers are all full attention."""
+    """Compute beginnings that rows share once per micro-batch, in training and log-prob passes: the prompt of a group,
+    the history of an episode's turns, 64 tokens or more of anything else. Same numbers, fewer tokens; for models whose
+    layers are all full attention."""
     use_remove_padding: bool = False
     """Compute real tokens only: the rows of each micro-batch are concatenated into one row without padding. Same
     numbers; for models whose layers are all full attention."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.config.plan.plan import MicroBatching
+from roll.models import patterns
+from roll.models.layouts import packed_layout, tree_layout
 from roll.protocol.metrics import Max, Mean, Sum
 from roll.strategies.base import TensorBatch
 from roll.strategies.training.micro_batches import (
@@ -21,6 +25,7 @@ from roll.strategies.training.micro_batches import (
     plan_micro_batches,
     row_index,
 )
+from tests.strategies.samples import make_turns
 
 LONGEST = 12
 
@@ -132,6 +137,49 @@ def test_rows_behind_one_prompt_come_together():
     rule = MicroBatching(rows=1, removes_padding=True, max_tokens=12)
     plan = plan_micro_batches(batch([5, 5, 4, 4, 5, 5], [1, 1, 2, 2, 3, 3]), rule, itself, shares_prompts=True)
     assert sorted(map(list, plan)) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_turns_of_an_episode_come_together():
+    """Three episodes of four turns; a budget of one episode's own tokens holds all of its rows."""
+    whole = make_turns()
+    sizes = [tree_layout(*columns(whole, range(begin, begin + 4))).input_ids.numel() for begin in (0, 4, 8)]
+    longest = int(whole["attention_mask"].sum(1).max())
+    assert max(sizes) < longest + 20
+    # One more than a tree's tokens for each row that ends in it: plans count a row's last token too.
+    rule = MicroBatching(rows=1, removes_padding=True, max_tokens=max(sizes) + 4)
+    plan = plan_micro_batches(whole, rule, itself, shares_prompts=True)
+    assert sorted(map(list, plan)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    together = plan_micro_batches(whole, replace(rule, max_tokens=300), itself, shares_prompts=True)
+    assert [list(rows) for rows in together] == [list(range(12))]
+
+
+def columns(whole: TensorBatch, rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    part = micro_batch(whole, list(rows))
+    return part["input_ids"], part["response_mask"]
+
+
+@given(seed=st.integers(0, 200), budget=st.integers(30, 120), balances=st.booleans(), least=st.integers(1, 6))
+def test_trees_are_within_the_budget(seed, budget, balances, least):
+    """Rows that begin as an earlier row does, up to anywhere in it; the tokens of the layout are counted."""
+    random = torch.Generator().manual_seed(seed)
+    rows: list[tuple[list[int], int]] = []
+    for _ in range(10):
+        number = torch.randint(0, 1000, (3,), generator=random).tolist()
+        earlier = rows[number[0] % len(rows)][0] if rows else []
+        prompt = [*earlier[: number[1] % (len(earlier) + 1)], *torch.randint(1, 4, (2,), generator=random).tolist()]
+        response = torch.randint(1, 4, (1 + number[2] % 5,), generator=random).tolist()
+        rows.append(([*prompt, *response][:30], min(len(prompt), 29)))
+    width = max(len(ids) for ids, _ in rows)
+    ids = torch.tensor([ids + [0] * (width - len(ids)) for ids, _ in rows])
+    attended = torch.arange(width) < torch.tensor([[len(ids)] for ids, _ in rows])
+    answers = attended & (torch.arange(width) >= torch.tensor([[first] for _, first in rows]))
+    whole = {"input_ids": ids, "attention_mask": attended, "response_mask": answers}
+    rule = MicroBatching(rows=1, removes_padding=True, max_tokens=budget, balances=balances)
+    with mock.patch.object(patterns, "MIN_SHARED", least):
+        plan = plan_micro_batches(whole, rule, itself, shares_prompts=True)
+        assert sorted(chain(*plan)) == list(range(10))
+        for one in plan:
+            assert tree_layout(*columns(whole, one), packed_layout).input_ids.numel() <= budget
 
 
 @pytest.mark.parametrize("removes_padding", [True, False])
