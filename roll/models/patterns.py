@@ -219,9 +219,10 @@ def common_beginnings(keys: Tensor, response_mask: Tensor) -> Ints:
     order = sorted(np.flatnonzero(last).tolist(), key=lambda row: ids[row].tobytes())
     ordered = ids[order]
     differs = np.pad(ordered[1:] != ordered[:-1], ((0, 0), (0, 1)), constant_values=True)
+    neighbours = differs.argmax(1)
     alike = np.zeros((len(ids), len(ids)), dtype=np.int64)
-    for place, neighbours in enumerate(order[:-1]):
-        alike[neighbours, order[place + 1 :]] = np.minimum.accumulate(differs[place:].argmax(1))
+    for place, row in enumerate(order[:-1]):
+        alike[row, order[place + 1 :]] = np.minimum.accumulate(neighbours[place:])
     alike = np.minimum(alike + alike.T, np.minimum.outer(last, last))
     prompts = np.where((first[:, None] == first) & (alike >= first), np.minimum(alike, first), 0)
     return np.where(alike >= prompts + MIN_SHARED, alike, prompts)

@@ -332,8 +332,8 @@ class MegatronStrategy(ModelStrategy):
             column = encoded(whole - 1, self._experts).to(batch["input_ids"].device)
             for part in parts if self.role.use_prefix_sharing else ():
                 if part.rows:
-                    index, own = row_index(part.rows), part.columns
-                    column[index] = with_shared_routes(column[index].clone(), keys_of(own), own["response_mask"])
+                    index, mask = row_index(part.rows), part.columns["response_mask"]
+                    column[index] = with_shared_routes(column[index].clone(), keys_of(part.columns), mask)
             results[Output.ROUTES] = column
         return results
 
