@@ -66,7 +66,7 @@ class Run:
 
     length: int
     before: Pieces = ()
-    """What comes before the run in its rows; empty for a root."""
+    """The tokens that precede the run in its rows; empty for a root."""
 
     @property
     def context(self) -> int:

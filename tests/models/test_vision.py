@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from roll.models import patterns
 from roll.models.attention import use_layout_attention
 from roll.models.layouts import packed_layout, padded, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.vision import FEATURES, POSITIONS, PROMPT_KEYS, rope_positions, with_images
-from roll.protocol.vision import IMAGES, token_types, vision_token_ids
+from roll.protocol.vision import IMAGES, VisionInputs, token_types, vision_token_ids
 from tests import vision_models
 from tests.strategies import vision_cases
 from tests.strategies.samples import policy_loss
@@ -87,6 +88,48 @@ def test_videos_have_the_plain_models_log_probs_and_gradients(kind: Any) -> None
         policy_loss(outputs, batch)[0].backward()
         for key, parameter in own.named_parameters():
             torch.testing.assert_close(parameter.grad, expected[key], atol=2e-6, rtol=1e-4, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("kind", vision_models.KINDS)
+def test_turns_with_images_share_what_shows_the_same(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """A turn, and three that follow it with another image: the last one's differs, though its ids are the same."""
+    monkeypatch.setattr(patterns, "MIN_SHARED", 4)
+    own = vision_models.model(vision_models.tokenizer(), kind).requires_grad_(True)
+    first, twin, *_ = vision_cases.prompts()
+    assert first.vision is not None and twin.vision is not None
+    answers = [[20 + 10 * turn + place for place in range(5)] for turn in range(4)]
+
+    def turn(number: int, seen: Any) -> Any:
+        images = tuple(image for one in seen for image in one.images)
+        vision = VisionInputs(images, first.vision.processing, np.concatenate([one.grid_thw for one in seen]))
+        ids = [*first.token_ids, *(answers[0] + first.token_ids if len(seen) > 1 else [])]
+        return vision_models.VisionPrompt(ids, vision), answers[number]
+
+    others: list[list[Any]] = [[], [first.vision], [first.vision], [twin.vision]]
+    rows = [turn(number, [first.vision, *rest]) for number, rest in enumerate(others)]
+    batch = vision_cases.assembled(rows)
+    batch["advantages"] = torch.randn(4, 1, generator=torch.Generator().manual_seed(0)) * batch["response_mask"]
+    batch["num_tokens"] = batch["response_mask"].sum().expand(4)
+    own.model.rope_deltas = None
+    wanted = vision_cases.plain_outputs(own, batch)
+    policy_loss(wanted, batch)[0].backward()
+    expected = {name: parameter.grad.clone() for name, parameter in own.named_parameters()}
+    columns, pool = with_images(batch, own.config)
+    assert pool is not None and len(pool.images) == 2
+    use_layout_attention(own, "use_prefix_sharing")
+    layout = tree_layout(columns["input_ids"], columns["response_mask"], prompt_keys=columns[PROMPT_KEYS])
+    begins, prompt = first.token_ids.index(own.config.image_token_id), len(first.token_ids)
+    # Both continue the first turn; the last one up to its other image.
+    assert layout.input_ids.numel() == (2 * prompt + 5 + 4) + 4 + (prompt - begins + 4)
+    own.zero_grad()
+    attached = pool.attach(layout, columns)
+    found = ResponseModel(own)(attached, ("log_probs", "entropy"))
+    outputs = {key: attached.scatter(value, batch["response_mask"].shape) for key, value in found.items()}
+    for key, value in outputs.items():
+        torch.testing.assert_close(value, wanted[key], atol=2e-5, rtol=1e-5)
+    policy_loss(outputs, batch)[0].backward()
+    for key, parameter in own.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[key], atol=2e-6, rtol=1e-4, msg=key)
 
 
 def test_a_row_whose_videos_and_placeholders_differ_is_refused() -> None:
