@@ -54,7 +54,6 @@ BASE = [
     "math-verify>=0.9",
     "llguidance>=1.3",
     "tensorboard>=2.20",
-    "matplotlib>=3.9",
     "rich>=14",
     "jinja2>=3.1",
     "httpx2>=2.16",
@@ -126,7 +125,7 @@ EXTRAS = {
         "trl==1.16.0",
     ],
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10"],
-    "bench": ["tensordict>=0.15", "trl==1.16.0"],
+    "bench": ["matplotlib>=3.9", "tensordict>=0.15", "trl==1.16.0"],
 }
 
 setup(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,9 +16,7 @@ import yaml
 from roll import __version__
 from roll.checkpoint.trained_model import TrainedModel, config_error
 from roll.config.model_files import looks_like_folder
-from roll.config.pipelines import Panel
 from roll.config.run import RESOLVED_CONFIG
-from roll.tracking.plots import series_of
 from roll.tracking.records import METRICS_NAME, read_metrics
 from roll.tracking.run_record import RECORD_FOLDER
 
@@ -125,10 +124,12 @@ def model_card(trained: TrainedModel, form: str, repository: str, run: Path) -> 
 def _curves(about: Mapping[str, Any], run: Path) -> Iterator[str]:
     metrics = run / str(about.get("log_dir", "logs")) / METRICS_NAME
     rows = read_metrics(metrics) if metrics.is_file() else []
-    for panel in about.get("panels", ()):
-        series = series_of(Panel(**{**panel, "keys": tuple(panel["keys"])}), rows)
-        for name, (steps, values) in series.items():
-            ends = [f"{value:.4g} (step {step})" for step, value in ((steps[0], values[0]), (steps[-1], values[-1]))]
+    present = list(dict.fromkeys(name for row in rows for name in row))
+    for key in dict.fromkeys(key for panel in about.get("panels", ()) for key in panel["keys"]):
+        shape = re.compile(re.escape(key).replace(r"\*", "[^/]+"))
+        for name in filter(shape.fullmatch, present):
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            ends = [f"{value:.4g} (step {step})" for step, value in (points[0], points[-1])]
             yield f"| `{name}` | {ends[0]} | {ends[1]} |"
 
 

@@ -114,7 +114,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes of the run's picture.
+    """One chart of the report.
 
     Attributes:
         title: shown above it.

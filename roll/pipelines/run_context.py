@@ -297,8 +297,8 @@ class RunContext(RunLifetime):
         self._record_phases(steps)
         self._describe(outcome="finished")
         self.samples.flush()
-        self._draw()
-        files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files(), "curves": self._plot}
+        self._report()
+        files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files()}
         if self.config.report_at_end:
             files["report"] = self.plan.output_dir / REPORT_NAME
         done = [whole_sets(self._validations[after], True) for after in sorted(self._validations)]

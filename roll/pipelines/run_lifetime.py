@@ -33,18 +33,16 @@ from roll.distributed.signals import ending
 from roll.pipelines.run_checkpoints import RunCheckpoints
 from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol.metrics import Metrics
-from roll.report.page import ending_command, write_report
+from roll.report.page import report_command, write_report
 from roll.report.run_files import RunFiles
 from roll.tracking import (
     ENDING_LOGGER,
     LOG_NAME,
-    METRICS_NAME,
     TrackedRun,
     build_trackers,
     setup_logging,
 )
 from roll.tracking.callbacks import Callbacks
-from roll.tracking.plots import plot_run
 from roll.tracking.run_record import (
     RECORD_FOLDER,
     SAMPLES_NAME,
@@ -55,7 +53,6 @@ from roll.tracking.run_record import (
 
 logger = logging.getLogger(__name__)
 
-PLOT = "curves.png"
 LOCK = ".lock"
 _RESUME = "resume_from_checkpoint=true"
 
@@ -110,9 +107,8 @@ class RunLifetime:
         self._resume = self._checkpoints.resume
         self._describe = RunFiles(loaded, resumed=self._resume is not None).write
         """Say where the files are, and with ``outcome`` how the run has ended."""
-        self._metrics_file, self._plot = self.plan.log_dir / METRICS_NAME, self.plan.output_dir / PLOT
-        self._drawn = False
-        """The curves have been drawn."""
+        self._reported = False
+        """The report has been written."""
         self._callbacks = Callbacks(loaded.callbacks)
 
     @contextmanager
@@ -129,7 +125,7 @@ class RunLifetime:
                 # Before the log is opened: a second run must not write into the log of the first.
                 stack.enter_context(sole_writer(self.plan.output_dir, self._loaded.source))
             setup_logging(log_dir)
-            stack.enter_context(self._curves_at_end())
+            stack.enter_context(self._report_at_end())
             if is_first_node:
                 self._open_files(stack)
             # On the further nodes of a run this does not return.
@@ -212,23 +208,17 @@ class RunLifetime:
         return error
 
     @contextmanager
-    def _curves_at_end(self) -> Iterator[None]:
-        """Draw the curves of what was logged, however the block ends."""
+    def _report_at_end(self) -> Iterator[None]:
+        """Write the report, however the block ends."""
         try:
             yield
         finally:
-            if self._guard is not None and not self._drawn:
+            if self._guard is not None and not self._reported:
                 with ending.holding(then_raise=False):
-                    self._draw()
+                    self._report()
 
-    def _draw(self) -> None:
-        """Draw the curves of what was logged, and write the report."""
-        self._drawn = True
-        try:
-            if self._metrics_file.exists():
-                plot_run(self._metrics_file, self._plot, self.plan.exp_name, self._loaded.pipeline.panels)
-        except (OSError, ValueError, RuntimeError) as error:
-            logger.warning("the curves could not be drawn: %s", error)
+    def _report(self) -> None:
+        self._reported = True
         if self.config.report_at_end:
             write_report(self.plan.output_dir)
 
@@ -252,15 +242,9 @@ class RunLifetime:
             store = self._checkpoints.manager.store
             copies = [] if store is None else [f"{store}/{places[0].name}"]
             supervised.tell(checkpoint=[*map(str, places), *copies])
-        log, report = str((self.plan.log_dir / LOG_NAME).resolve()), self.config.report_at_end
-        # Draws curves and report in another process, should this process be killed.
-        command = ending_command(
-            self._metrics_file,
-            self._plot,
-            self.plan.exp_name,
-            self._loaded.pipeline.panels,
-            self.plan.output_dir if report else None,
-        )
+        log = str((self.plan.log_dir / LOG_NAME).resolve())
+        # Writes the report in another process, should this process be killed.
+        command = report_command(self.plan.output_dir) if self.config.report_at_end else None
         self._guard.tell({"account": self._account(), "log": log, "command": command})
 
     def at_end(self, hook: Callable[[], None]) -> None:

@@ -24,11 +24,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from roll import __version__
-from roll.config.pipelines import Panel
 from roll.config.reading.errors import ConfigError
 from roll.report.diagnosis import diagnose
 from roll.report.run_files import REPORT_NAME, Run, read_run
-from roll.tracking.plots import plot_run
 from roll.tracking.records import flattened
 from roll.tracking.run_record import decoded
 
@@ -270,26 +268,10 @@ def write_report(output_dir: Path) -> None:
         logger.warning("the report could not be written: %s: %s", type(error).__name__, error)
 
 
-def ending_command(
-    metrics_path: Path, image_path: Path, title: str, panels: Sequence[Panel], output_dir: Path | None
-) -> list[str]:
-    """The command that draws what :func:`plot_run` does and writes the report, for a process that has nothing of this
-    one. ``output_dir``: None for no report."""
-    files = [str(path.resolve()) for path in (metrics_path, image_path)]
-    drawn = [title, json.dumps([asdict(panel) for panel in panels])]
-    report = [] if output_dir is None else [str(output_dir.resolve())]
-    return [sys.executable, "-m", "roll.report.page", *files, *drawn, *report]
-
-
-def main(words: Sequence[str]) -> None:
-    """Do what :func:`ending_command` says; both parts are tried."""
-    metrics, image, title, panels, *output = words
-    try:
-        plot_run(Path(metrics), Path(image), title, [Panel(**panel) for panel in json.loads(panels)])
-    finally:
-        for folder in output:
-            write_report(Path(folder))
+def report_command(output_dir: Path) -> list[str]:
+    """The command of :func:`write_report`, for a process that has nothing of this one."""
+    return [sys.executable, "-m", "roll.report.page", str(output_dir.resolve())]
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    write_report(Path(sys.argv[1]))

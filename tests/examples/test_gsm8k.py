@@ -114,7 +114,7 @@ def test_two_steps_on_the_published_problems(checkout: Path, tiny_model: Path) -
     check_metrics(read_metrics(output / "logs/metrics.jsonl"))
     assert (output / "checkpoints/checkpoint-2/manifest.json").is_file()
     assert (output / "model/model.safetensors").is_file()
-    assert (output / "curves.png").is_file()
+    assert (output / "report.html").is_file()
     assert "val/greedy/accuracy" in done.stdout
 
 

@@ -56,13 +56,13 @@ def start_long_run(start: Start, world: TinyWorld, tmp_path: Path) -> StartLongR
 
 
 def assert_account(errors: str, output: Path) -> None:
-    """The end of a run says how far it came and how to go on, and leaves its curves."""
+    """The end of a run says how far it came and how to go on, and leaves its report."""
     assert re.search(r"\d+ of \d+ steps are done", errors), errors
     assert "Traceback" not in errors
     assert re.search(r"\d+ of \d+ steps are done", (output / "logs" / "run.log").read_text())
     give_up = time.monotonic() + 20
-    while not (output / "curves.png").exists():
-        assert time.monotonic() < give_up, "no curves"
+    while not (output / "report.html").exists():
+        assert time.monotonic() < give_up, "no report"
         time.sleep(0.1)
 
 

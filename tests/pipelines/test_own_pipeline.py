@@ -194,7 +194,7 @@ def test_run(world: TinyWorld, tmp_path: Path, shared_ray: str, monkeypatch: pyt
     assert steps[0]["onlooker/nll"] == pytest.approx(steps[0]["sft_train/loss"], rel=1e-5)
     assert steps[1]["onlooker/nll"] != pytest.approx(steps[1]["sft_train/loss"], rel=1e-5)
     assert all(row["time/imitate"] > 0 for row in steps)
-    assert (tmp_path / "curves.png").exists()
+    assert "Surprise" in (tmp_path / "record/run.json").read_text()
 
 
 def test_the_end_of_a_run_reaches_all_hooks_and_clusters_whichever_raises(world: TinyWorld, tmp_path: Path) -> None:

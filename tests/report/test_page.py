@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import subprocess
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,7 @@ from typing import Any
 import pytest
 
 from roll.cli import main
-from roll.config.pipelines import Panel
-from roll.report.page import ending_command, run_labels, write_page
-from roll.report.page import main as at_end
+from roll.report.page import report_command, run_labels, write_page
 from roll.report.run_files import read_run
 from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, frame, read_payloads
 from tests.report.made_runs import HOSTILE, made_block, made_run
@@ -143,11 +142,5 @@ def test_a_run_in_progress_can_be_read(tmp_path: Path) -> None:
 
 def test_the_guard_of_a_run_writes_what_the_run_could_not(tmp_path: Path) -> None:
     run = made_run(tmp_path / "run", [made_block(s, 1, 2, 3, random.Random(s)) for s in range(3)])
-    panels = [Panel("Score", ("critic/score/mean",))]
-    command = ending_command(run / "logs/metrics.jsonl", run / "curves.png", "made", panels, run)
-    at_end(command[3:])
-    assert (run / "curves.png").is_file()
+    subprocess.run(report_command(run), check=True)
     assert "s0-2" in parts((run / "report.html").read_text())
-    (run / "report.html").unlink()
-    at_end(ending_command(run / "logs/metrics.jsonl", run / "curves.png", "made", panels, None)[3:])
-    assert not (run / "report.html").exists()
