@@ -30,14 +30,9 @@ class RankReport:
 
 
 class RayLost(RuntimeError):
-    """A daemon of Ray has ended, and the run with it.
+    """A daemon of Ray has ended, and the run with it."""
 
-    Attributes: ``daemon`` (its name), ``log_tail``.
-    """
-
-    def __init__(self, daemon: str, what: str, log_tail: list[str]) -> None:
-        self.daemon = daemon
-        self.log_tail = log_tail
+    def __init__(self, what: str, log_tail: list[str]) -> None:
         super().__init__(
             "\n".join([f"{what}; without it the run cannot go on", *_quoted("end of its log", None, log_tail)])
         )

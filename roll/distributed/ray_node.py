@@ -94,7 +94,7 @@ class RayWatch:
         files = [*self._folder.glob(f"session_2*/logs/{name}.out"), *self._folder.glob(f"session_2*/logs/{name}.err")]
         lines = [line for file in files for line in tail(file, _LOG_LINES)]
         what = f"Ray's {name} ({DAEMONS[name]}, pid {getattr(process, 'pid', '?')}) {how}"
-        return RayLost(name, what, lines[-_LOG_LINES:])
+        return RayLost(what, lines[-_LOG_LINES:])
 
 
 def daemon_pids(node: Node) -> dict[str, int]:

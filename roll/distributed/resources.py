@@ -20,8 +20,6 @@ class Placement:
     """The place of one worker."""
 
     rank: int
-    node: int
-    """Index of the node: device ``i`` is on node ``i // num_devices_per_node``."""
     bundle: int
     """Index of the node's bundle in the placement group."""
     device_ids: tuple[int, ...]
@@ -93,7 +91,7 @@ class ResourceManager:
         if role.device_mapping is None:
             hidden = () if self._has_accelerators else None
             return [
-                Placement(rank, rank % self.num_nodes, self._bundles[rank % self.num_nodes], (), hidden)
+                Placement(rank, self._bundles[rank % self.num_nodes], (), hidden)
                 for rank in range(role.world_size or 1)
             ]
         self._check_mapping(name, role.device_mapping, role.num_gpus_per_worker)
@@ -110,7 +108,7 @@ class ResourceManager:
                 )
             node = nodes.pop()
             local = tuple(device % self.num_devices_per_node for device in group) if self._has_accelerators else None
-            placements.append(Placement(rank, node, self._bundles[node], group, local))
+            placements.append(Placement(rank, self._bundles[node], group, local))
         return placements
 
     def close(self) -> None:

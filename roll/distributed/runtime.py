@@ -81,8 +81,6 @@ class RayRuntime:
     """The Ray cluster that this process drives."""
 
     address: str
-    owned: bool
-    """False for an existing cluster, which keeps running afterwards."""
     log_dir: Path | None
     mark: str
     """The value of ``ROLL_RUN_MARK`` in the environment of every process of the run."""
@@ -147,7 +145,7 @@ def ray_runtime(
                 _compare_nodes()
                 address = ray.get_runtime_context().gcs_address if has_ray else str(nodes.ray_address)
                 # Ray hands `inherited` to the actors of a connection made here; the caller's own knows nothing of it.
-                yield RayRuntime(address, False, log_dir, mark, guard, actor_envs=inherited if has_ray else {})
+                yield RayRuntime(address, log_dir, mark, guard, actor_envs=inherited if has_ray else {})
             return
         options = _node_options(nodes, num_devices_per_node, object_store_bytes)
         if nodes.rank > 0:
@@ -162,7 +160,7 @@ def ray_runtime(
                     _signals_of_nodes(node.address, nodes.world_size),
                     _dismissing_nodes(node.address, nodes.world_size > 1 and supervised.is_attached),
                 ):
-                    yield RayRuntime(node.address, owned=True, log_dir=log_dir, mark=mark, guard=guard)
+                    yield RayRuntime(node.address, log_dir=log_dir, mark=mark, guard=guard)
 
 
 @contextlib.contextmanager

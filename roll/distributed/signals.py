@@ -63,8 +63,6 @@ class EndingSignals:
         self._raised: BaseException | None = None
         self.received: signal.Signals | None = None
         """The first signal."""
-        self.received_at = 0.0
-        """Its time, on the monotonic clock."""
         self.saves_on_usr1 = False
         """SIGUSR1 requests a checkpoint, and the process continues."""
         self.save_requested = False
@@ -191,7 +189,7 @@ class EndingSignals:
             return
         if self.received is not None:
             return  # the second one is the listening thread's
-        self.received, self.received_at = signal.Signals(number), time.monotonic()
+        self.received = signal.Signals(number)
         if self.on_first is not None:
             self.on_first(self.received)
         if not self._held:

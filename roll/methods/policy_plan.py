@@ -81,8 +81,6 @@ class PolicyPlan(Plan):
     num_additional_prompts: int
     """Prompts drawn beyond the need."""
     needs_critic: bool
-    pg_variant: str
-    """The actor's policy loss."""
     norm_types: tuple[str | None, str | None]
     """``norm_mean_type`` and ``norm_std_type`` as written (null included); ``auto`` where the file leaves them open, so
     that the estimator's own pair holds."""
@@ -188,7 +186,6 @@ def policy_plan(config: PolicyConfig) -> dict[str, Any]:
         "engine_log_probs_as_old": engine_log_probs_as_old(config),
         "async_generation_ratio": config.async_generation_ratio,
         "needs_critic": needs_critic(config),
-        "pg_variant": config.loss.name,
         "norm_types": (config.norm_mean_type, config.norm_std_type),
     }
 

@@ -242,7 +242,6 @@ class RolloutResult(Generic[GroupT]):
     num_drawn: int = 0
     num_filtered: int = 0
     num_aborted: int = 0
-    rejected_mean_scores: list[float] = field(default_factory=list)
 
 
 async def collected(
@@ -288,7 +287,6 @@ async def collected(
         num_drawn=flow.next_order - first_draw,
         num_filtered=rejections.count,
         num_aborted=num_in_flight + max(0, len(accepted) - count),
-        rejected_mean_scores=rejections.mean_scores,
     )
 
 

@@ -41,7 +41,7 @@ def test_as_the_tokenizer_renders(family: Family, tmp_path: Path) -> None:
     ends = [tokenizer.eos_token_id, *(tokenizer.convert_tokens_to_ids(end) for end in family.ends)]
     for tools in (None, [TOOL]):
         whole, light = ChatTemplate(tokenizer, ends, tools), ChatTemplate(files, [files.eos_token_id, *ends[1:]], tools)
-        assert sorted(light.end_texts) == sorted(whole.end_texts) and light.source == whole.source
+        assert sorted(light.end_tokens) == sorted(whole.end_tokens) and light.source == whole.source
         for length in range(2, len(TALK) + 1):
             for prompt in (False, True):
                 assert _said(light, TALK[:length], prompt) == _said(whole, TALK[:length], prompt)

@@ -252,7 +252,6 @@ import json
 from roll.config.roles import WorkerConfig
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 with ray_runtime(4) as runtime:
-    assert not runtime.owned
     role = WorkerConfig(world_size=1)
     cluster = Cluster("guest", "tests.distributed.light_workers.BasicWorker", ResourceManager(1), role)
     print(json.dumps([address.pid for address in cluster.addresses]))
