@@ -14,7 +14,7 @@ import torch
 
 from roll.protocol import joining, storage
 from roll.protocol.columns import Column, ObjectColumns, PackedColumn, TensorColumns, object_array
-from roll.protocol.joining import RowIndex, first_difference, mini_batch_rows, row_groups, row_numbers
+from roll.protocol.joining import RowIndex, mini_batch_rows, row_groups, row_numbers, same_value
 from roll.protocol.packing import to_wire
 
 Names = str | Collection[str]
@@ -343,7 +343,8 @@ class DataProto:
 
     def equals(self, other: DataProto) -> bool:
         """Same columns (order aside), dtypes, shapes, values (exactly; NaN equals NaN) and ``meta_info``."""
-        return first_difference(self, other) is None
+        ours, theirs = ((one.batch, one.non_tensor_batch, one.meta_info) for one in (self, other))
+        return same_value(ours, theirs)
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: see :mod:`roll.protocol.storage` for what objects may hold."""

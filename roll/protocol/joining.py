@@ -26,25 +26,6 @@ class Batch(Protocol):
     def __len__(self) -> int: ...
 
 
-def first_difference(left: Batch, right: Batch) -> str | None:
-    """First difference between two batches, in words; None where there is none.
-
-    The order of columns makes no difference.
-    """
-    kinds: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = [
-        ("batch", left.batch, right.batch),
-        ("non_tensor_batch", left.non_tensor_batch, right.non_tensor_batch),
-        ("meta_info", left.meta_info, right.meta_info),
-    ]
-    for kind, ours, theirs in kinds:
-        if ours.keys() != theirs.keys():
-            return f"{kind} has {sorted(ours)} and {sorted(theirs)}"
-        for key in ours:
-            if not same_value(ours[key], theirs[key]):
-                return f"{kind}[{key!r}] differs: {_describe(ours[key])} and {_describe(theirs[key])}"
-    return None
-
-
 def same_value(left: Any, right: Any) -> bool:
     """Equality that reaches into containers: tensors and arrays by dtype, shape and values, exactly.
 
@@ -81,13 +62,6 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     wide = torch.complex128 if left.is_complex() else torch.float64
     return torch.allclose(left.to(wide), right.to(wide), rtol=0, atol=0, equal_nan=True)
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.flatten()[:8].tolist()}"
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."
 
 
 METRICS = "metrics"

@@ -12,7 +12,6 @@ from hypothesis import given
 from safetensors.torch import save_file
 
 from roll.protocol import DataProto
-from roll.protocol.joining import first_difference
 from tests.protocol.batches import EXAMPLES, batches
 
 
@@ -21,7 +20,7 @@ from tests.protocol.batches import EXAMPLES, batches
 def test_round_trip(tmp_path_factory: pytest.TempPathFactory, data: DataProto) -> None:
     path = tmp_path_factory.getbasetemp() / "data.safetensors"
     data.save(path)
-    assert first_difference(DataProto.load(path), data) is None
+    assert DataProto.load(path).equals(data)
 
 
 def test_objects(tmp_path: Path) -> None:
@@ -41,7 +40,7 @@ def test_objects(tmp_path: Path) -> None:
     data = DataProto.from_dict({}, {"value": values}, {"when": {"step": 3, "sizes": (1, 2)}})
     data.save(tmp_path / "objects")
     loaded = DataProto.load(tmp_path / "objects")
-    assert first_difference(loaded, data) is None
+    assert loaded.equals(data)
     assert type(loaded.meta_info["when"]["sizes"]) is tuple
     loaded.non_tensor_batch["value"][5][0, 0] = 9  # arrays are writable
 

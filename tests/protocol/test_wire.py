@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from roll.protocol import DataProto
 from roll.protocol.columns import PackedColumn
-from roll.protocol.joining import first_difference, same_value
+from roll.protocol.joining import same_value
 from roll.protocol.packing import Packed, Spans, pack
 from tests.protocol.batches import EXAMPLES, assert_rows, batches, dumps, num_bytes, rows_of, send, tensors
 
@@ -54,9 +54,9 @@ def rlvr_batch(rows: int, width: int, mean: int, pad: int = 0) -> tuple[DataProt
 def test_round_trip(data: DataProto) -> None:
     received = send(data)
     assert is_packed(received)
-    assert first_difference(received, data) is None
+    assert received.equals(data)
     assert list(received.batch) == list(data.batch)
-    assert first_difference(pickle.loads(pickle.dumps(data, protocol=4)), data) is None
+    assert pickle.loads(pickle.dumps(data, protocol=4)).equals(data)
 
 
 @EXAMPLES
@@ -66,10 +66,10 @@ def test_verbs_on_a_received_batch(data: DataProto, chunks: int) -> None:
     parts = received.chunk(chunks)
     assert all(map(is_packed, parts))
     for part, expected in zip(parts, data.chunk(chunks), strict=True):
-        assert first_difference(send(part), expected) is None  # passed on as it came
-        assert first_difference(part, expected) is None
+        assert send(part).equals(expected)  # passed on as it came
+        assert part.equals(expected)
     assert is_packed(received)
-    assert first_difference(DataProto.concat(send(data).chunk(chunks)), data) is None
+    assert DataProto.concat(send(data).chunk(chunks)).equals(data)
     assert_rows(send(data).repeat(2), rows_of(data.repeat(2)))
     assert_rows(send(data)[::-1], rows_of(data)[::-1])
 
@@ -275,13 +275,13 @@ class TestObjects:
         )
         stream, _ = dumps(data)
         received = send(data)
-        assert first_difference(received, data) is None
+        assert received.equals(data)
         received.non_tensor_batch["image"][0].zero_()
         assert b"torch.storage" not in stream  # what torch.save's format would leave
 
     def test_objects_of_the_user(self) -> None:
         data = DataProto.from_dict({}, {"set": [{1}, {2}], "none": [None, None]}, {"dtype": torch.bfloat16})
-        assert first_difference(send(data), data) is None
+        assert send(data).equals(data)
 
 
 def test_wide_elements_are_refused() -> None:
