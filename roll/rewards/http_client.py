@@ -7,13 +7,10 @@ import hashlib
 import json
 import logging
 import math
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -203,15 +200,9 @@ MISSING = object()
 
 
 class AnswerCache:
-    """Drops the least recently used answers from memory, none from disk. Safe between threads and processes.
+    """Keeps answers in memory, the least recently used of which are dropped. Safe between threads."""
 
-    Args:
-        folder: where answers are kept between runs, one JSON file each; None: in memory only.
-        max_entries: answers held in memory.
-    """
-
-    def __init__(self, folder: Path | None = None, max_entries: int = 100_000) -> None:
-        self._folder = folder
+    def __init__(self, max_entries: int = 100_000) -> None:
         self._max_entries = max_entries
         self._entries: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
@@ -227,35 +218,9 @@ class AnswerCache:
         with self._lock:
             if key in self._entries:
                 self._entries.move_to_end(key)
-                return self._entries[key]
-        if self._folder is None:
-            return MISSING
-        try:
-            answer = json.loads((self._folder / key[:2] / f"{key}.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):  # a damaged file counts as none
-            return MISSING
-        self._remember(key, answer)
-        return answer
+            return self._entries.get(key, MISSING)
 
     def put(self, key: str, answer: object) -> None:
-        """Keep an answer, which must be JSON."""
-        self._remember(key, answer)
-        if self._folder is None:
-            return
-        file = self._folder / key[:2] / f"{key}.json"
-        # Whole or not at all: other workers may read the folder.
-        part = file.with_name(f".{file.name}.{os.getpid()}.{threading.get_ident()}")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(answer), encoding="utf-8")
-            os.replace(part, file)
-        except OSError as error:
-            logger.error("%s was not written; the run goes on and keeps answers in memory only: %s", file, error)
-            self._folder = None
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
-
-    def _remember(self, key: str, answer: object) -> None:
         with self._lock:
             self._entries[key] = answer
             self._entries.move_to_end(key)

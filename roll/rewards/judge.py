@@ -60,8 +60,6 @@ class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
     """Further fields of the request, such as ``chat_template_kwargs: {enable_thinking: false}``."""
     cache: bool = True
     """Do not ask the same twice."""
-    cache_dir: str = ""
-    """Folder that keeps answers between runs; empty: in memory only."""
 
     def __post_init__(self) -> None:
         if self.model_type == "api" and not self.base_url:
@@ -79,7 +77,7 @@ class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
         if self.min_score is None and self.max_score is None:
             self.min_score, self.max_score = bounds
         self.check_reading()
-        self._cache = AnswerCache(Path(self.cache_dir).expanduser() if self.cache_dir else None) if self.cache else None
+        self._cache = AnswerCache() if self.cache else None
         key = self.api_key or os.environ.get(self.api_key_env, "")
         self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self, key)
 

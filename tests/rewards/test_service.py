@@ -131,7 +131,6 @@ def test_an_address_that_is_none_is_refused() -> None:
         ("http_reward", {"url": "http://169.254.169.254/latest"}, "url is set by the service"),
         ("llm_judge", {"prompt": "/etc/passwd"}, "prompt is set by the service"),
         ("llm_judge", {"base_url": "http://evil/v1", "api_key_env": "HOME"}, "is set by the service"),
-        ("llm_judge", {"cache_dir": "/tmp/x"}, "cache_dir is set by the service"),
         (f"{own_rewards.__name__}.shortness", {"scale": 3.0}, "scale is set by the service"),
     ],
 )

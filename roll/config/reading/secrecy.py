@@ -173,14 +173,14 @@ def _are_no_words(pieces: list[str], fewest: int) -> bool:
 def _is_base64url(value: str) -> bool:
     """Its dashes and underscores may leave no piece that is long enough to tell by itself."""
     pieces = _PIECE.findall(value)
-    if not _BASE64URL.fullmatch(value) or len(pieces) > len(value) / 4 or len(set(map(_case, "".join(pieces)))) < 3:
+    if (
+        not _BASE64URL.fullmatch(value)
+        or len(pieces) > len(value) / 4
+        or len({(one.isdigit(), one.isupper()) for one in "".join(pieces)}) < 3
+    ):
         return False
     turns = sum(len(_TURN.findall(piece)) for piece in pieces) / max(sum(map(len, pieces)) - len(pieces), 1)
     return turns >= 0.3 and _are_no_words(pieces, 4)
-
-
-def _case(character: str) -> tuple[bool, bool]:
-    return character.isdigit(), character.isupper()
 
 
 def _is_mixed(piece: str) -> bool:
