@@ -76,7 +76,7 @@ class ChatTemplate:
         """The tokenizer's own token for the end of a text."""
         ends = list(end_tokens) or ([] if self.eos_token is None else [self.eos_token])
         self._ends = {str(tokenizer.convert_ids_to_tokens(token)): token for token in ends}
-        self.end_tokens = frozenset(ends)
+        self.end_tokens, self.end_texts = frozenset(ends), tuple(self._ends)
         self._json_arguments: bool | None = None
         """Tool arguments are a JSON text (True) or a mapping; None until a call was rendered."""
 
