@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.config.roles import ModelArguments, OptimizerConfig, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import Output, TensorBatch
@@ -66,6 +66,7 @@ class Contender:
     config: dict[str, Any] = field(default_factory=dict)
     role: dict[str, Any] = field(default_factory=dict)
     one_rank: bool = False
+    optimizer: Literal["adamw", "muon"] = "adamw"
     package: str | None = None
 
 
@@ -78,6 +79,8 @@ CONTENDERS = [
     Contender("fsdp2", "fsdp2_train", one_rank=True),
     Contender("fsdp2, shared prompts", "fsdp2_train", role={"use_prefix_sharing": True}, one_rank=True),
     Contender("fsdp2", "fsdp2_train"),
+    Contender("fsdp2, Muon", "fsdp2_train", optimizer="muon", one_rank=True),
+    Contender("fsdp2, Muon", "fsdp2_train", optimizer="muon"),
     Contender("fsdp", "fsdp_train"),
     *(
         Contender(f"deepspeed ZeRO-{stage}", "deepspeed_train", {"zero_stage": stage}, package="deepspeed")
@@ -180,7 +183,11 @@ def build_strategy(contender: Contender, folder: Path, args: argparse.Namespace)
     role = WorkerConfig(
         name="actor_train",
         model_args=ModelArguments(str(folder), dtype=args.dtype, disable_gradient_checkpointing=not args.recompute),
-        training_args=TrainingArguments(learning_rate=1e-5, per_device_train_batch_size=args.micro_batch),
+        training_args=TrainingArguments(
+            learning_rate=1e-5,
+            optimizer=OptimizerConfig(contender.optimizer),
+            per_device_train_batch_size=args.micro_batch,
+        ),
         strategy_args=StrategyArguments(contender.strategy, dict(contender.config)),
         use_sequence_packing=args.packed and not contender.strategy.startswith("megatron"),
         **contender.role,

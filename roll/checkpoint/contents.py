@@ -42,6 +42,8 @@ class ModelContents:
     """Fingerprint of the model folder, where parameters are frozen and it has safetensors files."""
     path: str | None = None
     """``model_name_or_path`` of the role that wrote it."""
+    optimizer: str = "adamw"
+    """``training_args.optimizer.name`` of that role."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -164,6 +166,8 @@ def _differences(written: ModelContents, present: ModelContents) -> Iterable[str
                 "(model_args.lora_alpha)"
             )
             break
+    if written.optimizer != present.optimizer:
+        yield f"its moments are those of {written.optimizer} (training_args.optimizer: {present.optimizer} here)"
     if written.base != present.base and None not in (written.base, present.base):
         yield "its frozen parameters were those of another model folder (pretrain, model_args.model_name_or_path)"
 

@@ -34,6 +34,7 @@ WEIGHT = "weight"
 BUFFER = "buffer"
 """Kind of a persistent buffer, in its own type."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MUON_MOMENTS = ("momentum_buffer",)
 
 _PIECES, _UPDATES = "pieces", "updates"
 
@@ -45,7 +46,7 @@ class Piece:
 
     name: str
     tensors: Mapping[str, Tensor]
-    """Tensors by kind (:data:`WEIGHT`, the :data:`MOMENTS`); 1-D, or (rows, columns) with a stride."""
+    """Tensors by kind (:data:`WEIGHT`, :data:`MOMENTS`, :data:`MUON_MOMENTS`): 1-D; (rows, columns) with a stride."""
     start: int = 0
     stride: int = 0
     """Elements from one row of the whole parameter to the next; 0: consecutive elements."""

@@ -26,6 +26,7 @@ from roll.config.reading.schema import flat_options, mapped_section, nested_sect
 from roll.config.roles import (
     GeneratingArguments,
     ModelArguments,
+    OptimizerConfig,
     RouterReplayArguments,
     SequencePackingArguments,
     StrategyArguments,
@@ -75,6 +76,7 @@ def tables() -> tuple[tuple[str, type, tuple[type, ...]], ...]:
         ("`<role>.data_args.curriculum`", CurriculumArguments, ()),
         ("`<role>.generating_args`", GeneratingArguments, ()),
         ("`<role>.strategy_args`", StrategyArguments, ()),
+        ("`<role>.training_args.optimizer`", OptimizerConfig, ()),
         *_strategy_options(),
         ("`<role>.sequence_packing_args`", SequencePackingArguments, ()),
         ("`<role>.router_replay`", RouterReplayArguments, ()),

@@ -71,12 +71,37 @@ class ModelArguments:
     """Run code that comes with the model. Only for sources you trust."""
 
 
+def parse_optimizer(value: object) -> object:
+    """``muon`` for ``{name: muon}``."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """``training_args.optimizer``: which optimizer, by its name alone (``optimizer: muon``) or with its options."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """``muon``: matrices of hidden layers are updated by Muon, everything else by AdamW with the same learning rate."""
+    momentum: float = setting(0.95, ge=0, lt=1, read_if={"name": ("muon",)})
+    """Muon's decay of the averaged gradient."""
+    nesterov: bool = setting(True, read_if={"name": ("muon",)})
+    """Muon with Nesterov's momentum."""
+    ns_steps: int = setting(5, ge=1, le=99, read_if={"name": ("muon",)})
+    """Newton-Schulz iterations of an update of Muon."""
+    scaling: Literal["match_adamw_rms", "original"] = setting("match_adamw_rms", read_if={"name": ("muon",)})
+    """Factor of Muon's update of an A x B matrix: ``match_adamw_rms`` 0.2 sqrt(max(A, B)), for learning rates of AdamW;
+    ``original`` sqrt(max(1, A / B)), for those of Muon's authors."""
+
+
 @dataclass(frozen=True)
 class TrainingArguments:
     """``<role>.training_args``: optimizer, schedule and batch sizes of a trained role."""
 
     learning_rate: float = setting(5.0e-5, ge=0, example=1.0e-6)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of the optimizer."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=rules(parse=parse_optimizer))
+    """``adamw`` or ``muon``, or a section with ``name`` and options; ``muon`` under ``fsdp2_train`` and
+    ``fsdp_train``."""
     lr_scheduler_type: str = setting("linear", choices=LR_SCHEDULERS)
     """Schedule after the warm-up, by Hugging Face's name: ``linear``, ``cosine``, ``constant``,
     ``constant_with_warmup`` (the same), ``cosine_with_restarts``, ``cosine_with_min_lr``, ``polynomial``,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.config.roles import ModelArguments, OptimizerConfig, StrategyArguments, WorkerConfig
 from roll.config.strategies.registry import Fsdp1StrategyConfig, Fsdp2StrategyConfig, typed_strategy_config
 from tests.config.good import GOOD, GOOD_SFT, changed, load, mistakes
 
@@ -125,3 +125,40 @@ def test_gradients_are_summed_in_fp16_with_fp16_computation_only(tmp_path: Path)
     assert problem.key == f"actor_train.{CONFIG}.reduce_dtype" and "computes in bf16" in problem.rule
     both = {"reduce_dtype": "fp16", "param_dtype": "fp16"}
     assert mistakes(tmp_path, changed({f"actor_train.{CONFIG}": both})) == ()
+
+
+ARGUMENTS = "actor_train.training_args"
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_train", "megatron_train"])
+def test_muon_is_refused_where_it_is_not_available(tmp_path: Path, strategy: str) -> None:
+    data = changed({f"actor_train.{NAME}": strategy, f"{ARGUMENTS}.optimizer": "muon"})
+    (problem,) = [one for one in mistakes(tmp_path, data) if "optimizer" in one.key]
+    assert problem.key == f"{ARGUMENTS}.optimizer" and problem.value == "muon"
+    assert f"not available under {strategy}" in problem.rule and "fsdp2_train has muon" in problem.rule
+    again = mistakes(tmp_path, changed({f"{ARGUMENTS}.optimizer": problem.example}, data))
+    assert not [one for one in again if "optimizer" in one.key]
+
+
+@pytest.mark.parametrize(
+    "written", ["muon", {"name": "muon"}, {"name": "muon", "momentum": 0.9, "scaling": "original"}]
+)
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train"])
+def test_muon_is_a_word_or_a_section(tmp_path: Path, strategy: str, written: Any) -> None:
+    data = changed({f"actor_train.{NAME}": strategy, f"{ARGUMENTS}.optimizer": written})
+    found = load(tmp_path, data).config.actor_train.training_args.optimizer
+    options = {} if isinstance(written, str) else {key: value for key, value in written.items() if key != "name"}
+    assert found == OptimizerConfig("muon", **options)
+
+
+@pytest.mark.parametrize(
+    ("written", "key", "rule"),
+    [
+        ("sgd", "optimizer.name", "adamw"),
+        ({"name": "muon", "momentum": 1.0}, "optimizer.momentum", "less than 1"),
+        ({"name": "muon", "scaling": "rms"}, "optimizer.scaling", "match_adamw_rms"),
+    ],
+)
+def test_a_wrong_optimizer_is_named(tmp_path: Path, written: Any, key: str, rule: str) -> None:
+    (problem,) = mistakes(tmp_path, changed({f"{ARGUMENTS}.optimizer": written}))
+    assert problem.key == f"{ARGUMENTS}.{key}" and rule in f"{problem.rule} {problem.example}"

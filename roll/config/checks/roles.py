@@ -152,7 +152,12 @@ def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
         check_lora(name, role, pipeline.task_of(name, role) is TRAINS, pipeline.compares_log_probs, checks)
         if options is not None:
             strategies[name] = options
-            options.check(name, role, world_size(role), pipeline.task_of(name, role) is TRAINS, checks.problems)
+            trains, optimizer = pipeline.task_of(name, role) is TRAINS, role.training_args.optimizer.name
+            options.check(name, role, world_size(role), trains, checks.problems)
+            if trains and optimizer not in options.optimizers:
+                strategy, known = role.strategy_args.strategy_name, tuple(options.optimizers)
+                rule = f"is not available under {strategy}, which has {', '.join(known)}; fsdp2_train has muon"
+                checks.add(f"{name}.training_args.optimizer", optimizer, rule, known[0])
             check_rows(config, name, role, checks)
         note_packages(name, role, checks)
     check_nodes(config, checks)

@@ -228,6 +228,7 @@ class SchemaReader:
         rules = rules_of(item)
         inner, mapped = nested_section(hint), mapped_section(hint)
         if inner is not None:
+            value = value if rules.parse is None else rules.parse(value)
             if value is not None or NoneType not in get_args(hint):
                 values[item.name] = self.read(inner, value, path)
             return

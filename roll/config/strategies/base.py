@@ -146,6 +146,9 @@ class StrategyConfig:
     passes_through: ClassVar[tuple[str, Collection[str]]] = ("", ())
     """The key whose mapping a library gets as it is, and names that may be written beside it."""
 
+    optimizers: ClassVar[Collection[str]] = ("adamw",)
+    """Names of ``training_args.optimizer`` that the strategy has."""
+
     @property
     def devices_per_worker(self) -> int:
         """Devices that one worker of the role computes on by itself."""

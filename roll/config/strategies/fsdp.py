@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from roll.config.model_files import EXPERTS, layer_classes, needed, num_experts
 from roll.config.reading.fields import parse_dtype, rules, setting
@@ -36,6 +36,8 @@ class WrapPolicy:
 @dataclass(frozen=True)
 class ShardedStrategyConfig(StrategyConfig):
     """Options of both FSDP1 and FSDP2."""
+
+    optimizers: ClassVar[Collection[str]] = ("adamw", "muon")
 
     fsdp_size: int = 1
     """Ranks over which parameters are sharded. 1 or less, or at least the role's world size: all ranks; between: a

@@ -29,7 +29,6 @@ from roll.models.log_probs import output_matrices, run_head_when_called
 from roll.models.vision import vision_modules
 from roll.strategies.fsdp.sharded import ShardedStrategy, wrapped_units
 from roll.strategies.training.gather import Pieces
-from roll.strategies.training.optimizer import decay_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -150,12 +149,9 @@ class FsdpStrategy(ShardedStrategy):
                 # Private: torch has no public way to free what a forward pass without a backward pass leaves gathered.
                 _reshard(unit, handle, True)
 
-    def _decay_groups(self) -> list[dict[str, Any]]:
+    def _num_dims(self, parameter: torch.Tensor) -> int:
         # With use_orig_params a sharded parameter is a flat view: only its whole shape tells a matrix from a vector.
-        def num_dims(parameter: torch.Tensor) -> int:
-            return len(self._pieces[parameter].shape) if parameter in self._pieces else parameter.ndim
-
-        return decay_groups(self.model, self.role.training_args.weight_decay, num_dims)
+        return len(self._pieces[parameter].shape) if parameter in self._pieces else parameter.ndim
 
     def _begin_micro_batch(self, last: bool) -> None:
         self._reduces = last or self.config.reduce_scatter_during_grad_accumulation

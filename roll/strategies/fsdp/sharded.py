@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from roll.config.roles import TrainingArguments
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
 from roll.models.experts import EXPERTS, SparseLayer, run_every_expert
@@ -29,6 +30,7 @@ from roll.strategies.base import StateKind
 from roll.strategies.training.checkpoint import Shard, pieces_of, restore_shards, resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
+from roll.strategies.training.muon import MuonAndAdamW, hidden_matrices
 from roll.strategies.training.optimizer import (
     TrainingProgress,
     adamw,
@@ -103,7 +105,7 @@ class ShardedStrategy(DataParallelStrategy):
 
     config: ShardedStrategyConfig
     mesh: DeviceMesh
-    optimizer: torch.optim.AdamW | None = None
+    optimizer: torch.optim.Optimizer | None = None
 
     def _configure(self) -> None:
         self.compute_dtype = DTYPES[self.config.param_dtype or self.role.model_args.dtype]
@@ -125,7 +127,7 @@ class ShardedStrategy(DataParallelStrategy):
             args = self.role.training_args
             enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
             self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
-            self.optimizer = adamw(self._decay_groups(), args)
+            self.optimizer = self._optimizer(args)
             self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             self._watch_balance()
         self.model.train(num_training_steps > 0)
@@ -185,8 +187,20 @@ class ShardedStrategy(DataParallelStrategy):
                 before = () if shard is None else shard[1].sizes[: self.mesh.get_local_rank("fsdp")]
                 yield name, parameter, sum(before)
 
+    def _optimizer(self, args: TrainingArguments) -> torch.optim.Optimizer:
+        groups = self._decay_groups()
+        if args.optimizer.name == "adamw":
+            return adamw(groups, args)
+        matrices = hidden_matrices(self.model.language_model, self.sparse_layers, self._num_dims)
+        trained = {parameter for group in groups for parameter in group["params"]}
+        return MuonAndAdamW(groups, matrices & trained, args, self._sharded, self.mesh.get_group("fsdp"), self.device)
+
+    def _num_dims(self, parameter: torch.Tensor) -> int:
+        """Dimensions of the whole parameter."""
+        return parameter.ndim
+
     def _decay_groups(self) -> list[dict[str, Any]]:
-        return decay_groups(self.model, self.role.training_args.weight_decay)
+        return decay_groups(self.model, self.role.training_args.weight_decay, self._num_dims)
 
     def _shard_group(self) -> ProcessGroup | None:
         return None if self._is_replica else self.mesh.get_group("fsdp")

@@ -32,7 +32,7 @@ from roll.checkpoint.contents import (
     read_trainer_state,
 )
 from roll.checkpoint.state import capture_rng_state, load_state, restore_rng_state, save_state
-from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece, Pieces, StoredTensors, stored_tensors
+from roll.checkpoint.tensors import MOMENTS, MUON_MOMENTS, WEIGHT, Piece, Pieces, StoredTensors, stored_tensors
 from roll.config.roles import WorkerConfig
 from roll.models.loading import fingerprint
 from roll.strategies.training.optimizer import local_tensor
@@ -58,6 +58,7 @@ def describe_model(
         scalings=scalings,
         base=fingerprint(role.model_args.model_name_or_path) if frozen else None,
         path=role.model_args.model_name_or_path,
+        optimizer=role.training_args.optimizer.name,
     )
 
 
@@ -157,25 +158,27 @@ def pieces_of(shards: Iterable[Shard], optimizer: Optimizer, with_moments: bool)
         if not local.numel():
             continue
         state = optimizer.state.get(parameter, {}) if with_moments else {}
-        moments = {kind: local_tensor(state[kind]).flatten() for kind in MOMENTS if kind in state}
+        moments = {kind: local_tensor(state[kind]).flatten() for kind in (*MOMENTS, *MUON_MOMENTS) if kind in state}
         updates = int(state["step"]) if "step" in state else 0
         yield Piece(name, {WEIGHT: local.flatten(), **moments}, start, updates=updates)
 
 
 @torch.no_grad()
 def restore_shards(shards: Iterable[Shard], optimizer: Optimizer, stored: StoredTensors) -> None:
-    """Load parameters and AdamW moments from a checkpoint; moments that it lacks start new."""
+    """Load parameters and the optimizer's moments from a checkpoint; moments that it lacks start new."""
     for name, parameter, begin in shards:
         local = local_tensor(parameter.detach())
         end = begin + local.numel()
         local.copy_(stored.read(WEIGHT, name, begin, end).view(local.shape))
         optimizer.state.pop(parameter, None)
         is_absent = not local.numel() and not isinstance(parameter, DTensor)  # FSDP1 gives it no gradient
-        if is_absent or not stored.has(MOMENTS[0], name):
+        kinds = [kind for kind in (*MOMENTS, *MUON_MOMENTS) if stored.has(kind, name)]
+        if is_absent or not kinds:
             continue
         state: dict[str, Any] = optimizer.state[parameter]
-        # As AdamW makes them when it first steps; the fused one counts on the device.
-        state["step"] = torch.full((), float(stored.updates(name)), device=parameter.device)
-        for kind in MOMENTS:
+        if MOMENTS[0] in kinds:
+            # As AdamW makes them when it first steps; the fused one counts on the device.
+            state["step"] = torch.full((), float(stored.updates(name)), device=parameter.device)
+        for kind in kinds:
             state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             local_tensor(state[kind]).copy_(stored.read(kind, name, begin, end).view(local.shape))
