@@ -92,7 +92,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             self.param_groups = [one for one in self.param_groups if one["is_muon"]] + self._adamw.param_groups
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Collective over the ranks that hold shards."""
         assert closure is None
         for group in self.param_groups:
