@@ -19,7 +19,6 @@ from tests.strategies.jobs import POLICY, _whole, started, trainer
 from tests.strategies.samples import TensorBatch, policy_loss
 
 ADAPTERS = {"lora_target": ["q_proj", "v_proj", "down_proj"], "lora_rank": 4, "lora_alpha": 8}
-EXPERT_ADAPTERS = ADAPTERS | {"lora_target": ["q_proj", "gate_up_proj", "down_proj"]}
 LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "fsdp2-1-rank": (1, "fsdp2", "tied", {}),
     "fsdp2": (2, "fsdp2", "untied", {}),
