@@ -137,6 +137,8 @@ def put_episodes(draft: Draft) -> None:
         draft.put("val_env_manager.tags", [f"{tag}{VALIDATION}"], "val_files")
         draft.put("val_env_manager.num_env_groups", int(keys.get("val_batch_size", prompts)), "val_batch")
         draft.remark(["val_files"], ALL_ROWS)
+        if "validation.before_train" in keys:
+            draft.put("val_before_train", keys["validation.before_train"])
         for key in [key for key in keys if key.startswith("validation.generating_args.")]:
             draft.put(f"val_env_manager.{key.removeprefix('validation.')}", keys[key])
         several = draft.keys.pop("val_env_manager.generating_args.num_return_sequences", None)

@@ -63,12 +63,18 @@ def test_text_without_calls_is_content(name: str) -> None:
         assert parsed.content == text or parsed.errors
 
 
+ONE_CALL = '{"name": "calc", "arguments": {}}'
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
         ("hermes", "<tool_call>\n{name: calc}\n</tool_call>"),
         ("hermes", '<tool_call>\n{"name": "calc", "arguments": {}}'),
         ("hermes", "<tool_call>[1, 2]</tool_call>"),
+        # vLLM's parser reads neither.
+        ("hermes", f"<tool_call>{ONE_CALL}\n{ONE_CALL}</tool_call>"),
+        ("hermes", f"<tool_call>\n```json\n{ONE_CALL}\n```\n</tool_call>"),
         ("hermes", '<tool_call>{"name": "calc", "arguments": {"x": NaN}}</tool_call>'),
         ("mistral", '[TOOL_CALLS] [{"name": "calc", "arguments": {"x": -Infinity}}]'),
         ("hermes", '<tool_call>{"name": "calc", "arguments": 3}</tool_call>'),

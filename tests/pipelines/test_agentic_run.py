@@ -66,6 +66,14 @@ def test_a_policy_learns_over_turns(run: Run) -> None:
     assert min(finished.values("episode/turns")) == 2.0
 
 
+def test_the_first_step_comes_before_the_first_validation(run: Run) -> None:
+    validation = {"num_env_groups": 1, "group_size": 4, "tags": ["letters"]}
+    sizes = {"max_steps": 2, "eval_steps": 1, "val_batch_size": 4, "val_env_manager": validation}
+    finished = run(LETTERS | sizes | {"val_before_train": False}, "agentic")
+    rows = read_metrics(finished.logs / METRICS_NAME)
+    assert next(row["step"] for row in rows if "val/letters/score/mean" in row) == 1
+
+
 FAULTY = LETTERS | {
     "custom_envs.letters.env_type": f"{HERE}.Faulty",
     "custom_envs.letters.step_timeout": 2.0,

@@ -436,6 +436,9 @@ def test_turns_of_skyrl_become_episodes(translated: Translate) -> None:
         one_message.keys == keys | added
         and load(one_message, QUICKSTART).plan.entries["search"].samples == "trajectory"
     )  # type: ignore[attr-defined]
+    unasked = translated(f"{EPISODES} trainer.eval_before_train=false")
+    assert "val_before_train" not in keys and unasked.keys == keys | {"val_before_train": False}
+    assert not load(unasked, QUICKSTART).config.val_before_train  # type: ignore[attr-defined]
     plan = load(translation, QUICKSTART).plan
     assert plan.train.groups == 64 and plan.train.group_size == 5  # type: ignore[attr-defined]
     assert keys["train_env_manager.group_filter_config.type"] == "std_filter"

@@ -173,6 +173,8 @@ class AgenticConfig(PolicyConfig):
     """Episodes of one step, a multiple of ``train_env_manager.group_size``."""
     val_batch_size: int = setting(128, ge=1, read_if={"val_env_manager": ()})
     """Episodes of one validation, a multiple of ``val_env_manager.group_size``."""
+    val_before_train: bool = setting(True, read_if={"val_env_manager": ()})
+    """Validate before the first step."""
     sequence_length: int = setting(1024, ge=2)
     """Most tokens of a conversation: prompt and response of its longest model call."""
     global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)

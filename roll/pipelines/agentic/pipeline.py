@@ -47,6 +47,8 @@ from roll.tracking import SampleTable
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from roll.config.loader import LoadedConfig
+
 SLICE_SECONDS = 0.02
 """Duration of an engine's turn: short, since agents wait for their next observation."""
 
@@ -199,6 +201,10 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan]):
 
     slice_seconds = SLICE_SECONDS
     router = "EnvAffinityRouter"
+
+    def __init__(self, loaded: LoadedConfig[AgenticConfig]) -> None:
+        super().__init__(loaded)
+        self.validates_first = self.config.val_before_train
 
     @cached_property
     def temperature(self) -> float:
