@@ -219,7 +219,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--recipe", default=RECIPE, help=f"recipe that single keys change, for its sizes and devices ({RECIPE})"
     )
     parser.add_argument("--train-rows", type=int, metavar="N", help="rows of the training data: epochs become steps")
-    parser.add_argument("--call", type=int, metavar="N", help="which run of a script that starts several, from 1")
+    parser.add_argument("--call", type=int, metavar="N", help="which run of a script that starts several (1)")
     parser.add_argument("--quiet", action="store_true", help="no notes on stderr")
     parser.add_argument(
         "source",

@@ -18,6 +18,8 @@ from roll.translation.rules import Draft
 OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
 """Families with experts of which no backend is tested: their attention is another one."""
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
+MATRICES = frozenset({"gate_proj", "up_proj", "down_proj"})
+"""Of an expert, and of a dense layer."""
 STANDS_IN = "fsdp2"
 """Backend instead of one that is not tested with a family (Megatron Core has no model of most of them here)."""
 OTHER_ENGINE, EMBEDDED_ENGINE = "vllm", "hf_infer"
@@ -123,7 +125,7 @@ def put_family(draft: Draft) -> None:
 
 
 def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
-    """Refuse adapters on the vision tower, and on experts, whose adapters have another form here."""
+    """Put adapters on experts as well; refuse those on the vision tower, and on a part of an expert."""
     rank = draft.get("lora_rank", default=0)
     if not draft.states("lora_rank") or not rank:
         return
@@ -132,10 +134,19 @@ def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
         rule = "puts adapters on the vision tower too, there; here they go on the language model alone: "
         draft.refuse("lora_rank", f"{rule}exclude_modules='.*visual.*' is the same")
     targets = draft.get("lora_target", default="all-linear")
-    if has_experts and not (isinstance(targets, list) and ATTENTION.issuperset(targets)):
-        rule = "puts adapters on the experts too, there, others than lora_target experts does here, which adapts their "
-        rule += "fused tensors (docs/moe.md): target_modules=[q_proj,k_proj,v_proj,o_proj] is the same"
-        draft.refuse("lora_rank", rule)
+    if not has_experts or (isinstance(targets, list) and ATTENTION.issuperset(targets)):
+        return
+    if (draft.facts.get("family") or {}).get("model_type") == "gpt_oss":
+        rule = "puts adapters on the experts too, there; here those of gpt-oss take none (docs/moe.md): "
+        draft.refuse("lora_rank", f"{rule}target_modules=[q_proj,k_proj,v_proj,o_proj] is the same")
+    elif "all-linear" in targets or (ATTENTION | MATRICES).issubset(targets):
+        draft.facts["lora_target"] = "all-linear,experts"
+        text = "every expert has adapters, as there, of another form: one pair for gate_up_proj and one for down_proj; "
+        draft.remark(["lora_rank"], f"{text}Megatron shares a pair among experts, others divide gate and up")
+    else:
+        rule = "puts adapters on a part of the experts' matrices, or on them and a part of attention; lora_target "
+        rule += "experts adapts them all (docs/moe.md): [q_proj,k_proj,v_proj,o_proj], or all-linear, is the same"
+        draft.refuse("lora_target", rule)
 
 
 def put_routes(draft: Draft) -> None:

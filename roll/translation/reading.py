@@ -106,10 +106,10 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     """Read what a script called.
 
     Args:
-        call: which of several runs, from 1.
+        call: which of several runs, from 1; None: the first.
 
     Raises:
-        ConfigError: no run, several that differ in more than values without ``call``, or words that are no keys.
+        ConfigError: no run, none of number ``call``, or words that are no keys.
     """
     launches = [(command, launch) for command in recording.commands if (launch := launch_of(command.words))]
     runs = [(command, launch) for command, launch in launches if launch.trains]
@@ -118,11 +118,6 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
         if keys:
             return _of_words([word for command in keys for word in command.words], keys[0].environment)
         raise ConfigError([Problem("(script)", name, _no_run(recording, launches))])
-    # The program and the names of its keys: runs of a sweep differ in values alone.
-    kinds = {(launch.program, *(word.partition("=")[0] for word in launch.arguments)) for _, launch in runs}
-    if call is None and len(kinds) > 1:
-        shown = "; ".join(f"{number}: {_short(command)}" for number, (command, _) in enumerate(runs, start=1))
-        raise ConfigError([Problem("(script)", name, f"starts {len(runs)} runs: name one with --call N ({shown})")])
     if call is not None and not 1 <= call <= len(runs):
         raise ConfigError([Problem("--call", call, f"must be from 1 to {len(runs)}: {name} starts so many runs", 1)])
     command, launch = runs[(call or 1) - 1]
@@ -132,7 +127,7 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     left_out = dict.fromkeys(_short(other) for other in recording.commands if other is not command)
     source.left_out = list(left_out)[:MAX_LEFT_OUT]
     if call is None and len(runs) > 1:
-        source.remarks.append(f"the first of {len(runs)} runs, which differ in values alone: --call N takes another")
+        source.remarks.append(f"the first of {len(runs)} runs: --call N takes another")
     if recording.went_on:
         text = "the script ended before its launch, for files or nodes that are not here: its checks were passed over, "
         text += "and the first node was taken"

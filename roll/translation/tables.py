@@ -123,6 +123,19 @@ def listed(value: object) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+LAYERS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's names of layers, and those of Hugging Face's models."""
+
+
+def hugging_face_layers(value: object) -> object:
+    return [name for layer in value for name in LAYERS.get(str(layer), (layer,))] if isinstance(value, list) else value
+
+
 def one_of(names: Mapping[Any, Any], refusals: Mapping[Any, str] | None = None) -> Convert:
     """A conversion by a table of their names; those in ``refusals`` say why they have no translation."""
 
@@ -167,7 +180,7 @@ LOGGERS = {
 
 
 CONVERSIONS: dict[str, Convert] = {
-    **{f.__name__: f for f in (whole, count, number, pair, truth, switched, listed, numbers)},
+    **{f.__name__: f for f in (whole, count, number, pair, truth, switched, listed, numbers, hugging_face_layers)},
     "text": str,
     "yes": lambda value: True,
     "no": lambda value: False,

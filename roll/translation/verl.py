@@ -140,15 +140,6 @@ def bands(value: object) -> str:
     return str(value)
 
 
-LAYERS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
-"""Megatron's names of layers, and those of Hugging Face's models."""
-
-
 PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
     (
@@ -174,9 +165,6 @@ CONVERSIONS = {
     **{f.__name__: f for f in (config_name, level, bands)},
     "but_one": lambda value: max(0, whole(value) - 1),
     "nullable": lambda value: None if value in NULLS else value,
-    "hugging_face_layers": lambda value: (
-        [name for layer in value for name in LAYERS.get(str(layer), (layer,))] if isinstance(value, list) else value
-    ),
 }
 
 

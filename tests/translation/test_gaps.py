@@ -272,10 +272,14 @@ def test_what_would_train_something_else_is_refused(key: str, message: str, tran
 def test_adapters_on_experts_that_parallel_sizes_state(translated: Translate) -> None:
     sizes = "trainer.strategy=megatron trainer.policy.megatron_config.expert_model_parallel_size=2"
     text = f"{SKYRL} {sizes} trainer.policy.model.lora.rank=8"
-    with pytest.raises(ConfigError, match="puts adapters on the experts too"):
-        translated(text)
-    attention = "trainer.policy.model.lora.target_modules=[q_proj,k_proj,v_proj,o_proj]"
-    assert translated(f"{text} {attention}").keys["actor_train.model_args.lora_rank"] == 8
+    target, named = "actor_train.model_args.lora_target", " trainer.policy.model.lora.target_modules="
+    assert translated(text).keys[target] == "all-linear,experts"
+    whole = "[linear_qkv,linear_proj,linear_fc1,linear_fc2]"
+    assert translated(f"{text}{named}{whole}").keys[target] == "all-linear,experts"
+    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert translated(f"{text}{named}[linear_qkv,linear_proj]").keys[target] == attention
+    with pytest.raises(ConfigError, match="puts adapters on a part of the experts"):
+        translated(f"{text}{named}[linear_proj,linear_fc1]")
 
 
 def test_files_of_the_recipe_dapo(translated: Translate) -> None:

@@ -144,13 +144,15 @@ def test_files_that_a_script_names_come_along(tmp_path: Path, sandbox: Sandbox) 
     assert source.keys["trainer.default_local_dir"] == f"{tmp_path}/out"
 
 
-def test_of_a_sweep_the_first_run_is_taken(tmp_path: Path, sandbox: Sandbox) -> None:
+def test_of_several_runs_the_first_is_taken(tmp_path: Path, sandbox: Sandbox) -> None:
     text = f"for b in 8 16; do {RUN} {BATCH}=$b; done"
     source = run(tmp_path, text, sandbox)
     assert source.keys[BATCH] == 8
-    assert source.remarks == ["the first of 2 runs, which differ in values alone: --call N takes another"]
-    with pytest.raises(ConfigError, match="starts 3 runs: name one with --call N"):
-        run(tmp_path, f"{text}\n{RUN} {BATCH}=8 trainer.seed=1", sandbox)
+    assert source.remarks == ["the first of 2 runs: --call N takes another"]
+    several = run(tmp_path, f"{text}\n{RUN} {BATCH}=24 trainer.seed=1", sandbox)
+    assert several.keys == source.keys
+    assert several.remarks == ["the first of 3 runs: --call N takes another"]
+    assert any("trainer.seed=1" in words for words in several.left_out)
     assert [run(tmp_path, text, sandbox, call=call).keys[BATCH] for call in (1, 2)] == [8, 16]
     with pytest.raises(ConfigError, match="must be from 1 to 2"):
         run(tmp_path, text, sandbox, call=3)

@@ -659,7 +659,15 @@ def test_adapters_of_attention_in_a_model_with_experts(translated: Translate) ->
     text = f"{EXPERTS} actor_rollout_ref.model.lora.rank=8 actor_rollout_ref.model.lora.target_modules="
     keys = translated(f"{text}[linear_qkv,linear_proj]").keys
     assert keys["actor_train.model_args.lora_target"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    assert "experts too" in refusal(translated, f"{text}[linear_qkv,linear_fc1]")
+    assert "a part of the experts" in refusal(translated, f"{text}[linear_qkv,linear_fc1]")
+
+
+def test_adapters_of_experts(translated: Translate) -> None:
+    translation = translated(f"{EXPERTS} data.train_files=a.parquet actor_rollout_ref.model.lora_rank=8")
+    assert translation.keys["actor_train.model_args.lora_target"] == "all-linear,experts"
+    note = next(note for note in translation.notes if note.theirs.endswith("lora_rank"))
+    assert "every expert has adapters, as there, of another form" in note.text
+    load(translation, QUICKSTART)
 
 
 @pytest.mark.parametrize(
@@ -667,7 +675,10 @@ def test_adapters_of_attention_in_a_model_with_experts(translated: Translate) ->
     [
         (f"{VERL}{ON_8} actor_rollout_ref.model.path=zai-org/GLM-4.1V-9B-Thinking", "of another family than"),
         (f"{VERL}{ON_8} actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3", "vllm is tested with none of this"),
-        (f"{EXPERTS} actor_rollout_ref.model.lora_rank=8", "puts adapters on the experts too"),
+        (
+            f"{VERL}{ON_8}{MEGATRON}actor_rollout_ref.model.path=openai/gpt-oss-20b actor_rollout_ref.model.lora.rank=8",
+            "those of gpt-oss take none",
+        ),
         (
             f"{VERL}{ON_8} actor_rollout_ref.model.path=Qwen2.5-VL-3B actor_rollout_ref.model.lora_rank=8",
             "exclude_modules='.*visual.*' is the same",
