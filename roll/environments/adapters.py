@@ -11,6 +11,7 @@ import ast
 import contextlib
 import importlib
 import random
+import re
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -167,13 +168,50 @@ def gymnasium_environment(identifier: str, **config: Any) -> GymnasiumEnvironmen
     own = {key: config.pop(key) for key in ("format_penalty", "instruction", "pictures") if key in config}
     if own.get("pictures"):
         config["render_mode"] = "rgb_array"
-    try:
+    with _known_to_gymnasium(identifier):
         return GymnasiumEnvironment(gymnasium.make(identifier, **config), **own)
+
+
+@contextlib.contextmanager
+def _known_to_gymnasium(identifier: str) -> Iterator[None]:
+    import gymnasium
+
+    try:
+        yield
     except gymnasium.error.NamespaceNotFound as error:
         hint = f"name the module that registers it: gymnasium:my_package:{identifier}"
         raise ValueError(f"{error} {hint}") from error
     except gymnasium.error.Error as error:
         raise ValueError(str(error)) from error
+
+
+_REGISTRIES = {
+    "gem": ("gem.envs", "gem.envs.registration", "ENV_REGISTRY"),
+    "textarena": ("textarena", "textarena.envs.registration", "ENV_REGISTRY"),
+    "skyrl": ("skyrl_gym", "skyrl_gym.envs.registration", "registry"),
+}
+"""Prefix to the module that registers the library's environments, and where their names are."""
+
+
+def check_name(prefix: str, identifier: str) -> None:
+    """Check that the library of ``prefix`` has this environment; nothing where it is not installed.
+
+    Raises:
+        ValueError: it does not.
+    """
+    with contextlib.suppress(ImportError):
+        if prefix == "gymnasium":
+            module, _, name = identifier.rpartition(":")
+            if module:
+                importlib.import_module(module)
+            # A name without a version is completed where the environment is made.
+            if re.search(r"-v\d+$", name):
+                with _known_to_gymnasium(name):
+                    importlib.import_module("gymnasium").spec(name)
+        elif prefix in _REGISTRIES:
+            registering, module, attribute = _REGISTRIES[prefix]
+            importlib.import_module(registering)
+            _check_known(prefix, identifier, getattr(importlib.import_module(module), attribute))
 
 
 def _check_known(library: str, identifier: str, known: Collection[str]) -> None:
@@ -188,10 +226,8 @@ class GemEnvironment(_Wrapped):
 
     def __init__(self, identifier: str, **config: object) -> None:
         import gem
-        import gem.envs  # registers the environments
-        from gem.envs.registration import ENV_REGISTRY
 
-        _check_known("gem", identifier, ENV_REGISTRY)
+        check_name("gem", identifier)
         super().__init__(gem.make(identifier, **config))
         # The base class of GEM has the method too, and raises NotImplementedError in it.
         own = getattr(type(getattr(self.inner, "unwrapped", self.inner)), "sample_random_action", None)
@@ -220,7 +256,7 @@ class SkyRLEnvironment(_Wrapped):
         from skyrl_gym.envs.registration import registry
 
         super().__init__(None)
-        _check_known("skyrl-gym", identifier, registry)
+        check_name("skyrl", identifier)
         entry_point = registry[identifier].entry_point
         module = entry_point.partition(":")[0] if isinstance(entry_point, str) else entry_point.__module__
         defaults = {

@@ -60,10 +60,8 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
         EnvironmentOptionError: no such environment or option; the message names what would work.
     """
     config = dict(env_config or {})
-    prefix, colon, identifier = env_type.partition(":")
-    if colon and prefix in _GEM_PREFIXES:
-        prefix, identifier = "gem", env_type
-    if colon and prefix in _ADAPTERS:
+    prefix, identifier = _library_of(env_type)
+    if prefix:
         target = _load(*_ADAPTERS[prefix])
         return _build(env_type, lambda: target(identifier, **config))
     target = load_environment_class(env_type)
@@ -75,17 +73,27 @@ def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None)
     return _load("roll.environments.adapters", "GymnasiumEnvironment")(environment)
 
 
+def _library_of(env_type: str) -> tuple[str, str]:
+    """The prefix of another library's environment and its name there; two empty texts for any other."""
+    prefix, colon, identifier = env_type.partition(":")
+    if colon and prefix in _GEM_PREFIXES:
+        return "gem", env_type
+    return (prefix, identifier) if colon and prefix in _ADAPTERS else ("", "")
+
+
 def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> None:
     """Check that an environment and its options exist, and the values of options of built-in ones and of
-    Reasoning Gym's; needs no services or data.
+    Reasoning Gym's; needs no services or data. Of other libraries' only names are checked, where they are installed.
 
     Raises:
         EnvironmentOptionError: one does not exist, or has an impossible value.
     """
-    prefix, colon, _ = env_type.partition(":")
-    if colon and prefix in _ADAPTERS and getattr(_load(*_ADAPTERS[prefix]), "built_to_check", False):
-        make_environment(env_type, env_config)
-    if colon and prefix in (*_ADAPTERS, *_GEM_PREFIXES):
+    prefix, identifier = _library_of(env_type)
+    if prefix:
+        if getattr(_load(*_ADAPTERS[prefix]), "built_to_check", False):
+            make_environment(env_type, env_config)
+        check_name = _load("roll.environments.adapters", "check_name")
+        _build(env_type, lambda: check_name(prefix, identifier))
         return
     target = load_environment_class(env_type)
     _check_options(env_type, target, env_config)

@@ -186,8 +186,12 @@ def gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
             raise NamespaceNotFound("Namespace own not found.")
         return Corridor(**options)
 
+    def spec(name: str) -> None:
+        if name != "Corridor-v0":
+            raise Error(f"Environment {name} does not exist.")
+
     error = SimpleNamespace(Error=Error, NamespaceNotFound=NamespaceNotFound)
-    install(monkeypatch, "gymnasium", Env=GymEnv, make=make, error=error)
+    install(monkeypatch, "gymnasium", Env=GymEnv, make=make, spec=spec, error=error)
 
 
 def begun(environment: Any, seed: int, task: Any = None) -> Any:
@@ -209,6 +213,11 @@ def test_gymnasium_by_id_and_by_class() -> None:
     assert begun(instructed, 3)[0].startswith("Walk. {'at'") and instructed.step("x")[1] == -0.5  # type: ignore[index]
     with pytest.raises(EnvironmentOptionError, match="module that registers it: gymnasium:my_package:own/Corridor-v0"):
         make_environment("gymnasium:own/Corridor-v0")
+    for name in ("Corridor-v0", "Corrido", f"{__name__}:Corridor-v0", "not_installed:Corrido-v0"):
+        check_environment_options(f"gymnasium:{name}", {})
+    for name in ("Corrido-v0", f"{__name__}:Corrido-v0"):
+        with pytest.raises(EnvironmentOptionError, match="Corrido-v0 does not exist"):
+            check_environment_options(f"gymnasium:{name}", {})
 
 
 @pytest.mark.usefixtures("gymnasium")
@@ -279,6 +288,7 @@ class TextGame(Drawing):
 
 
 def test_gem(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_environment_options("gem:unknown", {})  # the library is not installed
     install(monkeypatch, "gem.envs.registration", ENV_REGISTRY={"game:Draw-v0": None, "rg:letters": None})
     install(monkeypatch, "gem", make=lambda name: GemGame() if name == "game:Draw-v0" else GemQuestion())
     report = check_environment("gem:game:Draw-v0", {}, episodes=3)
@@ -287,8 +297,10 @@ def test_gem(monkeypatch: pytest.MonkeyPatch) -> None:
     assert begun(environment, 1)[0].endswith("\nGo") and environment.step("1")[0].endswith("!")  # type: ignore[index]
     assert check_environment("rg:letters", {}, episodes=2).faults == []
     assert getattr(make_environment("rg:letters"), "sample_action", None) is None
-    with pytest.raises(EnvironmentOptionError, match="did you mean 'game:Draw-v0'"):
-        make_environment("gem:game:Draw-v1")
+    check_environment_options("game:Draw-v0", {})
+    for use in (make_environment, check_environment_options):
+        with pytest.raises(EnvironmentOptionError, match="did you mean 'game:Draw-v0'"):
+            use("gem:game:Draw-v1", {})
 
 
 def _opponent(text: str) -> str:
@@ -307,6 +319,10 @@ def test_textarena(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (reward, terminated, info["success"]) == (1.0, True, True)
     with pytest.raises(EnvironmentOptionError, match="needs `opponent`"):
         make_environment("textarena:Draw-v0", {"num_players": 2})
+    install(monkeypatch, "textarena.envs.registration", ENV_REGISTRY={"Draw-v0": None})
+    check_environment_options("textarena:Draw-v0", {})
+    with pytest.raises(EnvironmentOptionError, match="did you mean 'Draw-v0'"):
+        check_environment_options("textarena:Drw-v0", {})
     with pytest.raises(BrokenContract, match=r"has to be 2, received 1(?s:.*)num_players says 1"):
         begun(make_environment("textarena:Draw-v0"), 1)
 

@@ -676,7 +676,7 @@ def test_adapters_of_experts(translated: Translate) -> None:
         (f"{VERL}{ON_8} actor_rollout_ref.model.path=zai-org/GLM-4.1V-9B-Thinking", "of another family than"),
         (f"{VERL}{ON_8} actor_rollout_ref.model.path=deepseek-ai/DeepSeek-V3", "vllm is tested with none of this"),
         (
-            f"{VERL}{ON_8}{MEGATRON}actor_rollout_ref.model.path=openai/gpt-oss-20b actor_rollout_ref.model.lora.rank=8",
+            f"{VERL}{ON_8}{MEGATRON}actor_rollout_ref.model.path=gpt-oss-20b actor_rollout_ref.model.lora.rank=8",
             "those of gpt-oss take none",
         ),
         (
