@@ -9,10 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.server_args import ServerArgs
+
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.models.build import DTYPES, overrides
 from roll.platforms import Platform
+from roll.strategies.engines.arguments import typed_arguments
 from roll.strategies.engines.base import cache_numbers
 from roll.strategies.engines.requests import (
     FinishReason,
@@ -82,7 +85,7 @@ def engine_arguments(
     elif options.enable_memory_saver:
         wanted |= {"enable_memory_saver": True, "enable_weights_cpu_backup": options.sleep_level == 1}
     arguments |= {key: value for key, value in wanted.items() if value is not None}
-    return arguments | options.engine_args
+    return arguments | typed_arguments(options.engine_args, ServerArgs, role.name)
 
 
 def _cpu_tokens(options: SglangStrategyConfig, model_config: PretrainedConfig, max_model_len: int) -> int:

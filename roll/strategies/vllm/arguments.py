@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import vllm
+from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.models.build import DTYPES, folder_config, overrides
 from roll.platforms import Platform
+from roll.strategies.engines.arguments import typed_arguments
 from roll.strategies.engines.base import cache_numbers
 from roll.strategies.engines.requests import GenerationOutput, SamplingParams
 from roll.strategies.engines.sampling import stream_key
@@ -96,7 +98,7 @@ def engine_arguments(
             "enable_sleep_mode": True,
         }
     arguments |= {key: value for key, value in wanted.items() if value is not None}
-    return arguments | options.engine_args
+    return arguments | typed_arguments(options.engine_args, EngineArgs, role.name)
 
 
 def _on_cpu(

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from roll.strategies.engines.base import GenerationStrategy
@@ -160,3 +161,15 @@ def mixed_up_by_the_loader(folder: Path) -> list[str]:
             return update(started, load(folder), 1)
     finally:
         TokenEngine.run_scheduler_process_func = staticmethod(usual)
+
+
+def wrong_arguments() -> list[str]:
+    """Messages about engine arguments of wrong types, by the engine's own class."""
+    from sglang.srt.server_args import ServerArgs as declared
+
+    from roll.strategies.engines.arguments import typed_arguments
+
+    typed_arguments({"chunked_prefill_size": 512}, declared, "actor_infer")
+    with pytest.raises(ValueError, match="chunked_prefill_size") as raised:
+        typed_arguments({"chunked_prefill_size": "fast"}, declared, "actor_infer")
+    return [str(raised.value).rpartition(": must")[2]]

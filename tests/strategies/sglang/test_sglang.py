@@ -114,3 +114,7 @@ def test_faults_behind_the_receiver_are_found(in_engine_process, folders):
 
 def test_the_engine_leaves_no_process(found):
     assert found["processes"] == 1 and found["left"] == 0
+
+
+def test_arguments_of_wrong_types(in_engine_process):
+    assert in_engine_process(cases.wrong_arguments) == [" be a whole number; for example chunked_prefill_size: 1"]

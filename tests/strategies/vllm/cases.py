@@ -372,3 +372,18 @@ def following_a_schema(folder: Path) -> dict[str, Any]:
     same = all(alone["plain", one.sample_index] == one.token_ids for one in outputs if one.request_id == "plain")
     log_probs = [value for one in outputs if one.request_id == "held" for value in one.log_probs]
     return {"texts": texts, "same": same, "refused": refused, "log_probs": log_probs}
+
+
+def wrong_arguments() -> list[str]:
+    """Messages about engine arguments of wrong types, by the engine's own class."""
+    from vllm.engine.arg_utils import EngineArgs as declared
+
+    from roll.strategies.engines.arguments import typed_arguments
+
+    found = []
+    for name, right in {"optimization_level": 1, "disable_custom_all_reduce": True}.items():
+        typed_arguments({name: right}, declared, "actor_infer")
+        with pytest.raises(ValueError, match=name) as raised:
+            typed_arguments({name: "fast"}, declared, "actor_infer")
+        found.append(str(raised.value).rpartition(": must")[2])
+    return found

@@ -101,3 +101,8 @@ def test_responses_follow_a_json_schema(in_engine_process, folders):
     assert max(found["log_probs"]) > -1e-6, "where the schema leaves one token its probability is 1"
     nothing, too_large = found["refused"]
     assert "nothing" in nothing and "needs more than 2 s or 1 GiB" in too_large
+
+
+def test_arguments_of_wrong_types(in_engine_process):
+    level, switch = in_engine_process(cases.wrong_arguments)
+    assert level.startswith(" be one of 0, 1, 2, 3;") and switch.startswith(" be true or false;")
