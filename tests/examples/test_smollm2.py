@@ -96,30 +96,65 @@ def workplace(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.e2e
-@pytest.mark.long
-def test_the_program_ends_with_a_model_to_talk_to(workplace: Path, shared_ray: str) -> None:
+def output(workplace: Path, ray_address: str, *words: str, text: str = "") -> str:
+    """What a program prints in the workplace."""
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "ROLL_CACHE_DIR": str(workplace / "cache"),
-        "RAY_ADDRESS": shared_ray,
+        "RAY_ADDRESS": ray_address,
         "COLUMNS": "200",
     }
+    done = subprocess.run(
+        [sys.executable, *words], cwd=workplace, env=environment, input=text, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
-    def output(*words: str, text: str = "") -> str:
-        done = subprocess.run(
-            [sys.executable, *words], cwd=workplace, env=environment, input=text, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-        return done.stdout
 
+@pytest.mark.e2e
+@pytest.mark.long
+def test_the_program_ends_with_a_model_to_talk_to(workplace: Path, shared_ray: str) -> None:
     # Its tokens are letters, so prompts and the answers that follow them are long; random weights learn fast.
     changes = ["max_steps=4", "eval_steps=2", "prompt_length=320", "actor_train.training_args.learning_rate=0.01"]
-    shown = output("examples/smollm2/train.py", *changes)
+    shown = output(workplace, shared_ray, "examples/smollm2/train.py", *changes)
     assert "20 steps of" in shown and "instructions followed" in shown
     assert all(f"{steps} steps" in shown for steps in (0, 2, 4))
     assert "report  output/smollm2/report.html" in shown and (workplace / "output/smollm2/report.html").is_file()
     command = shown.rpartition("chat    roll ")[2].split()
     assert command[0] == "chat"
-    answers = output("-m", "roll.cli", *command, "--max-new-tokens", "8", text="Tell me about the sea.\n")
+    command += ["--max-new-tokens", "8"]
+    answers = output(workplace, shared_ray, "-m", "roll.cli", *command, text="Tell me about the sea.\n")
     assert answers.endswith("\n")
+
+
+SHORT = {
+    "sft_config": ["sft_train.training_args.per_device_train_batch_size=2"],
+    "dpo_config": ["actor_train.training_args.per_device_train_batch_size=2"],
+    "distill_config": [
+        "teacher_pretrain=${student_pretrain}",
+        "student.training_args.per_device_train_batch_size=2",
+    ],
+    "rlvr_lora": ["prompt_length=320", "response_length=8"],
+    "async_config": ["prompt_length=320", "response_length=8"],
+    "agent_config": ["custom_envs.sums.max_tokens_per_step=8", "val_batch_size=2", "val_env_manager.num_env_groups=2"],
+    "evaluate_config": ["prompt_length=320", "response_length=8"],
+}
+"""Changes of the recipes: tokens of the tiny model are letters."""
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", SHORT)
+def test_a_recipe_takes_steps(prepare: ModuleType, workplace: Path, shared_ray: str, recipe: str) -> None:
+    prepare.prepare(workplace / "examples/smollm2/artifacts")
+    long = [] if "prompt_length=320" in SHORT[recipe] else ["sequence_length=768"]
+    steps = [] if recipe == "evaluate_config" else ["max_steps=2", "eval_steps=0"]
+    words = [f"examples/smollm2/{recipe}.yaml", "output_dir=output/run", *SHORT[recipe], *long, *steps]
+    output(workplace, shared_ray, "-m", "roll.cli", "run", *words)
+    (metrics,) = (workplace / "output/run").rglob("metrics.jsonl")
+    assert metrics.read_text()
+    assert recipe == "evaluate_config" or (workplace / "output/run/model/config.json").is_file()
+
+
+def test_every_recipe_is_run() -> None:
+    assert SHORT.keys() | {"rlvr_config"} == {file.stem for file in EXAMPLE.glob("*.yaml")}
