@@ -91,6 +91,13 @@ class ChatTemplate:
         """The template's text."""
         return str(self._arguments.get("chat_template") or self._tokenizer.get_chat_template(tools=self.tools or None))
 
+    def shows_tools(self) -> bool:
+        """Return whether a prompt names the tools that it offers."""
+        name = "probe_tool"
+        probe = {"name": name, "description": "Probe.", "parameters": {"type": "object", "properties": {}}}
+        offered = self.with_tools([{"type": "function", "function": probe}])
+        return name in offered.render([{"role": "user", "content": "probe"}])
+
     def encode(self, text: str) -> list[int]:
         """The ids of a rendered text; special tokens in it are recognised, none is added."""
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,11 @@ import pytest
 
 from roll.agents.chat_ids import BOUNDARIES, ChatTemplate, TemplateError, check_template, probe_boundary
 from roll.agents.conversation import Call, Conversations
+from roll.config.loader import load_config
+from roll.pipelines.agentic.players import build_players
 from tests.agents.templates import CHATML, WRITTEN_HERE, Family, published
 from tests.agents.tiny import make_tokenizer
+from tests.conftest import ROOT
 
 TOOLS = [
     {
@@ -245,3 +249,18 @@ def test_results_that_a_template_escapes_are_shown(family: Family, content: str)
     history = [message("user", "hello"), {"role": "assistant", "content": "", "tool_calls": [call]}]
     result = {"role": "tool", "tool_call_id": "call00000", "name": "calc", "content": content}
     assert family.chat_template().bridge(history, [result]).moved is None
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_tools_that_the_policy_does_not_see(tmp_path: Path, described: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A template that leaves tools out is said once, unless the system message can describe them."""
+    for family in WRITTEN_HERE:
+        assert family.chat_template().shows_tools() == ("tools" in family.template), family.name
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = CHATML
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    overrides = [f"pretrain={tmp_path}", *([] if described else ["custom_envs.sums.agent_system_template="])]
+    found = load_config(None, ROOT / "examples/smollm2/agent_config.yaml", None, overrides, check_files=False)
+    players = build_players(found.config, found.plan, found.plan.train, tokenizer, [], {})
+    assert list(players) == ["sums"]
+    assert ("custom_envs.sums: the chat template shows no tools" in caplog.text) != described

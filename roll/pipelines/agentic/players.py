@@ -73,6 +73,13 @@ def build_players(
         template = chat_template(config, tokenizer, images)
         section = entry.section
         check_template(template, section.thinking, uses_tools(entry.agent))
+        if uses_tools(entry.agent) and not section.agent_system_template and not template.shows_tools():
+            logger.warning(
+                "custom_envs.%s: the chat template shows no tools, so the policy sees them only where the rows "
+                "describe them; describe them and the form of a call in agent_system_template, or name a template "
+                "that shows them in actor_train.data_args.template",
+                tag,
+            )
         if entry.agent is None:
             name = f"tools around {tag}"
             if (wrapper := section.tool_wrapper) is not None and name not in agents:
