@@ -122,9 +122,17 @@ def word_problem(random: Random) -> dict[str, Any]:
             ),
         ]
     )
+    asked = [{"role": "user", "content": f'{question} Give the final answer after "####".'}]
+    call = json.dumps({"name": "calculate", "arguments": {"expression": sum_}})
     return {
         "tag": "sums",
-        "messages": [{"role": "user", "content": f'{question} Give the final answer after "####".'}],
+        "messages": asked,
+        "conversation": [
+            *asked,
+            {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+            {"role": "tool", "content": str(truth)},
+            {"role": "assistant", "content": f"#### {truth}"},
+        ],
         "solution": f"{sum_} = {truth}\n#### {truth}",
         "ground_truth": str(truth),
     }

@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from types import ModuleType
 
 import pytest
+import yaml
 
 from roll import cli
 from tests.conftest import ROOT
@@ -52,8 +54,6 @@ def test_prompts(prepare: ModuleType, tmp_path: Path) -> None:
 
 def test_every_constraint_can_be_followed_and_missed(prepare: ModuleType) -> None:
     pytest.importorskip("langdetect")
-    from random import Random
-
     from roll.rewards.ifeval_instructions import CHECKS
 
     following = {
@@ -136,7 +136,13 @@ SHORT = {
     ],
     "rlvr_lora": ["prompt_length=320", "response_length=8"],
     "async_config": ["prompt_length=320", "response_length=8"],
-    "agent_config": ["custom_envs.sums.max_tokens_per_step=8", "val_batch_size=2", "val_env_manager.num_env_groups=2"],
+    "agent_sft_config": ["sft_train.training_args.per_device_train_batch_size=2"],
+    "agent_config": [
+        "pretrain=examples/smollm2/artifacts/SmolLM2-135M-Instruct.gguf",
+        "custom_envs.sums.max_tokens_per_step=8",
+        "val_batch_size=2",
+        "val_env_manager.num_env_groups=2",
+    ],
     "evaluate_config": ["prompt_length=320", "response_length=8"],
 }
 """Changes of the recipes: tokens of the tiny model are letters."""
@@ -158,3 +164,29 @@ def test_a_recipe_takes_steps(prepare: ModuleType, workplace: Path, shared_ray: 
 
 def test_every_recipe_is_run() -> None:
     assert SHORT.keys() | {"rlvr_config"} == {file.stem for file in EXAMPLE.glob("*.yaml")}
+
+
+def test_calls_are_shown_as_they_are_asked_for(prepare: ModuleType) -> None:
+    """The system message of both recipes, and the result of the tool in the demonstrations."""
+    shown, played = (
+        yaml.safe_load((EXAMPLE / f"{name}.yaml").read_text()) for name in ("agent_sft_config", "agent_config")
+    )
+    asked = played["custom_envs"]["sums"]["agent_system_template"]
+    assert asked == shown["sft_train"]["data_args"]["system_prompt"]
+    for row in map(prepare.word_problem, [Random(number) for number in range(50)]):
+        _, call, result, answer = (message["content"] for message in row["conversation"])
+        written = json.loads(call.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        assert prepare.calculate(**written["arguments"]) == result == row["ground_truth"]
+        assert answer == f"#### {result}" and row["solution"].endswith(answer)
+    for wrong in ("1 / 0", "2 ** 9", "12"):
+        with pytest.raises(ValueError, match="is not of the form"):
+            prepare.calculate(wrong)
+
+
+def test_one_answer_of_a_pair_follows(prepare: ModuleType) -> None:
+    pytest.importorskip("langdetect")
+    from roll.rewards.ifeval_instructions import CHECKS
+
+    for row in map(prepare.instruction, [Random(number) for number in range(300)]):
+        (name,), (arguments,) = row["instruction_id_list"], row["kwargs"]
+        assert CHECKS[name](row["chosen"], **arguments) and not CHECKS[name](row["rejected"], **arguments), row
