@@ -10,6 +10,7 @@ import pytest
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.errors import ConfigError
 from roll.config.strategies.registry import Fsdp2StrategyConfig, typed_strategy_config
+from roll.methods.policy_plan import actor_keys
 from roll.methods.sft_keys import SFTConfig
 from roll.pipelines.rlvr.config import RLVRConfig
 from tests.config.good import GOOD, changed, load, mistakes
@@ -256,10 +257,10 @@ def test_published_worker_classes(tmp_path: Path) -> None:
         "actor_train.pg_variant": "topr",
         "rewards.choice.worker_cls": "my_package.rewards.score",
     }
-    plan = load(tmp_path, changed(changes)).plan
-    assert plan.roles["actor_train"].worker_cls is None
-    assert plan.pg_variant == "topr"
-    assert plan.roles["rewards.choice"].worker_cls == "my_package.rewards.score"
+    loaded = load(tmp_path, changed(changes))
+    assert loaded.plan.roles["actor_train"].worker_cls is None
+    assert actor_keys(loaded.config)["loss"].name == "topr"
+    assert loaded.plan.roles["rewards.choice"].worker_cls == "my_package.rewards.score"
 
 
 @pytest.mark.parametrize("pipeline", [None, "rlvr", "sft"])

@@ -22,7 +22,6 @@ from roll.pipelines.stragglers import stragglers
 from roll.protocol import DataProto
 from roll.protocol.images import EncodedImage
 from roll.report.command import main
-from roll.rewards.http_client import AnswerCache
 from roll.tracking import METRICS_NAME, read_metrics
 from roll.tracking.records import CompositeTracker, JsonlTracker
 from tests.pipelines.conftest import Run
@@ -91,19 +90,11 @@ def images_of_samples(folder: Path) -> None:
     assert list((folder / "images").iterdir()) == []
 
 
-def answers_of_a_service(folder: Path) -> None:
-    cache = AnswerCache(folder)
-    cache.put("ab", "x" * 9000)
-    assert cache.get("ab") == "x" * 9000
-
-
 def batch_of_zeros() -> DataProto:
     return DataProto.from_dict({"input_ids": torch.zeros(4, 2000)})
 
 
-@pytest.mark.parametrize(
-    "write", [cache_of_a_teacher, recorded_batch, recorded_rollout, images_of_samples, answers_of_a_service]
-)
+@pytest.mark.parametrize("write", [cache_of_a_teacher, recorded_batch, recorded_rollout, images_of_samples])
 def test_what_is_no_result_ends_no_run(write: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each is logged once, with its path; no part of a file remains."""
     with largest_file(4096), caplog.at_level(logging.ERROR, logger="roll"):
