@@ -1,11 +1,16 @@
-"""Cost of a training step of the tiny GRPO recipe, compared with TRL's GRPOTrainer and a bare single-process loop.
+"""Cost of a training step of a GRPO recipe, compared with TRL's GRPOTrainer and, for the tiny one, a bare loop.
 
     python benchmarks/rlvr_step.py [--steps 30] [--rounds 3] [--only NAME ...]
+    python benchmarks/rlvr_step.py --recipe smollm2 --steps 4 --rounds 1
 
 Every contestant is a command of its own; all use the same model (the tiny example's warm start), data, reward, batch
 shape (32 prompts x 8 samples, at most 36 tokens), loss and optimizer.  The first steps are left out as warm-up; from
 there to the last step the harness measures wall time and the CPU time of the whole process tree (for the pipeline:
-driver, workers and all of Ray's own processes).  Contestants take turns for ``--rounds`` rounds; figures are medians.
+driver, workers and all of Ray's own processes).  Contestants take turns for ``--rounds`` rounds; figures are medians;
+memory is the largest sum of the tree's proportional set sizes, looked at once a second.
+
+``smollm2`` is the recipe of ``examples/smollm2`` (8 prompts x 8 samples, at most 48 tokens, bf16 over float32 weights,
+activations computed again), which ``prepare.py`` there makes ready.
 
 Needs the warm start (``make run`` makes it) and, for TRL, ``pip install trl==1.16.0``.
 """
@@ -13,6 +18,7 @@ Needs the warm start (``make run`` makes it) and, for TRL, ``pip install trl==1.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -28,12 +34,32 @@ from pathlib import Path
 
 import psutil
 
+from roll.models.build import local_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/tiny/artifacts/seed0/warm_start/model"
 TRAIN = ROOT / "examples/tiny/artifacts/data/train.jsonl"
-SAMPLES_PER_STEP = 256
-WARM_UP_STEPS = 5
 MARKER = "STEP-DONE "
+
+
+@dataclass(frozen=True)
+class Recipe:
+    config: Path
+    model: Path
+    train: Path
+    samples: int
+    """Of a step."""
+    warm_up: int
+    """Steps that are left out."""
+
+
+SMOLLM2 = ROOT / "examples/smollm2"
+RECIPES = {
+    "tiny": Recipe(ROOT / "examples/tiny", MODEL, TRAIN, 256, 5),
+    "smollm2": Recipe(
+        SMOLLM2, SMOLLM2 / "artifacts/SmolLM2-135M-Instruct.gguf", SMOLLM2 / "artifacts/instructions_train.jsonl", 64, 1
+    ),
+}
 
 
 @dataclass
@@ -42,69 +68,87 @@ class Contestant:
     command: list[str]
     metrics_file: Path | None = None
     """A jsonl file with one line a step; None: markers on standard error."""
-    runs: list[tuple[float, float]] = field(default_factory=list)
-    """(wall seconds, CPU seconds) a step."""
+    runs: list[tuple[float, float, float]] = field(default_factory=list)
+    """(wall seconds, CPU seconds) a step, and the largest memory in bytes."""
 
 
-def contestants(steps: int, folder: Path, model: Path, extra: list[str]) -> list[Contestant]:
-    scripts = ROOT / "benchmarks/rlvr"
-    own = [str(model), str(TRAIN), "--steps", str(steps)]
+def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[str]) -> list[Contestant]:
+    scripts, recipe = ROOT / "benchmarks/rlvr", RECIPES[name]
+    own = [str(recipe.train), "--steps", str(steps)]
 
-    def bare(name: str, *options: str) -> Contestant:
-        return Contestant(name, [sys.executable, str(scripts / "bare_loop.py"), *own, *options])
+    def bare(title: str, *options: str) -> Contestant:
+        return Contestant(title, [sys.executable, str(scripts / "bare_loop.py"), str(model), *own, *options])
 
     def trl(threads: int) -> Contestant:
-        command = [sys.executable, str(scripts / "trl_grpo.py"), *own, "--threads", str(threads)]
+        folder_of_model = local_folder(str(model)) if model.suffix == ".gguf" else model
+        words = [str(folder_of_model), *own, "--threads", str(threads), "--recipe", name]
+        command = [sys.executable, str(scripts / "trl_grpo.py"), *words]
         return Contestant(f"TRL GRPOTrainer, {threads} thread{'s'[: threads - 1]}", command)
 
-    def roll(name: str, *overrides: str) -> Contestant:
-        output = folder / name.replace(" ", "-").replace(",", "")
+    def roll(title: str, *overrides: str) -> Contestant:
+        output = folder / title.replace(" ", "-").replace(",", "")
         command = [
             *(sys.executable, str(ROOT / "examples/start_rlvr_pipeline.py")),
-            *("--config_path", str(ROOT / "examples/tiny"), "--config_name", "rlvr_config"),
+            *("--config_path", str(recipe.config), "--config_name", "rlvr_config"),
             *(f"max_steps={steps}", f"output_dir={output}", f"pretrain={model}", "eval_steps=0", "track_with=[jsonl]"),
-            "use_kl_loss=false",
             *overrides,
             *extra,
         ]
-        return Contestant(name, command, output / "logs/metrics.jsonl")
+        return Contestant(title, command, output / "logs/metrics.jsonl")
 
+    has_trl = find_spec("trl") is not None
+    if name == "smollm2":
+        return [roll("roll"), *([trl(2)] if has_trl else [])]
     one_device = [
         "num_gpus_per_node=1",
         "actor_train.device_mapping=[0]",
         "actor_infer.device_mapping=[0]",
         "actor_train.training_args.per_device_train_batch_size=256",
+        "use_kl_loss=false",
     ]
-    found = [
-        roll("roll, 2 devices"),
+    return [
+        roll("roll, 2 devices", "use_kl_loss=false"),
         roll("roll, 1 device", *one_device),
         roll("roll, 1 device, prompts not shared", *one_device, "actor_train.use_prefix_sharing=false"),
         bare("bare loop, 1 thread"),
         bare("bare loop, 1 thread, old log-probs recomputed", "--recompute"),
         bare("bare loop, 2 threads", "--threads", "2"),
+        *([trl(1), trl(2)] if has_trl else []),
     ]
-    return found + ([trl(1), trl(2)] if find_spec("trl") else [])
 
 
-def measure(contestant: Contestant, steps: int) -> tuple[float, float]:
-    """(wall seconds, CPU seconds) a step, between the end of the warm-up steps and the end of the last step."""
+def measure(contestant: Contestant, steps: int, warm_up: int) -> tuple[float, float, float]:
+    """(wall seconds, CPU seconds) a step, between the end of the warm-up steps and the end of the last step, and the
+    largest memory in bytes."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
     if contestant.metrics_file is not None:
         contestant.metrics_file.unlink(missing_ok=True)
     process = subprocess.Popen(
         contestant.command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
+    sizes = [0]
+    threading.Thread(target=_watch_memory, args=(process, sizes), daemon=True).start()
     log: list[str] = []
     points: dict[int, tuple[float, float]] = {}
     source = _from_stderr(process, log) if contestant.metrics_file is None else _from_file(process, contestant, log)
     for step in source:
-        if step in (WARM_UP_STEPS, steps):
+        if step in (warm_up, steps):
             points[step] = (time.perf_counter(), tree_cpu_seconds(process.pid))
     process.wait()
     if process.returncode or len(points) < 2:
         raise SystemExit(f"{contestant.name} failed:\n" + "".join(log[-30:]))
-    (wall_0, cpu_0), (wall_1, cpu_1) = points[WARM_UP_STEPS], points[steps]
-    return (wall_1 - wall_0) / (steps - WARM_UP_STEPS), (cpu_1 - cpu_0) / (steps - WARM_UP_STEPS)
+    (wall_0, cpu_0), (wall_1, cpu_1) = points[warm_up], points[steps]
+    return (wall_1 - wall_0) / (steps - warm_up), (cpu_1 - cpu_0) / (steps - warm_up), max(sizes)
+
+
+def _watch_memory(process: subprocess.Popen[str], sizes: list[int]) -> None:
+    while process.poll() is None:
+        total = 0
+        for one in tree_of(process.pid):
+            with contextlib.suppress(psutil.Error):
+                total += one.memory_full_info().pss
+        sizes.append(total)
+        time.sleep(1)
 
 
 def _from_stderr(process: subprocess.Popen[str], log: list[str]) -> Iterator[int]:
@@ -129,11 +173,19 @@ def _from_file(process: subprocess.Popen[str], contestant: Contestant, log: list
         time.sleep(0.005)
 
 
+def tree_of(pid: int) -> list[psutil.Process]:
+    """A process and its descendants; empty where it has ended."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
 def tree_cpu_seconds(pid: int) -> float:
     """User and system seconds of a process and all its descendants, dead ones that were waited for included."""
     total = 0.0
-    root = psutil.Process(pid)
-    for process in [root, *root.children(recursive=True)]:
+    for process in tree_of(pid):
         try:
             times = process.cpu_times()
         except psutil.NoSuchProcess:
@@ -147,28 +199,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="contestants whose names contain one of these")
-    parser.add_argument("--model", type=Path, default=MODEL, help="another model folder with the same tokenizer")
+    parser.add_argument("--recipe", choices=RECIPES, default="tiny")
+    parser.add_argument("--model", type=Path, help="another model folder with the same tokenizer")
     arguments, extra = parser.parse_known_args()
+    recipe = RECIPES[arguments.recipe]
+    model = (arguments.model or recipe.model).absolute()
     with tempfile.TemporaryDirectory() as folder:
         chosen = [
             contestant
-            for contestant in contestants(arguments.steps, Path(folder), arguments.model.resolve(), extra)
+            for contestant in contestants(arguments.recipe, arguments.steps, Path(folder), model, extra)
             if not arguments.only or any(part in contestant.name for part in arguments.only)
         ]
         for _ in range(arguments.rounds):
             for contestant in chosen:
-                contestant.runs.append(measure(contestant, arguments.steps))
-                wall, cpu = contestant.runs[-1]
+                contestant.runs.append(measure(contestant, arguments.steps, recipe.warm_up))
+                wall, cpu, _ = contestant.runs[-1]
                 print(f"{contestant.name}: {wall:.3f} s, {cpu:.3f} CPU-s", file=sys.stderr, flush=True)
-    print("| | wall s / step | CPU-s / step | samples / s | samples / CPU-s |")
-    print("|---|---|---|---|---|")
+    print("| | wall s / step | CPU-s / step | samples / s | samples / CPU-s | GB |")
+    print("|---|---|---|---|---|---|")
     for contestant in chosen:
-        wall = statistics.median(run[0] for run in contestant.runs)
-        cpu = statistics.median(run[1] for run in contestant.runs)
-        print(
-            f"| {contestant.name} | {wall:.3f} | {cpu:.3f} | "
-            f"{SAMPLES_PER_STEP / wall:.0f} | {SAMPLES_PER_STEP / cpu:.0f} |"
-        )
+        wall, cpu, memory = (statistics.median(values) for values in zip(*contestant.runs, strict=True))
+        rates = f"{recipe.samples / wall:.4g} | {recipe.samples / cpu:.4g}"
+        print(f"| {contestant.name} | {wall:.3f} | {cpu:.3f} | {rates} | {memory / 1e9:.1f} |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The same recipe with TRL's GRPOTrainer: same model, data, reward, batch shape and loss, old log-probs not recomputed.
 
-python benchmarks/rlvr/trl_grpo.py MODEL TRAIN.jsonl --steps 20 [--threads 1]
+python benchmarks/rlvr/trl_grpo.py MODEL TRAIN.jsonl --steps 20 [--threads 1] [--recipe smollm2]
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,7 +23,22 @@ from markers import mark_step
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-PROMPTS, GROUP, MAX_NEW_TOKENS = 32, 8, 36
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from roll.rewards.ifeval_instructions import CHECKS
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What differs between the recipes; ``bf16``: autocast over float32 weights, activations computed again."""
+
+    prompts: int
+    max_new_tokens: int
+    learning_rate: float
+    bf16: bool = False
+    group: int = 8
+
+
+RECIPES = {"tiny": Recipe(32, 36, 8e-4), "smollm2": Recipe(8, 48, 1e-5, bf16=True)}
 
 
 class Markers(TrainerCallback):
@@ -33,10 +50,19 @@ class Markers(TrainerCallback):
             mark_step(state.global_step, reward=float(logs["reward"]))
 
 
-def score(completions, ground_truth, **_):
+def score(completions, truth, **_):
+    """Of the digits' answer, or of an instruction's check with its arguments."""
+    texts = [completion[0]["content"] for completion in completions]
+    judged = [json.loads(one) for one in truth]
     return [
-        reward(completion[0]["content"], truth) for completion, truth in zip(completions, ground_truth, strict=True)
+        reward(text, one) if isinstance(one, str) else float(CHECKS[one[0]](text, **one[1]))
+        for text, one in zip(texts, judged, strict=True)
     ]
+
+
+def truth_of(row):
+    checks = row.get("instruction_id_list")
+    return json.dumps([checks[0], row["kwargs"][0]] if checks else row["ground_truth"])
 
 
 def main() -> None:
@@ -45,20 +71,21 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=8e-4)
+    parser.add_argument("--recipe", choices=RECIPES, default="tiny")
     arguments = parser.parse_args()
+    recipe = RECIPES[arguments.recipe]
     torch.set_num_threads(arguments.threads)
     rows = [json.loads(line) for line in Path(arguments.data).read_text().splitlines()]
-    questions = Dataset.from_list([{"prompt": r["messages"], "ground_truth": r["ground_truth"]} for r in rows])
+    questions = Dataset.from_list([{"prompt": row["messages"], "truth": truth_of(row)} for row in rows])
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
             use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            per_device_train_batch_size=PROMPTS * GROUP,
-            num_generations=GROUP,
-            max_completion_length=MAX_NEW_TOKENS,
+            bf16=recipe.bf16,
+            gradient_checkpointing=recipe.bf16,
+            per_device_train_batch_size=recipe.prompts * recipe.group,
+            num_generations=recipe.group,
+            max_completion_length=recipe.max_new_tokens,
             temperature=1.0,
             top_p=1.0,
             top_k=0,
@@ -67,7 +94,7 @@ def main() -> None:
             num_iterations=1,
             loss_type="grpo",
             scale_rewards="group",
-            learning_rate=arguments.lr,
+            learning_rate=recipe.learning_rate,
             lr_scheduler_type="constant",
             max_grad_norm=1.0,
             weight_decay=0.0,

@@ -112,6 +112,6 @@ def test_a_run_listens_on_loopback_and_tells_no_secret(
     assert [secret for secret in [*SECRETS, token] if secret in errors] == []
     (tmp_path / "input").rename(tmp_path.parent / f"{tmp_path.name}-input")  # the user's own file
     written = {path.suffix or path.name.split(".")[0] for path in tmp_path.rglob("*") if path.is_file()}
-    assert {".yaml", ".jsonl", ".log", ".png", ".safetensors"} <= written, written
+    assert {".yaml", ".jsonl", ".log", ".safetensors"} <= written, written
     assert holding(tmp_path, [*SECRETS, token]) == []
     assert not folder.parent.exists()
