@@ -34,7 +34,7 @@ from pathlib import Path
 
 import psutil
 
-from roll.models.build import local_folder
+from roll.models.gguf_reading import dequantised_path
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "examples/tiny/artifacts/seed0/warm_start/model"
@@ -80,8 +80,7 @@ def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[st
         return Contestant(title, [sys.executable, str(scripts / "bare_loop.py"), str(model), *own, *options])
 
     def trl(threads: int) -> Contestant:
-        folder_of_model = local_folder(str(model)) if model.suffix == ".gguf" else model
-        words = [str(folder_of_model), *own, "--threads", str(threads), "--recipe", name]
+        words = [dequantised_path(str(model)), *own, "--threads", str(threads), "--recipe", name]
         command = [sys.executable, str(scripts / "trl_grpo.py"), *words]
         return Contestant(f"TRL GRPOTrainer, {threads} thread{'s'[: threads - 1]}", command)
 
