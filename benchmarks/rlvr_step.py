@@ -90,6 +90,7 @@ def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[st
             *(sys.executable, str(ROOT / "examples/start_rlvr_pipeline.py")),
             *("--config_path", str(recipe.config), "--config_name", "rlvr_config"),
             *(f"max_steps={steps}", f"output_dir={output}", f"pretrain={model}", "eval_steps=0", "track_with=[jsonl]"),
+            "use_kl_loss=false",
             *overrides,
             *extra,
         ]
@@ -103,10 +104,9 @@ def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[st
         "actor_train.device_mapping=[0]",
         "actor_infer.device_mapping=[0]",
         "actor_train.training_args.per_device_train_batch_size=256",
-        "use_kl_loss=false",
     ]
     return [
-        roll("roll, 2 devices", "use_kl_loss=false"),
+        roll("roll, 2 devices"),
         roll("roll, 1 device", *one_device),
         roll("roll, 1 device, prompts not shared", *one_device, "actor_train.use_prefix_sharing=false"),
         bare("bare loop, 1 thread"),

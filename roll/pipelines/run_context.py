@@ -275,7 +275,7 @@ class RunContext(RunLifetime):
 
     @contextmanager
     def finishing(self, steps: int) -> Iterator[None]:
-        """Write the trained model in the block; then draw the curves, write the report and show the summary.
+        """Write the trained model in the block; then write the report and show the summary.
 
         Raises:
             OutputRefused: the disk did not take the model. The rest of the run's end comes all the same.

@@ -3,7 +3,7 @@
 Engines compute with the rounded values in their own dtype, so every engine shows what the format's weights cost in
 log-probs and in learning, on any device; activations are not rounded, and nothing is faster. What vLLM and SGLang
 quantise are the same matrices: those of linear layers and of experts. Embeddings, the output matrix, norms, biases and
-the router of experts keep their values.
+the gates of experts keep their values.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from roll.config.policy import QuantizationFormat
 from roll.config.roles import ModelArguments
 from roll.models.build import empty_model, load_config
+from roll.models.experts import sparse_layers
 from roll.models.stored import StoredLayout
 
 _E4M3_MAX, _E2M1_MAX = 448.0, 6.0
@@ -29,11 +30,14 @@ def quantized_names(args: ModelArguments) -> frozenset[str]:
         ValueError: the model has none.
     """
     model = empty_model(load_config(args), "causal_lm")
-    layout, output = StoredLayout(model).on_the_way(), model.get_output_embeddings()
+    layout = StoredLayout(model).on_the_way()
+    # Gates of a sparse block, the router and that of a shared expert, are its own layers; experts are deeper.
+    gates = [one for layer in sparse_layers(model) for one in (*layer.block.children(), *layer.router.modules())]
+    kept = {model.get_output_embeddings(), *gates}
     live = {
         f"{name}.weight"
         for name, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear) and layer is not output
+        if isinstance(layer, torch.nn.Linear) and layer not in kept
     }
     # Experts are parameters of their own, stacked: (E, out, in).
     live |= {name for name, tensor in model.named_parameters() if tensor.dim() == 3 and ".experts." in name}

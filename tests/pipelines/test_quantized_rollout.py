@@ -79,11 +79,13 @@ def test_the_matrices_of_layers_are_rounded_and_no_others(world: TinyWorld) -> N
     assert not any("embed" in name or "lm_head" in name for name in names)
 
 
-def test_experts_are_rounded_and_their_router_is_not(tmp_path: Path) -> None:
-    moe_config("qwen3_moe").save_pretrained(tmp_path)
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe"])
+def test_experts_are_rounded_and_their_gates_are_not(tmp_path: Path, family: str) -> None:
+    moe_config(family).save_pretrained(tmp_path)
     names = quantized_names(ModelArguments(model_name_or_path=str(tmp_path)))
     assert "model.layers.0.mlp.experts.0.down_proj.weight" in names
-    assert "model.layers.0.mlp.gate.weight" not in names
+    assert ("model.layers.0.mlp.shared_expert.down_proj.weight" in names) == (family == "qwen2_moe")
+    assert not any(name.endswith("gate.weight") for name in names)
 
 
 @pytest.mark.e2e

@@ -206,9 +206,9 @@ class PackagedEngineConfig(EngineConfig):
     """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them (the next weight update brings
     them back). The KV cache is dropped either way. No effect on a CPU."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Any further argument of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``; name and type are checked by that class
-    before the engine starts. Also written beside this section: ``optimization_level``, ``disable_custom_all_reduce``
-    (vLLM) and ``chunked_prefill_size`` (SGLang)."""
+    """Further arguments of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``. Names and types are checked against that
+    class before the engine starts. ``optimization_level`` and ``disable_custom_all_reduce`` (vLLM) and
+    ``chunked_prefill_size`` (SGLang) may also be keys of ``strategy_config`` itself."""
     allow_untested_version: bool = False
     """Run with a version of the engine outside the tested ones."""
 
