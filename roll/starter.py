@@ -12,11 +12,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, StrictUndefined
 
 from roll.config.data import DataArguments
 from roll.config.loader import copy_recipes
@@ -26,7 +28,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.datasets.columns import Columns
 from roll.datasets.forms import form_of, read_ground_truth
 from roll.datasets.preferences import PROMPT_COLUMNS
-from roll.datasets.reading import Row, SourceRow, data_files, stream_rows
+from roll.datasets.reading import SourceRow, data_files, stream_rows
 from roll.datasets.sft import read_demonstration
 from roll.datasets.types import DataError
 
@@ -34,35 +36,31 @@ ROWS = 500
 """First rows whose lengths are measured."""
 TEMPLATE = 32
 """Tokens that a chat template adds to a prompt."""
-SAMPLING = "{temperature: 1.0, top_p: 1.0, top_k: -1}"
 GROUP = 8
 """Samples of a prompt, or episodes of a task."""
 COLUMN_KEYS = ("prompt", "messages", "response", "ground_truth", "tag", "id")
 """Keys of ``data_args`` that ``--columns`` takes."""
-AT_A_TIME = 4
-"""Rows of a micro-batch of a policy."""
-
-
-ENVIRONMENTS = """\
-custom_envs:
-  lake:                           # or an environment of your own: env_type: my_games.Maze
-    env_type: frozen_lake
-    env_config: {{size: 4, max_steps: 8}}
-    max_steps: 8
-    max_tokens_per_step: 64
-train_env_manager: {{num_env_groups: {tasks}, group_size: {group}, tags: [lake]}}  # tasks of a step, episodes of each
-val_env_manager: {{num_env_groups: 32, group_size: 1, tags: [lake]}}"""
+KINDS = {
+    "grpo": "reinforcement learning from verifiable rewards",
+    "sft": "supervised learning from demonstrations",
+    "dpo": "preferences: chosen and rejected responses",
+    "rm": "a reward model from chosen and rejected responses",
+    "distill": "a student learns its teacher's distributions",
+    "agent": "reinforcement learning in an environment",
+}
+"""Kind of training to what it is."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Facts from the command line and the data."""
+    """Facts from the command line and the data: variables of the template."""
 
     kind: str
     model: str
     gpus: int
     """0: the devices are slots of the CPU."""
-    data: str = ""
+    train: str = ""
+    """File of the rows to learn from."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Keys of ``data_args`` that name columns."""
     validation: str | None = None
@@ -71,157 +69,23 @@ class Start:
     prompt_length: int = 0
     response_length: int = 0
 
-    @property
-    def devices(self) -> str:
-        return f"list(range(0, {self.gpus}))" if self.gpus > 1 else "[0]"
-
-    @property
-    def engine(self) -> str:
-        return "vllm" if self.gpus and is_installed("vllm") else "hf_infer"
-
-    def whole(self, count: int) -> int:
-        """At least ``count``, and as many for each device."""
+    def written(self) -> str:
+        """The configuration, in YAML."""
+        environment = Environment(undefined=StrictUndefined)
+        environment.filters["scalar"] = scalar
+        template = resources.files("roll").joinpath("starter.jinja").read_text(encoding="utf-8")
         ranks = max(1, self.gpus)
-        return -(-count // ranks) * ranks
-
-    def training(self, rate: str, batch: int, most: int) -> str:
-        """``training_args`` for optimizer steps of ``batch`` rows, ``most`` of them at a time on a device."""
-        accumulated = batch // (most * max(1, self.gpus))
-        return (
-            f"{{learning_rate: {rate}, per_device_train_batch_size: {most}, "
-            f"gradient_accumulation_steps: {accumulated}}}"
-        )
-
-    def role(self, name: str, strategy: str, *lines: str) -> str:
-        """A section with its strategy and devices."""
-        own = [*lines, f"strategy_args: {{strategy_name: {strategy}}}", f"device_mapping: {self.devices}"]
-        return "\n".join([f"{name}:", *(f"  {line}" for line in own)])
-
-    def data_section(self, key: str, file: str) -> str:
-        columns = (f", {name}: {quoted(column)}" for name, column in self.columns.items())
-        return f"{key}: {{file_name: {quoted(file)}{''.join(columns)}}}"
-
-    def held_out(self, *lines: str) -> list[str]:
-        """The section of the validation, where there is one."""
-        if not self.validation:
-            return []
-        own = [self.data_section("data_args", self.validation), *lines]
-        return ["\n".join(["validation:", *(f"  {line}" for line in own)])]
-
-    def head(self, pipeline: str, *lines: str) -> str:
-        """The keys of every pipeline, and ``lines`` of its own."""
-        evaluated = ["eval_steps: 20                    # steps between validations"] if self.validation else []
-        return "\n".join(
-            [
-                f"pipeline: {pipeline}",
-                f"exp_name: {self.kind}",
-                "output_dir: output/${exp_name}",
-                f"num_gpus_per_node: {max(1, self.gpus)}"
-                + ("" if self.gpus else "              # without GPUs: slots of the CPU"),
-                "max_steps: 100",
-                "save_steps: 50                    # steps between checkpoints",
-                *evaluated,
-                *lines,
-            ]
-        )
+        # Rows of a step: at least so many, and as many for each device.
+        prompts, rows, tasks = (-(-count // ranks) * ranks for count in (32, 16, 8))
+        engine = "vllm" if self.gpus and is_installed("vllm") else "hf_infer"
+        sizes = {"ranks": ranks, "prompts": prompts, "rows": 2 * rows, "tasks": tasks, "group": GROUP}
+        return environment.from_string(template).render(**vars(self), **sizes, engine=engine)
 
 
-def quoted(text: str) -> str:
+def scalar(text: str) -> str:
     """A scalar of YAML, in flow mappings too."""
     plain = re.fullmatch(r"[\w./:@+-]+( [\w./@+-]+)*", text) and yaml.safe_load(text) == text
     return text if plain else json.dumps(text)
-
-
-def grpo(start: Start) -> str:
-    prompts = start.whole(32)
-    training = start.training("1.0e-6", prompts * GROUP, AT_A_TIME)
-    parts = [
-        start.head(
-            "rlvr",
-            f"pretrain: {quoted(start.model)}",
-            f"rollout_batch_size: {prompts}            # prompts of a step",
-            f"num_return_sequences_in_group: {GROUP}  # samples of a prompt, compared with one another",
-            f"prompt_length: {start.prompt_length}                # tokens; longer prompts are left out",
-            f"response_length: {start.response_length}",
-            "adv_estimator: grpo",
-            "ppo_epochs: 1",
-        ),
-        start.role(
-            "actor_train",
-            "fsdp2_train",
-            f"training_args: {training}  # one optimizer step a batch",
-            start.data_section("data_args", start.data),
-        ),
-        start.role("actor_infer", start.engine, f"generating_args: {SAMPLING}"),
-        f"rewards:\n  {start.reward.rpartition('.')[2]}:\n    worker_cls: {start.reward}",
-    ]
-    return "\n\n".join([*parts, *start.held_out(f"generating_args: {SAMPLING}")])
-
-
-def supervised(start: Start, pipeline: str, role: str, *lines: str, rate: str = "1.0e-5", more: str = "") -> str:
-    """A method that learns from the rows alone; ``more`` goes into the section of its role."""
-    length, batch = start.prompt_length + start.response_length, 2 * start.whole(16)
-    learner = start.role(
-        role,
-        "fsdp2_train",
-        *([more] if more else []),
-        f"training_args: {start.training(rate, batch, 2)}  # {batch} rows an optimizer step",
-        start.data_section("data_args", start.data),
-    )
-    head = start.head(pipeline, *lines, f"sequence_length: {length}              # tokens; longer rows are left out")
-    return "\n\n".join([head, learner, *start.held_out()])
-
-
-def sft(start: Start) -> str:
-    return supervised(start, "sft", "sft_train", f"pretrain: {quoted(start.model)}")
-
-
-def dpo(start: Start) -> str:
-    reference = start.role("reference", "fsdp2_infer")
-    lines = (f"pretrain: {quoted(start.model)}", "loss_type: sigmoid", "beta: 0.1")
-    return f"{supervised(start, 'dpo', 'actor_train', *lines, rate='5.0e-7')}\n\n{reference}"
-
-
-def rm(start: Start) -> str:
-    lines = (f"pretrain: {quoted(start.model)}", "loss_type: bradley_terry")
-    head = "model_args: {model_type: auto_sequence_classification}"
-    return supervised(start, "rm", "reward_train", *lines, more=head)
-
-
-def distill(start: Start) -> str:
-    models = (f"student_pretrain: {quoted(start.model)}", f"teacher_pretrain: {quoted(start.teacher or '')}")
-    lines = (*models, "kd_objective: forward_kl")
-    return f"{supervised(start, 'distill', 'student', *lines)}\n\n{start.role('teacher', 'fsdp2_infer')}"
-
-
-def agent(start: Start) -> str:
-    tasks = start.whole(8)
-    training = start.training("1.0e-6", tasks * GROUP, AT_A_TIME)
-    parts = [
-        start.head(
-            "agentic",
-            f"pretrain: {quoted(start.model)}",
-            f"rollout_batch_size: {tasks * GROUP}            # episodes of a step",
-            "val_batch_size: 32",
-            "sequence_length: 2048             # tokens of an episode",
-            "adv_estimator: grpo",
-            "ppo_epochs: 1",
-        ),
-        ENVIRONMENTS.format(tasks=tasks, group=GROUP),
-        start.role("actor_train", "fsdp2_train", f"training_args: {training}"),
-        start.role("actor_infer", start.engine, f"generating_args: {SAMPLING}"),
-    ]
-    return "\n\n".join(parts)
-
-
-KINDS: dict[str, Callable[[Start], str]] = {
-    "grpo": grpo,
-    "sft": sft,
-    "dpo": dpo,
-    "rm": rm,
-    "distill": distill,
-    "agent": agent,
-}
 
 
 def lengths(kind: str, rows: Sequence[SourceRow], count: Callable[[str], int], names: DataArguments) -> tuple[int, int]:
@@ -273,12 +137,6 @@ def token_counter(model: str) -> Callable[[str], int]:
     return lambda text: len(tokenizer.encode(text))
 
 
-def reward_of(row: Row) -> str:
-    """The rule that scores such rows; empty: nothing in them says what a right response is."""
-    found = next((rule for column, rule in RULE_OF_COLUMN.items() if row.get(column) is not None), None)
-    return found or ("" if read_ground_truth(row) is None else "math_rule")
-
-
 def column_names(words: Sequence[str]) -> dict[str, str]:
     """The words of ``--columns``.
 
@@ -309,7 +167,10 @@ def with_data(start: Start, arguments: argparse.Namespace) -> Start:
         row = rows[0].row
         if kind in ("dpo", "rm") and not {"chosen", "rejected"} <= row.keys():
             raise DataError("its rows need the columns chosen and rejected")
-        if kind == "grpo" and not (reward := reward or reward_of(row)):
+        if kind == "grpo" and not reward:
+            found_rule = next((rule for column, rule in RULE_OF_COLUMN.items() if row.get(column) is not None), "")
+            reward = found_rule or ("" if read_ground_truth(row) is None else "math_rule")
+        if kind == "grpo" and not reward:
             raise DataError("its rows have no ground truth, and no reward of your own is named by --reward")
         prompt, response = lengths(kind, rows, token_counter(start.model), names)
     except DataError as error:
@@ -321,7 +182,7 @@ def with_data(start: Start, arguments: argparse.Namespace) -> Start:
         response = positions - prompt
     return replace(
         start,
-        data=file,
+        train=file,
         columns=columns,
         validation=arguments.validation,
         teacher=getattr(arguments, "teacher", None),
@@ -349,9 +210,9 @@ def main(argv: Sequence[str]) -> int:
     start = Start(kind, arguments.model, arguments.gpus)
     if kind != "agent":
         start = with_data(start, arguments)
-    subject = f"{kind} of {start.model}" + (f" on {start.data}" if start.data else "")
+    subject = f"{kind} of {start.model}" + (f" on {start.train}" if start.train else "")
     title = f"# {subject}: `roll check {output}`, then `roll run {output}`."
-    output.write_text(f"{title}\n{KINDS[kind](start)}\n", encoding="utf-8")
+    output.write_text(f"{title}\n{start.written()}\n", encoding="utf-8")
     sys.stdout.write(f"wrote {output}: roll check {output}, then roll run {output}\n")
     return 0
 
@@ -361,15 +222,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="roll init", description="Write a first configuration for a model and a data file, or copy the recipes."
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
-    texts = {
-        "grpo": "reinforcement learning from verifiable rewards",
-        "sft": "supervised learning from demonstrations",
-        "dpo": "preferences: chosen and rejected responses",
-        "rm": "a reward model from chosen and rejected responses",
-        "distill": "a student learns its teacher's distributions",
-        "agent": "reinforcement learning in an environment",
-    }
-    for kind, text in texts.items():
+    for kind, text in KINDS.items():
         command = kinds.add_parser(kind, help=text, description=text)
         command.add_argument("--model", required=True, help="folder, hub name or GGUF file")
         if kind != "agent":
