@@ -285,10 +285,7 @@ def run(config: Config, overrides: Overrides = (), callbacks: Sequence[Any] = ()
 
 
 def refuse_restarts(loaded: LoadedConfig[Any]) -> None:
-    """
-    Raises:
-        ConfigError: a run that is to be started again where it fails.
-    """
+    """Raise ``ConfigError`` for a run that is to be started again where it fails."""
     if loaded.config.max_restarts or loaded.config.on_nonfinite == "rewind":
         rule = "a run is started again in a process of its own, which `roll run` does: from Python it is not"
         key, example = ("max_restarts", 0) if loaded.config.max_restarts else ("on_nonfinite", "stop")

@@ -45,7 +45,8 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     from roll.cli import ready, run
     from roll.pipelines.evaluate.harness import HarnessRun
-    from roll.serving.harness import HARNESSES, HarnessOptions
+    from roll.pipelines.rlvr.config import HarnessConfig
+    from roll.serving.harness import HARNESSES
 
     HARNESSES[arguments.harness].require("--harness")
     if not arguments.tasks:
@@ -61,13 +62,8 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         key = "evaluate.against" if arguments.against is None else "--against"
         rule = "has no place with --harness, whose program asks this run's engines"
         raise ConfigError([Problem(key, loaded.config.evaluate.against, rule)])
-    options = HarnessOptions(
-        arguments.harness,
-        tuple(name for names in arguments.tasks for name in names.split(",")),
-        arguments.include,
-        tuple(arguments.harness_argument),
-        arguments.chat,
-    )
+    tasks = [name for names in arguments.tasks for name in names.split(",")]
+    options = HarnessConfig(arguments.harness, tasks, arguments.include, arguments.harness_argument, arguments.chat)
     return run(loaded, lambda: HarnessRun(loaded, options).run())
 
 

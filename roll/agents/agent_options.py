@@ -125,10 +125,7 @@ class VerlOptions:
     """The reward of an episode."""
 
     def check(self) -> None:
-        """
-        Raises:
-            AgentOptionError: no room for a response, or no reward.
-        """
+        """Raise ``AgentOptionError`` where there is no room for a response, or no reward."""
         if self.response_length < 1:
             raise AgentOptionError("agent_config.response_length: is needed: tokens of an episode behind its prompt")
         if self.max_parallel_calls < 1:
@@ -179,10 +176,7 @@ class BlackBoxOptions:
         return os.environ.get(self.api_key_env, "") if self.api_key_env else ""
 
     def check(self) -> None:
-        """
-        Raises:
-            AgentOptionError: options that contradict each other, or a variable that is not there.
-        """
+        """Raise ``AgentOptionError`` for options that contradict each other, or a variable that is not there."""
         if self.api_key_env and not self.worker_key:
             raise AgentOptionError(f"agent_config.api_key_env: there is no variable {self.api_key_env} here")
         if not self.command and not self.worker_key:

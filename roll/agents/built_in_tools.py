@@ -12,6 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -54,17 +55,12 @@ class PythonTool:
         return Tool("python", "Run a Python program and see what it prints.", parameters, self)
 
     def check_host(self) -> None:
-        """
-        Raises:
-            ToolError: this host does not give the protections that ``require`` names.
-        """
-        sandbox = Sandbox(self._settings)
+        """Raise ``ToolError`` where this host lacks a protection that ``require`` names."""
         try:
-            sandbox.start()
+            with closing(Sandbox(self._settings)) as sandbox:
+                sandbox.start()
         except (MissingProtection, SandboxError) as error:
             raise ToolError(f"python: {error}") from error
-        finally:
-            sandbox.close()
 
     async def __call__(self, code: str) -> ToolResult:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, code)
@@ -223,18 +219,12 @@ class ToolSet:
             self._tools.append(search_tool(**options))
 
     def check_host(self) -> None:
-        """
-        Raises:
-            ToolError: this host does not give what a tool needs.
-        """
+        """Raise ``ToolError`` where this host does not give what a tool needs."""
         for program in self._programs:
             program.check_host()
 
     async def box(self) -> ToolBox:
-        """
-        Raises:
-            ToolError: a server does not start, or two tools have one name.
-        """
+        """All tools; ``ToolError`` where a server does not start, or two tools have one name."""
         self._opening = self._opening or asyncio.Lock()
         async with self._opening:
             if self._box is None:

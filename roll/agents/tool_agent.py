@@ -152,10 +152,7 @@ class FunctionAgent:
             raise ToolError(f"agent: {path}{signature} must be callable as run(task, model): {error}") from None
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
-        """
-        Raises:
-            TypeError: the coroutine returned no reward.
-        """
+        """The reward that the coroutine returns; ``TypeError`` where that is none."""
         positional = (task, model, episode) if self._takes_episode else (task, model)
         result = await self._function(*positional, **self._arguments)
         if isinstance(result, Mapping):

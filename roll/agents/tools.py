@@ -180,10 +180,7 @@ class McpServer:
         self.starts = 0
 
     async def tools(self) -> list[Tool]:
-        """
-        Raises:
-            ToolError: the server does not start, or lacks a name.
-        """
+        """The tools that are offered; ``ToolError`` where the server does not start, or lacks a name."""
         return [
             Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(self, tool.name))
             for tool in (await self._open()).tools

@@ -168,10 +168,7 @@ class ScoredAgent:
         self._agent, self._verifier = agent, verifier
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
-        """
-        Raises:
-            EpisodeOver: as the agent; ``environment_error`` where the verifier has failed.
-        """
+        """Run the agent; ``EpisodeOver`` as it raises that, ``environment_error`` where the verifier has failed."""
         ended: EpisodeOver | None = None
         earned: float | None = None
         try:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -196,9 +197,8 @@ def try_sandbox() -> Iterator[Finding]:
 def sandbox() -> None:
     from roll.rewards.sandbox.client import Sandbox
 
-    box = Sandbox()
-    report = box.start()
-    box.close()
+    with closing(Sandbox()) as box:
+        report = box.start()
     given = [name for name, held in report.given.items() if held]
     did("attacked", given=given, missing=report.missing, means=list(report.means))
 

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
@@ -191,13 +192,11 @@ class CodeSandbox(RewardRule):
         """Find out, in a third of a second, whether this host gives what ``require`` names; a service has its own."""
         if self._service is not None or not sys.platform.startswith("linux"):
             return
-        sandbox = Sandbox(Settings(readable=tuple(self.readable), require=tuple(self.require)))
         try:
-            sandbox.start()
+            with closing(Sandbox(Settings(readable=tuple(self.readable), require=tuple(self.require)))) as sandbox:
+                sandbox.start()
         except (MissingProtection, SandboxError) as error:
             raise RewardOptionError(f"code_sandbox: {error}") from error
-        finally:
-            sandbox.close()
 
     def prepare(self) -> str:
         """Start the sandbox and say what it gives; a service has its own.

@@ -22,6 +22,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.datasets.types import DataError
 
 if TYPE_CHECKING:
+    from roll.pipelines.rlvr.config import HarnessConfig
     from roll.serving.server import HttpFront
 
 logger = logging.getLogger(__name__)
@@ -32,23 +33,7 @@ SHOWN_LINES = 15
 INSTALL = install_command("harness")
 
 
-@dataclass(frozen=True)
-class HarnessOptions:
-    """Settings of ``roll evaluate --harness`` and ``validation.harness``."""
-
-    name: str
-    """Key of :data:`HARNESSES`."""
-    tasks: tuple[str, ...]
-    """lm-eval: names of tasks (also from ``include``); Inspect: task files."""
-    include: str | None = None
-    """lm-eval: a folder of task files."""
-    arguments: tuple[str, ...] = ()
-    """Further arguments of the program's command line."""
-    chat: bool = False
-    """lm-eval: use chat completions, which have no log-likelihoods."""
-
-
-def lm_eval_command(options: HarnessOptions, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:
+def lm_eval_command(options: HarnessConfig, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:
     """Command that runs ``lm_eval`` on the server: completions with the model's own tokenizer, or chats."""
     kind, path = (
         ("local-chat-completions", "chat/completions") if options.chat else ("local-completions", "completions")
@@ -66,10 +51,11 @@ def lm_eval_command(options: HarnessOptions, base_url: str, model: str, tokenize
     words += ["--model_args", ",".join(f"{key}={value}" for key, value in arguments.items())]
     words += ["--output_path", str(output), "--log_samples", "--batch_size", "1"]
     words += ["--apply_chat_template"] if options.chat else []
-    return words + (["--include_path", options.include] if options.include else []) + list(options.arguments)
+    include = ["--include_path", os.path.expanduser(options.include)] if options.include else []
+    return [*words, *include, *options.arguments]
 
 
-def inspect_command(options: HarnessOptions, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:
+def inspect_command(options: HarnessConfig, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:
     """Command that runs ``inspect eval`` on the server: a provider named ``roll``, its address in the environment."""
     # Inspect takes paths relative to the working directory only; the name of a task in the file follows an @.
     tasks = [os.path.relpath(name) if Path(name.partition("@")[0]).is_file() else name for name in options.tasks]
@@ -126,19 +112,13 @@ class Harness:
     name: str
     module: str
     """The Python package that it is."""
-    command: Callable[[HarnessOptions, str, str, str, Path], list[str]]
+    command: Callable[[HarnessConfig, str, str, str, Path], list[str]]
     """Its command line, for the options, the server's address, the model's name, a tokenizer and an output folder."""
     metrics: Callable[[Path], dict[str, float]]
     """Reads what it has left in the output folder."""
 
     def require(self, key: str, source: str = "") -> None:
-        """
-        Args:
-            key: the key that names it, in the file ``source`` or on the command line.
-
-        Raises:
-            ConfigError: it is not installed.
-        """
+        """Raise ``ConfigError`` where it is not installed; ``key`` names it, in ``source`` or on the command line."""
         if find_spec(self.module) is None:
             rule = f"needs a package that is not installed: {INSTALL}"
             raise ConfigError([Problem(key, self.name, rule, source=source)])
@@ -150,7 +130,7 @@ HARNESSES = {
 }
 
 
-def run_program(options: HarnessOptions, front: HttpFront, tokenizer: str, output: Path) -> dict[str, float]:
+def run_program(options: HarnessConfig, front: HttpFront, tokenizer: str, output: Path) -> dict[str, float]:
     """The metrics of the model that ``front`` serves under the harness's name.
 
     Args:

@@ -167,7 +167,7 @@ class ProgressReporter:
             if headline.key in metrics
         ]
         phases = [
-            f"{phase_label(name)} {seconds:.2f}s"
+            f"{name.removeprefix('time/').removeprefix('step_')} {seconds:.2f}s"
             for name, seconds in metrics.items()
             if name.startswith("time/") and name.count("/") == 1 and name not in TOTALS
         ]
@@ -192,11 +192,6 @@ class _Bar(Live):
     def show(self, done: int, pace: str, numbers: str) -> None:
         self._progress.update(self._task, completed=done, description=pace)
         self.update(Group(self._progress, Text(numbers)))
-
-
-def phase_label(metric: str) -> str:
-    """``time/step_generate`` is ``generate`` to a reader."""
-    return metric.removeprefix("time/").removeprefix("step_")
 
 
 def format_seconds(seconds: float) -> str:

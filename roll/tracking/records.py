@@ -12,7 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -132,7 +132,8 @@ class JsonlTracker(Tracker):
         self._folder = folder
         for path in (folder / METRICS_NAME, *folder.glob("samples-*.jsonl")):
             if path.exists():
-                _cut_after(path, resume_step)
+                lines = ((row["step"], json.dumps(row, ensure_ascii=False).encode() + b"\n") for row in _rows(path))
+                cut(path, lines, resume_step)
         self._files: dict[str, IO[bytes]] = {}
         self._torn: set[str] = set()
 
@@ -199,16 +200,15 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                 logger.warning("%s: line %d is no row of a step and left out", path, number)
 
 
-def _cut_after(path: Path, resume_step: int | None) -> None:
+def cut(path: Path, steps: Iterable[tuple[int, bytes]], resume_step: int | None) -> None:
+    """Keep the ``steps`` of a file, as bytes, up to ``resume_step``; None: set the whole file aside for a new run."""
     if resume_step is None:
-        path.replace(path.with_name(path.name + ".previous"))
+        path.replace(path.with_name(f"{path.name}.previous"))
         return
     # Written anew and renamed: a kill in the middle leaves the former file whole.
-    kept = path.with_name(path.name + ".kept")
-    with open(kept, "w", encoding="utf-8") as file:
-        for row in _rows(path):
-            if row["step"] <= resume_step:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    kept = path.with_name(f"{path.name}.kept")
+    with open(kept, "wb") as file:
+        file.writelines(data for step, data in steps if step <= resume_step)
         file.flush()
         os.fsync(file.fileno())
     kept.replace(path)

@@ -57,7 +57,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import struct
 import time
 import zlib
@@ -67,6 +66,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
+
+from roll.tracking.records import cut
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +98,7 @@ class SampleLog:
         self._pending: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         if path.exists():
-            if resume_step is None:
-                path.replace(path.with_name(f"{path.name}.previous"))
-            else:
-                _cut_after(path, resume_step)
+            cut(path, ((step, data) for step, data, _ in _frames(path)), resume_step)
         # Unbuffered: each block is a single write(), so a killed run leaves at most its last block torn.
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
 
@@ -210,18 +208,6 @@ def _seek_magic(file: BinaryIO, begin: int) -> bool:
         # A magic word may lie across two chunks.
         rest = chunk[-len(_MAGIC) + 1 :]
     return False
-
-
-def _cut_after(path: Path, resume_step: int) -> None:
-    # Written anew and renamed: a kill in the middle leaves the former file whole.
-    kept = path.with_name(f"{path.name}.kept")
-    with open(kept, "wb") as file:
-        for step, data, _ in _frames(path):
-            if step <= resume_step:
-                file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    kept.replace(path)
 
 
 TIMELINE_NAME = "timeline.jsonl"

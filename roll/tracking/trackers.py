@@ -376,10 +376,7 @@ def tracker_options(track_with: str | Sequence[str], tracker_kwargs: Mapping[str
 
 
 def _check_options(where: str, options: Mapping[str, Any], understood: Mapping[str, frozenset[str] | None]) -> None:
-    """
-    Raises:
-        ValueError: a secret, or an option that none of the trackers understands.
-    """
+    """Raise ``ValueError`` for a secret, or an option that none of the trackers understands."""
     known = frozenset().union(*(taken or () for taken in understood.values()))
     for key in options:
         if key in _SECRETS:

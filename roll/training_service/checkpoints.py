@@ -31,20 +31,14 @@ def missing(what: str) -> Refusal:
 
 
 def check_name(name: str, key: str) -> str:
-    """
-    Raises:
-        BadRequest: a name that is no name of a folder.
-    """
+    """The name; ``BadRequest`` where it is none of a folder."""
     if not _NAME.fullmatch(name):
         raise BadRequest(f"{key}: {name[:100]!r} must be of letters, digits and . _ : -, at most 200", key)
     return name
 
 
 def expiry(ttl_seconds: int | None) -> str | None:
-    """
-    Raises:
-        BadRequest: less than an hour, or more than ten years.
-    """
+    """The end of a checkpoint's life; ``BadRequest`` for less than an hour, or more than ten years."""
     if ttl_seconds is None:
         return None
     if not _HOUR <= ttl_seconds <= _TEN_YEARS:

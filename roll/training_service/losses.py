@@ -68,10 +68,7 @@ _REFUSED = {
 
 
 def loss_of(name: str, options: Mapping[str, float | str]) -> Loss:
-    """
-    Raises:
-        ValueError: a loss or an option that is not served.
-    """
+    """The loss of a name; ``ValueError`` for one, or an option, that is not served."""
     if name not in LOSSES:
         why = f" ({_REFUSED[name]})" if name in _REFUSED else ""
         raise ValueError(f"loss_fn: {name!r} is not served{why}; {', '.join(LOSSES)} are")
@@ -90,10 +87,8 @@ MAX_TARGETS = 1024
 
 
 def check_datum(loss: Loss, name: str, datum: Datum, where: str, vocabulary: int, longest: int) -> None:
-    """
-    Raises:
-        ValueError: tensors that are missing, unknown, or of another shape or type; tokens that the model does not have.
-    """
+    """Raise ``ValueError`` for tensors that are missing, unknown, or of another shape or type, and for tokens that the
+    model does not have."""
     length = len(datum.tokens)
     if not 1 <= length <= longest:
         raise ValueError(f"{where}.model_input: {length} tokens; the model takes 1 to {longest}")

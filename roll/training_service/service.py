@@ -78,10 +78,7 @@ class Service:
         return session_id
 
     def session(self, session_id: str) -> Session:
-        """
-        Raises:
-            Refusal: no such session.
-        """
+        """The session of an id; ``Refusal`` where there is none."""
         found = self.sessions.get(session_id)
         if found is None:
             raise missing(f"session {session_id[:100]}: the service was started again, or the session has ended")
@@ -152,18 +149,12 @@ class Service:
         return request_id
 
     def check_base(self, name: str) -> None:
-        """
-        Raises:
-            BadRequest: another base model than the one here.
-        """
+        """Raise ``BadRequest`` for another base model than the one here."""
         if name != self.name:
             raise BadRequest(f"base_model: {name[:200]!r} is not served; {self.name!r} is", "base_model")
 
     def model(self, model_id: str) -> Model:
-        """
-        Raises:
-            Refusal: no such model.
-        """
+        """The model of an id; ``Refusal`` where there is none."""
         found = self._models.get(model_id)
         if found is None:
             raise missing(f"model {model_id[:100]}: it was unloaded, or the service was started again")
@@ -282,10 +273,7 @@ class Service:
         self.queue.open_line(sampler_id, session, None)
 
     def sampler(self, sampler_id: str) -> Source:
-        """
-        Raises:
-            Refusal: no such sampling session.
-        """
+        """The weights of a sampling session; ``Refusal`` where there is none."""
         found = self._sources.get(sampler_id)
         if found is None:
             rule = f"of each model the last {KEPT_SAMPLERS} without a name are kept"

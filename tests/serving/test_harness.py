@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from roll.config.reading.errors import ConfigError
 from roll.evaluate import main
-from roll.serving.harness import HARNESSES, HarnessOptions, environment
+from roll.pipelines.rlvr.config import HarnessConfig
+from roll.serving.harness import HARNESSES, environment
 
 pytestmark = pytest.mark.long
 
@@ -62,7 +63,7 @@ def tiny_inspect():
 """
 
 
-def program(serving: Any, options: HarnessOptions, output: Path) -> dict[str, float]:
+def program(serving: Any, options: HarnessConfig, output: Path) -> dict[str, float]:
     """The metrics of a real run against the server."""
     output.mkdir()
     base_url = f"{serving.server.url}/v1"
@@ -107,7 +108,7 @@ def test_lm_eval_generates_and_compares_likelihoods(make_serving: Any, tmp_path:
     tasks.mkdir()
     for name, text in (("tiny_generate", GENERATE), ("tiny_choose", CHOOSE)):
         (tasks / f"{name}.yaml").write_text(text.format(file=data))
-    options = HarnessOptions("lm_eval", ("tiny_generate", "tiny_choose"), str(tasks))
+    options = HarnessConfig("lm_eval", ["tiny_generate", "tiny_choose"], str(tasks))
     found = program(serving, options, tmp_path / "out")
     assert found["tiny_generate/exact_match"] == pytest.approx(3 / 4)
     assert found["tiny_choose/acc"] == pytest.approx(3 / 4)
@@ -124,7 +125,7 @@ def test_inspect_asks_in_chats(make_serving: Any, tmp_path: Path) -> None:
     data, task = tmp_path / "rows.jsonl", tmp_path / "tiny_inspect.py"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task.write_text(INSPECT.format(file=str(data)))
-    found = program(serving, HarnessOptions("inspect", (str(task),)), tmp_path / "out")
+    found = program(serving, HarnessConfig("inspect", [str(task)]), tmp_path / "out")
     assert found["tiny_inspect/match/accuracy"] == pytest.approx(3 / 4)
 
 

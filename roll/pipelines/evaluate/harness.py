@@ -21,8 +21,9 @@ from roll.pipelines.evaluate.models import Engines, ModelRun
 from roll.pipelines.evaluate.results import missed
 from roll.pipelines.evaluate.samples import RESULTS
 from roll.pipelines.files import load_tokenizer
+from roll.pipelines.rlvr.config import HarnessConfig
 from roll.rollout.engines import EngineClient
-from roll.serving.harness import HarnessOptions, run_program
+from roll.serving.harness import run_program
 from roll.serving.server import FrontOptions, HttpFront
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 class HarnessRun(ModelRun[EvaluateConfig, EvaluatePlan]):
     """Every model works on the tasks of a harness."""
 
-    def __init__(self, loaded: LoadedConfig[EvaluateConfig], options: HarnessOptions) -> None:
+    def __init__(self, loaded: LoadedConfig[EvaluateConfig], options: HarnessConfig) -> None:
         assert isinstance(loaded.plan, EvaluatePlan)
         super().__init__(loaded, loaded.plan, loaded.config.evaluate)
         self._options = options

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +35,7 @@ from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, rewar
 from roll.rollout.loops import PromptFlow, RolloutLoop, rollout_loops
 from roll.rollout.replay import PromptCodec
 from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
-from roll.serving.harness import HarnessOptions, run_program
+from roll.serving.harness import run_program
 from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.engines.requests import SamplingParams
 from roll.tracking import SampleTable
@@ -232,13 +231,11 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan]):
     def ask_harness(self, harness: HarnessConfig, step: int) -> dict[str, float]:
         """The program's metrics of the engines' present weights, ``<program>/<task>/<metric>``."""
         name, model = harness.name, self.plan.roles["actor_infer"]
-        include = None if harness.include is None else str(Path(harness.include).expanduser())
-        options = HarnessOptions(name, tuple(harness.tasks), include, tuple(harness.arguments), harness.chat)
         front = HttpFront(FrontOptions(name, max_running_requests=self.config.max_running_requests))
         try:
             front.open(self.clusters.actor_infer, self.tokenizer)
             output = self.plan.output_dir / "validation" / name / f"step-{step}"
-            metrics = run_program(options, front, str(model.model_path), output)
+            metrics = run_program(harness, front, str(model.model_path), output)
         finally:
             front.close()
         return {f"{name}/{metric}": value for metric, value in metrics.items()}
