@@ -32,10 +32,7 @@ class Fields:
         self._where = f"{where}." if where else ""
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """
-        Raises:
-            BadRequest: a value of another type.
-        """
+        """The value of a field; ``BadRequest`` for one of another type."""
         value = self._body.pop(key, default)
         if value is None:
             return None
@@ -47,38 +44,26 @@ class Fields:
         return value
 
     def need(self, key: str, kind: type[T]) -> T:
-        """
-        Raises:
-            BadRequest: no value, or one of another type.
-        """
+        """The value of a field that must be there; ``BadRequest`` where it is not, or of another type."""
         value = self.get(key, kind)
         if value is None:
             raise BadRequest(f"{self._where}{key} is missing", key)
         return value
 
     def off(self, key: str, *harmless: object) -> None:
-        """
-        Raises:
-            BadRequest: a feature that is not served, with another value than one that leaves it off.
-        """
+        """Raise ``BadRequest`` for a feature that is not served, unless its value leaves it off."""
         value = self._body.pop(key, None)
         if value is not None and value not in harmless:
             raise BadRequest(f"{self._where}{key}: {_REFUSED[key]}", key)
 
     def end(self) -> None:
-        """
-        Raises:
-            BadRequest: a field that was not read.
-        """
+        """Raise ``BadRequest`` for a field that was not read."""
         for key in self._body:
             raise BadRequest(f"{self._where}{key} {SERVED_NOWHERE}", key)
 
 
 def check_optimizer(fields: Fields) -> None:
-    """
-    Raises:
-        BadRequest: another optimizer than AdamW.
-    """
+    """Raise ``BadRequest`` for another optimizer than AdamW."""
     config = fields.get("optimizer_config", dict) or {}
     if config.get("type", "adamw") != "adamw":
         raise BadRequest(
