@@ -5,51 +5,14 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+from importlib import resources
 
 from roll.rewards.answers import in_words, without_periods
 
 _STYLES = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac"}
-_TABLE = r"""
-− – ‐ {-} = -
-º ° \degree = ^\circ
-× = \times
-· ⋅ ∙ = \cdot
-÷ ⁄ ∕ = /
-± = \pm
-∞ = \infty
-≤ ⩽ = \le
-≥ ⩾ = \ge
-≠ = \ne
-≈ = \approx
-\backslash \smallsetminus ∖ = \setminus
-∪ = \cup
-∩ = \cap
-∈ = \in
-∅ \varnothing = \emptyset
-→ = \to
-… \ldots \dots = ...
-ℝ = \mathbb{R}
-ℤ = \mathbb{Z}
-ℕ = \mathbb{N}
-ℚ = \mathbb{Q}
-ℂ = \mathbb{C}
-⟨ \langle = (
-⟩ \rangle = )
-⌊ = \lfloor
-⌋ = \rfloor
-⌈ = \lceil
-⌉ = \rceil
-µ = \mu
-ϕ \varphi = \phi
-\varepsilon = \epsilon
-\mathrm{e} = e
-\mathrm{i} = i
-\lg = \log_{10}
-∨ \lor \vee = \text{or}
-∧ \land \wedge \& = \text{and}
-"""
 _NAMES = {"~": " ", "\\#": ""}
-for _line in _TABLE.strip().splitlines():
+# Other spellings of a symbol, and the usual one.
+for _line in (resources.files("roll.rewards") / "notation.table").read_text(encoding="utf-8").splitlines():
     *_names, _, _usual = _line.split()
     # A command ends where a letter would go on with it.
     _NAMES |= dict.fromkeys(_names, _usual + " " * _usual[1:].isalpha())

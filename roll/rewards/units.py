@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
+from importlib import resources
 
 PREFIXES = {
     symbol: (word, power)
@@ -18,74 +19,6 @@ PREFIXES = {
     )
 }
 """By their symbols: words and powers of ten."""
-TABLE = """
-m meter metre = 1 m
-g gram gramme = 1 g
-s sec second = 1 s
-A amp ampere = 1 A
-K kelvin = 1 K
-mol mole = 1 mol
-L l liter litre = 1/1000 m^3
-N newton = 1000 g m s^-2
-J joule = 1000 g m^2 s^-2
-W watt = 1000 g m^2 s^-3
-Pa pascal = 1000 g m^-1 s^-2
-Hz hertz = 1 s^-1
-C coulomb = 1 A s
-V volt = 1000 g m^2 s^-3 A^-1
-Ω Ohm ohm = 1000 g m^2 s^-3 A^-2
-F farad = 1/1000 g^-1 m^-2 s^4 A^2
-T tesla = 1000 g s^-2 A^-1
-Wh watt-hour = 3600000 g m^2 s^-2
-eV electronvolt = 1602176634/10000000000000000000000000 g m^2 s^-2
-cal calorie = 4184 g m^2 s^-2
-B byte = 8 bit
-bit = 1 bit
-; without prefixes
-min minute = 60 s
-h hr hrs hour = 3600 s
-day = 86400 s
-wk week = 604800 s
-yr year = 1 year
-month = 1/12 year
-decade = 10 year
-century centuries = 100 year
-t ton tonne = 1000000 g
-in inch inches = 254/10000 m
-ft foot feet = 3048/10000 m
-yd yard = 9144/10000 m
-mi mile = 1609344/1000 m
-mph = 1397/3125 m s^-1
-kph kmph = 5/18 m s^-1
-oz ounce = 45359237/1600000 g
-lb lbs pound = 45359237/100000 g
-gal gallon = 473176473/125000000000 m^3
-qt quart = 473176473/500000000000 m^3
-pt pint = 473176473/1000000000000 m^3
-cup = 473176473/2000000000000 m^3
-ha hectare = 10000 m^2
-acre = 316160658/78125 m^2
-dollar dollars USD = 100 cent
-cent cents ¢ = 1 cent
-euro EUR € = 1 euro
-GBP £ = 1 pound
-yen JPY ¥ = 1 yen
-° deg degree \\circ = 1 degree
-rad radian = 1 radian
-°C celsius = 1 celsius
-°F fahrenheit = 1 fahrenheit
-dozen = 12
-hundred = 100
-thousand = 1000
-million = 1000000
-billion = 1000000000
-trillion = 1000000000000
-rpm = 1/60 revolution s^-1
-rev revolution = 1 revolution
-"""
-"""A line has the names of a unit, symbols first, and what it is made of. Symbols (of at most three letters) keep their
-case and have no plural."""
-
 Dimension = tuple[tuple[str, int], ...]
 
 
@@ -104,7 +37,9 @@ class Unit:
 _WITH_PREFIX: dict[str, Unit] = {}
 _WITHOUT: dict[str, Unit] = {}
 _table = _WITH_PREFIX
-for _line in TABLE.strip().splitlines():
+for _line in (resources.files("roll.rewards") / "units.table").read_text(encoding="utf-8").splitlines():
+    if _line.startswith("#"):
+        continue
     if _line.startswith(";"):
         _table = _WITHOUT
         continue
