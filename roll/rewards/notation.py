@@ -21,18 +21,8 @@ _ROOTS = {"√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]"}
 _ROOT = re.compile(r"([√∛∜])\s*(\{[^{}]*\}|\([^()]*\)|[0-9]+(?:\.[0-9]+)?|[A-Za-zα-ω]|\\pi)?")
 _TAGGED = {"<super>": "^", "<sub>": "_"}
 _WHOLE = re.compile(r"([0-9]{1,15})\s*$")
-_MIXED = re.compile(r"(?<![0-9.,/^_])([0-9]{1,15})\s+([0-9]{1,15})\s*/\s*([0-9]{1,15})(?![0-9.])")
-_SCIENTIFIC = re.compile(r"(?<![A-Za-z0-9.,_\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,4})(?![A-Za-z0-9._])")
-_TIMES_TEN = re.compile(r"(?<=[0-9])\s*(?:[xX*])\s*(?=10\s*\^)")
-# Three times, or twice with no other digit after the point: e begins with 2.718281828.
-_REPEATED = re.compile(
-    r"(?<![0-9.])(?:([0-9]{1,15}\.[0-9]{0,15}?)([0-9]{1,6}?)\2{2,}|([0-9]{1,15}\.)([0-9]{1,6})\4)\s*\.\.\."
-)
-_DOTTED = re.compile(r"\\dot ?\{?([0-9])\}? ?([0-9]{0,12}) ?\\dot ?\{?([0-9])\}?")
 _GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
 """Contents of braces, with two further levels of them."""
-_RATIO = re.compile(r"([0-9]+)\s*(?:\\text\s*\{)?\s*\bto\b\s*\}?\s*([0-9]+)")
-_BRACKETED = re.compile(r"(?<![0-9.])([0-9]{1,15}\.)\(([0-9]{1,6})\)")
 _SEPARATE = re.compile(r"[0-9]+(?:\s+[0-9]+)+")
 _GROUPS = re.compile(r"[0-9]{1,3}(?:\s[0-9]{3})+")
 _BUILDER = re.compile(
@@ -49,7 +39,6 @@ _ALL_REALS = re.compile(
 )
 _NO_LIMIT = re.compile(r"(?:\\text\s*\{)?\s*(?:(?:the )?limit )?(?:DNE|(?:does|do) not exist)\s*\}?", re.IGNORECASE)
 _ARITHMETIC, _FACTOR = re.compile(r"[-+*/^(). 0-9]+"), re.compile(r"(?<=[0-9)])\s*\((?=[-0-9(])")
-_ARROW = re.compile(r"\\(?:vec|overrightarrow)\s*\{([A-Za-z]+)\}|\\overline\s*\{([A-Z]{2,3})\}")
 _MARKDOWN = re.compile(r"(?:\*\*|__|`)(?P<inner>[^*`]+)(?:\*\*|__|`)")
 _LETTER = re.compile(r"(?:(?:option|choice|answer)\s+)?\(?([A-J])\s*[).]?", re.IGNORECASE)
 _ABOUT = re.compile(r"(?<![A-Za-z\\])(?:about|approximately|approx\.?|roughly|around)\s+(?=[-0-9\\$])", re.IGNORECASE)
@@ -62,10 +51,6 @@ _WHOLE_NUMBERS = re.compile(
 )
 # By convention k and n are any integer where they count periods, declared or not.
 _PERIODS, _COUNTS = re.compile(r"\\pi|\\circ"), re.compile(r"(?<![\\A-Za-z{])[kn](?![A-Za-z])")
-_BINOMIALS = re.compile(r"(\\d?binom\{[^{}]*\}\{[^{}]*\})\s*(?=\\d?binom)")
-_CHOSEN = re.compile(r"(?<!\w)(?:\{\}\s*)?[_^]?\{?([0-9]{1,6})\}?\s*([CP])\s*_?\{?([0-9]{1,6})\}?(?!\w)")
-_BELOW_ABOVE = re.compile(r"(?<![A-Za-z\\])([CP]) ?_ ?\{?([0-9]{1,6})\}? ?\^ ?\{?([0-9]{1,6})\}?(?![0-9])")
-_COMBINATIONS = re.compile(r"(?<![A-Za-z\\])C\(\s*([0-9]{1,6})\s*,\s*([0-9]{1,6})\s*\)")
 _MINUTES = re.compile(
     r"([0-9]{1,6}) ?\^ ?\{?\\circ\}? ?([0-9]{1,2}) ?(?:['′]|\^ ?\{?\\prime\}?)(?! ?['′])"
     r"(?: ?([0-9]{1,2}) ?(?:''|\"|′′|\^ ?\{?(?:\\prime ?){2}\}?))?"
@@ -76,7 +61,6 @@ _COMMAND = r"\\(?!sqrt|[dtc]?frac|left|text|math)[a-z]+"
 _BARE_FRACTION = re.compile(
     rf"(\\[dtc]?frac|\\[dt]?binom)(?: ([A-Za-z])| ?([0-9]|{_COMMAND})) ?([A-Za-z0-9]|{_COMMAND}|\{{[^{{}}]*\}})"
 )
-_POINT = re.compile(r"^[A-Z] ?(?=\([^()]*,[^()]*\)$)")
 _LABEL = re.compile(r"^(?:the )?(?:final )?answer ?(?:is\b ?:?|[:=]) ?(?=\S)", re.IGNORECASE)
 _ANGLE = re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)([0-9]{1,6}(?:\.[0-9]{1,6})?)\s*\^\s*\{?\\circ\}?")
 _EMPHASIS = re.compile(
@@ -121,6 +105,50 @@ _CHOICE = re.compile(
 _LAYOUT = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\\[()\[\]]|\s+|\.$")
 
 
+def _improper(found: re.Match[str]) -> str:
+    """A mixed number as a single fraction."""
+    whole, numerator, denominator = map(int, found.groups())
+    return f"{whole * denominator + numerator}/{denominator}" if numerator < denominator else found.group()
+
+
+def _choice(found: re.Match[str]) -> str:
+    """Combinations or permutations, as in ``5C2`` and ``5P2``."""
+    if found[2] == "C":
+        return rf"\binom{{{found[1]}}}{{{found[3]}}}"
+    return rf"\frac{{{found[1]}!}}{{({found[1]}-{found[3]})!}}"
+
+
+_USUAL = [
+    (re.compile(pattern), written)
+    for pattern, written in (
+        (r"(?<=[0-9])\s*(?:[xX*])\s*(?=10\s*\^)", r"\\times "),
+        (
+            r"(?<![A-Za-z0-9.,_\\])([0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE]([-+]?[0-9]{1,4})(?![A-Za-z0-9._])",
+            r"\1\\times 10^{\2}",
+        ),
+        (r"(?<![0-9.,/^_])([0-9]{1,15})\s+([0-9]{1,15})\s*/\s*([0-9]{1,15})(?![0-9.])", _improper),
+        (r"\\dot ?\{?([0-9])\}? ?([0-9]{0,12}) ?\\dot ?\{?([0-9])\}?", r"\\overline{\1\2\3}"),
+        # Three times, or twice with no other digit after the point: e begins with 2.718281828.
+        (
+            r"(?<![0-9.])(?:([0-9]{1,15}\.[0-9]{0,15}?)([0-9]{1,6}?)\2{2,}|([0-9]{1,15}\.)([0-9]{1,6})\4)\s*\.\.\.",
+            lambda found: f"{found[1] or found[3]}\\overline{{{found[2] or found[4]}}}",
+        ),
+        (r"\A([0-9]+)\s*(?:\\text\s*\{)?\s*\bto\b\s*\}?\s*([0-9]+)\Z", r"\1:\2"),
+        (r"(?<![A-Za-z\\])C\(\s*([0-9]{1,6})\s*,\s*([0-9]{1,6})\s*\)", r"\\binom{\1}{\2}"),
+        (r"^[A-Z] ?(?=\([^()]*,[^()]*\)$)", ""),
+        (r"(?<![A-Za-z\\])([CP]) ?_ ?\{?([0-9]{1,6})\}? ?\^ ?\{?([0-9]{1,6})\}?(?![0-9])", r"\2\1\3"),
+        (r"(?<!\w)(?:\{\}\s*)?[_^]?\{?([0-9]{1,6})\}?\s*([CP])\s*_?\{?([0-9]{1,6})\}?(?!\w)", _choice),
+        (r"(\\d?binom\{[^{}]*\}\{[^{}]*\})\s*(?=\\d?binom)", r"\1\\cdot "),
+        (r"(?<![0-9.])([0-9]{1,15}\.)\(([0-9]{1,6})\)", r"\1\\overline{\2}"),
+        (
+            r"\\(?:vec|overrightarrow)\s*\{([A-Za-z]+)\}|\\overline\s*\{([A-Z]{2,3})\}",
+            lambda found: found[1] or found[2],
+        ),
+    )
+]
+"""Numbers, fractions and combinations in the form that comparisons know, in this order."""
+
+
 def canonical(expression: str) -> str:
     """The expression without emphasis, a choice's letter in front, and other names of the same symbol."""
     expression = expression.strip().rstrip(";\\ ").rstrip()
@@ -148,18 +176,8 @@ def canonical(expression: str) -> str:
         expression = _ROOT_OF.sub(r"\\sqrt{\1}", expression)
         expression = _FUNCTION.sub(r"\\\1", expression).replace("**", "^")
         expression = _DIGITS_OF_ROOT.sub(r"\\sqrt{\1}", expression) if "sqrt" in expression else expression
-    expression = _TIMES_TEN.sub(r"\\times ", expression)
-    expression = _SCIENTIFIC.sub(r"\1\\times 10^{\2}", expression)
-    expression = _MIXED.sub(_improper, expression)
-    expression = _DOTTED.sub(r"\\overline{\1\2\3}", expression)
-    expression = _REPEATED.sub(lambda found: f"{found[1] or found[3]}\\overline{{{found[2] or found[4]}}}", expression)
-    if (ratio := _RATIO.fullmatch(expression)) is not None:
-        expression = f"{ratio[1]}:{ratio[2]}"
-    expression = _POINT.sub("", _COMBINATIONS.sub(r"\\binom{\1}{\2}", expression))
-    expression = _CHOSEN.sub(_choice, _BELOW_ABOVE.sub(r"\2\1\3", expression))
-    expression = _BINOMIALS.sub(r"\1\\cdot ", expression)
-    expression = _BRACKETED.sub(r"\1\\overline{\2}", expression)
-    expression = _ARROW.sub(lambda found: found[1] or found[2], expression)
+    for pattern, usual in _USUAL:
+        expression = pattern.sub(usual, expression)
     expression = _as_set(expression)
     if _ARITHMETIC.fullmatch(expression):
         expression = _FACTOR.sub("*(", expression)
@@ -222,13 +240,6 @@ def _conjugate(found: re.Match[str]) -> str:
     return f"({_UNIT_I.sub('(-i)', inner)})"
 
 
-def _choice(found: re.Match[str]) -> str:
-    """Combinations or permutations, as in ``5C2`` and ``5P2``."""
-    if found[2] == "C":
-        return rf"\binom{{{found[1]}}}{{{found[3]}}}"
-    return rf"\frac{{{found[1]}!}}{{({found[1]}-{found[3]})!}}"
-
-
 def _assignments(found: re.Match[str]) -> str:
     """Lines that each give a value to a letter, as a list; other lines as they are."""
     lines = [line for line in found[2].split("\\\\") if line.strip()]
@@ -269,12 +280,6 @@ def _in_degrees(found: re.Match[str]) -> str:
     """Degrees, minutes and seconds as one number of degrees."""
     degrees, minutes, seconds = (int(part or 0) for part in found.groups())
     return rf"{degrees + Fraction(60 * minutes + seconds, 3600)}^\circ"
-
-
-def _improper(found: re.Match[str]) -> str:
-    """A mixed number as a single fraction."""
-    whole, numerator, denominator = map(int, found.groups())
-    return f"{whole * denominator + numerator}/{denominator}" if numerator < denominator else found.group()
 
 
 def _in_latex(expression: str) -> str:
