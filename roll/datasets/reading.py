@@ -11,13 +11,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from roll.config.data import FORMATS, format_of, hub_name, matching_files, saved_splits
 from roll.datasets.types import BadRows, DataError
-
-if TYPE_CHECKING:
-    pass
 
 T = TypeVar("T")
 Row = dict[str, Any]

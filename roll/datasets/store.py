@@ -108,13 +108,8 @@ class StoredRow:
     """Begin and end of every run of tokens that carry the loss, in a demonstration; empty: all after the prompt."""
 
 
-@dataclass(frozen=True)
-class EncodedRows:
-    """Rows on their way into a store, as record batches."""
-
-    rows: pa.RecordBatch
-    index: pa.RecordBatch
-    """Without ``position``, which the store knows."""
+EncodedRows = tuple[pa.RecordBatch, pa.RecordBatch]
+"""Rows on their way into a store, and their index without ``position``, which the store knows."""
 
 
 def encode_rows(rows: Sequence[StoredRow]) -> EncodedRows:
@@ -133,9 +128,8 @@ def encode_rows(rows: Sequence[StoredRow]) -> EncodedRows:
         else xxhash.xxh3_64_intdigest(f"{len(row.token_ids)} {row.text} {text}".encode())
         for row, text in zip(rows, columns, strict=True)
     ]
-    return EncodedRows(
-        batch(ROWS, row=columns), batch(without_position, length=[len(row.token_ids) for row in rows], digest=digests)
-    )
+    lengths = [len(row.token_ids) for row in rows]
+    return batch(ROWS, row=columns), batch(without_position, length=lengths, digest=digests)
 
 
 class RowStore:
@@ -193,14 +187,15 @@ class RowStoreWriter:
         self._index: list[pa.RecordBatch] = []
         self._count = 0
 
-    def add(self, rows: EncodedRows) -> None:
-        count = rows.index.num_rows
+    def add(self, encoded: EncodedRows) -> None:
+        rows, index = encoded
+        count = index.num_rows
         if not count:
             return
-        self._writer.write_batch(rows.rows)
+        self._writer.write_batch(rows)
         positions = pa.array(range(self._count, self._count + count), pa.int64())
         # Positions are kept with the rows: the final index may leave rows out, which stay in the file.
-        self._index.append(pa.record_batch([positions, *rows.index.columns], schema=INDEX))
+        self._index.append(pa.record_batch([positions, *index.columns], schema=INDEX))
         self._count += count
 
     def index(self) -> pa.Table:

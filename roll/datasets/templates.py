@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from roll.config.data import DataArguments
 from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.reading.errors import did_you_mean
-from roll.datasets.columns import Message
+from roll.datasets.columns import Message, with_system
 from roll.datasets.reading import SourceRow
 from roll.datasets.types import DataError
 
@@ -153,10 +153,7 @@ class TemplateChoice:
 
     def with_system(self, messages: list[Message], tag: str) -> list[Message]:
         """The conversation with its tag's system message, unless it has one of its own."""
-        system = self.system_by_tag.get(tag, self.system)
-        if system is None or messages[0]["role"] in ("system", "developer"):
-            return messages
-        return [{"role": "system", "content": system}, *messages]
+        return with_system(messages, self.system_by_tag.get(tag, self.system))
 
 
 @dataclass(frozen=True, slots=True)

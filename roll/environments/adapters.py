@@ -387,9 +387,6 @@ class ReasoningGymEnvironment:
         score = float(self._dataset.score_answer(action.strip() if answer is None else answer, self._entry))
         return "", score, True, False, {"success": score == 1.0}
 
-    def close(self) -> None:
-        """Nothing to release."""
-
 
 class OpenEnvEnvironment:
     """``openenv:URL``, such as ``openenv:http://localhost:8000``: a session of an OpenEnv server.

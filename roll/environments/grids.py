@@ -49,11 +49,6 @@ class ActionPattern:
         return None if match is None else match.group(match.re.groups).strip()
 
 
-def move_named(action: str | None) -> str | None:
-    """``Left``, ``Down``, ``Right`` or ``Up``, whatever the case; None for anything else."""
-    return None if action is None else _BY_NAME.get(action.strip().lower())
-
-
 def moved(position: tuple[int, int], move: str) -> tuple[int, int]:
     """The cell next to ``position`` in the direction of ``move``."""
     change = MOVES[move]
@@ -68,16 +63,13 @@ Pixels = NDArray[np.uint8]
 Cell = tuple[int, int]
 
 
+@dataclass(frozen=True)
 class Sprite:
-    """Look of a cell: a ground, and a shape on it.
+    """Look of a cell: a ground, and a shape in ``colour`` over 70% of it."""
 
-    Args:
-        ground: red, green, blue.
-        shape: drawn in ``colour`` over 70% of the cell.
-    """
-
-    def __init__(self, ground: Colour, shape: Shape = "none", colour: Colour = (0, 0, 0)) -> None:
-        self.ground, self.shape, self.colour = ground, shape, colour
+    ground: Colour
+    shape: Shape = "none"
+    colour: Colour = (0, 0, 0)
 
     def pixels(self, size: int) -> Pixels:
         """uint8 (size, size, 3)."""
@@ -152,7 +144,7 @@ class GridGame(ABC):
 
     def step(self, action: str) -> tuple[str | list[Any], float, bool, bool, dict[str, Any]]:
         self._steps += 1
-        move = move_named(self._pattern.find(action))
+        move = _BY_NAME.get((self._pattern.find(action) or "").lower())
         reward, success, is_over, changed = self._moved(move)
         reward += self.format_penalty if move is None else 0.0
         state, metrics = self.render(), {"valid": float(move is not None), "effective": float(changed)}

@@ -117,7 +117,11 @@ class Scope:
     def lines(self) -> Iterator[tuple[int, int]]:
         """Number of the source, and line, where an argument of which something is expected is handed over."""
         for number, node in self._nodes():
-            suspects = self._set_against_results(self._sides(node))
+            # Arguments from which one side is computed, where another one is a result.
+            sides = self._sides(node)
+            with_result = [place for place, side in enumerate(sides) if self._has_result(side)]
+            others = [side for place, side in enumerate(sides) if with_result and with_result != [place]]
+            suspects = self._seen_in(self._names_in(others))
             if isinstance(node, ast.If | ast.While) and any(map(self._judges, [*node.body, *node.orelse])):
                 # What is expected depends on it.
                 suspects |= self._seen_in(names_of(node.test) - self.results)
@@ -213,7 +217,7 @@ class Scope:
     def _learn_derived(self, number: int, node: ast.AST) -> None:
         """Names for what is computed from an argument after the response has seen it."""
         for target, value in bindings(node):
-            used = self._names_in([value], outside=True)
+            used = self._names_in([value])
             late = {
                 name
                 for name, passes in (self._passed.items() if used else ())
@@ -224,13 +228,13 @@ class Scope:
                 if late and root(each):
                     self.aliases.setdefault(root(each), set()).update(late)
 
-    def _names_in(self, nodes: Iterable[ast.AST], outside: bool = False) -> set[str]:
-        """Objects that the nodes name; ``outside``: other than as arguments of the response."""
+    def _names_in(self, nodes: Iterable[ast.AST]) -> set[str]:
+        """Objects that the nodes name, other than as arguments of the response."""
         found: set[str] = set()
         waiting = list(nodes)
         while waiting:
             node = waiting.pop()
-            if outside and isinstance(node, ast.Call) and self._is_response_call(node):
+            if isinstance(node, ast.Call) and self._is_response_call(node):
                 waiting.append(node.func)
                 continue
             if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and root(node):
@@ -323,12 +327,6 @@ class Scope:
         """Arguments of the response that these names may show."""
         used = self._all_names(names) if self._passed else ()
         return {name for name in self._passed if any(may_show(each, name) for each in used)}
-
-    def _set_against_results(self, sides: Sequence[ast.expr]) -> set[str]:
-        """Arguments from which one side is computed, where another one is a result."""
-        with_result = [number for number, side in enumerate(sides) if self._has_result(side)]
-        others = [side for number, side in enumerate(sides) if with_result and with_result != [number]]
-        return self._seen_in(self._names_in(others, outside=True))
 
     def _sides(self, node: ast.AST) -> list[ast.expr]:
         """Expressions that are compared, combined, or handed to the same function."""

@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,13 @@ _AS_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
     "date": (datetime.date, datetime.date.isoformat, datetime.date.fromisoformat),
     "datetime": (datetime.datetime, datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     "complex": (complex, str, complex),
+    "bytes": (bytes, lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    "bytearray": (
+        bytearray,
+        lambda value: base64.b64encode(value).decode(),
+        lambda text: bytearray(base64.b64decode(text)),
+    ),
+    "ellipsis": (types.EllipsisType, lambda value: "", lambda text: Ellipsis),
 }
 _SHARED_MODULES = ("builtins", "abc", "collections", "collections.abc", "enum", "numbers", "typing")
 """Classes of these are the same in both processes, and travel by their names."""
@@ -52,15 +60,11 @@ def encode(value: Any, other: Callable[[Any], Encoded]) -> Encoded:
         return {_TAG: _SIZED[kind], "v": [encode(item, other) for item in value]}
     if kind in _MAPPINGS:
         return {_TAG: "dict", "v": [[encode(key, other), encode(item, other)] for key, item in value.items()]}
-    if kind in (bytes, bytearray):
-        return {_TAG: kind.__name__, "v": base64.b64encode(value).decode()}
     for tag, (exact, to_text, _) in _AS_TEXT.items():
         if kind is exact:
             return {_TAG: tag, "v": to_text(value)}
     if kind in (range, slice):
         return {_TAG: kind.__name__, "v": [encode(each, other) for each in (value.start, value.stop, value.step)]}
-    if value is Ellipsis:
-        return {_TAG: "ellipsis"}
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.generic, numpy.ndarray)) or value.dtype.kind not in _ARRAY_KINDS:
         return other(value)
@@ -108,16 +112,11 @@ def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:
         return _BUILD[tag]([decode(item, other) for item in data["v"]])
     if tag == "dict":
         return {decode(key, other): decode(item, other) for key, item in data["v"]}
-    if tag in ("bytes", "bytearray"):
-        raw = base64.b64decode(data["v"])
-        return raw if tag == "bytes" else bytearray(raw)
     if tag in _AS_TEXT:
         return _AS_TEXT[tag][2](data["v"])
     if tag in ("range", "slice"):
         start, stop, step = (decode(each, other) for each in data["v"])
         return (range if tag == "range" else slice)(start, stop, step)
-    if tag == "ellipsis":
-        return Ellipsis
     if tag == "array":
         import numpy
 
