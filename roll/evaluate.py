@@ -159,27 +159,22 @@ def keys_of(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: a flag that is written otherwise.
     """
-    keys: dict[str, Any] = {}
-    if arguments.model:
-        models: dict[str, str] = {}
-        for word in arguments.model:
-            named, equals, path = word.partition("=")
-            name, path = (named, path) if equals else (Path(word).name, word)
-            if name in models:
-                raise ConfigError(
-                    [Problem("--model", word, f"a second model named {name}: write NAME=PATH", f"b={path}")]
-                )
-            models[name] = path
-        keys["models"] = models
-    if arguments.against is not None:
-        keys["against"] = arguments.against
-    if arguments.samples is not None:
-        keys["num_samples"] = arguments.samples
-    if arguments.temperature:
-        keys["temperatures"] = arguments.temperature
-    if arguments.at_least:
-        keys["thresholds"] = dict(map(threshold, arguments.at_least))
-    return keys | ({"resume": False} if arguments.anew else {})
+    models: dict[str, str] = {}
+    for word in arguments.model:
+        named, equals, path = word.partition("=")
+        name, path = (named, path) if equals else (Path(word).name, word)
+        if name in models:
+            raise ConfigError([Problem("--model", word, f"a second model named {name}: write NAME=PATH", f"b={path}")])
+        models[name] = path
+    keys = {
+        "models": models or None,
+        "against": arguments.against,
+        "num_samples": arguments.samples,
+        "temperatures": arguments.temperature or None,
+        "thresholds": dict(map(threshold, arguments.at_least)) or None,
+        "resume": False if arguments.anew else None,
+    }
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def threshold(word: str) -> tuple[str, float]:

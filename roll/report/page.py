@@ -193,38 +193,36 @@ class _Index:
     def add(self, block: int, content: Mapping[str, Any]) -> None:
         prompts = content["prompts"]
         keys = [zlib.crc32(str(prompt.get("text", "")).encode("utf-8", "replace")) for prompt in prompts]
-        columns = self._columns
         groups: dict[str, int] = {}
         for place, sample in enumerate(content["samples"]):
             prompt = prompts[sample["prompt"]]
-            words = {
+            log_probs = sample.get("log_probs") or sample.get("ref_log_probs")
+            mismatch, advantage, version = (sample.get(name) for name in ("mismatch", "advantages", "versions"))
+            if isinstance(advantage, list):
+                advantage = float(f"{sum(advantage) / max(1, len(advantage)):.4g}")
+            row = {
                 "finish": sample.get("outcome") or sample.get("finish_reason") or "",
                 "domain": prompt.get("domain", ""),
                 "tag": prompt.get("tag", ""),
                 "kind": f"{content['kind']} {sample['kind']}" if "kind" in sample else content["kind"],
+                "block": block,
+                "place": place,
+                "step": content["step"],
+                "group": groups.setdefault(str(sample.get("group", place)), len(groups)),
+                "prompt": keys[sample["prompt"]],
+                "score": sample.get("score"),
+                "reward": sample.get("reward"),
+                "tokens": sample.get("response_tokens"),
+                "error": 1 if sample.get("error") else 0,
+                "logprob": round(sum(log_probs) / len(log_probs)) if log_probs else None,
+                "mismatch": max(max(mismatch), -min(mismatch)) if mismatch else None,
+                "advantage": advantage,
+                "version": min(v for v, _ in version) if isinstance(version, list) else version,
             }
-            for name, word in words.items():
-                known = self._words[name]
-                columns[name].append(known.setdefault(str(word), len(known)))
-            columns["block"].append(block)
-            columns["place"].append(place)
-            columns["step"].append(content["step"])
-            columns["group"].append(groups.setdefault(str(sample.get("group", place)), len(groups)))
-            columns["prompt"].append(keys[sample["prompt"]])
-            columns["score"].append(sample.get("score"))
-            columns["reward"].append(sample.get("reward"))
-            columns["tokens"].append(sample.get("response_tokens"))
-            columns["error"].append(1 if sample.get("error") else 0)
-            log_probs = sample.get("log_probs") or sample.get("ref_log_probs")
-            columns["logprob"].append(round(sum(log_probs) / len(log_probs)) if log_probs else None)
-            mismatch = sample.get("mismatch")
-            columns["mismatch"].append(max(max(mismatch), -min(mismatch)) if mismatch else None)
-            advantage = sample.get("advantages")
-            if isinstance(advantage, list):
-                advantage = float(f"{sum(advantage) / max(1, len(advantage)):.4g}")
-            columns["advantage"].append(advantage)
-            version = sample.get("versions")
-            columns["version"].append(min(v for v, _ in version) if isinstance(version, list) else version)
+            for name, known in self._words.items():
+                row[name] = known.setdefault(str(row[name]), len(known))
+            for name, value in row.items():
+                self._columns[name].append(value)
         self.size += len(content["samples"])
 
     def columns(self) -> dict[str, Any]:

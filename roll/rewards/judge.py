@@ -129,23 +129,20 @@ class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
 
     def _ask(self, bodies: dict[int, dict[str, Any]]) -> dict[int, RewardResult]:
         """Send each distinct request once, unless its answer is cached."""
+        cache = self._cache
+        if cache is None:  # equal requests are sent one by one: at a temperature their answers differ
+            replies = self._client.post(list(bodies.values()))
+            return {index: self._result(reply) for index, reply in zip(bodies, replies, strict=True)}
         keys = {index: AnswerCache.key(self.base_url, body) for index, body in bodies.items()}
-        cached = {key: MISSING if self._cache is None else self._cache.get(key) for key in set(keys.values())}
-        # Without a cache equal requests are sent one by one: at a temperature their answers differ.
-        distinct = {(key if self._cache is not None else index): index for index, key in keys.items()}
-        to_send = [index for index in distinct.values() if cached[keys[index]] is MISSING]
-        replies = dict(zip(to_send, self._client.post([bodies[index] for index in to_send]), strict=True))
-        by_key = {keys[index]: reply for index, reply in replies.items()}
-        results = {}
-        for index, key in keys.items():
-            if cached[key] is not MISSING:
-                results[index] = self._result(Reply(cached[key], tries=0))
-                continue
-            results[index] = self._result(replies.get(index, by_key[key]))
-            # Only answers with a score: a cached failure would never be tried again.
-            if self._cache is not None and results[index].error is None:
-                self._cache.put(key, by_key[key].body)
-        return results
+        found = {key: answer for key in set(keys.values()) if (answer := cache.get(key)) is not MISSING}
+        to_send = {key: bodies[index] for index, key in keys.items() if key not in found}
+        replies = dict(zip(to_send, self._client.post(list(to_send.values())), strict=True))
+        by_key = {key: self._result(reply) for key, reply in replies.items()}
+        by_key |= {key: self._result(Reply(answer, tries=0)) for key, answer in found.items()}
+        for key, reply in replies.items():
+            if by_key[key].error is None:  # a cached failure would never be tried again
+                cache.put(key, reply.body)
+        return {index: by_key[key] for index, key in keys.items()}
 
     def _result(self, reply: Reply) -> RewardResult:
         if reply.error is not None:
