@@ -131,8 +131,8 @@ class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
         """Send each distinct request once, unless its answer is cached."""
         cache = self._cache
         if cache is None:  # equal requests are sent one by one: at a temperature their answers differ
-            replies = self._client.post(list(bodies.values()))
-            return {index: self._result(reply) for index, reply in zip(bodies, replies, strict=True)}
+            one_by_one = self._client.post(list(bodies.values()))
+            return {index: self._result(reply) for index, reply in zip(bodies, one_by_one, strict=True)}
         keys = {index: AnswerCache.key(self.base_url, body) for index, body in bodies.items()}
         found = {key: answer for key in set(keys.values()) if (answer := cache.get(key)) is not MISSING}
         to_send = {key: bodies[index] for index, key in keys.items() if key not in found}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 from fractions import Fraction
 from importlib import resources
 
@@ -118,7 +119,7 @@ def _choice(found: re.Match[str]) -> str:
     return rf"\frac{{{found[1]}!}}{{({found[1]}-{found[3]})!}}"
 
 
-_USUAL = [
+_USUAL: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile(pattern), written)
     for pattern, written in (
         (r"(?<=[0-9])\s*(?:[xX*])\s*(?=10\s*\^)", r"\\times "),
@@ -176,8 +177,8 @@ def canonical(expression: str) -> str:
         expression = _ROOT_OF.sub(r"\\sqrt{\1}", expression)
         expression = _FUNCTION.sub(r"\\\1", expression).replace("**", "^")
         expression = _DIGITS_OF_ROOT.sub(r"\\sqrt{\1}", expression) if "sqrt" in expression else expression
-    for pattern, usual in _USUAL:
-        expression = pattern.sub(usual, expression)
+    for pattern, form in _USUAL:
+        expression = pattern.sub(form, expression)
     expression = _as_set(expression)
     if _ARITHMETIC.fullmatch(expression):
         expression = _FACTOR.sub("*(", expression)
