@@ -67,7 +67,9 @@ def load_config(config: Config, overrides: Overrides = (), *, check_files: bool 
     Raises:
         ConfigError: every mistake, each with its key, value and rule.
     """
-    words = (overrides,) if isinstance(overrides, str) else tuple(_words(overrides))
+    words = (overrides,) if isinstance(overrides, str) else tuple(overrides)
+    if isinstance(overrides, Mapping):
+        words = tuple(f"{key}={_literal(plain(value, key))}" for key, value in overrides.items())
     if isinstance(config, LoadedConfig):
         words = (*config.overrides, *words)
         config = config.source if config.written is None else config.written
@@ -123,15 +125,6 @@ def plain(value: object, key: str = "") -> Any:
     except Exception as error:  # whatever its parts raise when they are pickled
         rule = f"cannot be sent to the workers ({type(error).__name__}: {error}): put it into a module, and import it"
         raise ConfigError([Problem(key, repr(value), rule)]) from error
-
-
-def _words(overrides: Overrides) -> Iterator[str]:
-    """Overrides as the command line has them."""
-    if not isinstance(overrides, Mapping):
-        yield from overrides
-        return
-    for key, value in overrides.items():
-        yield f"{key}={_literal(plain(value, key))}"
 
 
 def _literal(value: object) -> str:

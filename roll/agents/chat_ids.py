@@ -180,7 +180,10 @@ class ChatTemplate:
         earlier = self._with_markers(history[:-1])
         # The common prefix is the messages alone: templates may end a conversation with a further token.
         shown = common_prefix([self.render(earlier), self.render(earlier, generation_prompt=False)])
-        moved = None if text.startswith(shown) else _difference(shown, text)
+        moved = None
+        if not text.startswith(shown):
+            at = len(common_prefix([shown, text]))
+            moved = shown[max(0, at - 20) : at + 40]
         only_thoughts = moved is not None and without_thoughts(text).startswith(without_thoughts(shown))
         return Bridge(ids, None if end is None else self._ends[end], moved, only_thoughts)
 
@@ -243,12 +246,6 @@ def common_prefix(texts: Sequence[str]) -> str:
     first, last = min(texts), max(texts)
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return first[:length]
-
-
-def _difference(earlier: str, later: str) -> str:
-    """The first text of ``earlier`` that ``later`` does not continue with, shortened."""
-    at = len(common_prefix([earlier, later]))
-    return earlier[max(0, at - 20) : at + 40]
 
 
 Thinking = Literal["keep", "new_sample"]
