@@ -28,7 +28,7 @@ from roll.config.reading.masking import masked
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import BACKENDS
 from roll.doctor import trials
-from roll.doctor.findings import EXIT, Finding, Severity, gravest, judge
+from roll.doctor.trials import EXIT, Finding, Severity, gravest, judge
 
 GIBIBYTE = 1 << 30
 LEAST_SHM, LEAST_FILES = 256 << 20, 1024

@@ -1,4 +1,5 @@
-"""Findings that take a trial: collectives and the sandbox.
+"""Findings (a value, the rule that judges it, and what to do about it), and those that take a trial: collectives and
+the sandbox.
 
 Each trial is a process of its own (``python -m roll.doctor.trials NAME ...``) with a deadline: a driver that hangs, a
 library that crashes and a network that drops packets end the trial and nothing else. A trial writes a line of JSON for
@@ -16,15 +17,66 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 import roll
 from roll.distributed.guard import kill_tree
-from roll.doctor.findings import Finding, Severity, judge
 from roll.platforms import current_platform
+
+
+class Severity(IntEnum):
+    """Gravity of a finding; the exit status follows the gravest."""
+
+    OK = 0
+    NOTE = 1
+    """Something optional is not there."""
+    WARNING = 2
+    """Runs work, but slower, with less, or less safely than they could."""
+    ERROR = 3
+    """No run works here."""
+
+
+EXIT = {Severity.OK: 0, Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
+"""Exit status by the gravest finding."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    section: str = field(default="", kw_only=True)
+    """Part of the report; :func:`roll.doctor.command.examine` fills it in."""
+    what: str
+    value: str
+    rule: str
+    """The condition that ``value`` was held against."""
+    severity: Severity = Severity.OK
+    remedy: str = ""
+    """The remedy where the rule is broken."""
+    data: dict[str, Any] | None = None
+    """Figures, for programs."""
+
+
+def judge(
+    what: str,
+    value: str,
+    rule: str,
+    holds: bool,
+    remedy: str,
+    severity: Severity = Severity.WARNING,
+    data: dict[str, Any] | None = None,
+) -> Finding:
+    """The finding of a rule that ``holds``, or that is broken with ``severity`` and asks for ``remedy``."""
+    return Finding(what, value, rule, Severity.OK if holds else severity, "" if holds else remedy, data)
+
+
+def gravest(findings: Sequence[Finding]) -> Severity:
+    return max((finding.severity for finding in findings), default=Severity.OK)
+
 
 NODE_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RAY_ADDRESS", "DASHBOARD_PORT")
 """Of a run on several nodes; a trial is about this host alone."""

@@ -15,7 +15,7 @@ from roll.config.installation import install_command
 from roll.config.strategies.registry import BACKENDS
 from roll.distributed.guard import is_alive
 from roll.doctor import command, trials
-from roll.doctor.findings import EXIT, Finding, Severity, gravest
+from roll.doctor.trials import EXIT, Finding, Severity, gravest
 
 SECRET = "hf_" + "a1B2" * 8
 
