@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -11,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll.config.installation import install_command
-from roll.tracking.records import SampleTable, Tracker, flattened
+from roll.tracking.records import SampleTable, Tracker, flattened, tracker_package
 
 MAX_PARAMS = 100
 """Parameters, or tags, of one request to MLflow's server."""
@@ -55,10 +53,7 @@ class MlflowTracker(Tracker):
         notes: str | None = None,
         tracking_uri: str | None = None,
     ) -> None:
-        try:
-            self._module: Any = importlib.import_module("mlflow")
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"track_with: mlflow is not installed; {install_command('mlflow')}") from error
+        self._module = tracker_package("mlflow")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         store = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import logging
 import math
@@ -16,6 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from roll.config.installation import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +55,14 @@ class Tracker(ABC):
 
     def close(self) -> None:
         """Write out what is still in memory; nothing is logged afterwards."""
+
+
+def tracker_package(name: str) -> Any:
+    """The package of a tracker; a ``ModuleNotFoundError`` tells how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"track_with: {name} is not installed; {install_command(name)}") from error
 
 
 class CompositeTracker(Tracker):

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from roll.config.installation import install_command
 from roll.config.names import UNPUBLISHED_TRACKERS
 from roll.config.pipelines import find_own_modules
 from roll.config.plugins import dotted_path, offered
@@ -22,7 +21,7 @@ from roll.config.reading.errors import did_you_mean
 from roll.config.reading.fields import DOTTED_PATH
 from roll.tracking.mlflow import MlflowTracker
 from roll.tracking.prometheus import PrometheusTracker
-from roll.tracking.records import CompositeTracker, JsonlTracker, SampleTable, StdoutTracker, Tracker
+from roll.tracking.records import CompositeTracker, JsonlTracker, SampleTable, StdoutTracker, Tracker, tracker_package
 
 _MAX_SAMPLES = 16
 """Rows shown of a sample table: TensorBoard's text view is for a look, the run's own files hold them all."""
@@ -124,7 +123,7 @@ class OnlineTracker(Tracker):
     def __init__(
         self, folder: Path, run_config: Mapping[str, Any], *, resume_step: int | None = None, **options: object
     ) -> None:
-        self._module = _installed(self.package)
+        self._module = tracker_package(self.package)
         prefix = self.package.upper()
         mode = options.pop("mode", None) or os.environ.get(f"{prefix}_MODE", "online")
         # Asked for here and not by the package, which would wait at a prompt where there is a terminal.
@@ -214,7 +213,7 @@ class TrackioTracker(Tracker):
     ) -> None:
         if folder is not None:
             os.environ["TRACKIO_DIR"] = str(folder)  # read when the package is imported
-        self._module = _installed("trackio")
+        self._module = tracker_package("trackio")
         resume = "never" if resume_step is None else "allow"
         self._run = self._module.init(config=dict(run_config), resume=resume, embed=False, **options)
 
@@ -240,13 +239,6 @@ def run_id(path: Path, resumed: bool) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(new_id, encoding="utf-8")
     return new_id
-
-
-def _installed(package: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"track_with: {package} is not installed; {install_command(package)}") from error
 
 
 def _table(module: ModuleType, rows: SampleTable) -> Any:
