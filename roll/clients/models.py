@@ -123,7 +123,7 @@ class TrainClient:
         def computed() -> TensorBatch:
             if "group_ids" in read.batch:
                 return TensorBatch(start_computing(read, self._cluster, ask)())
-            return self._cluster.call(ModelWorker.forward, read, ask).result().batch
+            return TensorBatch(self._cluster.call(ModelWorker.forward, read, ask).result().batch)
 
         return self._begin(WEIGHTS, computed)
 

@@ -128,7 +128,7 @@ class RowsPipeline:
     def _begin(self, cluster: Cluster, batch: DataProto, ask: Ask) -> Callable[[], TensorBatch]:
         self.residency.bring({cluster.name: WEIGHTS})
         call = cluster.call(ModelWorker.forward, batch, ask)
-        return lambda: call.result().batch
+        return lambda: TensorBatch(call.result().batch)
 
     def parts(self, rows: Sequence[Any]) -> Iterator[Sequence[Any]]:
         size = self.section.infer_batch_size * self.learner.world_size

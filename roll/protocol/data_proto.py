@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from roll.protocol import joining, storage
-from roll.protocol.columns import Column, ObjectColumns, PackedColumn, TensorColumns, object_array
-from roll.protocol.joining import RowIndex, mini_batch_rows, row_groups, row_numbers, same_value
+from roll.protocol.columns import Column, ObjectColumns, Packed, TensorColumns, object_array
+from roll.protocol.joining import RowIndex, row_numbers, same_value
 from roll.protocol.packing import to_wire
 
 Names = str | Collection[str]
@@ -70,13 +70,6 @@ class DataProto:
     ) -> Self:
         """A batch over the given tensors (not copied) and per-row objects (lists become object arrays)."""
         return cls(tensors, non_tensors, meta_info)
-
-    @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
-        """Build from one dict of both kinds: tensors go to ``batch``, the rest to ``non_tensor_batch``."""
-        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
-        objects = {key: value for key, value in data.items() if key not in tensors}
-        return cls(tensors, objects, meta_info)
 
     @property
     def batch(self) -> TensorColumns:
@@ -190,7 +183,7 @@ class DataProto:
         joining.check_union(self, other)
         for key, column in other._batch.stored():
             if key not in self._batch:
-                self._batch.put(key, column)
+                self._batch[key] = column
         self.non_tensor_batch |= {k: v for k, v in other.non_tensor_batch.items() if k not in self.non_tensor_batch}
         self.meta_info |= {k: v for k, v in other.meta_info.items() if k not in self.meta_info}
         return self
@@ -224,20 +217,6 @@ class DataProto:
 
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self._item(row) for row in range(len(self)))
-
-    def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> Self:
-        """Put row ``indices[i]`` at place i, in place (the tensors are new); returns self.
-
-        Raises:
-            IndexError: an index outside the batch.
-            ValueError: ``indices`` is no permutation of the rows.
-        """
-        rows = row_numbers(indices, len(self))
-        if len(rows) != len(self) or np.bincount(rows, minlength=len(self)).max(initial=1) != 1:
-            raise ValueError(f"reorder needs each of the {len(self)} rows once; to pick rows, index: data[indices]")
-        reordered = self._take(rows)
-        self._batch, self.non_tensor_batch = reordered._batch, reordered.non_tensor_batch
-        return self
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Each row ``repeat_times`` times, copied: ``a a b b`` if interleaved, else ``a b a b``."""
@@ -277,46 +256,6 @@ class DataProto:
             raise ValueError("concat needs at least one batch, got an empty list")
         columns, objects, meta_info = joining.concat(data, fill or {})
         return data[0].select() if len(data) == 1 else data[0]._build(columns, objects, meta_info)
-
-    def group_by(self, key: str) -> dict[Any, DataProto]:
-        """Rows by their value in column ``key`` (objects that hash, or a 1-dimensional tensor): value -> batch, in the
-        order of first appearance, rows in their order, copied.
-
-        Raises:
-            KeyError: no such column.
-        """
-        groups = row_groups(self._group_values(key))
-        # One copy of all rows, of which the groups are slices: one index_select a column, not one a column and group.
-        ordered = self._take(np.concatenate([*groups.values(), np.empty(0, np.int64)]))
-        bounds = accumulate(map(len, groups.values()), initial=0)
-        return {value: ordered._slice(*bound) for value, bound in zip(groups, pairwise(bounds), strict=True)}
-
-    def make_iterator(
-        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, group_key: str | None = None
-    ) -> Iterator[DataProto]:
-        """Mini-batches of ``mini_batch_size`` rows over ``epochs`` passes.
-
-        Without a seed rows come in order, each mini-batch sharing memory; with one, every pass has its own permutation,
-        the same for the same seed.  The last mini-batch of a pass may be smaller.  With ``group_key`` rows of equal
-        value in that column stay together (next to each other, in their order): a mini-batch then holds as many whole
-        groups as fit into ``mini_batch_size``, and permutations are of groups.
-
-        Raises:
-            ValueError: ``mini_batch_size`` below 1 or below the size of a group.
-        """
-        if mini_batch_size < 1:
-            raise ValueError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
-        groups = None
-        if group_key is not None:
-            groups = row_groups(self._group_values(group_key))
-            for value, rows in groups.items():
-                if len(rows) > mini_batch_size:
-                    raise ValueError(
-                        f"the group {group_key} = {value!r} has {len(rows)} rows and cannot stay together in a "
-                        f"mini-batch of {mini_batch_size}: mini_batch_size must be at least {len(rows)}"
-                    )
-        orders = mini_batch_rows(len(self), mini_batch_size, epochs, seed, groups)
-        return (self[rows] if isinstance(rows, slice) else self._take(rows) for rows in orders)
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
         """The batch with rows repeated from its start until ``divisor`` divides its length, and how many were added;
@@ -366,7 +305,7 @@ class DataProto:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
         # Packed columns are never written to, so copies of the batch may share them.
-        columns = {key: c if isinstance(c, PackedColumn) else c.detach().clone() for key, c in self._batch.stored()}
+        columns = {key: c if isinstance(c, Packed) else c.detach().clone() for key, c in self._batch.stored()}
         objects = copy.deepcopy(self.non_tensor_batch, memo)
         return self._build(columns, objects, copy.deepcopy(self.meta_info, memo))
 
@@ -391,7 +330,7 @@ class DataProto:
         # non_tensor_batch is a plain dict: nothing has compared the lengths of what was assigned to it.
         self.check()
         tensors: dict[str, Column] = {
-            key: column.rows(start, stop) if isinstance(column, PackedColumn) else column[start:stop]
+            key: column.rows(start, stop) if isinstance(column, Packed) else column[start:stop]
             for key, column in self._batch.stored()
         }
         objects = {key: values[start:stop] for key, values in self.non_tensor_batch.items()}
@@ -405,13 +344,6 @@ class DataProto:
             column = self._batch.peek(key)
             tensors[key] = column.index_select(0, index.to(column.device))
         return self._build(tensors, {k: values[rows] for k, values in self.non_tensor_batch.items()}, self.meta_info)
-
-    def _group_values(self, key: str) -> list[Hashable]:
-        if key in self.non_tensor_batch:
-            return self.non_tensor_batch[key].tolist()
-        if key in self._batch and self._batch.peek(key).dim() == 1:
-            return self._batch.peek(key).tolist()
-        raise KeyError(f"no column {key!r} to group by; there are {[*self.non_tensor_batch, *self._batch]}")
 
 
 def _pick(kind: str, columns: Mapping[str, Any], keys: Names | None) -> dict[str, Any]:

@@ -22,21 +22,13 @@ every tensor arrives on the CPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from roll.protocol.columns import Column, ObjectColumns, PackedColumn, flat_view, tensor_over
+from roll.protocol.columns import BITS, Column, ObjectColumns, Packed, Spans, flat_view
 
-_BITS: dict[int, tuple[torch.dtype, type[Any]]] = {
-    1: (torch.uint8, np.uint8),
-    2: (torch.int16, np.int16),
-    4: (torch.int32, np.int32),
-    8: (torch.int64, np.int64),
-}
 _SIGNED_ZEROS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _NARROW = [
     (dtype, np.iinfo(dtype).min, np.iinfo(dtype).max)
@@ -46,101 +38,6 @@ _MIN_NARROW = 64
 """Fewest values for which narrowing saves more than it costs."""
 _DENSE_FRACTION = 0.85
 """A column with a larger fraction inside its spans is sent whole: less work at both ends for at most 18% more bytes."""
-
-
-@dataclass(eq=False)
-class Spans:
-    """The positions ``starts[b] <= t < stops[b]`` of each of B rows of length L that are not padding."""
-
-    starts: np.ndarray
-    stops: np.ndarray
-    width: int
-    _last_rows: tuple[tuple[int, int], Spans] | None = field(default=None, init=False, repr=False)
-
-    @cached_property
-    def ends(self) -> np.ndarray:
-        """int64 (B,): where each row's tokens end in the payload."""
-        return np.cumsum(self.stops - self.starts, dtype=np.int64)
-
-    @cached_property
-    def total(self) -> int:
-        """Tokens inside all spans."""
-        return int(self.ends[-1]) if len(self.ends) else 0
-
-    @cached_property
-    def index(self) -> np.ndarray:
-        """int64 (total,): the position of each payload token in the flattened (B * L) column."""
-        lengths = self.stops - self.starts
-        first = np.arange(len(lengths), dtype=np.int64) * self.width + self.starts
-        return np.arange(self.total) + np.repeat(first - (self.ends - lengths), lengths)
-
-    def rows(self, start: int, stop: int) -> Spans:
-        """Spans of some rows; the same object for the same rows, so that the columns of a chunk share it too."""
-        if self._last_rows is None or self._last_rows[0] != (start, stop):
-            part = Spans(self.starts[start:stop], self.stops[start:stop], self.width)
-            self._last_rows = ((start, stop), part)
-        return self._last_rows[1]
-
-    def payload_range(self, start: int, stop: int) -> slice:
-        first = int(self.ends[start - 1]) if start else 0
-        return slice(first, int(self.ends[stop - 1]) if stop > start else first)
-
-    def covers(self, other: Spans, slack: int) -> bool:
-        """True if these spans contain ``other``'s and have at most ``slack`` tokens more in all."""
-        if len(self.starts) != len(other.starts) or self.width != other.width:
-            return False
-        if not other.total <= self.total <= other.total + slack:
-            return False
-        empty = other.starts == other.stops
-        return bool((empty | ((self.starts <= other.starts) & (other.stops <= self.stops))).all())
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without the cached ends and index (8 bytes a token), which the reader can compute.
-        return Spans, (self.starts, self.stops, self.width)
-
-
-@dataclass(frozen=True, slots=True)
-class Packed(PackedColumn):
-    """A packed column.
-
-    Attributes:
-        dtype, shape: of the tensor.
-        payload: bits inside the spans, (total, ...), maybe narrowed, or of the whole column where there are no spans.
-            One int: the same bits everywhere inside.
-        spans: None if the column is kept whole.
-        padding: bits outside the spans.
-    """
-
-    dtype: torch.dtype
-    shape: torch.Size
-    payload: np.ndarray | int
-    spans: Spans | None = None
-    padding: int = 0
-
-    def unpack(self) -> torch.Tensor:
-        bits = _BITS[self.dtype.itemsize][1]
-        if self.spans is None and isinstance(self.payload, np.ndarray):
-            # The payload may be read-only memory of the object store, which all readers on the node share.
-            return torch.from_numpy(self.payload.copy()).view(self.dtype)
-        value = self.payload if self.spans is None else self.padding
-        # Zeros come from untouched pages of the operating system: only what is written later costs memory traffic.
-        whole = np.zeros(self.shape, bits) if value == 0 else np.full(self.shape, value, bits)
-        if self.spans is not None:
-            by_token = whole.reshape(self.shape[0] * self.shape[1], *self.shape[2:])
-            by_token[self.spans.index] = self.payload
-        return torch.from_numpy(whole).view(self.dtype)
-
-    def peek(self) -> torch.Tensor | None:
-        if self.spans is not None or not isinstance(self.payload, np.ndarray):
-            return None
-        return tensor_over(self.payload).view(self.dtype)
-
-    def rows(self, start: int, stop: int) -> Packed:
-        shape = torch.Size((stop - start, *self.shape[1:]))
-        payload, spans = self.payload, self.spans
-        if isinstance(payload, np.ndarray):
-            payload = payload[start:stop] if spans is None else payload[spans.payload_range(start, stop)]
-        return Packed(self.dtype, shape, payload, None if spans is None else spans.rows(start, stop), self.padding)
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> list[Packed]:
@@ -165,9 +62,9 @@ def to_bits(tensor: torch.Tensor) -> np.ndarray:
     Raises:
         TypeError: a dtype wider than 8 bytes.
     """
-    if tensor.dtype.itemsize not in _BITS:
+    if tensor.dtype.itemsize not in BITS:
         raise TypeError(f"a {tensor.dtype} tensor cannot be sent: elements have at most 8 bytes, convert it first")
-    integers = _BITS[tensor.dtype.itemsize][0]
+    integers = BITS[tensor.dtype.itemsize][0]
     return flat_view(tensor.detach().cpu()).view(integers).numpy().reshape(tensor.shape)
 
 

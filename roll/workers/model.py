@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def columns_of(batch: DataProto) -> TensorBatch:
     """A batch as strategies take it: its tensors, and its images where rows have some."""
     images: Any = batch.non_tensor_batch.get(IMAGES)
-    return batch.batch if images is None else {**batch.batch, IMAGES: images}
+    return TensorBatch(batch.batch) if images is None else {**batch.batch, IMAGES: images}
 
 
 LEAST_LOG_PROB = -6e4

@@ -5,38 +5,28 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from roll.protocol import DataProto
-from roll.protocol.columns import PackedColumn, TensorColumns
+from roll.protocol.columns import Packed, TensorColumns
 
 
-class CountingColumn(PackedColumn):
-    """The numbers ``start`` to ``stop``; counts how often it is unpacked."""
+class CountingColumn(Packed):
+    """A received column of four numbers; counts how often such columns are unpacked."""
 
-    def __init__(self, start: int, stop: int) -> None:
-        self.range = (start, stop)
-        self.shape = torch.Size([stop - start])
-        self.dtype = torch.int64
-        self.unpacked = 0
+    unpacked = 0
 
     def unpack(self) -> torch.Tensor:
-        self.unpacked += 1
-        return torch.arange(*self.range)
-
-    def peek(self) -> None:
-        return None
-
-    def rows(self, start: int, stop: int) -> CountingColumn:
-        return CountingColumn(self.range[0] + start, self.range[0] + stop)
+        CountingColumn.unpacked += 1
+        return super().unpack()
 
 
-def columns() -> tuple[TensorColumns, CountingColumn]:
-    packed = CountingColumn(0, 4)
-    held = TensorColumns({"plain": torch.zeros(4)})
-    held.put("packed", packed)
-    return held, packed
+def columns() -> tuple[TensorColumns, type[CountingColumn]]:
+    CountingColumn.unpacked = 0
+    packed = CountingColumn(torch.int64, torch.Size([4]), np.arange(4))
+    return TensorColumns({"plain": torch.zeros(4), "packed": packed}), CountingColumn
 
 
 READS: list[Callable[[TensorColumns], object]] = [
@@ -49,7 +39,6 @@ READS: list[Callable[[TensorColumns], object]] = [
     lambda held: (held | {})["packed"],
     lambda held: held.setdefault("packed"),
     lambda held: held.pop("packed"),
-    lambda held: held.popitem()[1],
     lambda held: pickle.loads(pickle.dumps(held))["packed"],
     lambda held: held.peek("packed"),
 ]

@@ -10,7 +10,7 @@ import ray
 import torch
 
 from roll.protocol import DataProto
-from roll.protocol.columns import PackedColumn
+from roll.protocol.columns import Packed
 from roll.weight_sync.encoding import tensor_checksum
 from roll.weight_sync.transports import TensorBundle
 
@@ -32,7 +32,7 @@ class Reader:
     def add_one(self, data: DataProto, column: str) -> tuple[DataProto, list[str]]:
         """The column plus one, and the columns that were still packed after reading it."""
         data.batch[column] += 1
-        packed = [key for key, stored in data.batch.stored() if isinstance(stored, PackedColumn)]
+        packed = [key for key, stored in data.batch.stored() if isinstance(stored, Packed)]
         return data.select([column]), packed
 
     def peek(self, data: DataProto, column: str) -> tuple[float, int]:

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.protocol import DataProto
-from roll.protocol.columns import PackedColumn
+from roll.protocol.columns import Packed, Spans
 from roll.protocol.joining import same_value
-from roll.protocol.packing import Packed, Spans, pack
+from roll.protocol.packing import pack
 from tests.protocol.batches import EXAMPLES, assert_rows, batches, dumps, num_bytes, rows_of, send, tensors
 
 
 def is_packed(data: DataProto) -> bool:
-    return all(isinstance(column, PackedColumn) for _, column in data.batch.stored())
+    return all(isinstance(column, Packed) for _, column in data.batch.stored())
 
 
 def rlvr_batch(rows: int, width: int, mean: int, pad: int = 0) -> tuple[DataProto, int]:
@@ -244,7 +244,6 @@ class TestMemory:
             lambda data: data.chunk(2)[0],
             lambda data: DataProto.concat([data]),
             lambda data: DataProto.concat([data, data]),
-            lambda data: data.reorder(range(63, -1, -1)),
             lambda data: data.rename("x", "x"),
             lambda data: DataProto().union(data),
             lambda data: data.pad_to_divisor(8)[0],
