@@ -41,7 +41,8 @@ class Vocabulary:
 
     def rest(self, table: Tensor, ids: Tensor) -> Tensor:
         """(n,): log of the mass of the tokens that are not among ``ids``."""
-        return rest_of(table, ids)
+        mass = table.exp().scatter(1, ids, 0.0).sum(-1)
+        return mass.clamp(min=torch.finfo(mass.dtype).tiny).log()  # -87 at least in float32, where 0 would give -inf
 
     def summed(self, part: Tensor) -> Tensor:
         """A sum over the tokens here, over all of them."""
@@ -83,12 +84,6 @@ def top_tokens(
         parts.append((log_probs, ids.int(), vocabulary.rest(table, ids)))
     log_probs, int_ids, tail = (torch.cat(column) for column in zip(*parts, strict=True))
     return {"top_log_probs": log_probs, "top_ids": int_ids, "tail_log_prob": tail}
-
-
-def rest_of(table: Tensor, ids: Tensor) -> Tensor:
-    """(n,): log of the mass of the tokens that are not among ``ids`` (n, k); ``table`` (n, V) are log-probs."""
-    mass = table.exp().scatter(1, ids, 0.0).sum(-1)
-    return mass.clamp(min=torch.finfo(mass.dtype).tiny).log()  # -87 at least in float32, where 0 would give -inf
 
 
 def compared(

@@ -112,6 +112,7 @@ def _describe(file: Path, folder: Path) -> str | None:
     from transformers import AutoConfig, AutoTokenizer
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
 
+    reader = f"transformers {version('transformers')}"
     try:
         metadata, _ = read_gguf_metadata(str(file))
         if metadata.get("split.count", 1) > 1:
@@ -122,10 +123,10 @@ def _describe(file: Path, folder: Path) -> str | None:
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
             model = empty_model(config, "causal_lm", dtype=torch.float32)
     except Exception as error:  # of the reader, in many types
-        return f"cannot be read by {_reader()} ({error}): {_REMEDY}"
+        return f"cannot be read by {reader} ({error}): {_REMEDY}"
     if (lost := _not_read(header, model)) or (lost := list(_differences(metadata, config))):
         return (
-            f"cannot be read completely by {_reader()}, which ignores {', '.join(lost[:3])}: the model would compute "
+            f"cannot be read completely by {reader}, which ignores {', '.join(lost[:3])}: the model would compute "
             f"something else; {_REMEDY}"
         )
     config.architectures, config.dtype = [type(model).__name__], torch.float32
@@ -135,10 +136,6 @@ def _describe(file: Path, folder: Path) -> str | None:
         model.generation_config.save_pretrained(partial)
         config.save_pretrained(partial)
     return None
-
-
-def _reader() -> str:
-    return f"transformers {version('transformers')}"
 
 
 @contextmanager
@@ -174,7 +171,7 @@ def _differences(metadata: Mapping[str, Any], config: PretrainedConfig) -> Itera
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
     rope = getattr(config, "rope_parameters", None) or {}
     rotated = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1
-    meant = {
+    meant: dict[str, tuple[Any, ...]] = {
         "attention.key_length": (size, getattr(config, "global_head_dim", size)),
         "attention.layer_norm_rms_epsilon": (getattr(config, "rms_norm_eps", None),),
         "rope.dimension_count": (None if size is None else int(size * rotated),),
@@ -183,12 +180,10 @@ def _differences(metadata: Mapping[str, Any], config: PretrainedConfig) -> Itera
     }
     for name, values in meant.items():
         key = f"{metadata['general.architecture']}.{name}"
-        if key in metadata and None not in values and not any(_same(metadata[key], value) for value in values):
-            yield f"{key} {metadata[key]} (it assumes {values[0]})"
-
-
-def _same(stated: str | float, value: Any) -> bool:
-    """Numbers are float32 in the file."""
-    if isinstance(stated, str):
-        return bool(stated == value)
-    return math.isclose(stated, value, rel_tol=1e-6)
+        if key not in metadata or None in values:
+            continue
+        stated: Any = metadata[key]
+        is_text = isinstance(stated, str)
+        # Numbers are float32 in the file.
+        if not any(stated == value if is_text else math.isclose(stated, value, rel_tol=1e-6) for value in values):
+            yield f"{key} {stated} (it assumes {values[0]})"

@@ -81,11 +81,9 @@ class TensorFiles:
     def fingerprint(self) -> str:
         """Return a hash of names, shapes and two rows of every tensor: it tells models apart without reading them."""
         digest = hashlib.blake2b(digest_size=16)
-        by_file: dict[Path, list[str]] = {}
-        for name, path in self._files.items():
-            by_file.setdefault(path, []).append(name)
         samples: dict[str, bytes] = {}
-        for path, names in by_file.items():
+        for path in set(self._files.values()):
+            names = [name for name, own in self._files.items() if own == path]
             with safe_open(path, framework="pt") as file:
                 samples |= {name: _sample(file.get_slice(name)) for name in names}
         for name in sorted(samples):
@@ -301,7 +299,7 @@ def build_on_meta(
         in_head = [name for name in stored if name.startswith(VALUE_HEAD) and head != "causal_lm"]
         not_stored = frozenset(name for name in in_head if name not in found)
         layout = _layout(model, stored)
-        obstacle = _obstacle(model, dtype, layout) or _mismatch(model, found, not_stored, layout)
+        obstacle = _obstacle(model, dtype, found, not_stored, layout)
     if obstacle is not None:
         logger.info("%s is loaded whole by every rank: %s", args.model_name_or_path, obstacle)
         return None
@@ -335,25 +333,25 @@ def _layout(model: PreTrainedModel, stored: Mapping[str, Tensor]) -> StoredLayou
     return None if layout.transposes or any(len(part.shape) != 2 for parts in split for part in parts) else layout
 
 
-def _obstacle(model: PreTrainedModel, dtype: torch.dtype, layout: StoredLayout | None) -> str | None:
-    """Why tensors cannot be copied as they are stored."""
+def _obstacle(
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    found: Mapping[str, tuple[int, ...]],
+    not_stored: frozenset[str],
+    layout: StoredLayout | None,
+) -> str | None:
+    """Why tensors cannot be copied as they are stored.
+
+    Args:
+        found: shapes of the stored tensors.
+        not_stored: tensors of the model that need not be among them.
+    """
     if getattr(model.config, "quantization_config", None) is not None:
         return "its weights are quantized"
     if layout is None:
         return f"a {model.config.model_type} model is stored in another form than it computes with"
     if model._get_dtype_plan(dtype):
         return f"parts of it must stay in float32 under {dtype}"
-    return None
-
-
-def _mismatch(
-    model: PreTrainedModel,
-    found: Mapping[str, tuple[int, ...]],
-    not_stored: frozenset[str],
-    layout: StoredLayout | None,
-) -> str | None:
-    """Differences between the stored tensors and those of the model."""
-    assert layout is not None
     stored = _stored_tensors(model)
     twice = (model.state_dict().keys() - stored.keys()) & found.keys()
     if twice:

@@ -108,8 +108,14 @@ def pack_sequences(lengths: Sequence[int] | NDArray[np.integer], capacity: int, 
         )
     if len(length) < min_packs:
         raise ValueError(f"{len(length)} sequences cannot fill {min_packs} packs")
-    order = np.argsort(-length, kind="stable")
-    packs = _first_fit(order.tolist(), length[order].tolist(), capacity)
+    packs: Partitions = []
+    room = np.full(len(length), capacity)
+    for item in np.argsort(-length, kind="stable").tolist():
+        pack = int((room[: len(packs) + 1] >= length[item]).argmax())  # the first with room; the last is a new one
+        if pack == len(packs):
+            packs.append([])
+        packs[pack].append(item)
+        room[pack] -= length[item]
     while len(packs) < min_packs:
         packs.sort(key=lambda pack: (len(pack) > 1, int(length[pack].sum())))
         fullest = packs.pop()
@@ -133,33 +139,4 @@ def balance_packs(lengths: Sequence[int] | NDArray[np.integer], capacity: int, n
     packs = pack_sequences(length, capacity, num_packs)
     if len(packs) > num_packs:
         raise ValueError(f"{len(packs)} packs of {capacity} tokens are needed, not {num_packs}")
-    return packs
-
-
-def _first_fit(items: list[int], lengths: list[int], capacity: int) -> Partitions:
-    """First fit through a tree of maxima: each item descends to the leftmost pack with room in O(log packs)."""
-    leaves = 1
-    while leaves < len(items):
-        leaves *= 2
-    room = [capacity] * (2 * leaves)
-    packs: Partitions = []
-    for item, length in zip(items, lengths, strict=True):
-        node = 1
-        while node < leaves:
-            node *= 2
-            if room[node] < length:
-                node += 1
-        pack = node - leaves
-        if pack == len(packs):
-            packs.append([])
-        packs[pack].append(item)
-        room[node] -= length
-        node //= 2
-        while node:
-            left, right = room[2 * node], room[2 * node + 1]
-            largest = left if left > right else right
-            if room[node] == largest:
-                break
-            room[node] = largest
-            node //= 2
     return packs

@@ -118,9 +118,7 @@ def small_model(
     layers = divided.layers
     sizes = config.get_text_config().to_dict()
     whole = max((sizes[key] for key in _LAYERS if isinstance(sizes.get(key), int)), default=0)
-    attempts: list[Callable[[Any], Any]] = [
-        partial(change, divided=divided) for change in (_made_anew, _with_sizes, _with_few_layers)
-    ]
+    attempts: list[Callable[[Any], Any]] = [partial(_made_anew, divided=divided)]
     # What some families refuse: sizes out of proportion, options left open, and too few layers for their pattern.
     attempts += [
         partial(_made_anew, divided=Divided(divided.width, least), loosely=True, completely=completely)
@@ -183,7 +181,7 @@ def _made_anew(config: PretrainedConfig, divided: Divided, loosely: bool = False
         completely: numbers that the configuration leaves open are filled in.
     """
     values = {key: value for key, value in config.to_dict().items() if key not in ("transformers_version", "dtype")}
-    changed = _changed(values, lambda key: key in values, divided)
+    changed = _changed(values, divided)
     if loosely:
         changed |= _in_proportion(values, changed, getattr(config, "attribute_map", {}))
     if completely:
@@ -215,27 +213,9 @@ def _made_anew(config: PretrainedConfig, divided: Divided, loosely: bool = False
         return type(config)(**{key: value for key, value in changed.items() if key in declared})
 
 
-def _with_sizes(config: PretrainedConfig, divided: Divided) -> Any:
-    """Change the sizes by assignment, for constructors that refuse the values of their own configuration."""
-    for key, value in _changed(config.to_dict(), lambda key: hasattr(config, key), divided).items():
-        if isinstance(getattr(config, key, None), PretrainedConfig):
-            _with_sizes(getattr(config, key), divided)
-        elif key in SIZES or key in _LAYERS or isinstance(value, list | dict):
-            setattr(config, key, value)
-    return config
-
-
-def _with_few_layers(config: PretrainedConfig, divided: Divided) -> Any:
-    values = _few_layers(config.to_dict(), divided.layers)
-    for key, value in values.items():
-        if key in _LAYERS or isinstance(value, list):
-            setattr(config, key, value)
-    return config
-
-
-def _changed(values: dict[str, Any], has: Callable[[str], bool], divided: Divided) -> dict[str, Any]:
+def _changed(values: dict[str, Any], divided: Divided) -> dict[str, Any]:
     changed = _few_layers(values, divided.layers)
-    for key, size in _sizes(dict(changed), has, divided.width):
+    for key, size in _sizes(dict(changed), divided.width):
         changed[key] = size
     for key in _ENDS:
         if key in changed and not (isinstance(changed[key], int) and changed[key] < VOCABULARY):
@@ -244,12 +224,12 @@ def _changed(values: dict[str, Any], has: Callable[[str], bool], divided: Divide
     return changed
 
 
-def _sizes(values: dict[str, Any], has: Callable[[str], bool], width: int) -> Iterator[tuple[str, Any]]:
+def _sizes(values: dict[str, Any], width: int) -> Iterator[tuple[str, Any]]:
     for key, size in SIZES.items():
         size *= width if key in _WIDENED else 1
-        if has(key) and isinstance(values.get(key), int) and not isinstance(values.get(key), bool) and values[key] > 0:
+        if isinstance(values.get(key), int) and not isinstance(values.get(key), bool) and values[key] > 0:
             yield key, min(size, values[key])
-        elif has(key) and isinstance(values.get(key), list):  # of each layer
+        elif isinstance(values.get(key), list):  # of each layer
             yield key, [min(size, value) if isinstance(value, int) else value for value in values[key]]
     heads = next((values[key] for key in _HEADS if isinstance(values.get(key), int)), None)
     shared = values.get("num_key_value_heads")

@@ -96,6 +96,9 @@ class Comparison:
     """See :class:`roll.models.layouts.TargetDistributions`."""
 
 
+Outputs = Collection[Output]
+Comparisons = Sequence[Comparison]
+
 TOP_COLUMNS = ("top_log_probs", "top_ids", "tail_log_prob")
 
 
@@ -176,11 +179,7 @@ class ModelStrategy(ABC):
 
     @abstractmethod
     def forward(
-        self,
-        batch: TensorBatch,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-        comparisons: Sequence[Comparison] = (),
+        self, batch: TensorBatch, outputs: Outputs, temperature: float = 1.0, comparisons: Comparisons = ()
     ) -> TensorBatch:
         """Collective. Outputs without gradient, in the batch's own layout.
 
@@ -259,9 +258,9 @@ class ModelStrategy(ABC):
         self,
         batch: TensorBatch,
         loss_fn: LossFunction,
-        outputs: Collection[Output],
+        outputs: Outputs,
         temperature: float = 1.0,
-        comparisons: Sequence[Comparison] = (),
+        comparisons: Comparisons = (),
     ) -> Metrics:
         """Collective. :meth:`backward` on this rank's rows, then :meth:`optimizer_step`; the metrics of both."""
         metrics = self.backward(batch, loss_fn, outputs, temperature, comparisons)
@@ -271,9 +270,9 @@ class ModelStrategy(ABC):
         self,
         batch: TensorBatch,
         loss_fn: LossFunction,
-        outputs: Collection[Output],
+        outputs: Outputs,
         temperature: float = 1.0,
-        comparisons: Sequence[Comparison] = (),
+        comparisons: Comparisons = (),
     ) -> Metrics:
         """Collective. Add the gradient of a loss to those of earlier calls since the last step, where the backend can
         (``accumulates``), in micro-batches as the role's keys say.
@@ -325,7 +324,7 @@ class ModelStrategy(ABC):
             use = trainer if trains(trainer) else train_strategies()[0]
             raise ValueError(f"{self.role.name}.strategy_args.strategy_name: {name} cannot train; use {use}")
 
-    def _check_outputs(self, outputs: Collection[Output]) -> None:
+    def _check_outputs(self, outputs: Outputs) -> None:
         wants_values = Output.VALUES in outputs
         assert wants_values == (self.head is not ModelHead.CAUSAL_LM) or not outputs, (self.head, outputs)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -24,9 +24,6 @@ from roll.rollout.rewarding import ModelInput
 from roll.strategies.base import ModelHead, ModelStrategy, Output, StateKind, TensorBatch
 from roll.strategies.engines.scoring import ScoringStrategy
 from roll.strategies.factory import create_scoring_strategy, create_strategy
-
-if TYPE_CHECKING:
-    pass
 
 
 def columns_of(batch: DataProto) -> TensorBatch:

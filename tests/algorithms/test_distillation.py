@@ -10,7 +10,7 @@ import torch
 
 from roll.algorithms.distillation import DIVERGENCES, divergence
 from roll.config.losses import DivergenceConfig, KDObjective
-from roll.models.distributions import Vocabulary, compared, rest_of, top_tokens
+from roll.models.distributions import Vocabulary, compared, top_tokens
 from roll.models.layouts import TargetDistributions, TopTokens
 
 OBJECTIVES = get_args(KDObjective)
@@ -158,9 +158,10 @@ def test_temperature_keeps_the_size_of_the_gradient() -> None:
 
 def test_small_tails_keep_their_precision() -> None:
     """In float32 one minus the listed mass would be 0 or rounding noise."""
-    scores = torch.tensor([[20.0, 0.0, -1.0, -2.0]])
-    exact = rest_of(scores.double().log_softmax(-1), torch.tensor([[0]]))
-    torch.testing.assert_close(rest_of(scores.log_softmax(-1), torch.tensor([[0]])).double(), exact, rtol=1e-6, atol=0)
+    scores, listed = torch.tensor([[20.0, 0.0, -1.0, -2.0]]), torch.tensor([[0]])
+    exact = Vocabulary(4).rest(scores.double().log_softmax(-1), listed)
+    found = Vocabulary(4).rest(scores.log_softmax(-1), listed)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0)
     assert -20 < float(exact) < -19
 
 

@@ -21,9 +21,10 @@ from roll.protocol.metrics import RankInfo
 from roll.protocol.vision import IMAGES
 from roll.strategies.base import (
     ALL_WEIGHTS,
-    Comparison,
+    Comparisons,
     ModelStrategy,
     Output,
+    Outputs,
     StateKind,
     TensorBatch,
     WeightSelection,
@@ -51,11 +52,7 @@ class ScoringStrategy(ModelStrategy):
         return RankInfo()
 
     def forward(
-        self,
-        batch: TensorBatch,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-        comparisons: Sequence[Comparison] = (),
+        self, batch: TensorBatch, outputs: Outputs, temperature: float = 1.0, comparisons: Comparisons = ()
     ) -> TensorBatch:
         """Log-probs of the response tokens, at temperature 1 only."""
         assert set(outputs) <= {Output.LOG_PROBS} and not comparisons and temperature == 1.0, (outputs, temperature)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -37,11 +37,12 @@ from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (
     ALL_WEIGHTS,
-    Comparison,
+    Comparisons,
     LossFunction,
     ModelHead,
     ModelStrategy,
     Output,
+    Outputs,
     StateKind,
     TensorBatch,
     WeightSelection,
@@ -293,11 +294,7 @@ class MegatronStrategy(ModelStrategy):
         )
 
     def forward(
-        self,
-        batch: TensorBatch,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-        comparisons: Sequence[Comparison] = (),
+        self, batch: TensorBatch, outputs: Outputs, temperature: float = 1.0, comparisons: Comparisons = ()
     ) -> TensorBatch:
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
         self._check_outputs(outputs)
@@ -432,9 +429,9 @@ class MegatronStrategy(ModelStrategy):
         self,
         batch: TensorBatch,
         loss_fn: LossFunction,
-        outputs: Collection[Output],
+        outputs: Outputs,
         temperature: float = 1.0,
-        comparisons: Sequence[Comparison] = (),
+        comparisons: Comparisons = (),
     ) -> Metrics:
         """Collective. All ranks of a replica are given the same rows; the loss function runs on the last stage, whose
         metrics are complete."""

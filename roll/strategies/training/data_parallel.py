@@ -33,12 +33,7 @@ from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Metrics
 from roll.protocol.vision import IMAGES
-from roll.strategies.base import (
-    Comparison,
-    LossFunction,
-    Output,
-    TensorBatch,
-)
+from roll.strategies.base import Comparisons, LossFunction, Output, Outputs, TensorBatch
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.experts import ExpertBalance
 from roll.strategies.training.gather import GatheredWeights
@@ -170,11 +165,7 @@ class DataParallelStrategy(GatheredWeights):
             yield
 
     def forward(
-        self,
-        batch: TensorBatch,
-        outputs: Collection[Output],
-        temperature: float = 1.0,
-        comparisons: Sequence[Comparison] = (),
+        self, batch: TensorBatch, outputs: Outputs, temperature: float = 1.0, comparisons: Comparisons = ()
     ) -> TensorBatch:
         self._check_outputs(outputs)
         shape, device = batch["input_ids"].shape, batch["input_ids"].device
@@ -202,7 +193,7 @@ class DataParallelStrategy(GatheredWeights):
         results: TensorBatch,
         outputs: Collection[str],
         temperature: float,
-        comparisons: Sequence[Comparison] = (),
+        comparisons: Comparisons = (),
         top_tokens: TopTokens | None = None,
     ) -> None:
         """Collective. Compute all rows without gradient and write the outputs into ``results``, (B, L, ...) each;
@@ -266,7 +257,7 @@ class DataParallelStrategy(GatheredWeights):
         return dict(zip(aligned, summed.unbind(), strict=True))
 
     def _layout(
-        self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None, comparisons: Sequence[Comparison] = ()
+        self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None, comparisons: Comparisons = ()
     ) -> TokenLayout:
         """Lay out a micro-batch, padded so that all ranks that share its sequences get the same number of columns."""
         layout = lay_out(part, rule, self.role.use_prefix_sharing)
@@ -313,9 +304,9 @@ class DataParallelStrategy(GatheredWeights):
         self,
         batch: TensorBatch,
         loss_fn: LossFunction,
-        outputs: Collection[Output],
+        outputs: Outputs,
         temperature: float = 1.0,
-        comparisons: Sequence[Comparison] = (),
+        comparisons: Comparisons = (),
     ) -> Metrics:
         """Collective. Forward and backward passes over all micro-batches."""
         self._check_outputs(outputs)
@@ -364,7 +355,7 @@ class DataParallelStrategy(GatheredWeights):
         loss_fn: LossFunction,
         outputs: Collection[Output],
         temperature: float,
-        comparisons: Sequence[Comparison],
+        comparisons: Comparisons,
     ) -> list[Metrics]:
         """Forward and backward of one micro-batch. One with nothing to predict still takes part in all collectives."""
         layout, routing = self._layout(part, rule, images, comparisons), self.model.routing
