@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from roll.config.plan.plan import MicroBatching
-from roll.models.layouts import TargetDistributions, TokenLayout, TopTokens, padded
+from roll.models.layouts import TokenLayout, TopTokens, padded
 from roll.models.patterns import AttentionPattern
 from roll.models.routes import routes_of
 from roll.protocol.metrics import Metrics
-from roll.strategies.base import Comparison, LossFunction, Output, TensorBatch
+from roll.strategies.base import Comparisons, LossFunction, Output, TensorBatch
 from roll.strategies.training.micro_batches import (
     Rows,
     is_empty,
@@ -66,35 +66,30 @@ class MicroBatch:
     rows: Rows
     columns: TensorBatch
     """The rows' columns, for the loss."""
-    input_ids: Tensor
-    """int64 (b, s / ranks)."""
-    arrangement: Arrangement | None
-    """None: each of the b sequences is causal, at positions from 0, and there are no routers."""
-    predictors: Tensor
-    """int64 (N,), indices into the flattened (s / ranks, b) hidden states of this chunk."""
-    targets: Tensor
-    """int64 (N,), the response tokens that they predict."""
-    destinations: Tensor
-    """int64 (N,), indices of those tokens in the flattened (B, L) batch."""
     layout: TokenLayout
     """The whole of it, before padding."""
-    top_tokens: TopTokens | None = None
-    comparisons: tuple[TargetDistributions, ...] = ()
-    """Targets of this chunk's response tokens."""
+    own: TokenLayout
+    """This rank's chunk: b sequences of s / ranks tokens."""
+    arrangement: Arrangement | None
+    """None: each of the b sequences is causal, at positions from 0, and there are no routers."""
+
+    @property
+    def predictors(self) -> Tensor:
+        """int64 (N,), indices into the flattened (s / ranks, b) hidden states of this chunk."""
+        height, width = self.own.input_ids.shape
+        return self.own.predictors % width * height + self.own.predictors // width
 
     def aligned(self, values: Tensor, context_group: ProcessGroup) -> Tensor:
         """(B, L, ...) with ``values`` (N, ...) of all context-parallel ranks at their places, the same on each rank.
 
         Gradients flow back to this rank's own values.
         """
-        shape, rest = self.columns["input_ids"].shape, values.shape[1:]
-        flat = values.new_zeros(shape.numel(), *rest)
-        flat = flat.index_copy(0, self.destinations, values) if rest else flat.scatter(0, self.destinations, values)
+        whole = self.own.scatter(values, self.columns["input_ids"].shape)
         if context_group.size() > 1:
             # All-reduce forward, identity backward: all of these ranks compute the same loss from the sum, so a
             # backward all-reduce would count its gradient once for each.
-            flat = reduce_from_tensor_model_parallel_region(flat, group=context_group)
-        return flat.view(*shape, *rest)
+            whole = reduce_from_tensor_model_parallel_region(whole, group=context_group)
+        return whole
 
 
 @dataclass(frozen=True)
@@ -120,7 +115,7 @@ class Chunking:
     """They have a balance loss."""
     top_tokens: TopTokens | None = None
     """See :class:`roll.models.layouts.TokenLayout`."""
-    comparisons: Sequence[Comparison] = ()
+    comparisons: Comparisons = ()
     """Targets that the response tokens' distributions are compared with."""
 
     def micro_batches(self, batch: TensorBatch, rule: MicroBatching) -> list[MicroBatch]:
@@ -160,41 +155,26 @@ class Chunking:
     def _build(
         self, rows: Rows, part: TensorBatch, layout: TokenLayout, shape: tuple[int, int], share: float
     ) -> MicroBatch:
-        whole = padded(layout, *shape).to(self.device)
-        height, width = shape
-        chunk = width // self.context_size
-        start = self.context_rank * chunk
-        row, column = whole.predictors // width, whole.predictors % width
-        mine = (column >= start) & (column < start + chunk)
-        columns = slice(start, start + chunk)
-        arrangement = positions = None
-        if whole.pattern is not None:
-            assert whole.position_ids is not None
-            positions = whole.position_ids[0, columns]
-            arrangement = Arrangement(positions, whole.pattern)
-        if self.routes:
-            sources = whole.sources[:, columns].t()
-            routes = routes_of(whole, part[Output.ROUTES].to(self.device)) if Output.ROUTES in part else None
-            arrangement = Arrangement(
-                positions,
-                whole.pattern,
-                is_padding=sources < 0,
-                share=0.0 if is_empty(part) else share,
-                routes=None if routes is None else routes[:, columns].transpose(0, 1),
-                sources=sources,
-            )
-        return MicroBatch(
-            rows=rows,
-            columns={name: column.to(self.device, non_blocking=True) for name, column in part.items()},
-            input_ids=whole.input_ids[:, columns].contiguous(),
-            arrangement=arrangement,
-            predictors=(column[mine] - start) * height + row[mine],
-            targets=whole.targets[mine],
-            destinations=whole.destinations[mine],
-            layout=layout,
+        whole = padded(layout, *shape)
+        whole = replace(
+            whole,
+            routes=routes_of(whole, part[Output.ROUTES]) if Output.ROUTES in part else None,
             top_tokens=self.top_tokens,
-            comparisons=tuple(one.to(self.device).at(mine) for one in targets_of(layout, part, self.comparisons)),
+            comparisons=targets_of(layout, part, self.comparisons),
         )
+        own = whole.chunk(self.context_rank, self.context_size).to(self.device)
+        arrangement = None
+        if own.pattern is not None or self.routes:
+            arrangement = Arrangement(
+                position_ids=own.position_ids[0] if own.pattern is not None and own.position_ids is not None else None,
+                pattern=own.pattern,
+                is_padding=own.sources.t() < 0,
+                share=0.0 if is_empty(part) else share,
+                routes=None if own.routes is None else own.routes.transpose(0, 1),
+                sources=own.sources.t(),
+            )
+        columns = {name: column.to(self.device, non_blocking=True) for name, column in part.items()}
+        return MicroBatch(rows, columns, layout, own, arrangement)
 
 
 class _Computed(dict[str, Tensor]):
@@ -241,7 +221,7 @@ def run(
         computed = chunk(part, outputs, temperature)
         return _Computed(computed) if isinstance(computed, dict) else computed, partial(finish, part)
 
-    rows, length = parts[0].input_ids.shape
+    rows, length = parts[0].own.input_ids.shape
     several, forward_only = len(chunks) > 1, loss_fn is None
     schedule = get_forward_backward_func()
     with torch.set_grad_enabled(not forward_only):

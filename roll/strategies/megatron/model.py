@@ -97,14 +97,15 @@ class ResponseGPT(GPTModel):
         super().setup_embeddings_and_output_layer()
 
     def forward(self, part: MicroBatch, outputs: Collection[str], temperature: float) -> Tensor | dict[str, Tensor]:
-        hidden = super().forward(
-            part.input_ids, position_ids=None, attention_mask=None, packed_seq_params=part.arrangement
-        )
+        own = part.own
+        # Contiguous: a chunk's columns are some of the whole's.
+        ids = own.input_ids.contiguous()
+        hidden = super().forward(ids, position_ids=None, attention_mask=None, packed_seq_params=part.arrangement)
         if not self.post_process:
             return hidden
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         return self.output_layer(
-            hidden, part.predictors, part.targets, outputs, temperature, part.top_tokens, part.comparisons, weight
+            hidden, part.predictors, own.targets, outputs, temperature, own.top_tokens, own.comparisons, weight
         )
 
     def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:

@@ -78,20 +78,20 @@ def test_every_response_token_is_predicted_once(
         chunking = Chunking(rank, context_size, divisor, same_shape, 2, torch.device("cpu"), shares_prompts)
         parts = chunking.micro_batches(batch, MicroBatching(rows, removes_padding, width_multiple=3))
         if same_shape:
-            assert len(parts) % 2 == 0 and len({part.input_ids.shape for part in parts}) == 1
+            assert len(parts) % 2 == 0 and len({part.own.input_ids.shape for part in parts}) == 1
         for index, part in enumerate(parts):
-            chunk = part.input_ids.shape[1]
+            chunk = part.own.input_ids.shape[1]
             assert chunk * context_size % divisor == 0
-            predicting = part.input_ids.t().flatten()[part.predictors]
+            predicting = part.own.input_ids.t().flatten()[part.predictors]
             flat = part.columns["input_ids"].flatten()
-            assert torch.equal(flat[part.destinations], part.targets)
-            assert torch.equal(flat[part.destinations - 1], predicting)
+            assert torch.equal(flat[part.own.destinations], part.own.targets)
+            assert torch.equal(flat[part.own.destinations - 1], predicting)
             if part.arrangement is not None:
                 position = part.arrangement.position_ids[part.predictors]
-                assert torch.equal(position, (part.destinations - 1) % part.columns["input_ids"].shape[1])
+                assert torch.equal(position, (part.own.destinations - 1) % part.columns["input_ids"].shape[1])
             shape = part.columns["input_ids"].shape
             marks = torch.zeros(shape, dtype=torch.int64).flatten()
-            marks[part.destinations] += 1
+            marks[part.own.destinations] += 1
             if index * rows < len(found):
                 found[index * rows : index * rows + shape[0], : shape[1]] += marks.view(shape)
     wanted = batch["response_mask"].clone()
