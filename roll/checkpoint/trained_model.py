@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -72,6 +72,20 @@ class TrainedModel:
         shape = torch.Size(self.contents.trained[name])
         return stored.read(WEIGHT, name, 0, shape.numel()).view(shape)
 
+    def weight(self, stored: StoredTensors, name: str, base: Callable[[str], Tensor]) -> Tensor | None:
+        """float32: a parameter of the plain model as it was trained, its adapter merged; None: it is as it was.
+
+        Args:
+            base: gives the weight that an adapter was trained on.
+        """
+        if name in self.trained:
+            return self.read(stored, self.trained[name])
+        if name not in self.contents.scalings:
+            return None
+        down, up = (self.read(stored, one) for one in adapter_names(name))
+        # Rounded by the caller, at the end: added in bfloat16, a small B A would vanish in the weight.
+        return merged_weight(base(name).float(), down, up, self.contents.scalings[name])
+
     def skeleton(self) -> PreTrainedModel:
         """The plain model, without weights."""
         return empty_model(checked_config(self.args, self.head), self.head)
@@ -82,18 +96,16 @@ class TrainedModel:
         use_names_of(skeleton, files)
         layout = StoredLayout(skeleton)
         persistent = skeleton.state_dict().keys()
+
+        def base(name: str) -> Tensor:
+            return layout.joined({part.name: layout.read(files, part.name) for part in layout.parts(name)})[name]
+
         with self.open_tensors() as stored:
             buffers = {base_name(name): buffer for name, buffer in stored.buffers().items()}
             for name, parameter in skeleton.named_parameters():
-                if name in self.trained:
-                    whole = self.read(stored, self.trained[name]).to(dtype)
-                    yield from ((key, part.contiguous()) for key, part in layout.split(name, whole))
-                elif name in self.contents.scalings:
-                    down, up = (self.read(stored, one) for one in adapter_names(name))
-                    base = layout.joined({part.name: layout.read(files, part.name) for part in layout.parts(name)})
-                    # In float32, rounded once at the end: added in bfloat16, a small B A would vanish in the weight.
-                    whole = merged_weight(base[name].float(), down, up, self.contents.scalings[name]).to(dtype)
-                    yield from ((key, part.contiguous()) for key, part in layout.split(name, whole))
+                whole = self.weight(stored, name, base)
+                if whole is not None:
+                    yield from ((key, part.contiguous()) for key, part in layout.split(name, whole.to(dtype)))
                 else:
                     assert parameter.is_floating_point(), name
                     yield from ((part.name, layout.read(files, part.name).to(dtype)) for part in layout.parts(name))

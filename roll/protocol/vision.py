@@ -169,22 +169,33 @@ def vision_token_ids(config: PretrainedConfig) -> tuple[int, ...]:
     return tuple(sorted({int(token) for token in found if token is not None}))
 
 
-def placeholder_problem(token_ids: Sequence[int], vision: VisionInputs | None, config: PretrainedConfig) -> str | None:
-    """Text of the difference between a prompt's placeholders and its images and videos; None: they go together."""
+def check_images(name: str, token_ids: Sequence[int], vision: VisionInputs | None, config: PretrainedConfig) -> None:
+    """
+    Args:
+        name: of the request, for messages.
+
+    Raises:
+        ValueError: images for a model of text, or that do not go with the placeholders of a prompt.
+    """
+    if getattr(config, "vision_config", None) is None:
+        if vision is not None:
+            raise ValueError(
+                f"{name}: has {len(vision.images)} images, and a {config.model_type} model takes text only"
+            )
+        return
     image, video = config.image_token_id, config.video_token_id
     runs = vision.runs if vision is not None else []
     expected = [video if is_video else image for is_video, count in runs for _ in range(count)]
     found = [token for token in token_ids if token in (image, video)]
     if found == expected:
-        return None
+        return
     num_videos = len(vision.videos) if vision is not None else 0
     num_images = (len(vision.images) if vision is not None else 0) - num_videos
-    text = (
-        f"the prompt has {found.count(image)} placeholders of images, and its {num_images} images have "
+    raise ValueError(
+        f"{name}: the prompt has {found.count(image)} placeholders of images, and its {num_images} images have "
         f"{expected.count(image)}; it has {found.count(video)} of videos, and its {num_videos} videos have "
-        f"{expected.count(video)}"
+        f"{expected.count(video)}; they must be as many, and in the same order"
     )
-    return f"{text}; they must be as many, and in the same order"
 
 
 def token_types(input_ids: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:

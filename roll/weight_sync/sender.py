@@ -277,6 +277,18 @@ class WeightSender:
             self._transport.abandon()
             raise
 
+    def try_send(self, buckets: NamedBuckets, engines: RayEngines, update: Update) -> SyncReport | LostEngines:
+        """:meth:`send`, or the engines without which the update can be repeated. All of ``buckets`` is taken."""
+        try:
+            return self.send(buckets, engines, update)
+        except WeightSyncError as error:
+            # Other ranks take part in the rest of the gathering, so this one must.
+            for _ in buckets:
+                pass
+            if error.lost:
+                return LostEngines(error.lost, str(error))
+            raise
+
 
 @dataclass
 class _Exchange:

@@ -6,9 +6,8 @@ that the engines compute in, and travels by :mod:`roll.weight_sync`, verified te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +15,12 @@ import torch
 from torch import Tensor
 
 from roll.checkpoint.contents import CheckpointMismatchError, read_contents, read_trainer_state
-from roll.checkpoint.tensors import WEIGHT, stored_tensors
+from roll.checkpoint.trained_model import TrainedModel
 from roll.distributed import Dispatch, Worker, register
 from roll.models.build import DTYPES, build_model
-from roll.models.lora import adapter_names, base_name, merged_weight
+from roll.models.lora import base_name
 from roll.models.stored import StoredLayout
-from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, WeightSyncError, iter_buckets
+from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, iter_buckets
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 
 if TYPE_CHECKING:
@@ -59,12 +58,7 @@ class StoredWeightsWorker(Worker):
             self._sender = WeightSender(transport, options.bucket_bytes)
         buckets = iter_buckets(self._weights.items(), options.bucket_bytes)
         update = Update(version, options.deadline, base_version, patience=options.patience)
-        try:
-            return self._sender.send(buckets, RayEngines(engines), update)
-        except WeightSyncError as error:
-            if error.lost:
-                return LostEngines(error.lost, str(error))
-            raise
+        return self._sender.try_send(buckets, RayEngines(engines), update)
 
 
 @torch.no_grad()
@@ -85,41 +79,25 @@ def read_weights(arguments: ModelArguments, checkpoint: Path | None) -> dict[str
     layout = StoredLayout(model, {name: tensor.shape for name, tensor in tensors.items()}).on_the_way()
     stored = dict(item for name, tensor in tensors.items() for item in layout.split(name, tensor.detach()))
     if checkpoint is not None:
-        for name, tensor in trained_weights(checkpoint, stored, layout):
-            parts = dict(layout.split(name, tensor)) if name in tensors else {name: tensor}
-            unknown = parts.keys() - stored.keys()
+        state = read_trainer_state(checkpoint)
+        path = str(arguments.model_name_or_path)
+        trained = TrainedModel(checkpoint, state, read_contents(state, checkpoint), path)
+
+        def base(name: str) -> Tensor:
+            return layout.joined({part.name: stored[part.name] for part in layout.parts(name)})[name]
+
+        with trained.open_tensors() as held:
+            buffers = {base_name(name): buffer for name, buffer in held.buffers().items()}
+            unknown = {*trained.trained, *trained.contents.scalings, *buffers} - tensors.keys()
             if unknown:
-                rule = f"holds {min(unknown)}, which the model {arguments.model_name_or_path} does not have"
                 raise CheckpointMismatchError(
-                    f"{checkpoint} {rule}: set pretrain to the model that it was trained from"
+                    f"{checkpoint} holds {min(unknown)}, which the model {path} does not have: set pretrain to the "
+                    "model that it was trained from"
                 )
-            stored |= parts
+            for name in tensors:
+                whole = buffers.get(name) if name in buffers else trained.weight(held, name, base)
+                stored |= {} if whole is None else dict(layout.split(name, whole))
     return {
         name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
         for name, tensor in stored.items()
     }
-
-
-def trained_weights(folder: Path, base: Mapping[str, Tensor], layout: StoredLayout) -> Iterator[tuple[str, Tensor]]:
-    """The float32 weights that a checkpoint of any strategy holds, adapters merged into those of ``base``.
-
-    Args:
-        base: stored tensors of the model that ``layout`` is of.
-
-    Raises:
-        CheckpointMismatchError, CheckpointDamagedError: it cannot be read.
-    """
-    contents = read_contents(read_trainer_state(folder), folder)
-    with stored_tensors(folder) as stored:
-        trained = {
-            name: stored.read(WEIGHT, name, 0, prod(shape)).view(*shape) for name, shape in contents.trained.items()
-        }
-        trained |= stored.buffers()
-    adapted = {name for weight in contents.scalings for name in adapter_names(weight)}
-    for name, tensor in trained.items():
-        if name not in adapted:
-            yield base_name(name), tensor
-    for weight, scaling in contents.scalings.items():
-        down, up = (trained[name] for name in adapter_names(weight))
-        whole = layout.joined({part.name: base[part.name] for part in layout.parts(weight)})
-        yield weight, merged_weight(whole[weight], down, up, scaling)

@@ -16,7 +16,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics
 from roll.strategies.base import LossFunction, TensorBatch, WeightSelection
 from roll.strategies.training.micro_batches import merged_floats
-from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, WeightSyncError
+from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport
 from roll.weight_sync.quantization import quantized_names, rounded_buckets
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import ModelWorker, columns_of
@@ -123,20 +123,12 @@ class TrainWorker(ModelWorker):
                 buckets = rounded_buckets(buckets, self._quantized, options.quantization)
             scalings = self.strategy.adapter_scalings() if options.adapters_apart else {}
             update = Update(version, options.deadline, base_version, scalings, options.patience)
-            try:
-                # Made at the first update; it stays, with its connections and what it remembers.
-                if self._sender is None:
-                    backend, host = current_platform().collective_backend, self.context.master_addr
-                    transport = build_transport(options.transport, options.directory, backend, host)
-                    self._sender = WeightSender(transport, options.bucket_bytes, delta=options.mode == "delta")
-                return self._sender.send(buckets, RayEngines(engines), update)
-            except WeightSyncError as error:
-                # The other ranks take part in the rest of the gathering, so this one must: the update may be repeated.
-                for _ in buckets:
-                    pass
-                if error.lost:
-                    return LostEngines(error.lost, str(error))
-                raise
+            # Made at the first update; it stays, with its connections and what it remembers.
+            if self._sender is None:
+                backend, host = current_platform().collective_backend, self.context.master_addr
+                transport = build_transport(options.transport, options.directory, backend, host)
+                self._sender = WeightSender(transport, options.bucket_bytes, delta=options.mode == "delta")
+            return self._sender.try_send(buckets, RayEngines(engines), update)
         for _ in buckets:
             pass
         return None

@@ -22,7 +22,7 @@ from roll.models import invariant
 from roll.models.experts import RoutingRecorder
 from roll.models.invariant import KEYS, computes_invariantly
 from roll.models.log_probs import Product
-from roll.protocol.vision import VisionInputs
+from roll.protocol.vision import VisionInputs, check_images
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 
 if TYPE_CHECKING:
@@ -94,10 +94,7 @@ class Decoder(ABC):
         Raises:
             ValueError: images for a model that sees none, or that do not go with the placeholders of ``prompt``.
         """
-        if vision is not None:
-            raise ValueError(
-                f"{name}: has {len(vision.images)} images, and {type(self.model).__name__} takes text only"
-            )
+        check_images(name, prompt, vision, self.model.config)
 
     def prefix_key(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Sequence[int]:
         """Return numbers that identify a sequence in the prefix cache: equal only if keys and values are."""
@@ -434,7 +431,7 @@ def _fuse_layer(name: str, layer: Any, product: Product) -> _Layer:
 
 def _fuse(product: Product, *modules: nn.Linear) -> _Linear:
     """One matrix of several that take the same input; their parameters become views of its rows."""
-    biases = [_detached(module.bias) for module in modules]
+    biases = [None if module.bias is None else module.bias.detach() for module in modules]
     weight, bias = modules[0].weight.detach(), biases[0]
     if len(modules) > 1:
         sizes = [module.out_features for module in modules]
@@ -446,7 +443,3 @@ def _fuse(product: Product, *modules: nn.Linear) -> _Linear:
             for module, part in zip(modules, bias.split(sizes), strict=True):
                 module.bias.data = part
     return lambda x: product(x, weight, bias)
-
-
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach()

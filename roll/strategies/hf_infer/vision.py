@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll.protocol.images import EncodedVideo
-from roll.protocol.vision import VisionInputs, patches_of, placeholder_problem, token_types, vision_token_ids
+from roll.protocol.vision import VisionInputs, patches_of, token_types, vision_token_ids
 from roll.strategies.hf_infer.cache import DecodeSlots
 from roll.strategies.hf_infer.decoder import Images
 from roll.strategies.hf_infer.generic import GenericDecoder
@@ -45,9 +45,7 @@ class VisionDecoder(GenericDecoder):
         """Images that the tower has seen, since the decoder was made."""
 
     def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
-        problem = placeholder_problem(prompt, vision, self._config)
-        if problem is not None:
-            raise ValueError(f"{name}: {problem}")
+        super().check_images(name, prompt, vision)
         if vision is not None and vision.processing.patch_dim != self._patch_dim:
             raise ValueError(
                 f"{name}: patches of {vision.processing.patch_dim} numbers, and the model's have {self._patch_dim}"

@@ -10,7 +10,7 @@ from vllm import TokensPrompt
 
 from roll.protocol.images import EncodedVideo
 from roll.protocol.video import EngineTime
-from roll.protocol.vision import VisionInputs, placeholder_problem, vision_token_ids
+from roll.protocol.vision import VisionInputs, check_images, vision_token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -47,7 +47,6 @@ class ImagePrompts:
         """Where positions count seconds."""
         if config.model_type == "qwen2_5_vl":
             self._time = EngineTime(config.vision_config.tokens_per_second, dtype)
-        self._image_token_id = getattr(config, "image_token_id", None)
         self.never_sampled: list[str] = list(tokenizer.convert_ids_to_tokens(list(vision_token_ids(config))))
         """Texts of the tokens that stand for images: single tokens, which vLLM masks exactly."""
 
@@ -57,13 +56,7 @@ class ImagePrompts:
             ValueError: images for a model of text, as many placeholders as do not go with them, or a video that vLLM
                 places differently than the trainer.
         """
-        if self._image_token_id is None:
-            if vision is not None:
-                raise ValueError(f"{name}: {len(vision.images)} images for a model of text")
-            return
-        problem = placeholder_problem(token_ids, vision, self._config)
-        if problem is not None:
-            raise ValueError(f"{name}: {problem}")
+        check_images(name, token_ids, vision, self._config)
         if vision is None or self._time is None:
             return
         for video in vision.videos:
