@@ -19,7 +19,6 @@ from roll.checkpoint.contents import (
     read_contents,
     read_trainer_state,
     strategy_problem,
-    trained_under,
 )
 from roll.checkpoint.folders import CheckpointDamagedError
 from roll.checkpoint.manager import probable_checkpoint
@@ -27,7 +26,7 @@ from roll.checkpoint.store import ObjectStore, is_url, store_problem
 from roll.config.checks.base import check_output
 from roll.config.checks.roles import family_problem
 from roll.config.loader import LoadedConfig
-from roll.config.lora import uses_lora
+from roll.config.lora import frozen_by, names_of, uses_lora
 from roll.config.model_files import (
     CONFIG,
     dequantised_folder,
@@ -396,7 +395,8 @@ def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[
         yield "model_args.lora_target", f"{folder} {has}"
     elif not had_adapters:
         names = {*written.trained, *written.frozen}
-        for problem in frozen_mismatches(written, trained_under(names, args.freeze_module_prefix)):
+        trained = names.difference(*(frozen_by(prefix, names) for prefix in names_of(args.freeze_module_prefix)))
+        for problem in frozen_mismatches(written, trained):
             yield "model_args.freeze_module_prefix", f"{folder}: {problem}"
     elif args.adapter_name_or_path is None:
         ranks = {shape[0] for name, shape in written.trained.items() if ".lora_A." in name}

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roll.config.lora import frozen_by, names_of
 from roll.config.strategies.registry import checkpoint_readers
 
 STATE_NAME = "trainer_state.json"
@@ -112,12 +111,6 @@ def check_contents(written: ModelContents, present: ModelContents, folder: Path)
             "wrote it (its config.yaml), or start a new run from the model that it exported: another output_dir, "
             "resume_from_checkpoint: false, pretrain: that model"
         )
-
-
-def trained_under(names: Iterable[str], prefixes: str | Sequence[str] | None) -> set[str]:
-    """The names that ``freeze_module_prefix`` leaves to be trained."""
-    every = set(names)
-    return every.difference(*(frozen_by(prefix, every) for prefix in names_of(prefixes)))
 
 
 def frozen_mismatches(written: ModelContents, trained: Collection[str]) -> list[str]:

@@ -9,14 +9,11 @@ the plain model's logits for that row alone.  Code that comes with a model is te
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +49,6 @@ _PROMPTS = (4, 4, 3)
 _RESPONSES = (9, 3, 5)
 _BEYOND = (9, 3, ORIGINAL_LENGTH + 1)
 """Where the configuration has an original length."""
-
-_OWN_REFERENCES = 2
-"""Of a local variable and of the call that counts."""
-_SECONDS_TO_LET_GO = 10.0
 
 FAILURES = (RuntimeError, TypeError, AttributeError, KeyError, IndexError)
 """Errors of a forward pass whose code does not expect its input."""
@@ -103,12 +96,15 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: 
         untouched, noise, wanted = tried
         if dependent_rotaries(model):
             context_group = None  # ranks that share rows know no lengths of rows; see set_row_lengths
-        differences = {}
+        differences: dict[str, str | None] = {}
         for name in layouts_of(role):
             other = copy.deepcopy(untouched)
             noise.silence(other)
-            compare = partial(_difference, other, role, head, name, trains, wanted)
-            differences[name] = _alone(compare) if context_group is None else _together(compare, context_group)
+            # Where one rank alone raises, the others wait for it until the driver, which hears of it, ends them.
+            try:
+                differences[name] = _difference(other, role, head, name, trains, wanted, context_group)
+            except (*FAILURES, ValueError) as error:
+                differences[name] = f"fails with {type(error).__name__}: {error}"
             if context_group is not None and differences[name] is not None:
                 break
     _judge(role, where, model, differences)
@@ -156,45 +152,6 @@ def agreed(holds: bool, group: ProcessGroup | None) -> bool:
     flag = torch.tensor(int(holds), device=current_platform().device())
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag)
-
-
-Compare = Callable[[ProcessGroup | None], str | None]
-
-
-def _alone(compare: Compare, group: ProcessGroup | None = None) -> str | None:
-    """Return the fault, or the exception of the pass, as text; None if there is none."""
-    try:
-        return compare(group)
-    except (*FAILURES, ValueError) as error:
-        return f"fails with {type(error).__name__}: {error}"
-
-
-def _together(compare: Compare, context_group: ProcessGroup) -> str | None:
-    """Collective. As :func:`_alone`, by ranks that share rows.
-
-    With Gloo they have a group of their own for the pass: a rank that raises closes its connections, and what the
-    others wait for ends at once. The first failure is that of all, by the store. With NCCL the others wait until the
-    driver, which hears of the first failure, ends them.
-    """
-    if dist.get_backend(context_group) != "gloo":
-        return _alone(compare, context_group)
-    # Kept if nothing failed: a later group would get the same name, and read this one's stale addresses in the store.
-    group = dist.new_group(dist.get_process_group_ranks(context_group), use_local_synchronization=True)
-    try:
-        return compare(group)
-    except Exception as error:
-        key = f"self-test of {group.group_name}"
-        failure = f"fails on rank {dist.get_rank()} with {type(error).__name__}: {error}"
-        first = dist.distributed_c10d._get_default_store().compare_set(key, "", failure)
-    dist.destroy_process_group(group)
-    # Its connections close with the last reference. Frames of the failed pass hold some, and tensors of the last
-    # exchange, which Gloo's thread may still have: were the last one dropped there, it would wait for its own end.
-    gc.collect()
-    give_up = time.monotonic() + _SECONDS_TO_LET_GO
-    while sys.getrefcount(group) > _OWN_REFERENCES and time.monotonic() < give_up:
-        time.sleep(0.001)
-    del group
-    return str(first, "utf-8")
 
 
 @dataclass(frozen=True)

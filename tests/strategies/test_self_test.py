@@ -6,7 +6,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from torch import Tensor
 
 from roll.models import attention
@@ -40,28 +39,6 @@ def test_ranks_that_share_rows_compute_the_copy_together(run: Any, strategy: str
         assert len(found) == 1 and "passed in" in found[0]
     for text in run(refused_with_swapped_chunks, 2, strategy, "qwen2", model_args=arguments, batch=None, **options):
         assert "a small copy of this qwen2 model" in text and "off by up to" in text
-
-
-def refused_with_an_error_on_one_rank(role: Any) -> str:
-    """In the middle of the pass, where the other rank waits for this one's part."""
-    exchange, calls = attention._heads_for_sequence, 0
-
-    def failing(tensor: Tensor, group: Any) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 5 and dist.get_rank() == 1:
-            raise MemoryError("no room for heads")
-        return exchange(tensor, group)
-
-    with mock.patch.object(attention, "_heads_for_sequence", failing):
-        return jobs.refused(role)
-
-
-def test_an_error_on_one_rank_is_that_of_all_at_once(run: Any) -> None:
-    """Group timeouts are longer than what a rank of the tests may take."""
-    options = {"use_prefix_sharing": True, "use_remove_padding": True, "batch": None}
-    for text in run(refused_with_an_error_on_one_rank, 2, "fsdp2", "qwen2", model_args={"ulysses_size": 2}, **options):
-        assert "fails on rank 1 with MemoryError: no room for heads" in text
 
 
 def test_one_that_cannot_be_divided_is_refused_as_before(run: Any) -> None:
