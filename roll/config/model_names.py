@@ -34,7 +34,10 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
         {"model_type": "", **_SEES},
     ),
     (r"(?<![a-z])moe(?![a-z])|-a\d+(?:\.\d+)?b\b|kimi-k|minimax-m|llama-4|dbrx", {"model_type": "", **_EXPERTS}),
-    (r"mamba|rwkv|jamba|recurrentgemma|falcon-h1|(?<![a-z])lfm|nemotron-(?:h|nano)", {"model_type": "falcon_h1"}),
+    (
+        r"mamba|rwkv|jamba|recurrentgemma|falcon-h1|(?<![a-z])lfm|nemotron-(?:h|nano|3(?:\.\d)?-[a-z])",
+        {"model_type": "falcon_h1"},
+    ),
     (r"(?<![a-z])(?:flan-)?t5(?![a-z])|(?<![a-z])bart|whisper", {"model_type": "t5", "is_encoder_decoder": True}),
     (r"qwen|llama|mistral|ministral|smollm|olmo|gemma|phi-?\d|granite|deepseek|internlm|yi-|glm|gpt2|pythia|opt-", {}),
 )

@@ -25,9 +25,17 @@ from roll.translation.placement import (
     put_token_budgets,
 )
 from roll.translation.rules import Dialect, Draft
-from roll.translation.sampling import put_group_filter, put_overlong, put_truncated, put_zero_variance
+from roll.translation.sampling import (
+    ignores_scale,
+    is_signed,
+    put_group_filter,
+    put_overlong,
+    put_truncated,
+    put_zero_variance,
+)
 
 FILE = re.compile(r"\.\w+$|[*?\[}]$|/$|^hub:")
+HUB = re.compile(r"\w[\w.-]*/[\w.-]+(?::\w+)?")
 TRACKERS_WITH_PROJECT = {"wandb", "swanlab", "trackio", "mlflow"}
 GSM8K = "gsm8k"
 FUNCTION_FILE = "roll.rewards.function_file.score"
@@ -78,13 +86,18 @@ def put_steps(draft: Draft) -> None:
     draft.remark(["epochs"], f"{rows} rows // {prompts} prompts x {epochs} = {steps} steps")
 
 
+def named(name: object, of_hub: bool) -> object:
+    """A name of theirs as it is written here: without an ending it is a data set of the hub, or a folder."""
+    if not isinstance(name, str) or FILE.search(name):
+        return name
+    return f"hub:{name}" if of_hub and HUB.fullmatch(name) else f"{name}/"
+
+
 def put_data(draft: Draft) -> None:
     """Files, columns, template, seed, and what ends a response."""
     for fact, section in (("train_files", "actor_train"), ("val_files", "validation")):
         if draft.states(fact) and draft.facts[fact] is not None:
-            # A name without an ending is a folder there.
-            is_folder = [isinstance(one, str) and not FILE.search(one) for one in draft.facts[fact]]
-            names = [f"{one}/" if folder else one for one, folder in zip(draft.facts[fact], is_folder, strict=True)]
+            names = [named(one, bool(draft.facts.get("hub_names"))) for one in draft.facts[fact]]
             draft.put(f"{section}.data_args.file_name", names, fact)
     if draft.states("train_files", "prompt_key"):
         column = draft.get("prompt_key", default="prompt")
@@ -170,8 +183,11 @@ def put_rule(draft: Draft) -> None:
             draft.remark(["train_files"], text)
         draft.put(f"rewards.{reward}.worker_cls", reward, "reward", "train_files")
         draft.put(f"rewards.{reward}.tag_included", None, "reward", "train_files")
-        if reward == "code_sandbox":
-            draft.put(f"rewards.{reward}.reward_kwargs.partial", False, "reward")
+        for option, value in draft.facts.get("rule_options", {}).get(draft.raw.get("reward"), {}).items():
+            draft.put(f"rewards.{reward}.reward_kwargs.{option}", value, "reward")
+        if reward == "math_rule" and is_signed(draft) and not ignores_scale(draft):
+            draft.put("rewards.math_rule.reward_kwargs.score", 2.0, "reward", "train_files")
+            draft.remark(["reward" if draft.states("reward") else "train_files"], "-1 and 1 there are 0 and 2 here")
         put_workers(draft, reward)
 
 

@@ -17,6 +17,9 @@ from roll.translation.rules import Draft
 
 OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
 """Families with experts of which no backend is tested: their attention is another one."""
+MOVING_BIAS = ("deepseek_v3",)
+"""Families whose routers' bias Megatron moves unless it is told not to."""
+MOVES = "moves the bias of the routers by their load there; here it stays as the model has it"
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 MATRICES = frozenset({"gate_proj", "up_proj", "down_proj"})
 """Of an expert, and of a dense layer."""
@@ -91,6 +94,9 @@ def put_family(draft: Draft) -> None:
     # Parallel experts are stated by their size where the name says nothing.
     has_experts = any(int(draft.get(f"expert.{role}", default=1)) > 1 for role, _ in draft.sections())
     family = draft.facts.get("family")
+    users_lack = family is not None and lacks(family, f"{strategy_of(draft, 'actor')}_train")
+    if draft.get("expert_bias.actor") and not users_lack:
+        draft.refuse("expert_bias.actor", MOVES, False)
     if family is None:
         put_adapters_of_family(draft, sees=False, has_experts=has_experts)
         return
@@ -105,6 +111,8 @@ def put_family(draft: Draft) -> None:
         )
         rule = f"is {kinds} by its name, and {', '.join(lacking)} is tested with none of this family"
         draft.refuse("model", f"{rule} (docs/moe.md, docs/vision-language.md)")
+    elif written_strategy(draft, "actor") == "megatron" and family.get("model_type") in MOVING_BIAS:
+        draft.remark(["model"], f"{MOVES}: 0.001 an optimizer step")
     if any(draft.facts.get(f"stands_in.{role}") for role in strategies):
         text = "the backend is not tested with this family here: fsdp2 computes the same, over all ranks of the role"
         draft.remark(["model"], text)

@@ -8,6 +8,8 @@ from typing import Any
 
 from roll.translation.rules import Draft
 
+WHITENED = ("gae", "maxrl", "reinforce++", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators that divide by a spread or a mean, so that a factor of all scores changes nothing."""
 DAPO_SCORES = 0.5
 """DAPO's mathematics is scored with -1 and 1 in verl, with 0 and 1 here: half the distance between right and wrong."""
 BINARY_RULES = {"gsm8k_rule", "math_rule"}
@@ -219,11 +221,26 @@ def put_zero_variance(draft: Draft) -> None:
     rules = {str(value) for key, value in draft.keys.items() if re.fullmatch(r"rewards\.\w+\.worker_cls", key)}
     # There it also looks at the responses that are left in the loss alone, and keeps groups of a single one.
     others = draft.facts.get("episodes") or draft.get("mask_truncated") or int(draft.get("samples", default=1)) < 2
+    others = others or any(key.endswith((".format_score", ".reward_kwargs.score")) for key in draft.keys)
     if others or not rules or not rules <= BINARY_RULES:
         rule = "looks at the spread of a group, and difficulty_mask at its mean: the same for two or more scores of 0 "
         rule += "and 1, without apply_overlong_filtering"
         draft.refuse("zero_variance", rule, False)
     draft.put("difficulty_mask", True, "zero_variance")
+
+
+def is_signed(draft: Draft) -> bool:
+    """Return true for mathematics that is scored with -1 and 1 there."""
+    files = [str(name).lower() for name in draft.get("train_files", default=[])]
+    is_dapo = draft.raw.get("reward") == "aime" or (bool(files) and all("dapo" in name for name in files))
+    return is_dapo and draft.get("reward_file") is None
+
+
+def ignores_scale(draft: Draft) -> bool:
+    """Return true where scores of 0 and 1 give the advantages of -1 and 1; elsewhere they are 0 and 2."""
+    estimator = str(draft.get("estimator"))
+    divides = draft.value_of("grpo_std") is not False if estimator == "grpo" else estimator in WHITENED
+    return divides and not draft.get("kl_in_reward")
 
 
 def put_overlong(draft: Draft) -> None:
@@ -242,9 +259,7 @@ def put_overlong(draft: Draft) -> None:
         draft.problems.missing("overlong_buffer_cfg.len", "is needed with overlong_buffer_cfg.enable", 4096)
         return
     factor = float(draft.value_of("overlong_factor"))
-    files = [str(name).lower() for name in draft.get("train_files", default=[])]
-    is_dapo = draft.raw.get("reward") == "aime" or (files and all("dapo" in name for name in files))
-    if is_dapo and draft.get("reward_file") is None:
+    if is_signed(draft) and ignores_scale(draft):
         factor *= DAPO_SCORES
         draft.remark(["overlong_factor"], "halved: this data is scored with -1 and 1 there, with 0 and 1 by math_rule")
     draft.put("overlong_buffer_length", int(draft.value_of("overlong_len")), "overlong_on", "overlong_len")

@@ -7,13 +7,16 @@ mask of the off-policy correction does to the denominators, and in what two loss
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from roll.translation.episodes import find_episodes
 from roll.translation.placement import find_engines, ranks_of_a_sequence
-from roll.translation.rules import Dialect, Draft
+from roll.translation.reading import Source
+from roll.translation.rules import ROLES, Dialect, Draft
 from roll.translation.tables import one_of, read_table, whole
 
+MODEL = "trainer.policy.model.path"
 ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++", "maxrl")} | {"loop": "rloo"}
 """LOOP (arXiv:2502.01600) subtracts the mean of the others of a group, which is RLOO."""
 LOSSES = {"regular": "ppo", "dual_clip": "ppo", "gspo": "gspo_token", "cispo": "cispo", "sapo": "sapo"}
@@ -46,10 +49,13 @@ FACTS: dict[str, Any] = {
     "one_kl_coef": True,
     "norm_is_sequence": True,
     "ranks_round_down": True,
+    "hub_names": True,
+    "rule_options": {"gsm8k_multi_turn": {"format_score": 0.2}, "lcb": {"partial": False}},
 }
 """KL and value are means over responses, the entropy one over tokens, whatever ``loss_reduction`` says; one weight of
 the KL serves loss and reward; the length that sums are divided by contains the prompt; mini-batches are rounded down to
-whole samples of a rank."""
+whole samples of a rank; data without a file's ending are of the hub; in its one turn a well-formed wrong answer of
+``gsm8k_multi_turn`` has 0.2."""
 
 
 ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime": "math_rule", "lcb": "code_sandbox"}
@@ -58,12 +64,22 @@ ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime":
 
 def prepare(draft: Draft) -> None:
     tokens = draft.get("tokens") or -1
-    for role in ("actor", "critic") if tokens > 0 else ():
+    for role in ROLES if tokens > 0 else ():
         # Micro-batches by tokens, of all ranks that share a sequence together.
         draft.state(f"dynamic.{role}", True)
         draft.state(f"token_budget.{role}", max(1, tokens // ranks_of_a_sequence(draft, role)))
     find_episodes(draft)
     find_engines(draft)
+
+
+def with_own_defaults(source: Source) -> Mapping[str, Any]:
+    """The keys, with the defaults that ``eval_sampling_params`` has by itself once one of its keys is written: without
+    the section validation is greedy and as long as training."""
+    section, keys = "generator.eval_sampling_params", source.keys
+    is_whole = source.from_module or MODEL in keys
+    if not is_whole or (keys.get(section) is None and not any(key.startswith(f"{section}.") for key in keys)):
+        return keys
+    return {f"{section}.temperature": 1.0, f"{section}.max_generate_length": 1024, **keys}
 
 
 def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts: dict[str, str]) -> Dialect:
@@ -83,8 +99,9 @@ def _dialect(name: str, title: str, package: str, losses: dict[str, str], texts:
         name,
         title,
         sections,
-        "trainer.policy.model.path",
+        MODEL,
         facts,
+        files=with_own_defaults if name == "skyrl" else None,
         prepare=prepare,
         programs=(
             (rf"{package}\.entrypoints\.main_(?!gen)\w+", {}),
@@ -104,6 +121,11 @@ SKYRL_TRAIN = _dialect(
     {
         "STRATEGIES": "[deepspeed, fsdp, fsdp2, megatron]",
         "BACKEND": "fsdp2",
+        "GPUS": "4",
+        "OFFLOADS": "true",
+        "CISPO_LOW": "0.0",
+        "CISPO_HIGH": "5.0",
+        "IN_PART": "",
         "FSDP": "`fsdp` stands next to `fsdp2` and DeepSpeed here: it is the legacy wrapper FSDP1 (`fsdp_train`)",
     },
 )
@@ -115,6 +137,11 @@ SKYRL = _dialect(
     {
         "STRATEGIES": "{fsdp: fsdp2, fsdp2: fsdp2, megatron: megatron}",
         "BACKEND": "fsdp",
+        "GPUS": "1",
+        "OFFLOADS": "false",
+        "CISPO_LOW": "1.0",
+        "CISPO_HIGH": "4.0",
+        "IN_PART": "1.0 and 1024 tokens where another key of `eval_sampling_params` is written and this one is not",
         "FSDP": "`fsdp` stands next to Megatron here: it is the FSDP2 API (`fsdp2_train`)",
     },
 )

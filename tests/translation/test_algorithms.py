@@ -59,6 +59,8 @@ SKYRL = (
     "trainer.placement.ref_num_gpus_per_node=1 trainer.placement.critic_num_gpus_per_node=1 "
 )
 NEWER = SKYRL.replace("skyrl_train", "skyrl.train")
+CISPO: Settings = {"cispo.cispo_eps_clip_low": 1.0, "cispo.cispo_eps_clip_high": 4.0}
+"""Defaults of the newer package."""
 SECTIONS = {
     "actor": "actor_rollout_ref.actor",
     "overlong": "+reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -195,7 +197,7 @@ def compare(translated: Translate, base: str, settings: Settings) -> LoadedConfi
     actor, critic = (verl_actor, verl_critic) if base == VERL else (skyrl_actor, skyrl_critic)
     if base == NEWER and settings.get("policy_loss_type") in skyrl.COVARIANCE_LOSSES:
         actor = skyrl_actor_by_weights
-    formula = {key: value for key, value in settings.items() if value is not None}
+    formula = (CISPO if base == NEWER else {}) | {key: value for key, value in settings.items() if value is not None}
     torch.manual_seed(3)
     own = ours.actor_loss()
     torch.manual_seed(3)
