@@ -27,6 +27,7 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"glm-4\.7-flash", {"model_type": "glm4_moe_lite", **_EXPERTS}),
     (r"glm-4\.[5-9]v", {"model_type": "glm4v_moe", **_SEES, **_EXPERTS}),
     (r"glm-4\.[5-9]", {"model_type": "glm4_moe", **_EXPERTS}),
+    (r"glm-?5", {"model_type": "glm_moe_dsa", **_EXPERTS}),
     (r"gpt-oss", {"model_type": "gpt_oss", **_EXPERTS}),
     (
         r"(?<![a-z])vl(?:a|m)?(?![a-z])|[\d.]vl(?![a-z])|vision|minicpm-?[ov]|omni(?![a-z])|llava|internvl|openvla|pixtral"

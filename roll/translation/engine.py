@@ -27,8 +27,8 @@ NAMES = "SkyRL or verl"
 KEPT_PREFIXES = ("CUDA_", "NCCL_", "WANDB_", "SWANLAB_", "HF_", "RAY_", "VLLM_", "TOKENIZERS_", "PYTORCH_", "TORCH_")
 """Variables that stay in the environment: they mean the same to our runs."""
 OF_A_TOOL = ("VERL_", "SKYRL_")
-NEWER_EXAMPLES = re.compile(r"examples[./]train[./]")
-"""Folder in which the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
+NEWER_EXAMPLES = re.compile(r"examples[./]train(?:_integrations)?[./]")
+"""Folders in which the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
 BLANKS = {"model": "MODEL_PATH", "train_files": "TRAIN_FILES", "val_files": "VAL_FILES"}
 """Facts that a script may leave for its reader to fill in, and the variables that take them."""
 MEASURES = re.compile(

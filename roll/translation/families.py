@@ -15,7 +15,7 @@ from roll.config.model_names import family_of
 from roll.config.words.rows import OPTIONS
 from roll.translation.rules import Draft
 
-OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite")
+OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite", "glm_moe_dsa")
 """Families with experts of which no backend is tested: their attention is another one."""
 MOVING_BIAS = ("deepseek_v3",)
 """Families whose routers' bias Megatron moves unless it is told not to."""
@@ -126,7 +126,8 @@ def put_family(draft: Draft) -> None:
         tensor = int(draft.get(f"tensor.{role}", default=1))
         if strategies[role] == "megatron" and has_experts and tensor > 1:
             draft.put(f"{section}.{OPTIONS}.sequence_parallel", True, f"tensor.{role}")
-    put_adapters_of_family(draft, VISION in needed(family), has_experts)
+    if not lacking:
+        put_adapters_of_family(draft, VISION in needed(family), has_experts)
     if OTHER_VISION in needed(family) and not lacking:
         for fact in [fact for fact in ("image_key", "video_key") if draft.states(fact)]:
             draft.refuse(fact, "names images, and this family is computed without its vision tower here, on text alone")

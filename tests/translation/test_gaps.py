@@ -637,6 +637,20 @@ def test_options_of_engines_that_only_decode(translated: Translate) -> None:
     assert keys[f"{OPTIONS}.max_model_len"] == 2000 and keys[f"{OPTIONS}.engine_args.seed"] == 1
 
 
+def test_a_family_that_nothing_computes_is_the_only_reason(translated: Translate) -> None:
+    """Its adapters, whose layers have other names, say nothing more."""
+    adapters = "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.target_modules=[linear_q_down_proj]"
+    with pytest.raises(ConfigError, match="tested with none of this family") as refused:
+        translated(f"{SKYRL.replace('model.path=m', 'model.path=zai-org/GLM-5.3')} {adapters}")
+    assert str(refused.value).count("\n") == 1
+
+
+def test_programs_beside_the_examples_are_of_the_newer_package(translated: Translate) -> None:
+    text = SKYRL.replace("skyrl.train.entrypoints.main_base", "examples.train_integrations.games.main_games")
+    with pytest.raises(ConfigError, match="not in keys of SkyRL, package `skyrl`"):
+        translated(text)
+
+
 def test_the_bias_of_routers(translated: Translate) -> None:
     """Refused where it moves; another reason stands alone where nothing here computes the family."""
     bias = "trainer.strategy=megatron trainer.policy.megatron_config.moe_router_enable_expert_bias=true"
