@@ -155,8 +155,8 @@ class DataArguments:
 
 FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
 """Kinds of data files; the text formats also with ``.gz`` appended."""
-HUB = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?")
-"""``hub:OWNER/NAME[/CONFIG][:SPLIT]``."""
+HUB = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+(\[-?\d*%?:-?\d*%?\])?))?")
+"""``hub:OWNER/NAME[/CONFIG][:SPLIT]``; a split may be a part of one, as ``train[:100]``."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,8 @@ def hub_name(name: str) -> HubName | None:
     found = HUB.fullmatch(name)
     if found is None:
         raise ValueError(
-            "a data set of the hub is written hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or with :SPLIT appended"
+            "a data set of the hub is written hub:OWNER/NAME, hub:OWNER/NAME/CONFIG or with :SPLIT appended, such as "
+            ":train or :train[:100]"
         )
     return HubName(found["name"], found["config"], found["split"] or "train")
 

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
+from urllib.parse import quote
 
 from roll.config.data import FORMATS, format_of, hub_name, matching_files, saved_splits
 from roll.datasets.types import BadRows, DataError
@@ -117,7 +118,16 @@ def expand(name: str) -> list[Path]:
                 f"data_args.file_name: {name!r} cannot be loaded ({type(error).__name__}: {reason}); {hint} "
                 "Without the hub, download the data set's files elsewhere and name them, such as data/train.parquet"
             ) from error
-        return [Path(entry["filename"]) for entry in rows.cache_files]
+        paths = [Path(entry["filename"]) for entry in rows.cache_files]
+        if not hub.split.endswith("]"):
+            return paths
+        # The files have all rows of the split: its part is a file beside them, which appears as a whole.
+        part = paths[0].with_name(f"{quote(hub.split, safe='')}.parquet")
+        if not part.exists():
+            unfinished = part.with_name(f"{part.name}.{os.getpid()}")
+            rows.to_parquet(unfinished)
+            unfinished.replace(part)
+        return [part]
     path = Path(name).expanduser()
     found, splits = matching_files(path), saved_splits(path)
     if found:

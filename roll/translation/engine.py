@@ -212,7 +212,7 @@ def _flat(explicit: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in explicit.items():
         section = None
-        if dialect.find(key) is None and any(name.startswith(f"{key}.") for name in dialect.rules):
+        if key not in dialect.rules and any(name.startswith(f"{key}.") for name in dialect.rules):
             section = {} if value is None else _section(value)
         if section is None:
             flat[key] = value

@@ -32,8 +32,6 @@ from roll.translation.verl import VERL
 
 SECTION = "sft_train"
 """Section of the model that learns, in place of ``actor_train``."""
-PART = re.compile(r"\[(.*)\]$")
-"""Part of a split: ``train[:100]``."""
 
 
 def shared(dialect: Dialect, names: Mapping[str, str], own: tuple[Section, ...], title: str) -> Section:
@@ -119,12 +117,10 @@ def find_skyrl_run(draft: Draft) -> None:
         # Data sets of the hub have their split in their name; files and folders stay as they are.
         of_hub = [not re.match(r"[./~$]", str(name)) and not re.search(r"\.\w+$", str(name)) for name in names]
         named = [
-            f"hub:{name}:{PART.sub('', str(part))}" if is_set else str(name)
+            f"hub:{name}:{part}" if is_set else str(name)
             for name, part, is_set in zip(names, parts, of_hub, strict=False)
         ]
         draft.state(files, named)
-        if any(PART.search(str(part)) for part in parts):
-            draft.remark([splits], "all rows of the split are read: a part of them is a file of its own")
     limits = [draft.get(fact) for fact in ("steps", "step_limit") if draft.get(fact)]
     if limits:
         draft.state("steps", min(int(limit) for limit in limits))

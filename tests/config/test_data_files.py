@@ -12,7 +12,11 @@ from roll.config.data import HubName, hub_name, matching_files, name_problem
 def test_hub_names() -> None:
     assert hub_name("hub:openai/gsm8k") == HubName("openai/gsm8k", None, "train")
     assert hub_name("hub:openai/gsm8k/main:test") == HubName("openai/gsm8k", "main", "test")
+    assert hub_name("hub:a/b:train[:1000]") == HubName("a/b", None, "train[:1000]")
+    assert hub_name("hub:a/b/c:train[-10%:]") == HubName("a/b", "c", "train[-10%:]")
     assert hub_name("data/hub.jsonl") is None
+    with pytest.raises(ValueError, match="or :train"):
+        hub_name("hub:a/b:train[5]")
     with pytest.raises(ValueError, match="is written hub:OWNER/NAME"):
         hub_name("hub:gsm8k")
 

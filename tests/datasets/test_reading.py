@@ -242,3 +242,17 @@ def test_values_are_those_of_the_file(tmp_path: Path, ending: str, text: str, ro
     kind = "csv" if ending == "csv" else "json"
     guessed = datasets.load_dataset(kind, data_files=str(path), split="train", cache_dir=str(tmp_path / "cache"))
     assert list(guessed["g"]) != rows, "datasets keeps this value now: the record may be revisited"
+
+
+@pytest.mark.parametrize(("part", "ids"), [("[:3]", "012"), ("[-2:]", "34"), ("[20%:60%]", "12"), ("", "01234")])
+def test_a_part_of_a_split(part: str, ids: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder named like a data set of the hub is what the package reads for it."""
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "owner" / "data").mkdir(parents=True)
+    rows = "".join(json.dumps({"id": str(number), "prompt": "one"}) + "\n" for number in range(5))
+    (tmp_path / "owner" / "data" / "train.jsonl").write_text(rows)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for _ in range(2):  # the second time from the file of the first
+        assert "".join(row.row["id"] for row in read_rows(f"hub:owner/data:train{part}")) == ids
+    assert not list(tmp_path.rglob("*.parquet.*"))

@@ -637,6 +637,16 @@ def test_options_of_engines_that_only_decode(translated: Translate) -> None:
     assert keys[f"{OPTIONS}.max_model_len"] == 2000 and keys[f"{OPTIONS}.engine_args.seed"] == 1
 
 
+def test_options_of_an_option_that_need_nothing_here(translated: Translate) -> None:
+    """Also where they are written as one value: what moves the cache between engines is not vLLM's own choice here."""
+    options = "generator.inference_engine.engine_init_kwargs"
+    for text in (
+        f"{options}.kv_transfer_config.kv_connector=x",
+        f"{options}={{kv_transfer_config:{{kv_connector:x}}}}",
+    ):
+        assert translated(f"{SKYRL} {text}").keys == translated(SKYRL).keys
+
+
 def test_a_family_that_nothing_computes_is_the_only_reason(translated: Translate) -> None:
     """Its adapters, whose layers have other names, say nothing more."""
     adapters = "trainer.policy.model.lora.rank=8 trainer.policy.model.lora.target_modules=[linear_q_down_proj]"
