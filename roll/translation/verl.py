@@ -91,8 +91,10 @@ def with_file(source: Source) -> Mapping[str, Any]:
     keys, folder = source.keys, source.config_path
     own_file = "dapo_trainer" if re.fullmatch(r"recipe\.dapo\.(?:src\.)?main_\w+", source.launcher) else BASES[0]
     name = str(keys.get(CONFIG_NAME, own_file))
-    file = Path(folder) / f"{name}.yaml"
-    if name in BASES or not folder or not file.is_file():
+    # hydra looks for a relative folder beside the module.
+    beside = Path(*source.launcher.split(".")[:-1]) if source.from_module else Path()
+    file = next((path for base in (beside, Path()) if (path := base / folder / f"{name}.yaml").is_file()), None)
+    if name in BASES or not folder or file is None:
         return {**CONFIG_FILES.get(name, ("", {}))[1], **sizes_of_reference(keys), **keys}
     text = file.read_text(encoding="utf-8")
     written = read_yaml(text, file.name).keys

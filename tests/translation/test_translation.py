@@ -558,6 +558,18 @@ def test_settings_of_a_file(translated: Translate, tmp_path: Path) -> None:
     assert "is not here" in refusal(translated, f"{TOOLS}--config-path={tmp_path} --config-name=mine")
 
 
+def test_a_folder_of_settings_beside_the_module(
+    translated: Translate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As hydra resolves a relative ``--config-path``; one of the working folder comes second."""
+    text = TOOLS.replace("verl.trainer.main_ppo", "recipe.dapo.main_dapo") + "--config-path=config --config-name=mine"
+    monkeypatch.chdir(tmp_path)
+    for place, seed in (("config", 5), ("recipe/dapo/config", 6)):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "mine.yaml").write_text(f"defaults: [ppo_trainer, _self_]\ndata: {{seed: {seed}}}\n")
+        assert translated(text).keys["seed"] == seed
+
+
 def test_tools_of_a_model_that_sees(translated: Translate) -> None:
     """verl's files for Geometry3K come with a template, as the model's own has no tools."""
     text = f"{TOOLS}--config-name=geo3k_multiturn_grpo actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-3B-Instruct "
