@@ -17,6 +17,7 @@ from roll.translation.families import (
     weights_of,
     written_strategy,
 )
+from roll.translation.reading import UNSET
 from roll.translation.rules import Draft
 
 
@@ -147,6 +148,9 @@ def find_engines(draft: Draft) -> None:
         return
     if urls := draft.get("engine_urls"):
         draft.state("engines", len(urls))
+        if unset := next((found[1] for url in urls if (found := UNSET.fullmatch(str(url)))), None):
+            text = f"{unset} is not set, and one engine is taken: roll translate {unset}='[http://a:1,http://b:1]' ..."
+            draft.remark(["engine_urls"], text)
     elif "engines" not in draft.explicit:
         draft.state("engines", 1)
     draft.remark(facts, "no server is asked: the run starts these engines itself, and its cluster needs their devices")

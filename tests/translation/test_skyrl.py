@@ -95,12 +95,24 @@ def test_options_of_engines_that_only_decode(translated: Translate) -> None:
     assert keys[f"{OPTIONS}.max_model_len"] == 2000 and keys[f"{OPTIONS}.engine_args.seed"] == 1
 
 
+def test_servers_whose_addresses_are_not_set(translated: Translate) -> None:
+    section = "generator.inference_engine"
+    text = f"{SKYRL} trainer.placement.colocate_all=false {section}.run_engines_locally=false "
+    translation = translated(f"{text} {section}.external_server_urls=$SERVERS")
+    assert translation.keys["actor_infer.device_mapping"] == "list(range(4,5))"
+    assert any("SERVERS is not set, and one engine is taken" in note.text for note in translation.notes)
+    two = translated(f"SERVERS=['http://a:1','http://b:1']\n{text} {section}.external_server_urls=$SERVERS")
+    assert two.keys["actor_infer.device_mapping"] == "list(range(4,6))"
+    assert not any("is not set" in note.text for note in two.notes)
+
+
 def test_options_of_an_option_that_need_nothing_here(translated: Translate) -> None:
-    """Also where they are written as one value: what moves the cache between engines is not vLLM's own choice here."""
+    """Also where they are written as one value: how engines pass caches on and give memory back is decided here."""
     options = "generator.inference_engine.engine_init_kwargs"
     for text in (
         f"{options}.kv_transfer_config.kv_connector=x",
         f"{options}={{kv_transfer_config:{{kv_connector:x}}}}",
+        f"{options}.enable_sleep_mode=false",
     ):
         assert translated(f"{SKYRL} {text}").keys == translated(SKYRL).keys
 
