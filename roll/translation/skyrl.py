@@ -16,7 +16,7 @@ from roll.translation.reading import Source
 from roll.translation.rules import ROLES, Dialect, Draft
 from roll.translation.tables import one_of, read_table, whole
 
-MODEL = "trainer.policy.model.path"
+MODEL, OVERRIDE = "trainer.policy.model.path", "trainer.override_entrypoint"
 ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++", "maxrl")} | {"loop": "rloo"}
 """LOOP (arXiv:2502.01600) subtracts the mean of the others of a group, which is RLOO."""
 LOSSES = {"regular": "ppo", "dual_clip": "ppo", "gspo": "gspo_token", "cispo": "cispo", "sapo": "sapo"}
@@ -74,8 +74,10 @@ def prepare(draft: Draft) -> None:
 
 def with_own_defaults(source: Source) -> Mapping[str, Any]:
     """The keys, with the defaults that ``eval_sampling_params`` has by itself once one of its keys is written: without
-    the section validation is greedy and as long as training."""
+    the section validation is greedy and as long as training. Where a key names another program, that one alone."""
     section, keys = "generator.eval_sampling_params", source.keys
+    if keys.get(OVERRIDE) is not None:
+        return {OVERRIDE: keys[OVERRIDE]}
     is_whole = source.from_module or MODEL in keys
     if not is_whole or (keys.get(section) is None and not any(key.startswith(f"{section}.") for key in keys)):
         return keys

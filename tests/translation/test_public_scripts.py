@@ -29,8 +29,7 @@ REASONS = {
     "variables that are not set": "is a variable that is not set",
     "families that are not tested": "is tested with none of this family|moves the bias of the routers|"
     "is computed without its vision tower here",
-    "programs of their own": "is a program of its own|names a program of its own|belongs to ArcticRL's own program|"
-    "names code of theirs",
+    "programs of their own": "is a program of its own|names a program of its own|names code of theirs",
     "an algorithm without an equal": r"policy_loss_type = |advantage_estimator = ",
     "an engine over two nodes": "would span two nodes",
     "batches that do not divide": "do not divide into micro-batches of",

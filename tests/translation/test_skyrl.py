@@ -131,6 +131,13 @@ def test_programs_beside_the_examples_are_of_the_newer_package(translated: Trans
         translated(text)
 
 
+def test_another_program_is_the_only_reason(translated: Translate) -> None:
+    with pytest.raises(ConfigError, match=r"override_entrypoint.*its keys are its own too") as refused:
+        translated(f"{SKYRL} trainer.override_entrypoint=others.entry trainer.others.stage=3 environment.env_class=own")
+    assert str(refused.value).count("\n") == 1
+    assert translated(f"{SKYRL} trainer.override_entrypoint=null").keys == translated(SKYRL).keys
+
+
 def test_the_bias_of_routers(translated: Translate) -> None:
     """Refused where it moves; another reason stands alone where nothing here computes the family."""
     bias = "trainer.strategy=megatron trainer.policy.megatron_config.moe_router_enable_expert_bias=true"
