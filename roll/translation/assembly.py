@@ -109,8 +109,8 @@ def put_data(draft: Draft) -> None:
     for fact, key in (("seed", "seed"), ("val_batch", "val_batch_size")):
         if draft.states(fact) and draft.get(fact) is not None and key not in draft.keys:
             draft.put(key, int(draft.facts[fact]), fact)
-    if draft.whole and draft.states("val_files") and draft.get("val_temperature") == 0:
-        draft.put("validation.greedy", False, "val_temperature")
+    if draft.whole and draft.states("val_files"):
+        draft.put("validation.greedy", False, "val_temperature")  # each prompt is asked in one way there
     for fact, section in (("stop.train", "actor_infer"), ("stop.validation", "validation")):
         if draft.get(fact):
             draft.put(f"{section}.generating_args.stop_strings", draft.facts[fact], fact)
@@ -240,8 +240,9 @@ def put_reward_model(draft: Draft) -> bool:
     draft.put(f"{ROLE}.device_mapping", mapping, "rm", "rm_own", "rm_gpus", "rm_nodes")
     if draft.get("rm_remote_code"):
         draft.put(f"{ROLE}.model_args.trust_remote_code", True, "rm_remote_code")
-    if "rm_tokenizer" in draft.facts and draft.facts["rm_tokenizer"] is None:
-        draft.put(f"{REWARD}.reward_kwargs.input", "tokens", "rm_tokenizer")
+    if "rm_tokenizer" in draft.facts:
+        read = "tokens" if draft.facts["rm_tokenizer"] is None else "chat"
+        draft.put(f"{REWARD}.reward_kwargs.input", read, "rm_tokenizer")
     micro, of_all = draft.get("rm_micro"), draft.get("rm_micro_of_all")
     if micro is not None or of_all is not None:
         draft.put(f"{ROLE}.infer_batch_size", micro or max(1, of_all // count), "rm_micro", "rm_micro_of_all")

@@ -76,6 +76,8 @@ OF_TOOLS = {
     "image_key": "image_key",
 }
 """Facts of verl's ``multi_turn``, and the options of the agent that they become."""
+COLUMNS = ("prompt_key", "image_key")
+"""Those of them that single turns have, too."""
 
 
 def find_tool_episodes(draft: Draft) -> None:
@@ -87,7 +89,7 @@ def find_tool_episodes(draft: Draft) -> None:
     if draft.get("shown_tools") not in (None, draft.get("tool_file")):
         draft.refuse("shown_tools", "must be that of multi_turn.tool_config_path, or left out")
     if not found:
-        draft.without_effect("one turn", *OF_TOOLS, "tool_format")
+        draft.without_effect("one turn", *(fact for fact in OF_TOOLS if fact not in COLUMNS), "tool_format")
         return
     if not draft.whole:
         draft.refuse(found[0], TURNS)

@@ -25,6 +25,7 @@ def put_strategies(draft: Draft) -> None:
     for role, section in draft.sections():
         because = ["strategy", f"strategy.{role}", "config_name"]
         because += ["strategy.actor"] if role == "reference" and not draft.states("strategy.reference") else []
+        because = [fact for fact in because if fact in draft.explicit] or because
         if draft.states(*because):
             kind = "infer" if role == "reference" else "train"
             draft.put(f"{section}.strategy_args.strategy_name", f"{strategy_of(draft, role)}_{kind}", *because)

@@ -27,6 +27,8 @@ LAUNCH = re.compile(r"\s-m\s+[\w.]+|\.(?:sh|py)\s")
 UNSET = re.compile(r"\$\{oc\.env:(\w+)\}")
 KEY_VALUE = re.compile(r"[+]{0,2}[A-Za-z_][\w./@-]*=", re.DOTALL)
 DELETION = re.compile(r"~[A-Za-z_][\w./@-]*(?:=|$)")
+FAILED = re.compile(r"(line \d+: .*) \(error token is ")
+"""bash's complaint about arithmetic, which leaves a variable empty."""
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 HOUSEKEEPING = {
     *("set", "cd", "mkdir", "source", ".", "echo", "ray", "sleep", "pip", "conda", "ulimit", "export", "unset"),
@@ -124,6 +126,9 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     source = _of_words(launch.arguments, command.environment)
     source.launcher, source.from_module = launch.module, launch.is_module
     source.options = dict(launch.options)
+    empty, complaint = [key for key, value in source.keys.items() if value == ""], FAILED.search(recording.output)
+    if empty and complaint:
+        raise ConfigError([Problem(empty[0], "", f"is empty: the script's own arithmetic fails ({complaint[1]})")])
     left_out = dict.fromkeys(_short(other) for other in recording.commands if other is not command)
     source.left_out = list(left_out)[:MAX_LEFT_OUT]
     if call is None and len(runs) > 1:
@@ -156,7 +161,7 @@ def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) ->
         if absent := [program for program in started if program.endswith(".sh")]:
             return f"starts {', '.join(absent)}, which is not here: translate it within its repository"
         return f"starts {', '.join(started)}, which {FOREIGN}"
-    last = [line for line in recording.output.splitlines() if not line.startswith("+")][-3:]
+    last = recording.output.splitlines()[-3:]
     printed = UNSET_MARK.sub(r"$\1", f"; it printed: {' / '.join(last)}" if last else "")
     rule = f"starts no training program (exit status {recording.status}){printed}"
     return f"{rule}. Variables are given in front, arguments behind: roll translate NAME=value script.sh argument"

@@ -138,7 +138,7 @@ class Recording:
     commands: tuple[Command, ...]
     status: int
     output: str
-    """The last lines that it printed."""
+    """The last lines that it printed, without those that trace it."""
     went_on: bool = False
     """It ended before a launch at first; this is the second try, which passed over its checks."""
 
@@ -280,6 +280,7 @@ def _run(
         raise SandboxError("this host lets it start no process of its own")
     if ended.timed_out:
         printed += f"\nended after {LIMITS.wall:g} s"
+    printed = "\n".join(line for line in printed.splitlines() if not line.startswith("+"))  # set -x
     printed = _COMPUTED.sub(r"\1 is not set, and the script computes with it", _CONTROL.sub("?", printed.strip()))
     return tuple(_commands(recorded, root, environment)), ended.code, printed[-SHOWN:]
 

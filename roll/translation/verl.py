@@ -190,6 +190,13 @@ def prepare(draft: Draft) -> None:
     if draft.get("older_is") and "is_bound" in draft.explicit:
         draft.state("is_level", draft.get("older_level", default="token"))
         draft.reasons["older_is"] = draft.reasons["older_level"] = {"train_infer_correction"}
+    if draft.get("gpg_loss"):
+        draft.state("loss", LOSSES["gpg"])
+        draft.raw["loss"], draft.reasons["gpg_loss"] = "gpg", {"loss"}
+    if draft.get("mtp") and draft.get("mtp_learns"):
+        draft.refuse(
+            "mtp_learns", "is not available: the loss of further tokens reaches the policy's output layer", False
+        )
     if isinstance(draft.raw.get("aggregation"), bool):  # the older name was there before the other terms had modes
         terms = ("kl_aggregation", "entropy_aggregation", "value_aggregation")
         draft.facts = dict.fromkeys(terms, "token-mean") | draft.facts

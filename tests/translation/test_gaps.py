@@ -25,6 +25,7 @@ SKYRL = (
 REMOTE = f"{SKYRL} generator.inference_engine.run_engines_locally=false "
 KL = "actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2"
 OPTIONS = "actor_infer.strategy_args.strategy_config"
+MODEL = "model_engine"
 
 
 def test_what_is_left_empty_is_a_variable(translated: Translate) -> None:
@@ -549,3 +550,56 @@ def test_a_mini_batch_of_more_prompts_than_a_step_is_refused_in_their_words(tran
 def test_environments_of_skyrl_end_their_episodes_there(translated: Translate) -> None:
     played = translated(f"{SKYRL} environment.env_class=babyai")
     assert any("ends an episode there" in note.text for note in played.notes if note.theirs == "environment.env_class")
+
+
+def test_validation_has_sampling_of_its_own_in_verl(translated: Translate) -> None:
+    """What ``val_kwargs`` leave out is verl's default, not the sampling of training; no prompt is asked twice."""
+    sampled = "actor_rollout_ref.rollout.top_p=0.9 actor_rollout_ref.rollout.top_k=20 "
+    loaded = load(translated(f"{VERL} {sampled} actor_rollout_ref.rollout.val_kwargs.temperature=0.6"), QUICKSTART)
+    assert loaded.config.validation is not None and not loaded.config.validation.greedy
+    asked = loaded.config.validation.generating_args
+    assert (asked.temperature, asked.top_p, asked.top_k) == (0.6, 1.0, -1)
+
+
+def test_the_backend_of_a_role_may_stand_among_its_fsdp_options(translated: Translate) -> None:
+    name = "actor_train.strategy_args.strategy_name"
+    assert translated(f"{VERL} actor_rollout_ref.actor.fsdp_config.strategy=fsdp2").keys[name] == "fsdp2_train"
+    both = "actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.fsdp_config.strategy"
+    assert translated(f"{VERL} {both}=fsdp2").keys[name] == "fsdp2_train"
+    with pytest.raises(ConfigError, match="keep one"):
+        translated(f"{VERL} {both}=fsdp")
+
+
+def test_notes_on_columns_and_tokenizers_say_what_becomes_of_them(translated: Translate) -> None:
+    model = "reward_model.enable=true reward_model.model.path=rm reward_model.model.input_tokenizer"
+    for written, read in (("m", "chat"), ("null", "tokens")):
+        translation = translated(f"{VERL} data.prompt_key=question {model}={written}")
+        assert translation.keys["rewards.reward_model.reward_kwargs.input"] == read
+        assert translation.keys["actor_train.data_args.messages"] == "question"
+        notes = {note.theirs: note.text for note in translation.notes}
+        assert not any("left out" in notes[key] for key in ("data.prompt_key", "reward_model.model.input_tokenizer"))
+
+
+def test_the_older_name_of_the_gpg_loss(translated: Translate) -> None:
+    older = "actor_rollout_ref.actor.use_gpg_loss"
+    newer = translated(f"{VERL} actor_rollout_ref.actor.policy_loss.loss_mode=gpg")
+    assert translated(f"{VERL} {older}=True").keys == newer.keys != translated(VERL).keys
+    assert translated(f"{VERL} {older}=False").keys == translated(VERL).keys
+
+
+def test_the_engine_of_the_actor_is_that_of_all_roles(translated: Translate) -> None:
+    """verl's examples write ``model_engine`` within the actor's section, too; the note names what decided."""
+    inner, outer = (
+        translated(f"{VERL} {KL} {key}=megatron") for key in ("actor_rollout_ref.actor.model_engine", MODEL)
+    )
+    assert inner.keys == outer.keys
+    name = "actor_train.strategy_args.strategy_name=megatron_train"
+    assert [note.theirs for note in outer.notes if name in note.ours] == [MODEL]
+
+
+def test_drafts_of_further_tokens_are_no_reason_unless_their_loss_is_learnt(translated: Translate) -> None:
+    section = "actor_rollout_ref.model.mtp"
+    drafts = f"{VERL} {section}.enable=True {section}.enable_rollout=True {section}.num_speculative_tokens=2"
+    assert translated(drafts).keys == translated(VERL).keys
+    with pytest.raises(ConfigError, match=r"mtp\.enable_train = true: is not available"):
+        translated(f"{drafts} {section}.enable_train=True")

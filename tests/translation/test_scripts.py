@@ -193,6 +193,13 @@ def test_scripts_without_a_run_say_why(text: str, reason: str, tmp_path: Path, s
         run(tmp_path, text, sandbox)
 
 
+def test_a_size_that_the_shell_cannot_compute_says_so(tmp_path: Path, sandbox: Sandbox) -> None:
+    long = " ".join(f"trainer.a{number}={number}" for number in range(300))
+    (tmp_path / "run.sh").write_text(f"set -x\nper=4x\nn=$((per * 2))\n{RUN} {BATCH}=$n {long}\n")
+    with pytest.raises(ConfigError, match=r"train_batch_size = '': is empty: .*line 3: 4x: value too great for base"):
+        read_recording(record(tmp_path / "run.sh", sandbox=sandbox), "run.sh")
+
+
 def test_a_comment_sets_no_variable(tmp_path: Path, sandbox: Sandbox) -> None:
     text = f"# its local address against MASTER_ADDR\nif [ $(hostname) == $MASTER_ADDR ]; then {RUN} {BATCH}=8; fi"
     (tmp_path / "run.sh").write_text(text, encoding="utf-8")
