@@ -133,6 +133,8 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     source.left_out = list(left_out)[:MAX_LEFT_OUT]
     if call is None and len(runs) > 1:
         source.remarks.append(f"the first of {len(runs)} runs: --call N takes another")
+    if lost := next((other.words[0] for other in recording.commands if KEY_VALUE.match(other.words[0])), None):
+        source.remarks.append(f"{lost} and what follows reach no run: the line before ends the command, in bash too")
     if recording.went_on:
         text = "the script ended before its launch, for files or nodes that are not here: its checks were passed over, "
         text += "and the first node was taken"

@@ -190,6 +190,9 @@ def prepare(draft: Draft) -> None:
     if draft.get("older_is") and "is_bound" in draft.explicit:
         draft.state("is_level", draft.get("older_level", default="token"))
         draft.reasons["older_is"] = draft.reasons["older_level"] = {"train_infer_correction"}
+    for suffix in ("", ".critic"):
+        if draft.names.get(f"lora_rank{suffix}", "").endswith(".lora.rank"):
+            draft.facts.setdefault(f"lora_alpha{suffix}", 32)  # of Megatron's section; the other has 16
     if draft.get("gpg_loss"):
         draft.state("loss", LOSSES["gpg"])
         draft.raw["loss"], draft.reasons["gpg_loss"] = "gpg", {"loss"}

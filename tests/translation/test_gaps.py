@@ -603,3 +603,11 @@ def test_drafts_of_further_tokens_are_no_reason_unless_their_loss_is_learnt(tran
     assert translated(drafts).keys == translated(VERL).keys
     with pytest.raises(ConfigError, match=r"mtp\.enable_train = true: is not available"):
         translated(f"{drafts} {section}.enable_train=True")
+
+
+def test_lora_has_a_scale_of_its_own_under_megatron(translated: Translate) -> None:
+    alpha = "actor_train.model_args.lora_alpha"
+    model = "actor_rollout_ref.model"
+    assert translated(f"{VERL} {model}.lora_rank=8").keys[alpha] == 16
+    assert translated(f"{VERL} model_engine=megatron {model}.lora.rank=8").keys[alpha] == 32
+    assert translated(f"{VERL} model_engine=megatron {model}.lora.rank=8 {model}.lora.alpha=64").keys[alpha] == 64

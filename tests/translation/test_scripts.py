@@ -200,6 +200,16 @@ def test_a_size_that_the_shell_cannot_compute_says_so(tmp_path: Path, sandbox: S
         read_recording(record(tmp_path / "run.sh", sandbox=sandbox), "run.sh")
 
 
+def test_keys_after_a_line_that_ends_the_command_are_told(tmp_path: Path, sandbox: Sandbox) -> None:
+    """A backslash is missing, or a comment stands among the continued lines."""
+    whole = run(tmp_path, f"{RUN} {BATCH}=8 \\\n    trainer.nnodes=2", sandbox)
+    assert whole.keys == {BATCH: 8, "trainer.nnodes": 2} and not whole.remarks
+    for cut in ("\n", " \\\n    # more\n"):
+        source = run(tmp_path, f"{RUN} {BATCH}=8{cut}    +trainer.nnodes=2 \\\n    trainer.test_freq=1", sandbox)
+        assert source.keys == {BATCH: 8}
+        assert source.remarks[0].startswith("+trainer.nnodes=2 and what follows reach no run")
+
+
 def test_a_comment_sets_no_variable(tmp_path: Path, sandbox: Sandbox) -> None:
     text = f"# its local address against MASTER_ADDR\nif [ $(hostname) == $MASTER_ADDR ]; then {RUN} {BATCH}=8; fi"
     (tmp_path / "run.sh").write_text(text, encoding="utf-8")
