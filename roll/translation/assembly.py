@@ -74,16 +74,20 @@ def assemble(draft: Draft, dialect: Dialect) -> None:
 
 
 def put_steps(draft: Draft) -> None:
-    """Passes over the data become steps where the number of rows is known."""
-    if not draft.states("epochs") or draft.states("steps"):
+    """Passes over the data become steps where the number of rows is known; what comes first ends the run there."""
+    if not draft.states("epochs"):
         return
-    epochs, rows, prompts = draft.facts["epochs"], draft.get("rows"), draft.get("prompts")
+    epochs, rows, prompts, most = (draft.get(fact) for fact in ("epochs", "rows", "prompts", "steps"))
     if rows is None or prompts is None:
-        draft.remark(["epochs"], "give --train-rows, or max_steps yourself: its default holds otherwise")
+        text = "give --train-rows, or max_steps yourself: its default holds otherwise"
+        if most is not None:
+            text = f"{epochs} passes over the data end the run there, if that is sooner: give --train-rows"
+        draft.remark(["epochs"] if most is None or "epochs" in draft.explicit else [], text)
         return
     steps = max(1, rows // prompts * epochs)
-    draft.put("max_steps", steps, "epochs")
-    draft.remark(["epochs"], f"{rows} rows // {prompts} prompts x {epochs} = {steps} steps")
+    if most is None or steps < most:
+        draft.put("max_steps", steps, "epochs")
+        draft.remark(["epochs"], f"{rows} rows // {prompts} prompts x {epochs} = {steps} steps")
 
 
 def named(name: object, of_hub: bool) -> object:

@@ -259,6 +259,9 @@ def data_parallel_size(draft: Draft, role: str) -> int:
 
 def put_batches(draft: Draft) -> None:
     """Their mini-batches are prompts; our optimizer step is micro-batch x ``gradient_accumulation_steps`` x ranks."""
+    if (generated := draft.get("generated")) is not None and not draft.get("filter_on"):
+        draft.state("prompts", generated)
+        draft.put("rollout_batch_size", generated, "generated")
     for role, section in draft.sections():
         sizes = (f"mini.{role}", f"micro.{role}", "micro", f"micro_of_all.{role}", "samples", f"dynamic.{role}")
         layout = ("gpus", "nodes", f"gpus.{role}", f"nodes.{role}", f"ulysses.{role}", f"tensor.{role}")

@@ -193,6 +193,8 @@ def prepare(draft: Draft) -> None:
     for suffix in ("", ".critic"):
         if draft.names.get(f"lora_rank{suffix}", "").endswith(".lora.rank"):
             draft.facts.setdefault(f"lora_alpha{suffix}", 32)  # of Megatron's section; the other has 16
+    if draft.get("eval_steps") == 0 and draft.get("val_first") is not False and "val_files" in draft.explicit:
+        draft.remark(["eval_steps"], "nor before the first step, where they validate once: a number of steps does both")
     if draft.get("gpg_loss"):
         draft.state("loss", LOSSES["gpg"])
         draft.raw["loss"], draft.reasons["gpg_loss"] = "gpg", {"loss"}

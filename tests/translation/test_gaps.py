@@ -611,3 +611,29 @@ def test_lora_has_a_scale_of_its_own_under_megatron(translated: Translate) -> No
     assert translated(f"{VERL} {model}.lora_rank=8").keys[alpha] == 16
     assert translated(f"{VERL} model_engine=megatron {model}.lora.rank=8").keys[alpha] == 32
     assert translated(f"{VERL} model_engine=megatron {model}.lora.rank=8 {model}.lora.alpha=64").keys[alpha] == 64
+
+
+def test_a_step_has_the_prompts_that_are_generated_for_it(translated: Translate) -> None:
+    """verl's loader reads ``gen_batch_size``; only where groups are filtered do fewer remain."""
+    more = f"{VERL} +data.gen_batch_size=128"
+    assert translated(more).keys["rollout_batch_size"] == 128
+    filtered = translated(f"{more} algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc")
+    assert filtered.keys["rollout_batch_size"] == 64
+    fewer = f"{VERL} data.gen_batch_size=16"
+    with pytest.raises(ConfigError, match="must be at most the prompts of a step, 16"):
+        translated(fewer)
+
+
+def test_what_comes_first_ends_the_run(translated: Translate) -> None:
+    text = f"{VERL} trainer.total_training_steps=500 trainer.total_epochs=2"
+    for rows, steps in ((640, 2 * (640 // 64)), (64_000, 500)):
+        assert translated(text, train_rows=rows).keys["max_steps"] == steps
+    open_end = translated(text)
+    assert open_end.keys["max_steps"] == 500
+    assert any("if that is sooner" in note.text for note in open_end.notes if note.theirs == "trainer.total_epochs")
+
+
+def test_the_validation_before_a_run_that_never_validates_is_told(translated: Translate) -> None:
+    for before, told in (("", True), ("trainer.val_before_train=False", False)):
+        notes = {note.theirs: note.text for note in translated(f"{VERL} trainer.test_freq=-1 {before}").notes}
+        assert ("nor before the first step" in notes["trainer.test_freq"]) is told
