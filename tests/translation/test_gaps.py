@@ -637,3 +637,12 @@ def test_the_validation_before_a_run_that_never_validates_is_told(translated: Tr
     for before, told in (("", True), ("trainer.val_before_train=False", False)):
         notes = {note.theirs: note.text for note in translated(f"{VERL} trainer.test_freq=-1 {before}").notes}
         assert ("nor before the first step" in notes["trainer.test_freq"]) is told
+
+
+def test_switches_that_change_no_number_are_known(translated: Translate) -> None:
+    rollout, reference = "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+    text = f"{VERL} +{rollout}.moe_tp_size=2 {rollout}.use_preprocessed_multimodal_input=True"
+    text += f" +{reference}.model.override_config.attn_implementation=eager trainer.balance_keep_minibatch=True"
+    assert (
+        translated(f"{text} {rollout}.max_batch_size=64").keys == translated(f"{VERL} {rollout}.max_num_seqs=64").keys
+    )
