@@ -91,6 +91,11 @@ def put_family(draft: Draft) -> None:
     if draft.states("rm_path") and (scorer := family_of(str(draft.facts["rm_path"]))):
         kinds = " and ".join(NEEDS[name] for name in needed(scorer))
         draft.refuse("rm_path", f"is {kinds} by its name, and no reward model of that kind is tested")
+    name = "actor_infer.strategy_args.strategy_name"
+    if draft.keys.get(name) not in (None, draft.get("engine")):
+        draft.put(name, draft.facts["engine"], "engine")
+        for key in [key for key in draft.keys if key.startswith(f"actor_infer.{OPTIONS}.engine_args.")]:
+            del draft.keys[key]  # of the other engine
     # Parallel experts are stated by their size where the name says nothing.
     has_experts = any(int(draft.get(f"expert.{role}", default=1)) > 1 for role, _ in draft.sections())
     family = draft.facts.get("family")
@@ -116,11 +121,6 @@ def put_family(draft: Draft) -> None:
     if any(draft.facts.get(f"stands_in.{role}") for role in strategies):
         text = "the backend is not tested with this family here: fsdp2 computes the same, over all ranks of the role"
         draft.remark(["model"], text)
-    name = "actor_infer.strategy_args.strategy_name"
-    if draft.keys.get(name) not in (None, draft.get("engine")):
-        draft.put(name, draft.facts["engine"], "engine")
-        for key in [key for key in draft.keys if key.startswith(f"actor_infer.{OPTIONS}.engine_args.")]:
-            del draft.keys[key]  # of the other engine
     has_experts |= EXPERTS in needed(family)
     for role, section in draft.sections():
         tensor = int(draft.get(f"tensor.{role}", default=1))

@@ -205,6 +205,9 @@ def test_routes_come_from_an_engine_that_returns_them(translated: Translate) -> 
     translation = translated(f"{text} {routes} actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
     assert translation.keys["actor_infer.strategy_args.strategy_name"] == "vllm"
     assert any("sglang returns no routes here" in note.text for note in translation.notes)
+    nameless = translated(f"{text} {routes} actor_rollout_ref.model.path=")  # the family is not known
+    assert nameless.keys["actor_infer.strategy_args.strategy_name"] == "vllm"
+    load(nameless, QUICKSTART)
     load(translation, QUICKSTART)
     assert translated(text).keys["actor_infer.strategy_args.strategy_name"] == "sglang"
 
