@@ -138,6 +138,11 @@ def test_another_program_is_the_only_reason(translated: Translate) -> None:
     assert translated(f"{SKYRL} trainer.override_entrypoint=null").keys == translated(SKYRL).keys
 
 
+def test_images_of_environments_have_another_way(translated: Translate) -> None:
+    with pytest.raises(ConfigError, match="an environment of your own may return pictures"):
+        translated(f"{SKYRL} generator.vision_language_generator=true")
+
+
 def test_the_bias_of_routers(translated: Translate) -> None:
     """Refused where it moves; another reason stands alone where nothing here computes the family."""
     bias = "trainer.strategy=megatron trainer.policy.megatron_config.moe_router_enable_expert_bias=true"
