@@ -87,10 +87,7 @@ class FrozenLake(GridGame):
     def _moved(self, move: str | None) -> tuple[float, bool, bool, bool]:
         before = self.position
         if move is not None:
-            names = list(MOVES)  # neighbours in this order are at right angles
-            if self.is_slippery:
-                move = names[(names.index(move) + self._rng.choice((-1, 0, 1))) % len(names)]
-            cell = moved(self.position, move)
+            cell = moved(self.position, self._slid(move))
             self.position = cell if self._inside(cell) else self.position
         success = self.position == self.goal
         return float(success), success, success or self.position in self.holes, self.position != before
@@ -113,6 +110,12 @@ class FrozenLake(GridGame):
                     found[near] = found[cell] + 1
                     waiting.append(near)
         return found
+
+    def _slid(self, move: str) -> str:
+        if not self.is_slippery:
+            return move
+        names = list(MOVES)  # neighbours in this order are at right angles
+        return names[(names.index(move) + self._rng.choice((-1, 0, 1))) % len(names)]
 
     def _inside(self, cell: Cell) -> bool:
         return 0 <= cell[0] < self.size and 0 <= cell[1] < self.size
