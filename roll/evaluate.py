@@ -45,8 +45,7 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     from roll.cli import ready, run
     from roll.pipelines.evaluate.harness import HarnessRun
-    from roll.pipelines.rlvr.config import HarnessConfig
-    from roll.serving.harness import HARNESSES
+    from roll.serving.harness import HARNESSES, HarnessConfig
 
     HARNESSES[arguments.harness].require("--harness")
     if not arguments.tasks:

@@ -12,17 +12,16 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from roll.config.installation import install_command
 from roll.config.reading.errors import ConfigError, Problem
 from roll.datasets.types import DataError
 
 if TYPE_CHECKING:
-    from roll.pipelines.rlvr.config import HarnessConfig
     from roll.serving.server import HttpFront
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,22 @@ KEY = "unused"
 """Their clients need some API key; the server listens on the loopback address only and needs none."""
 SHOWN_LINES = 15
 INSTALL = install_command("harness")
+
+
+@dataclass(frozen=True)
+class HarnessConfig:
+    """``validation.harness``: tasks of an evaluation program on the policy, besides the validation prompts."""
+
+    name: Literal["lm_eval", "inspect"] = "lm_eval"
+    """The program (``pip install -e '.[harness]'``)."""
+    tasks: list[str] = field(default_factory=list)
+    """lm-eval: names of tasks; Inspect: task files."""
+    include: str | None = None
+    """lm-eval: a folder of task files."""
+    arguments: list[str] = field(default_factory=list)
+    """Further words of the program's own command line, such as ``--limit=50``."""
+    chat: bool = False
+    """lm-eval: ask by chat completions, which knows no log-likelihoods."""
 
 
 def lm_eval_command(options: HarnessConfig, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from roll.config.reading.errors import ConfigError
 from roll.evaluate import main
-from roll.pipelines.rlvr.config import HarnessConfig
-from roll.serving.harness import HARNESSES, environment
+from roll.serving.harness import HARNESSES, HarnessConfig, environment
 
 pytestmark = pytest.mark.long
 

@@ -21,9 +21,8 @@ from roll.pipelines.evaluate.models import Engines, ModelRun
 from roll.pipelines.evaluate.results import missed
 from roll.pipelines.evaluate.samples import RESULTS
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.rlvr.config import HarnessConfig
 from roll.rollout.engines import EngineClient
-from roll.serving.harness import run_program
+from roll.serving.harness import HarnessConfig, run_program
 from roll.serving.server import FrontOptions, HttpFront
 
 if TYPE_CHECKING:

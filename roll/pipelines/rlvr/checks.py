@@ -23,8 +23,9 @@ from roll.config.rewards import section_of
 from roll.methods.policy_plan import check_method, is_async, policy_training_plans
 from roll.pipelines.policy_checks import check_policy
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
-from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import max_new_tokens, sharing_roles, started_roles
+from roll.serving.harness import HarnessConfig
 
 PROBABILITY_TOLERANCE = 1e-6
 SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")

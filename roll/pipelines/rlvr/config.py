@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from roll.config.data import DataArguments
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
@@ -16,6 +16,7 @@ from roll.config.roles import (
     WorkerConfig,
 )
 from roll.methods.policy_plan import PolicyConfig
+from roll.serving.harness import HarnessConfig
 
 
 @dataclass(frozen=True)
@@ -33,22 +34,6 @@ class ValidationSetConfig:
     """Longest prompt of this set; goes with ``sequence_length``. null: as in the rest of the validation."""
     sequence_length: int | None = setting(None, ge=2)
     """Prompt plus response of this set; goes with ``prompt_length``. null: as in the rest of the validation."""
-
-
-@dataclass(frozen=True)
-class HarnessConfig:
-    """``validation.harness``: tasks of an evaluation program on the policy, besides the validation prompts."""
-
-    name: Literal["lm_eval", "inspect"] = "lm_eval"
-    """The program (``pip install -e '.[harness]'``)."""
-    tasks: list[str] = field(default_factory=list)
-    """lm-eval: names of tasks; Inspect: task files."""
-    include: str | None = None
-    """lm-eval: a folder of task files."""
-    arguments: list[str] = field(default_factory=list)
-    """Further words of the program's own command line, such as ``--limit=50``."""
-    chat: bool = False
-    """lm-eval: ask by chat completions, which knows no log-likelihoods."""
 
 
 @dataclass(frozen=True)

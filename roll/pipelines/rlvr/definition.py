@@ -48,7 +48,7 @@ from roll.config.strategies.base import own_weights
 from roll.methods.policy_plan import POLICY_PANELS, PolicyConfig, PolicyDefinition
 from roll.pipelines.policy_checks import BUILD_FILTER, check_transport, late, policy_functions
 from roll.pipelines.rlvr.checks import check_rlvr
-from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig, ValidationConfig, ValidationSetConfig
+from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import (
     RLVRPlan,
     model_roles,
@@ -57,6 +57,7 @@ from roll.pipelines.rlvr.plan import (
     reward_roles,
 )
 from roll.pipelines.strict_checks import check_strict_host
+from roll.serving.harness import HARNESSES, HarnessConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -187,8 +188,6 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
         return " (concurrent with training)" if plan.validates_concurrently else ""
 
     def check_parts(self, loaded: LoadedConfig[RLVRConfig]) -> None:
-        from roll.serving.harness import HARNESSES
-
         check_rewards(loaded)
         validation = loaded.config.validation
         if validation is not None and validation.harness is not None:

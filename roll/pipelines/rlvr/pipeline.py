@@ -21,7 +21,7 @@ from roll.pipelines.engine_rollout import RolloutSource, Validation
 from roll.pipelines.files import pad_token_id, sample_table
 from roll.pipelines.policy_pipeline import PolicyPipeline
 from roll.pipelines.rlvr.accuracy import Answers, overall, pass_metrics, verifier
-from roll.pipelines.rlvr.config import HarnessConfig, RLVRConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.data import RunData, load_data
 from roll.pipelines.rlvr.plan import RLVRPlan, ValidationSet
 from roll.pipelines.sample_records import sample_notes
@@ -35,7 +35,7 @@ from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, rewar
 from roll.rollout.loops import PromptFlow, RolloutLoop, rollout_loops
 from roll.rollout.replay import PromptCodec
 from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
-from roll.serving.harness import run_program
+from roll.serving.harness import HarnessConfig, run_program
 from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.engines.requests import SamplingParams
 from roll.tracking import SampleTable
