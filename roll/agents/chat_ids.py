@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.agents.images import ChatImages
-from roll.rewards.thoughts import decode_responses, without_thoughts
+from roll.rewards.thoughts import decode_responses, opened_thought, without_thoughts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,6 +108,10 @@ class ChatTemplate:
         if not special:
             return decode_responses(self._tokenizer, [token_ids])[0]
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def opened_thought(self, prompt_ids: Sequence[int]) -> str:
+        """The mark, of one or several tokens, with which a prompt opens a thought; empty: it opens none."""
+        return opened_thought(self.decode(prompt_ids[-16:]))
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of messages with the generation prompt."""

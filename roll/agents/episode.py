@@ -13,7 +13,6 @@ from roll.agents.chat_ids import ChatTemplate, Message, Thinking
 from roll.agents.conversation import Call, Conversations
 from roll.agents.images import BlindPolicyError
 from roll.agents.tool_calls import ParsedResponse, call_opening, choose_opening, parse_response
-from roll.rewards.thoughts import opened_thought
 
 if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs
@@ -85,10 +84,6 @@ class Sample(Protocol):
             vision: images of the prompt.
         """
         ...
-
-
-_TAIL = 16
-"""Tokens at the end of a prompt that show whether a thought is open; its mark may be several."""
 
 
 class EpisodeOver(BaseException):
@@ -330,7 +325,7 @@ class Model:
         text = self.text_of([*call.whole_response, *ids], ended=True)
         prompt = self.conversations.prompt_ids(call)
         # Without the ids of a forced opening, which may close the thought itself: `text` has them already.
-        opened = opened_thought(self.text_of(prompt[: len(prompt) - call.opening][-_TAIL:]))
+        opened = self._template.opened_thought(prompt[: len(prompt) - call.opening])
         forced = None if demanded is None else (demanded, self.text_of(ids, ended=True))
         parsed = parse_response(text, self._tool_format, call.tools or self._template.tools, opened, forced)
         message: Message = {"role": "assistant", "content": text}

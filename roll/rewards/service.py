@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -23,7 +24,7 @@ from starlette.routing import Route
 from roll.rewards.base import GuardedReward, RewardOptionError, RewardSample
 from roll.rewards.http_client import LOOPBACK
 from roll.rewards.registry import build_reward, load_target, resolve_name
-from roll.serving.http import BadRequest, HttpServer, answered, is_same, key_of, read_bytes, wrong_key
+from roll.serving.http import BadRequest, HttpServer, answered, check_key, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -159,10 +160,6 @@ def as_number(value: Any) -> float:
 def make_app(pool: RewardPool, api_key: str = "") -> Starlette:
     """The application that scores requests to ``/score`` with a pool; ``api_key``: of its clients, empty for none."""
 
-    def admit(request: Request) -> None:
-        if api_key and not is_same(key_of(request), api_key):
-            raise wrong_key("the token")
-
     async def score(request: Request, _: None) -> Response:
         content = await read_bytes(request, MAX_BODY)
         try:
@@ -172,6 +169,7 @@ def make_app(pool: RewardPool, api_key: str = "") -> Starlette:
         # Not JSONResponse, which fails for all samples where a metric of one is NaN.
         return Response(json.dumps({"results": results}), media_type="application/json")
 
+    admit = partial(check_key, expected=api_key, of="the token")
     return Starlette(routes=[Route("/score", answered(score, admit), methods=["POST"])])
 
 

@@ -203,6 +203,12 @@ def is_same(key: str, other: str) -> bool:
     return hmac.compare_digest(key.encode(), other.encode())
 
 
+def check_key(request: Request, expected: str, of: str = "the API key") -> None:
+    """Refuse a request without the key; empty: none is needed."""
+    if expected and not is_same(key_of(request), expected):
+        raise wrong_key(of)
+
+
 def models_response(names: Sequence[str], created: int) -> Response:
     """The body of ``GET /v1/models``."""
     models = [{"id": name, "object": "model", "created": created, "owned_by": "roll"} for name in names]

@@ -32,20 +32,17 @@ from roll.serving.http import (
     BadRequest,
     HttpServer,
     answered,
+    check_key,
     event_stream,
-    is_same,
-    key_of,
     models_response,
     read_json,
     while_connected,
-    wrong_key,
 )
 from roll.serving.service import EngineService
 from roll.serving.writing import Answers, CallReader, LiveResponse, Writer
 from roll.strategies.engines.requests import PromptScore, longest_sequence
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
     from transformers import PreTrainedTokenizerBase
 
 
@@ -100,8 +97,7 @@ class Endpoint:
 
     def _admit(self, request: Request) -> InTurn:
         """Check the key; returns the function that runs work when it is the client's turn."""
-        if self._api_key and not is_same(key_of(request), self._api_key):
-            raise wrong_key()
+        check_key(request, self._api_key)
         return partial(self._turns.run, request.client.host if request.client is not None else "")
 
     async def health(self, request: Request) -> Response:

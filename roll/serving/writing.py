@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.tool_calls import DrawToken, call_opening, choose_opening, detect_format, parse_response
-from roll.rewards.thoughts import opened_thought
 from roll.rollout.groups import FinishedGroup
 from roll.serving.dialects.chat import chat_message, chunk, closing
 from roll.serving.dialects.fields import ModelRequest
@@ -23,10 +22,6 @@ from roll.strategies.engines.requests import GenerationOutput, PromptScore, Samp
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-_TAIL = 16
-"""Tokens at the end of a prompt that show whether a thought is open."""
 
 
 class CallReader:
@@ -50,7 +45,7 @@ class CallReader:
         self._template, self._request = template, request
         self._ends = {*tokenizer.all_special_ids, *request.params.stop_token_ids}
         self._format = detect_format(template.source)
-        self._opened = opened_thought(template.decode(prompt_ids[-_TAIL:]))
+        self._opened = template.opened_thought(prompt_ids)
         texts = [call_opening(template, self._format, request.messages, name) for name in request.must_call]
         self._openings = [template.encode(text) for text in texts]
         self._opening: list[int] = []

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from roll.serving.http import BadRequest, Refusal, answered, is_same, key_of, read_bytes, read_json, wrong_key
+from roll.serving.http import BadRequest, Refusal, answered, check_key, is_same, read_bytes, read_json, wrong_key
 from roll.training_service.adapters import LoraOptions
 from roll.training_service.checkpoints import SCHEME, expiry
 from roll.training_service.fields import SERVED_NOWHERE, Fields, check_optimizer, read_params, read_prompt
@@ -114,7 +114,7 @@ class Endpoint:
                     return answer
                 return JSONResponse({"request_id": answer} if isinstance(answer, str) else answer)
 
-            return Route(path, answered(handle, self._admit), methods=method.split())
+            return Route(path, answered(handle, partial(check_key, expected=self._api_key)), methods=method.split())
 
         made = [route(method, f"/api/v1{path}", handler) for method, path, handler in by_request]
         made += [route("POST", f"/api/v1{path}", handler, of_body=True) for path, handler in by_body.items()]
@@ -122,10 +122,6 @@ class Endpoint:
         address = "/api/v1/files/{run}/{name}/{file}/{until:int}/{signature}"
         made.append(Route(address, answered(self._file, lambda _: None), name="file"))
         return Starlette(routes=[*made, route("GET POST PUT DELETE PATCH", "/{path:path}", _unknown)])
-
-    def _admit(self, request: Request) -> None:
-        if self._api_key and not is_same(key_of(request), self._api_key):
-            raise wrong_key()
 
     # The service and its clients
 
