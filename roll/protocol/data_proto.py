@@ -39,7 +39,7 @@ class DataProto:
         meta_info: whatever belongs to the batch as a whole.
 
     Each verb says whether it changes the batch or returns another one.  No verb copies more than it must: ``select``,
-    ``chunk``, ``split`` and slices share tensor memory with their source (a column that arrived over the wire and was
+    ``chunk`` and slices share tensor memory with their source (a column that arrived over the wire and was
     not read yet is unpacked by each of them on its own), every other row selection copies.  So give a column a new
     value by assignment, not in place, unless the batch is yours alone.  ``meta_info`` is copied one level deep.
 
@@ -151,27 +151,6 @@ class DataProto:
             del self.meta_info[key]
         return popped
 
-    def rename(self, old_keys: Names, new_keys: Names) -> Self:
-        """Rename columns (tensors or objects) in place, keeping their order; returns self.
-
-        Raises:
-            KeyError: an old name that is not there.
-            ValueError: lists of different lengths, or a new name that another column has.
-        """
-        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
-        if len(old) != len(new) or len(set(old)) != len(old):
-            raise ValueError(f"rename needs as many new names as old ones, each once: got {old} and {new}")
-        mapping = dict(zip(old, new, strict=True))
-        columns = [*self._batch, *self.non_tensor_batch]
-        if missing := [key for key in old if key not in columns]:
-            raise KeyError(f"no column {missing[0]!r}; there are {columns}")
-        renamed = [mapping.get(key, key) for key in columns]
-        if len(set(renamed)) != len(renamed):
-            raise ValueError(f"renaming {old} to {new} would give two columns one name; there are {columns}")
-        self._batch = TensorColumns({mapping.get(key, key): column for key, column in self._batch.stored()})
-        self.non_tensor_batch = {mapping.get(key, key): values for key, values in self.non_tensor_batch.items()}
-        return self
-
     def union(self, other: DataProto) -> Self:
         """Take over the other batch's columns and ``meta_info`` (in place, sharing memory); returns self.
 
@@ -233,12 +212,6 @@ class DataProto:
         size, longer = divmod(len(self), chunks)
         bounds = accumulate([size + 1] * longer + [size] * (chunks - longer), initial=0)
         return [self._slice(start, stop) for start, stop in pairwise(bounds)]
-
-    def split(self, split_size: int) -> list[DataProto]:
-        """Runs of ``split_size`` consecutive rows, sharing memory; the last may be shorter."""
-        if split_size < 1:
-            raise ValueError(f"split_size must be at least 1, got {split_size}")
-        return [self._slice(row, min(row + split_size, len(self))) for row in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: Sequence[DataProto], fill: Mapping[str, float] | None = None) -> DataProto:

@@ -8,8 +8,6 @@ the gates of experts keep their values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -87,11 +85,3 @@ def _e2m1(values: Tensor) -> Tensor:
     size = values.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     return ((size / step).round() * step).clamp(max=_E2M1_MAX).copysign(values)
-
-
-def rounded_buckets(
-    buckets: Iterable[list[tuple[str, Tensor]]], names: Collection[str], form: QuantizationFormat
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Buckets of an update whose matrices of these names are rounded; other tensors pass as they are."""
-    for bucket in buckets:
-        yield [(name, rounded(tensor, form) if name in names else tensor) for name, tensor in bucket]

@@ -17,7 +17,7 @@ from roll.protocol.metrics import Metrics, merge_metrics
 from roll.strategies.base import LossFunction, TensorBatch, WeightSelection
 from roll.strategies.training.micro_batches import merged_floats
 from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport
-from roll.weight_sync.quantization import quantized_names, rounded_buckets
+from roll.weight_sync.quantization import quantized_names, rounded
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
 from roll.workers.model import ModelWorker, columns_of
 
@@ -120,7 +120,11 @@ class TrainWorker(ModelWorker):
         if self.context.rank == 0:
             if options.quantization is not None:
                 self._quantized = self._quantized or quantized_names(self.context.role.model_args)
-                buckets = rounded_buckets(buckets, self._quantized, options.quantization)
+                form, names = options.quantization, self._quantized
+                buckets = (
+                    [(name, rounded(tensor, form) if name in names else tensor) for name, tensor in bucket]
+                    for bucket in buckets
+                )
             scalings = self.strategy.adapter_scalings() if options.adapters_apart else {}
             update = Update(version, options.deadline, base_version, scalings, options.patience)
             # Made at the first update; it stays, with its connections and what it remembers.

@@ -102,21 +102,6 @@ class TestColumns:
             data.pop(["score"], ["nope"])
         assert data.equals(before)
 
-    def test_rename(self) -> None:
-        data = small()
-        assert data.rename(["ids", "extra"], ["input_ids", "info"]) is data
-        assert list(data.batch) == ["input_ids", "score"]
-        assert list(data.non_tensor_batch) == ["prompt_id", "info"]
-        data.rename("score", "reward")
-        data.rename(["input_ids", "reward"], ["reward", "input_ids"])
-        assert data.batch["input_ids"].tolist() == small().batch["score"].tolist()
-        with pytest.raises(KeyError, match="no column 'nope'"):
-            data.rename("nope", "x")
-        with pytest.raises(ValueError, match="two columns one name"):
-            data.rename("reward", "prompt_id")
-        with pytest.raises(ValueError, match="as many new names"):
-            data.rename(["reward"], ["a", "b"])
-
     @EXAMPLES
     @given(batches(min_rows=3, max_rows=3), batches(min_rows=3, max_rows=3))
     def test_union(self, left: DataProto, right: DataProto) -> None:
@@ -208,15 +193,6 @@ class TestRows:
         parts = data.chunk(chunks)
         assert [len(part) for part in parts] == [len(part) for part in np.array_split(np.arange(len(data)), chunks)]
         assert DataProto.concat(parts).equals(data)
-
-    @EXAMPLES
-    @given(batches(), st.integers(1, 9))
-    def test_split(self, data: DataProto, size: int) -> None:
-        rows = rows_of(data)
-        parts = data.split(size)
-        assert len(parts) == -(-len(rows) // size)
-        for number, part in enumerate(parts):
-            assert_rows(part, rows[number * size : (number + 1) * size])
 
     @EXAMPLES
     @given(batches(min_rows=1), st.integers(1, 9))

@@ -63,7 +63,7 @@ def test_rows_keep_their_images(batch: DataProto) -> None:
     numbered = batch.select()
     numbered.batch["row"] = torch.arange(len(batch))
     order = np.random.default_rng(0).permutation(len(batch))
-    parts = numbered[order].split(10)
+    parts = numbered[order].chunk(4)
     joined = DataProto.concat([*parts, numbered.repeat(2)])
     assert len(joined) == 3 * len(batch)
     for row, images in zip(joined.batch["row"].tolist(), joined.non_tensor_batch[IMAGES], strict=True):
