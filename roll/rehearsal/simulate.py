@@ -258,9 +258,6 @@ class RehearsedModule(_Rehearsed):
         self.model.zero_grad(set_to_none=True)
         return 1.0
 
-    def _device_tensors(self, kind: StateKind) -> list[Tensor]:
-        return [*self.model.parameters(), *self.model.buffers()] if kind is StateKind.MODEL_PARAMS else []
-
     def save_hf(self, path: object) -> None:
         raise AssertionError("there is nothing to save")
 

@@ -11,7 +11,6 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies import registry
 from roll.config.strategies.base import Backend, StrategyConfig
 from roll.protocol.metrics import to_floats
-from roll.strategies.base import StateKind
 from roll.strategies.factory import create_strategy
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.optimizer import TrainingProgress, adamw, decay_groups
@@ -36,9 +35,6 @@ class ReplicatedStrategy(DataParallelStrategy):
             self.progress = TrainingProgress(self.role.training_args, num_training_steps, torch.float32)
             args = self.role.training_args
             self.optimizer = adamw(decay_groups(self.model, args.weight_decay), args)
-
-    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        return [*self.model.parameters()] if kind is StateKind.MODEL_PARAMS else []
 
     def _clip_and_step(self, learning_rate: float) -> float:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]

@@ -314,20 +314,19 @@ class DeepSpeedStrategy(DataParallelStrategy):
         return dist.group.WORLD
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        """Parameters, this rank's parts of them under ZeRO-3; none where ZeRO keeps them in host memory."""
-        if kind is StateKind.OPTIMIZER_STATES and hasattr(self, "engine"):
-            optimizer = self.engine.basic_optimizer
-            if optimizer is None:
-                return []
-            masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            # Under ZeRO-3 the groups are filled during a step only.
-            masters += getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", [])
-            return self._on_device([*masters, *state_tensors(optimizer)])
-        if kind is not StateKind.MODEL_PARAMS:
+        held = super()._device_tensors(kind)
+        if kind is StateKind.MODEL_PARAMS:
+            held += self._on_device([one.ds_tensor for one in self.model.parameters() if is_partitioned(one)])
+        return held
+
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        optimizer = self.engine.basic_optimizer if hasattr(self, "engine") else None
+        if optimizer is None:
             return []
-        parameters = [*self.model.parameters(), *self.model.buffers()]
-        parts = [parameter.ds_tensor for parameter in parameters if is_partitioned(parameter)]
-        return self._on_device([*parameters, *parts])
+        masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # Under ZeRO-3 the groups are filled during a step only.
+        masters += getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", [])
+        return [*masters, *state_tensors(optimizer)]
 
 
 def join_process_group(platform: Platform) -> ModuleType:

@@ -26,7 +26,6 @@ from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
 from roll.models.experts import EXPERTS, SparseLayer, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
-from roll.strategies.base import StateKind
 from roll.strategies.training.checkpoint import Shard, pieces_of, restore_shards, resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
@@ -210,14 +209,8 @@ class ShardedStrategy(DataParallelStrategy):
         """True on the ranks of any copy of the parameters but the first."""
         return self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp") > 0
 
-    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        """Shards; none where ``offload_policy`` keeps them in host memory."""
-        if kind is StateKind.OPTIMIZER_STATES and self.optimizer is not None:
-            return self._on_device(state_tensors(self.optimizer))
-        if kind is not StateKind.MODEL_PARAMS:
-            return []
-        self._reshard()
-        return self._on_device([*self.model.parameters(), *self.model.buffers()])
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        return [] if self.optimizer is None else state_tensors(self.optimizer)
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         scale = self.progress.scale

@@ -30,7 +30,7 @@ from roll.models.stored import StoredLayout
 from roll.models.text_part import use_names_of
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
-from roll.strategies.base import OffloadedStorages, StateKind
+from roll.strategies.base import OffloadedStorages
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import PromptScore, longest_sequence
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder
@@ -292,6 +292,3 @@ class HfForwardStrategy(DataParallelStrategy):
         self.model.requires_grad_(False)
         self.model.eval()
         self.model.to(self.device)
-
-    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        return [*self.model.parameters(), *self.model.buffers()] if kind is StateKind.MODEL_PARAMS else []

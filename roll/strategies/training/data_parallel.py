@@ -33,7 +33,7 @@ from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Metrics
 from roll.protocol.vision import IMAGES
-from roll.strategies.base import Comparisons, LossFunction, Output, Outputs, TensorBatch
+from roll.strategies.base import Comparisons, LossFunction, Output, Outputs, StateKind, TensorBatch
 from roll.strategies.training.checkpoint import describe_model
 from roll.strategies.training.experts import ExpertBalance
 from roll.strategies.training.gather import GatheredWeights
@@ -376,6 +376,19 @@ class DataParallelStrategy(GatheredWeights):
         self._differentiate(loss if balance_loss is None else loss + balance_loss)
         replayed = None if routing is None else routing.replay_counts
         return [metrics, layout_metrics(layout), {} if replayed is None else replay_metrics(replayed)]
+
+    def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
+        """None of what the backend keeps in host memory."""
+        if kind is StateKind.OPTIMIZER_STATES:
+            return self._on_device(self._optimizer_tensors())
+        if kind is not StateKind.MODEL_PARAMS:
+            return []
+        self._reshard()
+        return self._on_device([*self.model.parameters(), *self.model.buffers()])
+
+    def _optimizer_tensors(self) -> list[torch.Tensor]:
+        """Moments and master weights of this rank."""
+        return []
 
     def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's parts of the tensors that are not in host memory."""
