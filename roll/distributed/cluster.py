@@ -220,6 +220,21 @@ class Cluster:
         refs = {rank: self._send(rank, method, own) for rank, own in by_rank.items() if rank not in self._left_out}
         return self._pending(registration.name or method, refs, registration.deadline, collect)
 
+    def call_once_built(self, method: Method[P, R], /, *args: P.args) -> Callable[[], list[R]]:
+        """Like :meth:`call_all`, without waiting until the workers are built: they run the method right afterwards.
+
+        Returns:
+            The wait for the results; it raises what :meth:`wait_ready` does. The deadline counts from when all are
+            built.
+        """
+        refs = {rank: self._send(rank, method.__name__, RankArguments(args, {})) for rank in self.live_ranks}
+
+        def results() -> list[R]:
+            self.wait_ready()
+            return self._pending(method.__name__, refs).result()
+
+        return results
+
     def submit(self, rank: int, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> PendingCall[R]:
         """Start any public method, registered or not, on one rank; arguments go as they are."""
         name = method.__name__

@@ -15,7 +15,7 @@ import ray
 from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
-from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.distributed import Cluster, ResourceManager
 from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -132,8 +132,12 @@ class StartingModel:
     """A role's cluster, the call that builds its model, and the states that it will hold on its devices."""
 
     cluster: Cluster
-    initialize: Callable[[], PendingCall]
+    begin: Callable[[], Callable[[], list[Any]]]
+    """Has the model built; the function returned waits for it."""
     states: frozenset[StateKind]
+
+    def build(self) -> None:
+        self.begin()()
 
 
 class ClusterStarter:
@@ -141,7 +145,7 @@ class ClusterStarter:
 
     def __init__(self, config: PolicyRunConfig, plan: Plan, resources: ResourceManager) -> None:
         self._config, self._plan, self._resources = config, plan, resources
-        self._pending: list[PendingCall] = []
+        self._pending: list[Callable[[], list[Any]]] = []
         self._judges: dict[str, tuple[JudgeService, Cluster]] = {}
         self.models: dict[str, StartingModel] = {}
         """By role."""
@@ -177,7 +181,7 @@ class ClusterStarter:
             judge = judges["judges"].get(judge_role(name, section))
             settings = RewardSettings(**judge.address) if judge is not None else None
             rewards[name] = self._start(f"rewards.{name}", REWARD_WORKER, settings)
-            self._pending.append(rewards[name].call_all(RewardWorker.initialize))
+            self._pending.append(rewards[name].call_once_built(RewardWorker.initialize))
         return {"reward_model": model, "rewards": rewards, **judges}
 
     def start_engines(self) -> dict[str, Any]:
@@ -189,13 +193,13 @@ class ClusterStarter:
         """A role with a model, which is yet to be built."""
         cluster = self._start(name, self._plan.roles[name].section.worker_cls or worker, settings)
         if worker == GENERATION_WORKER:
-            initialize, states = partial(cluster.call_all, GenerationWorker.initialize), GENERATION
+            begin, states = partial(cluster.call_once_built, GenerationWorker.initialize), GENERATION
         else:
             training = self._plan.training.get(name)
             steps = (training.total_optimizer_steps if training is not None else None) or 0
-            initialize = partial(cluster.call_all, ModelWorker.initialize, steps)
+            begin = partial(cluster.call_once_built, ModelWorker.initialize, steps)
             states = TRAINING if training is not None else WEIGHTS
-        self.models[name] = StartingModel(cluster, initialize, states)
+        self.models[name] = StartingModel(cluster, begin, states)
         return cluster
 
     def _start(self, name: str, worker: str, settings: object) -> Cluster:
@@ -203,17 +207,17 @@ class ClusterStarter:
 
     def begin(self, residency: Residency) -> None:
         """Let the roles that have their devices to themselves load, all at once, while the caller does other work."""
-        self._pending += [one.initialize() for name, one in self.models.items() if not residency.moves(name)]
+        self._pending += [one.begin() for name, one in self.models.items() if not residency.moves(name)]
 
     def finish(self, residency: Residency) -> None:
         """Wait for them, then build the roles that share devices one by one: each leaves before the next comes."""
-        results = [call.result() for call in self._pending]
+        results = [wait() for wait in self._pending]
         # All workers of a host report the same about it: each line once.
         for line in dict.fromkeys(line for lines in results for line in lines if line and isinstance(line, str)):
             logger.info("%s", line)
         for name, model in self.models.items():
             if residency.moves(name):
-                model.initialize().result()
+                model.build()
                 residency.admit(model.cluster, model.states)
         for judge, engines in self._judges.values():
             arguments = engines.role.model_args

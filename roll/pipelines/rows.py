@@ -123,7 +123,8 @@ class RowsPipeline:
         if frozen is None:
             return partial(self.forward, batch, replace(ask, without_adapters=True))
         work = Computation(partial(self._begin, frozen, batch, ask))
-        return partial(self.context.replacing, frozen, partial(frozen.call_all, ModelWorker.initialize, 0), work)
+        build = partial(frozen.call_once_built, ModelWorker.initialize, 0)
+        return partial(self.context.replacing, frozen, lambda: build()(), work)
 
     def _begin(self, cluster: Cluster, batch: DataProto, ask: Ask) -> Callable[[], TensorBatch]:
         self.residency.bring({cluster.name: WEIGHTS})

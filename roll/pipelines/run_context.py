@@ -235,11 +235,11 @@ class RunContext(RunLifetime):
             self._tracker.log_samples(name, rows[:SHOWN_SAMPLES], step)
             self.samples.texts(kind, step, rows, part)
 
-    def replacing(self, cluster: Cluster, initialize: Callable[[], PendingCall], work: Callable[[], R]) -> R:
+    def replacing(self, cluster: Cluster, build: Callable[[], object], work: Callable[[], R]) -> R:
         """Run ``work`` of a role that never learns; when a worker dies, start all of them again and repeat it.
 
         Args:
-            initialize: starts to build the role's model.
+            build: builds the role's model.
 
         Raises:
             WorkerDied: it died again at the same work, or a worker of another role did.
@@ -251,7 +251,7 @@ class RunContext(RunLifetime):
                 raise
             logger.warning("the workers of %s are replaced, and their work done again:\n%s", cluster.name, death)
         cluster.start_again()
-        initialize().result()
+        build()
         self.record({f"system/{cluster.name}_deaths": Sum(1.0)})
         return work()
 
