@@ -10,7 +10,8 @@ server's (a library may have read it when it was imported), and not if the serve
 and if there is no server, it starts as Ray starts it. Hosts with accelerators have no server: CUDA cannot be used after
 a fork if its driver was asked anything before.
 
-Ray itself is not imported here: it reads the settings of a worker when it is.
+Ray reads the settings of a worker when it is imported, so that waits for the first worker and has its settings; one
+with others is not forked.
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ _IMPORTED = (
     "roll.models.build",
 )
 """Imported by the workers of every role with a model."""
+_WITH_RAY = (
+    "ray._private.workers.default_worker",
+    "roll.distributed.actor",
+    "roll.workers.generation",
+    "roll.workers.reward",
+    "roll.workers.training",
+)
+"""Imported with Ray's settings."""
 _READ_WHEN_USED = (MARK_ENV, LOG_DIR_ENV, SOCKET_ENV, SCRIPT_ENV, "SPT_NOENV")
 """The last one is for the title that Ray gives a worker's process."""
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
@@ -152,15 +161,8 @@ def serve() -> None:
         except Exception as error:  # The worker that needs it fails with an account of its own.
             logger.warning("workers are not forked, since %s cannot be imported: %s", name, error)
             return
-        # What was imported leaves the collector's generations: a collection in a fork would write to every page and
-        # copy it.
-        gc.freeze()
-        # Only the thread that calls fork() lives on in the child: locks held by any other would stay locked there for
-        # ever.
-        if "ray" in sys.modules or len(os.listdir("/proc/self/task")) > 1:
-            return
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-        while True:
+        while _can_be_forked():
             ready, _, _ = select.select([server, sys.stdin], [], [])
             if sys.stdin in ready:  # closed: the driver is gone
                 break
@@ -169,11 +171,24 @@ def serve() -> None:
             with suppress(OSError, ValueError, struct.error):  # a client that is gone, or none of ours
                 request = _Request(link)
             if request is not None:
-                if request.would_import(environment) and os.fork() == 0:
+                if "ray" not in sys.modules and request.would_import(environment | request.settings_of_ray):
+                    os.environ.update(request.settings_of_ray)
+                    environment |= request.settings_of_ray
+                    for name in _WITH_RAY:
+                        import_module(name)
+                if request.would_import(environment) and _can_be_forked() and os.fork() == 0:
                     server.close()
                     request.become_worker()
                 request.close()
             link.close()
+
+
+def _can_be_forked() -> bool:
+    # What was imported leaves the collector's generations: a collection in a fork would write to every page and copy
+    # it.
+    gc.freeze()
+    # Only the thread that calls fork() lives on in the child: locks held by any other would stay locked there for ever.
+    return len(os.listdir("/proc/self/task")) == 1
 
 
 @contextmanager
@@ -202,11 +217,15 @@ class _Request:
         self._environment: dict[str, str] = message["environment"]
         self._folder: str = message["folder"]
 
+    @property
+    def settings_of_ray(self) -> dict[str, str]:
+        return {name: value for name, value in self._environment.items() if name.startswith("RAY_")}
+
     def would_import(self, environment: Mapping[str, str]) -> bool:
-        """True if the worker imports under this environment; what Ray and the run read later may differ."""
+        """True if the worker imports under this environment; what the run reads later may differ."""
 
         def imported(variables: Mapping[str, str]) -> dict[str, str]:
-            return {k: v for k, v in variables.items() if k not in _READ_WHEN_USED and not k.startswith("RAY_")}
+            return {k: v for k, v in variables.items() if k not in _READ_WHEN_USED}
 
         return imported(self._environment) == imported(environment)
 
