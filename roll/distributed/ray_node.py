@@ -24,6 +24,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,11 +34,13 @@ from typing import Any
 
 import ray
 import ray._private.ray_constants
+import ray._private.services
 import ray._private.worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]
 
+from roll.distributed import ray_agent
 from roll.distributed.actor import tail
 from roll.distributed.failures import NodeError, RayLost
 from roll.platforms import Platform
@@ -46,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 
 _POLL_SECONDS = 0.25
+_REGISTRATION_SECONDS = 5.0
+_REGISTRATION_POLL = 0.01
 _LOG_LINES = 8
 DAEMONS = {"gcs_server": "the cluster's control service", "raylet": "the node's daemon"}
 
@@ -158,6 +163,26 @@ class _LeanNode(Node):
     def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
         if include_dashboard:
             super().start_api_server(include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
+
+    def start_raylet(self, *args: Any, **options: Any) -> None:
+        services = ray._private.services
+        build = services._build_python_executable_command_memory_profileable
+        if not self._ray_params.include_dashboard:  # whose helper would report to it
+            services._build_python_executable_command_memory_profileable = _build_helper
+        try:
+            super().start_raylet(*args, **options)
+        finally:
+            services._build_python_executable_command_memory_profileable = build
+        # Ray looks once, and then once a second, by which the daemon has long been ready.
+        client, node = self.get_gcs_client(), ray.NodeID.from_hex(self.node_id)
+        give_up = time.monotonic() + _REGISTRATION_SECONDS
+        while not (client.check_alive([node])[0] or self.dead_processes() or time.monotonic() > give_up):
+            time.sleep(_REGISTRATION_POLL)
+
+
+def _build_helper(component: str, session_dir: str, unbuffered: bool = True) -> list[str]:
+    """The words in front of the script of one of the daemon's helpers."""
+    return [sys.executable, "-u", ray_agent.__file__]
 
 
 @dataclass(frozen=True)
