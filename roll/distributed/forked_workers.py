@@ -10,8 +10,8 @@ server's (a library may have read it when it was imported), and not if the serve
 and if there is no server, it starts as Ray starts it. Hosts with accelerators have no server: CUDA cannot be used after
 a fork if its driver was asked anything before.
 
-Ray reads the settings of a worker when it is imported, so that waits for the first worker and has its settings; one
-with others is not forked.
+Ray reads the settings of a worker when it is imported. So a second server, a fork of the first, imports it with those
+of the first worker, and forks the workers that have the same: all those of a driver.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from roll.config.strategies.registry import BACKENDS
 from roll.distributed.guard import MARK_ENV, session_dir
 from roll.distributed.signals import ENDING
 from roll.distributed.worker_environment import LOG_DIR_ENV, absent_here
-from roll.distributed.worker_script import SCRIPT_ENV, SOCKET_ENV
+from roll.distributed.worker_script import ASK_NEXT, FORKED, RAY_SUFFIX, SCRIPT_ENV, SOCKET_ENV
 from roll.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ _WITH_RAY = (
     "roll.workers.reward",
     "roll.workers.training",
 )
-"""Imported with Ray's settings."""
+"""Imported where Ray's settings are known."""
 _READ_WHEN_USED = (MARK_ENV, LOG_DIR_ENV, SOCKET_ENV, SCRIPT_ENV, "SPT_NOENV")
 """The last one is for the title that Ray gives a worker's process."""
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
@@ -162,33 +162,56 @@ def serve() -> None:
             logger.warning("workers are not forked, since %s cannot be imported: %s", name, error)
             return
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
-        while _can_be_forked():
-            ready, _, _ = select.select([server, sys.stdin], [], [])
-            if sys.stdin in ready:  # closed: the driver is gone
-                break
-            link, _ = server.accept()
-            request = None
-            with suppress(OSError, ValueError, struct.error):  # a client that is gone, or none of ours
-                request = _Request(link)
-            if request is not None:
-                if "ray" not in sys.modules and request.would_import(environment | request.settings_of_ray):
-                    os.environ.update(request.settings_of_ray)
-                    environment |= request.settings_of_ray
-                    for name in _WITH_RAY:
-                        import_module(name)
-                if request.would_import(environment) and _can_be_forked() and os.fork() == 0:
+        settings: Mapping[str, str] | None = None
+        for request in _requests(server):
+            if request.would_import({**environment, **request.settings_of_ray}):
+                if settings is None:
+                    settings = request.settings_of_ray
+                    _serve_with_ray(path + RAY_SUFFIX, {**environment, **settings}, server, request)
+                if request.settings_of_ray == settings:
+                    request.refer()
+                elif os.fork() == 0:
                     server.close()
                     request.become_worker()
-                request.close()
-            link.close()
+            request.close()
 
 
-def _can_be_forked() -> bool:
-    # What was imported leaves the collector's generations: a collection in a fork would write to every page and copy
-    # it.
-    gc.freeze()
-    # Only the thread that calls fork() lives on in the child: locks held by any other would stay locked there for ever.
-    return len(os.listdir("/proc/self/task")) == 1
+def _serve_with_ray(path: str, environment: Mapping[str, str], first: socket.socket, request: _Request) -> None:
+    """Start the second server, whose workers import under ``environment``."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen(64)
+        if os.fork():
+            return
+        first.close()  # What is open here would seem to be open at its owner's.
+        request.close()
+        os.environ.update(request.settings_of_ray)
+        for name in _WITH_RAY:
+            import_module(name)
+        for request in _requests(server):
+            if request.would_import(environment) and os.fork() == 0:
+                server.close()
+                request.become_worker()
+            request.close()
+    os._exit(0)  # not a return, which would continue the first server's loop
+
+
+def _requests(server: socket.socket) -> Iterator[_Request]:
+    """Requests of workers, as long as standard input is open and this process can be forked."""
+    while True:
+        # What was imported leaves the collector's generations: a collection in a fork would write to every page and
+        # copy it.
+        gc.freeze()
+        # Only the thread that calls fork() lives on in the child: locks held by any other would stay locked there for
+        # ever.
+        if len(os.listdir("/proc/self/task")) > 1:
+            return
+        ready, _, _ = select.select([server, sys.stdin], [], [])
+        if sys.stdin in ready:  # closed: the driver is gone
+            return
+        link, _ = server.accept()
+        with link, suppress(OSError, ValueError, struct.error):  # a client that is gone, or none of ours
+            yield _Request(link)
 
 
 @contextmanager
@@ -229,7 +252,13 @@ class _Request:
 
         return imported(self._environment) == imported(environment)
 
+    def refer(self) -> None:
+        """Send the worker to the second server."""
+        with suppress(OSError):
+            self._link.sendall(ASK_NEXT)
+
     def close(self) -> None:
+        self._link.close()
         for stream in self._streams:
             os.close(stream)
 
@@ -240,8 +269,8 @@ class _Request:
         os.setsid()
         for number, stream in enumerate(self._streams):
             os.dup2(stream, number)
-        self.close()
-        self._link.sendall(b"1")
+            os.close(stream)
+        self._link.sendall(FORKED)
         os.chdir(self._folder)
         os.environ.update(self._environment)
         sys.argv = self._arguments

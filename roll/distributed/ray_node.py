@@ -140,6 +140,9 @@ SYSTEM_CONFIG: Mapping[str, Any] = {
     "enable_metrics_collection": False,
     "event_stats": False,
     "task_events_report_interval_ms": 0,
+    # The daemon tries to reach its own object store while that starts; it would wait a second before it tries again.
+    "raylet_client_connect_timeout_milliseconds": 20,
+    "raylet_client_num_connect_attempts": 500,
 }
 
 
@@ -242,6 +245,8 @@ def _started(options: NodeOptions, temp_dir: Path, worker_script: str | None) ->
         dashboard_port=options.dashboard_port,  # type: ignore[arg-type]
         temp_dir=str(temp_dir),
         setup_worker_path=worker_script,
+        # No actor asks for any; left to Ray, a host whose free memory is less than the store may become refuses to start.
+        memory=_MEBIBYTE,
         object_store_memory=store_bytes,
         plasma_directory=store_dir,
         no_monitor=True,

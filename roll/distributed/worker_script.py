@@ -11,6 +11,10 @@ import sys
 SOCKET_ENV = "ROLL_FORK_SERVER"
 SCRIPT_ENV = "ROLL_WORKER_SCRIPT"
 """Path of Ray's script."""
+RAY_SUFFIX = ".ray"
+"""At the end of the second server's socket."""
+FORKED, ASK_NEXT = b"1", b"2"
+"""Answers of a server; none: the worker starts as Ray starts it."""
 _CONTEXT = "--serialized-runtime-env-context="
 
 
@@ -24,14 +28,18 @@ def main() -> None:
     ).encode()
     # A worker in a container, or of another interpreter (a runtime_env with conda or uv), cannot be a fork of this one.
     is_plain = not own.get("command_prefix") and own.get("py_executable", sys.executable) == sys.executable
-    with socket.socket(socket.AF_UNIX) as link, contextlib.suppress(OSError):  # no server
-        if is_plain:
-            link.connect(os.environ[SOCKET_ENV])
+    first = os.environ[SOCKET_ENV]
+    for path in (first, first + RAY_SUFFIX) if is_plain else ():
+        with socket.socket(socket.AF_UNIX) as link, contextlib.suppress(OSError):  # no server
+            link.connect(path)
             socket.send_fds(link, [struct.pack("!I", len(request))], [0, 1, 2])
             link.sendall(request)
-            if link.recv(1):
+            answer = link.recv(1)
+            if answer == FORKED:
                 link.recv(1)  # the other end closes when the worker is gone
                 return
+            if answer != ASK_NEXT:
+                break
     os.execv(sys.executable, [sys.executable, os.environ[SCRIPT_ENV], *sys.argv[1:]])
 
 

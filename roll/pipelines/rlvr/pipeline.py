@@ -58,8 +58,6 @@ async def validate(
         batch_size: prompts that are answered together.
     """
     began = time.perf_counter()
-    if any(one.samples_per_prompt > 1 for one in sets):
-        verifier().start()  # it will compare their votes
     metrics: dict[str, float] = {}
     primary: dict[str, list[Answers]] = {}
     answered: dict[str, list[tuple[str, list[SampleGroup]]]] = {one.name: [] for one in sets}
@@ -211,6 +209,8 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan]):
         return starter.start_scorers(self.config)
 
     def load_data(self) -> None:
+        if self.plan.eval_steps and any(one.samples_per_prompt > 1 for one in self.plan.validation_sets):
+            verifier().start()  # It will compare votes, and imports while prompts are read.
         self.data = load_data(self.config, self.plan)
         self.tokenizer = self.data.tokenizer
 
