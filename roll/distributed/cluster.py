@@ -204,6 +204,13 @@ class Cluster:
     def _call(
         self, method: str, modes: Sequence[Dispatch], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> PendingCall[Any]:
+        registration = self._registered(method, modes)
+        by_rank, collect = spread(registration, self.world_size, lambda: self.rank_infos, args, kwargs)
+        assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
+        refs = {rank: self._send(rank, method, own) for rank, own in by_rank.items() if rank not in self._left_out}
+        return self._pending(registration.name or method, refs, registration.deadline, collect)
+
+    def _registered(self, method: str, modes: Sequence[Dispatch]) -> Registration:
         self.wait_ready()
         assert self._registrations is not None
         if method not in self._registrations:
@@ -215,10 +222,7 @@ class Cluster:
                 f"{method!r} of {self.name!r} is registered with Dispatch.{registration.dispatch.name}: use "
                 f"cluster.{_CALL_FOR.get(registration.dispatch, 'call')}"
             )
-        by_rank, collect = spread(registration, self.world_size, lambda: self.rank_infos, args, kwargs)
-        assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
-        refs = {rank: self._send(rank, method, own) for rank, own in by_rank.items() if rank not in self._left_out}
-        return self._pending(registration.name or method, refs, registration.deadline, collect)
+        return registration
 
     def call_once_built(self, method: Method[P, R], /, *args: P.args) -> Callable[[], list[R]]:
         """Like :meth:`call_all`, without waiting until the workers are built: they run the method right afterwards.
@@ -230,8 +234,8 @@ class Cluster:
         refs = {rank: self._send(rank, method.__name__, RankArguments(args, {})) for rank in self.live_ranks}
 
         def results() -> list[R]:
-            self.wait_ready()
-            return self._pending(method.__name__, refs).result()
+            registration = self._registered(method.__name__, (Dispatch.ONE_TO_ALL,))
+            return self._pending(registration.name or method.__name__, refs, registration.deadline).result()
 
         return results
 

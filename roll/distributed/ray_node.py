@@ -245,7 +245,7 @@ def _started(options: NodeOptions, temp_dir: Path, worker_script: str | None) ->
         dashboard_port=options.dashboard_port,  # type: ignore[arg-type]
         temp_dir=str(temp_dir),
         setup_worker_path=worker_script,
-        # No actor asks for any; left to Ray, a host whose free memory is less than the store may become refuses to start.
+        # No actor asks for any. Left to Ray, it refuses to start where the store's limit exceeds what is free.
         memory=_MEBIBYTE,
         object_store_memory=store_bytes,
         plasma_directory=store_dir,

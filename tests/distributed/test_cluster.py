@@ -135,6 +135,18 @@ def test_wrong_device_lists(make_cluster, settings, message):
         make_cluster("BasicWorker", name="actor", **settings)
 
 
+def test_a_call_may_be_made_while_the_workers_start(make_cluster):
+    cluster = make_cluster("BasicWorker", devices=[0, 1])
+    results = cluster.call_once_built(BasicWorker.echo, "x")
+    assert cluster._registrations is None, "it has not waited"
+    assert results() == [["x"], ["x"]]
+    broken = make_cluster("BrokenAtStart", name="broken", devices=[0, 1])
+    results = broken.call_once_built(BasicWorker.echo, "x")
+    with pytest.raises(WorkerFailed, match="cannot find the model folder") as failure:
+        results()
+    assert (failure.value.method, failure.value.rank) == ("start", 1)
+
+
 def test_plain_dispatch_modes(pair):
     assert pair.call_all(BasicWorker.echo, "x", times=2).result() == [["x", "x"], ["x", "x"]]
     assert pair.call_each(BasicWorker.add, [1, 2], right=[10, 20]).result() == [11, 22]
