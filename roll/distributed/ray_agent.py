@@ -10,7 +10,6 @@ import runpy
 import select
 import socket
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 UNUSED_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port")
@@ -20,24 +19,21 @@ ENVIRONMENT_PORT = "runtime_env_agent_port"
 def main() -> None:
     """Tell the daemon the ports of SCRIPT, then wait for work or for the daemon's end."""
     script, *words = sys.argv[1:]
-    parser = ArgumentParser(allow_abbrev=False)
-    for name in ("--session-dir", "--node-id", "--node-ip-address"):
-        parser.add_argument(name, required=True)
-    parser.add_argument("--runtime-env-agent-port", type=int)
-    arguments, _ = parser.parse_known_args(words)
+    options = dict(word.split("=", 1) for word in words if "=" in word)
 
     def report(name: str, port: int) -> None:
-        file = Path(arguments.session_dir) / f"{name}_{arguments.node_id}"
+        file = Path(options["--session-dir"]) / f"{name}_{options['--node-id']}"
         unfinished = file.with_suffix(".unfinished")
         unfinished.write_text(str(port))
         unfinished.rename(file)  # the daemon reads the file as soon as it is there
 
-    if arguments.runtime_env_agent_port is None:
+    wanted = options.get("--runtime-env-agent-port")
+    if wanted is None:
         for name in UNUSED_PORTS:
             report(name, -1)
         sys.stdin.read()  # closed at the daemon's end
         return
-    listener = socket.create_server((arguments.node_ip_address, arguments.runtime_env_agent_port))
+    listener = socket.create_server((options["--node-ip-address"], int(wanted)))
     report(ENVIRONMENT_PORT, listener.getsockname()[1])
     ready, _, _ = select.select([listener, sys.stdin], [], [])
     if listener in ready:

@@ -170,17 +170,18 @@ class _LeanNode(Node):
     def start_raylet(self, *args: Any, **options: Any) -> None:
         services = ray._private.services
         build = services._build_python_executable_command_memory_profileable
-        if not self._ray_params.include_dashboard:  # whose helper would report to it
+        if self.head and not self._ray_params.include_dashboard:  # with one, the helpers of all nodes report to it
             services._build_python_executable_command_memory_profileable = _build_helper
         try:
             super().start_raylet(*args, **options)
         finally:
             services._build_python_executable_command_memory_profileable = build
-        # Ray looks once, and then once a second, by which the daemon has long been ready.
+        # Ray looks at once, when the daemon is not ready yet, and then once a second.
         client, node = self.get_gcs_client(), ray.NodeID.from_hex(self.node_id)
         give_up = time.monotonic() + _REGISTRATION_SECONDS
-        while not (client.check_alive([node])[0] or self.dead_processes() or time.monotonic() > give_up):
-            time.sleep(_REGISTRATION_POLL)
+        with contextlib.suppress(ray.exceptions.RayError):  # Ray itself waits for longer
+            while not client.check_alive([node], _REGISTRATION_SECONDS)[0] and time.monotonic() < give_up:
+                time.sleep(_REGISTRATION_POLL)
 
 
 def _build_helper(component: str, session_dir: str, unbuffered: bool = True) -> list[str]:
