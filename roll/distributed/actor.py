@@ -239,6 +239,7 @@ class WorkerActor:
     def __init__(self, worker_name: str, environment: dict[str, str], local_devices: tuple[int, ...] | None) -> None:
         self._listener: socket.socket | None = None
         self._worker: Worker | None = None
+        self._has_started = threading.Event()
         self._times: CallTimes | None = None
         self._profiled: set[str] = set()
         os.environ.update(environment)
@@ -323,12 +324,15 @@ class WorkerActor:
             return registered
         except Exception as error:
             raise _worker_raised(error) from None
+        finally:
+            self._has_started.set()
 
     def call(self, method: str, names: tuple[str, ...], *values: object) -> Any:
         """Run a method of the worker; the last ``len(names)`` values are its keyword arguments.
 
         Values are arguments of the call itself, not of a list, because Ray resolves top-level references only.
         """
+        self._has_started.wait()  # another thread may still build the worker, where a role has several
         began = time.time()
         try:
             assert self._worker is not None, "the worker was not built: its log says why"

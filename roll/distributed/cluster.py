@@ -224,14 +224,14 @@ class Cluster:
             )
         return registration
 
-    def call_once_built(self, method: Method[P, R], /, *args: P.args) -> Callable[[], list[R]]:
+    def call_once_built(self, method: Method[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Callable[[], list[R]]:
         """Like :meth:`call_all`, without waiting until the workers are built: they run the method right afterwards.
 
         Returns:
             The wait for the results; it raises what :meth:`wait_ready` does. The deadline counts from when all are
             built.
         """
-        refs = {rank: self._send(rank, method.__name__, RankArguments(args, {})) for rank in self.live_ranks}
+        refs = {rank: self._send(rank, method.__name__, RankArguments(args, kwargs)) for rank in self.live_ranks}
 
         def results() -> list[R]:
             registration = self._registered(method.__name__, (Dispatch.ONE_TO_ALL,))

@@ -136,10 +136,11 @@ def test_wrong_device_lists(make_cluster, settings, message):
 
 
 def test_a_call_may_be_made_while_the_workers_start(make_cluster):
-    cluster = make_cluster("BasicWorker", devices=[0, 1])
-    results = cluster.call_once_built(BasicWorker.echo, "x")
-    assert cluster._registrations is None, "it has not waited"
-    assert results() == [["x"], ["x"]]
+    for threads in (1, 4):
+        cluster = make_cluster("BasicWorker", name=f"with_{threads}", devices=[0, 1], max_concurrency=threads)
+        results = cluster.call_once_built(BasicWorker.echo, "x")
+        assert cluster._registrations is None, "it has not waited"
+        assert results() == [["x"], ["x"]]
     broken = make_cluster("BrokenAtStart", name="broken", devices=[0, 1])
     results = broken.call_once_built(BasicWorker.echo, "x")
     with pytest.raises(WorkerFailed, match="cannot find the model folder") as failure:
