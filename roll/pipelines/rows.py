@@ -123,8 +123,9 @@ class RowsPipeline:
         if frozen is None:
             return partial(self.forward, batch, replace(ask, without_adapters=True))
         work = Computation(partial(self._begin, frozen, batch, ask))
-        build = partial(frozen.call_once_built, ModelWorker.initialize, 0)
-        return partial(self.context.replacing, frozen, lambda: build()(), work)
+        return partial(
+            self.context.replacing, frozen, lambda: frozen.call_all(ModelWorker.initialize, 0).result(), work
+        )
 
     def _begin(self, cluster: Cluster, batch: DataProto, ask: Ask) -> Callable[[], TensorBatch]:
         self.residency.bring({cluster.name: WEIGHTS})
