@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
@@ -318,8 +319,13 @@ class Cluster:
         }
         if variables := {**self._resources.system_envs, **self.role.system_envs}:
             options["runtime_env"] = {"env_vars": variables}
-        actor_class = ray.remote(WorkerActor).options(**options)
-        return actor_class.remote(worker_name, environment, placement.local_devices)
+        return _actor_class().options(**options).remote(worker_name, environment, placement.local_devices)
+
+
+@cache
+def _actor_class() -> Any:
+    """One for all workers: each that is made is sent to the cluster anew."""
+    return ray.remote(WorkerActor)
 
 
 def _portable(worker_cls: str | type[Worker]) -> str | bytes:
