@@ -24,7 +24,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,13 +33,11 @@ from typing import Any
 
 import ray
 import ray._private.ray_constants
-import ray._private.services
 import ray._private.worker
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]
 
-from roll.distributed import ray_agent
 from roll.distributed.actor import tail
 from roll.distributed.failures import NodeError, RayLost
 from roll.platforms import Platform
@@ -168,25 +165,13 @@ class _LeanNode(Node):
             super().start_api_server(include_dashboard=include_dashboard, raise_on_failure=raise_on_failure)
 
     def start_raylet(self, *args: Any, **options: Any) -> None:
-        services = ray._private.services
-        build = services._build_python_executable_command_memory_profileable
-        if self.head and not self._ray_params.include_dashboard:  # with one, the helpers of all nodes report to it
-            services._build_python_executable_command_memory_profileable = _build_helper
-        try:
-            super().start_raylet(*args, **options)
-        finally:
-            services._build_python_executable_command_memory_profileable = build
+        super().start_raylet(*args, **options)
         # Ray looks at once, when the daemon is not ready yet, and then once a second.
         client, node = self.get_gcs_client(), ray.NodeID.from_hex(self.node_id)
         give_up = time.monotonic() + _REGISTRATION_SECONDS
         with contextlib.suppress(ray.exceptions.RayError):  # Ray itself waits for longer
             while not client.check_alive([node], _REGISTRATION_SECONDS)[0] and time.monotonic() < give_up:
                 time.sleep(_REGISTRATION_POLL)
-
-
-def _build_helper(component: str, session_dir: str, unbuffered: bool = True) -> list[str]:
-    """The words in front of the script of one of the daemon's helpers."""
-    return [sys.executable, "-u", ray_agent.__file__]
 
 
 @dataclass(frozen=True)
