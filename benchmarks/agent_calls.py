@@ -21,10 +21,12 @@ from rich.table import Table
 
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.endpoint import AgentEndpoint
-from roll.agents.episode import Limits, Model, Sampled, Task
+from roll.agents.episode import Limits, Model, Task
 from roll.agents.session import Session
 from roll.agents.tool_calls import ToolCall
 from roll.agents.tools import McpServer, ToolBox
+from roll.rollout.groups import FinishedGroup
+from roll.strategies.engines.requests import GenerationOutput
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples" / "tiny"))
@@ -65,8 +67,10 @@ async def model_calls() -> dict[str, tuple[float, float]]:
     template = ChatTemplate(tokenizer)
     ids = [*template.encode("46"), min(template.end_tokens)]
 
-    async def sample(prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> Sampled:
-        return Sampled(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
+    async def sample(prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> FinishedGroup:
+        return FinishedGroup.from_samples(
+            [GenerationOutput("", 0, ids, [-1.0] * len(ids), "stop", [(0, 0, len(ids))])], [""]
+        )
 
     model = Model(sample, template, "hermes", Limits(turns=1_000_000, context=100_000))
     endpoint = AgentEndpoint()

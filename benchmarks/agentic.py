@@ -36,10 +36,10 @@ from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task
 from roll.config.plan.plan import RunAhead
 from roll.distributed import DriverLoop
 from roll.rollout.engines import EngineClient
-from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
-from roll.rollout.flow import collected
+from roll.rollout.episodes import EpisodeLoop, Player, episode_codec
+from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
-from roll.rollout.replay import ReplayBuffer
+from roll.rollout.loops import GroupSettings
 from roll.rollout.routing import ConversationAffinityRouter
 from roll.rollout.scheduling import AsyncScheduler
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
@@ -83,7 +83,8 @@ class Waiter:
         for _ in range(TURNS):
             call = model.conversations.ask([])
             sampled = await model._sample(model.conversations.prompt_ids(call), NEW, {})
-            fields = sampled.token_ids, sampled.log_probs, sampled.versions, sampled.finish_reason
+            versions = [version for version, start, end in sampled.weight_versions[0] for _ in range(start, end)]
+            fields = sampled.token_ids.tolist(), sampled.log_probs.tolist(), versions, sampled.finish_reasons[0]
             model.conversations.answer(call, *fields, {"role": "assistant"})
             pause = self.seconds(rng)
             if pause:
@@ -148,22 +149,22 @@ class _Call:
         return self.engines.advance(self.rank, self.command).__await__()
 
 
-def make_flow(engines: Any, agent: Any, groups: int) -> tuple[EngineClient, EpisodeFlow, dict[str, Player]]:
+def make_flow(engines: Any, agent: Any, groups: int) -> tuple[GroupFlow[EpisodeGroup], dict[str, Player]]:
     client = EngineClient(engines, EPISODES, router=ConversationAffinityRouter())
     limits = Limits(TURNS, NEW, 1 << 20)
     words: Any = Words()
     players = {"wait": Player(agent, words, limits, SamplingParams(NEW))}
     numbers = iter(range(1 << 30))
-    settings = EpisodeSettings(GROUP_SIZE, "0/", max_groups=groups)
-    flow = EpisodeFlow(client, lambda count: [Task("wait", next(numbers)) for _ in range(count)], players, settings, 0)
-    return client, flow, players
+    draw = lambda count: [Task("wait", next(numbers)) for _ in range(count)]  # noqa: E731
+    loop = EpisodeLoop(players, "0/", max_groups=groups)
+    return GroupFlow(client, None, draw, GroupSettings(GROUP_SIZE), loop=loop), players
 
 
 def overhead() -> None:
     """Microseconds of a turn, beyond the engine and the environment."""
     driver = DriverLoop()
     try:
-        _, flow, _ = make_flow(Engines(2), Waiter(), EPISODES // GROUP_SIZE)
+        flow, _ = make_flow(Engines(2), Waiter(), EPISODES // GROUP_SIZE)
         begin = time.process_time()
         driver.run(collected(flow, EPISODES // GROUP_SIZE, 0, 1e9))
         ours = (time.process_time() - begin) / (EPISODES * TURNS)
@@ -207,7 +208,7 @@ def latency() -> None:
 
 
 async def _free(engines: Engines) -> float:
-    _, flow, _ = make_flow(engines, Waiter(log_normal), EPISODES // GROUP_SIZE)
+    flow, _ = make_flow(engines, Waiter(log_normal), EPISODES // GROUP_SIZE)
     begin = asyncio.get_running_loop().time()
     await collected(flow, EPISODES // GROUP_SIZE, 0, 1e9)
     return asyncio.get_running_loop().time() - begin
@@ -246,16 +247,14 @@ def ahead(steps: int = 12) -> None:
 
 async def _steps(engines: Engines, ratio: float, steps: int) -> float:
     groups, loop = EPISODES // GROUP_SIZE, asyncio.get_running_loop()
-    client, flow, players = make_flow(engines, Waiter(log_normal), 4 * groups)
+    flow, players = make_flow(engines, Waiter(log_normal), 4 * groups)
     begin = loop.time()
     if not ratio:
         for _ in range(steps):
             await collected(flow, groups, 0, 1e9)
             await asyncio.sleep(TRAINING_SECONDS)
         return (loop.time() - begin) / steps
-    codec: Any = EpisodeCodec(players)
-    scheduler: AsyncScheduler[Task, EpisodeGroup]
-    scheduler = AsyncScheduler(client, flow, ReplayBuffer(RunAhead.of(ratio, groups, 0), codec), 1 << 20, 1e9)
+    scheduler = AsyncScheduler(flow, RunAhead.of(ratio, groups, 0), episode_codec(players), 1 << 20, 1e9)
     going = asyncio.create_task(scheduler.keep_going())
     for step in range(steps + 1):
         if step == 1:
@@ -361,7 +360,7 @@ async def _hot(template: Any, episodes: int) -> dict[str, float]:
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
-    from roll.agents.episode import Sampled, run_episode
+    from roll.agents.episode import run_episode
     from roll.pipelines.agentic.metrics import token_checks
     from roll.rollout.episode_batch import build_episode_batch
     from roll.strategies.hf_infer.engine import GenerationEngine
@@ -376,14 +375,13 @@ async def _hot(template: Any, episodes: int) -> dict[str, float]:
     waiting: dict[str, asyncio.Future[GenerationOutput]] = {}
     numbers = itertools.count()
 
-    async def sample(prompt_ids: list[int], max_new_tokens: int, options: Any) -> Sampled:
+    async def sample(prompt_ids: list[int], max_new_tokens: int, options: Any) -> FinishedGroup:
         name = str(next(numbers))
         waiting[name] = asyncio.get_running_loop().create_future()
         params = SamplingParams(max_new_tokens, temperature=2.0, seed=int(name))
         one.add_requests([GenerationRequest(name, prompt_ids, params)])
         output = await waiting[name]
-        versions = [0] * len(output.token_ids)
-        return Sampled(output.token_ids, output.log_probs, versions, output.finish_reason)
+        return FinishedGroup.from_samples([output], [""])
 
     limits = Limits(TURNS, 12, 2048)
     agent = EnvironmentAgent("talk", Talk, EnvironmentOptions(max_steps=TURNS))

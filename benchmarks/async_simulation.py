@@ -33,12 +33,11 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupSettings, collected
+from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.groups import SampleGroup
-from roll.rollout.loops import PromptFlow
-from roll.rollout.replay import PromptCodec, ReplayBuffer
+from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import RewardClient
-from roll.rollout.scheduling import AsyncScheduler
+from roll.rollout.scheduling import AsyncScheduler, prompt_codec
 from roll.strategies.engines.requests import SamplingParams
 
 GROUP_SIZE = 8
@@ -184,7 +183,7 @@ class Simulation:
                 begin = self._mark()
             self.engines.exchange(step, SYNC_SECONDS)
             draw = lambda n: [_row(next(numbers)) for _ in range(n)]  # noqa: E731
-            flow = PromptFlow(engines, rewards, draw, settings, step * self.prompts)
+            flow: GroupFlow[SampleGroup] = GroupFlow(engines, rewards, draw, settings, step * self.prompts)
             result = driver.run(collected(flow, self.prompts, 0, float("inf")))
             driver.run(engines.drain())
             self.clock.sleep(self._training_seconds(result.groups))
@@ -196,14 +195,14 @@ class Simulation:
         numbers = count()
         assert self.mode.ratio is not None
         settings = GroupSettings(GROUP_SIZE, SamplingParams(max_new_tokens=1), seed=0)
-        flow = PromptFlow(engines, rewards, lambda n: [_row(next(numbers)) for _ in range(n)], settings, first_draw=0)
+        flow: GroupFlow[SampleGroup] = GroupFlow(
+            engines, rewards, lambda n: [_row(next(numbers)) for _ in range(n)], settings, first_draw=0
+        )
         additional = int(self.prompts * self.mode.additional)
-        codec = PromptCodec(lambda domain, name: _row(int(name)))
-        buffer = ReplayBuffer(RunAhead.of(self.mode.ratio, self.prompts, additional), codec)
         scheduler = AsyncScheduler(
-            engines,
             flow,
-            buffer,
+            RunAhead.of(self.mode.ratio, self.prompts, additional),
+            prompt_codec(lambda domain, name: _row(int(name))),
             10**6,
             float("inf"),
             in_flight=self.mode.partial,
@@ -213,7 +212,7 @@ class Simulation:
         lag = tokens = 0.0
         for step in range(steps):
             if step == warm_up:
-                begin, lag, tokens, stale = self._mark(), 0.0, 0.0, buffer.ledger.stale
+                begin, lag, tokens, stale = self._mark(), 0.0, 0.0, scheduler.ledger.stale
             driver.run(scheduler.pause())
             self.engines.exchange(step, SYNC_SECONDS)
             scheduler.exchanged(step)
@@ -222,8 +221,8 @@ class Simulation:
                 lag += sum((step - version) * (end - start) for version, start, end in spans)
             tokens += sum(group.finished.lengths.sum() for group in groups)
             driver.run(SimulatedCall(self.clock, self._training_seconds(groups)))
-        buffer.check()
-        given_up = (buffer.ledger.stale - stale) / ((steps - warm_up) * self.prompts)
+        scheduler.check()
+        given_up = (scheduler.ledger.stale - stale) / ((steps - warm_up) * self.prompts)
         return self._figures(begin, steps - warm_up, lag / tokens, given_up)
 
     def _training_seconds(self, groups: Sequence[SampleGroup]) -> float:

@@ -22,9 +22,9 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupSettings, collected
+from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup, SampleGroup
-from roll.rollout.loops import PromptFlow, RolloutContext
+from roll.rollout.loops import GroupSettings, RolloutContext
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 
@@ -101,7 +101,7 @@ def seconds_per_step(prompts: int, group_size: int, engines: int, steps: int, tu
             begun = time.process_time()
             draw = lambda n: [PromptRow(f"p{next(numbers)}", "d", "", PROMPT, "", None, {}) for _ in range(n)]  # noqa: E731
             loop = Several(turns) if turns else None
-            flow = PromptFlow(client, rewards, draw, settings, step * prompts, loop)
+            flow: GroupFlow[SampleGroup] = GroupFlow(client, rewards, draw, settings, step * prompts, loop)
             groups = driver.run(collected(flow, prompts, 0, float("inf"))).groups
             driver.run(client.drain())
             seconds.append(time.process_time() - begun)

@@ -23,8 +23,9 @@ from roll.datasets.types import PromptRow
 from roll.methods.losses import PolicyLoss
 from roll.pipelines.rlvr.data import load_data
 from roll.rewards import build_section
-from roll.rollout.flow import GroupSettings, sampling_params
+from roll.rollout.flow import sampling_params
 from roll.rollout.groups import SampleGroup, build_batch
+from roll.rollout.loops import GroupSettings
 
 logger = logging.getLogger("roll.by_hand")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -94,6 +94,10 @@ class ConversationCounts:
     """Boundaries at which the template would have dropped thinking that was kept."""
     foreign_responses: int = 0
     """Responses in conversations that no call produced: context, never trained."""
+
+
+_ARRAYS = {"new_ids": np.int32, "response_ids": np.int32, "log_probs": np.float64, "versions": np.int32}
+_PLAIN = ("parent", "finish_reason", "reward", "state", "role", "opening")
 
 
 class Conversations:
@@ -196,8 +200,28 @@ class Conversations:
         with _as_template_error():
             return self._template.images.expanded(token_ids, images), images
 
-    def restore(self, images: Sequence[EncodedImage]) -> None:
-        """Give calls that were restored from another process their images back."""
+    def state_dict(self) -> dict[str, Any]:
+        """All calls that are over, as plain values and arrays."""
+        messages = [[call.messages, call.message] for call in self.calls]
+        calls = [{name: getattr(call, name) for name in (*_ARRAYS, *_PLAIN)} for call in self.calls]
+        for entry in calls:
+            entry |= {name: np.asarray(entry[name], dtype) for name, dtype in _ARRAYS.items()}
+        return {
+            "counts": asdict(self.counts),
+            "messages": json.dumps(messages, default=str),
+            "calls": calls,
+            "images": [image.data for image in self.images.values()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of :meth:`state_dict`."""
+        from roll.protocol.images import EncodedImage
+
+        self.counts = ConversationCounts(**state["counts"])
+        for entry, (messages, message) in zip(state["calls"], json.loads(state["messages"]), strict=True):
+            fields = {**entry, **{name: entry[name].tolist() for name in _ARRAYS}}
+            self.calls.append(Call(index=len(self.calls), messages=messages, message=message, **fields))
+        images = [EncodedImage.of(data.tobytes()) for data in state["images"]]
         self.images = {image.digest: image for image in images}
         for call in self.calls:
             fresh = call.messages if call.parent is None else self._behind(call.parent, call.messages)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import time
+from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from roll.agents.chat_ids import ChatTemplate, Message, Thinking
@@ -16,6 +19,7 @@ from roll.agents.tool_calls import ParsedResponse, call_opening, choose_opening,
 
 if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs
+    from roll.rollout.groups import FinishedGroup
 
 Outcome = Literal[
     "terminated", "truncated", "turn_limit", "context_limit", "time_limit", "environment_error", "agent_error"
@@ -34,6 +38,15 @@ class Task:
     """Equal for all members of a group."""
     row: Mapping[str, Any] = field(default_factory=dict)
     """Row of a data set; empty for environments that need none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"tag": self.tag, "seed": self.seed, "row": json.dumps(dict(self.row), default=str)}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Task:
+        """The inverse of :meth:`state_dict`."""
+        return cls(state["tag"], int(state["seed"]), json.loads(state["row"]))
 
     @property
     def body(self) -> dict[str, Any]:
@@ -55,18 +68,6 @@ class Limits:
     """Duration of the whole episode; None: unlimited."""
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """A response as an engine returns it; the lists have one entry per token."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
-    """Weight version of every token."""
-    finish_reason: str
-    """``stop`` or ``length``."""
-
-
 class Sample(Protocol):
     """An engine, as :class:`Model` calls it."""
 
@@ -76,8 +77,8 @@ class Sample(Protocol):
         max_new_tokens: int,
         options: Mapping[str, Any],
         vision: VisionInputs | None = None,
-    ) -> Awaitable[Sampled]:
-        """The response to a prompt.
+    ) -> Awaitable[FinishedGroup]:
+        """The response to a prompt, as the group of one sample.
 
         Args:
             options: sampling parameters of the agent's request, such as ``temperature``.
@@ -162,6 +163,20 @@ class Episode:
         """The calls that have a response."""
         return [call for call in self.conversations.calls if call.finished]
 
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but its task, as plain values and arrays."""
+        state = {name: getattr(self, name) for name in ("outcome", "reward", "success", "error", "metrics")}
+        state |= {"over_turns": sorted(self.over_turns), "seconds": asdict(self.seconds)}
+        return state | {"conversations": self.conversations.state_dict()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], task: Task, template: ChatTemplate, thinking: Thinking) -> Episode:
+        """The inverse of :meth:`state_dict`."""
+        conversations = Conversations(template, thinking)
+        conversations.load_state_dict(state["conversations"])
+        own = {"conversations": conversations, "over_turns": set(state["over_turns"])}
+        return cls(**{**state, **own, "task": task, "seconds": Seconds(**state["seconds"])})
+
 
 @dataclass
 class EpisodeGroup:
@@ -188,6 +203,20 @@ class EpisodeGroup:
         """The mean of :meth:`scores`; NaN without any."""
         scores = self.scores()
         return sum(scores) / len(scores) if scores else float("nan")
+
+    @property
+    def num_samples(self) -> int:
+        """Episodes in which something was sampled."""
+        return sum(bool(episode.calls) for episode in self.episodes)
+
+    def versions(self) -> list[list[tuple[int, int]]]:
+        """Versions of the weights in each episode, each with its number of tokens."""
+        tokens = (chain.from_iterable(call.versions for call in episode.calls) for episode in self.episodes)
+        return [sorted(Counter(versions).items()) for versions in tokens]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but its number, as plain values and arrays."""
+        return self.task.state_dict() | {"episodes": [episode.state_dict() for episode in self.episodes]}
 
 
 class Model:
@@ -257,7 +286,7 @@ class Model:
                 raise EpisodeOver("context_limit")
 
             async def draw(prompt: list[int]) -> int:
-                return (await self._sampled(prompt, 1, {}, vision)).token_ids[0]
+                return int((await self._sampled(prompt, 1, {}, vision)).token_ids[0])
 
             chosen = await choose_opening(ids, prompt_ids, draw)
             call.new_ids, call.opening, demanded = [*call.new_ids, *ids[chosen]], len(ids[chosen]), must_call[chosen]
@@ -287,7 +316,7 @@ class Model:
 
     async def _sampled(
         self, prompt_ids: list[int], room: int, options: Mapping[str, Any], vision: VisionInputs | None
-    ) -> Sampled:
+    ) -> FinishedGroup:
         images = {} if vision is None else {"vision": vision}
         begin = time.perf_counter()
         try:
@@ -319,9 +348,11 @@ class Model:
         if target is not None:
             target.reward += value
 
-    def _answered(self, call: Call, sampled: Sampled, demanded: str | None = None) -> Response:
+    def _answered(self, call: Call, sampled: FinishedGroup, demanded: str | None = None) -> Response:
         """Record the response; ``demanded`` is the tool whose call it was forced to begin."""
-        ids = sampled.token_ids
+        ids: list[int] = sampled.token_ids.tolist()
+        versions = [version for version, start, end in sampled.weight_versions[0] for _ in range(start, end)]
+        reason = sampled.finish_reasons[0]
         text = self.text_of([*call.whole_response, *ids], ended=True)
         prompt = self.conversations.prompt_ids(call)
         # Without the ids of a forced opening, which may close the thought itself: `text` has them already.
@@ -335,8 +366,8 @@ class Model:
                 {"id": f"call{call.index:04d}{number:02d}", "type": "function", "function": function}
                 for number, function in enumerate(parsed.functions)
             ]
-        self.conversations.answer(call, ids, sampled.log_probs, sampled.versions, sampled.finish_reason, message)
-        return Response(message, parsed, text, sampled.finish_reason, call, opened)
+        self.conversations.answer(call, ids, sampled.log_probs.tolist(), versions, reason, message)
+        return Response(message, parsed, text, reason, call, opened)
 
 
 class Agent(Protocol):

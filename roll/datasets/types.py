@@ -33,6 +33,10 @@ class PromptRow:
     vision: VisionInputs | None = field(default=None, repr=False)
     """Images of the prompt, whose placeholders ``token_ids`` has, expanded."""
 
+    def state_dict(self) -> dict[str, str]:
+        """By which it is found again."""
+        return {"domain": self.domain, "prompt_id": self.prompt_id}
+
 
 @dataclass(frozen=True, slots=True)
 class SftRow:

@@ -243,16 +243,14 @@ class DatasetResponses:
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
         self._sampled = SingleTurn()
-        self.version = 0
-        """Version of the step's weights; a row's response counts as new as a sampled one."""
 
     async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
         if not is_off_policy(context.order, self._lmbda):
             return await self._sampled.answer(prompt, context)
-        group = SampleGroup(context.order, prompt, self.response_of(context.order, prompt))
+        group = SampleGroup(context.order, prompt, self.response_of(context, prompt))
         return await context.compute_rewards(group)
 
-    def response_of(self, order: int, prompt: PromptRow) -> FinishedGroup:
+    def response_of(self, context: RolloutContext, prompt: PromptRow) -> FinishedGroup:
         """The row's response as a group of one sample, whose log-probs are 0: nobody sampled it.
 
         Raises:
@@ -265,13 +263,14 @@ class DatasetResponses:
         ids: Any = tokenizer(f"{text}{tokenizer.eos_token}", add_special_tokens=False)["input_ids"]
         kept = np.array(ids[: self._max_new_tokens], dtype=np.int32)
         return FinishedGroup(
-            request_id=str(order),
+            request_id=str(context.order),
             token_ids=kept,
             log_probs=np.zeros(len(kept), dtype=np.float32),
             lengths=np.array([len(kept)], dtype=np.int64),
             finish_reasons=["stop" if len(kept) == len(ids) else "length"],
             texts=[str(tokenizer.decode(kept, skip_special_tokens=True))],
-            weight_versions=[[(self.version, 0, len(kept))]],
+            # As new as a sampled one.
+            weight_versions=[[(context.version, 0, len(kept))]],
         )
 
 
@@ -339,10 +338,6 @@ class PromptRows:
             templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)
             self._prompts = TeacherPrompts(config.opd_teacher_prompt, data_args, templates, tokenizer)
         self.are_read = self.loop is not None or self._prompts is not None
-
-    def begin(self, step: int) -> None:
-        if self.loop is not None:
-            self.loop.version = step
 
     def add_columns(self, batch: DataProto, groups: Sequence[SampleGroup]) -> Metrics:
         """Add the columns of teachers' prompts to the batch that was built of ``groups``."""

@@ -21,10 +21,9 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupFlow, collected
-from roll.rollout.groups import GroupT, ItemT
-from roll.rollout.replay import GroupCodec, ReplayBuffer
+from roll.rollout.groups import GroupT
 from roll.rollout.routing import build_router
-from roll.rollout.scheduling import AsyncScheduler
+from roll.rollout.scheduling import AsyncScheduler, GroupCodec
 from roll.tracking import SampleTable
 
 
@@ -77,18 +76,13 @@ def between_turns(driver: DriverLoop, engines: EngineClient, transfer: Callable[
     return metrics
 
 
-class RolloutSource(ABC, Generic[ItemT, GroupT]):
+class RolloutSource(ABC, Generic[GroupT]):
     """Origin of a pipeline's groups, and what is made of them: all that differs between rollouts."""
 
-    flow: GroupFlow[ItemT, GroupT]
-    codec: GroupCodec[ItemT, GroupT]
-    filter_key = "query_filter_config"
-    """Key of the configuration that the groups' filter comes from, for messages."""
+    flow: GroupFlow[GroupT]
+    codec: GroupCodec[GroupT]
     filtered_metric = "scheduler/filtered_query_count"
     """Metric of groups that filters rejected."""
-
-    def begin(self, step: int) -> None:
-        """Called before the groups of step ``step`` are collected."""
 
     @abstractmethod
     def batch(self, groups: list[GroupT], driver: DriverLoop) -> tuple[DataProto, Metrics]:
@@ -118,7 +112,7 @@ class RolloutSource(ABC, Generic[ItemT, GroupT]):
         driver.close()
 
 
-class EngineRollout(Generic[ItemT, GroupT]):
+class EngineRollout(Generic[GroupT]):
     """Has the policy's engines make the samples of a step.
 
     Everything that generates or scores is a coroutine on the event loop of the driver, which runs whenever the driver
@@ -131,7 +125,7 @@ class EngineRollout(Generic[ItemT, GroupT]):
         config: PolicyRunConfig,
         plan: PolicyPlan,
         engines: EngineClient,
-        source: RolloutSource[ItemT, GroupT],
+        source: RolloutSource[GroupT],
     ) -> None:
         self._config, self._plan, self._engines, self._source = config, plan, engines, source
         self._busy_before = 0.0
@@ -139,26 +133,24 @@ class EngineRollout(Generic[ItemT, GroupT]):
         self.notes: Callable[[], Notes] = list
         """Values of the last :meth:`collect`'s samples that its batch does not hold."""
         self.driver = DriverLoop()
-        self._ahead: AsyncScheduler[ItemT, GroupT] | None = None
+        self._ahead: AsyncScheduler[GroupT] | None = None
         if plan.is_async:
             ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
             self._ahead = AsyncScheduler(
-                engines,
                 source.flow,
-                ReplayBuffer(ahead, source.codec),
+                ahead,
+                source.codec,
                 config.max_steps,
                 config.rpc_timeout,
                 in_flight=config.partial_rollout,
                 takes_turns=plan.engines_take_turns,
-                rejected_by=source.filter_key,
             )
-            self._ledger_before = self._ahead.buffer.counts()
+            self._ledger_before = self._ahead.counts()
             self.driver.spawn(self._ahead.keep_going())
         gc.freeze()  # modules, data and plans live as long as the run: no collection has to look through them
 
     def collect(self, step: int) -> tuple[DataProto, Callable[[], SampleTable], Metrics]:
         """A step's samples as a batch, a function that tabulates them for people, and the metrics of the rollout."""
-        self._source.begin(step)
         groups, metrics = self._collected() if self._ahead is None else self._collected_ahead(self._ahead, step)
         busy = self._engines.busy_seconds - self._busy_before
         self._busy_before = self._engines.busy_seconds
@@ -182,7 +174,7 @@ class EngineRollout(Generic[ItemT, GroupT]):
         self._busy_before = self._engines.busy_seconds
         plan, source = self._plan, self._source
         count, additional, deadline = plan.prompts_per_step, plan.num_additional_prompts, self._config.rpc_timeout
-        result = self.driver.run(collected(source.flow, count, additional, deadline, source.filter_key))
+        result = self.driver.run(collected(source.flow, count, additional, deadline))
         # Engines drop aborted requests at their next turn: without one these would stay in their KV caches.
         self.driver.run(self._engines.drain())
         return result.groups, {
@@ -192,10 +184,10 @@ class EngineRollout(Generic[ItemT, GroupT]):
             "scheduler/aborted_query_count": Mean(result.num_aborted),
         }
 
-    def _collected_ahead(self, scheduler: AsyncScheduler[ItemT, GroupT], step: int) -> tuple[list[GroupT], Metrics]:
+    def _collected_ahead(self, scheduler: AsyncScheduler[GroupT], step: int) -> tuple[list[GroupT], Metrics]:
         """Groups that were begun up to some steps ago, and metrics of those drawn since the last step."""
         groups = self.driver.run(scheduler.collect(step))
-        before, now = self._ledger_before, scheduler.buffer.counts()
+        before, now = self._ledger_before, scheduler.counts()
         self._ledger_before = now
         counts: Metrics = {
             "scheduler/collect_query_count": Mean(now["drawn"] - before["drawn"]),
@@ -205,12 +197,13 @@ class EngineRollout(Generic[ItemT, GroupT]):
             "scheduler/generating_query_count": Mean(now["generating"]),
             "scheduler/waiting_query_count": Mean(now["scoring"] + now["ready"]),
         }
-        samples = [versions for group in groups for versions in self._source.codec.versions(group)]
+        samples = [versions for group in groups for versions in group.versions()]
         return groups, counts | staleness_metrics(samples, step)
 
     def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:
         """Bring the engines to ``version`` of the weights by ``transfer``, which needs them between two turns."""
         if self._ahead is None:
+            self._source.flow.version = version
             return between_turns(self.driver, self._engines, transfer)
         self.driver.run(self._ahead.pause())
         metrics = transfer()
@@ -262,7 +255,7 @@ class EngineRollout(Generic[ItemT, GroupT]):
         if self._ahead is not None:
             if "ahead" in state:
                 self.driver.run(self._ahead.load_state_dict(state["ahead"]))
-            self._ledger_before = self._ahead.buffer.counts()
+            self._ledger_before = self._ahead.counts()
 
 
 def staleness_metrics(samples: Sequence[Sequence[tuple[int, int]]], step: int) -> Metrics:

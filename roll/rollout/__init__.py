@@ -26,14 +26,16 @@
   ``(1 + async_generation_ratio)`` steps of groups begun or waiting, and the trainer waits only if none is ready.
 - A lost engine's requests go to the others; a dead reward worker's samples are scored again by its successor.
 
-Prompts and episodes share everything but the coroutine and the arrays of a group:
+A prompt is an episode of one call:
 
-- ``Drawn``: a prompt or task with the number of its draw, from which its seeds are made.
-- ``GroupFlow``: a coroutine a group. ``PromptFlow`` awaits ``RolloutLoop.answer(prompt, context)``, ``EpisodeFlow``
-  ``Agent.run(task, model, episode)`` for each member; both are what a user writes.
-- ``Group``: the result, with its number, its failure and its mean score. ``SampleGroup`` keeps flat arrays over all
-  samples of a prompt (a plain prompt costs no Python object a token), ``EpisodeGroup`` each episode's tree of calls.
-- ``GroupCodec``: items and groups as plain values for checkpoints, and the versions of the weights in a group.
-- ``collected`` and ``AsyncScheduler``: a step's groups, begun for it or ahead of it. They are all that
-  ``roll.pipelines.engine_rollout.EngineRollout`` needs, with a ``RolloutSource`` for what a pipeline adds.
+- ``RolloutLoop.answer(prompt, context)`` is a coroutine that makes a group, and what a user writes. ``SingleTurn`` asks
+  once for all samples; ``EpisodeLoop`` runs ``Agent.run(task, model, episode)`` for each member of a group.
+- ``RolloutContext``: a group in the making, with its number, of which its seeds are made, and the engines and rewards.
+- ``Calls``: the requests of a loop or an agent. A checkpoint has those of every group in flight; a resumed run begins
+  the coroutines again and answers them from there.
+- ``GroupFlow``: the groups in flight. ``collected`` begins those of a step, ``AsyncScheduler`` does so ahead of it.
+- ``Group``: the result. ``SampleGroup`` keeps flat arrays over all samples of a prompt (a plain prompt costs no Python
+  object a token), ``EpisodeGroup`` each episode's tree of calls.
+- ``roll.pipelines.engine_rollout.EngineRollout`` is the rollout phase of a step, with a ``RolloutSource`` for what a
+  pipeline adds.
 """

@@ -6,12 +6,15 @@ A group whose samples all have the same reward has zero advantage everywhere and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from roll.algorithms.registry import Registry
 from roll.algorithms.samples import EPS
+
+if TYPE_CHECKING:
+    from roll.rollout.groups import SampleGroup
 
 GroupFilter = Callable[[np.ndarray], bool]
 """Takes the scores of a group, float32 (num_samples,) with NaN where a reward is missing; True keeps the group."""
@@ -45,6 +48,11 @@ FilterFactory = Callable[..., GroupFilter]
 group_filters: Registry[FilterFactory] = Registry("query_filter_config.type")
 for _factory in (no_filter, mean_filter, std_filter):
     group_filters.add(_factory, _factory.__name__)
+
+
+def by_domain(filters: Mapping[str, GroupFilter]) -> Callable[[SampleGroup], bool]:
+    """The filter of each group's domain; a domain without one keeps all."""
+    return lambda group: group.prompt.domain not in filters or filters[group.prompt.domain](group.scores())
 
 
 def response_mask(scores: np.ndarray, domains: np.ndarray, filters: Mapping[str, GroupFilter]) -> np.ndarray:

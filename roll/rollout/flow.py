@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 from roll.config.roles import GeneratingArguments
-from roll.rollout.filters import GroupFilter
-from roll.rollout.groups import Drawn, Group, GroupT, ItemT, SampleGroup
+from roll.datasets.types import PromptRow
+from roll.rollout.engines import EngineClient
+from roll.rollout.groups import FinishedGroup, Group, GroupT, SampleGroup
+from roll.rollout.loops import GroupSettings, RolloutContext, RolloutLoop, SingleTurn
+from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
+
+if TYPE_CHECKING:
+    from roll.agents.episode import Task
 
 MAX_DRAWS_PER_WANTED = 50
 CANCELLED_SECONDS = 30.0
@@ -35,7 +41,7 @@ class Rejections:
         key: key of the configuration that the filter comes from.
     """
 
-    key: str = "query_filter_config"
+    key: str
     count: int = 0
     mean_scores: list[float] = field(default_factory=list)
     last_error: str | None = None
@@ -65,105 +71,86 @@ class Rejections:
         )
 
 
-@dataclass
-class Progress(Generic[GroupT]):
-    """Fates of groups since the last call."""
+class Ended(NamedTuple, Generic[GroupT]):
+    """A group whose coroutine has ended."""
 
-    generated: list[GroupT] = field(default_factory=list)
-    """Groups that have all of their samples and may be in scoring yet."""
-    accepted: list[GroupT] = field(default_factory=list)
-    rejected: list[GroupT] = field(default_factory=list)
-
-
-class GroupInFlight(NamedTuple):
-    """A group whose coroutine is running."""
-
-    drawn: Drawn[Any]
-    label: str
-    """Name of the group in messages."""
-    state: Callable[[], dict[str, Any] | None]
-    """Progress of its samples; None: they are complete."""
+    group: GroupT
+    is_accepted: bool
+    version: int
+    """The weights that it was begun with."""
 
 
-class GroupFlow(ABC, Generic[ItemT, GroupT]):
-    """Groups in flight: a coroutine each, which a subclass begins.
+class GroupFlow(Generic[GroupT]):
+    """Groups in flight: a coroutine each, which a rollout loop begins.
 
     Args:
-        name: what the coroutines run, in messages.
-        draw: gives the next n items to make groups of, or fewer when there are no more.
-        first_draw: how many groups were drawn before; continues the count of draws.
+        rewards: score the samples of prompts; None: a loop brings the rewards itself.
+        draw: gives the next n prompts or tasks, or fewer when there are no more.
+        first_draw: how many were drawn before; continues the count of draws.
+        loop: makes a group of each; None: :class:`~roll.rollout.loops.SingleTurn`.
     """
 
-    _unit = "group"
-    """Name of what is drawn, for messages."""
-    _scores_itself = True
-    """Groups are scored by the coroutine that makes them, so that they are generated when it ends."""
-
-    def __init__(self, name: str, draw: Callable[[int], Sequence[ItemT]], first_draw: int) -> None:
-        self._name = name
-        self._draw = draw
-        self.in_flight: dict[asyncio.Task[tuple[GroupT, bool]], GroupInFlight] = {}
+    def __init__(
+        self,
+        engines: EngineClient,
+        rewards: RewardClient | None,
+        draw: Callable[[int], Sequence[PromptRow | Task]],
+        settings: GroupSettings,
+        first_draw: int = 0,
+        loop: RolloutLoop | None = None,
+    ) -> None:
+        self.engines = engines
+        self.rewards = rewards
+        self.settings = settings
+        self.in_flight: dict[asyncio.Task[Ended[GroupT]], RolloutContext] = {}
         """Groups that are not accepted or rejected yet."""
-        self._progress: Progress[GroupT] = Progress()
-        self._error: BaseException | None = None
-        self._changed = asyncio.Event()
+        self.ended: list[Ended[GroupT]] = []
+        """Groups since the last :meth:`take`, in the order of their ends."""
+        self.counts: Counter[str] = Counter()
+        """Numbers of the loop's, since the beginning."""
         self.next_order = first_draw
+        self.version = 0
+        """The weights that groups are begun with."""
         self.exhausted = False
         """There is nothing more to draw."""
+        self._draw = draw
+        self._loop = loop or SingleTurn()
+        self._name = f"{type(self._loop).__name__}.answer"
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
 
-    @property
-    @abstractmethod
-    def _moves(self) -> tuple[int, ...]:
-        """Numbers that change when anything moves."""
+    def start(self, count: int) -> int:
+        """Draw ``count`` times and begin a group for each; return how many, fewer where there is no more."""
+        items = self._draw(count)
+        self.exhausted = self.exhausted or len(items) < count
+        for item in items:
+            self.begin(RolloutContext(self, self.next_order, item, self.version))
+            self.next_order += 1
+        return len(items)
 
-    @abstractmethod
-    def _start_group(self, drawn: Drawn[ItemT], progress: Mapping[str, Any] | None = None) -> None:
-        """Begin the group of a prompt or task, from where ``progress`` left it."""
+    def begin(self, context: RolloutContext) -> None:
+        """Run the coroutine of a group."""
+        task = asyncio.create_task(self._run(context))
+        self.in_flight[task] = context
+        task.add_done_callback(self._end)
 
-    def _start_scoring(self, group: GroupT) -> None:
-        """Score a complete group of an earlier process."""
-        raise AssertionError(f"{self._name} brings the rewards of its group")
+    def take(self) -> list[Ended[GroupT]]:
+        """The groups that have ended since the last call; an error remains for :meth:`progress`."""
+        if self._error is None:
+            self._changed.clear()
+        ended, self.ended = self.ended, []
+        return ended
 
-    def resume(self, begun: Sequence[tuple[Drawn[ItemT], Mapping[str, Any]]], scoring: Sequence[GroupT] = ()) -> None:
-        """Continue groups of an earlier process: those begun, each with its progress, and those to be scored."""
-        for drawn, progress in begun:
-            self._start_group(drawn, progress)
-        for group in scoring:
-            self._start_scoring(group)
-
-    def progress_state(self) -> dict[int, dict[str, Any]]:
-        """The progress of incomplete groups, by number."""
-        states = ((group.drawn.order, group.state()) for group in self.in_flight.values())
-        return {order: state for order, state in states if state is not None}
-
-    def start(self, count: int) -> list[Drawn[ItemT]]:
-        """Draw ``count`` times and begin a group for each; return what was drawn, fewer where there is no more."""
-        drawn = [Drawn(self.next_order + index, item) for index, item in enumerate(self._draw(count))]
-        self.exhausted = self.exhausted or len(drawn) < count
-        self.next_order += len(drawn)
-        for one in drawn:
-            self._start_group(one)
-        return drawn
-
-    def take(self) -> Progress[GroupT]:
-        """Events since the last call.
-
-        Raises:
-            Exception: of a group's coroutine.
-        """
-        if self._error is not None:
-            raise self._error
-        progress, self._progress = self._progress, Progress()
-        self._changed.clear()
-        return progress
-
-    async def progress(self, deadline: float = math.inf) -> Progress[GroupT]:
-        """Wait until something happens, then as :meth:`take`: what happens in one pass of the loop comes together.
+    async def progress(self, deadline: float = math.inf) -> list[Ended[GroupT]]:
+        """Wait until something ends, then as :meth:`take`: what ends in one pass of the loop comes together.
 
         Raises:
             RolloutStalled: see :meth:`watched`.
+            Exception: of a group's coroutine.
         """
         await self.watched(self._changed, deadline)
+        if self._error is not None:
+            raise self._error
         return self.take()
 
     async def watched(self, event: asyncio.Event, deadline: float) -> None:
@@ -173,19 +160,19 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
             RolloutStalled: nothing has moved for ``deadline`` seconds.
         """
         while not event.is_set():
-            moved = self._moves
+            moved = self._moves()
             try:
                 async with asyncio.timeout(None if deadline == math.inf else deadline):
                     await event.wait()
             except TimeoutError:
                 # Long responses finish no group for minutes, but their engines end turns all the while.
-                if moved == self._moves:
+                if moved == self._moves():
                     raise RolloutStalled(self._stall_message(deadline)) from None
 
     async def abort(self, orders: Iterable[int] | None = None) -> None:
         """Cancel these groups (None: all), wait until their coroutines have ended, and forget them."""
         unwanted = None if orders is None else set(orders)
-        tasks = [task for task, begun in self.in_flight.items() if unwanted is None or begun.drawn.order in unwanted]
+        tasks = [task for task, begun in self.in_flight.items() if unwanted is None or begun.order in unwanted]
         for task in tasks:
             # Before the cancellation: `_end` takes the cancellation of a group that it still knows for an error.
             del self.in_flight[task]
@@ -195,13 +182,36 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
             if late:
                 raise RuntimeError(f"{self._name} goes on {CANCELLED_SECONDS:g} s after it was cancelled: {late}")
 
-    def _begin(self, begun: GroupInFlight, coroutine: Coroutine[Any, Any, tuple[GroupT, bool]]) -> None:
-        """Run a coroutine that gives a group, and whether it is accepted."""
-        task = asyncio.create_task(coroutine)
-        self.in_flight[task] = begun
-        task.add_done_callback(self._end)
+    async def _run(self, context: RolloutContext) -> Ended[GroupT]:
+        try:
+            group: Any = await self._loop.answer(context.item, context)
+        finally:
+            context.calls.abort()
+        if group is None:
+            group = SampleGroup(context.order, context.item, FinishedGroup.empty(str(context.order)))
+            return Ended(group, False, context.version)
+        if isinstance(group, SampleGroup):
+            self._check(context, group)
+        return Ended(group, group.num_samples > 0 and self.settings.keeps(group), context.version)
 
-    def _end(self, task: asyncio.Task[tuple[GroupT, bool]]) -> None:
+    def _check(self, context: RolloutContext, group: SampleGroup) -> None:
+        """
+        Raises:
+            ValueError: a group that a loop has put together otherwise than it may.
+        """
+        size = self.settings.group_size
+        if len(group.rewards) != group.num_samples or group.num_samples != size or group.order != context.order:
+            raise ValueError(
+                f"{self._name} gave a group of {group.num_samples} samples with {len(group.rewards)} rewards; "
+                f"it must have {size} of each: use context.group and context.compute_rewards"
+            )
+        if group.prompt.token_ids != context.item.token_ids or group.finished.request_id != str(group.order):
+            raise ValueError(
+                f"{self._name} gave a group that context.group did not make of its prompt; its samples would be "
+                "trained after another context than they were sampled with"
+            )
+
+    def _end(self, task: asyncio.Task[Ended[GroupT]]) -> None:
         begun = self.in_flight.pop(task, None)
         error: BaseException | None = None
         if task.cancelled():
@@ -214,23 +224,23 @@ class GroupFlow(ABC, Generic[ItemT, GroupT]):
         if error is not None:
             self._error = self._error or error
         else:
-            group, kept = task.result()
-            if self._scores_itself:
-                self._progress.generated.append(group)
-            (self._progress.accepted if kept else self._progress.rejected).append(group)
+            self.ended.append(task.result())
         self._changed.set()
+
+    def _moves(self) -> tuple[int, int, int]:
+        """Numbers that change when anything moves."""
+        scored = 0 if self.rewards is None else self.rewards.num_calls
+        return self.engines.num_turns, scored, self.counts.total()
 
     def _stall_message(self, seconds: float) -> str:
         """The message of a stalled rollout: how many groups wait, and where the first of them do."""
-        lines = [
-            f"no {self._unit}, engine or reward has moved for {seconds:g} s; {len(self.in_flight)} {self._unit}s are "
-            "in flight"
-        ]
+        lines = [f"no group, engine or reward has moved for {seconds:g} s; {len(self.in_flight)} groups are in flight"]
         for task, begun in list(self.in_flight.items())[:3]:
             outer: Any = task.get_coro()
             frame = getattr(outer.cr_await, "cr_frame", None) or outer.cr_frame  # of the loop, if it is in it
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "its end"
-            lines.append(f"  {self._unit} {begun.drawn.order} ({begun.label}) waits at {place}")
+            label = ", ".join(map(str, list(begun.item.state_dict().values())[:2]))
+            lines.append(f"  group {begun.order} ({label}) waits at {place}")
         return "\n".join(lines)
 
 
@@ -245,11 +255,10 @@ class RolloutResult(Generic[GroupT]):
 
 
 async def collected(
-    flow: GroupFlow[ItemT, GroupT],
+    flow: GroupFlow[GroupT],
     count: int,
     num_additional: int,
     deadline: float,
-    rejected_by: str = "query_filter_config",
 ) -> RolloutResult[GroupT]:
     """``count`` groups of ``flow``, or all that there are; the rest is aborted.
 
@@ -257,7 +266,6 @@ async def collected(
         num_additional: groups to run beyond the need at any moment, so that a rejected one is replaced by one
             that is in flight already.
         deadline: seconds after which a wait in which nothing moves is given up.
-        rejected_by: key of the configuration that the groups' filter comes from, for messages.
 
     Raises:
         RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` groups for each wanted one were rejected.
@@ -266,16 +274,18 @@ async def collected(
     """
     first_draw = flow.next_order
     accepted: list[GroupT] = []
-    rejections = Rejections(rejected_by)
+    rejections = Rejections(flow.settings.filter_key)
     flow.start(count + num_additional)
     try:
         while len(accepted) < count and (flow.in_flight or not flow.exhausted):
-            progress = await flow.progress(deadline)
-            accepted += progress.accepted
-            for group in progress.rejected:
-                rejections.add(group)
+            rejected = rejections.count
+            for group, is_accepted, _ in await flow.progress(deadline):
+                if is_accepted:
+                    accepted.append(group)
+                else:
+                    rejections.add(group)
             missing = count - len(accepted) - len(flow.in_flight)
-            if progress.rejected and missing + num_additional > 0 and len(accepted) < count:
+            if rejections.count > rejected and missing + num_additional > 0 and len(accepted) < count:
                 rejections.check(count, len(accepted))
                 flow.start(missing + num_additional)
         # Counted before the abort below, which empties the flow.
@@ -315,27 +325,3 @@ def greedy(max_new_tokens: int, like: SamplingParams) -> SamplingParams:
         stop_strings=like.stop_strings,
         include_stop_str_in_output=like.include_stop_str_in_output,
     )
-
-
-@dataclass(frozen=True)
-class GroupSettings:
-    """Settings of answering and judging every prompt."""
-
-    group_size: int
-    """Samples of each prompt."""
-    params: SamplingParams
-    seed: int
-    """The run's. With the draw number of a prompt it gives the seed of the prompt's samples, so that a resumed run
-    samples what an uninterrupted run would have."""
-    filters: Mapping[str, GroupFilter] = field(default_factory=dict)
-    """By domain; a domain without one keeps every group."""
-
-    def params_of(self, order: int) -> SamplingParams:
-        """The sampling parameters with the seed of the prompt that was drawn as number ``order``."""
-        # Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw.
-        return replace(self.params, seed=(self.seed & 0x7FFFFFFF) << 32 | (order & 0xFFFFFFFF))
-
-    def keeps(self, group: SampleGroup) -> bool:
-        """True if the filter of its domain accepts a scored group."""
-        keep = self.filters.get(group.prompt.domain)
-        return keep is None or keep(group.scores())

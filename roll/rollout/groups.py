@@ -5,9 +5,9 @@ The columns are listed in ``docs/architecture.md``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,11 +21,15 @@ from roll.strategies.engines.requests import FinishReason, GenerationOutput, Gen
 
 
 class Group(Protocol):
-    """Samples that share a baseline."""
+    """Samples that share a baseline: those of a prompt (:class:`SampleGroup`), or episodes of a task."""
 
     @property
     def order(self) -> int:
         """Position in the order in which groups were drawn."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, or episodes in which something was sampled."""
 
     @property
     def error(self) -> str | None:
@@ -33,6 +37,12 @@ class Group(Protocol):
 
     def mean_score(self) -> float:
         """The mean of the scores that are there; NaN for a group without any."""
+
+    def versions(self) -> list[list[tuple[int, int]]]:
+        """Versions of the weights that sampled each sample, or episode, each with its number of tokens."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but its number, as plain values and arrays."""
 
 
 GroupT = TypeVar("GroupT", bound=Group)
@@ -114,10 +124,14 @@ class FinishedGroup:
         )
 
     @staticmethod
-    def refused(request_id: str, error: str) -> FinishedGroup:
+    def empty(request_id: str, error: str | None = None) -> FinishedGroup:
         """A group without samples."""
         none = np.zeros(0, dtype=np.int64)
         return FinishedGroup(request_id, none.astype(np.int32), none.astype(np.float32), none, [], [], [], error=error)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values and arrays; ``FinishedGroup(**state)`` undoes it."""
+        return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def split(self, flat: np.ndarray) -> list[np.ndarray]:
         """The per-sample views of one of the flat arrays."""
@@ -142,18 +156,6 @@ class EngineReport:
     """Time spent generating during the turn."""
     prompt_counts: tuple[int, int] = (0, 0)
     """Prompt tokens since the last report, and those of them that the engine's prefix cache had."""
-
-
-ItemT = TypeVar("ItemT")
-
-
-@dataclass(frozen=True)
-class Drawn(Generic[ItemT]):
-    """A prompt or task with the number of its draw."""
-
-    order: int
-    """Position in the order in which items were drawn."""
-    item: ItemT
 
 
 @dataclass(slots=True)
@@ -197,6 +199,19 @@ class SampleGroup:
     def scores(self) -> np.ndarray:
         """float32 (num_samples,); NaN where a sample has no reward."""
         return np.array([np.nan if r.score is None else r.score for r in self.rewards], dtype=np.float32)
+
+    def versions(self) -> list[list[tuple[int, int]]]:
+        return [[(version, end - first) for version, first, end in spans] for spans in self.finished.weight_versions]
+
+    def state_dict(self) -> dict[str, Any]:
+        rewards = [asdict(result) for result in self.rewards]
+        return self.prompt.state_dict() | {"finished": self.finished.state_dict(), "rewards": rewards}
+
+    @classmethod
+    def from_state(cls, order: int, prompt: PromptRow, state: Mapping[str, Any]) -> SampleGroup:
+        """The inverse of :meth:`state_dict`."""
+        rewards = [RewardResult(**result) for result in state["rewards"]]
+        return cls(order, prompt, FinishedGroup(**state["finished"]), rewards)
 
     @property
     def error(self) -> str | None:

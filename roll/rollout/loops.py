@@ -1,12 +1,18 @@
-"""Prompts in flight: a rollout loop, the built-in one or a user's own, makes a scored group of each, which a filter
-accepts or rejects."""
+"""Rollout loops, which make a scored group of a prompt or task: the built-in one, or a user's own.
+
+A loop's coroutine, or that of an episode's agent, does not outlive its process. A resumed run begins it again and leads
+it to where it was: requests that were complete are answered from the record, and an engine continues the samples of the
+others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,17 +20,18 @@ import numpy as np
 from roll.algorithms.registry import Registry
 from roll.datasets.types import PromptRow
 from roll.rollout.engines import EngineClient, Generation
-from roll.rollout.flow import GroupFlow, GroupInFlight, GroupSettings
-from roll.rollout.groups import Drawn, FinishedGroup, SampleGroup
-from roll.rollout.replay import NO_PROGRESS, progress_state, with_progress
+from roll.rollout.groups import FinishedGroup, SampleGroup
 from roll.rollout.rewarding import RewardClient
-from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
+
+State = dict[str, Any]
 
 
 class RolloutLoop(Protocol):
-    """Made once a run, without arguments; ``answer`` is called for every training prompt, many at a time."""
+    """Made once a run, without arguments if it is a user's; ``answer`` is called for every training prompt (or task of
+    :class:`~roll.rollout.episodes.EpisodeLoop`), many at a time."""
 
-    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+    async def answer(self, prompt: Any, context: RolloutContext) -> Any:
         """A scored group of ``context.group_size`` samples, or None for a prompt that is to be replaced by another.
 
         It may await anything: generations and rewards of ``context``, sleeps, subprocesses, HTTP, other coroutines.
@@ -46,24 +53,77 @@ class SingleTurn:
 rollout_loops: Registry[Callable[[], RolloutLoop]] = Registry("user_defined_rollout_loop_cls")
 
 
+@dataclass(frozen=True)
+class GroupSettings:
+    """Settings of every group."""
+
+    group_size: int
+    """Samples of each prompt, or episodes of each task."""
+    params: SamplingParams | None = None
+    """None: the loop brings its own."""
+    seed: int = 0
+    """The run's. With the draw number of a prompt it gives the seed of the prompt's samples, so that a resumed run
+    samples what an uninterrupted run would have."""
+    keeps: Callable[[Any], bool] = lambda group: True
+    """The filter of scored groups."""
+    filter_key: str = "query_filter_config"
+    """Key of the configuration that the filter comes from, for messages."""
+
+    def params_of(self, order: int) -> SamplingParams:
+        """The sampling parameters with the seed of the prompt that was drawn as number ``order``."""
+        assert self.params is not None
+        # Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw.
+        return replace(self.params, seed=(self.seed & 0x7FFFFFFF) << 32 | (order & 0xFFFFFFFF))
+
+
+class Flow(Protocol):
+    """The part of a flow that its groups share (:class:`~roll.rollout.flow.GroupFlow`)."""
+
+    engines: EngineClient
+    rewards: RewardClient | None
+    settings: GroupSettings
+    counts: Counter[str]
+
+
 @dataclass(eq=False, slots=True)
 class RolloutContext:
-    """The engines and rewards of the run, for one prompt."""
+    """A group in the making: the engines and rewards of the run, for one prompt or task."""
 
+    flow: Flow
     order: int
-    """Position in the order in which prompts were drawn."""
-    group_size: int
-    """Samples that the group must have."""
-    params: SamplingParams
-    """Sampling parameters of training."""
-    _engines: EngineClient
-    _rewards: RewardClient
-    _progress: Mapping[str, Any] | None = None
-    """Samples of the first request, in an earlier run."""
-    _prompt: PromptRow | None = None
-    _on_scoring: Callable[[SampleGroup], None] | None = None
-    _requests: dict[str, tuple[Generation, Sequence[int]]] = field(default_factory=dict)
-    """Every request with its context."""
+    """Position in the order in which prompts or tasks were drawn."""
+    item: Any
+    """The prompt or task."""
+    version: int = 0
+    """The weights that it was begun with: no token is older."""
+    recorded: Mapping[str, Any] = field(default_factory=dict)
+    """:attr:`state` in an earlier process."""
+    is_scoring: bool = False
+    """Its samples are there, and wait for rewards."""
+    params: SamplingParams = field(init=False)
+    """Sampling parameters of training, with the seed of the prompt; not for tasks, whose players have their own."""
+    calls: Calls = field(init=False)
+    state: Callable[[], State] = field(init=False)
+    """The samples so far, as plain values and arrays."""
+
+    def __post_init__(self) -> None:
+        if self.flow.settings.params is not None:
+            self.params = self.flow.settings.params_of(self.order)
+        self.calls = Calls(self.flow.engines, self.recorded)
+        self.state = self.calls.state_dict
+
+    @property
+    def oldest(self) -> int:
+        """Version of the weights of its oldest token, as far as is known."""
+        if not self.is_scoring:
+            return self.version
+        finished = (call.value.weight_versions for call in self.calls.made.values() if call.value is not None)
+        return min((span[0] for samples in finished for spans in samples for span in spans), default=self.version)
+
+    @property
+    def group_size(self) -> int:
+        """Samples that the group must have."""
+        return self.flow.settings.group_size
 
     def start(
         self, token_ids: Sequence[int], num_samples: int | None = None, params: SamplingParams | None = None
@@ -73,20 +133,17 @@ class RolloutContext:
         Each request of a prompt draws from random streams of its own, the first from those of the default loop. One
         that begins with the prompt's tokens has its images.
         """
-        own, number = params or self.params, len(self._requests)
-        if number or params is not None:
-            seed = self.params.seed
-            own = replace(own, seed=random.Random(f"{seed}/{number}").getrandbits(63) if number else seed)
-        name, prompt = f"{self.order}.{number}", self._prompt
-        vision = None if prompt is None else prompt.vision
-        if vision is not None and prompt is not None and list(token_ids[: len(prompt.token_ids)]) != prompt.token_ids:
+        own, number = self.params, self.calls.count
+        if number:
+            own = replace(params or own, seed=random.Random(f"{own.seed}/{number}").getrandbits(63))
+        elif params is not None:
+            own = replace(params, seed=own.seed)
+        vision = self.item.vision
+        if vision is not None and list(token_ids[: len(self.item.token_ids)]) != self.item.token_ids:
             vision = None
-        request = GenerationRequest(name, token_ids, own, num_samples or self.group_size, vision=vision)
-        if self._progress is not None and not number:
-            request = with_progress(request, self._progress)
-        generation = self._engines.submit(request)
-        self._requests[name] = generation, token_ids
-        return generation
+        self.is_scoring = False
+        name, count = f"{self.order}.{number}", num_samples or self.flow.settings.group_size
+        return self.calls.submit(GenerationRequest(name, token_ids, own, count, vision=vision))
 
     async def generate(
         self, token_ids: Sequence[int], num_samples: int | None = None, params: SamplingParams | None = None
@@ -108,8 +165,8 @@ class RolloutContext:
         """
         whole = []
         for part in parts:
-            if part.request_id in self._requests:
-                _, asked = self._requests[part.request_id]
+            if part.request_id in self.calls.made:
+                asked = self.calls.made[part.request_id].request.prompt_token_ids
             elif part.request_id == str(self.order):
                 asked = prompt.token_ids  # of a group that was put together before
             else:
@@ -130,14 +187,9 @@ class RolloutContext:
 
     async def compute_rewards(self, group: SampleGroup) -> SampleGroup:
         """``group`` with ``rewards`` from the reward workers of its prompt's domain."""
-        if self._on_scoring is not None:
-            self._on_scoring(group)
-        return await self._rewards.score(group)
-
-    @property
-    def in_flight(self) -> list[Generation]:
-        """Requests that are not finished."""
-        return [one for one, _ in self._requests.values() if not one.done]
+        assert self.flow.rewards is not None, "episodes bring their rewards"
+        self.is_scoring = True
+        return await self.flow.rewards.score(group)
 
 
 def _with_prefix(given: list[int], part: FinishedGroup) -> FinishedGroup:
@@ -168,8 +220,7 @@ def join_requests(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGr
     have_routes = all(len(part.routes) == len(part.lengths) for part in parts)
     return FinishedGroup(
         request_id=request_id,
-        # The empty arrays give a group of no parts (a loop returned None) its dtypes; concatenate refuses an empty
-        # list.
+        # The empty arrays are for a group of no parts, which the flow refuses: concatenate takes no empty list.
         token_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(part.token_ids for part in parts)]),
         log_probs=np.concatenate([np.zeros(0, dtype=np.float32), *(part.log_probs for part in parts)]),
         lengths=np.concatenate([np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)]),
@@ -181,108 +232,98 @@ def join_requests(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGr
     )
 
 
-DrawPrompts = Callable[[int], list[PromptRow]]
-"""Gives the next n prompts, or fewer when there are no more (validation)."""
-
-
-class PromptFlow(GroupFlow[PromptRow, SampleGroup]):
-    """Prompts in flight, between being drawn and being accepted or rejected: a coroutine each.
+class Calls:
+    """The requests of one coroutine, by name.
 
     Args:
-        first_draw: how many prompts were drawn before; continues the count of draws.
-        loop: makes a scored group of a prompt; None: :class:`SingleTurn`.
+        recorded: those of an earlier process (:meth:`state_dict`). They are answered as they were, as long as the
+            coroutine asks as it did; where it does not, the rest of them is forgotten.
     """
 
-    _unit = "prompt"
+    __slots__ = ("_engines", "_recorded", "_settled", "count", "made")
 
-    def __init__(
-        self,
-        engines: EngineClient,
-        rewards: RewardClient,
-        draw: DrawPrompts,
-        settings: GroupSettings,
-        first_draw: int,
-        loop: RolloutLoop | None = None,
-    ) -> None:
+    def __init__(self, engines: EngineClient, recorded: Mapping[str, Any] | None = None) -> None:
         self._engines = engines
-        self._rewards = rewards
-        self._settings = settings
-        self._loop = loop or SingleTurn()
-        self._is_own = self._scores_itself = loop is not None
-        super().__init__(f"{type(self._loop).__name__}.answer", draw, first_draw)
+        self._recorded: State = dict(recorded or {})
+        self._settled: State = {}
+        self.made: dict[str, Generation] = {}
+        """Requests, but for those of :meth:`answer` that are over."""
+        self.count = 0
 
-    def _start_group(self, drawn: Drawn[PromptRow], progress: Mapping[str, Any] | None = None) -> None:
-        """Answer a prompt, from where ``progress`` left its samples; a user's own loop starts over."""
-        size, params = self._settings.group_size, self._settings.params_of(drawn.order)
-        begun = None if self._is_own else progress
-        context = RolloutContext(drawn.order, size, params, self._engines, self._rewards, begun, drawn.item)
-        is_scored = False
+    def submit(self, request: GenerationRequest) -> Generation:
+        """Have a request generated in the background, unless the record has its answer."""
+        name, self.count = request.request_id, self.count + 1
+        known = self._recorded.pop(name, None)
+        if known is not None and known["prompt"] != _digest(request):
+            # Another prompt than before (tools may not be deterministic): the later records are of other prompts, too.
+            self._recorded, known = {}, None
+        if known is not None and "finished" in known:
+            value = FinishedGroup(**known["finished"])
+            generation = Generation(self._engines, name, request, done=True, value=value)
+        else:
+            generation = self._engines.submit(request if known is None else with_progress(request, known["progress"]))
+        self.made[name] = generation
+        return generation
 
-        def generated(group: SampleGroup) -> None:
-            nonlocal is_scored
-            if not is_scored:
-                is_scored = True
-                self._progress.generated.append(group)
-                self._changed.set()
+    async def answer(self, request: GenerationRequest) -> FinishedGroup:
+        """Have a request generated; of a conversation with many calls only digests of the prompts are kept."""
+        generation = self.submit(request)
+        if generation.done:  # from the record, which never waits: other coroutines get their turn here
+            await asyncio.sleep(0)
+        finished = await generation
+        assert finished is not None, "nobody else aborts it"
+        self._settled |= _call_state(self.made.pop(request.request_id))
+        return finished
 
-        def state() -> dict[str, Any] | None:
-            """Samples of its request as an engine last got or gave them."""
-            if is_scored or self._is_own:  # coroutines do not outlive their process
-                return None if is_scored else {}
-            in_flight = context.in_flight
-            return progress_state(in_flight[0].request) if in_flight else NO_PROGRESS
+    def abort(self) -> None:
+        """Discard what is not finished."""
+        if left := [generation for generation in self.made.values() if not generation.done]:
+            self._engines.abort(left)
 
-        # A user's loop may score in parts or not at all: its groups count as generated when they end.
-        if not self._is_own:
-            context._on_scoring = generated
-        self._begin(GroupInFlight(drawn, drawn.item.prompt_id, state), self._answer(drawn, context))
+    def state_dict(self) -> State:
+        """Every request with its samples, as an engine last got or gave them: plain values and arrays."""
+        state = self._recorded | self._settled
+        for generation in self.made.values():
+            state |= _call_state(generation)
+        return state
 
-    def _start_scoring(self, group: SampleGroup) -> None:
-        assert not self._is_own, "a loop's groups are scored when they are complete"
-        drawn = Drawn(group.order, group.prompt)
-        self._begin(GroupInFlight(drawn, drawn.item.prompt_id, lambda: None), self._score(group))
 
-    @property
-    def _moves(self) -> tuple[int, int]:
-        return self._engines.num_turns, self._rewards.num_calls
+def _call_state(generation: Generation) -> State:
+    """The record of a request by its name; empty for one that was aborted."""
+    request, value = generation.request, generation.value
+    entry: State = {"prompt": _digest(request)}
+    if not generation.done:
+        samples = {"partial": request.partial.values(), "finished": request.finished}
+        entry["progress"] = {name: [_sample_state(sample) for sample in found] for name, found in samples.items()}
+    elif value is not None:
+        entry["finished"] = value.state_dict()
+    else:
+        return {}
+    return {generation.name: entry}
 
-    async def _answer(self, drawn: Drawn[PromptRow], context: RolloutContext) -> tuple[SampleGroup, bool]:
-        """A prompt's group, and whether it is accepted."""
-        has_waited = asyncio.get_running_loop().create_future() if self._is_own else None
-        if has_waited is not None:
-            # Cancelled in the next pass of the event loop: a coroutine that ends before that has awaited nothing, so no
-            # engine can have answered it.
-            asyncio.get_running_loop().call_soon(has_waited.cancel)
-        try:
-            group = await self._loop.answer(drawn.item, context)
-        finally:
-            if left := context.in_flight:
-                self._engines.abort(left)
-        if has_waited is not None and not has_waited.done():
-            raise ValueError(f"{self._name} ended without waiting for anything: no sample was generated")
-        if group is None:
-            return SampleGroup(drawn.order, drawn.item, join_requests(str(drawn.order), [])), False
-        if self._is_own:
-            self._check(drawn, group)
-        return group, self._settings.keeps(group)
 
-    async def _score(self, group: SampleGroup) -> tuple[SampleGroup, bool]:
-        group = await self._rewards.score(group)
-        return group, self._settings.keeps(group)
+def _digest(request: GenerationRequest) -> str:
+    digest = hashlib.blake2b(np.asarray(request.prompt_token_ids, dtype=np.int64).tobytes(), digest_size=12)
+    if request.vision is not None:
+        digest.update(" ".join(request.vision.image_keys).encode())
+    return digest.hexdigest()
 
-    def _check(self, drawn: Drawn[PromptRow], group: SampleGroup) -> None:
-        """
-        Raises:
-            ValueError: a group that a loop of the user's own has put together otherwise than it may.
-        """
-        size = self._settings.group_size
-        if len(group.rewards) != group.num_samples or group.num_samples != size or group.order != drawn.order:
-            raise ValueError(
-                f"{self._name} gave a group of {group.num_samples} samples with {len(group.rewards)} rewards; "
-                f"it must have {size} of each: use context.group and context.compute_rewards"
-            )
-        if group.prompt.token_ids != drawn.item.token_ids or group.finished.request_id != str(group.order):
-            raise ValueError(
-                f"{self._name} gave a group that context.group did not make of its prompt; its samples would be "
-                "trained after another context than they were sampled with"
-            )
+
+def with_progress(request: GenerationRequest, state: Mapping[str, Any]) -> GenerationRequest:
+    """``request`` with the samples that it had; sampling parameters are the configuration's."""
+    partial, finished = (
+        [
+            GenerationOutput(request.request_id, **{**entry, **{name: entry[name].tolist() for name in _ARRAYS}})
+            for entry in state[name]
+        ]
+        for name in ("partial", "finished")
+    )
+    return replace(request, partial={one.sample_index: one for one in partial}, finished=tuple(finished))
+
+
+_ARRAYS = {"token_ids": np.int32, "log_probs": np.float32}
+
+
+def _sample_state(sample: GenerationOutput) -> State:
+    state = {item.name: getattr(sample, item.name) for item in fields(sample) if item.name != "request_id"}
+    return state | {name: np.asarray(state[name], dtype) for name, dtype in _ARRAYS.items()}

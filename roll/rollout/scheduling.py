@@ -3,54 +3,87 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Generic
 
-from roll.rollout.engines import EngineClient, Generation
-from roll.rollout.flow import GroupFlow, Progress, Rejections
-from roll.rollout.groups import GroupT, ItemT
-from roll.rollout.replay import ReplayBuffer
+from roll.config.plan.plan import RunAhead
+from roll.datasets.types import PromptRow
+from roll.rollout.engines import Generation
+from roll.rollout.flow import Ended, GroupFlow, Rejections
+from roll.rollout.groups import GroupT, SampleGroup
+from roll.rollout.loops import RolloutContext
 
 
-class AsyncScheduler(Generic[ItemT, GroupT]):
-    """Begins groups as the buffer has room for them, and hands out the groups of each step.
+@dataclass(frozen=True)
+class GroupCodec(Generic[GroupT]):
+    """Prompts (or tasks) and groups from their states."""
+
+    item_from: Callable[[Mapping[str, Any]], Any]
+    group_from: Callable[[int, Any, Mapping[str, Any]], GroupT]
+    """Takes number, prompt and state of a group."""
+
+
+def prompt_codec(find: Callable[[str, str], PromptRow]) -> GroupCodec[SampleGroup]:
+    """The codec of prompts; ``find`` gives one by its domain and its id, the mark of its epoch included."""
+    return GroupCodec(lambda state: find(state["domain"], state["prompt_id"]), SampleGroup.from_state)
+
+
+@dataclass
+class Ledger:
+    """Groups since the run began. What was drawn and has not left in one of these ways is still held."""
+
+    drawn: int = 0
+    trained: int = 0
+    filtered: int = 0
+    """Rejected by ``query_filter_config``."""
+    stale: int = 0
+    """Given up because a token was older than training allows."""
+
+
+class AsyncScheduler(Generic[GroupT]):
+    """Begins groups as there is room for them, and hands out the groups of each step, the oldest first.
 
     :meth:`keep_going` runs in the background: groups continue, and others begin, whenever the event loop runs.
 
     Args:
+        ahead: how many groups are begun, and how old they may become.
+        codec: reads what checkpoints hold.
         num_steps: steps of the run; no group is begun that none of them needs.
         deadline: seconds after which a wait in which nothing moves is given up.
         in_flight: weights are exchanged while samples are partial, which then continue with the new ones; False: the
             samples in flight are finished first.
         takes_turns: other roles have the engines' devices between two :meth:`collect`: what is partial when a step has
             its groups is taken back from the engines, and continues with the next step's weights.
-        rejected_by: key of the configuration that the groups' filter comes from, for messages.
     """
 
     def __init__(
         self,
-        engines: EngineClient,
-        flow: GroupFlow[ItemT, GroupT],
-        buffer: ReplayBuffer[ItemT, GroupT],
+        flow: GroupFlow[GroupT],
+        ahead: RunAhead,
+        codec: GroupCodec[GroupT],
         num_steps: int,
         deadline: float,
         in_flight: bool = True,
         takes_turns: bool = False,
-        rejected_by: str = "query_filter_config",
     ) -> None:
-        self._engines = engines
+        self._engines = flow.engines
         self._flow = flow
+        self._ahead = ahead
+        self._codec = codec
         self._num_steps = num_steps
         self._deadline = deadline
         self._in_flight = in_flight
         self._takes_turns = takes_turns
         self._recalled: list[Generation] = []
-        self._version = 0
         self._taken_at_version = 0
         self._may_begin = False
-        self._rejections = Rejections(rejected_by)
+        self._rejections = Rejections(flow.settings.filter_key)
         self._changed = asyncio.Event()
-        self.buffer = buffer
+        self._ready: dict[int, tuple[GroupT, int]] = {}
+        """Accepted groups, each with the version of its oldest token."""
+        self.ledger = Ledger()
 
     async def keep_going(self) -> None:
         """Act on whatever becomes of groups, for as long as the run lasts.
@@ -61,6 +94,7 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         """
         while True:
             self._absorb(await self._flow.progress())
+            self._rejections.check(self._ahead.prompts_per_step, len(self._ready))
             self._fill()
 
     async def collect(self, step: int) -> list[GroupT]:
@@ -73,13 +107,11 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         self._engines.resubmit(recalled)
         await self._engines.resume()
         self._absorb(self._flow.take())
-        # After the flow was absorbed: a group complete there but "generating" here would be dropped, and its event
-        # would find no entry later.
-        await self._flow.abort(self.buffer.drop_stale(step))
+        await self._drop_stale(step)
         self._may_begin = True
         self._fill()
-        await self._wait_until(lambda: self.buffer.can_take(step))
-        groups = self.buffer.take(step)
+        await self._wait_until(lambda: self._can_take(step))
+        groups = self._take(step)
         # They keep their room until the next exchange: groups begun in their place would still have these weights, and
         # be a step older when trained (arXiv 2505.24298, eq. 3).
         self._taken_at_version += len(groups)
@@ -103,7 +135,7 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
 
     def exchanged(self, version: int) -> None:
         """The engines have the weights of ``version``."""
-        self._version = version
+        self._flow.version = version
         self._taken_at_version = 0
 
     async def free_engines(self) -> None:
@@ -112,12 +144,17 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         await self._take_back()
         await self._engines.resume()
 
+    def counts(self) -> dict[str, int]:
+        """The ledger and where the rest is; ``drawn`` is the sum of the others."""
+        scoring = sum(context.is_scoring for context in self._flow.in_flight.values())
+        held = {"generating": len(self._flow.in_flight) - scoring, "scoring": scoring + len(self._flow.ended)}
+        return asdict(self.ledger) | held | {"ready": len(self._ready)}
+
     async def state_dict(self) -> dict[str, Any]:
         """Everything that is held, unfinished samples with their tokens so far: plain values and arrays. The engines
         are interrupted for it, and continue."""
         # Recalled before the flow is absorbed: the turns that end for it may complete groups.
         recalled = await self._engines.recall()
-        self._absorb(self._flow.take())
         state = self.state_between_steps()
         self._engines.resubmit(recalled)
         return state
@@ -125,15 +162,67 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
     def state_between_steps(self) -> dict[str, Any]:
         """Like :meth:`state_dict`, without a call to the engines: samples have what they had when an engine last got
         them."""
-        known = self._flow.progress_state()
-        nothing = self.buffer.codec.no_progress
-        return self.buffer.state_dict({order: known.get(order, nothing) for order in self.buffer.generating})
+        self._absorb(self._flow.take())
+        return {
+            "ledger": asdict(self.ledger),
+            "unfinished": [
+                {
+                    "order": context.order,
+                    "version": context.version,
+                    "item": context.item.state_dict(),
+                    "progress": context.state(),
+                }
+                for context in self._flow.in_flight.values()
+            ],
+            "complete": [
+                group.state_dict() | {"order": order, "version": version}
+                for order, (group, version) in self._ready.items()
+            ],
+        }
 
     async def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken; before the first :meth:`collect`."""
         # Until the first exchange the engines have the weights of the run's start: nothing may be sampled with those.
         self._engines.hold()
-        self._flow.resume(*self.buffer.load_state_dict(state))
+        self.ledger = Ledger(**state["ledger"])
+        for entry in state["unfinished"]:
+            item, order, version = self._codec.item_from(entry["item"]), int(entry["order"]), int(entry["version"])
+            self._flow.begin(RolloutContext(self._flow, order, item, version, entry["progress"]))
+        for entry in state["complete"]:
+            group = self._codec.group_from(int(entry["order"]), self._codec.item_from(entry), entry)
+            self._ready[group.order] = group, int(entry["version"])
+
+    def check(self) -> None:
+        """Assert that every drawn group has left once or is held in exactly one place."""
+        counts = self.counts()
+        assert counts.pop("drawn") == sum(counts.values()), counts
+
+    def _can_take(self, step: int) -> bool:
+        """See :meth:`RunAhead.can_be_taken`."""
+        if len(self._ready) < self._ahead.prompts_per_step:
+            return False
+        ready = Counter(version for _, version in self._ready.values())
+        unfinished = Counter(context.oldest for context in self._flow.in_flight.values())
+        return self._ahead.can_be_taken(step, ready, unfinished)
+
+    def _take(self, step: int) -> list[GroupT]:
+        """The groups of a step, those with the oldest tokens first chosen, in the order in which they were drawn."""
+        # Oldest first: `RunAhead.can_be_taken` counts on it when it promises that no held group becomes too old.
+        by_age = sorted(self._ready, key=lambda order: (self._ready[order][1], order))
+        groups = [self._ready.pop(order) for order in sorted(by_age[: self._ahead.prompts_per_step])]
+        assert not any(self._ahead.is_too_old(version, step) for _, version in groups), "stale groups must have left"
+        self.ledger.trained += len(groups)
+        return [group for group, _ in groups]
+
+    async def _drop_stale(self, step: int) -> None:
+        """Give up what is too old for ``step`` and for all steps after it."""
+        stale = [order for order, (_, version) in self._ready.items() if self._ahead.is_too_old(version, step)]
+        for order in stale:
+            del self._ready[order]
+        in_flight = self._flow.in_flight.values()
+        unfinished = [context.order for context in in_flight if self._ahead.is_too_old(context.oldest, step)]
+        await self._flow.abort(unfinished)
+        self.ledger.stale += len(stale) + len(unfinished)
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -150,25 +239,24 @@ class AsyncScheduler(Generic[ItemT, GroupT]):
         self._recalled += await self._engines.recall()
         await self._engines.pause()
 
-    def _absorb(self, progress: Progress[GroupT]) -> None:
-        for group in progress.generated:
-            self.buffer.generated(group)
-        for group in progress.accepted:
-            self.buffer.scored(group, accepted=True)
-        for group in progress.rejected:
-            if self.buffer.scored(group, accepted=False):
+    def _absorb(self, ended: Sequence[Ended[GroupT]]) -> None:
+        for group, is_accepted, begun in ended:
+            if is_accepted:
+                versions = (version for sample in group.versions() for version, _ in sample)
+                # A group in which nothing was sampled is as old as its beginning.
+                self._ready[group.order] = group, min(versions, default=begun)
+            else:
+                self.ledger.filtered += 1
                 self._rejections.add(group)
-        if progress.rejected:
-            self._rejections.check(self.buffer.ahead.prompts_per_step, self.buffer.num_ready)
         self._changed.set()
 
     def _fill(self) -> None:
         """Begin as many groups as there is room for."""
         if not self._may_begin:
             return
-        ahead = self.buffer.ahead
-        needed = (self._num_steps - self._version) * ahead.prompts_per_step + ahead.num_additional
-        count = min(ahead.capacity, needed) - self._taken_at_version - self.buffer.num_held
+        ahead, version = self._ahead, self._flow.version
+        needed = (self._num_steps - version) * ahead.prompts_per_step + ahead.num_additional
+        held = len(self._flow.in_flight) + len(self._flow.ended) + len(self._ready)
+        count = min(ahead.capacity, needed) - self._taken_at_version - held
         if count > 0:
-            for drawn in self._flow.start(count):
-                self.buffer.begin(drawn, self._version)
+            self.ledger.drawn += self._flow.start(count)

@@ -83,7 +83,7 @@ class GenerationWorker(Worker):
         for output in self.engine.running(request_ids) if request_ids else []:
             progress[output.request_id].append(output)
         return EngineReport(
-            groups=[*(FinishedGroup.refused(*failure) for failure in refused.items()), *self._pack(complete)],
+            groups=[*(FinishedGroup.empty(*failure) for failure in refused.items()), *self._pack(complete)],
             recalled=recalled,
             progress=progress,
             num_unfinished=self.engine.num_unfinished,

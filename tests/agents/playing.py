@@ -10,8 +10,11 @@ from typing import Any
 
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.endpoint import AgentEndpoint
-from roll.agents.episode import Agent, Episode, Limits, Model, Sample, Sampled, Task, run_episode
+from roll.agents.episode import Agent, Episode, Limits, Model, Sample, Task, run_episode
 from roll.agents.session import Session
+from roll.rollout.groups import FinishedGroup
+from roll.strategies.engines.requests import FinishReason
+from tests.support.episodes import sampled
 
 
 class Recorded:
@@ -22,10 +25,10 @@ class Recorded:
         self.turns: list[tuple[list[int], list[int]]] = []
         self.options: list[Mapping[str, Any]] = []
 
-    async def __call__(self, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> Sampled:
+    async def __call__(self, prompt_ids: list[int], max_new_tokens: int, options: Mapping[str, Any]) -> FinishedGroup:
         await asyncio.sleep(0)
         said = self.choose(self.template.decode(prompt_ids))
-        reason = "stop"
+        reason: FinishReason = "stop"
         if isinstance(said, str):
             ids = self.template.encode(said)
             if len(ids) >= max_new_tokens:
@@ -36,7 +39,7 @@ class Recorded:
             ids, reason = said
         self.turns.append((list(prompt_ids), ids))
         self.options.append(dict(options))
-        return Sampled(ids, [-0.5] * len(ids), [len(self.turns)] * len(ids), reason)
+        return sampled(ids, [-0.5] * len(ids), len(self.turns), reason)
 
     def prompts(self) -> list[list[int]]:
         return [prompt for prompt, _ in self.turns]

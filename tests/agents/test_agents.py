@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,7 +29,6 @@ from roll.agents.tools import ToolError
 from roll.agents.verifiers import RewardVerifier
 from roll.pipelines.agentic.metrics import episode_metrics
 from roll.pipelines.agentic.players import close_agents
-from roll.rollout.episodes import episode_from, episode_state
 from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, opened, played
 from tests.agents.templates import WRITTEN_HERE, Family, published
 from tests.support.processes import have_ended
@@ -85,7 +83,7 @@ def test_numbers_of_turns_and_of_whole_episodes(template: ChatTemplate) -> None:
     shown = episode_metrics([EpisodeGroup(0, calls.task, [calls, answers])])
     assert (len(calls.calls), len(answers.calls)) == (2, 1)
     assert (shown["env/t/tool_calls"].value(), shown["env/t/seen"].value()) == (0.25, 1.0)
-    again = episode_from(episode_state(calls), calls.task, SimpleNamespace(template=template, thinking="keep"))  # type: ignore[arg-type]
+    again = Episode.from_state(calls.state_dict(), calls.task, template, "keep")
     assert (again.metrics, again.over_turns) == (calls.metrics, calls.over_turns)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from roll.agents.episode import Limits, Sampled
+from roll.agents.episode import Limits
+from roll.rollout.groups import FinishedGroup
 from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, opened
 from tests.agents.templates import WRITTEN_HERE, Family, published
 
@@ -272,7 +273,7 @@ async def test_a_hot_untrained_model_behind_the_clients() -> None:
     engine = GenerationEngine(decoder, tokenizer.decode, tuple(template.end_tokens), 4, 4096)
     recorded = Recorded(template, lambda _: "")
 
-    async def sample(prompt_ids: list[int], max_new_tokens: int, options: Any) -> Sampled:
+    async def sample(prompt_ids: list[int], max_new_tokens: int, options: Any) -> FinishedGroup:
         await asyncio.sleep(0)
         name = str(len(recorded.turns))
         params = SamplingParams(min(max_new_tokens, 24), temperature=2.0, seed=len(recorded.turns))
@@ -281,8 +282,7 @@ async def test_a_hot_untrained_model_behind_the_clients() -> None:
             pass
         (output,) = done
         recorded.turns.append((list(prompt_ids), output.token_ids))
-        versions = [0] * len(output.token_ids)
-        return Sampled(output.token_ids, output.log_probs, versions, output.finish_reason)
+        return FinishedGroup.from_samples([output], [""])
 
     async with (
         opened(recorded, sample=sample) as (endpoint, session),

@@ -13,10 +13,12 @@ import pytest
 from examples.tiny_agentic.games import GuessNumber
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
-from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
+from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task, run_episode
 from roll.environments.frozen_lake import FrozenLake
 from roll.pipelines.agentic.metrics import episode_metrics
+from roll.rollout.groups import FinishedGroup
 from tests.agents.playing import Recorded
+from tests.support.episodes import sampled
 
 
 def play(
@@ -264,7 +266,7 @@ def test_faults_of_agents_are_outcomes_and_those_of_engines_are_not(template: Ch
             await model.chat([{"role": "user", "content": "x"}])
             raise KeyError("oops")
 
-    async def lost(*_: Any) -> Sampled:
+    async def lost(*_: Any) -> FinishedGroup:
         raise ConnectionError("no engine")
 
     limits = Limits()
@@ -276,7 +278,7 @@ def test_faults_of_agents_are_outcomes_and_those_of_engines_are_not(template: Ch
 
 
 def test_time_limit(template: ChatTemplate) -> None:
-    async def slow(*_: Any) -> Sampled:
+    async def slow(*_: Any) -> FinishedGroup:
         await asyncio.sleep(60)
         raise AssertionError
 
@@ -345,10 +347,10 @@ def test_turns_within_one_message(template: ChatTemplate, ends: tuple[bool, ...]
     said = [[*template.encode(f"<search>{number}</search>"), *[eos] * end] for number, end in enumerate(ends)]
     prompts: list[list[int]] = []
 
-    async def engine(prompt_ids: list[int], most: int, options: Mapping[str, Any]) -> Sampled:
+    async def engine(prompt_ids: list[int], most: int, options: Mapping[str, Any]) -> FinishedGroup:
         prompts.append(list(prompt_ids))
         ids = said[len(prompts) - 1]
-        return Sampled(list(ids), [-1.0] * len(ids), [len(prompts)] * len(ids), "stop")
+        return sampled(list(ids), version=len(prompts))
 
     limits = Limits(context=10_000)
     agent = EnvironmentAgent("env", Searching, EnvironmentOptions(context="response"))

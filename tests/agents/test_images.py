@@ -7,8 +7,7 @@ import asyncio
 import base64
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from roll.agents.agent_options import VerlOptions
 from roll.agents.chat_ids import ChatTemplate, TemplateError
 from roll.agents.conversation import Conversations
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions, _filled_content
-from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Sampled, Task, run_episode
+from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task, run_episode
 from roll.agents.images import ChatImages
 from roll.agents.registry import make_verifier
 from roll.agents.session import Session
@@ -28,11 +27,15 @@ from roll.environments.base import BrokenContract, read_reset, read_step
 from roll.environments.frozen_lake import FrozenLake
 from roll.environments.sokoban import Sokoban
 from roll.protocol.vision import IMAGES, VisionInputs
+from roll.rollout.engines import Generation
 from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EngineSampler, Player, episode_from, episode_state
+from roll.rollout.episodes import EngineSampler
+from roll.rollout.groups import FinishedGroup
+from roll.rollout.loops import Calls
 from roll.serving.dialects.chat import read_chat
 from roll.serving.http import BadRequest, Refusal
 from roll.strategies.engines.requests import SamplingParams
+from tests.support.episodes import sampled
 from tests.vision_models import PROCESSING, tokenizer, video_processing
 
 LAKE = {"size": 3, "p": 0.9, "max_steps": 4, "render_mode": "rgb_array", "cell_pixels": 16}
@@ -49,10 +52,10 @@ class Walker:
 
     async def __call__(
         self, prompt_ids: list[int], most: int, options: Mapping[str, Any], vision: VisionInputs | None = None
-    ) -> Sampled:
+    ) -> FinishedGroup:
         self.prompts.append((prompt_ids, vision))
         ids = [*self.template.encode(self.text), *self.template.end_tokens]
-        return Sampled(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
+        return sampled(ids)
 
 
 @pytest.fixture(scope="module")
@@ -152,10 +155,9 @@ def test_rows_of_a_batch_have_their_images(template: ChatTemplate) -> None:
 
 def test_a_stored_episode_has_its_images(template: ChatTemplate, tmp_path: Path) -> None:
     episode = play(template, Walker(template), system="Play.")
-    save_state(tmp_path / "state", episode_state(episode))
+    save_state(tmp_path / "state", episode.state_dict())
     state = load_state(tmp_path / "state")
-    player = Player(None, template, Limits(), SamplingParams(max_new_tokens=4))  # type: ignore[arg-type]
-    again = episode_from(state, episode.task, player)
+    again = Episode.from_state(state, episode.task, template, "keep")
     assert [call.images for call in again.calls] == [call.images for call in episode.calls]
     call = again.calls[-1]
     ids, vision = again.conversations.prompt_ids(call), again.conversations.vision(call)
@@ -169,25 +171,24 @@ def test_requests_of_an_engine_have_the_images(template: ChatTemplate) -> None:
         def __init__(self) -> None:
             self.requests: list[Any] = []
 
-        async def submit(self, request: Any) -> Any:
+        def submit(self, request: Any) -> Any:
             self.requests.append(request)
-            ids, log_probs = np.array([7]), np.array([-1.0])
-            sampled = {"token_ids": ids, "log_probs": log_probs, "finish_reasons": ["stop"]}
-            return SimpleNamespace(**sampled, weight_versions=[[(0, 0, 1)]])
+            return Generation(cast(Any, self), request.request_id, request, done=True, value=sampled([7]))
 
-    async def asked(call: Any, recorded: Any = None) -> tuple[Engines, EngineSampler]:
+    async def asked(call: Any, recorded: Any = None) -> tuple[Engines, Calls]:
         engines = Engines()
-        sampler = EngineSampler(engines, "e", SamplingParams(max_new_tokens=4), recorded)  # type: ignore[arg-type]
+        calls = Calls(cast(Any, engines), recorded)
+        sampler = EngineSampler(calls, "e", SamplingParams(max_new_tokens=4))
         await sampler(conversations.prompt_ids(call), 4, {}, conversations.vision(call))
-        return engines, sampler
+        return engines, calls
 
     conversations = Conversations(template)
     begun = [FrozenLake(**LAKE).reset(seed) for seed in (1, 2)]
     first, second = (conversations.ask(read_reset("lake", one).observation) for one in begun)
     assert first.new_ids == second.new_ids and first.images != second.images
-    engines, sampler = asyncio.run(asked(first))
+    engines, calls = asyncio.run(asked(first))
     assert engines.requests[0].vision.images == first.images
-    recorded = sampler.state_dict()
+    recorded = calls.state_dict()
     assert not asyncio.run(asked(first, recorded))[0].requests
     assert asyncio.run(asked(second, recorded))[0].requests[0].vision.images == second.images
 

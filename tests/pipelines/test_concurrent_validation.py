@@ -15,8 +15,8 @@ from roll.config.roles import GeneratingArguments
 from roll.distributed import WorkerDied
 from roll.pipelines.rlvr.pipeline import Validation, answer_rows, validate
 from roll.pipelines.rlvr.plan import ValidationSet
-from roll.rollout.flow import GroupSettings
 from roll.rollout.groups import SampleGroup
+from roll.rollout.loops import GroupSettings
 from tests.pipelines.conftest import Run
 from tests.rollout.test_asynchronous import Bench, bench, longest_is_even, row  # noqa: F401  a fixture
 from tests.rollout.token_engines import LONGEST

@@ -19,11 +19,11 @@ from roll.pipelines.sample_records import Notes, sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupSettings
+from roll.rollout.flow import GroupFlow
 from roll.rollout.groups import SampleGroup, build_batch
-from roll.rollout.loops import PromptFlow
-from roll.rollout.replay import PromptCodec
+from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import RewardClient
+from roll.rollout.scheduling import prompt_codec
 from roll.tracking import SampleTable
 from tests.rollout.fake_clusters import FakeRewards
 from tests.rollout.test_asynchronous import GROUP_SIZE, PARAMS, longest_is_even, row
@@ -32,13 +32,13 @@ from tests.rollout.token_engines import TokenEngines
 PROMPTS = 4
 
 
-class Rows(RolloutSource[PromptRow, SampleGroup]):
+class Rows(RolloutSource[SampleGroup]):
     def __init__(self, engines: EngineClient) -> None:
         self.numbers = count()
         rewards = RewardClient({"d": FakeRewards(longest_is_even, world_size=2, rng=random.Random(1))})  # type: ignore[dict-item]
         settings = GroupSettings(GROUP_SIZE, PARAMS, seed=5)
-        self.flow = PromptFlow(engines, rewards, self.draw, settings, 0)
-        self.codec = PromptCodec(lambda domain, name: row(int(name[1:])))
+        self.flow = GroupFlow(engines, rewards, self.draw, settings, 0)
+        self.codec = prompt_codec(lambda domain, name: row(int(name[1:])))
 
     def draw(self, number: int) -> list[PromptRow]:
         return [row(next(self.numbers)) for _ in range(number)]
@@ -59,7 +59,7 @@ class Rows(RolloutSource[PromptRow, SampleGroup]):
         self.numbers = count(int(state["num_drawn"]))
 
 
-def made(ratio: float, cluster: TokenEngines) -> EngineRollout[PromptRow, SampleGroup]:
+def made(ratio: float, cluster: TokenEngines) -> EngineRollout[SampleGroup]:
     engines = EngineClient(cluster, max_running_requests=5)  # type: ignore[arg-type]
     config: Any = SimpleNamespace(max_steps=20, rpc_timeout=5.0, partial_rollout=True)
     plan: Any = SimpleNamespace(

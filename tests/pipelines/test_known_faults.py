@@ -7,7 +7,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -470,12 +469,12 @@ def test_evaluate_03_one_deadline_for_the_whole_set(tmp_path: Path, monkeypatch:
             deadlines.append(seconds)
             open_at_once.append(len(self.in_flight))
             self.in_flight.pop()
-            return SimpleNamespace(accepted=[], rejected=[])
+            return []
 
         async def abort(self) -> None:
             pass
 
-    monkeypatch.setattr("roll.pipelines.evaluate.pipeline.PromptFlow", Flow)
+    monkeypatch.setattr("roll.pipelines.evaluate.pipeline.GroupFlow", Flow)
     pipeline = EvaluatePipeline(loaded)
     pipeline.prompts, pipeline.scorers = {"": range(20)}, Scorers()  # type: ignore[dict-item]
     (model, way) = next(models_of(loaded.config)), pipeline.plan.passes[0]

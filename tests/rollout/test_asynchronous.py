@@ -19,13 +19,12 @@ from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop, WorkerDied
 from roll.rollout.engines import EngineClient
-from roll.rollout.filters import build_filter
-from roll.rollout.flow import GroupSettings, RolloutExhausted, collected
-from roll.rollout.groups import Drawn, SampleGroup
-from roll.rollout.loops import PromptFlow, RolloutLoop
-from roll.rollout.replay import PromptCodec, ReplayBuffer
+from roll.rollout.filters import build_filter, by_domain
+from roll.rollout.flow import GroupFlow, RolloutExhausted, collected
+from roll.rollout.groups import SampleGroup
+from roll.rollout.loops import GroupSettings, RolloutContext, RolloutLoop
 from roll.rollout.rewarding import RewardClient
-from roll.rollout.scheduling import AsyncScheduler
+from roll.rollout.scheduling import AsyncScheduler, prompt_codec
 from roll.strategies.engines.requests import SamplingParams
 from tests.rollout.fake_clusters import SLOWEST, FakeRewards
 from tests.rollout.token_engines import LONGEST, TokenEngines, response
@@ -69,16 +68,16 @@ class Bench:
     def build(self, first_draw: int) -> None:
         numbers = count(first_draw)
         filters = {"d": build_filter("std_filter", {})} if self.filtered else {}
-        settings = GroupSettings(GROUP_SIZE, PARAMS, seed=5, filters=filters)
+        settings = GroupSettings(GROUP_SIZE, PARAMS, 5, by_domain(filters))
         self.close()
         self.driver = DriverLoop(None if self.real_time else Clock())
         self.client = EngineClient(self.engines, max_running_requests=5)
         self.router = RewardClient({"d": self.rewards})
         draw = lambda n: [row(next(numbers)) for _ in range(n)]  # noqa: E731
-        self.flow = PromptFlow(self.client, self.router, draw, settings, first_draw, self.loop)
-        buffer = ReplayBuffer(self.ahead, PromptCodec(lambda domain, name: row(int(name[1:]))))
+        self.flow = GroupFlow(self.client, self.router, draw, settings, first_draw, self.loop)
+        codec = prompt_codec(lambda domain, name: row(int(name[1:])))
         self.scheduler = AsyncScheduler(
-            self.client, self.flow, buffer, self.steps, 1.0, in_flight=self.in_flight, takes_turns=self.takes_turns
+            self.flow, self.ahead, codec, self.steps, 1.0, in_flight=self.in_flight, takes_turns=self.takes_turns
         )
         self.driver.spawn(self.scheduler.keep_going())
 
@@ -96,7 +95,7 @@ class Bench:
 
     @property
     def counts(self) -> dict[str, int]:
-        return self.scheduler.buffer.counts()
+        return self.scheduler.counts()
 
     def step(self, step: int) -> list[SampleGroup]:
         self.exchange(step)
@@ -128,7 +127,7 @@ class Bench:
                 versions = [version for version, _, _ in spans]
                 assert versions == sorted(versions)
                 assert step - self.ahead.max_lag <= versions[0] <= versions[-1] <= step
-        self.scheduler.buffer.check()
+        self.scheduler.check()
         counts = self.counts
         assert counts["trained"] == (step + 1) * self.batch
         left = ("trained", "filtered", "stale", "generating", "scoring", "ready")
@@ -228,13 +227,13 @@ def test_a_fraction_of_each_batch_is_begun_ahead(bench: Any, ratio: float, behin
     """Which steps' weights the prompts of a step were begun with, on engines that answer all in order."""
     one = bench(ratio=ratio, steps=8)
     begun: dict[int, int] = {}
-    begin = one.scheduler.buffer.begin
+    begin = one.flow.begin
 
-    def note(opened: Drawn[PromptRow], version: int) -> None:
-        begun[opened.order] = version
-        begin(opened, version)
+    def note(context: RolloutContext) -> None:
+        begun[context.order] = context.version
+        begin(context)
 
-    one.scheduler.buffer.begin = note
+    one.flow.begin = note
     for step in range(one.steps):
         groups = one.step(step)
         if ratio <= 1 and step > 1:
@@ -303,7 +302,7 @@ def validate(one: Bench, version: int) -> None:
     rows = iter(range(6))
     one.driver.run(one.scheduler.free_engines())
     draw = lambda n: [row(next(rows)) for _ in range(n)]  # noqa: E731
-    flow = PromptFlow(one.client, one.router, draw, GroupSettings(2, PARAMS, 1), 0)
+    flow = GroupFlow(one.client, one.router, draw, GroupSettings(2, PARAMS, 1), 0)
     result = one.driver.run(collected(flow, 6, 0, deadline=1.0))
     assert orders(result.groups) == list(range(6))
     versions = {span[0] for group in result.groups for spans in group.finished.weight_versions for span in spans}

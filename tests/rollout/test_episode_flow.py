@@ -22,9 +22,9 @@ from roll.environments.frozen_lake import FrozenLake
 from roll.environments.off_loop import EnvironmentProcesses, RemoteEnvironment, call_off_loop, in_own_process
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
-from roll.rollout.flow import RolloutExhausted, RolloutResult, collected
-from roll.rollout.replay import ReplayBuffer
+from roll.rollout.episodes import EpisodeLoop, Player, episode_codec
+from roll.rollout.flow import GroupFlow, RolloutExhausted, RolloutResult, collected
+from roll.rollout.loops import GroupSettings
 from roll.rollout.routing import ConversationAffinityRouter
 from roll.rollout.scheduling import AsyncScheduler
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
@@ -47,7 +47,13 @@ class Lakes:
     """A flow on engines that say a move drawn from the seed of the call, on a simulated clock."""
 
     def __init__(
-        self, template: ChatTemplate, make: Any = None, seed: int = 0, thought: str = "", **settings: Any
+        self,
+        template: ChatTemplate,
+        make: Any = None,
+        seed: int = 0,
+        thought: str = "",
+        keeps: Any = None,
+        **options: Any,
     ) -> None:
         moves = [[*template.encode(thought + move), *template.end_tokens] for move in ("Left", "Right", "Up", "Down")]
 
@@ -63,7 +69,9 @@ class Lakes:
         params = SamplingParams(max_new_tokens=longest)
         self.players = {"lake": Player(agent, template, Limits(turns=6, new_tokens=longest), params)}
         self.drawn = 0
-        self.flow = EpisodeFlow(self.client, self.draw, self.players, EpisodeSettings(SIZE, "7/", **settings), 0)
+        settings = GroupSettings(SIZE) if keeps is None else GroupSettings(SIZE, keeps=keeps)
+        self.loop = EpisodeLoop(self.players, "7/", **options)
+        self.flow: GroupFlow[EpisodeGroup] = GroupFlow(self.client, None, self.draw, settings, loop=self.loop)
 
     def draw(self, count: int) -> list[Task]:
         self.drawn += count
@@ -180,7 +188,7 @@ def test_failed_environments_are_tried_again_and_counted(lakes: Any) -> None:
     one = lakes(Troubled, retries=1)
     with pytest.raises(RolloutExhausted, match=r"connection lost|no server"):
         one.collect(1)
-    assert one.flow.quarantine.num_samples >= 1, "failed at both attempts"
+    assert one.loop.quarantine.num_samples >= 1, "failed at both attempts"
     Troubled.faults = 3
 
 
@@ -230,8 +238,8 @@ class Ahead:
 
     def begin(self, state: Any = None) -> None:
         self.one = self.lakes()
-        buffer = ReplayBuffer(RunAhead.of(1.0, 3, 0), EpisodeCodec(self.one.players))
-        self.scheduler = AsyncScheduler(self.one.client, self.one.flow, buffer, 6, 1e6, in_flight=self.in_flight)
+        ahead, codec = RunAhead.of(1.0, 3, 0), episode_codec(self.one.players)
+        self.scheduler = AsyncScheduler(self.one.flow, ahead, codec, 6, 1e6, in_flight=self.in_flight)
         self.one.driver.spawn(self.scheduler.keep_going())
         if state is not None:
             self.one.drawn = self.one.flow.next_order = state["drawn"]
@@ -262,9 +270,9 @@ def test_resumed_episodes_are_those_of_an_uninterrupted_run(lakes: Any, tmp_path
         known = {order: members for each in expected for order, members in each}
         assert all(known[order] == members for order, members in found.items() if order in known)
         versions += [set(call.versions) for group in groups for one in group.episodes for call in one.calls]
-        resumed.scheduler.buffer.check()
+        resumed.scheduler.check()
         resumed.restart(step)
-    counts = resumed.scheduler.buffer.counts()
+    counts = resumed.scheduler.counts()
     assert counts["drawn"] == counts["trained"] == 18, "nothing lost, nothing doubled"
     assert len(set.union(*versions)) == 6
 

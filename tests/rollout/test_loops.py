@@ -14,10 +14,9 @@ import pytest
 
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.types import PromptRow
-from roll.rollout.flow import GroupSettings, RolloutStalled, collected
+from roll.rollout.flow import GroupFlow, RolloutExhausted, RolloutStalled, collected
 from roll.rollout.groups import FinishedGroup, SampleGroup, build_batch
-from roll.rollout.loops import PromptFlow, RolloutContext, rollout_loops
-from roll.rollout.replay import PromptCodec
+from roll.rollout.loops import GroupSettings, RolloutContext, rollout_loops
 from tests.rollout.test_asynchronous import GROUP_SIZE, PARAMS, Bench, bench, resume, row, validate
 from tests.rollout.token_engines import response
 
@@ -82,7 +81,7 @@ def collect(made: Bench, loop: Any, wanted: int = 6) -> Any:
     draw = lambda n: [row(next(numbers)) for _ in range(n)]  # noqa: E731
 
     async def drained() -> Any:
-        flow = PromptFlow(made.client, made.router, draw, GroupSettings(GROUP_SIZE, PARAMS, 5), 0, loop)
+        flow = GroupFlow(made.client, made.router, draw, GroupSettings(GROUP_SIZE, PARAMS, 5), 0, loop)
         result = await collected(flow, wanted, 2, deadline=1.0)
         await made.client.drain()
         return result
@@ -100,13 +99,11 @@ def test_synchronous(bench: Any) -> None:
     assert made.client.num_outstanding == 0
 
 
-@pytest.mark.parametrize(
-    ("loop", "message"),
-    [(WithoutRewards, "3 samples with 0 rewards; it must have 3 of each"), (Impatient, "without waiting for anything")],
-)
-def test_mistakes_of_a_loop_are_told(bench: Any, loop: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=f"{loop.__name__}.answer .*{message}"):
-        collect(bench(), loop())
+def test_mistakes_of_a_loop_are_told(bench: Any) -> None:
+    with pytest.raises(ValueError, match=r"WithoutRewards.answer .*3 samples with 0 rewards; it must have 3 of each"):
+        collect(bench(), WithoutRewards())
+    with pytest.raises(RolloutExhausted, match="no sample could be scored"):
+        collect(bench(), Impatient())
 
 
 OBSERVATION = [7, 7, 7]
@@ -158,8 +155,8 @@ def test_the_last_round_is_trained_after_what_it_was_sampled_with(bench: Any, st
     result = collect(bench(), loop)
     if stored:
         rows = {group.prompt.prompt_id: group.prompt for group in result.groups}
-        codec = PromptCodec(lambda _, name: rows[name])
-        result.groups[:] = [codec.group_from(group.order, codec.group_state(group)) for group in result.groups]
+        states = [(group.order, group.state_dict()) for group in result.groups]
+        result.groups[:] = [SampleGroup.from_state(n, rows[state["prompt_id"]], state) for n, state in states]
     calls = (4, 2, 3)  # the call that sampled each sample of the group
     for index, (order, columns) in enumerate(rows_of(result)):
         context, finished = loop.calls[order][calls[index % GROUP_SIZE]]
@@ -253,6 +250,23 @@ class Sleeps:
         return await context.compute_rewards(context.group(prompt, first, second))
 
 
+def test_a_resumed_loop_gets_the_responses_that_it_had(bench: Any, tmp_path: Path) -> None:
+    """In the middle of its requests, or of those that it makes again: nothing is sampled twice."""
+    one = bench(ratio=1.5, steps=12, loop=Sleeps())
+    sampled = trained = 0
+    for step in range(one.steps):
+        trained += sum(int(group.finished.lengths.sum()) for group in one.step(step))
+        one.train()
+        if step % 3 == 1:
+            save_state(tmp_path / str(step), one.state_dict() | {"drawn": one.flow.next_order})
+            state = load_state(tmp_path / str(step))
+            assert any(len(entry["progress"]) == 2 for entry in state["unfinished"])
+            sampled += one.engines.tokens
+            resume(one, state)
+            np.testing.assert_equal(one.state_dict()["unfinished"], state["unfinished"], "nothing has run yet")
+    assert sampled + one.engines.tokens == trained
+
+
 class Fails(Sleeps):
     async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
         if context.order == 9:
@@ -288,7 +302,9 @@ class Stalls:
 
 
 def test_prompts_that_wait_for_ever_are_named(bench: Any) -> None:
-    with pytest.raises(RolloutStalled, match=r"moved for 1 s; 8 prompts are in flight\n  prompt 0 .*test_loops.py:\d+"):
+    with pytest.raises(
+        RolloutStalled, match=r"moved for 1 s; 8 groups are in flight\n  group 0 \(d, p0\) .*test_loops.py:\d+"
+    ):
         collect(bench(), Stalls())
 
 

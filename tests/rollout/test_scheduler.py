@@ -18,9 +18,9 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.rewards.base import RewardSample
 from roll.rollout.engines import EngineClient
-from roll.rollout.filters import build_filter
-from roll.rollout.flow import MAX_DRAWS_PER_WANTED, GroupSettings, RolloutExhausted, RolloutResult, collected
-from roll.rollout.loops import PromptFlow
+from roll.rollout.filters import build_filter, by_domain
+from roll.rollout.flow import MAX_DRAWS_PER_WANTED, GroupFlow, RolloutExhausted, RolloutResult, collected
+from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
 from tests.rollout.fake_clusters import SLOWEST, FakeEngines, FakeRewards
@@ -66,11 +66,11 @@ class Bench:
         return [row(number, self.domains(number)) for _, number in zip(range(n), self.numbers, strict=False)]
 
     def collect(self, wanted=4, filters=None, first_draw=0, num_additional=0) -> RolloutResult:
-        settings = GroupSettings(3, PARAMS, 5, filters or {})
+        settings = GroupSettings(3, PARAMS, 5, by_domain(filters or {}))
         driver = DriverLoop(Clock())
         try:
             watching = driver.spawn(self.watch())
-            flow = PromptFlow(self.client, self.router, self.draw, settings, first_draw)
+            flow = GroupFlow(self.client, self.router, self.draw, settings, first_draw)
             result = driver.run(collected(flow, wanted, num_additional, deadline=1.0))
             watching.cancel()
             driver.run(self.client.drain())

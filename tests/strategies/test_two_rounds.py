@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
 from roll.rollout.groups import FinishedGroup, build_batch
-from roll.rollout.loops import RolloutContext
+from roll.rollout.loops import GroupSettings, RolloutContext
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.strategies import jobs
 from tests.strategies.samples import ENTROPY_WEIGHT, PACKING, make_role, plain_model
@@ -28,8 +29,9 @@ class ScriptedEngines:
     def __init__(self) -> None:
         self.contexts: dict[str, list[int]] = {}
 
-    def submit(self, request: GenerationRequest) -> None:
+    def submit(self, request: GenerationRequest) -> Any:
         self.contexts[request.request_id] = list(request.prompt_token_ids)
+        return SimpleNamespace(request=request)
 
     def finished(self, name: str) -> FinishedGroup:
         samples = SCRIPT[name]
@@ -48,9 +50,9 @@ class ScriptedEngines:
 def two_rounds() -> tuple[dict[str, torch.Tensor], list[list[tuple[list[int], list[int]]]]]:
     """The columns of a batch of four samples, and of each of them what the engine sampled behind what."""
     engines: Any = ScriptedEngines()
-    rewards: Any = None
-    context = RolloutContext(0, 4, SamplingParams(max_new_tokens=4, seed=1), engines, rewards)
+    flow: Any = SimpleNamespace(engines=engines, settings=GroupSettings(4, SamplingParams(max_new_tokens=4)))
     prompt = PromptRow("p", "domain", "tag", PROMPT, "prompt", "truth", {})
+    context = RolloutContext(flow, 0, prompt)
     context.start(PROMPT, 1)
     draft = engines.finished("0.0")
     seen = [*PROMPT, *draft.token_ids.tolist(), *OBSERVATION]

@@ -9,11 +9,21 @@ import numpy as np
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.conversation import Call, Conversations
 from roll.agents.episode import Episode, EpisodeGroup, Outcome, Task
+from roll.rollout.groups import FinishedGroup
+from roll.strategies.engines.requests import FinishReason, GenerationOutput
 
 
 def said(new_ids: list[int], response_ids: list[int], parent: int | None = None, **more: Any) -> dict[str, Any]:
     """A call: ids before its response, the response, the call it goes on from, and ``reward``, ``state``, ``role``."""
     return {"new_ids": new_ids, "response_ids": response_ids, "parent": parent, **more}
+
+
+def sampled(
+    ids: list[int], log_probs: list[float] | None = None, version: int = 0, reason: FinishReason = "stop"
+) -> FinishedGroup:
+    """A response, as an engine gives it to an episode."""
+    output = GenerationOutput("", 0, ids, log_probs or [-1.0] * len(ids), reason, [(version, 0, len(ids))])
+    return FinishedGroup.from_samples([output], [""])
 
 
 def make_episode(*calls: dict[str, Any], outcome: Outcome = "terminated", tag: str = "env", seed: int = 1) -> Episode:

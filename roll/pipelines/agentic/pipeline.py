@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll.agents.episode import EpisodeGroup, Task
+from roll.agents.episode import EpisodeGroup
 from roll.distributed import DriverLoop
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.methods.episodes import EpisodeMethod
@@ -38,9 +38,10 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EpisodeCodec, EpisodeFlow, EpisodeSettings, Player
+from roll.rollout.episodes import EpisodeLoop, Player, episode_codec
 from roll.rollout.filters import build_filter
-from roll.rollout.flow import collected
+from roll.rollout.flow import GroupFlow, collected
+from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import SampleQuarantine
 from roll.tracking import SampleTable
 
@@ -53,11 +54,9 @@ SLICE_SECONDS = 0.02
 """Duration of an engine's turn: short, since agents wait for their next observation."""
 
 
-class EpisodeSource(RolloutSource[Task, EpisodeGroup]):
+class EpisodeSource(RolloutSource[EpisodeGroup]):
     """Tasks, on each of which a group of episodes is played; seeds depend on the number of tasks drawn so far."""
 
-    flow: EpisodeFlow
-    filter_key = "train_env_manager.group_filter_config"
     filtered_metric = "scheduler/group_filter_count"
 
     def __init__(
@@ -100,10 +99,12 @@ class EpisodeSource(RolloutSource[Task, EpisodeGroup]):
         self._engines = engines
         config, plan = self._config, self._plan
         train, keeps = plan.train, group_filter(plan.train.section, config.train_roles)
-        settings = EpisodeSettings(train.group_size, f"{config.seed}/", train.redundancy, train.num_groups, keeps=keeps)
-        quarantine = SampleQuarantine(plan.log_dir)
-        self.flow = EpisodeFlow(engines, self._tasks.draw, self._players, settings, 0, quarantine)
-        self.codec = EpisodeCodec(self._players)
+        self._quarantine = SampleQuarantine(plan.log_dir)
+        name, quarantine = f"{config.seed}/", self._quarantine
+        loop = EpisodeLoop(self._players, name, train.redundancy, train.num_groups, quarantine=quarantine)
+        settings = GroupSettings(train.group_size, keeps=keeps, filter_key="train_env_manager.group_filter_config")
+        self.flow = GroupFlow(engines, None, self._tasks.draw, settings, loop=loop)
+        self.codec = episode_codec(self._players)
         self._counts_before = dict(self.flow.counts)
         self._prompts_before = (0, 0)
 
@@ -122,7 +123,7 @@ class EpisodeSource(RolloutSource[Task, EpisodeGroup]):
         self._counts_before = now
         for name in ("ended", "retried", "cancelled"):
             metrics[f"scheduler/episodes_{name}"] = Mean(now.get(name, 0) - before.get(name, 0))
-        if quarantined := self.flow.quarantine.num_samples:
+        if quarantined := self._quarantine.num_samples:
             metrics["scheduler/set_aside_samples"] = Mean(quarantined)
         metrics["env/process_deaths"] = Mean(sum(one.num_deaths for one in self._processes))
         # The share of the prompts' tokens since the last step that came from a prefix cache, where engines count it.
@@ -147,13 +148,13 @@ class EpisodeSource(RolloutSource[Task, EpisodeGroup]):
         assert manager is not None and tasks is not None
         began = time.perf_counter()
         numbers = iter(range(manager.groups))
-        flow = EpisodeFlow(
+        flow: GroupFlow[EpisodeGroup] = GroupFlow(
             self._engines,
+            None,
             # range() first: the other way round zip would take a number more than it returns.
             lambda count: [tasks.task(number) for _, number in zip(range(count), numbers, strict=False)],
-            self._validation_players,
-            EpisodeSettings(manager.group_size, "validation/", manager.redundancy, manager.num_groups),
-            0,
+            GroupSettings(manager.group_size),
+            loop=EpisodeLoop(self._validation_players, "validation/", manager.redundancy, manager.num_groups),
         )
         result = await collected(flow, manager.groups, 0, self._config.rpc_timeout)
         seconds = time.perf_counter() - began

@@ -27,7 +27,9 @@ from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import Record
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import TRUNCATED
-from roll.rollout.episodes import EpisodeFlow, EpisodeSettings, Player
+from roll.rollout.episodes import EpisodeLoop, Player
+from roll.rollout.flow import GroupFlow
+from roll.rollout.loops import GroupSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,8 +66,11 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
         """``num_env_groups`` tasks are in flight at a time. Tasks and seeds are those of a training run."""
         played = self.plan.played
         name = "validation/" if self.plan.is_validation else f"{self.config.seed}/"
-        settings = EpisodeSettings(played.group_size, name, played.redundancy, played.num_groups)
-        flow = EpisodeFlow(client, lambda count: [self.tasks.task(flow.next_order)], self.players, settings, 0)
+        loop = EpisodeLoop(self.players, name, played.redundancy, played.num_groups)
+        settings = GroupSettings(played.group_size)
+        flow: GroupFlow[EpisodeGroup] = GroupFlow(
+            client, None, lambda count: [self.tasks.task(flow.next_order)], settings, loop=loop
+        )
         await self.complete(flow, model, way, numbers, played.num_groups, partial(self.records, model, way))
 
     def records(self, model: EvaluatedModel, way: Pass, group: EpisodeGroup) -> Iterator[Record]:

@@ -87,7 +87,7 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
 
     async def complete(
         self,
-        flow: GroupFlow[Any, GroupT],
+        flow: GroupFlow[GroupT],
         model: EvaluatedModel,
         way: Pass,
         numbers: Sequence[int],
@@ -110,8 +110,7 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
                     flow.start(1)
                 if not flow.in_flight:
                     return
-                done = await flow.progress(self.config.rpc_timeout)
-                for group in (*done.accepted, *done.rejected):
+                for group, _, _ in await flow.progress(self.config.rpc_timeout):
                     self.samples.write(model.name, way.name, group.order, list(records(group)))
         finally:
             await flow.abort()

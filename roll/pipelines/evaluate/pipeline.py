@@ -19,8 +19,9 @@ from roll.pipelines.evaluate.served import NoEngines, ServedModel
 from roll.pipelines.rlvr.data import read_prompts
 from roll.pipelines.run_context import GENERATION, WEIGHTS
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupSettings, greedy, sampling_params
-from roll.rollout.loops import PromptFlow
+from roll.rollout.flow import GroupFlow, greedy, sampling_params
+from roll.rollout.groups import SampleGroup
+from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import ModelScorer, RewardClient
 
 if TYPE_CHECKING:
@@ -65,13 +66,12 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
         elif way.temperature is not None:
             params = replace(params, temperature=way.temperature)
         served = None if model.url is None else ServedModel(self.config, model.url, one.data_args, self.tokenizer)
-        flow = PromptFlow(
+        flow: GroupFlow[SampleGroup] = GroupFlow(
             client,
             self.reward_client(),
             # complete() sets the number before it starts a prompt, one at a time.
             lambda count: [prompts[way.set_name][flow.next_order]],
             GroupSettings(way.num_samples, params, self.config.seed),
-            first_draw=0,
             loop=served,
         )
         shared = {"model": model.name, "pass": way.name, "temperature": params.temperature}

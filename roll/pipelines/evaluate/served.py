@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,6 @@ class NoEngines:
     """Replaces the engine client where nothing in this run generates."""
 
     num_turns = 0
-
-    def abort(self, generations: Collection[Any]) -> None:
-        assert not generations
 
 
 class ServedModel:

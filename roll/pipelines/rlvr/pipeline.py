@@ -29,12 +29,12 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
 from roll.rollout.engines import EngineClient
-from roll.rollout.filters import build_filter
-from roll.rollout.flow import GroupSettings, collected, greedy, sampling_params
+from roll.rollout.filters import build_filter, by_domain
+from roll.rollout.flow import GroupFlow, collected, greedy, sampling_params
 from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
-from roll.rollout.loops import PromptFlow, RolloutLoop, rollout_loops
-from roll.rollout.replay import PromptCodec
+from roll.rollout.loops import GroupSettings, RolloutLoop, rollout_loops
 from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
+from roll.rollout.scheduling import prompt_codec
 from roll.serving.harness import HarnessConfig, run_program
 from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.engines.requests import SamplingParams
@@ -80,21 +80,7 @@ async def validate(
     return Validation(metrics, {name: passed[0][1] for name, passed in answered.items()}, seconds)
 
 
-async def answer_rows(
-    engines: EngineClient,
-    rewards: RewardClient,
-    settings: GroupSettings,
-    deadline: float,
-    rows: Sequence[PromptRow],
-    first: int,
-) -> list[SampleGroup]:
-    """The scored samples of ``rows``, whose draws are counted from ``first``."""
-    remaining = iter(rows)
-    flow = PromptFlow(engines, rewards, lambda count: list(islice(remaining, count)), settings, first)
-    return (await collected(flow, len(rows), 0, deadline)).groups
-
-
-class PromptSource(RolloutSource[PromptRow, SampleGroup]):
+class PromptSource(RolloutSource[SampleGroup]):
     """Prompts in the seeded order of their data, answered by the engines and scored by the rewards."""
 
     def __init__(
@@ -118,19 +104,16 @@ class PromptSource(RolloutSource[PromptRow, SampleGroup]):
         }
         path = config.user_defined_rollout_loop_cls
         loop: RolloutLoop | None = None if path is None else rollout_loops.resolve(path)()
-        rows = PromptRows(config, data.tokenizer, plan.max_new_tokens)
-        self._rows, loop = rows if rows.are_read else None, rows.loop or loop
-        settings = GroupSettings(plan.group_size, self._params, config.seed, filters)
-        self.flow = PromptFlow(engines, self._rewards, data.sampler.next_batch, settings, 0, loop)
-        self.codec = PromptCodec(data.sampler.find)
-
-    def begin(self, step: int) -> None:
-        if self._rows is not None:
-            self._rows.begin(step)
+        self._rows = PromptRows(config, data.tokenizer, plan.max_new_tokens)
+        settings = GroupSettings(plan.group_size, self._params, config.seed, by_domain(filters))
+        self.flow: GroupFlow[SampleGroup] = GroupFlow(
+            engines, self._rewards, data.sampler.next_batch, settings, 0, self._rows.loop or loop
+        )
+        self.codec = prompt_codec(data.sampler.find)
 
     def batch(self, groups: list[SampleGroup], driver: DriverLoop) -> tuple[DataProto, Metrics]:
         batch, metrics = build_batch(groups, self._pad_token_id), reward_metrics(groups)
-        if self._rows is not None:
+        if self._rows.are_read:
             metrics |= self._rows.add_columns(batch, groups)
         quarantine = self._rewards.quarantine
         if quarantine.num_deaths:  # since the run began; nothing before the first
@@ -156,8 +139,12 @@ class PromptSource(RolloutSource[PromptRow, SampleGroup]):
     async def _answer(
         self, rows: Sequence[PromptRow], num_samples: int, params: SamplingParams, first: int
     ) -> list[SampleGroup]:
-        settings = GroupSettings(num_samples, params, self._config.seed)
-        return await answer_rows(self._engines, self._rewards, settings, self._config.rpc_timeout, rows, first)
+        """The scored samples of ``rows``, whose draws are counted from ``first``."""
+        settings, remaining = GroupSettings(num_samples, params, self._config.seed), iter(rows)
+        flow: GroupFlow[SampleGroup] = GroupFlow(
+            self._engines, self._rewards, lambda count: list(islice(remaining, count)), settings, first
+        )
+        return (await collected(flow, len(rows), 0, self._config.rpc_timeout)).groups
 
     def table(self, groups: Sequence[SampleGroup]) -> SampleTable:
         return sample_table(groups, self._plan.dump_dir)
