@@ -98,7 +98,11 @@ def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[st
 
     has_trl = find_spec("trl") is not None
     if name == "smollm2":
-        return [roll("roll"), *([trl(2)] if has_trl else [])]
+        return [
+            roll("roll"),
+            roll("roll, strict_on_policy", "strict_on_policy=true"),
+            *([trl(2)] if has_trl else []),
+        ]
     one_device = [
         "num_gpus_per_node=1",
         "actor_train.device_mapping=[0]",

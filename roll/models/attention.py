@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from roll.models.expert_parallel import exchange
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree, RunBatch
@@ -91,13 +91,13 @@ def _all_at_once(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, sc
 
     outputs = []
     for batch in tree.batches:
-        output = scaled_dot_product_attention(
+        output = _fused_attention(
             by_head(own(queries, batch)),
             by_head(seen(keys, batch)),
             by_head(seen(values, batch)),
-            attn_mask=batch.mask,
-            is_causal=batch.mask is None and batch.own.shape[1] > 1,
-            scale=scaling,
+            scaling,
+            batch.mask,
+            causal=batch.mask is None and batch.own.shape[1] > 1,
         )
         outputs.append(output.transpose(1, 2).reshape(-1, heads * head_dim))
     return torch.cat(outputs).index_select(0, tree.restore).view(1, -1, heads, head_dim)
@@ -129,23 +129,32 @@ def _run_by_run(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, sca
             size = (run.length, context + run.length)
             mask = torch.ones(size, dtype=torch.bool, device=query.device).tril_(context)
         asked = queries[index] if masked else path(queries, index)
-        output = scaled_dot_product_attention(
-            asked,
-            path(keys, index),
-            path(values, index),
-            attn_mask=mask,
-            is_causal=mask is None and asked.shape[2] > 1,
-            scale=scaling,
-        )
+        causal = mask is None and asked.shape[2] > 1
+        output = _fused_attention(asked, path(keys, index), path(values, index), scaling, mask, causal)
         outputs.append(output if masked else output[:, :, context:])
     outputs.append(torch.zeros_like(queries[-1]))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
+SHORT = 512
+"""Up to this many keys a CPU computes attention of half-precision rows in float32: the backward pass of its
+half-precision kernel takes 5 times as long for 16 keys, 2 times for 64, as long for 512."""
+
+
+def _fused_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    """Torch's kernel for shapes as in :func:`causal_attention`, with as many key heads as query heads."""
+    if query.device.type == "cpu" and query.dtype in _HALF_PRECISION and key.shape[2] <= SHORT:
+        wide = (query.float(), key.float(), value.float())
+        return torch_attention(*wide, attn_mask=mask, is_causal=causal, scale=scaling).to(query.dtype)
+    return torch_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+
+
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionPattern | None, float | None], Tensor]
 ATTENTION_NAME = "roll_layouts"
 _REPLACEABLE = ("sdpa", "flash_attention_2")
-_VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+_HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def use_layout_attention(model: PreTrainedModel, key: str) -> None:
@@ -287,7 +296,7 @@ def _attend(
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """(S, heads, T, head_dim) for queries of that shape and (S, key-value heads, T, head_dim) keys and values."""
     key, value = _repeated(query, key, value)
-    return scaled_dot_product_attention(query, key, value, is_causal=query.shape[2] > 1, scale=scaling)
+    return _fused_attention(query, key, value, scaling, causal=query.shape[2] > 1)
 
 
 def packed_attention(
@@ -298,7 +307,7 @@ def packed_attention(
     One kernel on CUDA in half precision; elsewhere a call for each sequence, which (on a CPU) is two to three times
     faster than padding them.
     """
-    if query.is_cuda and query.dtype in _VARLEN_DTYPES:
+    if query.is_cuda and query.dtype in _HALF_PRECISION:
         return _varlen_attention(query, key, value, sequences, scaling)
     lengths = list(sequences.lengths)
     # split, not slices: its backward pass joins the parts once instead of adding up as many full-size gradients.

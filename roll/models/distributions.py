@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from roll.models.layouts import TargetDistributions, TopTokens
+from roll.models.products import matmul
 
 Named = dict[str, Tensor]
 COMPARED = ("divergence", "model_mass", "target_mass", "agreement")
@@ -176,7 +177,7 @@ class _Chunked(torch.autograd.Function):
                 )
             grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+                grad_hidden[rows] = matmul(grad_logits, weight)
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.t(), hidden[rows])
             if grad_bias is not None:

@@ -33,6 +33,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from roll.config.names import INVARIANT_ATTENTION
 from roll.models.attention import layout_attention, replace_attention
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree
+from roll.models.products import HAS_ONEDNN, linear_gradients, onednn_product
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,8 +78,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if count < ROWS:
         rows = F.pad(rows, (0, 0, 0, ROWS - count))
     # Not F.linear, which calls a BLAS for float32: with several threads its sums depend on the number of rows.
-    out = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return out[:count].view(*x.shape[:-1], len(weight))
+    return onednn_product(rows, weight, bias)[:count].view(*x.shape[:-1], len(weight))
 
 
 class _Linear(torch.autograd.Function):
@@ -87,17 +87,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         return _product(x.detach(), weight.detach(), None if bias is None else bias.detach())
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias = ctx.needs_input_grad
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        return (
-            (flat @ weight).view_as(x) if need_x else None,
-            flat.T @ x.reshape(-1, x.shape[-1]) if need_weight else None,
-            flat.sum(0) if need_bias else None,
-        )
+    backward = staticmethod(once_differentiable(linear_gradients))
 
 
 def attention(
@@ -252,7 +242,7 @@ def check_processor(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """
     threads = f"{torch.get_num_threads()} threads (system_envs: {{OMP_NUM_THREADS: '1'}} sets them)"
     where = f"{KEY}: true does not work on this processor with {threads}: "
-    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+    if not HAS_ONEDNN:
         raise ValueError(f"{where}this build of torch has no oneDNN")
     random = torch.Generator().manual_seed(0)
     shapes = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)}

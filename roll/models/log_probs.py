@@ -26,7 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
-from torch.nn.functional import linear
 
 from roll.models import invariant
 from roll.models.attention import arriving
@@ -34,6 +33,7 @@ from roll.models.distributions import Named, Vocabulary, chunked, compared, top_
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
 from roll.models.invariant import computes_invariantly
 from roll.models.layouts import TargetDistributions, TokenLayout, TopTokens
+from roll.models.products import linear, matmul
 from roll.models.rotary import choose_by_row, dependent_rotaries, set_row_lengths
 from roll.models.vision import reads_images, text_inputs
 from roll.protocol.vision import vision_token_ids
@@ -178,7 +178,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_logits.div_(ctx.of_logits[0])
             grad_logits = grad_logits.to(weight.dtype)  # the compute dtype, as in autograd's own backward of a product
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[rows])
+                grad_hidden[rows] = matmul(grad_logits, weight)
             if grad_weight is not None:
                 grad_weight.addmm_(grad_logits.t(), hidden[rows])
             if grad_bias is not None:

@@ -30,6 +30,7 @@ from roll.models.invariant import is_invariant, make_invariant
 from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise, find_noise
+from roll.models.products import use_products
 from roll.models.rotary import dependent_rotaries
 from roll.models.small import ORIGINAL_LENGTH, Divided, original_length, small_model
 from roll.models.vision import PROMPT_KEYS, reads_images, with_images
@@ -124,12 +125,18 @@ def layouts_of(role: WorkerConfig) -> list[str]:
     return [*(["shared prompts"] if role.use_prefix_sharing else []), "packed rows" if removes else _PADDED]
 
 
-def uses_layout_attention(role: WorkerConfig) -> str | None:
-    """The key that needs it."""
+def use_own_operations(model: PreTrainedModel, role: WorkerConfig) -> None:
+    """Replace the operations of ``model`` that the role's model computes in another way than transformers, in place."""
+    if is_invariant(role.model_args):
+        make_invariant(model)
+        return
+    use_products(model)
     if role.model_args.ulysses_size > 1:
-        return "model_args.ulysses_size"
+        use_layout_attention(model, "model_args.ulysses_size")
+        return
     keys = ("use_prefix_sharing", "use_sequence_packing", "use_remove_padding")
-    return next((key for key in keys if getattr(role, key)), None)
+    if (key := next((key for key in keys if getattr(role, key)), None)) is not None:
+        use_layout_attention(model, key)
 
 
 def _copy_of(config: PretrainedConfig, role: WorkerConfig, head: HeadName) -> PreTrainedModel | None:
@@ -297,11 +304,7 @@ def _difference(
 ) -> str | None:
     """The difference of a layout, in words; None where there is none. ``model`` is changed as the role's own."""
     rows = rows_of(model)
-    key = uses_layout_attention(role)
-    if is_invariant(role.model_args):
-        make_invariant(model)
-    elif key is not None:
-        use_layout_attention(model, key)
+    use_own_operations(model, role)
     if trains:
         enable_gradient_checkpointing(model, role.model_args)
         model.train()

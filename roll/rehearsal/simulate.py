@@ -421,7 +421,7 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
         return counts, counts, torch.arange(size, device=chosen.device) % own
 
     def packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None) -> Tensor:
-        if query.dtype not in attention._VARLEN_DTYPES:
+        if query.dtype not in attention._HALF_PRECISION:
             return packed_attention(query, key, value, sequences, scaling)
         parts = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
         return _Varlen.apply(*parts, sequences.lengths, tracker)[None]

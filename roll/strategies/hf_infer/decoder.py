@@ -22,6 +22,7 @@ from roll.models import invariant
 from roll.models.experts import RoutingRecorder
 from roll.models.invariant import KEYS, computes_invariantly
 from roll.models.log_probs import Product
+from roll.models.products import linear
 from roll.protocol.vision import VisionInputs, check_images
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 
@@ -133,12 +134,6 @@ def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-# Below this many multiplications oneDNN's call overhead (about 6 microseconds) costs more than its kernels win.
-_ONEDNN_MIN_WORK = 1 << 20
-# An operator that torch's own compiler uses; without it the plain product gives the same numbers more slowly.
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
 def decode_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
@@ -166,19 +161,6 @@ def decode_attention(
         mask = None if bias is None else bias[:, None, None]
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(batch, num_heads * head_dim)
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight.T + bias`` for x of shape (N, in) and weight (out, in).
-
-    In float32 on the CPU, oneDNN is called directly: its generated AVX-512 kernels ran 2.3 times as fast as the BLAS of
-    ``F.linear`` on an AMD Zen 5 (240 against 105 GFLOP/s a core). The choice depends on shapes alone, so equal
-    runs give equal bits.
-    """
-    on_cpu = x.dtype == torch.float32 and x.device.type == "cpu"
-    if _HAS_ONEDNN and on_cpu and x.shape[0] * weight.numel() >= _ONEDNN_MIN_WORK:
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
 
 
 _Linear = Callable[[torch.Tensor], torch.Tensor]
@@ -226,6 +208,8 @@ class FusedDecoder(Decoder):
         """Given what each operation computes, by the names of :mod:`roll.strategies.hf_infer.tracing`."""
         # After the layers are fused: it takes the model's tensors, which have become views of the fused ones.
         super().__init__(model)
+        # As transformers rounds between operations. Where a kernel each costs more than their work, once after them.
+        self._rounds_each = self.is_invariant or (self.dtype != torch.float32 and self.device.type == "cpu")
         self._embedding = body.embed_tokens.weight.detach()
         self._final_norm = body.norm.weight.detach()
         self._head = _fuse(product, head)
@@ -333,7 +317,7 @@ class FusedDecoder(Decoder):
             rotated.copy_(torch.cat((queries, keys), 1))
         half = self._head_dim // 2
         swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
-        if self.is_invariant:  # rounded after each operation, as transformers computes it
+        if self._rounds_each:
             rotated.mul_(cos).add_(swapped.mul_(sin))
         else:
             rotated.mul_(cos).addcmul_(swapped, sin)
@@ -365,8 +349,8 @@ class FusedDecoder(Decoder):
         return self._head(normed)
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if self.is_invariant and x.dtype != torch.float32:
-            wide = x.float()  # rounded before the weight, as transformers does
+        if self._rounds_each and x.dtype != torch.float32:
+            wide = x.float()
             scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._epsilon)
             return weight * (wide * scale).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, self._epsilon)

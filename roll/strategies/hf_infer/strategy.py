@@ -25,6 +25,7 @@ from roll.models.build import (
 )
 from roll.models.experts import RoutingRecorder, sparse_layers
 from roll.models.invariant import ELEMENTS, check_processor, computes_invariantly, is_invariant, make_invariant
+from roll.models.products import use_products
 from roll.models.rotary import dependent_rotaries, longest_alike
 from roll.models.stored import StoredLayout
 from roll.models.text_part import use_names_of
@@ -262,6 +263,8 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
         if is_invariant(role.model_args):
             make_invariant(model)
             check_processor(model, dtype)
+        else:
+            use_products(model)
         return model.to(device)
     config = load_config(args)
     model = auto_class(config, "causal_lm").from_config(

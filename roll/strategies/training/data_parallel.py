@@ -18,17 +18,17 @@ import torch.distributed as dist
 from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import MicroBatching, micro_batching
-from roll.models.attention import check_context_size, sum_of_parts, use_layout_attention
+from roll.models.attention import check_context_size, sum_of_parts
 from roll.models.build import build_model, checked_config
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
-from roll.models.invariant import check_processor, is_invariant, make_invariant
+from roll.models.invariant import check_processor, is_invariant
 from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
 from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import add_adapters, base_name
 from roll.models.noise import Noise
 from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_shared_routes
-from roll.models.self_test import check_role, uses_layout_attention
+from roll.models.self_test import check_role, use_own_operations
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
 from roll.protocol.metrics import Metrics
@@ -98,12 +98,9 @@ class DataParallelStrategy(GatheredWeights):
         torch.manual_seed(self.seed + self.rank)  # after the self-test, whose copy seeds every device
         language_model = self._build_language_model(storage_dtype)
         noise.silence(language_model)
-        key = uses_layout_attention(self.role)
+        use_own_operations(language_model, self.role)
         if is_invariant(self.role.model_args):
-            make_invariant(language_model)
             check_processor(language_model, self.compute_dtype)
-        elif key is not None:
-            use_layout_attention(language_model, key)
         self._prepare_experts(language_model)
         # Before the backend shards the model: afterwards, parameters have the shapes of shards.
         self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}

@@ -1,11 +1,11 @@
-"""Attention and the matrix product against float64 arithmetic."""
+"""Attention against float64 arithmetic."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from roll.strategies.hf_infer.decoder import decode_attention, linear
+from roll.strategies.hf_infer.decoder import decode_attention
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
@@ -28,15 +28,3 @@ def test_decode_attention(dtype, tolerance, num_heads, num_kv_heads, ragged):
             k, v = (part[row, kv_head, : lengths[row]].double() for part in (keys, values))
             expected = (scale * k @ queries[row, head].double()).softmax(-1) @ v
             torch.testing.assert_close(out[row, head].double(), expected, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("rows", [1, 8, 64, 257])
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
-def test_linear_on_both_sides_of_the_size_where_the_kernel_changes(rows, with_bias, dtype, tolerance):
-    generator = torch.Generator().manual_seed(0)
-    weight = (torch.randn(320, 192, generator=generator) / 192**0.5).to(dtype)
-    bias = torch.randn(320, generator=generator).to(dtype) if with_bias else None
-    x = torch.randn(rows, 200, generator=generator).to(dtype)[:, 8:]  # not contiguous
-    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
-    torch.testing.assert_close(linear(x, weight, bias).double(), expected, rtol=0, atol=tolerance)
