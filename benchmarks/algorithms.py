@@ -23,6 +23,8 @@ from roll.algorithms.aggregation import denominators_from, denominators_of
 from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.returns import generalized_advantages
+from roll.config.algorithm import PPOConfig
+from roll.config.reading.fields import Choice
 from roll.methods.policy import PolicyMethod
 from roll.models.partitions import balance_partitions, pack_sequences
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -91,7 +93,7 @@ def grpo_by_hand(scores: Tensor, mask: Tensor, index: Tensor, count: int) -> Ten
 def advantage_rows(repeats: int) -> list[Row]:
     rows = length = 1024
     batch = scored_step(rows, length)
-    config = RLVRConfig(adv_estimator="grpo", num_return_sequences_in_group=8)
+    config = RLVRConfig(estimator=Choice("grpo"), num_return_sequences_in_group=8)
     advantages = PolicyMethod(config, (config.norm_mean_type, config.norm_std_type), length)
     mask, group_ids, scores = (batch.batch[name] for name in ("response_mask", "group_ids", "scores"))
     lengths, holes, full = mask.sum(-1), tool_mask(rows, length), torch.ones_like(mask)
@@ -119,7 +121,7 @@ def advantage_rows(repeats: int) -> list[Row]:
 def loss_rows(repeats: int) -> list[Row]:
     """PPO's loss as a step computes it: old log-probs, the engine's log-probs, every metric that is always logged."""
     results = []
-    options = actor_loss_options({"loss_agg_mode": "token-mean"})
+    options = actor_loss_options(PPOConfig(loss_agg_mode="token-mean"))
     for rows, length in ((1024, 1024), (256, 1024), (256, 80)):
         mask = scored_step(rows, length).batch["response_mask"]
         weights = mask.float()

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions
+from roll.algorithms.advantages import AdvantageInputs
 from roll.algorithms.aggregation import LossDenominators
 from roll.algorithms.kl import KLOptions
 from roll.algorithms.losses import Correction, register_policy_loss
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs
+from roll.algorithms.registry import with_options
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,15 @@ def gated(inputs: LossInputs, options: GatedOptions, metrics: MetricBuilder) -> 
     return -inputs.advantages * inputs.log_probs * kept
 
 
-def above_a_bar(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class BarOptions:
+    bar: float = 0.0
+
+
+@with_options(BarOptions)
+def above_a_bar(inputs: AdvantageInputs, options: BarOptions) -> tuple[Tensor, Tensor]:
     rewards = inputs.spread(inputs.response_rewards)
-    return inputs.spread(inputs.response_rewards - options.adv_estimator_args["bar"]), rewards
+    return inputs.spread(inputs.response_rewards - options.bar), rewards
 
 
 def squared(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:

@@ -411,7 +411,7 @@ class Stop:
 
 if __name__ == "__main__":
     games, ahead = Stop(9), Stop(2)
-    own = {"custom_envs.game.env_type": Game, "pg_variant": loss, "adv_estimator": estimator}
+    own = {"custom_envs.game.env_type": Game, "pg_variant": loss, "estimator": estimator}
     roll.run(agentic_settings(world, output / "games"), own, callbacks=[games])
     changes = {
         "actor_train.data_args.dataset_filter": lambda row: row["tag"] == "even",

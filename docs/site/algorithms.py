@@ -55,7 +55,7 @@ def families() -> list[Family]:
 
     here = "algorithms.md"
     return [
-        Family("Advantages", "adv_estimator", f"{here}#advantages-adv_estimator", of(advantage_estimators)),
+        Family("Advantages", "estimator", f"{here}#advantages-estimator", of(advantage_estimators)),
         Family("Policy losses", "loss", f"{here}#policy-losses-loss", of(policy_losses)),
         Family("Aggregation", "loss_agg_mode", f"{here}#aggregation-loss_agg_mode", of(aggregation_modes)),
         Family("KL estimators", "kl_loss_type", f"{here}#kl", of(kl_estimators)),
@@ -94,7 +94,7 @@ def recipes() -> dict[tuple[str, str], Any]:
     for measured in read_table("algorithms").rows:
         config = load_config(None, ROOT / measured.config, check_files=False).config
         named = measured.name.replace("_pp", "++").replace("pass_at_k", "pass@k")
-        for key, value in (("adv_estimator", config.adv_estimator), ("loss", config.loss.name)):
+        for key, value in (("estimator", config.estimator.name), ("loss", config.loss.name)):
             if named == value or (key, value) not in found:
                 found[key, value] = measured
     return found

@@ -16,9 +16,11 @@ from collections.abc import Sequence
 import torch
 
 import roll
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
+from roll.algorithms.advantages import AdvantageInputs, estimate_advantages
 from roll.algorithms.losses import actor_loss_options
 from roll.algorithms.samples import RewardOptions, RewardPostprocessor
+from roll.config.algorithm import PPOConfig
+from roll.config.reading.fields import Choice
 from roll.datasets.types import PromptRow
 from roll.methods.losses import PolicyLoss
 from roll.pipelines.rlvr.data import load_data
@@ -45,8 +47,8 @@ def main(overrides: Sequence[str]) -> None:
 
         # The algorithm: advantages within groups, a clipped surrogate, and a divergence from the reference.
         normalise = RewardPostprocessor(RewardOptions(norm_mean_type="group", norm_std_type="group"))
-        estimator = AdvantageOptions(adv_estimator="grpo")
-        options = {"pg_clip": 0.2, "use_kl_loss": True, "kl_loss_coef": 0.001, "loss_agg_mode": "seq-mean-token-mean"}
+        estimator = PPOConfig(estimator=Choice("grpo"))
+        options = PPOConfig(loss=Choice("ppo", {"clip": 0.2}), use_kl_loss=True, kl_loss_coef=0.001)
         loss = PolicyLoss(options=actor_loss_options(options))
 
         for step in range(plan.max_steps):

@@ -14,8 +14,10 @@ import sys
 from collections.abc import Sequence
 
 import roll
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
+from roll.algorithms.advantages import AdvantageInputs, estimate_advantages
 from roll.algorithms.losses import actor_loss_options
+from roll.config.algorithm import PPOConfig
+from roll.config.reading.fields import Choice
 from roll.datasets.types import PromptRow
 from roll.methods.losses import PolicyLoss
 from roll.pipelines.rlvr.data import load_data
@@ -40,8 +42,8 @@ def main(overrides: Sequence[str]) -> None:
         settings = GroupSettings(SAMPLES, sampling_params(config.actor_infer.generating_args, 36), config.seed)
 
         # The algorithm: the teacher's log-ratio to the student is the advantage of each sampled token.
-        estimator = AdvantageOptions(adv_estimator="reinforce", gamma=0.0)
-        options = {"pg_clip": 0.2, "loss_agg_mode": "seq-mean-token-mean"}
+        estimator = PPOConfig(estimator=Choice("reinforce", {"gamma": 0.0}))
+        options = PPOConfig(loss=Choice("ppo", {"clip": 0.2}), loss_agg_mode="seq-mean-token-mean")
         loss = PolicyLoss(options=actor_loss_options(options))
 
         for step in range(plan.max_steps):

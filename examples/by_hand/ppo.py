@@ -16,8 +16,10 @@ from collections.abc import Sequence
 import torch
 
 import roll
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
+from roll.algorithms.advantages import AdvantageInputs, estimate_advantages
 from roll.algorithms.losses import actor_loss_options
+from roll.config.algorithm import PPOConfig
+from roll.config.reading.fields import Choice
 from roll.datasets.types import PromptRow
 from roll.methods.base import VALUES
 from roll.methods.losses import PolicyLoss, ValueLoss
@@ -44,8 +46,8 @@ def main(overrides: Sequence[str]) -> None:
         reward = build_section("word_problems", config.rewards["word_problems"])
 
         # The algorithm: advantages by the critic's values, a clipped surrogate, a divergence from the reference.
-        estimator = AdvantageOptions(adv_estimator="gae", gamma=1.0, lambd=0.95, whiten_advantages=True)
-        options = {"pg_clip": 0.2, "use_kl_loss": True, "kl_loss_coef": 0.001, "loss_agg_mode": "seq-mean-token-mean"}
+        estimator = PPOConfig(estimator=Choice("gae", {"lambd": 0.95}), whiten_advantages=True)
+        options = PPOConfig(loss=Choice("ppo", {"clip": 0.2}), use_kl_loss=True, kl_loss_coef=0.001)
         policy_loss, value_loss = PolicyLoss(options=actor_loss_options(options)), ValueLoss()
 
         for step in range(plan.max_steps):

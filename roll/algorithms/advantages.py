@@ -1,11 +1,11 @@
-"""Advantage estimators, chosen by ``adv_estimator``, and their registry.
+"""Advantage estimators, chosen by ``estimator``, and their registry.
 
-An estimator is a function ``(inputs: AdvantageInputs, options: AdvantageOptions) -> (advantages, returns)``, both
-float (B, L) and 0 outside the mask.  It works on token-level rewards (the normalised response reward on the last token,
-minus the divergence where it is part of the reward).  Normalisation comes before it
-(:class:`~roll.algorithms.samples.RewardPostprocessor`); :func:`resolve_norm_types` gives the pair that an estimator's
-paper asks for.  Groups are found by id, not by position; a group of one has nothing to be compared with and keeps its
-reward.
+An estimator is a function ``(inputs: AdvantageInputs, options) -> (advantages, returns)``, both float (B, L) and 0
+outside the mask; ``options`` is its dataclass of :mod:`roll.config.estimators`.  It works on token-level rewards (the
+normalised response reward on the last token, minus the divergence where it is part of the reward).  Normalisation comes
+before it (:class:`~roll.algorithms.samples.RewardPostprocessor`); :func:`resolve_norm_types` gives the pair that an
+estimator's paper asks for.  Groups are found by id, not by position; a group of one has nothing to be compared with and
+keeps its reward.
 """
 
 from __future__ import annotations
@@ -13,40 +13,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from roll.algorithms.aggregation import Groups, masked_whiten
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.registry import Registry
+from roll.algorithms.registry import Registry, with_options
 from roll.algorithms.returns import discounted_returns, generalized_advantages
 from roll.algorithms.samples import EPS, NormType, divisor, exceeds_rounding, token_level_rewards
 from roll.algorithms.turns import Turns
-from roll.config.algorithm import ADV_ESTIMATORS, Estimator, PPOConfig, estimator
+from roll.config.algorithm import PPOConfig
+from roll.config.estimators import (
+    ADV_ESTIMATORS,
+    DiscountOptions,
+    Estimator,
+    GaeOptions,
+    GdpoOptions,
+    GigpoOptions,
+    NoOptions,
+    PassAtKOptions,
+    StepOptions,
+    traits,
+)
+from roll.config.reading.fields import Choice
 from roll.protocol.metrics import Metrics
-
-
-@dataclass(frozen=True)
-class AdvantageOptions(PPOConfig):
-    """The algorithm's keys, of which each estimator reads some, and the keys of multi-turn rollouts."""
-
-    episode_reward_weight: float = 1.0
-    """``gigpo``: weight of the advantage of the whole episode within its group."""
-    step_reward_weight: float = 1.0
-    """``gigpo``: weight of the advantage of a turn among those taken from the same state."""
-    step_reward_gamma: float = 0.95
-    """``gigpo`` and ``step_reinforce``: discount of later rewards, a turn."""
-
-    @cached_property
-    def estimator(self) -> EstimatorFunction:
-        """The function of ``adv_estimator``; raises ``ValueError`` for an unknown one."""
-        return advantage_estimators.resolve(self.adv_estimator)
-
-    @cached_property
-    def whitens(self) -> bool:
-        """Advantages are whitened: by the user's choice, or as a part of the estimator."""
-        return self.whiten_advantages or estimator(self.adv_estimator).whitens
 
 
 @dataclass(frozen=True)
@@ -83,6 +75,8 @@ class AdvantageInputs:
     """float (B, L), subtracted from the advantages before whitening: a divergence of each token."""
     bootstrap_values: Tensor | None = None
     """float (B,): value of the state in which a truncated row was left, 0 for rows that ended (gae, turn_gae)."""
+    divides: bool = True
+    """Rewards were divided by their spread, so that returns of turns are, too (gigpo)."""
 
     @cached_property
     def token_level_rewards(self) -> Tensor:
@@ -119,7 +113,7 @@ class AdvantageInputs:
         """The optional input ``name``; raises ``ValueError`` when it is missing."""
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"adv_estimator {estimator!r} needs {name}, which this batch does not have")
+            raise ValueError(f"estimator {estimator!r} needs {name}, which this batch does not have")
         return value
 
 
@@ -134,66 +128,63 @@ class AdvantageOutputs:
     metrics: Metrics
 
 
-EstimatorFunction = Callable[[AdvantageInputs, AdvantageOptions], tuple[Tensor, Tensor]]
+EstimatorFunction = Callable[[AdvantageInputs, Any], tuple[Tensor, Tensor]]
 
-advantage_estimators: Registry[EstimatorFunction] = Registry("adv_estimator", ADV_ESTIMATORS)
+advantage_estimators: Registry[EstimatorFunction] = Registry("estimator", ADV_ESTIMATORS, GaeOptions)
 
 
 def register_advantage(
     name: str,
     *,
+    options: type = GaeOptions,
     aliases: tuple[str, ...] = (),
     norm: tuple[NormType, NormType] = (None, None),
     whitens: bool = False,
     needs_values: bool = False,
 ) -> Callable[[EstimatorFunction], EstimatorFunction]:
-    """Decorator: make an estimator selectable as ``adv_estimator: name``.
+    """Decorator: make an estimator selectable as ``estimator: name``.
 
-    A name of :data:`roll.config.algorithm.ADV_ESTIMATORS` has everything else there; another one is added to it.
+    A name of :data:`roll.config.estimators.ADV_ESTIMATORS` has everything else there; another one is added to it.
 
     Args:
         name, aliases: how the YAML spells it.
+        options: the dataclass of its options.
         norm: (norm_mean_type, norm_std_type) of the rewards where the YAML leaves them open.
         whitens: whitening of the advantages is part of the estimator.
         needs_values: it needs a critic.
     """
 
     def decorate(function: EstimatorFunction) -> EstimatorFunction:
-        row = Estimator(name, aliases, norm, whitens, needs_values)
-        advantage_estimators.add(function, name, aliases, row)
-        return function
+        advantage_estimators.add(
+            function, name, aliases, Estimator(name, aliases, options, norm, whitens, needs_values)
+        )
+        return with_options(options)(function)
 
     return decorate
 
 
-def traits_of(adv_estimator: str) -> Estimator:
-    """The row of an estimator in the table; raises ``ValueError`` for an unknown one."""
-    advantage_estimators.resolve(adv_estimator)
-    return estimator(adv_estimator)
-
-
 def resolve_norm_types(
-    adv_estimator: str, norm_mean_type: str | None = "auto", norm_std_type: str | None = "auto"
+    estimator: Choice, norm_mean_type: str | None = "auto", norm_std_type: str | None = "auto"
 ) -> tuple[NormType, NormType]:
     """The reward normalisation: what the user chose, or the estimator's own where that is ``auto``.
 
     An explicit choice, null included, is never overridden: ``grpo`` with a null std type is Dr. GRPO.
     """
-    own_mean, own_std = traits_of(adv_estimator).norm
+    own_mean, own_std = traits(estimator).norm
     mean = own_mean if norm_mean_type == "auto" else norm_mean_type
     std = own_std if norm_std_type == "auto" else norm_std_type
     return mean, std  # type: ignore[return-value]
 
 
 @register_advantage("gae")
-def gae(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def gae(inputs: AdvantageInputs, options: GaeOptions) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation; arXiv 1506.02438."""
     values = inputs.require("values", "gae")
     rewards = inputs.bootstrapped_rewards(options.gamma)
     return generalized_advantages(rewards, values, inputs.mask, options.gamma, options.lambd)
 
 
-def returns_as_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def returns_as_advantages(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
     """The discounted return from each token on, as its advantage."""
     # Without a discount every token has the same return: no token-level rewards and no scan are needed.
     if inputs.rewards.dim() == 1 and options.gamma == 1.0:
@@ -204,25 +195,25 @@ def returns_as_advantages(inputs: AdvantageInputs, options: AdvantageOptions) ->
 
 
 @register_advantage("reinforce")
-def reinforce(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def reinforce(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
     """Discounted return of the token-level rewards (Williams 1992)."""
     return returns_as_advantages(inputs, options)
 
 
 @register_advantage("grpo")
-def grpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def grpo(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
     """The group-normalised reward for every token; arXiv 2402.03300 section 4.1.2."""
     return returns_as_advantages(inputs, options)
 
 
 @register_advantage("reinforce++")
-def reinforce_plus_plus(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
     """Discounted return (divergence inside the reward), whitened over the batch; arXiv 2501.03262 eq. 8-9."""
     return returns_as_advantages(inputs, options)
 
 
 @register_advantage("reinforce++_baseline")
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
     """The reward minus its group's mean, then whitened over the batch; arXiv 2501.03262 eq. 10-11."""
     return returns_as_advantages(inputs, options)
 
@@ -238,7 +229,7 @@ def standardised_in_group(values: Tensor, groups: Groups) -> Tensor:
 
 
 @register_advantage("rloo")
-def rloo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def rloo(inputs: AdvantageInputs, options: NoOptions) -> tuple[Tensor, Tensor]:
     """R minus the mean reward of the others in the group; arXiv 2402.14740 eq. 4."""
     rewards, groups = inputs.response_rewards, inputs.groups
     # clamp: a group of one has no others, and its 0 / 1 is not subtracted below.
@@ -247,7 +238,7 @@ def rloo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Te
 
 
 @register_advantage("remax")
-def remax(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def remax(inputs: AdvantageInputs, options: NoOptions) -> tuple[Tensor, Tensor]:
     """Reward from each token on, minus the reward of the greedy response to the same prompt; arXiv 2310.10505 eq. 4.
 
     Without a divergence in the reward this is one number for all tokens of a response.
@@ -260,7 +251,7 @@ def remax(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, T
 
 
 @register_advantage("opo")
-def opo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def opo(inputs: AdvantageInputs, options: NoOptions) -> tuple[Tensor, Tensor]:
     """R minus the group's length-weighted mean reward, the variance-optimal baseline; arXiv 2505.23585 eq. 7."""
     rewards, groups = inputs.response_rewards, inputs.groups
     lengths = inputs.mask.sum(-1).to(rewards.dtype)
@@ -270,7 +261,7 @@ def opo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
 
 
 @register_advantage("optimal_token_baseline")
-def optimal_token_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def optimal_token_baseline(inputs: AdvantageInputs, options: NoOptions) -> tuple[Tensor, Tensor]:
     r"""Reward from each token on, minus a baseline of least variance for each position; arXiv 2602.07078.
 
     B_t = sum_i G_t W_t / sum_i W_t over the responses i of the group that have a t-th token, G_t the reward from it on
@@ -299,7 +290,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, options: AdvantageOptions) -
 
 
 @register_advantage("gpg")
-def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def gpg(inputs: AdvantageInputs, options: NoOptions) -> tuple[Tensor, Tensor]:
     """R minus its group's mean, times B / (B - M), M rows being in groups without signal; arXiv 2504.02546 eq. 6-7."""
     rewards, groups = inputs.response_rewards, inputs.groups
     centred = centred_in_group(rewards, groups)
@@ -309,7 +300,7 @@ def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
 
 
 @register_advantage("maxrl")
-def maxrl(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def maxrl(inputs: AdvantageInputs, options: NoOptions) -> tuple[Tensor, Tensor]:
     """(R minus its group's mean) / the mean, 0 where the mean is not positive; arXiv 2602.02710.
 
     With rewards of 0 and 1 the mean is the share of right answers, and dividing by it turns the gradient of the success
@@ -322,7 +313,7 @@ def maxrl(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, T
 
 
 @register_advantage("pass@k")
-def pass_at_k(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def pass_at_k(inputs: AdvantageInputs, options: PassAtKOptions) -> tuple[Tensor, Tensor]:
     """Advantage of a response for the chance that one of k is right, in closed form; arXiv 2508.10751 eq. 11-14.
 
     With N responses, W of them wrong (raw score below 1): R = 1 - C(W,k)/C(N,k), s = sqrt(R (1-R)); a right response
@@ -334,7 +325,7 @@ def pass_at_k(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tenso
     size = groups.sizes.double()
     wrong = groups.sum((~right).double())[groups.index]
     # A group may have fewer than k responses: choosing more than it has is not defined.
-    k = size.clamp(max=options.pass_k)
+    k = size.clamp(max=options.k)
     all_wrong = _choose_ratio(wrong, size, k)
     spread = (all_wrong * (1.0 - all_wrong)).sqrt()
     others_wrong = _choose_ratio(wrong - 1.0, size - 1.0, k - 1.0)
@@ -354,16 +345,16 @@ def _choose_ratio(subset: Tensor, total: Tensor, k: Tensor) -> Tensor:
 
 
 @register_advantage("gdpo")
-def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def gdpo(inputs: AdvantageInputs, options: GdpoOptions) -> tuple[Tensor, Tensor]:
     """Each reward normalised in its group apart, then their weighted sum whitened over rows; arXiv 2601.05242 eq. 4-6.
 
-    Raises ``ValueError`` when ``reward_weights`` and the rewards differ in number.
+    Raises ``ValueError`` when ``weights`` and the rewards differ in number.
     """
     components = inputs.require("reward_components", "gdpo").double()
     count = components.shape[1]
-    weights = tuple(options.reward_weights.values()) or (1.0,) * count
+    weights = tuple(options.weights.values()) or (1.0,) * count
     if len(weights) != count:
-        raise ValueError(f"gdpo has {count} rewards but reward_weights has {len(weights)}; give one weight for each")
+        raise ValueError(f"gdpo has {count} rewards but estimator.weights has {len(weights)}; give one weight for each")
     groups = inputs.groups
     total = torch.zeros_like(components[:, 0])
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
@@ -375,7 +366,7 @@ def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Te
 
 
 @register_advantage("turn_gae")
-def turn_gae(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def turn_gae(inputs: AdvantageInputs, options: GaeOptions) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation with turns as actions; Turn-PPO, arXiv 2512.17008.
 
     delta_k = r_k + gamma V(s_{k+1}) - V(s_k), with r_k the sum of the turn's token-level rewards and V(s_k) the value
@@ -389,7 +380,7 @@ def turn_gae(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor
 
 
 @register_advantage("gigpo")
-def gigpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def gigpo(inputs: AdvantageInputs, options: GigpoOptions) -> tuple[Tensor, Tensor]:
     """The trajectory's normalised reward plus the advantage of a turn among equal states; arXiv 2505.10978 eq. 3-8.
 
     A turn's discounted return is compared with those of all turns taken from the same state of the same task; a state
@@ -401,24 +392,23 @@ def gigpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, T
     states = turns.first(inputs.require("state_ids", "gigpo").double())[turns.exists].long()
     groups, of_turn = Groups.of(states), returns[turns.exists].double()
     step = of_turn - groups.mean(of_turn)[groups.index]
-    _, std_type = resolve_norm_types("gigpo", options.norm_mean_type, options.norm_std_type)
-    if std_type is not None:
+    if inputs.divides:
         step = step / divisor(groups.std(of_turn), groups.mean(of_turn))[groups.index]
     per_turn = torch.zeros_like(returns, dtype=torch.float64).masked_scatter(turns.exists, step)
-    advantages = options.step_reward_weight * turns.spread(per_turn)
-    advantages += options.episode_reward_weight * torch.where(inputs.mask, inputs.response_rewards[:, None], 0.0)
+    advantages = options.step_weight * turns.spread(per_turn)
+    advantages += options.episode_weight * torch.where(inputs.mask, inputs.response_rewards[:, None], 0.0)
     return advantages.float(), turns.spread(returns)
 
 
 @register_advantage("step_reinforce")
-def step_reinforce(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def step_reinforce(inputs: AdvantageInputs, options: StepOptions) -> tuple[Tensor, Tensor]:
     """Every token of a turn gets the (normalised) discounted return of its trajectory from that turn on."""
     returns = torch.where(inputs.mask, inputs.require("step_returns", "step_reinforce"), 0.0)
     return returns, returns
 
 
 @register_advantage("agentic_reinforce")
-def agentic_reinforce(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+def agentic_reinforce(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
     """Discount per turn instead of per token: every token of a turn gets the return from that turn on."""
     turns = inputs.turns
     returns = turns.spread(turns.returns(inputs.token_level_rewards, options.gamma))
@@ -428,22 +418,23 @@ def agentic_reinforce(inputs: AdvantageInputs, options: AdvantageOptions) -> tup
 ADVANTAGE_NAMES = advantage_estimators.names
 
 
-def estimate_advantages(inputs: AdvantageInputs, options: AdvantageOptions) -> AdvantageOutputs:
-    """Advantages and returns by the estimator in ``options``, whitened and clipped as configured.
+def estimate_advantages(inputs: AdvantageInputs, config: PPOConfig) -> AdvantageOutputs:
+    """Advantages and returns by the estimator of ``config``, whitened and clipped as configured.
 
     Raises ``ValueError`` for an unknown estimator or a missing input.
     """
-    if options.whiten_rewards:
+    if config.whiten_rewards:
         inputs = replace(inputs, rewards=masked_whiten(inputs.token_level_rewards, inputs.mask))
-    raw, returns = options.estimator(inputs, options)
+    options = advantage_estimators.options_of(config.estimator)
+    raw, returns = advantage_estimators.resolve(config.estimator.name)(inputs, options)
     if inputs.penalties is not None:
         raw = raw - torch.where(inputs.mask, inputs.penalties, 0.0)
     advantages = raw
-    if options.whitens:
+    if config.whiten_advantages or traits(config.estimator).whitens:
         advantages = masked_whiten(advantages, inputs.mask)
     metrics = MetricBuilder()
-    if options.advantage_clip is not None:
-        clipped = advantages.clamp(-options.advantage_clip, options.advantage_clip)
+    if config.advantage_clip is not None:
+        clipped = advantages.clamp(-config.advantage_clip, config.advantage_clip)
         metrics.mean("critic/advantage_clip_frac", (clipped != advantages).sum(), inputs.mask.sum())
         advantages = clipped
     return AdvantageOutputs(advantages, returns, raw, metrics.build())

@@ -22,16 +22,13 @@ from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import (
     LOG_RATIO_BOUND,
     LossInputs,
-    options_class_of,
     policy_losses,
     register_policy_loss,
 )
 from roll.algorithms.registry import Registry
 from roll.config.algorithm import PPOConfig
 from roll.config.corrections import CorrectionOptions, CorrectionRule, correction_options
-from roll.config.reading.errors import Problems
-from roll.config.reading.fields import Choice
-from roll.config.reading.schema import SchemaReader
+from roll.config.policy_losses import PpoOptions
 from roll.protocol.metrics import Mean, Metrics
 
 __all__ = ["actor_loss", "actor_loss_options", "register_policy_loss"]
@@ -214,8 +211,8 @@ class LossOutputs:
 class ActorLossOptions(PPOConfig):
     """Everything the actor's loss depends on: the algorithm's keys, and what follows from them."""
 
-    pg: Any = field(default_factory=PPOConfig)
-    """Options of the variant: the algorithm's keys, or its own dataclass."""
+    pg: Any = field(default_factory=PpoOptions)
+    """Options of the policy loss, as its function takes them."""
     correction: CorrectionOptions = field(default_factory=CorrectionOptions)
     """The meaning of ``train_infer_correction``."""
 
@@ -226,28 +223,14 @@ def options_from(options_class: type[Options], settings: Mapping[str, Any]) -> O
     return options_class(**{name: value for name, value in settings.items() if name in names})
 
 
-def actor_loss_options(settings: Mapping[str, Any]) -> ActorLossOptions:
-    """Options from a mapping of keys (``loss``, ``pg_clip``, ``train_infer_correction`` ...).
+def actor_loss_options(config: PPOConfig) -> ActorLossOptions:
+    """The options of a run's policy.
 
-    Keys that belong to no option are ignored, except in ``loss``. The loss and its options may have their flat names
-    (:data:`roll.config.policy_losses.FLAT_NAMES`).
-
-    Raises ``ValueError`` for an unknown loss, an option that it does not have, or a bad correction.
+    Raises:
+        ValueError: an unknown loss, an option that it does not have, or a bad correction.
     """
-    problems, loss = Problems(), settings.get("loss")
-    if not isinstance(loss, Choice):
-        written = {key: value for key, value in settings.items() if value is not None}
-        loss, _ = SchemaReader(problems).read_choice(PPOConfig.__dataclass_fields__["loss"], written)
-    if problems.errors:
-        raise ValueError(str(problems.errors[0]))
-    options_class = options_class_of(loss.name)
-    known = [option.name for option in fields(options_class)]
-    for name in loss.options:
-        if name not in known:
-            raise ValueError(f"loss.{name} is no option of {loss.name}; known: {', '.join(known) or 'none'}")
-    pg: Any = options_from(options_class, {**settings, "loss": loss, **loss.options})
-    correction = correction_options(settings.get("train_infer_correction"))
-    return options_from(ActorLossOptions, {**settings, "loss": loss, "pg": pg, "correction": correction})
+    pg, correction = policy_losses.options_of(config.loss), correction_options(config.train_infer_correction)
+    return options_from(ActorLossOptions, {**vars(config), "pg": pg, "correction": correction})
 
 
 def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: LossDenominators) -> LossOutputs:

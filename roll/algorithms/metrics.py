@@ -239,13 +239,13 @@ class BatchWatch:
             )
         return messages
 
-    def observe_advantages(self, advantages: Tensor, used: Tensor, adv_estimator: str) -> list[str]:
+    def observe_advantages(self, advantages: Tensor, used: Tensor, estimator: str) -> list[str]:
         """Messages about advantages that are all 0; none where equal scores, which :meth:`observe` reports, are why.
 
         Args:
             advantages: float (B, L), 0 outside the responses.
             used: bool (B,), responses that the loss uses.
-            adv_estimator: its name, for the message.
+            estimator: its name, for the message.
         """
         if advantages.numel() == 0:
             return []
@@ -254,6 +254,6 @@ class BatchWatch:
             return []
         return [
             f"every advantage of the last {self.patience} steps was 0, so the policy has learned nothing: "
-            f"adv_estimator {adv_estimator} found no difference between responses that the loss uses; look at "
+            f"estimator {estimator} found no difference between responses that the loss uses; look at "
             "group/mixed_groups_ratio (prompts all too easy or too hard? groups too small?) and at the masks"
         ]

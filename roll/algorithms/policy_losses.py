@@ -18,19 +18,22 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import level_log_ratio, masked_mean, row_mean
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.registry import Registry
-from roll.config.algorithm import PPOConfig
+from roll.algorithms.registry import Registry, with_options
 from roll.config.policy_losses import (
     POLICY_LOSSES,
     CispoOptions,
     ClipCovOptions,
+    ClipOptions,
     DppoOptions,
     DroOptions,
+    DualClipOptions,
     GmpoOptions,
     Kimi15Options,
     KlCovOptions,
     M2poOptions,
+    NoOptions,
     PolicyLoss,
+    PpoOptions,
     SapoOptions,
     TisOptions,
     ToprOptions,
@@ -116,54 +119,38 @@ class LossInputs:
 
 PolicyLossFunction = Callable[[LossInputs, Any, MetricBuilder], Tensor]
 
-policy_losses: Registry[PolicyLossFunction] = Registry("loss", POLICY_LOSSES)
-_options_classes: dict[PolicyLossFunction, type] = {}
+policy_losses: Registry[PolicyLossFunction] = Registry("loss", POLICY_LOSSES, PpoOptions)
 
 
 def register_policy_loss(
-    name: str, *, options: type = PPOConfig, aliases: tuple[str, ...] = ()
+    name: str, *, options: type = PpoOptions, aliases: tuple[str, ...] = ()
 ) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
     """Decorator: make a policy loss selectable as ``loss: name``; ``options`` is the dataclass of its options.
 
-    A name of :data:`roll.config.policy_losses.POLICY_LOSSES` has its aliases there; another one is added to it.
+    A name of :data:`roll.config.policy_losses.POLICY_LOSSES` has both there; another one is added to it.
     """
 
     def decorate(function: PolicyLossFunction) -> PolicyLossFunction:
-        policy_losses.add(function, name, aliases, PolicyLoss(name, aliases))
+        policy_losses.add(function, name, aliases, PolicyLoss(name, aliases, options))
         return with_options(options)(function)
 
     return decorate
-
-
-def with_options(options: type) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Decorator: declare the dataclass of options of a policy loss that is chosen by its dotted path."""
-
-    def decorate(function: PolicyLossFunction) -> PolicyLossFunction:
-        _options_classes[function] = options
-        return function
-
-    return decorate
-
-
-def options_class_of(loss: str) -> type:
-    """Return the dataclass of a loss's options: the algorithm's keys, unless the loss declares another."""
-    return _options_classes.get(policy_losses.resolve(loss), PPOConfig)
 
 
 def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) -> None:
     metrics.mean("actor/clipfrac", (clipped & inputs.mask).sum(), inputs.num_tokens)
 
 
-def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, options: DualClipOptions, metrics: MetricBuilder) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A), for negative A at most -c A (dual clip): float (B, L)."""
     advantages = inputs.advantages
-    low, high = 1.0 - options.clip_low, 1.0 + options.clip_high
+    low, high = 1.0 - options.below, 1.0 + options.above
     loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
     # Outside the mask the ratio is 1, which is neither.
     above, below = ratio > high, ratio < low
     clipped = (above & (advantages > 0)) | (below & (advantages < 0))
-    if options.dual_clip_loss:
-        bound = 1.0 + 2.0 * options.pg_clip if options.dual_clip_coef is None else options.dual_clip_coef
+    if options.dual_clip:
+        bound = 1.0 + 2.0 * options.clip if options.dual_clip is True else options.dual_clip
         # By the ratio: where r A and c A round to the same number, torch.min would halve the gradient.
         beyond = (advantages < 0) & (ratio > bound)
         loss = torch.where(beyond, -bound * advantages, loss)
@@ -176,21 +163,21 @@ def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, options: PPOConfig, me
     return loss
 
 
-@register_policy_loss("ppo")
-def ppo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("ppo", options=PpoOptions)
+def ppo(inputs: LossInputs, options: PpoOptions, metrics: MetricBuilder) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A); arXiv 1707.06347 eq. 7, dual clip 1912.09729 eq. 5."""
     log_ratio = level_log_ratio(inputs.log_ratio, inputs.mask, options.importance_sampling, inputs.turn_ids)
     return _clipped_surrogate(log_ratio.exp(), inputs, options, metrics)
 
 
-@register_policy_loss("vanilla")
-def vanilla(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("vanilla", options=NoOptions)
+def vanilla(inputs: LossInputs, options: NoOptions, metrics: MetricBuilder) -> Tensor:
     """-A log pi: REINFORCE."""
     return -inputs.advantages * inputs.log_probs
 
 
-@register_policy_loss("gspo")
-def gspo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("gspo", options=DualClipOptions)
+def gspo(inputs: LossInputs, options: DualClipOptions, metrics: MetricBuilder) -> Tensor:
     """PPO's clip on s = exp(mean log r) of the response; arXiv 2507.18071 eq. 5. Made for seq-mean-token-mean.
 
     With seq-mean-token-sum each response counts by its length: LUSPO, arXiv 2602.05261 (TRL's ``luspo`` is the same).
@@ -199,8 +186,8 @@ def gspo(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tens
     return _clipped_surrogate(ratio, inputs, options, metrics)
 
 
-@register_policy_loss("gspo_token")
-def gspo_token(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("gspo_token", options=DualClipOptions)
+def gspo_token(inputs: LossInputs, options: DualClipOptions, metrics: MetricBuilder) -> Tensor:
     """sg(s) pi / sg(pi): the value of GSPO's ratio with each token's own gradient; arXiv 2507.18071 eq. 13-14."""
     sequence = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "seq")
     # 0 in value, the token's own gradient: sequence + own is the straight-through form of sg(s) pi / sg(pi).
@@ -289,15 +276,15 @@ def topr(inputs: LossInputs, options: ToprOptions, metrics: MetricBuilder) -> Te
     return -weight * inputs.advantages * inputs.log_probs
 
 
-@register_policy_loss("raft++")
-def raft_plus_plus(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("raft++", options=ClipOptions)
+def raft_plus_plus(inputs: LossInputs, options: ClipOptions, metrics: MetricBuilder) -> Tensor:
     """PPO's clip on responses of positive advantage only; arXiv 2504.11343 section 3.
 
     With raw rewards (no normalisation) these are the right answers, as in the paper.
     """
     positive = torch.where(inputs.advantages > 0, inputs.advantages, 0.0)
     ratio = inputs.log_ratio.exp()
-    clipped = ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
+    clipped = ratio.clamp(1.0 - options.below, 1.0 + options.above)
     _count_clipped(metrics, (clipped < ratio) & (positive > 0), inputs)
     return -torch.minimum(ratio, clipped) * positive
 
@@ -384,13 +371,8 @@ def token_covariance(inputs: LossInputs) -> Tensor:
     return torch.where(inputs.mask, log_probs * advantages, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClippedCovariance(ClipCovOptions, PPOConfig):
-    """Options of ``clip_cov``, with the clip range that it shares with PPO."""
-
-
-@register_policy_loss("clip_cov", options=ClippedCovariance)
-def clip_cov(inputs: LossInputs, options: ClippedCovariance, metrics: MetricBuilder) -> Tensor:
+@register_policy_loss("clip_cov", options=ClipCovOptions)
+def clip_cov(inputs: LossInputs, options: ClipCovOptions, metrics: MetricBuilder) -> Tensor:
     """PPO's clip, and no gradient for a random share of the tokens whose covariance lies in (low, high); arXiv
     2505.22617 eq. 10-13.
 
@@ -398,7 +380,7 @@ def clip_cov(inputs: LossInputs, options: ClippedCovariance, metrics: MetricBuil
     """
     covariance = token_covariance(inputs)
     in_range = (covariance > options.low) & (covariance < options.high)
-    clipped_ratio = inputs.ratio.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
+    clipped_ratio = inputs.ratio.clamp(1.0 - options.below, 1.0 + options.above)
     clipped_by_ppo = clipped_ratio * inputs.advantages < inputs.ratio * inputs.advantages
     eligible = inputs.mask & in_range & ~clipped_by_ppo
     candidates = eligible.flatten().nonzero().squeeze(-1)

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any, Generic, TypeVar
 
-from roll.config.reading.errors import did_you_mean
-from roll.config.reading.fields import Row, Table
+from roll.config.reading.errors import Problems, did_you_mean
+from roll.config.reading.fields import Choice, Row, Table
+from roll.config.reading.schema import SchemaReader, build
 
 F = TypeVar("F", bound=Callable[..., Any])
+_options: dict[Callable[..., Any], type] = {}
+
+
+def with_options(options: type) -> Callable[[F], F]:
+    """Decorator: declare the dataclass of options of a loss or an estimator that is chosen by its dotted path."""
+
+    def decorate(function: F) -> F:
+        _options[function] = options
+        return function
+
+    return decorate
 
 
 class Registry(Generic[F]):
@@ -22,10 +35,12 @@ class Registry(Generic[F]):
         kind: the key of the YAML, for messages.
         table: the configuration's table of these names, where there is one: it knows their aliases, and learns names
             that are registered in addition.
+        options: of functions that declare none (:func:`with_options`).
     """
 
-    def __init__(self, kind: str, table: Table[Any] | None = None) -> None:
+    def __init__(self, kind: str, table: Table[Any] | None = None, options: type | None = None) -> None:
         self.kind = kind
+        self._default = options
         self._table = table
         self._entries: dict[str, F] = {}
         self._names: list[str] = []
@@ -76,6 +91,28 @@ class Registry(Generic[F]):
             f"unknown {self.kind} {name!r}; {nearest}known: {', '.join(self._names)}; "
             "or the dotted path of your own function"
         )
+
+    def options_of(self, choice: Choice) -> Any:
+        """The options as the function takes them.
+
+        Raises:
+            ValueError: an unknown function, or an option that it does not have.
+        """
+        if not isinstance(choice.options, Mapping):
+            return choice.options
+        row = self._table.get(choice.name) if self._table is not None else None
+        cls = (row and row.options) or _options.get(self.resolve(choice.name), self._default)
+        known = [option.name for option in fields(cls)]
+        for name in choice.options:
+            if name not in known:
+                listed = ", ".join(known) or "none"
+                raise ValueError(f"{self.kind}.{name} is no option of {choice.name}; known: {listed}")
+        written = {name: value for name, value in choice.shared.items() if name in known} | choice.options
+        problems = Problems()
+        options = build(cls, SchemaReader(problems).read(cls, written, self.kind))
+        if problems.errors:
+            raise ValueError(str(problems.errors[0]))
+        return options
 
     def _import(self, path: str) -> F:
         module_name, _, attribute = path.replace(":", ".").rpartition(".")

@@ -18,9 +18,9 @@ from torch import Tensor
 from roll.algorithms import policy_losses
 from roll.algorithms.aggregation import LossDenominators
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.policy_losses import LOG_RATIO_BOUND, ClippedCovariance, LossInputs, with_options
-from roll.config.algorithm import PPOConfig
-from roll.config.policy_losses import KlCovOptions
+from roll.algorithms.policy_losses import LOG_RATIO_BOUND, LossInputs
+from roll.algorithms.registry import with_options
+from roll.config.policy_losses import ClipCovOptions, ClipOptions, KlCovOptions
 
 Options = TypeVar("Options")
 
@@ -45,8 +45,8 @@ def token_mean_legacy(mask: Tensor, denominators: LossDenominators) -> Tensor:
     return mask.new_full((len(mask),), share, dtype=torch.float64) / mask.sum().clamp(min=1)
 
 
-@with_options(ClippedCovariance)
-def clip_cov(inputs: LossInputs, options: ClippedCovariance, metrics: MetricBuilder) -> Tensor:
+@with_options(ClipCovOptions)
+def clip_cov(inputs: LossInputs, options: ClipCovOptions, metrics: MetricBuilder) -> Tensor:
     """``clip_cov`` (arXiv 2505.22617) with bounds on the covariance with A times its row's weight: float (B, L).
 
     Row weights of a mean over N tokens or samples make these covariances N times smaller.
@@ -72,16 +72,17 @@ def _with_weighted_advantages(
     return loss(replace(inputs, advantages=inputs.advantages * weights), options, metrics) / weights
 
 
-def engine_is(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> Tensor:
+@with_options(ClipOptions)
+def engine_is(inputs: LossInputs, options: ClipOptions, metrics: MetricBuilder) -> Tensor:
     """-sg(r) A log pi with r = pi / rollout, 0 where r is outside (1 - low, 1 + high): float (B, L); ``rollout_is``."""
     ratio = _engine_log_ratio(inputs).detach().exp()
-    kept = (ratio > 1.0 - options.clip_low) & (ratio < 1.0 + options.clip_high)
+    kept = (ratio > 1.0 - options.below) & (ratio < 1.0 + options.above)
     metrics.mean("actor/clipfrac", (~kept & inputs.mask).sum(), inputs.num_tokens)
     return -torch.where(kept, ratio, 0.0) * inputs.advantages * inputs.log_probs
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineDppo(PPOConfig):
+class EngineDppo(ClipOptions):
     """Options of :func:`engine_dppo`, with PPO's clip range."""
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -92,8 +93,8 @@ class EngineDppo(PPOConfig):
 def engine_dppo(inputs: LossInputs, options: EngineDppo, metrics: MetricBuilder) -> Tensor:
     """-M r A with r = pi / rollout: float (B, L); DPPO (arXiv 2602.04879 eq. 12-14) against the policy that sampled.
 
-    M drops tokens whose probability has moved where the advantage pushes it by more than a bound: ``pg_clip_low`` for
-    negative and ``pg_clip_high`` for positive advantages, in total variation or KL (``divergence``).
+    M drops tokens whose probability has moved where the advantage pushes it by more than a bound: ``clip_low`` for
+    negative and ``clip_high`` for positive advantages, in total variation or KL (``divergence``).
     """
     log_ratio = _engine_log_ratio(inputs)
     assert inputs.rollout_log_probs is not None
@@ -103,8 +104,8 @@ def engine_dppo(inputs: LossInputs, options: EngineDppo, metrics: MetricBuilder)
     if options.divergence == "kl":
         others = (1.0 - sampled.exp() + _TINY) / (1.0 - current.exp() + _TINY)
         distance = sampled.exp() * (sampled - current) + (1.0 - sampled.exp()) * others.log()
-    upwards = (inputs.advantages > 0) & (moved > 0) & (distance > options.clip_high)
-    downwards = (inputs.advantages < 0) & (moved < 0) & (distance > options.clip_low)
+    upwards = (inputs.advantages > 0) & (moved > 0) & (distance > options.above)
+    downwards = (inputs.advantages < 0) & (moved < 0) & (distance > options.below)
     dropped = (upwards | downwards) & inputs.mask
     metrics.mean("actor/clipfrac", dropped.sum(), inputs.num_tokens)
     return -torch.where(dropped, 0.0, log_ratio.exp()) * inputs.advantages

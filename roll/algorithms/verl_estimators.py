@@ -1,19 +1,24 @@
 """Advantage estimators as verl computes them where that differs from the paper of the same name.
 
-Chosen by their path, ``adv_estimator: roll.algorithms.verl_estimators.gpg``, which is what ``roll translate`` writes.
+Chosen by their path, ``estimator: roll.algorithms.verl_estimators.gpg``, which is what ``roll translate`` writes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, centred_in_group
+from roll.algorithms.advantages import AdvantageInputs, centred_in_group
 from roll.algorithms.aggregation import Groups, masked_whiten
+from roll.algorithms.registry import with_options
 from roll.algorithms.samples import EPS
+from roll.config.estimators import GdpoOptions, NoOptions
 
 
-def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+@with_options(NoOptions)
+def gpg(inputs: AdvantageInputs, options: NoOptions) -> tuple[Tensor, Tensor]:
     """R minus its group's mean, times B / (rows whose reward is not 0).
 
     The paper (2504.02546) counts the rows of groups with a signal instead.
@@ -23,10 +28,17 @@ def gpg(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Ten
     return inputs.spread(centred_in_group(rewards, inputs.groups) * scale), inputs.spread(rewards)
 
 
-def grpo_passk(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
-    """Best reward of a group minus the second best, for the best response alone; arXiv 2503.19595.
+@dataclass(frozen=True, kw_only=True)
+class PasskOptions:
+    """Options of :func:`grpo_passk`."""
 
-    ``adv_estimator_args: {by_std: false}`` leaves out the division by the group's standard deviation.
+    by_std: bool = True
+    """Divide by the group's standard deviation."""
+
+
+@with_options(PasskOptions)
+def grpo_passk(inputs: AdvantageInputs, options: PasskOptions) -> tuple[Tensor, Tensor]:
+    """Best reward of a group minus the second best, for the best response alone; arXiv 2503.19595.
 
     Raises:
         ValueError: a group of one.
@@ -40,22 +52,23 @@ def grpo_passk(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tens
     winner = winners.new_full(first.shape, len(rewards)).scatter_reduce(0, groups.index, winners, "amin")
     best = rows == winner[groups.index]
     lead = first - _best(torch.where(best, -torch.inf, rewards), groups)
-    if options.adv_estimator_args.get("by_std", True):
+    if options.by_std:
         lead = lead / (groups.std(rewards) + EPS)
     advantages = torch.where(best, lead[groups.index], 0.0)
     return inputs.spread(advantages), inputs.spread(rewards)
 
 
-def gdpo(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+@with_options(GdpoOptions)
+def gdpo(inputs: AdvantageInputs, options: GdpoOptions) -> tuple[Tensor, Tensor]:
     """Each reward normalised in its group apart, then their weighted sum whitened over tokens.
 
     The paper (2601.05242) whitens over responses.
 
     Raises:
-        ValueError: ``reward_weights`` and the rewards differ in number.
+        ValueError: ``weights`` and the rewards differ in number.
     """
     components, groups = inputs.require("reward_components", "gdpo").double(), inputs.groups
-    weights = tuple(options.reward_weights.values()) or (1.0,) * components.shape[1]
+    weights = tuple(options.weights.values()) or (1.0,) * components.shape[1]
     total = torch.zeros_like(components[:, 0])
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
         std = torch.where(groups.sizes > 1, groups.std(rewards)[groups.index], 1.0)

@@ -79,6 +79,11 @@ def add_card(trained: TrainedModel, form: str, folder: Path, repository: str) ->
     (folder / CARD).write_text(model_card(trained, form, repository, run), encoding="utf-8")
 
 
+def _name(choice: Any) -> Any:
+    """The name of a loss or an estimator, which may be a section."""
+    return choice.get("name") if isinstance(choice, dict) else choice
+
+
 def model_card(trained: TrainedModel, form: str, repository: str, run: Path) -> str:
     """The model card: base model, data, algorithm, the first and last values of the curves, and the command.
 
@@ -89,6 +94,7 @@ def model_card(trained: TrainedModel, form: str, repository: str, run: Path) -> 
     about = _mapping(run / RECORD_FOLDER / "run.json")
     base = str(config.get("pretrain") or trained.contents.path or trained.model)
     pipeline = str(about.get("pipeline") or config.get("pipeline") or "")
+    estimator = _name(config.get("estimator") or config.get("adv_estimator"))
     files = list(dict.fromkeys(_data_files(config)))
     at_hub = [name.removeprefix("hub:") for name in files if name.startswith("hub:")]
     head: dict[str, Any] = {"library_name": _LIBRARIES[form], "pipeline_tag": _TASKS[trained.head]}
@@ -96,14 +102,14 @@ def model_card(trained: TrainedModel, form: str, repository: str, run: Path) -> 
         head["base_model"] = base
     if at_hub:
         head["datasets"] = at_hub
-    head["tags"] = ["roll", *filter(None, (pipeline, config.get("adv_estimator")))]
+    head["tags"] = ["roll", *filter(None, (pipeline, estimator))]
     # Folders of one's own host say nothing to others.
     shown = {
         "base model": head.get("base_model", Path(base).name),
         "data": ", ".join(at_hub + [Path(name).name for name in files if not name.startswith("hub:")]),
         "pipeline": pipeline,
-        "advantages": config.get("adv_estimator"),
-        "loss": config.get("loss") or config.get("pg_variant"),
+        "advantages": estimator,
+        "loss": _name(config.get("loss") or config.get("pg_variant")),
         "steps": trained.state.get("step"),
         "seed": config.get("seed"),
     }

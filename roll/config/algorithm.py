@@ -1,76 +1,17 @@
-"""The algorithm's keys: advantages, policy loss, KL, clipping; and the table of estimators.
+"""The algorithm's keys: advantages, policy loss, KL, masks.
 
-Policy losses and the options of each are in :mod:`roll.config.policy_losses`. A new estimator is a row of
-:data:`ADV_ESTIMATORS` and a function in :mod:`roll.algorithms.advantages`. The functions are given these dataclasses.
+Options of estimators and policy losses are in :mod:`roll.config.estimators` and :mod:`roll.config.policy_losses`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from roll.config.corrections import parse_correction
-from roll.config.policy_losses import CLIPPED, FLAT_NAMES, POLICY_LOSSES
-from roll.config.reading.fields import Choice, Named, Table, parse_dotted_path, rules, setting
-
-
-@dataclass(frozen=True)
-class Estimator(Named):
-    """An advantage estimator, ``adv_estimator``."""
-
-    norm: tuple[str | None, str | None] = (None, None)
-    """``norm_mean_type`` and ``norm_std_type`` of the rewards where the file leaves them open."""
-    whitens: bool = False
-    """Whitening of the advantages is part of it."""
-    needs_values: bool = False
-    """It needs a critic."""
-    discounts: bool = False
-    """It reads ``gamma``."""
-    leaves_one_out: bool = False
-    """It compares the samples of a prompt with one another and so needs two."""
-    is_pass_at_k: bool = False
-    """It asks whether one of ``pass_k`` samples is right."""
-    needs_squares: bool = False
-    """It reads the sum of squared probabilities before every token."""
-    needs_greedy: bool = False
-    """It compares every sample with the greedy response to its prompt."""
-    weighs_rewards: bool = False
-    """It normalises the rewards of ``reward_weights`` apart."""
-    rewards_turns: bool = False
-    """In work of several turns its rewards stand on the turns that earned them; else each trajectory has one."""
-    works_in_turns: bool = False
-    """It looks at the turns of an episode, which only the agentic pipeline has."""
-    normalises_steps: bool = False
-    """The rewards' normalisation is that of the discounted returns of all turns, not of whole trajectories."""
-
-
-ADV_ESTIMATORS = Table(
-    "adv_estimator",
-    Estimator("gae", needs_values=True, discounts=True, rewards_turns=True),
-    Estimator("grpo", norm=("group", "group"), discounts=True),
-    Estimator("reinforce", discounts=True, rewards_turns=True),
-    Estimator("reinforce++", ("reinforce_plus_plus",), whitens=True, discounts=True, rewards_turns=True),
-    Estimator(
-        "reinforce++_baseline",
-        ("reinforce_plus_plus_baseline",),
-        norm=("group", None),
-        whitens=True,
-        discounts=True,
-    ),
-    Estimator("rloo", ("loop",), leaves_one_out=True),
-    Estimator("opo"),
-    Estimator("optimal_token_baseline", ("tir_optimal_token_baseline",), needs_squares=True),
-    Estimator("gpg"),
-    Estimator("maxrl", leaves_one_out=True),
-    Estimator("pass@k", ("pass_at_k",), is_pass_at_k=True),
-    Estimator("remax", needs_greedy=True),
-    Estimator("gdpo", weighs_rewards=True),
-    Estimator("turn_gae", needs_values=True, discounts=True, rewards_turns=True, works_in_turns=True),
-    Estimator("gigpo", norm=("group", "group"), works_in_turns=True),
-    Estimator("step_reinforce", works_in_turns=True, normalises_steps=True),
-    Estimator("agentic_reinforce", discounts=True, rewards_turns=True, works_in_turns=True),
-)
+from roll.config.estimators import ADV_ESTIMATORS, GaeOptions
+from roll.config.policy_losses import POLICY_LOSSES, PpoOptions
+from roll.config.reading.fields import Choice, parse_dotted_path, rules, setting
 
 KL_PENALTIES = (
     *("kl", "k1", "k2", "k3", "abs", "mse", "low_var_kl"),
@@ -84,20 +25,14 @@ LOSS_AGG_MODES = (
 VALUE_LOSSES = ("mse", "huber")
 NORM_TYPES = ("batch", "group", "running")
 
-
-def readers(*losses: str) -> dict[str, tuple[str, ...]]:
-    """``read_if`` of a key that these policy losses read, in all their spellings."""
-    return {"loss": tuple(name for one in losses for name in POLICY_LOSSES[one].names)}
-
-
-def estimators(holds: Callable[[Estimator], bool]) -> dict[str, tuple[str, ...]]:
-    """``read_if`` of a key that these estimators read."""
-    return {"adv_estimator": ADV_ESTIMATORS.where(holds)}
-
-
-def estimator(name: str) -> Estimator:
-    """Traits of an estimator; a function found by its dotted path has no special needs."""
-    return ADV_ESTIMATORS.get(name) or Estimator(name)
+ESTIMATOR = rules(
+    table=ADV_ESTIMATORS,
+    choices=ADV_ESTIMATORS,
+    dotted_path=True,
+    plugins="estimators",
+    aliases=("adv_estimator",),
+    example="grpo",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,42 +47,18 @@ class PPOConfig:
     """Passes over a rollout batch."""
     shuffle_mini_batches: bool = False
     """Shuffle the samples before every pass; false: mini-batches of consecutive samples, the same in every pass."""
-    adv_estimator: str = setting("gae", choices=ADV_ESTIMATORS, dotted_path=True, plugins="estimators", example="grpo")
-    """Advantage estimator: ``gae`` (needs a critic), ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
+    estimator: Choice = field(default=Choice("gae", GaeOptions()), metadata=ESTIMATOR)
+    """Advantage estimator: its name, or a section with ``name`` and the options that it has: ``gae`` (needs a critic),
+    ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
     loss: Choice = field(
-        default=Choice("ppo"),
+        default=Choice("ppo", PpoOptions()),
         metadata=rules(
-            table=POLICY_LOSSES,
-            flat=FLAT_NAMES,
-            choices=POLICY_LOSSES,
-            dotted_path=True,
-            plugins="losses",
-            aliases=("pg_variant",),
+            table=POLICY_LOSSES, choices=POLICY_LOSSES, dotted_path=True, plugins="losses", aliases=("pg_variant",)
         ),
     )
     """Policy loss: its name, or a section with ``name`` and the options that it has."""
-    adv_estimator_args: dict[str, Any] = field(default_factory=dict)
-    """Options of an advantage estimator of your own: ``options.adv_estimator_args`` of the function."""
-    gamma: float = setting(1.0, ge=0, le=1, read_if=estimators(lambda row: row.discounts))
-    """Discount of later rewards."""
-    lambd: float = setting(0.95, ge=0, le=1, read_if=estimators(lambda row: row.needs_values))
-    """GAE's lambda."""
-    pg_clip: float = setting(0.2, ge=0, example=0.2, read_if=readers(*CLIPPED, "raft++"))
-    """Clip range of the probability ratio, on both sides."""
-    use_pg_clip_range: bool = setting(False, read_if=readers(*CLIPPED, "raft++"))
-    """Clip with ``pg_clip_low`` and ``pg_clip_high`` instead of ``pg_clip``."""
-    pg_clip_low: float = setting(0.2, ge=0, le=1, read_if={**readers(*CLIPPED, "raft++"), "use_pg_clip_range": (True,)})
-    """Ratios are clipped at 1 - this from below."""
-    pg_clip_high: float = setting(0.2, ge=0, read_if={**readers(*CLIPPED, "raft++"), "use_pg_clip_range": (True,)})
-    """Ratios are clipped at 1 + this from above."""
-    dual_clip_loss: bool = setting(False, read_if=readers(*CLIPPED))
-    """Bound the loss of negative advantages (dual clip)."""
-    dual_clip_coef: float | None = setting(None, gt=1, read_if={**readers(*CLIPPED), "dual_clip_loss": (True,)})
-    """The dual clip's bound; null: 1 + 2 x ``pg_clip`` (3.0 in the paper)."""
     value_clip: float | None = setting(None, gt=0, read_if={"critic": ()})
     """Clip range of the critic's new values around the old ones; null: not clipped."""
-    importance_sampling: Literal["token", "segment", "seq"] = setting("token", read_if=readers("ppo", "clip_cov"))
-    """Level of the probability ratio; ``seq`` is GSPO."""
     value_loss_type: str = setting("mse", choices=VALUE_LOSSES, dotted_path=True, read_if={"critic": ()})
     """The critic's error: half its square, or the Huber loss."""
     loss_agg_mode: str = setting("seq-mean-token-mean", choices=LOSS_AGG_MODES, dotted_path=True)
@@ -205,11 +116,6 @@ class PPOConfig:
     norm_std_type: str | None = setting("auto", choices=("auto", *NORM_TYPES), example="group")
     """Spread that response rewards are divided by: ``batch``, ``group``, ``running`` or null (none; with ``grpo``
     that is Dr. GRPO). ``auto``: what the estimator's paper asks for."""
-    pass_k: int = setting(4, ge=1, read_if=estimators(lambda row: row.is_pass_at_k))
-    """``pass@k``: the k, less than ``num_return_sequences_in_group``. Right is a raw score of 1 or more."""
-    reward_weights: dict[str, float] = field(default_factory=dict)
-    """``gdpo``: the rewards to normalise apart, with their weights. Names are those of the numbers that the reward
-    returns in addition to its score (``reward/<domain>/<name>`` in the log), or ``score`` for the score itself."""
     overlong_buffer_length: int | None = setting(None, ge=1)
     """DAPO's soft punishment: within so many tokens of the length limit the score falls, linearly, by up to
     ``overlong_penalty_factor``. null: none."""
@@ -254,13 +160,3 @@ class PPOConfig:
     """Weigh samples by the length of their response, short ones more."""
     sample_weighting: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
     """Dotted path of your own function of scores, lengths and groups that gives each sample its weight."""
-
-    @property
-    def clip_low(self) -> float:
-        """Largest distance of the ratio below 1."""
-        return self.pg_clip_low if self.use_pg_clip_range else self.pg_clip
-
-    @property
-    def clip_high(self) -> float:
-        """Largest distance of the ratio above 1."""
-        return self.pg_clip_high if self.use_pg_clip_range else self.pg_clip

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar, cast
 
-from roll.config.algorithm import estimator
+from roll.config.estimators import traits
 from roll.config.lora import uses_lora
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.planning import data_parallel_size
@@ -38,7 +38,7 @@ SHARING = ("actor_train", "actor_infer", "reference", "critic")
 
 
 LEARNING_DEFAULTS: Mapping[str, str] = {
-    "adv_estimator": "`grpo`, with a `critic` section `gae`",
+    "estimator": "`grpo`, with a `critic` section `gae`",
     "num_return_sequences_in_group": f"{GROUP} with `grpo`",
     "group_size": f"{GROUP} with `grpo`",
     **{f"generating_args.{key}": f"{value:g}" for key, value in SAMPLING.items()},
@@ -51,12 +51,18 @@ LEARNING_DEFAULTS: Mapping[str, str] = {
 """Words of the reference page: what takes the place of the dataclass's default, which is ROLL's."""
 
 
+def with_estimator(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The file with the estimator of :data:`LEARNING_DEFAULTS`: its options depend on it, and so are read after it."""
+    key = next((name for name in ("estimator", "adv_estimator") if name in data), "estimator")
+    section = data.get(key, {})
+    if data.get("critic") is not None or not isinstance(section, Mapping) or "name" in section:
+        return data
+    return {**data, key: {**section, "name": "grpo"}}
+
+
 def with_learning_defaults(config: P, pipeline: PipelineDefinition, written: Written) -> P:
     """The configuration with :data:`LEARNING_DEFAULTS` in place of what was not written."""
-    # First, since the size of a group depends on the estimator.
-    if config.critic is None:
-        config = _filled(config, "adv_estimator", "grpo", written)
-    if estimator(config.adv_estimator).norm == ("group", "group"):
+    if traits(config.estimator).norm == ("group", "group"):
         config = _filled(config, config.group_key, _group_size(config, written), written)
     for section in ("actor_infer", "train_env_manager", "validation"):
         for key, value in SAMPLING.items():

@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar, cast
 from roll.config.checks.base import Checks
 from roll.config.checks.keys import refuse_unavailable
 from roll.config.checks.unknown_keys import name_unknown
-from roll.config.defaults import with_learning_defaults
+from roll.config.defaults import with_estimator, with_learning_defaults
 from roll.config.pipelines import (
     NAMES,
     PIPELINES,
@@ -136,12 +136,15 @@ def _load(
     know_keys(declared_secrets(cls))
     written = with_own_names(data, pipeline, problems)
     reader = SchemaReader(problems, composed.referenced, source.is_own, source.rank)
-    values = reader.read(cls, written, "")
+    rename = problems.rename
+    problems.rename = lambda key: rename(reader.as_written(key))
+    learns = issubclass(cls, PolicyRunConfig) and composed.defaults == LEARNING
+    values = reader.read(cls, with_estimator(written) if learns else written, "")
     refuse_unavailable(written, problems)
     config: RunConfig = build(cls, values)
     name_unknown(reader.unknown, config, pipeline, problems)
     checks = Checks(problems, lambda key: _is_written(written, key), check_files, pipeline, source.is_own)
-    if isinstance(config, PolicyRunConfig) and composed.defaults == LEARNING:
+    if learns and isinstance(config, PolicyRunConfig):
         config = with_learning_defaults(config, pipeline, checks.written)
     pipeline.check(config, checks)
     if problems.errors:

@@ -11,7 +11,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
@@ -20,6 +20,7 @@ from typing_extensions import TypeVar
 
 from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
 from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.fields import Table
 from roll.config.roles import DataArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import (
@@ -440,3 +441,15 @@ def find_own_modules() -> None:
     """
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
+
+
+def option_tables(key: str, table: Table[Any]) -> Iterator[tuple[str, type, tuple[type, ...]]]:
+    """Tables of the options of each row of a choice; rows with the same options have one."""
+    names: dict[type, list[str]] = {}
+    for row in table.rows:
+        if row.options is not None and fields(row.options):
+            names.setdefault(row.options, []).append(row.name)
+    for cls, rows in names.items():
+        bases = tuple(base for base in cls.__mro__[1:] if base in names)
+        also = f" (in addition to the options of `{names[bases[0]][0]}`)" if bases else ""
+        yield f"`{key}: {{name: {' or '.join(rows)}}}`{also}", cls, bases

@@ -101,7 +101,7 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     reference: ReferenceWorkerConfig | None = None
     """The policy that KL is measured against; runs only when a KL is used."""
     critic: WorkerConfig | None = None
-    """The value model; needed by ``adv_estimator: gae`` and ``turn_gae``."""
+    """The value model; needed by ``estimator: gae`` and ``turn_gae``."""
     max_running_requests: int = setting(128, ge=1)
     """Prompts that one engine works on at a time."""
     router_args: RouterConfig = field(default_factory=RouterConfig)

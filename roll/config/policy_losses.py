@@ -1,21 +1,58 @@
 """Policy losses by name, each with the dataclass of its options: ``loss: {name: vespo, k_pos: 2}``. Torch-free.
 
 A new policy loss is a row of :data:`POLICY_LOSSES`, a dataclass of its options and a function in
-:mod:`roll.algorithms.policy_losses`, which is given the dataclass. Options that several losses share, such as
-``pg_clip``, are keys of :class:`roll.config.algorithm.PPOConfig`.
+:mod:`roll.algorithms.policy_losses`, which is given the dataclass.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal
 
-from roll.config.reading.fields import RULES, FlatName, Named, Table, setting
+from roll.config.reading.fields import Named, Table, setting
 
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of a loss that has none of its own."""
+    """Options of a loss or an estimator that has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipOptions:
+    """PPO's clip range."""
+
+    clip: float = setting(0.2, ge=0)
+    """Clip range of the probability ratio, on both sides."""
+    clip_low: float | None = setting(None, ge=0, le=1)
+    """Ratios are clipped at 1 - this from below; null: ``clip``."""
+    clip_high: float | None = setting(None, ge=0)
+    """Ratios are clipped at 1 + this from above; null: ``clip``."""
+
+    @property
+    def below(self) -> float:
+        """Largest distance of the ratio below 1."""
+        return self.clip if self.clip_low is None else self.clip_low
+
+    @property
+    def above(self) -> float:
+        """Largest distance of the ratio above 1."""
+        return self.clip if self.clip_high is None else self.clip_high
+
+
+@dataclass(frozen=True, kw_only=True)
+class DualClipOptions(ClipOptions):
+    """PPO's clip range, with a bound for negative advantages."""
+
+    dual_clip: bool | float = setting(False, gt=1)
+    """Bound of the ratio for negative advantages (3.0 in the paper); true: 1 + 2 x ``clip``; false: none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PpoOptions(DualClipOptions):
+    """Options of ``ppo``."""
+
+    importance_sampling: Literal["token", "segment", "seq"] = "token"
+    """Level of the probability ratio: of each token, each turn (``segment``) or each response (``seq``, as in GSPO)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +164,7 @@ class DppoOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipCovOptions:
+class ClipCovOptions(PpoOptions):
     """Options of ``clip_cov``."""
 
     ratio: float = setting(2e-4, ge=0, le=1)
@@ -152,49 +189,27 @@ class KlCovOptions:
 class PolicyLoss(Named):
     """A policy loss, ``loss``."""
 
-    clips: bool = False
-    """PPO's clipped surrogate, with a dual clip where asked."""
     options: type | None = None
     """Dataclass of its options; None for a user's own loss, whose function declares them."""
 
 
 POLICY_LOSSES = Table(
     "loss",
-    PolicyLoss("ppo", clips=True, options=NoOptions),
+    PolicyLoss("ppo", options=PpoOptions),
     PolicyLoss("vanilla", options=NoOptions),
-    PolicyLoss("gspo", clips=True, options=NoOptions),
-    PolicyLoss("gspo_token", ("gspo-token",), clips=True, options=NoOptions),
+    PolicyLoss("gspo", options=DualClipOptions),
+    PolicyLoss("gspo_token", ("gspo-token",), options=DualClipOptions),
     PolicyLoss("tis", options=TisOptions),
     PolicyLoss("cispo", options=CispoOptions),
     PolicyLoss("m2po", options=M2poOptions),
     PolicyLoss("vespo", options=VespoOptions),
     PolicyLoss("topr", options=ToprOptions),
-    PolicyLoss("raft++", ("raft_plus_plus", "raftpp"), options=NoOptions),
+    PolicyLoss("raft++", ("raft_plus_plus", "raftpp"), options=ClipOptions),
     PolicyLoss("kimi15", options=Kimi15Options),
     PolicyLoss("sapo", options=SapoOptions),
     PolicyLoss("gmpo", options=GmpoOptions),
     PolicyLoss("dro", options=DroOptions),
     PolicyLoss("dppo", options=DppoOptions),
-    PolicyLoss("clip_cov", ("clip-cov",), clips=True, options=ClipCovOptions),
+    PolicyLoss("clip_cov", ("clip-cov",), options=ClipCovOptions),
     PolicyLoss("kl_cov", ("kl-cov",), options=KlCovOptions),
 )
-CLIPPED = tuple(row.name for row in POLICY_LOSSES.rows if row.clips)
-
-
-def _flat_names() -> dict[str, FlatName]:
-    """ROLL's flat names and those of files written before ``loss`` was a section."""
-    found: dict[str, FlatName] = {}
-    for row in POLICY_LOSSES.rows:
-        for item in fields(row.options or NoOptions):
-            for name in (item.name, *(item.metadata[RULES].aliases if item.metadata else ())):
-                found[f"{row.name}_{name}"] = FlatName(row.name, item.name)
-    return found | {
-        "pg_variant_args": FlatName(None, None),
-        "actor_train.pg_variant": FlatName(None, "name"),
-        "actor_train.topr_positive_weight": FlatName("topr", "positive_weight"),
-        "actor_train.topr_negative_weight": FlatName("topr", "negative_weight"),
-    }
-
-
-FLAT_NAMES = _flat_names()
-"""Every other name of an option of ``loss``, with its place."""

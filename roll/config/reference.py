@@ -200,7 +200,8 @@ def flat_spellings() -> dict[tuple[type, str], list[str]]:
     found: dict[tuple[type, str], list[str]] = {}
     for _, cls, elsewhere in tables():
         for name, flat in {} if elsewhere and issubclass(cls, elsewhere) else flat_options(cls).items():
-            found.setdefault((flat.row.options, flat.option.name), []).append(name)
+            for row in flat.rows:
+                found.setdefault((row.options, flat.option.name), []).append(name)
     return found
 
 
@@ -317,7 +318,7 @@ def _section_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
     texts, hints = field_texts(cls), type_hints(cls)
     properties: dict[str, Any] = {}
     for item in fields(cls):
-        entry = _value_schema(item, hints[item.name], definitions) | {"description": texts[item.name]}
+        entry = _value_schema(item, hints[item.name], definitions) | {"description": texts.get(item.name, "")}
         default = item.default if item.default_factory is MISSING else None
         if isinstance(default, bool | int | float | str):
             entry["default"] = default

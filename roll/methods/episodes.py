@@ -7,15 +7,14 @@ it does for single responses: normalisation, estimators, masks, weights, control
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
-from roll.algorithms.advantages import resolve_norm_types, traits_of
+from roll.algorithms.advantages import resolve_norm_types
 from roll.algorithms.metrics import BatchWatch, MetricBuilder
 from roll.algorithms.samples import token_level_rewards
 from roll.algorithms.turns import TrajectoryLayout, Turns
+from roll.config.estimators import traits
 from roll.methods.policy import PolicyMethod
 from roll.methods.policy_plan import PolicyConfig
 from roll.protocol import DataProto
@@ -54,10 +53,8 @@ class EpisodeMethod(PolicyMethod):
         by_tag: bool = False,
     ) -> None:
         super().__init__(config, norm_types, max_tokens)
-        mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)
-        self._advantages = replace(self._advantages, norm_mean_type=mean_type, norm_std_type=std_type)
-        self._by_tag = by_tag or "running" in (mean_type, std_type)
-        self._traits = traits_of(self._advantages.adv_estimator)
+        self._by_tag = by_tag or "running" in resolve_norm_types(config.estimator, *norm_types)
+        self._traits = traits(self._advantages.estimator)
         ended = "were ended by a limit, not by their task"
         remedy = "raise custom_envs.<tag>.max_steps or sequence_length"
         self._watch = BatchWatch(
@@ -106,7 +103,7 @@ class EpisodeMethod(PolicyMethod):
         more = {"turn_ids": tensors["turn_ids"]}
         if "bootstrap_values" in tensors:
             more["bootstrap_values"] = tensors["bootstrap_values"]
-        if self._traits.works_in_turns:
+        if self._advantages.estimator.get("step_gamma") is not None:
             more |= {"state_ids": tensors["state_ids"], "step_returns": self._step_returns(batch, rewards)}
         return more
 
@@ -119,7 +116,7 @@ class EpisodeMethod(PolicyMethod):
         cost = token_level_rewards(self._penalised(tensors["scores"], mask.sum(-1)) - tensors["scores"], mask)
         if rewards.dim() == 2:
             cost = cost + rewards - token_level_rewards(tensors["response_level_rewards"], mask)
-        returns = turns.returns((tensors["turn_rewards"] + cost).double(), self._advantages.step_reward_gamma)
+        returns = turns.returns((tensors["turn_rewards"] + cost).double(), self._advantages.estimator.get("step_gamma"))
         if self._traits.normalises_steps:
             rows = turns.exists.nonzero()[:, 0]
             flat, _ = self._by_part(batch, returns[turns.exists], tensors["group_ids"][rows], rows)

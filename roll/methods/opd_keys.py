@@ -20,7 +20,7 @@ from roll.config.roles import GeneratingArguments, ReferenceWorkerConfig
 from roll.methods.teachers import TEACHER, check_temperature
 
 REWARD_KEYS = (
-    *("norm_mean_type", "norm_std_type", "reward_clip", "reward_weights", "overlong_buffer_length"),
+    *("norm_mean_type", "norm_std_type", "reward_clip", "overlong_buffer_length"),
     "add_token_level_kl",
 )
 """Keys of reward shaping, from which pure distillation learns nothing."""
@@ -261,9 +261,9 @@ def _note_estimator(config: TaughtConfig, checks: Checks, arguments: GeneratingA
         text = f"{config.kl_penalty} as an advantage has another minimum than the reverse KL's; k1 is unbiased"
         checks.note("kl_penalty", text)
     if config.is_pure_opd:
-        for name in ("gamma", "adv_estimator") if config.adv_estimator != "reinforce" else ("gamma",):
-            if checks.written(name):
-                checks.note(name, "has no effect with is_pure_opd: opd_form and opd_gamma decide")
+        names = ("estimator", "adv_estimator") if config.estimator.name != "reinforce" else ()
+        for name in filter(checks.written, (*names, "gamma", "estimator.gamma")):
+            checks.note(name, "has no effect with is_pure_opd: opd_form and opd_gamma decide")
         for name in REWARD_KEYS:
             if checks.written(name) and getattr(config, name) not in (None, False, "auto"):
                 text = "has no effect with is_pure_opd: rewards are measured, and nothing is learnt from them"

@@ -15,14 +15,13 @@ import torch
 
 from roll.algorithms.advantages import (
     AdvantageInputs,
-    AdvantageOptions,
     AdvantageOutputs,
     estimate_advantages,
     resolve_norm_types,
 )
 from roll.algorithms.aggregation import masked_mean, row_mean
 from roll.algorithms.kl import EntropyController, KLOptions, finite_mean, kl_estimate, make_kl_controller
-from roll.algorithms.losses import actor_loss_options, options_from, rejection_mask, weight_scale
+from roll.algorithms.losses import actor_loss_options, rejection_mask, weight_scale
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.algorithms.samples import (
     RewardOptions,
@@ -33,14 +32,17 @@ from roll.algorithms.samples import (
     token_level_rewards,
     top_entropy_mask,
 )
+from roll.config.algorithm import PPOConfig
 from roll.config.corrections import correction_options
+from roll.config.estimators import DiscountOptions
+from roll.config.reading.fields import Choice
 from roll.methods.base import MODEL_COLUMNS, VALUES, Answer, Ask, RoleAsk
 from roll.methods.losses import PolicyLoss, SampledLoss, ValueLoss
 from roll.methods.opd import OPD, TEACHING
 from roll.methods.opd import PromptRows as PromptRows  # for the pipelines, which do not name a method that is added
 from roll.methods.opd import check_rows as check_rows
 from roll.methods.opd_keys import is_taught
-from roll.methods.policy_plan import PolicyConfig, PolicyPlan, actor_keys
+from roll.methods.policy_plan import PolicyConfig, PolicyPlan
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.rollout.filters import build_filter, response_mask
@@ -62,7 +64,7 @@ class PolicyMethod:
     def __init__(self, config: PolicyConfig, norm_types: tuple[str | None, str | None], max_new_tokens: int) -> None:
         self._config = config
         self._max_new_tokens = max_new_tokens
-        mean_type, std_type = resolve_norm_types(config.adv_estimator, *norm_types)
+        mean_type, std_type = resolve_norm_types(config.estimator, *norm_types)
         self._normalise = RewardPostprocessor(RewardOptions(mean_type, std_type, config.reward_clip))
         self._kl_controller = make_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._entropy_controller = None
@@ -71,13 +73,13 @@ class PolicyMethod:
             self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy, *bounds)
         self.entropy_coef = config.entropy_loss_coef
         """Weight of the entropy bonus in the update of the batch that was scored last."""
-        self._loss_options = actor_loss_options(actor_keys(config))
-        self._advantages = options_from(AdvantageOptions, vars(config))
+        self._loss_options = actor_loss_options(config)
+        self._advantages: PPOConfig = config
         self._correction = correction_options(config.train_infer_correction)
         self.teaching = OPD(config) if is_taught(config) else None
         self._ignores_rewards = is_taught(config) and config.is_pure_opd
         if self._ignores_rewards:
-            self._advantages = replace(self._advantages, adv_estimator="reinforce", gamma=config.opd_gamma)
+            self._advantages = replace(config, estimator=Choice("reinforce", DiscountOptions(gamma=config.opd_gamma)))
         self._watch = BatchWatch(
             config.warn_after_steps, config.warn_truncated_share, learns_from_scores=not self._ignores_rewards
         )
@@ -172,7 +174,7 @@ class PolicyMethod:
         used, masked = self._add_loss_mask(batch, lengths, truncated)
         inputs, outputs, rewarded = self.add_advantages(batch, lengths)
         batch.batch["token_level_rewards"] = inputs.token_level_rewards
-        for message in self._watch.observe_advantages(outputs.advantages, used, self._config.adv_estimator):
+        for message in self._watch.observe_advantages(outputs.advantages, used, self._config.estimator.name):
             logger.warning("%s", message)
         columns = {column.name: batch.batch.get(column.name) for column in fields(BatchColumns)}
         columns |= {"truncated": truncated, "raw_advantages": outputs.raw_advantages}
@@ -242,6 +244,7 @@ class PolicyMethod:
             mask=tensors["response_mask"],
             group_ids=tensors["group_ids"],
             scores=tensors["scores"],
+            divides=self._normalise.options.norm_std_type is not None,
             values=tensors.get("values"),
             baseline_rewards=baseline,
             reward_components=tensors.get("reward_components"),

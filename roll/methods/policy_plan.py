@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import TypeVar
 
-from roll.config.algorithm import estimator
 from roll.config.corrections import correction_options
+from roll.config.estimators import traits
 from roll.config.lora import adapter_rank
 from roll.config.names import INVARIANT_ATTENTION
 from roll.config.pipelines import POLICY_KEYS, READ_KEYS, TEACHES, Panel, PipelineDefinition, Task
@@ -182,7 +182,7 @@ def policy_plan(config: PolicyConfig) -> dict[str, Any]:
         "needs_reference": needs_reference(config),
         "needs_old_log_probs": needs_old_log_probs(config),
         "needs_old_entropy": needs_old_entropy(config),
-        "needs_sum_of_squares": estimator(config.adv_estimator).needs_squares,
+        "needs_sum_of_squares": traits(config.estimator).needs_squares,
         "engine_log_probs_as_old": engine_log_probs_as_old(config),
         "async_generation_ratio": config.async_generation_ratio,
         "needs_critic": needs_critic(config),
@@ -215,16 +215,8 @@ def kl_in_reward(config: PolicyConfig) -> bool:
 
 def needs_critic(config: PolicyConfig) -> bool:
     """``gae`` uses values; an estimator of the user's own gets them where there is a critic section."""
-    own = "." in config.adv_estimator and config.critic is not None
-    return estimator(config.adv_estimator).needs_values or own
-
-
-def actor_keys(config: PolicyConfig) -> dict[str, Any]:
-    """Every top-level key as a flat mapping: what the options of the actor's loss are made from."""
-    shared = {item.name: getattr(config, item.name) for item in fields(config)}
-    if shared.get("ratio_type") == "segment":
-        shared["importance_sampling"] = "segment"
-    return shared
+    own = "." in config.estimator.name and config.critic is not None
+    return traits(config.estimator).needs_values or own
 
 
 def rollout_file(folder: Path, step: int) -> Path:
@@ -291,7 +283,7 @@ def needs_old_entropy(config: PolicyConfig) -> bool:
 
 def needs_old_distribution(config: PolicyConfig) -> bool:
     """True if more of the trainer's distributions before the update is needed than the samples' log-probs."""
-    return needs_old_entropy(config) or estimator(config.adv_estimator).needs_squares
+    return needs_old_entropy(config) or traits(config.estimator).needs_squares
 
 
 def finished_policy(name: str, role: WorkerConfig, config: PolicyConfig, longest: int) -> WorkerConfig:

@@ -4,27 +4,25 @@ themselves, before anything starts: own functions, and how weights can travel.""
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks, check_resume
 from roll.config.checks.roles import note_needless_reference
+from roll.config.estimators import PassAtKOptions, traits
 from roll.config.lora import adapter_rank, adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
 from roll.config.policy import update_mode
-from roll.config.policy_losses import POLICY_LOSSES
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.yaml_files import shown
 from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.methods.policy_plan import (
     PolicyConfig,
-    actor_keys,
     corrects_batches,
     corrects_old_log_probs,
     engine_log_probs_as_old,
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 KEY = "async_generation_ratio"
 BUILD_FILTER, BUILD_ROUTER = "roll.rollout.filters.build_filter", "roll.rollout.routing.build_router"
 OWN_FUNCTION_KEYS = (
-    "adv_estimator",
     "entropy_loss_agg_mode",
     "kl_loss_agg_mode",
     "kl_loss_type",
@@ -57,7 +54,11 @@ OWN_FUNCTION_KEYS = (
     "value_loss_agg_mode",
     "value_loss_type",
 )
-"""Keys at the top that take the dotted path of a function; ``loss`` and filters bring options along."""
+"""Keys at the top that take the dotted path of a function; losses, estimators and filters bring options along."""
+CHOICES = {
+    "estimator": "roll.algorithms.advantages.advantage_estimators.options_of",
+    "loss": "roll.algorithms.policy_losses.policy_losses.options_of",
+}
 
 
 def check_policy(config: PolicyConfig, response_limit: int, checks: Checks) -> None:
@@ -87,11 +88,11 @@ def check_needed_roles(config: PolicyConfig, checks: Checks) -> None:
         checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
     if config.reference is not None and needs_reference(config):
         note_needless_reference(config, config.reference, checks)
-    if needs_critic(config) and config.critic is None and not checks.broken("adv_estimator"):
-        rule = f"is needed by adv_estimator: {config.adv_estimator}"
+    if needs_critic(config) and config.critic is None and not checks.broken("estimator"):
+        rule = f"is needed by estimator: {config.estimator.name}"
         checks.missing("critic", rule, f"critic.device_mapping: {devices}")
     if config.critic is not None and not needs_critic(config):
-        checks.note("critic", f"not started: adv_estimator {config.adv_estimator} uses none")
+        checks.note("critic", f"not started: estimator {config.estimator.name} uses none")
     engine, trainer = config.actor_infer, config.actor_train
     if trainer.model_args.dtype != engine.model_args.dtype and not checks.broken("actor_train.model_args.dtype"):
         key, dtype = "actor_infer.model_args.dtype", trainer.model_args.dtype
@@ -127,11 +128,11 @@ def check_recorded_rollouts(config: PolicyConfig, checks: Checks) -> None:
 
 def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -> None:
     """The algorithm's keys against one another; ``response_limit``: most tokens of a response."""
-    group = config.group_size
-    if estimator(config.adv_estimator).leaves_one_out and group < 2:
-        rule = f"must be at least 2 with {config.adv_estimator}: a sample is compared with the others of its prompt"
+    group, name = config.group_size, config.estimator.name
+    if traits(config.estimator).leaves_one_out and group < 2:
+        rule = f"must be at least 2 with {name}: a sample is compared with the others of its prompt"
         checks.add(config.group_key, group, rule, 8)
-    if config.adv_estimator == "grpo" and group < 2:
+    if name == "grpo" and group < 2:
         checks.note(config.group_key, "1 with grpo: a group of one keeps its raw score")
     if config.difficulty_low_threshold > config.difficulty_high_threshold:
         rule = f"must not be greater than difficulty_high_threshold {config.difficulty_high_threshold}"
@@ -148,7 +149,7 @@ def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -
     if config.critic_warmup >= config.max_steps and needs_critic(config):
         rule = f"must be less than max_steps {config.max_steps}, or the policy never learns"
         checks.add("critic_warmup", config.critic_warmup, rule, 0)
-    if config.adv_estimator == "grpo" and config.norm_mean_type is None:
+    if name == "grpo" and config.norm_mean_type is None:
         checks.note("norm_mean_type", "null with grpo: rewards are not compared within their group")
     note_without_effect(config, checks)
     note_zero_advantages(config, checks)
@@ -156,26 +157,18 @@ def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -
 
 def check_pass_k(config: PolicyConfig, checks: Checks) -> None:
     """One of k has a chance to differ from one of all only while k is below the group's size."""
-    group, k = config.group_size, config.pass_k
-    if not estimator(config.adv_estimator).is_pass_at_k:
-        return
-    if group < 2:
-        rule = f"must be greater than pass_k {k} with {config.adv_estimator}, or every advantage is 0"
-        checks.add(config.group_key, group, rule, 2 * k)
-    elif k >= group:
-        rule = (
-            f"must be less than {config.group_key} {group} with {config.adv_estimator}, or every advantage "
-            f"is 0; or set {config.group_key} to {2 * k}"
-        )
-        checks.add("pass_k", k, rule, group // 2)
+    group, options = config.group_size, config.estimator.options
+    if isinstance(options, PassAtKOptions) and options.k >= group:
+        rule = f"must be less than {config.group_key} {group}, or every advantage is 0"
+        checks.add("estimator.k", options.k, rule, max(1, group // 2))
 
 
 def note_zero_advantages(config: PolicyConfig, checks: Checks) -> None:
     """Settings under which every advantage is 0, or no sample is used, whatever the scores."""
     if config.norm_mean_type == "batch" and config.samples_per_step == 1:
         checks.note("norm_mean_type", "batch with one sample a step: its advantage is always 0, so nothing is learnt")
-    if config.reward_weights and not any(config.reward_weights.values()):
-        checks.note("reward_weights", "all are 0: every advantage is 0, so nothing is learnt")
+    if (weights := config.estimator.get("weights")) and not any(weights.values()):
+        checks.note("estimator.weights", "all are 0: every advantage is 0, so nothing is learnt")
     if config.difficulty_mask and config.difficulty_low_threshold == config.difficulty_high_threshold:
         rule = "equals difficulty_low_threshold: no mean score lies between them, so nothing is learnt"
         checks.note("difficulty_high_threshold", rule)
@@ -191,8 +184,8 @@ def check_passes(config: PolicyConfig, checks: Checks) -> None:
     if needs_old_entropy(config):
         user = "target_entropy" if config.target_entropy is not None else "top_entropy_quantile"
         checks.add(key, True, f"leaves no entropies for {user} {getattr(config, user):g}", False)
-    if estimator(config.adv_estimator).needs_squares:
-        rule = f"leaves no sums of squared probabilities for adv_estimator: {config.adv_estimator}"
+    if traits(config.estimator).needs_squares:
+        rule = f"leaves no sums of squared probabilities for estimator: {config.estimator.name}"
         checks.add(key, True, rule, False)
     if corrects_batches(config):
         asked = "action: reject and normalize of train_infer_correction ask"
@@ -238,21 +231,19 @@ ROUTE_RECORDERS = ("hf_infer", "vllm")
 
 def check_rewards_of_estimator(config: PolicyConfig, checks: Checks) -> None:
     """Rewards in the form that the estimator compares them in."""
-    name, row = config.adv_estimator, estimator(config.adv_estimator)
-    if row.needs_greedy:
+    name, weights = config.estimator.name, config.estimator.get("weights")
+    if traits(config.estimator).needs_greedy:
         for key, value in (("norm_mean_type", config.norm_mean_type), ("norm_std_type", config.norm_std_type)):
             if value not in (None, "auto"):
                 rule = f"must be null with {name}: the greedy response's reward is subtracted as it is"
                 checks.add(key, value, rule, "~")
-    if row.weighs_rewards and not config.reward_weights:
-        rule = f"is needed by adv_estimator: {name}: the numbers of the reward to normalise apart, and their weights"
-        checks.missing("reward_weights", rule, "{correct: 1.0, answered: 0.5}")
-    if config.reward_weights and not row.weighs_rewards and "." not in name:
-        checks.note("reward_weights", f"has no effect with adv_estimator: {name}")
-    if row.weighs_rewards:
+    if weights is not None:
+        if not weights:
+            rule = "needs weights: the numbers of the reward to normalise apart, each with its weight"
+            checks.add("estimator", name, rule, f"{{name: {name}, weights: {{correct: 1.0, answered: 0.5}}}}")
         for key in ("norm_mean_type", "norm_std_type", "reward_clip", "overlong_buffer_length", "add_token_level_kl"):
             if checks.written(key) and getattr(config, key) not in (None, False, "auto"):
-                checks.note(key, f"has no effect with {name}: it normalises the rewards of reward_weights itself")
+                checks.note(key, f"has no effect with {name}: it normalises the rewards of its weights itself")
 
 
 def note_without_effect(config: PolicyConfig, checks: Checks) -> None:
@@ -265,8 +256,8 @@ def note_without_effect(config: PolicyConfig, checks: Checks) -> None:
     for key in ("entropy_coef_delta", "entropy_coef_max"):
         if checks.written(key) and config.target_entropy is None:
             checks.note(key, "has no effect without target_entropy")
-    if estimator(config.adv_estimator).needs_squares and config.train_infer_correction:
-        checks.note("train_infer_correction", f"weighs the loss alone, not the baseline of {config.adv_estimator}")
+    if traits(config.estimator).needs_squares and config.train_infer_correction:
+        checks.note("train_infer_correction", f"weighs the loss alone, not the baseline of {config.estimator.name}")
     if config.shuffle_mini_batches and policy_training_plans(config)["actor_train"].optimizer_steps_per_step == 1:
         checks.note("shuffle_mini_batches", "has no effect: a batch is one mini-batch, passed over once")
     if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not (config.use_kl_loss or config.target_entropy):
@@ -311,8 +302,8 @@ def check_async(config: PolicyConfig, checks: Checks) -> None:
     if checks.broken(KEY) or not is_async(config):
         return
     check_engine_devices(config, checks)
-    if estimator(config.adv_estimator).needs_greedy:
-        rule = f"must be 0 with adv_estimator {config.adv_estimator}: its greedy answers need the engines between steps"
+    if traits(config.estimator).needs_greedy:
+        rule = f"must be 0 with estimator {config.estimator.name}: its greedy answers need the engines between steps"
         checks.add(KEY, config.async_generation_ratio, rule, 0)
     if trainer_is_old(config) and not config.train_infer_correction and not engine_log_probs_as_old(config):
         checks.note(
@@ -415,9 +406,10 @@ def policy_functions(config: PolicyConfig) -> Iterator[tuple[str, Any, Callable[
         value = getattr(config, key)
         if isinstance(value, str) and DOTTED_PATH.fullmatch(value):
             yield key, value, partial(_resolve, key, value)
-    loss = config.loss
-    if loss.name not in POLICY_LOSSES or POLICY_LOSSES.is_own(loss.name):
-        yield "loss", loss.name, partial(late, "roll.algorithms.losses.actor_loss_options", actor_keys(config))
+    for key, options_of in CHOICES.items():
+        choice = getattr(config, key)
+        if isinstance(choice.options, Mapping):  # of a function that is not imported yet
+            yield key, choice.name, partial(late, options_of, choice)
     router = config.router_args
     if router.router_config or DOTTED_PATH.fullmatch(router.router_name or ""):
         key = "router_config" if router.router_config else "router_name"

@@ -153,8 +153,8 @@ def entropy_collapse(facts: Facts) -> Finding | None:
             f"less than the best score ({top:.3g}), such as {quoted(shown.text)}",
             f"{elsewhere:.0%} of the late responses are said in answer to another prompt, too",
         ),
-        "a baseline (adv_estimator), an entropy bonus (entropy_loss_coef, target_entropy), a higher upper clip "
-        "(pg_clip_high), KL to the reference, a lower learning rate; and see whether one text earns the reward",
+        "a baseline (estimator), an entropy bonus (entropy_loss_coef, target_entropy), a higher upper clip "
+        "(clip_high), KL to the reference, a lower learning rate; and see whether one text earns the reward",
     )
 
 

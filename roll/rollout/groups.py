@@ -335,7 +335,7 @@ def reward_components(groups: Sequence[SampleGroup], names: Sequence[str]) -> to
             missing = [name for name in names if name not in numbers]
             if missing and result.error is None:
                 raise ValueError(
-                    f"reward_weights names {missing[0]!r}, which rewards.{group.prompt.domain} does not return; it "
+                    f"estimator.weights names {missing[0]!r}, which rewards.{group.prompt.domain} does not return; it "
                     f"returns {', '.join(numbers)}"
                 )
             rows.append([numbers.get(name, numbers["score"]) for name in names])

@@ -44,7 +44,7 @@ def put_advantages(draft: Draft) -> None:
     estimator = str(draft.get("estimator", default="gae"))
     stated = draft.states("estimator")
     if stated:
-        draft.put("adv_estimator", estimator, "estimator")
+        draft.put("estimator", estimator, "estimator")
         if estimator == "gae" or not draft.whole:
             draft.put("whiten_advantages", estimator == "gae", "estimator")
     if estimator == "grpo" and (stated or draft.states("grpo_std")):

@@ -59,7 +59,7 @@ def find_roles(draft: Draft) -> None:
         wanted = estimator == "gae" and critic is not False
         draft.roles = (draft.roles | {"critic"}) if wanted else (draft.roles - {"critic"})
         if estimator == "gae" and critic is False:
-            draft.problems.missing("critic.enable", "is false, but adv_estimator: gae needs values", "grpo")
+            draft.problems.missing("critic.enable", "is false, but estimator: gae needs values", "grpo")
         if critic is False:
             draft.remark(["critic"], "no critic: keys of the critic are left out")
     if draft.states("kl_loss", "kl_in_reward"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -12,6 +12,7 @@ import yaml
 
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem, closest
+from roll.config.reading.legacy_keys import FLAT_NAMES
 from roll.config.strategies.registry import strategy_keys
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.assembly import assemble, find_roles
@@ -134,6 +135,10 @@ def translate(
             replace(note, ours=tuple(re.sub(r"^actor_train\.", f"{dialect.learner}.", word) for word in note.ours))
             for note in notes
         ]
+    if whole:
+        places = nested_places(draft.keys)
+        draft.keys = {places[key]: value for key, value in draft.keys.items() if places[key]}
+        notes = [replace(note, ours=tuple(_in_place(note.ours, places))) for note in notes]
     written = str(draft.keys)
     return Translation(
         dialect,
@@ -145,6 +150,32 @@ def translate(
         tuple(name for name in (*source.unset, *BLANKS.values()) if name in written),
         (*source.remarks, *(f"left out: {name} is no variable that {dialect.title} is known to read" for name in own)),
     )
+
+
+def nested_places(keys: Collection[str]) -> dict[str, str]:
+    """Our keys, those that are flat names of options by their place in the section; of their switches an empty text.
+
+    Changes to a recipe keep the flat names, which are the same beside any form that its own keys have.
+    """
+    places = {key: key for key in keys}
+    for choice, names in FLAT_NAMES.items():
+        for key in keys:
+            name, dot, rest = key.partition(".")
+            place = names.get(name)
+            if place is not None:
+                option = "" if place.option is None else f".{place.option}"
+                places[key] = "" if place.switch == name else f"{choice}{option}{dot}{rest}"
+        if choice in keys and any(place.startswith(f"{choice}.") for place in places.values()):
+            places[choice] = f"{choice}.name"
+    return places
+
+
+def _in_place(words: Iterable[str], places: Mapping[str, str]) -> Iterator[str]:
+    """``key=value`` with the key's own place; without switches."""
+    for word in words:
+        key, equals, value = word.partition("=")
+        if place := places.get(key, key):
+            yield f"{place}{equals}{value}"
 
 
 def dialect_of(source: Source) -> Dialect:
@@ -181,14 +212,14 @@ def facts_of(recipe: LoadedConfig[RLVRConfig]) -> dict[str, Any]:
         "samples": config.num_return_sequences_in_group,
         "prompt_length": config.prompt_length,
         "response_length": config.response_length or (config.sequence_length or 0) - config.prompt_length,
-        "estimator": config.adv_estimator,
+        "estimator": config.estimator.name,
         "engine": config.actor_infer.strategy_args.strategy_name,
         "loggers": [config.track_with] if isinstance(config.track_with, str) else config.track_with,
         "kl_loss": config.use_kl_loss,
         "kl_in_reward": config.add_token_level_kl,
         "loss": config.loss.name,
-        "clip_low": config.pg_clip_low if config.use_pg_clip_range else config.pg_clip,
-        "clip_high": config.pg_clip_high if config.use_pg_clip_range else config.pg_clip,
+        "clip_low": getattr(config.loss.options, "below", 0.2),
+        "clip_high": getattr(config.loss.options, "above", 0.2),
         "aggregation": config.loss_agg_mode,
         "entropy_coef": config.entropy_loss_coef,
         "reward_names": list(config.rewards),

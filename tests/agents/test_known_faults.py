@@ -22,7 +22,7 @@ from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task, run_episode
 from roll.agents.tool_calls import parse_response
 from roll.agents.tools import ToolError
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
+from roll.algorithms.advantages import AdvantageInputs, estimate_advantages
 from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.plan import AgenticPlan
@@ -34,6 +34,7 @@ from tests.agents.playing import Recorded, byte_soup, opened
 from tests.config.good import changed, load, mistakes
 from tests.config.test_agentic import LAKE
 from tests.support.episodes import make_episode, random_groups, said
+from tests.support.keys import algorithm, config_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +74,7 @@ def grouped(*episodes: Episode) -> list[EpisodeGroup]:
 
 
 def learned(batch: DataProto, norm: Any = ("auto", "auto"), **keys: Any) -> torch.Tensor:
-    EpisodeMethod(AgenticConfig(**{"gamma": 1.0} | keys), norm, 100).credit(batch)
+    EpisodeMethod(config_of(AgenticConfig, **{"gamma": 1.0} | keys), norm, 100).credit(batch)
     advantages: torch.Tensor = batch.batch["advantages"]
     return advantages
 
@@ -196,7 +197,7 @@ def test_fault_11_advantages_run_through_observations_and_padding() -> None:
     """The value of a token that the policy did not sample changes nothing."""
     rewards, mask = torch.tensor([[0.0, 0, 0, 0, 1, 0]]), torch.tensor([[True, True, False, False, True, False]])
     values = torch.tensor([[0.5, 0.25, 7.0, -7.0, 0.75, 9.0]])
-    options = AdvantageOptions(adv_estimator="gae", gamma=0.9, lambd=0.8)
+    options = algorithm(adv_estimator="gae", gamma=0.9, lambd=0.8)
 
     def advantages(keep: torch.Tensor) -> list[float]:
         inputs = AdvantageInputs(rewards[:, keep], mask[:, keep], torch.zeros(1).long(), values=values[:, keep])

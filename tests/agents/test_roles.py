@@ -19,6 +19,7 @@ from roll.serving.dialects.parts import ChatRequest
 from roll.serving.http import Refusal
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE
+from tests.support.keys import config_of
 
 ROLES = ("asker", "solver")
 GO = [{"role": "user", "content": "go"}]
@@ -68,7 +69,7 @@ def test_each_role_has_rewards_and_baselines_of_its_own() -> None:
     batch = build_episode_batch([group], "trajectory", 0)
     assert batch.non_tensor_batch["role"].tolist() == ["asker", "solver"] * 2
     assert batch.batch["scores"].tolist() == [1.0, -1.0, -1.0, 1.0]
-    EpisodeMethod(AgenticConfig(adv_estimator="grpo"), ("group", None), 100).credit(batch)
+    EpisodeMethod(config_of(AgenticConfig, adv_estimator="grpo"), ("group", None), 100).credit(batch)
     advantages, mask = batch.batch["advantages"], batch.batch["loss_mask"]
     torch.testing.assert_close((advantages * mask).sum(-1) / mask.sum(-1), torch.tensor([1.0, -1.0, -1.0, 1.0]))
     alone = build_episode_batch([group], "trajectory", 0, roles=["solver"])

@@ -20,17 +20,18 @@ from torch import Tensor
 
 from roll.algorithms.advantages import (
     AdvantageInputs,
-    AdvantageOptions,
     AdvantageOutputs,
     estimate_advantages,
     resolve_norm_types,
-    traits_of,
 )
 from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators, group_tokens_of
-from roll.algorithms.losses import actor_loss, actor_loss_options
+from roll.algorithms.losses import actor_loss
 from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.samples import RewardOptions, RewardPostprocessor, token_level_rewards
 from roll.config.corrections import CORRECTION_PRESETS
+from roll.config.estimators import traits
+from roll.config.reading.fields import Choice
+from tests.support.keys import algorithm, loss_options
 
 VOCABULARY, LENGTH = 3, 3
 
@@ -105,7 +106,7 @@ def expected_gradient(
     # over the number of groups listed, which the mode divides by.
     group_tokens = group_tokens_of(mask, group_ids, number) / (group_size * number)
     inputs = LossInputs(policy.log_probs()[rows], advantages, mask, sample_weights=probability, group_ids=group_ids)
-    options = actor_loss_options({"loss_agg_mode": "seq-mean-token-sum", "pg_variant": "vanilla", **settings})
+    options = loss_options({"loss_agg_mode": "seq-mean-token-sum", "pg_variant": "vanilla", **settings})
     tokens = float(probability @ mask.sum(-1).double())
     denominators = LossDenominators(tokens, 1.0, float(policy.length), group_tokens)
     return -policy.gradient(actor_loss(inputs, options, denominators).loss)
@@ -125,7 +126,7 @@ def expected_group_gradient(
     weights = policy.log_probs().sum(-1).exp().detach()[groups].prod(-1).repeat_interleave(group_size) / group_size
     outputs = group_advantages(policy, estimator, groups, norm)
     advantages = outputs.raw_advantages.double()
-    if traits_of(estimator).whitens:
+    if traits(Choice(estimator)).whitens:
         # Groups are not drawn here but listed, each once: the moments of a batch are those weighted by probability.
         share = torch.where(policy.mask[rows], weights.unsqueeze(-1), 0.0)
         share /= share.sum()
@@ -140,11 +141,11 @@ def group_advantages(
     """Advantages of a batch of groups, int64 (G, n) of indices of responses, as a step computes them: (G n, T)."""
     rows = groups.flatten()
     group_ids = torch.arange(len(groups)).repeat_interleave(groups.shape[1])
-    normalise = RewardPostprocessor(RewardOptions(*resolve_norm_types(estimator, *norm)))
+    normalise = RewardPostprocessor(RewardOptions(*resolve_norm_types(Choice(estimator), *norm)))
     rewards, _ = normalise(policy.rewards[rows], group_ids)
     mask = policy.mask[rows]
     inputs = AdvantageInputs(token_level_rewards(rewards, mask), mask, group_ids)
-    return estimate_advantages(inputs, AdvantageOptions(adv_estimator=estimator))
+    return estimate_advantages(inputs, algorithm(adv_estimator=estimator))
 
 
 def sampled_gradients(
@@ -155,7 +156,7 @@ def sampled_gradients(
     The loss gets the sampler's log-probs as ``column``; advantages are rewards minus the exact expectation.
     """
     sampled = policy.log_probs(sampler).detach()
-    options = actor_loss_options({"loss_agg_mode": "seq-mean-token-sum", **settings})
+    options = loss_options({"loss_agg_mode": "seq-mean-token-sum", **settings})
     log_probs = policy.log_probs()
     baseline = (log_probs.sum(-1).exp() * policy.rewards).sum().detach()
     gradients = []

@@ -13,16 +13,17 @@ from torch.testing import assert_close
 from roll.algorithms.advantages import (
     ADVANTAGE_NAMES,
     AdvantageInputs,
-    AdvantageOptions,
     estimate_advantages,
     register_advantage,
     resolve_norm_types,
-    traits_of,
 )
 from roll.algorithms.samples import RewardOptions, RewardPostprocessor, token_level_rewards
+from roll.config.estimators import GaeOptions, traits
+from roll.config.reading.fields import Choice
 from roll.protocol.metrics import to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, make_batch
+from tests.support.keys import algorithm
 
 
 def inputs_of(batch: Batch) -> AdvantageInputs:
@@ -106,7 +107,7 @@ def pass_at_k(batch: Batch, i: int, group: list[int], rewards: list[float]) -> f
 @given(batch=batches)
 def test_group_estimators_equal_the_loop(formula, batch: Batch) -> None:
     rewards, ids = rewards_of(batch), batch.group_ids.tolist()
-    options = AdvantageOptions(adv_estimator=formula.__name__, pass_k=2)
+    options = algorithm(adv_estimator=formula.__name__, pass_k=2)
     result = estimate_advantages(inputs_of(batch), options)
     expected = [formula(batch, i, reference.members(ids, i), rewards) for i in range(len(ids))]
     assert_close(result.advantages, rows_of(batch, expected), rtol=1e-5, atol=1e-5)
@@ -115,9 +116,7 @@ def test_group_estimators_equal_the_loop(formula, batch: Batch) -> None:
 
 def test_remax_counts_the_divergence_in_the_reward_from_each_token_on() -> None:
     batch = make_batch(3, 5, 6)
-    result = estimate_advantages(
-        replace(inputs_of(batch), rewards=batch.rewards), AdvantageOptions(adv_estimator="remax")
-    )
+    result = estimate_advantages(replace(inputs_of(batch), rewards=batch.rewards), algorithm(adv_estimator="remax"))
     expected = torch.zeros(batch.mask.shape)
     for i, row in enumerate(batch.mask.tolist()):
         for t in (t for t, masked in enumerate(row) if masked):
@@ -150,7 +149,7 @@ def test_optimal_token_baseline_equals_the_loop(batch: Batch) -> None:
             expected[i, t] = to_go(i, k) - baseline
     inputs = replace(inputs_of(batch), rewards=batch.rewards)
     for name in ("optimal_token_baseline", "tir_optimal_token_baseline"):
-        result = estimate_advantages(inputs, AdvantageOptions(adv_estimator=name))
+        result = estimate_advantages(inputs, algorithm(adv_estimator=name))
         assert_close(result.advantages.double(), expected, rtol=1e-5, atol=1e-6)
         returns = reference.returns(batch.rewards.tolist(), batch.mask.tolist(), 1.0)
         assert_close(result.returns.double(), returns, rtol=1e-5, atol=1e-6)
@@ -169,9 +168,7 @@ def test_optimal_token_baseline_of_certain_tokens_stays_in_the_range_of_the_rewa
         old_sum_of_squares=squares,
     )
     assert (
-        float(
-            estimate_advantages(inputs, AdvantageOptions(adv_estimator="optimal_token_baseline")).advantages.abs().max()
-        )
+        float(estimate_advantages(inputs, algorithm(adv_estimator="optimal_token_baseline")).advantages.abs().max())
         <= 1.0
     )
 
@@ -189,11 +186,11 @@ def test_gdpo_normalises_each_reward_apart(batch: Batch) -> None:
     if len(total) > 1:
         centre, spread = reference.mean(total), reference.std(total)
         total = [(x - centre) / (spread + 1e-6 if spread > 1e-6 else 1.0) for x in total]
-    options = AdvantageOptions(adv_estimator="gdpo", reward_weights={"a": 2.0, "b": 0.5})
+    options = algorithm(adv_estimator="gdpo", reward_weights={"a": 2.0, "b": 0.5})
     assert_close(estimate_advantages(inputs_of(batch), options).advantages, rows_of(batch, total), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match="reward_weights has 3"):
+    with pytest.raises(ValueError, match="weights has 3"):
         estimate_advantages(
-            inputs_of(batch), AdvantageOptions(adv_estimator="gdpo", reward_weights={"a": 1.0, "b": 1.0, "c": 1.0})
+            inputs_of(batch), algorithm(adv_estimator="gdpo", reward_weights={"a": 1.0, "b": 1.0, "c": 1.0})
         )
 
 
@@ -212,7 +209,7 @@ def test_agentic_reinforce_discounts_by_turn(batch: Batch, gamma: float) -> None
         for turn in reversed(turns):
             running = sum(float(batch.rewards[i, t]) for t in turn) + gamma * running
             expected[i, turn] = running
-    result = estimate_advantages(inputs, AdvantageOptions(adv_estimator="agentic_reinforce", gamma=gamma))
+    result = estimate_advantages(inputs, algorithm(adv_estimator="agentic_reinforce", gamma=gamma))
     assert_close(result.advantages, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -221,13 +218,13 @@ def test_token_estimators_equal_the_loop(batch: Batch, gamma: float) -> None:
     inputs = replace(inputs_of(batch), rewards=batch.rewards, bootstrap_values=None)
     returns = reference.returns(batch.rewards.tolist(), batch.mask.tolist(), gamma)
     for name in ("reinforce", "grpo"):
-        result = estimate_advantages(inputs, AdvantageOptions(adv_estimator=name, gamma=gamma))
+        result = estimate_advantages(inputs, algorithm(adv_estimator=name, gamma=gamma))
         assert_close(result.advantages, returns, rtol=1e-9, atol=1e-9)
     for name in ("reinforce++", "reinforce_plus_plus", "reinforce++_baseline"):
-        result = estimate_advantages(inputs, AdvantageOptions(adv_estimator=name, gamma=gamma))
+        result = estimate_advantages(inputs, algorithm(adv_estimator=name, gamma=gamma))
         assert_close(result.advantages, reference.whiten(returns, batch.mask), rtol=1e-6, atol=1e-8)
         assert_close(result.raw_advantages, returns, rtol=1e-9, atol=1e-9)
-    gae = estimate_advantages(inputs, AdvantageOptions(adv_estimator="gae", gamma=gamma, lambd=0.9))
+    gae = estimate_advantages(inputs, algorithm(adv_estimator="gae", gamma=gamma, lambd=0.9))
     expected = reference.gae(batch.rewards.tolist(), batch.values.tolist(), batch.mask.tolist(), gamma, 0.9)
     assert_close(gae.advantages, expected, rtol=1e-9, atol=1e-9)
 
@@ -235,7 +232,7 @@ def test_token_estimators_equal_the_loop(batch: Batch, gamma: float) -> None:
 @given(batch=batches)
 def test_whitening_and_clipping(batch: Batch) -> None:
     inputs = replace(inputs_of(batch), rewards=batch.rewards)
-    options = AdvantageOptions(
+    options = algorithm(
         adv_estimator="reinforce", gamma=0.9, whiten_rewards=True, whiten_advantages=True, advantage_clip=0.8
     )
     whitened = reference.whiten(batch.rewards, batch.mask)
@@ -251,7 +248,7 @@ def test_whitening_and_clipping(batch: Batch) -> None:
 def test_whitening_equal_advantages_gives_zero_not_noise() -> None:
     mask = torch.ones(4, 50, dtype=torch.bool)
     inputs = AdvantageInputs(token_level_rewards(torch.full((4,), 0.1), mask), mask, torch.arange(4))
-    assert bool((estimate_advantages(inputs, AdvantageOptions(adv_estimator="reinforce++")).advantages == 0).all())
+    assert bool((estimate_advantages(inputs, algorithm(adv_estimator="reinforce++")).advantages == 0).all())
 
 
 def test_grpo_gives_the_papers_advantage_to_every_token() -> None:
@@ -259,10 +256,10 @@ def test_grpo_gives_the_papers_advantage_to_every_token() -> None:
     mask = torch.tensor([[False, True, True, False]] * 4)
     scores = torch.tensor([1.0, 0.0, 0.0, 1.0])
     group_ids = torch.tensor([3, 3, 3, 8])
-    postprocessor = RewardPostprocessor(RewardOptions(*resolve_norm_types("grpo")))
+    postprocessor = RewardPostprocessor(RewardOptions(*resolve_norm_types(Choice("grpo"))))
     rewards, _ = postprocessor(scores, group_ids)
     inputs = AdvantageInputs(token_level_rewards(rewards, mask), mask, group_ids)
-    result = estimate_advantages(inputs, AdvantageOptions(adv_estimator="grpo")).advantages
+    result = estimate_advantages(inputs, algorithm(adv_estimator="grpo")).advantages
     std = (1 / 3) ** 0.5
     expected = torch.tensor([2 / 3 / std, -1 / 3 / std, -1 / 3 / std, 1.0])
     assert_close(result, torch.where(mask, expected.unsqueeze(1), 0.0), rtol=1e-4, atol=1e-5)
@@ -272,7 +269,7 @@ def test_grpo_gives_the_papers_advantage_to_every_token() -> None:
 @settings(max_examples=25)
 @given(batch=batches, padding=st.integers(1, 5))
 def test_row_order_and_padding_change_nothing(name: str, batch: Batch, padding: int) -> None:
-    inputs, options = inputs_of(batch), AdvantageOptions(adv_estimator=name)
+    inputs, options = inputs_of(batch), algorithm(adv_estimator=name)
     plain = estimate_advantages(inputs, options)
     order = torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(padding))
     changed = replace(
@@ -282,7 +279,7 @@ def test_row_order_and_padding_change_nothing(name: str, batch: Batch, padding: 
             if value.shape == batch.mask.shape
             else value[order]
             for key in AdvantageInputs.__dataclass_fields__
-            if (value := getattr(inputs, key)) is not None and key != "reward_components"
+            if (value := getattr(inputs, key)) is not None and key not in ("reward_components", "divides")
         },
         reward_components=inputs.reward_components[order],
     )
@@ -302,12 +299,12 @@ def test_missing_inputs_are_named() -> None:
         ("gigpo", "step_returns"),
     ):
         with pytest.raises(ValueError, match=f"{name}.*{column}"):
-            estimate_advantages(bare, AdvantageOptions(adv_estimator=name))
-    assert traits_of("gae").needs_values
-    assert not traits_of("grpo").needs_values
+            estimate_advantages(bare, algorithm(adv_estimator=name))
+    assert traits(Choice("gae")).needs_values
+    assert not traits(Choice("grpo")).needs_values
 
 
-def raw_score(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[torch.Tensor, torch.Tensor]:
+def raw_score(inputs: AdvantageInputs, options: GaeOptions) -> tuple[torch.Tensor, torch.Tensor]:
     advantages = inputs.spread(inputs.response_rewards)
     return advantages, advantages
 
@@ -315,10 +312,10 @@ def raw_score(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[torch
 @pytest.mark.usefixtures("own_registrations")
 def test_a_users_own_estimator_enters_by_dotted_path_and_by_decorator() -> None:
     inputs = inputs_of(make_batch(1, 4, 5))
-    by_path = estimate_advantages(inputs, AdvantageOptions(adv_estimator=f"{__name__}:raw_score"))
+    by_path = estimate_advantages(inputs, algorithm(adv_estimator=f"{__name__}:raw_score"))
     register_advantage("raw_score", norm=("batch", None))(raw_score)
-    assert resolve_norm_types("raw_score") == ("batch", None)
-    by_name = estimate_advantages(inputs, AdvantageOptions(adv_estimator="raw_score"))
+    assert resolve_norm_types(Choice("raw_score")) == ("batch", None)
+    by_name = estimate_advantages(inputs, algorithm(adv_estimator="raw_score"))
     assert torch.equal(by_path.advantages, by_name.advantages)
 
 
@@ -339,4 +336,4 @@ def test_a_batch_without_rows_stays_one(name: str) -> None:
         old_log_probs=torch.zeros(0, 5),
         old_sum_of_squares=torch.zeros(0, 5),
     )
-    assert estimate_advantages(inputs, AdvantageOptions(adv_estimator=name)).advantages.shape == (0, 5)
+    assert estimate_advantages(inputs, algorithm(adv_estimator=name)).advantages.shape == (0, 5)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
+from roll.algorithms.advantages import AdvantageInputs, estimate_advantages
 from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.samples import token_level_rewards
+from roll.config.algorithm import PPOConfig
 from tests.algorithms.tabular import (
     TABLES,
     Row,
@@ -25,6 +26,7 @@ from tests.algorithms.tabular import (
     markdown,
     relative_bias,
 )
+from tests.support.keys import algorithm
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +34,7 @@ def policy() -> TabularPolicy:
     return TabularPolicy(0)
 
 
-def gradient_with(
-    policy: TabularPolicy, options: AdvantageOptions, kl: Tensor | None = None, **columns: Tensor
-) -> Tensor:
+def gradient_with(policy: TabularPolicy, options: PPOConfig, kl: Tensor | None = None, **columns: Tensor) -> Tensor:
     """Exact expectation over single responses, advantages by an estimator that needs no group."""
     rows = torch.arange(len(policy.responses))
     mask = torch.ones(len(rows), policy.length, dtype=torch.bool)
@@ -57,7 +57,7 @@ def test_unbiased_estimators(policy: TabularPolicy, estimator: str, group_size: 
 
 def test_remax_is_unbiased_whatever_the_greedy_reward(policy: TabularPolicy) -> None:
     baseline = torch.full((len(policy.responses),), 0.7, dtype=torch.float64)
-    gradient = gradient_with(policy, AdvantageOptions(adv_estimator="remax"), baseline_rewards=baseline)
+    gradient = gradient_with(policy, algorithm(adv_estimator="remax"), baseline_rewards=baseline)
     assert_close(gradient, policy.exact_gradient(), **TOLERANCE)
 
 
@@ -124,14 +124,14 @@ def test_gae_is_unbiased_at_lambda_1_with_any_critic_and_at_any_lambda_with_an_e
     exact = policy.exact_gradient()
     for values, lambd in ((wrong_values, 1.0), (exact_values, 0.0), (exact_values, 0.7)):
         assert_close(
-            gradient_with(policy, AdvantageOptions(adv_estimator="gae", lambd=lambd), values=values), exact, **TOLERANCE
+            gradient_with(policy, algorithm(adv_estimator="gae", lambd=lambd), values=values), exact, **TOLERANCE
         )
     # A critic that errs by a number for each prefix, not only for each position, misleads below lambda 1.
     prefix_error = exact_values + policy.responses.roll(1, 1) * torch.tensor([0.0, 1.0, 1.0])
     assert_close(
-        gradient_with(policy, AdvantageOptions(adv_estimator="gae", lambd=1.0), values=prefix_error), exact, **TOLERANCE
+        gradient_with(policy, algorithm(adv_estimator="gae", lambd=1.0), values=prefix_error), exact, **TOLERANCE
     )
-    biased = gradient_with(policy, AdvantageOptions(adv_estimator="gae", lambd=0.0), values=prefix_error)
+    biased = gradient_with(policy, algorithm(adv_estimator="gae", lambd=0.0), values=prefix_error)
     assert not torch.allclose(biased, exact, atol=1e-2)
 
 
@@ -140,7 +140,7 @@ def test_k1_in_the_reward_gives_the_gradient_of_the_regularised_objective(policy
     kl = kl_estimate(policy.log_probs().detach(), reference, KLOptions("k1"))
     divergence = (policy.log_probs().sum(-1).exp() * (policy.log_probs().sum(-1) - reference.sum(-1))).sum()
     exact = policy.exact_gradient() - 0.3 * policy.gradient(divergence)
-    assert_close(gradient_with(policy, AdvantageOptions(adv_estimator="reinforce"), kl), exact, **TOLERANCE)
+    assert_close(gradient_with(policy, algorithm(adv_estimator="reinforce"), kl), exact, **TOLERANCE)
 
 
 def test_gradients_of_kl_losses_on_one_token() -> None:

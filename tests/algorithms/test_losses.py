@@ -18,17 +18,16 @@ from roll.algorithms.aggregation import (
 from roll.algorithms.losses import (
     LossOutputs,
     actor_loss,
-    actor_loss_options,
     register_policy_loss,
     value_loss,
 )
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import POLICY_LOSS_NAMES, LossInputs
-from roll.config.algorithm import PPOConfig
-from roll.config.policy_losses import POLICY_LOSSES
+from roll.config.policy_losses import POLICY_LOSSES, ClipOptions
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, inputs_of, make_batch, whole
+from tests.support.keys import loss_options
 
 # These choose tokens by their rank within the micro-batch: a documented exception.
 SPLITTABLE = [name for name in POLICY_LOSS_NAMES if name not in ("clip_cov", "kl_cov", "m2po")]
@@ -61,7 +60,7 @@ def with_gradient(
     parts: list[LossOutputs] = []
     for rows in splits:
         parts.append(
-            actor_loss(inputs_of(replace(batch, log_probs=log_probs), rows), actor_loss_options(settings), whole(batch))
+            actor_loss(inputs_of(replace(batch, log_probs=log_probs), rows), loss_options(settings), whole(batch))
         )
     total = torch.stack([part.loss for part in parts]).sum()
     (gradient,) = torch.autograd.grad(total, log_probs)
@@ -120,7 +119,7 @@ def test_without_old_log_probs_the_ratio_is_exactly_one(variant: str) -> None:
     batch = make_batch(1, 6, 9)
     log_probs = batch.log_probs.float().requires_grad_()
     inputs = LossInputs(log_probs, batch.advantages.float(), batch.mask)
-    metrics = to_floats(actor_loss(inputs, actor_loss_options({"pg_variant": variant}), whole(batch)).metrics)
+    metrics = to_floats(actor_loss(inputs, loss_options({"pg_variant": variant}), whole(batch)).metrics)
     for name in ("actor/ratio_mean", "actor/ratio_max", "actor/ratio_min"):
         assert metrics[name] == 1.0
     for name in ("actor/approxkl", "actor/policykl"):
@@ -136,7 +135,7 @@ def test_on_policy_every_variant_has_the_policy_gradient(variant: str) -> None:
     batch = make_batch(2, 6, 9)
     advantages = torch.where(batch.mask, batch.response_rewards.unsqueeze(-1) - 0.4, 0.0)
     log_probs = batch.log_probs.clone().requires_grad_()
-    options = actor_loss_options({"pg_variant": variant})
+    options = loss_options({"pg_variant": variant})
     loss = actor_loss(LossInputs(log_probs, advantages, batch.mask), options, whole(batch)).loss
     (gradient,) = torch.autograd.grad(loss, log_probs)
     lengths = batch.mask.sum(-1, keepdim=True).clamp(min=1)
@@ -145,20 +144,20 @@ def test_on_policy_every_variant_has_the_policy_gradient(variant: str) -> None:
 
 def test_terms_add_up_with_their_coefficients() -> None:
     batch = make_batch(3, 6, 9)
-    metrics = to_floats(actor_loss(inputs_of(batch), actor_loss_options(EVERYTHING), whole(batch)).metrics)
+    metrics = to_floats(actor_loss(inputs_of(batch), loss_options(EVERYTHING), whole(batch)).metrics)
     plain = replace(inputs_of(batch), sample_weights=None)
-    unweighted = to_floats(actor_loss(plain, actor_loss_options({}), whole(batch)).metrics)
+    unweighted = to_floats(actor_loss(plain, loss_options({}), whole(batch)).metrics)
     assert metrics["actor/pg_loss"] == pytest.approx(unweighted["actor/pg_loss"])
     assert metrics["actor/pg_loss"] != pytest.approx(metrics["actor/weighted_pg_loss"])
     token_mean = {**EVERYTHING, "loss_agg_mode": "token-mean"}
-    terms = to_floats(actor_loss(inputs_of(batch), actor_loss_options(token_mean), whole(batch)).metrics)
+    terms = to_floats(actor_loss(inputs_of(batch), loss_options(token_mean), whole(batch)).metrics)
     expected = terms["actor/weighted_pg_loss"] + 0.1 * terms["actor/kl_loss"] - 0.01 * terms["actor/entropy"]
     assert terms["actor/total_loss"] == pytest.approx(expected)
 
 
 @given(batch=batches)
 def test_metrics_equal_the_loop(batch: Batch) -> None:
-    metrics = to_floats(actor_loss(inputs_of(batch), actor_loss_options({"pg_clip": 0.1}), whole(batch)).metrics)
+    metrics = to_floats(actor_loss(inputs_of(batch), loss_options({"pg_clip": 0.1}), whole(batch)).metrics)
     log_ratio = (batch.log_probs - batch.old_log_probs)[batch.mask]
     ratio, advantages = log_ratio.exp(), batch.advantages[batch.mask]
     if ratio.numel() == 0:
@@ -183,7 +182,7 @@ def test_metrics_equal_the_loop(batch: Batch) -> None:
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
 def test_sample_weights_multiply_the_policy_gradient_of_their_row(mode: str) -> None:
     batch = make_batch(14, 6, 9)
-    options = actor_loss_options({"loss_agg_mode": mode, "rl_loss_coef": 0.5})
+    options = loss_options({"loss_agg_mode": mode, "rl_loss_coef": 0.5})
     metrics = to_floats(actor_loss(inputs_of(batch), options, whole(batch)).metrics)
     ratio = (batch.log_probs - batch.old_log_probs).exp()
     surrogate = -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
@@ -200,8 +199,8 @@ def test_the_policy_mask_zeroes_tokens_of_the_policy_gradient_alone(mode: str) -
     chosen = batch.mask & (torch.rand(6, 9, generator=torch.Generator().manual_seed(1)) < 0.4)
     inputs = replace(inputs_of(batch), policy_mask=chosen)
     settings = {**EVERYTHING, "loss_agg_mode": mode}
-    metrics = to_floats(actor_loss(inputs, actor_loss_options(settings), whole(batch)).metrics)
-    everywhere = to_floats(actor_loss(inputs_of(batch), actor_loss_options(settings), whole(batch)).metrics)
+    metrics = to_floats(actor_loss(inputs, loss_options(settings), whole(batch)).metrics)
+    everywhere = to_floats(actor_loss(inputs_of(batch), loss_options(settings), whole(batch)).metrics)
     ratio = (batch.log_probs - batch.old_log_probs).exp()
     surrogate = -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
     expected = reference.aggregate(
@@ -231,7 +230,7 @@ def test_missing_columns_are_named() -> None:
         ({"train_infer_correction": "tis"}, "rollout_log_probs"),
     ):
         with pytest.raises(ValueError, match=name):
-            actor_loss(bare, actor_loss_options(changed), whole(batch))
+            actor_loss(bare, loss_options(changed), whole(batch))
 
 
 @pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
@@ -239,17 +238,21 @@ def test_fault_5_every_option_of_a_variant_reaches_its_loss(variant: str) -> Non
     """Every option of the variant is taken from ``loss``, from ``pg_variant_args`` and under its flat name."""
     own = POLICY_LOSSES[variant].options
     assert own is not None
+    values = {"divergence": "kl", "importance_sampling": "seq", "dual_clip": 3.0}
     changed = {
-        item.name: {"divergence": "kl"}.get(item.name, not item.default if isinstance(item.default, bool) else 0.123)
+        item.name: values.get(item.name, not item.default if isinstance(item.default, bool) else 0.123)
         for item in fields(own)
     }
-    flat = {f"{variant}_{name}": value for name, value in changed.items()}
+    shared = {"clip": "pg_clip", "clip_low": "pg_clip_low", "clip_high": "pg_clip_high", "dual_clip": "dual_clip_coef"}
+    shared = {**shared, "importance_sampling": "importance_sampling"} if issubclass(own, ClipOptions) else {}
+    flat = {shared.get(name, f"{variant}_{name}"): value for name, value in changed.items()}
+    flat |= {"use_pg_clip_range": True, "dual_clip_loss": True} if shared else {}
     for written in (
         {"loss": {"name": variant, **changed}},
         {"pg_variant": variant, "pg_variant_args": changed},
         {"pg_variant": variant, **flat},
     ):
-        built = actor_loss_options(written).pg
+        built = loss_options(written).pg
         assert {name: getattr(built, name) for name in changed} == changed
 
 
@@ -265,7 +268,7 @@ def test_fault_5_changed_options_change_the_loss() -> None:
         ("topr", {"topr_negative_weight": 0.1}),
     ):
         losses = [
-            actor_loss(inputs_of(batch), actor_loss_options({"pg_variant": variant, **more}), whole(batch)).loss
+            actor_loss(inputs_of(batch), loss_options({"pg_variant": variant, **more}), whole(batch)).loss
             for more in ({}, change)
         ]
         assert not torch.isclose(*losses), (variant, change)
@@ -275,27 +278,25 @@ def test_fault_6_topr_learns_from_positives_and_negatives() -> None:
     batch = make_batch(9, 6, 9, density=1.0)
     log_probs = batch.log_probs.clone().requires_grad_()
     inputs = LossInputs(log_probs, batch.advantages, batch.mask, batch.old_log_probs)
-    loss = actor_loss(inputs, actor_loss_options({"pg_variant": "topr"}), whole(batch)).loss
+    loss = actor_loss(inputs, loss_options({"pg_variant": "topr"}), whole(batch)).loss
     (gradient,) = torch.autograd.grad(loss, log_probs)
     for sign in (batch.advantages > 0, batch.advantages < 0):
         assert bool((gradient[sign & batch.mask] != 0).all())
 
 
-def asymmetric(inputs: LossInputs, options: PPOConfig, metrics: MetricBuilder) -> torch.Tensor:
+def asymmetric(inputs: LossInputs, options: ClipOptions, metrics: MetricBuilder) -> torch.Tensor:
     metrics.mean("actor/mine", inputs.num_tokens, inputs.num_tokens)
-    return -inputs.advantages * inputs.log_probs * options.pg_clip
+    return -inputs.advantages * inputs.log_probs * options.clip
 
 
 @pytest.mark.usefixtures("own_registrations")
 def test_a_users_own_loss_enters_by_dotted_path_and_by_decorator() -> None:
     batch = make_batch(10, 3, 5)
-    by_path = actor_loss_options({"pg_variant": f"{__name__}.asymmetric", "pg_clip": 0.5})
+    by_path = loss_options({"pg_variant": f"{__name__}.asymmetric", "pg_clip": 0.5})
     result = actor_loss(inputs_of(batch), by_path, whole(batch))
     assert to_floats(result.metrics)["actor/mine"] == 1.0
     register_policy_loss("asymmetric")(asymmetric)
-    by_name = actor_loss(
-        inputs_of(batch), actor_loss_options({"pg_variant": "asymmetric", "pg_clip": 0.5}), whole(batch)
-    )
+    by_name = actor_loss(inputs_of(batch), loss_options({"pg_variant": "asymmetric", "pg_clip": 0.5}), whole(batch))
     assert_close(by_name.loss, result.loss)
 
 
@@ -303,7 +304,7 @@ def test_a_users_own_loss_enters_by_dotted_path_and_by_decorator() -> None:
 @pytest.mark.parametrize("changes", [{}, {"kl_loss_importance_weighted": True}, {"train_infer_correction": "seq_tis"}])
 def test_gradient_of_the_whole_loss(kl: str, changes: dict[str, object]) -> None:
     batch = make_batch(13, 4, 6)
-    options = actor_loss_options({**EVERYTHING, "kl_loss_type": kl, **changes})
+    options = loss_options({**EVERYTHING, "kl_loss_type": kl, **changes})
 
     def loss(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
         return actor_loss(inputs_of(batch, log_probs=log_probs, entropy=entropy), options, whole(batch)).loss
@@ -382,7 +383,7 @@ def test_gradient_where_some_log_ratios_are_clamped(variant: str) -> None:
 
     def loss(log_probs: torch.Tensor) -> torch.Tensor:
         at = replace(inputs, log_probs=log_probs, old_log_probs=torch.where(batch.mask, old, 0.0))
-        options = actor_loss_options({"pg_variant": variant, "pg_clip": 1e9, "loss_agg_mode": "token-mean"})
+        options = loss_options({"pg_variant": variant, "pg_clip": 1e9, "loss_agg_mode": "token-mean"})
         return actor_loss(at, options, whole(batch)).loss
 
     assert torch.autograd.gradcheck(loss, (batch.log_probs.requires_grad_(),))

@@ -18,16 +18,17 @@ import torch
 from torch.testing import assert_close
 
 from roll.algorithms import aggregation
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions, estimate_advantages
+from roll.algorithms.advantages import AdvantageInputs, estimate_advantages
 from roll.algorithms.aggregation import LossDenominators, group_tokens_of, row_weights, weighted_sum
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.algorithms.losses import actor_loss, actor_loss_options, value_loss
+from roll.algorithms.losses import actor_loss, value_loss
 from roll.algorithms.metrics import Correlation, MetricBuilder
 from roll.algorithms.registry import Registry
 from roll.algorithms.samples import sample_weights
 from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import to_floats
 from tests.algorithms.reference import inputs_of, make_batch, whole
+from tests.support.keys import algorithm, loss_options
 
 
 def test_names_aliases_and_dotted_paths() -> None:
@@ -66,7 +67,7 @@ def test_policy_loss_with_an_option_of_its_own() -> None:
     for gate in (1.5, 0.7):
         settings = {"pg_variant": f"{OWN}.gated", "pg_variant_args": {} if gate == 1.5 else {"gate": gate}}
         inputs = replace(inputs_of(batch), sample_weights=None)
-        metrics = to_floats(actor_loss(inputs, actor_loss_options(settings), whole(batch)).metrics)
+        metrics = to_floats(actor_loss(inputs, loss_options(settings), whole(batch)).metrics)
         kept = ((batch.log_probs - batch.old_log_probs).exp() < gate) & batch.mask
         assert metrics["actor/gated"] == pytest.approx(float(kept.sum() / batch.mask.sum()))
         per_token = -batch.advantages * batch.log_probs * kept
@@ -74,12 +75,12 @@ def test_policy_loss_with_an_option_of_its_own() -> None:
         expected = (per_token.sum(-1) / lengths).sum() / whole(batch).samples
         assert metrics["actor/pg_loss"] == pytest.approx(float(expected))
     with pytest.raises(ValueError, match=r"loss\.gaet is no option of .*gated; known: gate"):
-        actor_loss_options({"pg_variant": f"{OWN}.gated", "pg_variant_args": {"gaet": 1}})
+        loss_options({"pg_variant": f"{OWN}.gated", "pg_variant_args": {"gaet": 1}})
 
 
 def test_advantage_estimator_with_an_option_of_its_own() -> None:
     batch = make_batch(21, 6, 9)
-    options = AdvantageOptions(adv_estimator=f"{OWN}.above_a_bar", adv_estimator_args={"bar": 0.25})
+    options = algorithm(estimator={"name": f"{OWN}.above_a_bar", "bar": 0.25})
     outputs = estimate_advantages(AdvantageInputs(batch.rewards, batch.mask, batch.group_ids), options)
     totals = batch.rewards.sum(-1, keepdim=True).expand_as(batch.mask)
     assert_close(outputs.advantages, torch.where(batch.mask, totals - 0.25, 0.0).float())
@@ -98,7 +99,7 @@ def test_kl_estimator_in_loss_and_reward() -> None:
     expected = (batch.log_probs - batch.ref_log_probs).square()
     assert_close(kl_estimate(batch.log_probs, batch.ref_log_probs, KLOptions(f"{OWN}.squared")), expected)
     settings = {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": f"{OWN}.squared"}
-    metrics = to_floats(actor_loss(inputs_of(batch), actor_loss_options(settings), whole(batch)).metrics)
+    metrics = to_floats(actor_loss(inputs_of(batch), loss_options(settings), whole(batch)).metrics)
     rows = expected.sum(-1) / batch.mask.sum(-1).clamp(min=1)
     assert metrics["actor/kl_loss"] == pytest.approx(float(rows.sum() / whole(batch).samples))
 
@@ -115,7 +116,7 @@ def test_correction() -> None:
     batch.rollout_log_probs[batch.mask] = torch.where(torch.rand(int(batch.mask.sum())) < 0.5, -3.0, -1.0).double()
     settings = {"train_infer_correction": f"{OWN}.halved_where_unlikely", "pg_variant": "vanilla"}
     inputs = replace(inputs_of(batch), sample_weights=None)
-    metrics = to_floats(actor_loss(inputs, actor_loss_options(settings), whole(batch)).metrics)
+    metrics = to_floats(actor_loss(inputs, loss_options(settings), whole(batch)).metrics)
     per_token = -batch.advantages * batch.log_probs * torch.where(batch.rollout_log_probs < -2, 0.5, 1.0)
     rows = torch.where(batch.mask, per_token, 0.0).sum(-1) / batch.mask.sum(-1).clamp(min=1)
     assert metrics["actor/weighted_pg_loss"] == pytest.approx(float(rows.sum() / whole(batch).samples))
@@ -167,11 +168,11 @@ def test_the_functions_of_the_documentation_work(tmp_path: Path) -> None:
     metrics = MetricBuilder()
     assert own.my_loss(inputs_of(batch), own.MyOptions(), metrics).shape == batch.mask.shape
     advantages = AdvantageInputs(batch.rewards, batch.mask, batch.group_ids)
-    assert own.leave_best_out(advantages, AdvantageOptions())[0].shape == batch.mask.shape
+    assert own.leave_best_out(advantages, algorithm())[0].shape == batch.mask.shape
     assert own.graded("is 7", "7")["right"] == 1.0
 
 
-ROW = '    PolicyLoss("ppo", clips=True, options=NoOptions),\n'
+ROW = '    PolicyLoss("ppo", options=PpoOptions),\n'
 OPTIONS = "@dataclass(frozen=True)\nclass PolicyLoss(Named):\n"
 TOY_OPTIONS = """@dataclass(frozen=True)
 class ToyOptions:
@@ -194,11 +195,10 @@ from roll.algorithms.aggregation import LossDenominators
 from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.losses import actor_loss, actor_loss_options
 from roll.config.loader import load_config
-from roll.methods.policy_plan import actor_keys
 
 config = load_config(None, sys.argv[1], overrides=sys.argv[2:], check_files=False).config
 ones = torch.ones(1, 2)
-options = actor_loss_options(actor_keys(config))
+options = actor_loss_options(config)
 result = actor_loss(LossInputs(-ones, ones, ones.bool()), options, LossDenominators(2, 1))
 print(float(result.loss), result.metrics["actor/toy"].value())
 """

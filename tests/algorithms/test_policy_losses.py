@@ -12,14 +12,15 @@ from hypothesis import given, settings
 from torch.testing import assert_close
 
 from roll.algorithms.aggregation import denominators_from, denominators_of
-from roll.algorithms.losses import actor_loss, actor_loss_options
+from roll.algorithms.losses import actor_loss
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import POLICY_LOSS_NAMES, LossInputs, policy_losses, token_covariance
 from tests.algorithms.reference import Batch, batches, make_batch, mean
+from tests.support.keys import loss_options
 
 
 def per_token(variant: str, inputs: LossInputs, **settings: object) -> torch.Tensor:
-    options = actor_loss_options({"pg_variant": variant, **settings})
+    options = loss_options({"pg_variant": variant, **settings})
     return policy_losses.resolve(variant)(inputs, options.pg, MetricBuilder())
 
 
@@ -298,7 +299,7 @@ def test_luspo_is_gspo_summed_over_tokens() -> None:
         [len(r.kept) * surrogate(r.sequence_ratio, a, 0.05, 0.05) for r, a in zip(rows, chosen, strict=True)]
     )
     denominators = denominators_from(denominators_of(batch.mask))
-    assert_close(float(actor_loss(inputs, actor_loss_options(settings), denominators).loss), expected)
+    assert_close(float(actor_loss(inputs, loss_options(settings), denominators).loss), expected)
 
 
 def test_clip_cov_takes_the_gradient_from_tokens_of_high_covariance() -> None:

@@ -24,6 +24,7 @@ from roll.algorithms.samples import (
     top_entropy_mask,
 )
 from roll.config.algorithm import PPOConfig
+from roll.config.reading.fields import Choice
 from roll.protocol.metrics import to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, batches, mean, members
@@ -145,11 +146,11 @@ def test_scores_above_2048_stay_integers() -> None:
 
 
 def test_fault_1_an_explicit_choice_is_never_overridden() -> None:
-    assert resolve_norm_types("grpo") == ("group", "group")
-    assert resolve_norm_types("grpo", "group", None) == ("group", None)  # Dr. GRPO
-    assert resolve_norm_types("grpo", None, None) == (None, None)  # raw rewards, as RAFT++ wants them
-    assert resolve_norm_types("reinforce", "batch", "batch") == ("batch", "batch")
-    assert resolve_norm_types("reinforce") == (None, None)
+    assert resolve_norm_types(Choice("grpo")) == ("group", "group")
+    assert resolve_norm_types(Choice("grpo"), "group", None) == ("group", None)  # Dr. GRPO
+    assert resolve_norm_types(Choice("grpo"), None, None) == (None, None)  # raw rewards, as RAFT++ wants them
+    assert resolve_norm_types(Choice("reinforce"), "batch", "batch") == ("batch", "batch")
+    assert resolve_norm_types(Choice("reinforce")) == (None, None)
 
 
 def test_mistakes_are_named() -> None:

@@ -27,7 +27,7 @@ GOOD: dict[str, Any] = {
     "num_return_sequences_in_group": 4,
     "prompt_length": 128,
     "response_length": 128,
-    "adv_estimator": "grpo",
+    "estimator": "grpo",
     "actor_train": {
         "device_mapping": "list(range(0,2))",
         "training_args": {

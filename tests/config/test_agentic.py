@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from roll.config.algorithm import ADV_ESTIMATORS
+from roll.config.estimators import ADV_ESTIMATORS
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.legacy_keys import DEAD_KEYS
@@ -31,7 +31,7 @@ LAKE: dict[str, Any] = {
     "val_batch_size": 32,
     "sequence_length": 512,
     "max_steps": 10,
-    "adv_estimator": "grpo",
+    "estimator": "grpo",
     "actor_train": {"device_mapping": [0, 1], "training_args": {"per_device_train_batch_size": 16}},
     "actor_infer": {"device_mapping": [0, 1], "generating_args": {"max_new_tokens": 64, "top_p": 1.0, "top_k": -1}},
     "train_env_manager": {"num_env_groups": 8, "group_size": 8, "tags": ["lake"], "num_groups_partition": [8]},
@@ -177,9 +177,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"val_env_manager.llm_proxy.proxy_type": "random"}, "val_env_manager.llm_proxy.proxy_type", "another player"),
     ({"train_env_manager.group_filter_cls": "roll.pipeline.agentic.F"}, "train_env_manager.group_filter_cls",
      "group_filter_config"),
-    ({"adv_estimator": "remax"}, "adv_estimator", "greedy baseline"),
-    ({"adv_estimator": "gdpo", "reward_weights": {"a": 1.0}}, "adv_estimator", "one number"),
-    ({"adv_estimator": "rloo", "train_env_manager.group_size": 1}, "train_env_manager.group_size", "at least 2"),
+    ({"estimator": "remax"}, "estimator", "greedy baseline"),
+    ({"estimator": "gdpo", "reward_weights": {"a": 1.0}}, "estimator", "one number"),
+    ({"estimator": "rloo", "train_env_manager.group_size": 1}, "train_env_manager.group_size", "at least 2"),
     ({"reward_normalization": {"method": "mean"}, "norm_mean_type": "batch"}, "norm_mean_type", "keep one"),
     ({"reward_normalization": {"grouping": "env"}}, "reward_normalization.grouping", "batch, tags, traj_group_id"),
     ({"custom_envs.lake.verifier": JUDGE}, "reward", "is needed by the verifier of custom_envs.lake"),
@@ -247,7 +247,7 @@ def test_environments_are_checked(tmp_path: Path, changes: dict[str, Any], key: 
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("adv_estimator", "no_such_module.estimate"),
+        ("estimator", "no_such_module.estimate"),
         ("train_env_manager.group_filter_cls", "no_such_module.Filter"),
         ("train_env_manager.group_filter_config", {"type": "no_such_module.make"}),
         ("router_args.router_name", "no_such_module.Router"),

@@ -29,7 +29,7 @@ def test_engines_that_finish_what_they_begin_need_devices_of_their_own(tmp_path:
 
 
 def test_greedy_baselines_need_engines_between_steps(tmp_path: Path) -> None:
-    (error,) = mistakes(tmp_path, changed(APART | {"adv_estimator": "remax"}))
+    (error,) = mistakes(tmp_path, changed(APART | {"estimator": "remax"}))
     assert (error.key, error.value) == ("async_generation_ratio", 1.5)
     assert "greedy answers" in error.rule
 

@@ -80,8 +80,8 @@ def test_every_refusal_can_happen() -> None:
 
 @pytest.mark.parametrize("name", ["gigpo", "step_reinforce", "agentic_reinforce"])
 def test_estimators_of_turns_need_turns(tmp_path: Path, name: str) -> None:
-    (problem,) = mistakes(tmp_path, changed({"adv_estimator": name}))
-    assert problem.key == "adv_estimator" and "only the agentic pipeline" in problem.rule
+    (problem,) = mistakes(tmp_path, changed({"estimator": name}))
+    assert problem.key == "estimator" and "only the agentic pipeline" in problem.rule
 
 
 def test_planned_names_are_not_available_names() -> None:

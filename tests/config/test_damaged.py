@@ -90,7 +90,7 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
     ({"num_gpus_per_node": 0}, "num_gpus_per_node", "must be at least 1"),
     ({"actor_infer.num_gpus_per_worker": 0}, "actor_infer.num_gpus_per_worker", "must be at least 1"),
     # names
-    ({"adv_estimator": "gropo"}, "adv_estimator", "for example adv_estimator: grpo"),
+    ({"estimator": "gropo"}, "estimator", "for example estimator: grpo"),
     ({"pg_variant": "pppo"}, "pg_variant", "for example pg_variant: ppo"),
     ({"kl_penalty": "k9"}, "kl_penalty", "must be one of kl, k1, k2, k3"),
     ({"loss_agg_mode": "token_mean"}, "loss_agg_mode", "for example loss_agg_mode: token-mean"),
@@ -116,17 +116,17 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
     ({"overlong_buffer_length": 200}, "overlong_buffer_length", "at most the length limit of a response, 128 tokens"),
     ({"overlong_buffer_length": 0}, "overlong_buffer_length", "at least 1"),
     ({"top_entropy_quantile": 0}, "top_entropy_quantile", "greater than 0"),
-    ({"adv_estimator": "gdpo"}, "reward_weights", "is needed by adv_estimator: gdpo"),
-    ({"adv_estimator": "remax", "norm_std_type": "batch"}, "norm_std_type", "must be null with remax"),
+    ({"estimator": "gdpo"}, "estimator", "needs weights: the numbers"),
+    ({"estimator": "remax", "norm_std_type": "batch"}, "norm_std_type", "must be null with remax"),
     (
         {"force_disable_old_logprobs_recompute": True, "top_entropy_quantile": 0.2},
         "force_disable_old_logprobs_recompute",
         "leaves no entropies for top_entropy_quantile 0.2",
     ),
     (
-        {"force_disable_old_logprobs_recompute": True, "adv_estimator": "optimal_token_baseline"},
+        {"force_disable_old_logprobs_recompute": True, "estimator": "optimal_token_baseline"},
         "force_disable_old_logprobs_recompute",
-        "leaves no sums of squared probabilities for adv_estimator: optimal_token_baseline",
+        "leaves no sums of squared probabilities for estimator: optimal_token_baseline",
     ),
     (
         {"force_disable_old_logprobs_recompute": True, "train_infer_correction": [{"action": "reject", "high": 2}]},
@@ -219,24 +219,24 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"rollout_batch_size": 8}, f"{TRAIN}.gradient_accumulation_steps", "gradient_accumulation_steps: 2, or"),
     (
-        {"adv_estimator": "gae", "critic": {"device_mapping": [0], "training_args": {"x": 1}}},
+        {"estimator": "gae", "critic": {"device_mapping": [0], "training_args": {"x": 1}}},
         "critic.training_args.x",
         "unknown key",
     ),
     (
         {
-            "adv_estimator": "gae",
+            "estimator": "gae",
             "critic": {"device_mapping": [0], "training_args": {"per_device_train_batch_size": 3}},
         },
         "critic.training_args.gradient_accumulation_steps",
         "do not divide into optimizer steps of 3",
     ),
     # algorithm
-    ({"adv_estimator": "gae"}, "critic", "is needed by adv_estimator: gae"),
+    ({"estimator": "gae"}, "critic", "is needed by estimator: gae"),
     ({"use_kl_loss": True, "kl_loss_coef": 0.1, "reference": GONE}, "reference", "is needed"),
     ({"add_token_level_kl": True, "reference": GONE}, "reference", "is needed"),
     (
-        {"adv_estimator": "rloo", "num_return_sequences_in_group": 1, f"{TRAIN}.gradient_accumulation_steps": 4},
+        {"estimator": "rloo", "num_return_sequences_in_group": 1, f"{TRAIN}.gradient_accumulation_steps": 4},
         "num_return_sequences_in_group",
         "must be at least 2 with rloo",
     ),
@@ -248,7 +248,7 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {
-            "adv_estimator": "gae",
+            "estimator": "gae",
             "critic_warmup": 10,
             "critic": {"device_mapping": [0], "training_args": {"per_device_train_batch_size": 8}},
         },

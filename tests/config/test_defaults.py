@@ -53,7 +53,7 @@ def whole(text: str, more: str) -> str:
 def test_the_smallest_file_is_grpo(tmp_path: Path) -> None:
     loaded = read(tmp_path, SMALLEST)
     config, training = loaded.config, loaded.plan.training["actor_train"]
-    assert (config.adv_estimator, config.num_return_sequences_in_group) == ("grpo", 8)
+    assert (config.estimator.name, config.num_return_sequences_in_group) == ("grpo", 8)
     assert config.actor_train.training_args.learning_rate == 1e-6
     sampling = config.actor_infer.generating_args
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, -1)
@@ -111,7 +111,7 @@ actor_infer: {strategy_args: {strategy_name: hf_infer}}
 
 def test_a_critic_means_gae(tmp_path: Path) -> None:
     loaded = read(tmp_path, whole(SMALLEST, "critic: {strategy_args: {strategy_name: fsdp2_train}}"))
-    assert (loaded.config.adv_estimator, loaded.plan.group_size) == ("gae", 1)
+    assert (loaded.config.estimator.name, loaded.plan.group_size) == ("gae", 1)
     assert loaded.config.critic.device_mapping == [0]
     assert loaded.plan.training["critic"].optimizer_steps_per_step == 1
 

@@ -145,7 +145,7 @@ def test_refused(tmp_path: Path, keys: dict[str, Any], wrong: str) -> None:
 )
 def test_what_rows_give_besides_prompts(tmp_path: Path, keys: dict[str, Any], wrong: str, said: str) -> None:
     assert said in rules(tmp_path, opd(**keys))[wrong]
-    one = {"num_return_sequences_in_group": 1, "rollout_batch_size": 256, "adv_estimator": "reinforce"}
+    one = {"num_return_sequences_in_group": 1, "rollout_batch_size": 256, "estimator": "reinforce"}
     assert not rules(tmp_path, opd(**one, lmbda=0.5, opd_form="topk", opd_teacher_prompt="{prompt} {hint}"))
 
 
@@ -169,9 +169,9 @@ def test_agents_have_teachers_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "wanted"),
     [
-        ({"adv_estimator": "reinforce"}, []),
-        ({"adv_estimator": "grpo"}, ["adv_estimator"]),
-        ({"adv_estimator": "reinforce", "gamma": 0.9}, ["gamma"]),
+        ({"estimator": "reinforce"}, []),
+        ({"estimator": "grpo"}, ["estimator"]),
+        ({"estimator": "reinforce", "gamma": 0.9}, ["gamma"]),
     ],
 )
 def test_keys_of_advantages_without_effect_are_noted(tmp_path: Path, keys: dict[str, Any], wanted: list[str]) -> None:

@@ -56,13 +56,13 @@ def test_a_misspelt_command_is_named(capsys: pytest.CaptureFixture[str]) -> None
 def test_schema_names_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["schema"]) == 0
     validator = Draft202012Validator(json.loads(capsys.readouterr().out))
-    wrong = {"max_steps": 0, "actor_train": {"training_args": {"lerning_rate": 1}}, "adv_estimator": ["grpo"]}
+    wrong = {"max_steps": 0, "actor_train": {"training_args": {"lerning_rate": 1}}, "estimator": ["grpo"]}
     wrong["actor_infer"] = {"strategy_args": {"strategy_name": "fsdp3_train"}}
     assert {error.json_path for error in validator.iter_errors(wrong)} == {
         "$.max_steps",
         "$.actor_train.training_args",
         "$.actor_infer.strategy_args.strategy_name",
-        "$.adv_estimator",
+        "$.estimator",
     }
     assert not list(validator.iter_errors({"max_steps": "${steps}", "actor_train": None, "steps": 3}))
 

@@ -26,9 +26,7 @@ def test_both_spellings_of_offload_mean_the_same(strategy: str, key: str) -> Non
 @pytest.mark.parametrize("key", ["cpu_offload", "offload_policy"])
 @pytest.mark.parametrize("role", ["actor_train", "critic"])
 def test_offload_is_refused_where_fsdp1_trains(tmp_path: Path, role: str, key: str) -> None:
-    data = changed(
-        {"adv_estimator": "gae", "critic": copy.deepcopy(GOOD["actor_train"]), f"{role}.{NAME}": "fsdp_train"}
-    )
+    data = changed({"estimator": "gae", "critic": copy.deepcopy(GOOD["actor_train"]), f"{role}.{NAME}": "fsdp_train"})
     (problem,) = mistakes(tmp_path, changed({f"{role}.{CONFIG}": {key: True}}, data))
     assert problem.key == f"{role}.{CONFIG}.{key}"
     assert OFFLOAD in problem.rule and "documentation of FullyShardedDataParallel" in problem.rule

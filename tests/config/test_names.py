@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll.algorithms.registry import Registry
-from roll.config import algorithm, names
+from roll.config import algorithm, estimators, names
 from roll.config.reading.fields import Table
 
 
@@ -32,7 +32,7 @@ def test_policy_losses() -> None:
 def test_advantage_estimators() -> None:
     from roll.algorithms.advantages import advantage_estimators
 
-    assert shipped(algorithm.ADV_ESTIMATORS) == ours(advantage_estimators)
+    assert shipped(estimators.ADV_ESTIMATORS) == ours(advantage_estimators)
 
 
 def test_norms_kl_and_aggregation() -> None:

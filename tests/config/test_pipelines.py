@@ -142,7 +142,7 @@ def test_resolved_says_which_defaults_are_in_force(
     text = capsys.readouterr().out
     *_, defaults = text.partition(f"# Defaults of roll {__version__}:\n")
     keys = {line.removeprefix("# ").partition(": ")[0] for line in defaults.splitlines()}
-    assert {"gamma", "actor_train.training_args.adam_beta1", "loss.k_neg", "rewards.math.timeout"} <= keys
+    assert {"estimator.gamma", "actor_train.training_args.adam_beta1", "loss.k_neg", "rewards.math.timeout"} <= keys
     written = {"rollout_batch_size", "actor_train.training_args.weight_decay", "loss.k_pos", "loss"}
     unread = {
         "dual_clip_loss",

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from roll.config.plan.plan import TrainingPlan, divisors, explain_indivisible, working_values
 from roll.config.plan.render import compact
+from roll.config.policy_losses import ToprOptions
 from roll.config.reading.fields import Choice
-from roll.methods.policy_plan import actor_keys
 from roll.methods.supervised import SupervisedPlan
 from roll.pipelines.rlvr.plan import RLVRPlan
 from tests.config.good import GOOD_SFT, changed, load, mistakes
 
 CRITIC = {
-    "adv_estimator": "gae",
+    "estimator": "gae",
     "critic": {
         "device_mapping": [0, 1],
         "training_args": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1},
@@ -56,12 +56,9 @@ def test_epochs_and_critic_warmup(tmp_path: Path) -> None:
 
 def test_keys_of_the_actor_win_over_shared_ones(tmp_path: Path) -> None:
     changes = {"pg_variant": "topr", "topr_positive_weight": 2.0, "actor_train.topr_negative_weight": 0.5}
-    loss = actor_keys(load(tmp_path, changed(changes)).config)["loss"]
-    assert loss == Choice("topr", {"positive_weight": 2.0, "negative_weight": 0.5})
-    assert (
-        actor_keys(load(tmp_path, changed(changes | {"actor_train.pg_variant": "cispo"})).config)["loss"].name
-        == "cispo"
-    )
+    loss = load(tmp_path, changed(changes)).config.loss
+    assert loss == Choice("topr", ToprOptions(positive_weight=2.0, negative_weight=0.5))
+    assert load(tmp_path, changed(changes | {"actor_train.pg_variant": "cispo"})).config.loss.name == "cispo"
 
 
 def test_normalisation_as_written(tmp_path: Path) -> None:
@@ -126,7 +123,7 @@ PASSES: list[tuple[dict[str, Any], bool, bool]] = [
     ({"ppo_epochs": 2, "force_disable_old_logprobs_recompute": True}, False, False),
     ({"top_entropy_quantile": 0.2}, False, True),
     ({"target_entropy": 0.2}, False, True),
-    ({"adv_estimator": "optimal_token_baseline"}, False, True),
+    ({"estimator": "optimal_token_baseline"}, False, True),
 ]
 
 

@@ -37,7 +37,7 @@ def roll(site: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[s
 
 NAMES = {
     "rewards.math.worker_cls": "right_sum",
-    "adv_estimator": "centred",
+    "estimator": "centred",
     "track_with": ["jsonl", "csv"],
     "tracker_kwargs": {"csv": {"file_name": "numbers.csv"}},
     "loss": {"name": "reinforce_clipped", "bound": 5},
@@ -61,9 +61,9 @@ def test_names_of_a_package_are_names_of_the_configuration(site: Path, tmp_path:
 
 
 def test_without_the_package_they_are_unknown(tmp_path: Path) -> None:
-    (tmp_path / "good.yaml").write_text(yaml.safe_dump(changed({"adv_estimator": "centred"})))
+    (tmp_path / "good.yaml").write_text(yaml.safe_dump(changed({"estimator": "centred"})))
     done = roll(tmp_path, tmp_path, "check", "good.yaml", "--skip-files")
-    assert done.returncode == 2 and "adv_estimator = 'centred'" in done.stderr
+    assert done.returncode == 2 and "estimator = 'centred'" in done.stderr
 
 
 @pytest.mark.long

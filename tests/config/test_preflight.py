@@ -16,7 +16,7 @@ from tests.config.good import changed, load
 
 OWN = "tests.own_algorithms"
 ALL_KINDS = {
-    "adv_estimator": f"{OWN}.above_a_bar",
+    "estimator": f"{OWN}.above_a_bar",
     "adv_estimator_args": {"bar": 0.25},
     "pg_variant": f"{OWN}.gated",
     "pg_variant_args": {"gate": 1.2},
@@ -45,7 +45,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ({"pg_variant": "no_such_package.loss"}, "loss", "No module named 'no_such_package'"),
     ({"pg_variant": f"{OWN}.OWN_NUMBER"}, "loss", "cannot be imported"),
     ({"pg_variant": f"{OWN}.gated", "pg_variant_args": {"gaet": 1}}, "loss", "known: gate"),
-    ({"pg_variant_args": {"gate": 1}}, "pg_variant_args.gate", "unknown key; there are no options here"),
+    ({"pg_variant_args": {"gate": 1}}, "pg_variant_args.gate", "unknown key; known here: clip"),
     (
         {"rewards.math.query_filter_config": {"type": f"{OWN}.best_at_least", "filter_args": {"scor": 1}}},
         "rewards.math.query_filter_config",
@@ -71,9 +71,9 @@ def test_what_is_not_there_is_named(tmp_path: Path, changes: dict[str, Any], key
 
 def test_numbers_that_a_rule_does_not_return_are_named(tmp_path: Path) -> None:
     weights = {"correct": 1.0, "answered": 0.5, "score": 1.0}
-    gdpo = {"adv_estimator": "gdpo", "reward_weights": weights}
+    gdpo = {"estimator": "gdpo", "reward_weights": weights}
     check_rewards(load(tmp_path, changed(gdpo)))
-    with pytest.raises(ConfigError, match=r"reward_weights\.f1.*rewards\.math returns.*correct, answered, score"):
+    with pytest.raises(ConfigError, match=r"estimator\.weights\.f1.*rewards\.math returns.*correct, answered, score"):
         check_rewards(load(tmp_path, changed(gdpo | {"reward_weights": {"f1": 1.0}})))
 
 
@@ -92,7 +92,7 @@ def test_components_are_built_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rewards\.math\.components\.format\.reward_kwargs.*did you mean 'pattern'"):
         check_rewards(load(tmp_path, data))
     parts["format"] = {"gate": True}
-    weights = {"adv_estimator": "gdpo", "reward_weights": {"math_rule/score": 1.0, "format/score": 0.5}}
+    weights = {"estimator": "gdpo", "reward_weights": {"math_rule/score": 1.0, "format/score": 0.5}}
     data = changed({"rewards": {"math": {"components": parts}}} | weights)
     loaded = load(tmp_path, data)
     check_rewards(loaded)

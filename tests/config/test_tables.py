@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from roll.config.algorithm import ADV_ESTIMATORS, Estimator
+from roll.config.estimators import ADV_ESTIMATORS, Estimator
 from roll.config.names import REWARDS, BuiltInReward
 from roll.config.pipelines import TRAINS
 from roll.config.policy_losses import POLICY_LOSSES, PolicyLoss
@@ -47,7 +47,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_loader_takes_the_names(tmp_path: Path) -> None:
-    changes = {"pg_variant": "toy-loss", "adv_estimator": "toy_estimator", "rewards.math.worker_cls": "toy_reward"}
+    changes = {"pg_variant": "toy-loss", "estimator": "toy_estimator", "rewards.math.worker_cls": "toy_reward"}
     changes |= {f"{STRATEGY}.strategy_name": "toy_train", f"{STRATEGY}.strategy_config": {"toy_ranks": "2e0"}}
     loaded = load(tmp_path, changed(changes))
     assert loaded.plan.roles["actor_train"].strategy_name == "toy_train"
@@ -61,7 +61,7 @@ def test_the_loader_takes_the_names(tmp_path: Path) -> None:
     ("key", "value", "nearest"),
     [
         ("pg_variant", "toy_los", "toy_loss"),
-        ("adv_estimator", "toy_estimater", "toy_estimator"),
+        ("estimator", "toy_estimater", "toy_estimator"),
         ("rewards.math.worker_cls", "toy_rewrd", "toy_reward"),
         (f"{STRATEGY}.strategy_name", "toy_trian", "toy_train"),
     ],
@@ -72,7 +72,7 @@ def test_a_misspelt_name_is_met_with_the_nearest(tmp_path: Path, key: str, value
 
 
 def test_the_checks_read_the_rows(tmp_path: Path) -> None:
-    one = {"adv_estimator": "toy_estimator", "num_return_sequences_in_group": 1, "rollout_batch_size": 8}
+    one = {"estimator": "toy_estimator", "num_return_sequences_in_group": 1, "rollout_batch_size": 8}
     assert "num_return_sequences_in_group" in {problem.key for problem in mistakes(tmp_path, changed(one))}
     options = {f"{STRATEGY}.strategy_name": "toy_train", f"{STRATEGY}.strategy_config": {"toy_ranks": 0}}
     (problem,) = mistakes(tmp_path, changed(options))
@@ -114,7 +114,7 @@ def test_a_built_in_name_is_written_in_two_files() -> None:
     rows = [(table, home, name) for table, (home, names) in homes.items() for name in names]
     for table, home, name in [
         *rows,
-        *(("config/algorithm.py", "algorithms/advantages.py", name) for name in estimators),
+        *(("config/estimators.py", "algorithms/advantages.py", name) for name in estimators),
     ]:
         found = {file for file, texts in written.items() if name in texts}
         assert table in found and all(file == table or file.startswith(home) for file in found), (name, found)

@@ -11,7 +11,6 @@ from roll.algorithms.advantages import resolve_norm_types
 from roll.algorithms.losses import actor_loss_options
 from roll.config.corrections import CORRECTION_PRESETS
 from roll.config.loader import LoadedConfig
-from roll.methods.policy_plan import actor_keys
 from tests.support.recipes import EXAMPLES, loaded
 
 FOLDER = EXAMPLES / "algorithms"
@@ -23,7 +22,7 @@ MEAN, TOKEN, NORM = "seq-mean-token-mean", "token-mean", "seq-mean-token-sum-nor
 
 # Estimator, norm types, policy loss, aggregation, optimizer steps a batch; then options of the loss, or keys.
 EXPECTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "ppo": (("gae", RAW, "ppo", MEAN, 2), {"clip_low": 0.2, "clip_high": 0.2, "value_clip": 0.5, "lambd": 0.95}),
+    "ppo": (("gae", RAW, "ppo", MEAN, 2), {"below": 0.2, "above": 0.2, "value_clip": 0.5, "lambd": 0.95}),
     "grpo": (("grpo", GROUP, "ppo", MEAN, 2), {"use_kl_loss": True, "kl_loss_coef": 0.001, "kl_loss_type": "k3"}),
     "dr_grpo": (("grpo", ("group", None), "ppo", NORM, 2), {}),
     "dapo": (
@@ -46,7 +45,7 @@ EXPECTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         ("reinforce", ("group", None), "topr", NORM, 2),
         {"lower_bound": 0.0, "upper_bound": 1.0, "positive_weight": 1.0, "negative_weight": 1.0},
     ),
-    "raft_pp": (("reinforce", RAW, "raft++", MEAN, 2), {"clip_high": 0.2}),
+    "raft_pp": (("reinforce", RAW, "raft++", MEAN, 2), {"above": 0.2}),
     "reinforce_pp": (
         ("reinforce++", RAW, "ppo", MEAN, 2),
         {"add_token_level_kl": True, "init_kl_coef": 0.001, "kl_penalty": "k1", "num_return_sequences_in_group": 1},
@@ -70,8 +69,8 @@ EXPECTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         {"ratio": 2e-4, "low": 1.0, "high": 5.0},
     ),
     "kl_cov": (("grpo", GROUP, "kl_cov", TOKEN, 2), {"ratio": 2e-3, "coef": 1.0}),
-    "pass_at_k": (("pass@k", RAW, "ppo", TOKEN, 2), {"pass_k": 4, "num_return_sequences_in_group": 8}),
-    "gdpo": (("gdpo", RAW, "ppo", MEAN, 2), {"reward_weights": {"correct": 1.0, "answered": 0.5}}),
+    "pass_at_k": (("pass@k", RAW, "ppo", TOKEN, 2), {"k": 4, "num_return_sequences_in_group": 8}),
+    "gdpo": (("gdpo", RAW, "ppo", MEAN, 2), {"weights": {"correct": 1.0, "answered": 0.5}}),
     "decoupled_ppo": (("grpo", GROUP, "ppo", MEAN, 2), {"train_infer_correction": "decoupled"}),
     "high_entropy_tokens": (("grpo", GROUP, "ppo", TOKEN, 2), {"clip_high": 0.28, "top_entropy_quantile": 0.2}),
 }
@@ -85,11 +84,12 @@ def recipe(name: str) -> LoadedConfig[Any]:
 def test_effective_options(name: str) -> None:
     choice, values = EXPECTED[name]
     config, plan = recipe(name).config, recipe(name).plan
-    options = actor_loss_options(actor_keys(config))
-    norm_types = resolve_norm_types(config.adv_estimator, *plan.norm_types)
+    options = actor_loss_options(config)
+    norm_types = resolve_norm_types(config.estimator, *plan.norm_types)
     steps = plan.training["actor_train"].optimizer_steps_per_step
-    assert (config.adv_estimator, norm_types, options.loss.name, options.loss_agg_mode, steps) == choice
-    found = {key: getattr(options.pg if hasattr(options.pg, key) else config, key) for key in values}
+    assert (config.estimator.name, norm_types, options.loss.name, options.loss_agg_mode, steps) == choice
+    read = (options.pg, config.estimator.options, config)
+    found = {key: next(getattr(one, key) for one in read if hasattr(one, key)) for key in values}
     assert found == values
     in_loss = options.use_kl_loss and options.kl_loss_coef != 0.0
     assert plan.needs_reference == (in_loss or config.add_token_level_kl or config.enable_reference)
@@ -116,6 +116,6 @@ def test_dapo_replaces_groups_without_a_contrast() -> None:
 
 
 def test_decoupled_ppo_weighs_by_the_policy_before_the_update_over_the_engine() -> None:
-    options = actor_loss_options(actor_keys(recipe("decoupled_ppo").config))
+    options = actor_loss_options(recipe("decoupled_ppo").config)
     assert options.correction == CORRECTION_PRESETS["decoupled"]
     assert recipe("decoupled_ppo").plan.needs_old_log_probs

@@ -100,7 +100,7 @@ def test_other_pipelines(
     changes: dict[str, Any] = {"max_steps": 1, "dump_batches": 1}
     if pipeline == "opd":
         teacher = role("fsdp2_infer", [0], model_args={"model_name_or_path": str(world.teacher), "dtype": "fp32"})
-        changes |= {"pipeline": "opd", "adv_estimator": "reinforce", "opd_form": "topk", "teacher": teacher}
+        changes |= {"pipeline": "opd", "estimator": "reinforce", "opd_form": "topk", "teacher": teacher}
     finished = run(changes, "rlvr" if pipeline == "opd" else pipeline, tmp_path)
     monkeypatch.setenv("RAY_ADDRESS", shared_ray)
     dump = tmp_path / "batches" / "step-000000.safetensors"

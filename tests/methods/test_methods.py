@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.losses import actor_loss_options
 from roll.config.losses import PreferenceLossConfig, RewardLossConfig
 from roll.methods.base import MODEL_COLUMNS, Loss, Totals
 from roll.methods.distill import DistillLoss
@@ -23,6 +22,7 @@ from roll.protocol.metrics import Mean, Metrics, to_floats
 from roll.strategies.base import Output, TensorBatch
 from roll.workers.training import TrainWorker, loss_columns
 from tests.pipelines.in_process import worker_on
+from tests.support.keys import loss_options
 
 LOSSES = (
     SftLoss(),
@@ -30,7 +30,7 @@ LOSSES = (
     LabelLoss(PreferenceLossConfig(loss_type="kto")),
     RewardModelLoss(RewardLossConfig()),
     DistillLoss(),
-    PolicyLoss(options=actor_loss_options({"pg_variant": "vespo"})),
+    PolicyLoss(options=loss_options({"pg_variant": "vespo"})),
     TaughtPolicyLoss(names=("math", "code")),
     ValueLoss(),
 )

@@ -35,7 +35,7 @@ RECIPE = {
     "num_return_sequences_in_group": 2,
     "prompt_length": 16,
     "response_length": 8,
-    "adv_estimator": "grpo",
+    "estimator": "grpo",
     "max_steps": 1,
     "actor_train": {
         "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},

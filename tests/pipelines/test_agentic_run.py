@@ -194,7 +194,7 @@ def test_turns_share_their_beginnings_in_training(run: Run) -> None:
         "train_env_manager.tags": ["rules"],
         "sequence_length": 512,
         "enable_old_logprobs_recompute": True,
-        "adv_estimator": "turn_gae",
+        "estimator": "turn_gae",
         "ppo_epochs": 2,
         "use_kl_loss": True,
         "kl_loss_coef": 0.05,

@@ -17,7 +17,7 @@ CRITIC = role("fsdp2_train", [1], training_args=training_args(8, 2, 1e-2))
 def test_ppo_learns_values_and_keeps_near_the_reference(run: Run) -> None:
     changes = {
         "max_steps": 12,
-        "adv_estimator": "gae",
+        "estimator": "gae",
         "critic": CRITIC,
         "critic_warmup": 6,
         "whiten_advantages": True,
@@ -40,9 +40,9 @@ def test_ppo_learns_values_and_keeps_near_the_reference(run: Run) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"adv_estimator": "reinforce++", "whiten_advantages": True},
-        pytest.param({"adv_estimator": "rloo"}, marks=pytest.mark.long),
-        {"adv_estimator": "reinforce", "norm_mean_type": "batch"},
+        {"estimator": "reinforce++", "whiten_advantages": True},
+        pytest.param({"estimator": "rloo"}, marks=pytest.mark.long),
+        {"estimator": "reinforce", "norm_mean_type": "batch"},
     ],
     ids=["reinforce++", "rloo", "reinforce"],
 )
@@ -77,7 +77,7 @@ def test_several_epochs_of_several_mini_batches_are_clipped(run: Run) -> None:
 def test_prompts_shuffled_mini_batches_and_a_target_entropy_reach_the_update(run: Run) -> None:
     """The pass before the update computes entropies for one, sums of squares for the optimal token baseline."""
     changes = {
-        "adv_estimator": "optimal_token_baseline",
+        "estimator": "optimal_token_baseline",
         "max_steps": 2,
         "ppo_epochs": 2,
         "loss_agg_mode": "prompt-mean",

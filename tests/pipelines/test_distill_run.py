@@ -210,7 +210,7 @@ def opd(**changes: Any) -> dict[str, Any]:
 def test_a_share_of_given_responses(run: Run, world: TinyWorld, tmp_path: Path) -> None:
     """Half of the prompts come with the response of their row, from its first token to the one that ends it."""
     one = {"num_return_sequences_in_group": 1, "rollout_batch_size": 16, "response_length": 40}
-    changes = {**one, "opd_form": "topk", "opd_topk": 4, "lmbda": 0.5, "adv_estimator": "reinforce"}
+    changes = {**one, "opd_form": "topk", "opd_topk": 4, "lmbda": 0.5, "estimator": "reinforce"}
     data = {"file_name": [str(world.demonstrations)], "messages": "messages", "response": "response"}
     more = {"actor_train.data_args": data, "rollout_dump_dir": str(tmp_path / "rollouts")}
     done = run(opd(**changes, teacher=teacher(world), **more), output=tmp_path)

@@ -13,13 +13,13 @@ from roll.agents.episode import EpisodeGroup, Task
 from roll.algorithms.losses import actor_loss_options
 from roll.methods.episodes import EpisodeMethod
 from roll.methods.losses import PolicyLoss
-from roll.methods.policy_plan import actor_keys
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.model_calls import even_mini_batches, num_samples, shuffled_rows
 from roll.protocol import DataProto
 from roll.rollout.episode_batch import SampleRule, build_episode_batch
 from roll.strategies.base import Output
 from tests.support.episodes import make_episode, random_groups, said
+from tests.support.keys import config_of
 
 VOCABULARY = 50
 
@@ -45,7 +45,7 @@ class TinyPolicy(torch.nn.Module):
 
 
 def settings(**keys: Any) -> AgenticConfig:
-    return AgenticConfig(**{"adv_estimator": "grpo", "gamma": 1.0, "loss_norm_length": 16} | keys)
+    return config_of(AgenticConfig, **{"estimator": "grpo", "gamma": 1.0, "loss_norm_length": 16} | keys)
 
 
 def learned(groups: list[EpisodeGroup], rule: SampleRule, config: AgenticConfig) -> DataProto:
@@ -57,7 +57,7 @@ def learned(groups: list[EpisodeGroup], rule: SampleRule, config: AgenticConfig)
 
 def update(batch: DataProto, config: AgenticConfig, parts: list[list[int]] | None = None) -> tuple[float, torch.Tensor]:
     """Loss and gradient of an optimizer step whose rows are computed in ``parts``, micro-batches of any ranks."""
-    policy, options = TinyPolicy(), actor_loss_options(actor_keys(config))
+    policy, options = TinyPolicy(), actor_loss_options(config)
     shares = [batch[part] for part in parts or [list(range(len(batch)))]]
     columns = [
         {name: column.double() if column.is_floating_point() else column for name, column in share.batch.items()}
@@ -99,7 +99,7 @@ def reference(groups: list[EpisodeGroup], config: AgenticConfig) -> tuple[float,
                 prompt = episode.conversations.prompt_ids(call)
                 log_probs = policy.log_probs(torch.tensor([prompt + call.response_ids]))[0, len(prompt) :]
                 difference = log_probs - torch.tensor(call.log_probs, dtype=torch.float32).double()
-                if config.ratio_type == "segment":
+                if config.loss.get("importance_sampling") == "segment":
                     difference = difference.mean().expand(len(difference))
                 for ratio in difference.exp():
                     surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)

@@ -18,6 +18,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
 from roll.rollout.episode_batch import SampleRule, build_episode_batch
 from tests.support.episodes import make_episode, random_groups, said
+from tests.support.keys import config_of
 
 GAMMA, LAMBD, STEP_GAMMA = 0.9, 0.8, 0.7
 Key = tuple[int, int, int]
@@ -70,7 +71,7 @@ def by_key(batch: DataProto, name: str) -> dict[Key, float]:
 def learn(
     groups: list[EpisodeGroup], rule: SampleRule, norm: tuple[Any, Any] = ("auto", "auto"), **keys: Any
 ) -> tuple[DataProto, dict[str, float]]:
-    config = AgenticConfig(**{"gamma": GAMMA, "lambd": LAMBD, "step_reward_gamma": STEP_GAMMA} | keys)
+    config = config_of(AgenticConfig, **{"gamma": GAMMA, "lambd": LAMBD, "step_reward_gamma": STEP_GAMMA} | keys)
     batch = build_episode_batch(groups, rule, 0, bootstrap=True)
     batch.batch["values"] = torch.zeros(batch.batch["response_mask"].shape)
     for key, place in keys_of(batch):
@@ -286,7 +287,7 @@ def test_tags_may_be_normalised_apart() -> None:
         EpisodeGroup(order, Task(tag, 1), [make_episode(said([1], [2], reward=reward), tag=tag)])
         for order, (reward, tag) in enumerate(episodes)
     ]
-    config = AgenticConfig(adv_estimator="reinforce")
+    config = config_of(AgenticConfig, adv_estimator="reinforce")
     for by_tag, expected in ((True, [-0.5, 0.5, -10.0, 10.0]), (False, [-10.25, -9.25, -0.25, 19.75])):
         batch = build_episode_batch(groups, "step", 0)
         EpisodeMethod(config, ("batch", None), 100, by_tag).credit(batch)
@@ -324,7 +325,7 @@ def test_truncated_trajectories_may_be_left_out_and_failed_ones_are() -> None:
 
 def test_limits_that_end_most_episodes_are_named(caplog: pytest.LogCaptureFixture) -> None:
     episodes = [make_episode(said([1], [2], reward=r), outcome="turn_limit") for r in (0.0, 1.0)]
-    computer = EpisodeMethod(AgenticConfig(warn_after_steps=2), ("auto", "auto"), 100)
+    computer = EpisodeMethod(config_of(AgenticConfig, warn_after_steps=2), ("auto", "auto"), 100)
     for _ in range(2):
         batch = build_episode_batch([EpisodeGroup(0, Task("env", 1), episodes)], "step", 0)
         batch.batch["values"] = torch.zeros(2, 2)
@@ -336,8 +337,13 @@ def test_the_divergence_costs_its_tokens_what_it_costs() -> None:
     """Under estimators that take rewards by turn, by trajectory and by step."""
     groups = random_groups(np.random.default_rng(3), groups=1, episodes=2)
     for name, norm in (("reinforce", (None, None)), ("step_reinforce", (None, None))):
-        config = AgenticConfig(
-            adv_estimator=name, add_token_level_kl=True, init_kl_coef=0.5, kl_penalty="k1", step_reward_gamma=1.0
+        config = config_of(
+            AgenticConfig,
+            adv_estimator=name,
+            add_token_level_kl=True,
+            init_kl_coef=0.5,
+            kl_penalty="k1",
+            step_reward_gamma=1.0,
         )
         batch = build_episode_batch(groups, "trajectory", 0)
         mask = batch.batch["response_mask"]

@@ -104,7 +104,7 @@ def test_checkpoints_are_there(grpo_run):
 def test_secrets_are_masked_in_all_that_is_written(grpo_run):
     given = grpo_run.output / "input" / "config.yaml"
     assert SECRET in given.read_text()
-    assert yaml.safe_load((grpo_run.output / "config.yaml").read_text())["adv_estimator"] == "grpo"
+    assert yaml.safe_load((grpo_run.output / "config.yaml").read_text())["estimator"] == "grpo"
     for path in grpo_run.output.rglob("*"):
         if path.is_file() and path != given:
             assert SECRET.encode() not in path.read_bytes(), path

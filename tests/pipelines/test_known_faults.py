@@ -41,6 +41,7 @@ from tests.config.good import GONE, changed, load
 from tests.config.test_distillation import TEACHER, opd
 from tests.pipelines.in_process import Here, TokenModel, prepare, run_here, worker_on
 from tests.pipelines.test_teaching import TEACHERS, Teacher, scored
+from tests.support.keys import config_of
 from tests.support.tiny_runs import (
     NUM_PROBLEMS,
     NUM_VALIDATION,
@@ -404,7 +405,7 @@ def test_opd_07_a_clamped_estimate_hides_how_far_the_teacher_is() -> None:
     """Of any estimator: the metric is the mean log-ratio, in which nothing is clamped."""
     teacher: Any = Teacher(-30.0)
     for estimator in ("k1", "k3"):
-        batch, metrics = scored(OPDConfig(teacher=TEACHERS, kl_penalty=estimator), {"teacher": teacher})
+        batch, metrics = scored(config_of(OPDConfig, teacher=TEACHERS, kl_penalty=estimator), {"teacher": teacher})
         mask = batch.batch["response_mask"]
         ratio = float(((batch.batch["old_log_probs"] + 30.0) * mask).sum() / mask.sum())
         assert metrics["opd/teacher/kl"] == pytest.approx(ratio) and ratio > 10
@@ -428,7 +429,7 @@ def test_opd_09_one_teacher_after_the_other(devices: list[list[int]], order: str
 
     sections = {str(n): TeacherConfig(device_mapping=mapping) for n, mapping in enumerate(devices)}
     teachers: Any = {name: Watched(-1.0 - int(name)) for name in sections}
-    batch, metrics = scored(OPDConfig(teacher=sections), teachers)
+    batch, metrics = scored(config_of(OPDConfig, teacher=sections), teachers)
     assert happened == order.split()
     mask, own = batch.batch["response_mask"], batch.batch["old_log_probs"]
     torch.testing.assert_close(batch.batch["teacher_kl"], (2 * own + 3.0) * mask)

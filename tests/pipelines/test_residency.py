@@ -124,7 +124,7 @@ def test_a_run_whose_roles_take_turns_gives_the_same_numbers(run: Run) -> None:
     changes: dict[str, Any] = {
         "max_steps": 2,
         "save_steps": 1,
-        "adv_estimator": "gae",
+        "estimator": "gae",
         "actor_infer.device_mapping": [0],
         "actor_train.training_args": training_args(4, 2) | {"save_hf_model": True},
         "critic": role("fsdp2_train", [0], training_args=training_args(4, 2)),

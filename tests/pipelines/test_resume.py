@@ -27,7 +27,7 @@ pytestmark = pytest.mark.e2e
 PPO = {
     "max_steps": 4,
     "save_steps": 2,
-    "adv_estimator": "gae",
+    "estimator": "gae",
     "ppo_epochs": 2,
     "value_clip": 0.2,
     "dual_clip_loss": True,

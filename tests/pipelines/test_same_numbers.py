@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e
 
 TWO_MINI_BATCHES = {
     "max_steps": 1,
-    "adv_estimator": "gae",
+    "estimator": "gae",
     "ppo_epochs": 2,
     "value_clip": 0.5,
     "loss_agg_mode": "token-mean",
@@ -117,7 +117,7 @@ def test_the_case_says_something(reference_run: FinishedRun) -> None:
 
 
 EPISODES = {
-    "adv_estimator": "turn_gae",
+    "estimator": "turn_gae",
     "gamma": 0.9,
     "lambd": 0.8,
     "ppo_epochs": 2,

@@ -14,6 +14,7 @@ from roll.pipelines.rlvr.config import RLVRConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
 from roll.rollout.groups import build_batch
+from tests.support.keys import config_of
 from tests.support.sample_groups import make_group
 
 COLUMNS = ("loss_mask", "response_level_rewards", "token_level_rewards", "advantages", "returns")
@@ -39,17 +40,17 @@ def scored_batch(with_failures: bool) -> DataProto:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"adv_estimator": "grpo"},
-        {"adv_estimator": "rloo"},
-        {"adv_estimator": "gae", "add_token_level_kl": True, "whiten_advantages": True},
-        {"adv_estimator": "reinforce++", "add_token_level_kl": True, "target_kl": 0.1},
-        {"adv_estimator": "reinforce", "norm_mean_type": "running", "norm_std_type": "running"},
-        {"adv_estimator": "grpo", "difficulty_mask": True, "difficulty_loss_weight": True, "length_loss_weight": True},
+        {"estimator": "grpo"},
+        {"estimator": "rloo"},
+        {"estimator": "gae", "add_token_level_kl": True, "whiten_advantages": True},
+        {"estimator": "reinforce++", "add_token_level_kl": True, "target_kl": 0.1},
+        {"estimator": "reinforce", "norm_mean_type": "running", "norm_std_type": "running"},
+        {"estimator": "grpo", "difficulty_mask": True, "difficulty_loss_weight": True, "length_loss_weight": True},
     ],
-    ids=lambda settings: " ".join(settings)[14:] + settings["adv_estimator"],
+    ids=lambda settings: " ".join(settings)[14:] + settings["estimator"],
 )
 def test_failed_samples_change_nothing_for_the_others(settings: dict[str, Any]) -> None:
-    config = RLVRConfig(**settings)
+    config = config_of(RLVRConfig, **settings)
     norm_types = (config.norm_mean_type, config.norm_std_type)
     with_failures, without = scored_batch(True), scored_batch(False)
     scoring, expected_scoring = PolicyMethod(config, norm_types, 3), PolicyMethod(config, norm_types, 3)
@@ -69,7 +70,7 @@ def test_failed_samples_change_nothing_for_the_others(settings: dict[str, Any]) 
 
 def settled(settings: dict[str, Any], limit: int, **columns: torch.Tensor) -> tuple[DataProto, dict[str, float]]:
     """The batch without failures after scoring, and its metrics."""
-    config = RLVRConfig(**settings)
+    config = config_of(RLVRConfig, **settings)
     batch = scored_batch(False)
     batch.batch.update(columns)
     metrics = PolicyMethod(config, (config.norm_mean_type, config.norm_std_type), limit).credit(batch)
@@ -78,7 +79,7 @@ def settled(settings: dict[str, Any], limit: int, **columns: torch.Tensor) -> tu
 
 def test_overlong_punishment_falls_linearly_within_the_buffer() -> None:
     """Lengths 3, 1, 2, 2, 2, 2, 3 under a limit of 4 with a buffer of 2: nothing up to 2 tokens, half at 3."""
-    settings = {"adv_estimator": "reinforce", "overlong_buffer_length": 2, "overlong_penalty_factor": 0.5}
+    settings = {"estimator": "reinforce", "overlong_buffer_length": 2, "overlong_penalty_factor": 0.5}
     batch, metrics = settled(settings, 4)
     raw = batch.batch["scores"]
     expected = raw - 0.25 * (batch.batch["response_mask"].sum(-1) == 3)
@@ -90,17 +91,17 @@ def test_overlong_punishment_falls_linearly_within_the_buffer() -> None:
 @pytest.mark.parametrize("settings", [{}, {"overlong_buffer_length": 2}, {"whiten_advantages": True}])
 def test_a_step_without_any_score_has_numbers_all_the_same(settings: dict[str, Any]) -> None:
     nothing = torch.full((7,), float("nan"))
-    batch, metrics = settled({"adv_estimator": "grpo", **settings}, 4, scores=nothing)
+    batch, metrics = settled({"estimator": "grpo", **settings}, 4, scores=nothing)
     assert not batch.batch["advantages"].any() and not batch.batch["loss_mask"].any()
     assert [name for name, value in metrics.items() if not math.isfinite(value)] == []
 
 
 def test_filtered_responses_stay_in_the_baseline_and_out_of_the_loss() -> None:
     keep = FilterConfig("mean_filter", {"threshold_down": 0.4, "threshold_up": 4.0})
-    plain, _ = settled({"adv_estimator": "grpo"}, 4)
+    plain, _ = settled({"estimator": "grpo"}, 4)
     domain = str(plain.non_tensor_batch["domain"][0])
     rewards = {domain: RewardConfig(response_filter_config=keep)}
-    batch, metrics = settled({"adv_estimator": "grpo", "rewards": rewards}, 4)
+    batch, metrics = settled({"estimator": "grpo", "rewards": rewards}, 4)
     of_domain = torch.from_numpy(batch.non_tensor_batch["domain"] == domain)
     scores = batch.batch["scores"]
     rejected = of_domain & ((scores <= 0.4) | (scores >= 4.0))
@@ -115,7 +116,7 @@ def test_remax_subtracts_the_greedy_reward_made_as_a_samples_is() -> None:
         "baseline_scores": torch.tensor([0.5, 0.5, 1.0, 1.0, 1.0, 9.0, 9.0]),
         "baseline_lengths": torch.tensor([3, 3, 1, 1, 1, 1, 1]),
     }
-    settings = {"adv_estimator": "remax", "overlong_buffer_length": 2, "reward_clip": 5.0}
+    settings = {"estimator": "remax", "overlong_buffer_length": 2, "reward_clip": 5.0}
     batch, _ = settled(settings, 4, **baseline)
     rewards = batch.batch["scores"] - 0.5 * (batch.batch["response_mask"].sum(-1) == 3)
     expected = rewards.clamp(max=5) - torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0, 5.0, 5.0])
@@ -126,7 +127,7 @@ def test_remax_subtracts_the_greedy_reward_made_as_a_samples_is() -> None:
 @pytest.mark.parametrize("kl_coef", [0.0, 2.0])
 def test_pass_at_k_takes_right_and_wrong_from_the_raw_score(kl_coef: float) -> None:
     """A divergence in the reward, however large, makes no wrong answer right and no right one wrong."""
-    settings = {"adv_estimator": "pass@k", "pass_k": 2, "add_token_level_kl": True, "init_kl_coef": kl_coef}
+    settings = {"estimator": "pass@k", "pass_k": 2, "add_token_level_kl": True, "init_kl_coef": kl_coef}
     batch, _ = settled(settings, 4)
     advantages = batch.batch["advantages"].gather(1, batch.batch["response_mask"].int().argmax(-1, keepdim=True))
     # Scores 1, 0.25 | 0, 0.5, 1 | 3, 7. Of three with two wrong, one of two is right with 2/3: s = sqrt(2)/3. The right
@@ -137,7 +138,7 @@ def test_pass_at_k_takes_right_and_wrong_from_the_raw_score(kl_coef: float) -> N
 
 def test_steps_without_advantages_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     """Scores differ, but not within a group."""
-    config = RLVRConfig(adv_estimator="grpo", warn_after_steps=2)
+    config = config_of(RLVRConfig, adv_estimator="grpo", warn_after_steps=2)
     scoring = PolicyMethod(config, (config.norm_mean_type, config.norm_std_type), 4)
     for _ in range(3):
         batch = scored_batch(False)
@@ -155,7 +156,7 @@ def test_the_entropy_bonus_follows_a_target_and_survives_a_checkpoint() -> None:
         "entropy_coef_delta": 0.004,
         "entropy_coef_max": 0.015,
     }
-    config = RLVRConfig(adv_estimator="grpo", **settings)
+    config = config_of(RLVRConfig, adv_estimator="grpo", **settings)
     scoring = PolicyMethod(config, (config.norm_mean_type, config.norm_std_type), 4)
     weights = []
     for entropy in (0.2, 0.3, 0.4, 0.9, 0.9, 0.1, 0.5, 0.5):
@@ -173,7 +174,7 @@ def test_the_entropy_bonus_follows_a_target_and_survives_a_checkpoint() -> None:
 
 def test_gdpo_normalises_the_weighed_rewards_apart() -> None:
     components = torch.tensor([[1.0, 0], [0, 1], [1, 0], [1, 1], [0, 1], [0, 0], [1, 1]])
-    settings = {"adv_estimator": "gdpo", "reward_weights": {"right": 2.0, "short": 0.5}}
+    settings = {"estimator": "gdpo", "reward_weights": {"right": 2.0, "short": 0.5}}
     batch, _ = settled(settings, 4, reward_components=components)
     total = torch.zeros(7, dtype=torch.float64)
     for weight, column in ((2.0, components[:, 0].double()), (0.5, components[:, 1].double())):
@@ -189,7 +190,7 @@ def test_gdpo_normalises_the_weighed_rewards_apart() -> None:
 def test_the_policy_loss_uses_the_tokens_of_highest_entropy_among_those_of_the_loss() -> None:
     batch = scored_batch(False)
     entropy = torch.rand(batch.batch["response_mask"].shape, generator=torch.Generator().manual_seed(1))
-    settings = {"adv_estimator": "grpo", "top_entropy_quantile": 0.4, "difficulty_mask": True}
+    settings = {"estimator": "grpo", "top_entropy_quantile": 0.4, "difficulty_mask": True}
     batch, metrics = settled(settings, 4, old_entropy=entropy)
     loss_mask, policy_mask = batch.batch["loss_mask"], batch.batch["policy_mask"]
     kept, dropped = entropy[policy_mask], entropy[loss_mask & ~policy_mask]

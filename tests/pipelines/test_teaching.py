@@ -33,6 +33,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, to_floats
 from tests.agents.tiny import make_tokenizer
 from tests.pipelines.test_scoring import scored_batch
+from tests.support.keys import config_of
 
 TEACHERS = {"teacher": TeacherConfig()}
 
@@ -82,14 +83,14 @@ def scored(config: RLVRConfig, teachers: dict[str, Any]) -> tuple[DataProto, dic
 def test_alone_the_advantage_is_minus_the_log_ratio_whatever_the_rewards() -> None:
     """With opd_gamma 0 each token answers for itself; above, for the later ones as well."""
     teacher: Any = Teacher(-1.0)
-    batch, metrics = scored(OPDConfig(teacher=TEACHERS, opd_kl_coef=2.0), {"teacher": teacher})
+    batch, metrics = scored(config_of(OPDConfig, teacher=TEACHERS, opd_kl_coef=2.0), {"teacher": teacher})
     mask, ratio = batch.batch["response_mask"], (batch.batch["old_log_probs"] + 1.0) * batch.batch["response_mask"]
     torch.testing.assert_close(batch.batch["advantages"], -2.0 * ratio)
     assert metrics["opd/teacher/kl"] == pytest.approx(float(ratio.sum() / mask.sum()))
     assert teacher.asked == [(7, Ask(temperature=0.7))], "at the temperature of sampling"
     assert batch.batch["scores"].unique().numel() > 1, "rewards are there, and measured"
 
-    later, _ = scored(OPDConfig(teacher=TEACHERS, opd_gamma=0.5), {"teacher": teacher})
+    later, _ = scored(config_of(OPDConfig, teacher=TEACHERS, opd_gamma=0.5), {"teacher": teacher})
     wanted = torch.zeros_like(ratio)
     for t in reversed(range(ratio.shape[1])):
         wanted[:, t] = -ratio[:, t] + (0.5 * wanted[:, t + 1] if t + 1 < ratio.shape[1] else 0.0)
@@ -97,14 +98,14 @@ def test_alone_the_advantage_is_minus_the_log_ratio_whatever_the_rewards() -> No
 
 
 def test_in_addition_to_rewards_it_comes_before_whitening_and_clipping() -> None:
-    settings: dict[str, Any] = {"adv_estimator": "grpo", "use_opd": True, "teacher": TEACHERS, "opd_kl_coef": 0.1}
+    settings: dict[str, Any] = {"estimator": "grpo", "use_opd": True, "teacher": TEACHERS, "opd_kl_coef": 0.1}
     teachers: Any = {"teacher": Teacher(-1.0)}
     plain = scored_batch(False)
-    PolicyMethod(RLVRConfig(adv_estimator="grpo"), (None, None), 3).credit(plain)
-    mixed, _ = scored(RLVRConfig(**settings), teachers)
+    PolicyMethod(config_of(RLVRConfig, adv_estimator="grpo"), (None, None), 3).credit(plain)
+    mixed, _ = scored(config_of(RLVRConfig, **settings), teachers)
     difference = plain.batch["advantages"] - mixed.batch["advantages"]
     torch.testing.assert_close(difference, mixed.batch["teacher_kl"])
-    clipped, _ = scored(RLVRConfig(**settings, advantage_clip=0.05), teachers)
+    clipped, _ = scored(config_of(RLVRConfig, **settings, advantage_clip=0.05), teachers)
     assert float(clipped.batch["advantages"].abs().max()) == pytest.approx(0.05)
 
 
@@ -113,7 +114,7 @@ def test_rows_go_to_teachers_by_tag_and_several_add_up() -> None:
     batch.non_tensor_batch["tag"][:3] = "a"
     sections = {"all": TeacherConfig(), "some": TeacherConfig(tag_included=["a"], opd_kl_coef=0.5)}
     teachers: Any = {"all": Teacher(-1.0), "some": Teacher(-2.0)}
-    config = OPDConfig(teacher=sections)
+    config = config_of(OPDConfig, teacher=sections)
     entered: list[Any] = []
     taught(batch, config, teachers, 1.0, entered)
     assert entered == list(map(teacher_role, teachers))
@@ -177,7 +178,7 @@ def test_teachers_read_their_own_prompts_in_front_of_the_same_responses() -> Non
     columns |= {TEACHER_PROMPTS: torch.tensor([[1, 2, 3], [4, -1, -1]]), PROMPT_LENGTHS: torch.tensor([2, 1])}
     batch = DataProto.from_dict(columns, non_tensors={"tag": np.array(["a", "a"], dtype=object)})
     reader: Any = {"teacher": Reader(0.0)}
-    taught(batch, OPDConfig(teacher=TEACHERS), reader, 1.0)
+    taught(batch, config_of(OPDConfig, teacher=TEACHERS), reader, 1.0)
     wanted = torch.zeros(2, 6)
     for row, prompt, own in ((0, [1, 2, 3], 2), (1, [4], 1)):
         for place in counted[row].nonzero()[:, 0].tolist():

@@ -236,7 +236,7 @@ def test_a_step_that_was_measured_on_an_h100(layout: str, tmp_path: Path, capsys
         "num_return_sequences_in_group": 8,
         "prompt_length": 1024,
         "response_length": 1024,
-        "adv_estimator": "grpo",
+        "estimator": "grpo",
         "actor_train": role
         | {
             "training_args": training,

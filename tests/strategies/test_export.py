@@ -98,7 +98,7 @@ RUN: dict[str, Any] = {
     "pipeline": "rlvr",
     "seed": 3,
     "pretrain": "Qwen/Qwen2.5-0.5B",
-    "adv_estimator": "grpo",
+    "estimator": "grpo",
     "actor_train": {"data_args": {"file_name": ["hub:openai/gsm8k", "/home/me/more.jsonl"]}},
     "validation": {"data_args": {"file_name": "test.jsonl"}},
 }

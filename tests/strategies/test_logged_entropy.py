@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from roll.algorithms.losses import actor_loss_options
 from roll.config.roles import WorkerConfig
 from roll.methods.losses import PolicyLoss
 from roll.protocol.metrics import to_floats
@@ -15,6 +14,7 @@ from roll.strategies.base import Output
 from tests.strategies import jobs
 from tests.strategies.comparison import assert_same_bits
 from tests.strategies.samples import TensorBatch, make_batch, plain_model, plain_outputs
+from tests.support.keys import loss_options
 
 STRATEGIES = {"fsdp2": {}, "fsdp": {}, "zero3": {}, "megatron": {"tp": 2}}
 
@@ -23,7 +23,7 @@ def update(role: WorkerConfig, batch: TensorBatch, outputs: tuple[Output, ...], 
     """``steps`` updates by the actor's loss without a bonus; the metrics of each, and the weights afterwards."""
     strategy = jobs.started(role, 10, max_grad_norm=1.0)
     rows = {**batch, "loss_mask": batch["response_mask"]}
-    actor = PolicyLoss(options=actor_loss_options({}))
+    actor = PolicyLoss(options=loss_options({}))
     loss = partial(actor, totals={"rows": strategy.all_reduce_sum(actor.counts(rows)["rows"])})
     metrics = [to_floats(strategy.train_step(rows, loss, outputs, 0.7)) for _ in range(steps)]
     return {"metrics": metrics, "weights": jobs.weights_of(strategy)}

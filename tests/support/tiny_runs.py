@@ -132,7 +132,7 @@ def policy_settings(world: TinyWorld) -> dict[str, Any]:
     return {
         "pretrain": str(world.model),
         "reward_pretrain": str(world.model),
-        "adv_estimator": "grpo",
+        "estimator": "grpo",
         "actor_train": role("fsdp2_train", [0], training_args=training_args(8, 2)),
         "actor_infer": role("hf_infer", [1], generating_args=GENERATING),
     }

@@ -132,7 +132,7 @@ class OurSide:
         if not (self.plan.needs_old_log_probs or self.plan.engine_log_probs_as_old):
             del tensors["old_log_probs"]
         tensors["ref_log_probs"], tensors["values"] = self.spread(there.reference), self.spread(there.values).float()
-        if self.config.reward_weights:
+        if self.config.estimator.get("weights"):
             tensors["reward_components"] = there.components.float()
         if self.config.max_len_mask:
             self.batch.non_tensor_batch["finish_reason"] = np.where(there.truncated, "length", "stop")
@@ -662,7 +662,7 @@ def test_what_cannot_be_kept_is_refused(base: str, settings: Settings, message: 
         (
             "algorithm.adv_estimator=rloo algorithm.gamma=0.9",
             {
-                "adv_estimator": "rloo",
+                "estimator": "rloo",
                 "whiten_advantages": False,
                 "norm_std_type": "auto",
                 "norm_mean_type": "auto",

@@ -55,7 +55,7 @@ SKYRL_ROWS = (
         commands.SWITCH["megatron"],
         {f"{ACTOR}.{NAME}": "megatron_train", f"{REFERENCE}.{NAME}": "megatron_infer"},
     ),
-    Row("A20 B8", commands.SKYRL_TRAIN, {"adv_estimator": "grpo"}),
+    Row("A20 B8", commands.SKYRL_TRAIN, {"estimator": "grpo"}),
     Row("A21", commands.SKYRL_TRAIN, {f"{ACTOR}.data_args.file_name": [f"{HOME}/train.parquet"]}),
     Row("A22", commands.SKYRL_TRAIN, {"validation.data_args.file_name": [f"{HOME}/validation.parquet"]}),
     Row("A23", commands.SKYRL_TRAIN, {"pretrain": "Qwen/Qwen2.5-1.5B-Instruct"}),
@@ -105,7 +105,7 @@ README_ROWS = (
     Row("C17", commands.README_YAML["memory"], {f"{ACTOR}.model_args.disable_gradient_checkpointing": False}),
 )
 PPO_ROWS = (
-    Row("D2", ZERO1, {"adv_estimator": "gae", f"{CRITIC}.{NAME}": "deepspeed_train", "whiten_advantages": True}),
+    Row("D2", ZERO1, {"estimator.name": "gae", f"{CRITIC}.{NAME}": "deepspeed_train", "whiten_advantages": True}),
     Row("D7", ZERO1, {f"{ENGINE}.{NAME}": "vllm"}, {"actor_rollout_ref.rollout.mode": "always scheduled one by one"}),
     Row(
         "D14 D15 D21 D61",
@@ -207,7 +207,7 @@ GRPO_ROWS = (
         {"critic": "left out: no critic in this run", "critic.enable": "left out"},
     ),
     Row("D55 D68", GRPO, {"rewards.gsm8k_rule.reward_kwargs.method": "flexible"}),
-    Row("D66", GRPO, {"adv_estimator": "grpo"}),
+    Row("D66", GRPO, {"estimator": "grpo"}),
     Row("D67", GRPO, {"norm_std_type": "group"}),
     Row("D67 false", "algorithm.norm_adv_by_std_in_grpo=False", {"norm_std_type": None}),
     Row("D69 D71", GRPO, {"rewards.gsm8k_rule.reward_kwargs.format_score": 0.1}),

@@ -1,4 +1,4 @@
-"""``loss: {name: reinforce_clipped, bound: 5}`` and ``adv_estimator: centred``."""
+"""``loss: {name: reinforce_clipped, bound: 5}`` and ``estimator: centred``."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from roll.algorithms.advantages import AdvantageInputs, AdvantageOptions
+from roll.algorithms.advantages import AdvantageInputs
 from roll.algorithms.losses import register_policy_loss
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs
+from roll.algorithms.registry import with_options
+from roll.config.policy_losses import NoOptions
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ def reinforce_clipped(inputs: LossInputs, options: ClippedOptions, metrics: Metr
     return -weight * inputs.advantages * inputs.log_probs
 
 
-def centred(inputs: AdvantageInputs, options: AdvantageOptions) -> tuple[Tensor, Tensor]:
+@with_options(NoOptions)
+def centred(inputs: AdvantageInputs, options: NoOptions) -> tuple[Tensor, Tensor]:
     """Rewards minus the mean of the batch, the same for every token of a response; and the returns."""
     rewards = inputs.response_rewards
     return inputs.spread(rewards - rewards.mean()), inputs.spread(rewards)

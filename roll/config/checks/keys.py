@@ -191,6 +191,7 @@ def sections_of(section: Any, path: str) -> Iterator[tuple[str, Any]]:
     yield path, section
     for item in fields(section):
         value, inner = getattr(section, item.name), f"{path}.{item.name}" if path else item.name
+        value = value.options if isinstance(value, Choice) else value
         if is_dataclass(value):
             yield from sections_of(value, inner)
         elif isinstance(value, dict):

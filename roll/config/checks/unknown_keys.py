@@ -230,7 +230,7 @@ class Guide:
         section_class: type = type(node)
         option = flat_options(section_class).get(last)
         if option is not None:
-            chosen, readers = getattr(node, option.choice.name).name, option.row.names
+            chosen, readers = getattr(node, option.choice.name).name, option.readers
             condition = f"with {option.choice.name}: {chosen} (read with {', '.join(readers)})"
             is_read = chosen in readers
             return Place(

@@ -148,13 +148,11 @@ def defaults_in_force(loaded: LoadedConfig[Any]) -> dict[str, Any]:
         role = next((name for name in roles if path == name or path.startswith(f"{name}.")), None)
         if role is None and any(path == name or path.startswith(f"{name}.") for name, _ in roles_of(config)):
             continue
-        for item in fields(section) if not isinstance(section, Choice) else ():
+        for item in fields(section):
             key, value = f"{path}.{item.name}" if path else item.name, getattr(section, item.name)
-            if isinstance(value, Choice):
-                table = rules_of(item).table
-                own = fields(table[value.name].options) if table is not None and value.name in table else ()
-                found |= {f"{key}.{one.name}": default_of(one) for one in own if one.name not in value.options}
-                value = value.name
+            value = value.name if isinstance(value, Choice) else value
+            if isinstance(getattr(config, path, None), Choice) and value != default_of(item):
+                continue  # an option that was written, perhaps under a flat name
             holds_sections = is_dataclass(value) or (isinstance(value, dict) and any(map(is_dataclass, value.values())))
             names = (key.removesuffix(item.name) + name for name in (item.name, *rules_of(item).aliases))
             if value in (None, {}, [], ()) or holds_sections or any(map(loaded.is_written, names)):

@@ -92,18 +92,29 @@ class Choice:
     """A row of a :class:`Table` that a file chooses, with its options: ``vespo``, or ``{name: vespo, k_pos: 2}``."""
 
     name: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """The options that were written; the others have the defaults of the row's dataclass."""
+    options: Any = field(default_factory=dict)
+    """The dataclass of the row's options; for a function of the user's own a mapping of those that were written."""
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    """Options that were written under flat names, of which a function of the user's own takes those that it has."""
+
+    def get(self, option: str, default: Any = None) -> Any:
+        """The option of this name, if there is one."""
+        options = self.options
+        return options.get(option, default) if isinstance(options, Mapping) else getattr(options, option, default)
 
 
 @dataclass(frozen=True)
 class FlatName:
     """The place inside a :class:`Choice` of a key that files may write outside of it."""
 
-    row: str | None
-    """The row that has the option; None: all."""
     option: str | None
     """The option, or ``name``; None: the key holds a mapping of options."""
+    of: type = object
+    """The dataclass that has it: rows with these options, or with others that are made from them, read the key."""
+    switch: str | None = None
+    """Another flat name, true or false, without which this one does not count; its own name for a switch itself."""
+    default: Any = None
+    """Value of the option where the switch is on and this name is not there."""
 
 
 RULES = "roll.rules"
@@ -136,8 +147,6 @@ class FieldRules:
     """For a mapping of names to sections: a single section may be written instead, which then gets the key's name."""
     table: Table[Any] | None = None
     """For a :class:`Choice`: its rows, each with the dataclass of its ``options``."""
-    flat: Mapping[str, FlatName] = field(default_factory=dict)
-    """For a :class:`Choice`: keys beside it, or in the section of a role, that hold options of it."""
     read_if: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Keys of the section (or at the top), each with the values under one of which this key is read; no values: where
     the other key is set. Empty: it is always read."""

@@ -1,10 +1,54 @@
-"""Keys of ROLL's and of older files that change nothing: they load, and one line says what decides instead.
+"""Keys of ROLL's and of older files: flat names of what is an option of a loss or an estimator here, and keys that
+change nothing, which load, and one line says what decides instead.
 
-One table, by the class of the section (which inherits the rows of its bases). Only the reader of files knows it: the
-dataclasses, the plan and the reference page do not have these keys.
+Two tables, by the key of the choice and by the class of the section (which inherits the rows of its bases). Only the
+reader of files knows them: the dataclasses and the plan do not have these keys.
 """
 
 from __future__ import annotations
+
+from dataclasses import fields
+
+from roll.config.estimators import DiscountOptions, GaeOptions, GdpoOptions, GigpoOptions, PassAtKOptions, StepOptions
+from roll.config.policy_losses import POLICY_LOSSES, ClipOptions, DualClipOptions, PpoOptions, ToprOptions
+from roll.config.reading.fields import RULES, FlatName
+
+RANGE, DUAL = "use_pg_clip_range", "dual_clip_loss"
+FLAT_NAMES: dict[str, dict[str, FlatName]] = {
+    "estimator": {
+        "adv_estimator_args": FlatName(None),
+        "gamma": FlatName("gamma", DiscountOptions),
+        "lambd": FlatName("lambd", GaeOptions),
+        "pass_k": FlatName("k", PassAtKOptions),
+        "reward_weights": FlatName("weights", GdpoOptions),
+        "episode_reward_weight": FlatName("episode_weight", GigpoOptions),
+        "step_reward_weight": FlatName("step_weight", GigpoOptions),
+        "step_reward_gamma": FlatName("step_gamma", StepOptions),
+    },
+    "loss": {
+        "pg_variant_args": FlatName(None),
+        "actor_train.pg_variant": FlatName("name"),
+        "actor_train.topr_positive_weight": FlatName("positive_weight", ToprOptions),
+        "actor_train.topr_negative_weight": FlatName("negative_weight", ToprOptions),
+        "pg_clip": FlatName("clip", ClipOptions),
+        RANGE: FlatName("clip_low", ClipOptions, RANGE),
+        "pg_clip_low": FlatName("clip_low", ClipOptions, RANGE, 0.2),
+        "pg_clip_high": FlatName("clip_high", ClipOptions, RANGE, 0.2),
+        DUAL: FlatName("dual_clip", DualClipOptions, DUAL),
+        "dual_clip_coef": FlatName("dual_clip", DualClipOptions, DUAL, True),
+        "importance_sampling": FlatName("importance_sampling", PpoOptions),
+        "ratio_type": FlatName("importance_sampling", PpoOptions),
+        **{
+            f"{row.name}_{name}": FlatName(item.name, row.options)
+            for row in POLICY_LOSSES.rows
+            if row.options is not None and row.options not in (ClipOptions, DualClipOptions, PpoOptions)
+            for item in fields(row.options)
+            if item.name in row.options.__annotations__
+            for name in (item.name, *(item.metadata[RULES].aliases if item.metadata else ()))
+        },
+    },
+}
+"""Every other name of an option of a choice, at the top or in a role's section, with its place."""
 
 TOPR = "loss: {name: topr, positive_weight: 1, negative_weight: 1} is the working form"
 LOSS = "the policy loss is that of loss at the top, or of actor_train"

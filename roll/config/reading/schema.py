@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -18,8 +18,8 @@ import dacite
 
 from roll.config.plugins import Group, dotted_path, offered
 from roll.config.reading.errors import Problems, closest, closest_value
-from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, Choice, FieldRules, dotted
-from roll.config.reading.legacy_keys import dead_keys, dead_words
+from roll.config.reading.fields import DOTTED_PATH, NO_RULES, RULES, Choice, FieldRules, FlatName, dotted
+from roll.config.reading.legacy_keys import FLAT_NAMES, dead_keys, dead_words
 from roll.config.words.rows import OPTIONS, meanings_of
 
 T = TypeVar("T")
@@ -70,26 +70,34 @@ class FlatOption:
 
     choice: Field[Any]
     """The section's field."""
-    row: Any
-    """The row of its table that has the option."""
+    rows: tuple[Any, ...]
+    """The rows of its table that have the option."""
     option: Field[Any]
     hint: Any
+
+    @property
+    def readers(self) -> tuple[str, ...]:
+        return tuple(name for row in self.rows for name in row.names)
 
 
 @cache
 def flat_options(cls: type) -> dict[str, FlatOption]:
     """Flat names of the options of a section's choices, those inside roles' sections aside."""
-    found: dict[str, FlatOption] = {}
-    for item in fields(cls):
-        table = rules_of(item).table
-        if table is None:
-            continue
-        for name, flat in rules_of(item).flat.items():
-            if flat.row is not None and "." not in name:
-                row = table[flat.row]
-                option = next(option for option in fields(row.options) if option.name == flat.option)
-                found[name] = FlatOption(item, row, option, type_hints(row.options)[option.name])
-    return found
+    choices = [item for item in fields(cls) if rules_of(item).table is not None]
+    return {
+        name: flat_option(item, flat)
+        for item in choices
+        for name, flat in FLAT_NAMES[item.name].items()
+        if flat.of is not object and "." not in name
+    }
+
+
+def flat_option(choice: Field[Any], flat: FlatName) -> FlatOption:
+    table = rules_of(choice).table
+    assert table is not None
+    rows = tuple(row for row in table.rows if row.options is not None and issubclass(row.options, flat.of))
+    option = next(option for option in fields(rows[0].options) if option.name == flat.option)
+    return FlatOption(choice, rows, option, type_hints(rows[0].options)[option.name])
 
 
 def nested_section(hint: object) -> type | None:
@@ -180,6 +188,8 @@ class SchemaReader:
         self.is_own = is_own
         self.rank = rank
         self.unknown: list[Unknown] = []
+        self.spelled: dict[str, str] = {}
+        """Choices and options of them by their own paths, each with the name it was written under."""
 
     def read(self, cls: type, data: object, path: str) -> dict[str, Any]:
         """The section's values under their field names, each of its field's type; wrong ones and dead keys are left
@@ -212,6 +222,13 @@ class SchemaReader:
                 continue
             self._read_field(values, items[name], hints[name], value, full)
         return values
+
+    def as_written(self, key: str) -> str:
+        """The name in the file of a key as the checks know it."""
+        parts = key.split(".")
+        heads = (".".join(parts[:end]) for end in (2, 1))
+        head = next((head for head in heads if head in self.spelled), None)
+        return key if head is None else self.spelled[head] + key.removeprefix(head)
 
     def _newest_spellings(self, data: Mapping[str, Any], aliases: Mapping[str, str], path: str) -> Mapping[str, Any]:
         """The section without spellings of a key that another one, written later, replaces."""
@@ -259,81 +276,97 @@ class SchemaReader:
         default = item.default
         assert isinstance(default, Choice)
         key, *others = [key for key in (item.name, *rules.aliases) if key in data] or [item.name]
+        self.spelled[item.name] = key
         written = left.pop(key, default.name)
         for other in others:
             if left.pop(other) != written:
                 rule = f"is another spelling of {key}, which is set too: keep one of them"
                 self.problems.add(other, data[other], rule)
         section = dict(written) if isinstance(written, Mapping) else {"name": written}
-        flat: dict[str, tuple[Any, Any]] = {}
-        for path in rules.flat:
+        flat: dict[str, Any] = {}
+        for path in FLAT_NAMES[item.name]:
             role, _, last = path.rpartition(".")
             holder = left.get(role) if role else left
             if isinstance(holder, Mapping) and last in holder:
-                flat[path] = rules.flat[path], holder[last]
+                flat[path] = holder[last]
                 rest = {name: value for name, value in holder.items() if name != last}
                 left = left | {role: rest} if role else rest
         # A role's key without a value leaves the decision to the one at the top.
-        flat = {path: pair for path, pair in flat.items() if "." not in path or pair[1] is not None}
-        chosen = {path: value for path, (place, value) in flat.items() if place.option == "name"}
-        chosen = {path: value for path, value in chosen.items() if self.rank(path) >= self.rank(key)}
-        name_key, name = next(iter(chosen.items()), (key, section.get("name", default.name)))
+        flat = {path: value for path, value in flat.items() if "." not in path or value is not None}
+        named = {path: value for path, value in flat.items() if FLAT_NAMES[item.name][path].option == "name"}
+        named = {path: value for path, value in named.items() if self.rank(path) >= self.rank(key)}
+        name_key, name = next(iter(named.items()), (key, section.get("name", default.name)))
         section.pop("name", None)
         try:
             name = convert_field(name, str, rules)
         except Mismatch as error:
-            self.problems.add(name_key, name, error.rule, error.example)
+            self.problems.add(item.name if name_key == key else name_key, name, error.rule, error.example)
             return default, left
-        row = table.get(name)
-        options = self._read_options(row, section, key)
-        for path, (place, value) in flat.items():
-            if place.option is None:
-                options.update(self._read_options(row, value, path))
-            elif place.option != "name":
-                self._read_flat(options, table[place.row], place.option, path, value, f"{name_key}: {name}", name, key)
-        return Choice(name, options), left
-
-    def _read_options(self, row: Any, value: object, path: str) -> dict[str, Any]:
-        """The options of a row; those of a user's own function are checked against its dataclass later."""
-        if value is not None and not isinstance(value, Mapping):
-            self.problems.add(path, value, "must be a section of keys, not a single value", "{}")
-            return {}
-        if row is None or row.options is None:
-            return dict(value or {})
+        chosen = Written(item, name, key, table[name].options if name in table else None, section)
+        for path, value in flat.items():
+            self._place(chosen, path, value, flat)
+        if chosen.cls is None:  # of a function that is not imported yet: checked against its dataclass later
+            return Choice(name, chosen.options, chosen.shared), left
         before = len(self.unknown)
-        options = self.read(row.options, value, path)
+        options = self.read(chosen.cls, chosen.options, item.name)
         # Of an unknown option the known ones are the answer, not a key of its name somewhere else.
         del self.unknown[before:]
-        return options
+        return Choice(name, build(chosen.cls, options)), left
 
-    def _read_flat(
-        self,
-        options: dict[str, Any],
-        owner: Any,
-        option: str,
-        path: str,
-        value: object,
-        choice: str,
-        name: str,
-        section: str,
-    ) -> None:
-        """Add an option under a flat name if the chosen row has it; the value is checked in any case."""
-        item = next(item for item in fields(owner.options) if item.name == option)
-        read: dict[str, Any] = {}
-        self._read_field(read, item, type_hints(owner.options)[option], value, path)
-        # A function of the package that is chosen by its path may share the options of the row it is named after.
-        reads = name in owner.names or ("." in name and name.endswith(owner.name))
-        written, flat = self.rank(f"{section}.{option}"), self.rank(path)
-        is_double = option in options and "." not in path and options[option] != read.get(option, value)
-        if reads and is_double and written > flat:
+    def _place(self, chosen: Written, path: str, value: Any, flat: Mapping[str, Any]) -> None:
+        """Put the value of a flat name where it belongs, or note why it has no effect."""
+        place, options = FLAT_NAMES[chosen.choice.name][path], chosen.options
+        if place.option is None:
+            if value is not None and not isinstance(value, Mapping):
+                self.problems.add(path, value, "must be a section of keys, not a single value", "{}")
+                return
+            for option, one in (value or {}).items():
+                options[option], self.spelled[f"{chosen.choice.name}.{option}"] = one, f"{path}.{option}"
+        if place.option in (None, "name"):
             return
-        if reads and is_double and written == flat:
-            rule = f"is another spelling of the option {option}, which is set too: keep one of them"
+        known, rank = flat_option(chosen.choice, place), self.rank(f"{chosen.key}.{place.option}")
+        new = self._switched(chosen, path, value, flat) if place.switch == path else {str(place.option): value}
+        if chosen.cls is not None and not issubclass(chosen.cls, place.of):
+            reason = f"with {chosen.choice.name}: {chosen.name} (read with {', '.join(known.readers)})"
+        else:
+            reason = f"without {place.switch}: true" if place.switch and not flat.get(place.switch) else ""
+        if reason:
+            for one in new.values():
+                self._read_field({}, known.option, known.hint, one, path)
+            if self.is_own(path) and not says_no(known.option, value):
+                self.problems.note(path, f"has no effect {reason}")
+        elif chosen.cls is None:
+            # A function of the package that is chosen by its path may share the options of the row it is named after.
+            if len(known.rows) > 1 or chosen.name.endswith(known.rows[0].name):
+                chosen.shared.update(new)
+        elif rank == self.rank(path) and "." not in path and any(options.get(key, new[key]) != new[key] for key in new):
+            rule = f"is another spelling of the option {place.option}, which is set too: keep one of them"
             self.problems.add(path, value, rule)
-        elif reads:
-            options.update(read)
-        elif "." not in name and self.is_own(path) and not says_no(item, value):
-            self.problems.note(path, f"has no effect with {choice} (read with {', '.join(owner.names)})")
+        elif rank <= self.rank(path) or place.option not in options:
+            options.update(new)
+            self.spelled |= dict.fromkeys((f"{chosen.choice.name}.{name}" for name in new), path)
+
+    def _switched(self, chosen: Written, path: str, value: object, flat: Mapping[str, Any]) -> dict[str, Any]:
+        """Defaults of what a switch brings along and is not written."""
+        if not isinstance(value, bool | None):
+            self.problems.add(path, value, "must be true or false", "true")
+        members = ((name, one) for name, one in FLAT_NAMES[chosen.choice.name].items() if one.switch == path != name)
+        new = {str(one.option): one.default for name, one in members if flat.get(name) is None}
+        return {name: default for name, default in new.items() if value and name not in chosen.options}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A choice while its flat names are read."""
+
+    choice: Field[Any]
+    name: str
+    key: str
+    """The key as it was written."""
+    cls: type | None
+    """The dataclass of its options; None: of a function of the user's own."""
+    options: dict[str, Any]
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 def says_no(item: Field[Any], value: object) -> bool:

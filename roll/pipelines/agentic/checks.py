@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from roll.config.algorithm import estimator
 from roll.config.checks.base import Checks, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
 from roll.config.checks.roles import check_engine_length, check_roles, note_positions
+from roll.config.estimators import traits
 from roll.config.names import PUBLISHED_PREFIX
 from roll.config.plan.planning import shares_devices
 from roll.config.reading.errors import closest, count
@@ -174,14 +174,13 @@ def check_batches(config: AgenticConfig, checks: Checks) -> None:
 
 def check_turns(config: AgenticConfig, checks: Checks) -> None:
     """The estimator can be used with episodes."""
-    name = config.adv_estimator
-    row = estimator(name)
+    name, row = config.estimator.name, traits(config.estimator)
     if row.needs_greedy:
         rule = "cannot be used with episodes: its greedy baseline would be an episode of its own"
-        checks.add("adv_estimator", name, rule, "grpo")
-    if row.weighs_rewards:
+        checks.add("estimator", name, rule, "grpo")
+    if config.estimator.get("weights") is not None:
         rule = "cannot be used with episodes: they bring one number, not the numbers of several rewards"
-        checks.add("adv_estimator", name, rule, "grpo")
+        checks.add("estimator", name, rule, "grpo")
     if name == "gigpo" and config.group_size < 2:
         checks.note(config.group_key, "1 with gigpo: no other episode meets the same states, so steps teach nothing")
 
@@ -239,7 +238,7 @@ def check_normalization(config: AgenticConfig, checks: Checks) -> None:
     if section.method == "asym_clip":
         checks.note(f"{key}.method", "asym_clip is mean_std: nothing is clipped (reward_clip clips)")
     compared = own or section.method not in (None, "identity")
-    if config.adv_estimator == "grpo" and not compared:
+    if config.estimator.name == "grpo" and not compared:
         checks.note(f"{key}.method", "identity with grpo: rewards are not compared with one another")
     if compared and section.grouping == "traj_group_id" and config.group_size < 2:
         checks.note(f"{key}.grouping", "traj_group_id with groups of one: a single episode keeps its reward")

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from roll.agents.agent_options import AGENTS, Context, ToolWrapperArguments
 from roll.agents.call_formats import TOOL_FORMATS
-from roll.config.algorithm import estimator, estimators
+from roll.config.estimators import traits
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import FilterConfig
@@ -190,24 +190,15 @@ class AgenticConfig(PolicyConfig):
     ``reward_kwargs.model_type: cluster``."""
     reward_normalization: RewardNormalizationConfig | None = None
     """Normalisation of the rewards of episodes; null: as ``norm_mean_type`` and ``norm_std_type`` say."""
-    episode_reward_weight: float = setting(1.0, ge=0, read_if={"adv_estimator": ("gigpo",)})
-    """``gigpo``: weight of the advantage of the episode within its group."""
-    step_reward_weight: float = setting(1.0, ge=0, read_if={"adv_estimator": ("gigpo",)})
-    """``gigpo``: weight of the advantage of a step among those taken from the same state."""
-    step_reward_gamma: float = setting(0.95, ge=0, le=1, read_if={"adv_estimator": ("gigpo", "step_reinforce")})
-    """Discount per step in the return from a step on."""
     train_roles: list[str] = field(default_factory=list)
     """Roles of agents that speak in several (``model.as_(role)``) whose calls are trained; empty: all. What others say
     is context."""
     failed_episodes: Literal["drop", "zero", "keep"] = "drop"
     """Episodes that a fault of their environment or agent has ended: ``drop`` them from baselines and loss, count them
     with reward ``zero``, or ``keep`` what they have earned."""
-    bootstrap_truncated: bool = setting(True, read_if=estimators(lambda row: row.needs_values))
+    bootstrap_truncated: bool = setting(True, read_if={"critic": ()})
     """Episodes that a limit has ended go on with the critic's value of the state in which they were left; false: as if
     the task had ended there."""
-    ratio_type: Literal["token", "segment"] = "token"
-    """Probability ratio of the policy loss: of each ``token``, or of each turn (``segment``: the mean log-ratio of its
-    tokens)."""
     partial_gpu_mode: bool = True
     """Asynchronous rollout with engines on the trainer's devices and on others."""
 
@@ -226,4 +217,4 @@ class AgenticConfig(PolicyConfig):
     @property
     def bootstraps(self) -> bool:
         """The critic looks one token further."""
-        return self.bootstrap_truncated and estimator(self.adv_estimator).needs_values
+        return self.bootstrap_truncated and traits(self.estimator).needs_values

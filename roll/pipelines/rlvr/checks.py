@@ -6,7 +6,6 @@ import math
 import re
 from pathlib import Path
 
-from roll.config.algorithm import estimator
 from roll.config.checks.base import (
     Checks,
     check_columns,
@@ -16,6 +15,7 @@ from roll.config.checks.base import (
 )
 from roll.config.checks.keys import note_unread
 from roll.config.checks.roles import check_engine_length, check_roles, note_positions
+from roll.config.estimators import traits
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
@@ -50,9 +50,9 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     check_validation(config, checks)
     check_shares(config, checks)
     check_templates(config, checks)
-    if estimator(config.adv_estimator).works_in_turns:
+    if traits(config.estimator).works_in_turns:
         rule = "looks at the turns of episodes, which only the agentic pipeline (custom_envs, train_env_manager) has"
-        checks.add("adv_estimator", config.adv_estimator, rule, "grpo")
+        checks.add("estimator", config.estimator.name, rule, "grpo")
     if config.router_args.router_name == "EnvAffinityRouter":
         checks.problems.not_available("router_args.router_name", "EnvAffinityRouter", "this router", "~")
     check_policy(config, max_new_tokens(config), checks)

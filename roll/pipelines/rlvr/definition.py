@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from roll.config.algorithm import PPOConfig
+from roll.config.algorithm import ESTIMATOR, PPOConfig
 from roll.config.checks.base import Checks
+from roll.config.estimators import ADV_ESTIMATORS, DiscountOptions
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
@@ -22,13 +23,14 @@ from roll.config.pipelines import (
     Task,
     Written,
     find_own_modules,
+    option_tables,
     worker_name,
 )
 from roll.config.plan.planning import finished_section, with_cache_length
 from roll.config.policy import PolicyRunConfig, RouterConfig, WeightSyncConfig
-from roll.config.policy_losses import POLICY_LOSSES, NoOptions
+from roll.config.policy_losses import POLICY_LOSSES
 from roll.config.reading.errors import ConfigError, Problem, count
-from roll.config.reading.fields import DOTTED_PATH
+from roll.config.reading.fields import DOTTED_PATH, Choice
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.config.rewards import (
@@ -101,11 +103,8 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
         ("RLVR and agentic: roles, engines, asynchronous rollout (top level)", PolicyRunConfig, (RunConfig, PPOConfig)),
         *PolicyDefinition.reference,
         ("RLVR and agentic: algorithm (top level)", PPOConfig, ()),
-        *(
-            (f"`loss: {{name: {row.name}}}`", row.options, ())
-            for row in POLICY_LOSSES.rows
-            if row.options is not None and row.options is not NoOptions
-        ),
+        *option_tables("estimator", ADV_ESTIMATORS),
+        *option_tables("loss", POLICY_LOSSES),
     )
     section_tables: ClassVar[tuple[tuple[str, type, tuple[type, ...]], ...]] = (
         ("`rewards.<name>` (in addition to the keys of a role)", RewardConfig, (WorkerConfig,)),
@@ -279,7 +278,7 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
 class OPDConfig(RLVRConfig):
     """RLVR's keys with other defaults."""
 
-    adv_estimator: str = "reinforce"
+    estimator: Choice = field(default=Choice("reinforce", DiscountOptions()), metadata=ESTIMATOR)
     is_pure_opd: bool = True
     """Always, in this pipeline."""
 
@@ -320,7 +319,7 @@ def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
     """Build each domain's reward once: a wrong ``reward_kwargs``, or a host that gives too little, is found early.
 
     Raises:
-        ConfigError: a reward that cannot be built, an option that it does not have, or numbers in ``reward_weights``
+        ConfigError: a reward that cannot be built, an option that it does not have, or ``weights`` of the estimator
             that it does not return.
     """
     find_own_modules()
@@ -333,12 +332,14 @@ def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
             reward.check_host()
             reward.close()
             known = (*getattr(reward, "numbers", ()), "score")
-            unknown = next((number for number in loaded.config.reward_weights if number not in known), None)
+            weights = loaded.config.estimator.get("weights", {})
+            unknown = next((number for number in weights if number not in known), None)
             # Only a rule that is known to return some numbers can be said not to return another.
             if unknown is not None and len(known) > 1:
-                rule, place = f"rewards.{name} returns no such number; it returns {', '.join(known)}", "reward_weights"
-                source = shown(loaded.source)
-                problems.append(Problem(f"{place}.{unknown}", None, rule, source=source, has_value=False))
+                key, rule = f"estimator.weights.{unknown}", f"rewards.{name} returns no such number; it returns "
+                problems.append(
+                    Problem(key, None, rule + ", ".join(known), source=shown(loaded.source), has_value=False)
+                )
         except RewardOptionError as error:
             inside = f"components.{error.component}." if error.component is not None else ""
             part = section if error.component is None else section.components[error.component]

@@ -119,8 +119,8 @@ class PromptSource(RolloutSource[SampleGroup]):
         if quarantine.num_deaths:  # since the run began; nothing before the first
             metrics["scheduler/reward_worker_deaths"] = Mean(quarantine.num_deaths)
             metrics["scheduler/set_aside_samples"] = Mean(quarantine.num_samples)
-        if self._config.reward_weights:
-            batch.batch["reward_components"] = reward_components(groups, list(self._config.reward_weights))
+        if weights := self._config.estimator.get("weights"):
+            batch.batch["reward_components"] = reward_components(groups, list(weights))
         if self._plan.needs_greedy_baseline:
             batch.batch.update(greedy_baseline(groups, driver.run(self._greedy([group.prompt for group in groups]))))
             # Samples whose baseline cannot be scored lose their own score, since their advantage is unknown.

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from roll.config.algorithm import estimator
+from roll.config.estimators import traits
 from roll.config.model_files import model_number
 from roll.config.pipelines import PipelineDefinition, Written, find_own_modules
 from roll.config.plan.planning import shared_plan, validation_data, validation_sampling, with_cache_length
@@ -205,5 +205,5 @@ def plan_rlvr(definition: PipelineDefinition, config: RLVRConfig, exp_name: str,
         validation_sets=sets,
         validates_concurrently=validates_concurrently(config, started_roles(config)),
         num_additional_prompts=config.max_additional_running_prompts if config.is_use_additional_prompts else 0,
-        needs_greedy_baseline=estimator(config.adv_estimator).needs_greedy,
+        needs_greedy_baseline=traits(config.estimator).needs_greedy,
     )
