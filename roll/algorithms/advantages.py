@@ -134,30 +134,16 @@ advantage_estimators: Registry[EstimatorFunction] = Registry("estimator", ADV_ES
 
 
 def register_advantage(
-    name: str,
-    *,
-    options: type = GaeOptions,
-    aliases: tuple[str, ...] = (),
-    norm: tuple[NormType, NormType] = (None, None),
-    whitens: bool = False,
-    needs_values: bool = False,
+    name: str, *, options: type = GaeOptions, aliases: tuple[str, ...] = (), **traits: Any
 ) -> Callable[[EstimatorFunction], EstimatorFunction]:
-    """Decorator: make an estimator selectable as ``estimator: name``.
+    """Decorator: make an estimator selectable as ``estimator: name``; ``options`` is the dataclass of its options.
 
-    A name of :data:`roll.config.estimators.ADV_ESTIMATORS` has everything else there; another one is added to it.
-
-    Args:
-        name, aliases: how the YAML spells it.
-        options: the dataclass of its options.
-        norm: (norm_mean_type, norm_std_type) of the rewards where the YAML leaves them open.
-        whitens: whitening of the advantages is part of the estimator.
-        needs_values: it needs a critic.
+    A name of :data:`roll.config.estimators.ADV_ESTIMATORS` has everything there; another one is added to it, with those
+    ``traits`` of :class:`~roll.config.estimators.Estimator` that it has, such as ``norm`` or ``needs_values``.
     """
 
     def decorate(function: EstimatorFunction) -> EstimatorFunction:
-        advantage_estimators.add(
-            function, name, aliases, Estimator(name, aliases, options, norm, whitens, needs_values)
-        )
+        advantage_estimators.add(function, name, aliases, Estimator(name, aliases, options, **traits))
         return with_options(options)(function)
 
     return decorate
@@ -184,38 +170,18 @@ def gae(inputs: AdvantageInputs, options: GaeOptions) -> tuple[Tensor, Tensor]:
     return generalized_advantages(rewards, values, inputs.mask, options.gamma, options.lambd)
 
 
+@register_advantage("reinforce")  # Williams 1992
+@register_advantage("grpo")  # of group-normalised rewards; arXiv 2402.03300 section 4.1.2
+@register_advantage("reinforce++")  # divergence inside the reward, whitened over the batch; arXiv 2501.03262 eq. 8-9
+@register_advantage("reinforce++_baseline")  # of rewards minus their group's mean, whitened; the same, eq. 10-11
 def returns_as_advantages(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
-    """The discounted return from each token on, as its advantage."""
+    """The discounted return of the token-level rewards from each token on."""
     # Without a discount every token has the same return: no token-level rewards and no scan are needed.
     if inputs.rewards.dim() == 1 and options.gamma == 1.0:
         returns = inputs.spread(inputs.rewards)
         return returns, returns
     returns = discounted_returns(inputs.token_level_rewards, inputs.mask, options.gamma)
     return returns, returns
-
-
-@register_advantage("reinforce")
-def reinforce(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
-    """Discounted return of the token-level rewards (Williams 1992)."""
-    return returns_as_advantages(inputs, options)
-
-
-@register_advantage("grpo")
-def grpo(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
-    """The group-normalised reward for every token; arXiv 2402.03300 section 4.1.2."""
-    return returns_as_advantages(inputs, options)
-
-
-@register_advantage("reinforce++")
-def reinforce_plus_plus(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
-    """Discounted return (divergence inside the reward), whitened over the batch; arXiv 2501.03262 eq. 8-9."""
-    return returns_as_advantages(inputs, options)
-
-
-@register_advantage("reinforce++_baseline")
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs, options: DiscountOptions) -> tuple[Tensor, Tensor]:
-    """The reward minus its group's mean, then whitened over the batch; arXiv 2501.03262 eq. 10-11."""
-    return returns_as_advantages(inputs, options)
 
 
 def centred_in_group(rewards: Tensor, groups: Groups) -> Tensor:

@@ -103,10 +103,6 @@ class Registry(Generic[F]):
         row = self._table.get(choice.name) if self._table is not None else None
         cls = (row and row.options) or _options.get(self.resolve(choice.name), self._default)
         known = [option.name for option in fields(cls)]
-        for name in choice.options:
-            if name not in known:
-                listed = ", ".join(known) or "none"
-                raise ValueError(f"{self.kind}.{name} is no option of {choice.name}; known: {listed}")
         written = {name: value for name, value in choice.shared.items() if name in known} | choice.options
         problems = Problems()
         options = build(cls, SchemaReader(problems).read(cls, written, self.kind))

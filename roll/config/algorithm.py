@@ -63,11 +63,13 @@ class PPOConfig:
     """The critic's error: half its square, or the Huber loss."""
     loss_agg_mode: str = setting("seq-mean-token-mean", choices=LOSS_AGG_MODES, dotted_path=True)
     """Aggregation of token losses to one number. Denominators are always those of the whole optimizer step."""
-    kl_loss_agg_mode: str | None = setting(None, choices=LOSS_AGG_MODES, dotted_path=True, example="token-mean")
+    kl_loss_agg_mode: str | None = setting(
+        None, choices=LOSS_AGG_MODES, dotted_path=True, example="token-mean", read_if={"use_kl_loss": (True,)}
+    )
     """The same for the KL in the loss; null: ``loss_agg_mode``."""
     entropy_loss_agg_mode: str | None = setting(None, choices=LOSS_AGG_MODES, dotted_path=True, example="token-mean")
     """The same for the entropy bonus; null: ``loss_agg_mode``."""
-    value_loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES, dotted_path=True)
+    value_loss_agg_mode: str = setting("token-mean", choices=LOSS_AGG_MODES, dotted_path=True, read_if={"critic": ()})
     """The same for the critic's loss."""
     loss_norm_length: int | None = setting(None, ge=1)
     """Tokens that ``seq-mean-token-sum-norm`` divides by; null: the longest response."""
@@ -81,9 +83,9 @@ class PPOConfig:
     """Entropy in nats a token below which the bonus acts: its weight begins at ``entropy_loss_coef``, grows by
     ``entropy_coef_delta`` with every step below the target and falls with every step above it, where the bonus is off.
     null: the weight stays fixed."""
-    entropy_coef_delta: float = setting(0.005, gt=0)
+    entropy_coef_delta: float = setting(0.005, gt=0, read_if={"target_entropy": ()})
     """Change of that weight in a step."""
-    entropy_coef_max: float | None = setting(None, gt=0)
+    entropy_coef_max: float | None = setting(None, gt=0, read_if={"target_entropy": ()})
     """Greatest value of that weight; null: none."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""

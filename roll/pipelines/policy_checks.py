@@ -137,7 +137,11 @@ def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -
     if config.difficulty_low_threshold > config.difficulty_high_threshold:
         rule = f"must not be greater than difficulty_high_threshold {config.difficulty_high_threshold}"
         checks.add("difficulty_low_threshold", config.difficulty_low_threshold, rule, 0.0)
-    check_pass_k(config, checks)
+    options = config.estimator.options
+    if isinstance(options, PassAtKOptions) and options.k >= group:
+        # One of k has a chance to differ from one of all only while k is below the group's size.
+        rule = f"must be less than {config.group_key} {group}, or every advantage is 0"
+        checks.add("estimator.k", options.k, rule, max(1, group // 2))
     check_passes(config, checks)
     check_router_replay(config, checks)
     check_rewards_of_estimator(config, checks)
@@ -153,14 +157,6 @@ def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -
         checks.note("norm_mean_type", "null with grpo: rewards are not compared within their group")
     note_without_effect(config, checks)
     note_zero_advantages(config, checks)
-
-
-def check_pass_k(config: PolicyConfig, checks: Checks) -> None:
-    """One of k has a chance to differ from one of all only while k is below the group's size."""
-    group, options = config.group_size, config.estimator.options
-    if isinstance(options, PassAtKOptions) and options.k >= group:
-        rule = f"must be less than {config.group_key} {group}, or every advantage is 0"
-        checks.add("estimator.k", options.k, rule, max(1, group // 2))
 
 
 def note_zero_advantages(config: PolicyConfig, checks: Checks) -> None:
@@ -252,32 +248,18 @@ def note_without_effect(config: PolicyConfig, checks: Checks) -> None:
         checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
     if config.add_token_level_kl and config.init_kl_coef == 0:
         checks.note("add_token_level_kl", "has no effect with init_kl_coef 0")
-    note_unused_aggregations(config, checks)
-    for key in ("entropy_coef_delta", "entropy_coef_max"):
-        if checks.written(key) and config.target_entropy is None:
-            checks.note(key, "has no effect without target_entropy")
+    has_entropy = config.entropy_loss_coef > 0 or config.target_entropy is not None
+    if config.entropy_loss_agg_mode is not None and not has_entropy:
+        checks.note("entropy_loss_agg_mode", "has no effect without entropy_loss_coef above 0")
+    modes = {config.loss_agg_mode, config.kl_loss_agg_mode, config.entropy_loss_agg_mode, config.value_loss_agg_mode}
+    if config.loss_norm_length is not None and "seq-mean-token-sum-norm" not in modes:
+        checks.note("loss_norm_length", "has no effect without the mode seq-mean-token-sum-norm")
     if traits(config.estimator).needs_squares and config.train_infer_correction:
         checks.note("train_infer_correction", f"weighs the loss alone, not the baseline of {config.estimator.name}")
     if config.shuffle_mini_batches and policy_training_plans(config)["actor_train"].optimizer_steps_per_step == 1:
         checks.note("shuffle_mini_batches", "has no effect: a batch is one mini-batch, passed over once")
     if config.rl_loss_coef == 0 and config.entropy_loss_coef == 0 and not (config.use_kl_loss or config.target_entropy):
         checks.note("rl_loss_coef", "0 with no other loss term: the policy does not learn")
-
-
-def note_unused_aggregations(config: PolicyConfig, checks: Checks) -> None:
-    """Modes of a term that the loss does not have, and a length that no mode divides by."""
-    has_entropy = config.entropy_loss_coef > 0 or config.target_entropy is not None
-    terms = {
-        "kl_loss_agg_mode": (config.use_kl_loss, "use_kl_loss: true"),
-        "entropy_loss_agg_mode": (has_entropy, "entropy_loss_coef above 0"),
-        "value_loss_agg_mode": (needs_critic(config), "a critic"),
-    }
-    for key, (used, what) in terms.items():
-        if checks.written(key) and getattr(config, key) is not None and not used:
-            checks.note(key, f"has no effect without {what}")
-    modes = {config.loss_agg_mode, *(getattr(config, key) for key, (used, _) in terms.items() if used)}
-    if config.loss_norm_length is not None and "seq-mean-token-sum-norm" not in modes:
-        checks.note("loss_norm_length", "has no effect without the mode seq-mean-token-sum-norm")
 
 
 def note_distribution(config: PolicyConfig, checks: Checks) -> None:

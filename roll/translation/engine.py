@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -41,7 +41,7 @@ SIZES = ("gpus", "nodes", "engine_gpus", "engine_nodes")
 SECTIONS = ("tracker_kwargs", "actor_train", "actor_infer", "reference", "critic", "rewards", "validation")
 IDLE_WITHOUT = {
     "reference": ("kl_loss_type", "kl_penalty", "init_kl_coef", "kl_horizon"),
-    "critic": ("value_clip", "value_loss_agg_mode", "lambd", "critic_warmup"),
+    "critic": ("value_clip", "value_loss_agg_mode", "critic_warmup"),
 }
 """Keys that count only where the run has this role."""
 
@@ -135,10 +135,6 @@ def translate(
             replace(note, ours=tuple(re.sub(r"^actor_train\.", f"{dialect.learner}.", word) for word in note.ours))
             for note in notes
         ]
-    if whole:
-        places = nested_places(draft.keys)
-        draft.keys = {places[key]: value for key, value in draft.keys.items() if places[key]}
-        notes = [replace(note, ours=tuple(_in_place(note.ours, places))) for note in notes]
     written = str(draft.keys)
     return Translation(
         dialect,
@@ -150,32 +146,6 @@ def translate(
         tuple(name for name in (*source.unset, *BLANKS.values()) if name in written),
         (*source.remarks, *(f"left out: {name} is no variable that {dialect.title} is known to read" for name in own)),
     )
-
-
-def nested_places(keys: Collection[str]) -> dict[str, str]:
-    """Our keys, those that are flat names of options by their place in the section; of their switches an empty text.
-
-    Changes to a recipe keep the flat names, which are the same beside any form that its own keys have.
-    """
-    places = {key: key for key in keys}
-    for choice, names in FLAT_NAMES.items():
-        for key in keys:
-            name, dot, rest = key.partition(".")
-            place = names.get(name)
-            if place is not None:
-                option = "" if place.option is None else f".{place.option}"
-                places[key] = "" if place.switch == name else f"{choice}{option}{dot}{rest}"
-        if choice in keys and any(place.startswith(f"{choice}.") for place in places.values()):
-            places[choice] = f"{choice}.name"
-    return places
-
-
-def _in_place(words: Iterable[str], places: Mapping[str, str]) -> Iterator[str]:
-    """``key=value`` with the key's own place; without switches."""
-    for word in words:
-        key, equals, value = word.partition("=")
-        if place := places.get(key, key):
-            yield f"{place}{equals}{value}"
 
 
 def dialect_of(source: Source) -> Dialect:
@@ -450,7 +420,10 @@ def _drop_idle_keys(draft: Draft) -> dict[str, str]:
 
 
 def in_order(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys of the run first, then those of each section together."""
+    """Keys of the run first, then those of each section together; a choice without options is its name alone."""
+    for choice in FLAT_NAMES:
+        if [key for key in keys if key.startswith(f"{choice}.")] == [f"{choice}.name"]:
+            keys = {choice if key == f"{choice}.name" else key: value for key, value in keys.items()}
     sections = list(dict.fromkeys(key.partition(".")[0] for key in keys if "." in key))
     ranked = [name for name in SECTIONS if name in sections] + [name for name in sections if name not in SECTIONS]
     return dict(

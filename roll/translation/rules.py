@@ -10,12 +10,22 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from roll.config.reading.errors import Problems, closest
+from roll.config.reading.legacy_keys import FLAT_NAMES
 
 if TYPE_CHECKING:
     from roll.translation.reading import Source
 
 ROLES = {"actor": "actor_train", "critic": "critic", "reference": "reference"}
 """Names of roles in facts, and their sections."""
+
+NESTED = {"loss": "loss.name", "estimator": "estimator.name", "adv_estimator_args": "estimator"} | {
+    name: f"{choice}.{place.option}"
+    for choice, names in FLAT_NAMES.items()
+    for name, place in names.items()
+    if place.of is not object
+}
+"""Flat names of options, each with its place in the section of the loss or the estimator."""
+SWITCHES = {name for names in FLAT_NAMES.values() for name, place in names.items() if place.switch == name}
 
 Convert = Callable[[Any], Any]
 
@@ -122,7 +132,11 @@ class Draft:
 
     def put(self, key: str, value: object, *because: str) -> None:
         """Set one of our keys, unless its role is not part of the run."""
-        section = key.partition(".")[0]
+        section, dot, rest = key.partition(".")
+        if section in NESTED and self.whole:  # changes to a recipe go beside whatever form it has
+            key = f"{NESTED[section]}{dot}{rest}"
+        if section in SWITCHES and self.whole:
+            return
         if section in ROLES.values() and section not in self.roles:
             return
         self.keys[key] = value

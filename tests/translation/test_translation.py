@@ -189,7 +189,7 @@ def test_clipping_kl_and_dynamic_batches(translated: Translate) -> None:
     others = translated(
         f"{VERL} algorithm.adv_estimator=grpo {actor}.policy_loss.loss_mode=gspo {actor}.use_dynamic_bsz=true"
     )
-    assert others.keys["loss.name"] == "gspo_token" and "dual_clip_loss" not in others.keys
+    assert others.keys["loss.name"] == "gspo_token" and "loss.dual_clip" not in others.keys
     dual = translated("bash x.sh trainer.algorithm.policy_loss_type=dual_clip trainer.algorithm.clip_ratio_c=4").keys
     assert (dual["loss"], dual["dual_clip_loss"], dual["dual_clip_coef"]) == ("ppo", True, 4.0)
 

@@ -213,7 +213,6 @@ def unmet_condition(item: Field[Any], section: object, config: RunConfig, facts:
     """The reason why a key is not read, whatever its value: ``without use_kl_loss: true``; None for one that is."""
     for other, wanted in rules_of(item).read_if.items():
         value = facts[other] if other in facts else getattr(section, other, getattr(config, other, None))
-        value = value.name if isinstance(value, Choice) else value
         # Nobody knows which keys a function of the user's own reads.
         if isinstance(value, str) and DOTTED_PATH.fullmatch(value) and "." in value:
             return None
