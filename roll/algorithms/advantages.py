@@ -32,11 +32,11 @@ from roll.config.estimators import (
     GaeOptions,
     GdpoOptions,
     GigpoOptions,
-    NoOptions,
     PassAtKOptions,
     StepOptions,
     traits,
 )
+from roll.config.policy_losses import NoOptions
 from roll.config.reading.fields import Choice
 from roll.protocol.metrics import Metrics
 

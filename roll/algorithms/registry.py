@@ -101,9 +101,9 @@ class Registry(Generic[F]):
         if not isinstance(choice.options, Mapping):
             return choice.options
         row = self._table.get(choice.name) if self._table is not None else None
-        cls = (row and row.options) or _options.get(self.resolve(choice.name), self._default)
+        cls: Any = (row and row.options) or _options.get(self.resolve(choice.name), self._default)
         known = [option.name for option in fields(cls)]
-        written = {name: value for name, value in choice.shared.items() if name in known} | choice.options
+        written = {name: value for name, value in choice.shared.items() if name in known} | dict(choice.options)
         problems = Problems()
         options = build(cls, SchemaReader(problems).read(cls, written, self.kind))
         if problems.errors:

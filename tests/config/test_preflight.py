@@ -44,7 +44,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     *(({key: f"{OWN}.missing"}, key, "has no attribute 'missing'") for key in OWN_FUNCTION_KEYS),
     ({"pg_variant": "no_such_package.loss"}, "loss", "No module named 'no_such_package'"),
     ({"pg_variant": f"{OWN}.OWN_NUMBER"}, "loss", "cannot be imported"),
-    ({"pg_variant": f"{OWN}.gated", "pg_variant_args": {"gaet": 1}}, "loss", "known: gate"),
+    ({"pg_variant": f"{OWN}.gated", "pg_variant_args": {"gaet": 1}}, "loss", "the nearest known one is gate"),
     ({"pg_variant_args": {"gate": 1}}, "pg_variant_args.gate", "unknown key; known here: clip"),
     (
         {"rewards.math.query_filter_config": {"type": f"{OWN}.best_at_least", "filter_args": {"scor": 1}}},
