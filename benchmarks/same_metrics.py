@@ -29,7 +29,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "tiny"
 
 TWO_RANKS = {"actor_train.device_mapping": [0, 1], "actor_train.training_args": training_args(4, 2)}
 CRITIC = role("fsdp2_train", [0], training_args=training_args(8, 1), infer_batch_size=8)
-PPO = {"adv_estimator": "gae", "ppo_epochs": 2, "value_clip": 0.5, "actor_train.training_args": training_args(8, 1)}
+PPO = {"estimator": "gae", "ppo_epochs": 2, "value_clip": 0.5, "actor_train.training_args": training_args(8, 1)}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.05, "reference": role("fsdp2_infer", [0], infer_batch_size=8)}
 PACKED = {"use_sequence_packing": True, "sequence_packing_args": {"algorithm": "load_balance"}}
 

@@ -87,7 +87,10 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         return _product(x.detach(), weight.detach(), None if bias is None else bias.detach())
 
-    backward = staticmethod(once_differentiable(linear_gradients))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return linear_gradients(ctx, gradient)
 
 
 def attention(

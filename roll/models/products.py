@@ -67,7 +67,10 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         return onednn_product(x.detach(), weight.detach(), None if bias is None else bias.detach())
 
-    backward = staticmethod(once_differentiable(linear_gradients))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return linear_gradients(ctx, gradient)
 
 
 def use_products(model: nn.Module) -> None:
