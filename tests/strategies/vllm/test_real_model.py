@@ -1,0 +1,28 @@
+"""SmolLM2-135M-Instruct in vLLM: greedy answers are those of ``generate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.parity.answers import compare_answers, engine_answers
+from benchmarks.parity.pretrained import chat_prompts
+from tests.strategies import engine_cases
+from tests.strategies.vllm import cases
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
+PROMPTS = 100
+
+
+def greedy_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    cases.drop_shared_engine()
+    with engine_cases.engine(folder, "vllm", max_num_seqs=PROMPTS, max_model_len=128) as engine:
+        return engine_answers(engine, prompts)
+
+
+def test_greedy_answers_are_those_of_generate(in_engine_process, smollm2):
+    prompts = chat_prompts(smollm2, PROMPTS)
+    found = in_engine_process(greedy_answers, smollm2, prompts)
+    compared = compare_answers(smollm2, prompts, found)
+    assert compared.unexplained() == [], str(compared)
