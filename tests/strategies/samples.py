@@ -34,6 +34,8 @@ DYNAMIC: dict[str, Any] = {
 }
 
 TensorBatch = dict[str, torch.Tensor]
+PADDING_AND_TEXT = 5
+"""A token that pads and stands in the text of :func:`make_batch`, as the end of a turn does in many chat models."""
 
 
 def write_model(folder: Path, tied: bool = True) -> Path:
@@ -52,7 +54,9 @@ def write_model(folder: Path, tied: bool = True) -> Path:
         tie_word_embeddings=tied,
         initializer_range=0.1,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    model = Qwen2ForCausalLM(config)
+    model.config.pad_token_id = PADDING_AND_TEXT
+    model.save_pretrained(folder)
     return folder
 
 
@@ -172,4 +176,6 @@ def plain_outputs(model: Any, batch: TensorBatch, temperature: float = 1.0) -> T
 def plain_model(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.get_input_embeddings().padding_idx = None  # a token of the text has its gradient
+    return model

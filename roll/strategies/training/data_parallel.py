@@ -98,6 +98,9 @@ class DataParallelStrategy(GatheredWeights):
         torch.manual_seed(self.seed + self.rank)  # after the self-test, whose copy seeds every device
         language_model = self._build_language_model(storage_dtype)
         noise.silence(language_model)
+        # No gradient reaches the row of this token through the input, and in many chat models it ends every turn. Where
+        # it pads there is none to leave out.
+        language_model.get_input_embeddings().padding_idx = None
         use_own_operations(language_model, self.role)
         if is_invariant(self.role.model_args):
             check_processor(language_model, self.compute_dtype)
