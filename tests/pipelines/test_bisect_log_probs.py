@@ -54,8 +54,7 @@ def test_a_changed_operation_is_found(world, tmp_path, operation, change):
         {"actor_train.use_sequence_packing": True},
         {"actor_train.use_prefix_sharing": True},
         {"actor_train.model_args.lora_target": "all-linear"},
-        {"actor_train.strategy_args.strategy_name": "fsdp_train", "actor_train.model_args.dtype": "bf16"}
-        | {"actor_infer.model_args.dtype": "bf16"},
+        {"actor_train.strategy_args.strategy_name": "fsdp_train"},
     ],
 )
 def test_layouts_and_trainers(world, tmp_path, changes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from roll.config.data import DataArguments
 from roll.config.roles import GeneratingArguments
 from roll.distributed import WorkerDied
-from roll.pipelines.rlvr.pipeline import Validation, answer_rows, validate
+from roll.pipelines.rlvr.pipeline import Validation, validate
 from roll.pipelines.rlvr.plan import ValidationSet
+from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import GroupSettings
 from tests.pipelines.conftest import Run
@@ -53,8 +55,12 @@ class Asked:
 
 
 def begin(one: Bench) -> asyncio.Task[Validation]:
-    def answer(rows: Any, count: int, params: Any, first: int) -> Any:
-        return answer_rows(one.client, one.router, GroupSettings(count, params, seed=3), 1.0, rows, first)
+    async def answer(rows: Any, count: int, params: Any, first: int) -> list[SampleGroup]:
+        settings, remaining = GroupSettings(count, params, seed=3), iter(rows)
+        flow: GroupFlow[SampleGroup] = GroupFlow(
+            one.client, one.router, lambda count: list(islice(remaining, count)), settings, first
+        )
+        return (await collected(flow, len(rows), 0, 1.0)).groups
 
     return one.driver.spawn(validate(SETS, ROWS, 4, answer))
 

@@ -61,7 +61,7 @@ def test_the_numbers_of_a_reward_as_columns():
     components = reward_components([group], ["format", "score"])
     assert components.dtype == torch.float32
     assert components.tolist() == [[0.5, 1.5], [0.25, 0.25], [0.0, 0.0]]
-    with pytest.raises(ValueError, match=r"reward_weights names 'formt'.*rewards\.domain.*correct, format, score"):
+    with pytest.raises(ValueError, match=r"estimator.weights names 'formt'.*rewards\.domain.*correct, format, score"):
         reward_components([group], ["correct", "formt"])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -85,7 +85,7 @@ def flat_options(cls: type) -> dict[str, FlatOption]:
     """Flat names of the options of a section's choices, those inside roles' sections aside."""
     choices = [item for item in fields(cls) if rules_of(item).table is not None]
     return {
-        name: flat_option(item, flat)
+        name: replace(flat_option(item, flat), hint=bool) if flat.switch == name else flat_option(item, flat)
         for item in choices
         for name, flat in FLAT_NAMES[item.name].items()
         if flat.of is not object and "." not in name

@@ -100,7 +100,9 @@ class DataParallelStrategy(GatheredWeights):
         noise.silence(language_model)
         # No gradient reaches the row of this token through the input, and in many chat models it ends every turn. Where
         # it pads there is none to leave out.
-        language_model.get_input_embeddings().padding_idx = None
+        for module in language_model.get_input_embeddings().modules():  # with LoRA it may hold a trained copy
+            if isinstance(module, torch.nn.Embedding):
+                module.padding_idx = None
         use_own_operations(language_model, self.role)
         if is_invariant(self.role.model_args):
             check_processor(language_model, self.compute_dtype)
