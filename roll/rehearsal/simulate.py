@@ -33,7 +33,7 @@ from roll.config.losses import DivergenceConfig
 from roll.config.plan.plan import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import ParallelDims
-from roll.models import attention
+from roll.models import attention, products
 from roll.models.build import (
     DTYPES,
     HeadName,
@@ -434,11 +434,13 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
         (gather, "copy_into", lambda target, source: target.copy_(source)),
         (masking_utils, "find_packed_sequence_indices", packed_indices),
         (DispatchedExperts, "destinations", even_destinations),
+        (products, "HAS_ONEDNN", False),  # the plain product has the same work, and is known to the tracker
     ]
     if not on_cpu:
         patches += [
             (HeadMemory, "for_device", staticmethod(lambda device: _ACCELERATOR_HEAD)),
             (attention, "packed_attention", packed),
+            (attention, "SHORT", 0),
         ]
     originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
     for owner, name, value in patches:
