@@ -242,6 +242,12 @@ class TensorColumns(MutableMapping[str, torch.Tensor]):
     def get(self, key: str, default: object = None) -> Any:
         return super().get(key, default)
 
+    def popitem(self) -> tuple[str, torch.Tensor]:  # the mixin's takes the first
+        if not self._columns:
+            raise KeyError("popitem: there are no columns")
+        key = next(reversed(self._columns))
+        return key, self.pop(key)
+
     def copy(self) -> TensorColumns:
         """The same columns in another dict; nothing is unpacked."""
         return TensorColumns(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 from roll.protocol import joining, storage
 from roll.protocol.columns import Column, ObjectColumns, Packed, TensorColumns, object_array
-from roll.protocol.joining import RowIndex, row_numbers, same_value
+from roll.protocol.joining import RowIndex, mini_batch_rows, row_groups, row_numbers, same_value
 from roll.protocol.packing import to_wire
 
 Names = str | Collection[str]
@@ -39,7 +39,7 @@ class DataProto:
         meta_info: whatever belongs to the batch as a whole.
 
     Each verb says whether it changes the batch or returns another one.  No verb copies more than it must: ``select``,
-    ``chunk`` and slices share tensor memory with their source (a column that arrived over the wire and was
+    ``chunk``, ``split`` and slices share tensor memory with their source (a column that arrived over the wire and was
     not read yet is unpacked by each of them on its own), every other row selection copies.  So give a column a new
     value by assignment, not in place, unless the batch is yours alone.  ``meta_info`` is copied one level deep.
 
@@ -70,6 +70,13 @@ class DataProto:
     ) -> Self:
         """A batch over the given tensors (not copied) and per-row objects (lists become object arrays)."""
         return cls(tensors, non_tensors, meta_info)
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
+        """Build from one dict of both kinds: tensors go to ``batch``, the rest to ``non_tensor_batch``."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
+        objects = {key: value for key, value in data.items() if key not in tensors}
+        return cls(tensors, objects, meta_info)
 
     @property
     def batch(self) -> TensorColumns:
@@ -151,6 +158,27 @@ class DataProto:
             del self.meta_info[key]
         return popped
 
+    def rename(self, old_keys: Names, new_keys: Names) -> Self:
+        """Rename columns (tensors or objects) in place, keeping their order; returns self.
+
+        Raises:
+            KeyError: an old name that is not there.
+            ValueError: lists of different lengths, or a new name that another column has.
+        """
+        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
+        if len(old) != len(new) or len(set(old)) != len(old):
+            raise ValueError(f"rename needs as many new names as old ones, each once: got {old} and {new}")
+        mapping = dict(zip(old, new, strict=True))
+        columns = [*self._batch, *self.non_tensor_batch]
+        if missing := [key for key in old if key not in columns]:
+            raise KeyError(f"no column {missing[0]!r}; there are {columns}")
+        renamed = [mapping.get(key, key) for key in columns]
+        if len(set(renamed)) != len(renamed):
+            raise ValueError(f"renaming {old} to {new} would give two columns one name; there are {columns}")
+        self._batch = TensorColumns({mapping.get(key, key): column for key, column in self._batch.stored()})
+        self.non_tensor_batch = {mapping.get(key, key): values for key, values in self.non_tensor_batch.items()}
+        return self
+
     def union(self, other: DataProto) -> Self:
         """Take over the other batch's columns and ``meta_info`` (in place, sharing memory); returns self.
 
@@ -197,6 +225,20 @@ class DataProto:
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self._item(row) for row in range(len(self)))
 
+    def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> Self:
+        """Put row ``indices[i]`` at place i, in place (the tensors are new); returns self.
+
+        Raises:
+            IndexError: an index outside the batch.
+            ValueError: ``indices`` is no permutation of the rows.
+        """
+        rows = row_numbers(indices, len(self))
+        if len(rows) != len(self) or np.bincount(rows, minlength=len(self)).max(initial=1) != 1:
+            raise ValueError(f"reorder needs each of the {len(self)} rows once; to pick rows, index: data[indices]")
+        reordered = self._take(rows)
+        self._batch, self.non_tensor_batch = reordered._batch, reordered.non_tensor_batch
+        return self
+
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Each row ``repeat_times`` times, copied: ``a a b b`` if interleaved, else ``a b a b``."""
         if repeat_times < 0:
@@ -212,6 +254,12 @@ class DataProto:
         size, longer = divmod(len(self), chunks)
         bounds = accumulate([size + 1] * longer + [size] * (chunks - longer), initial=0)
         return [self._slice(start, stop) for start, stop in pairwise(bounds)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Runs of ``split_size`` consecutive rows, sharing memory; the last may be shorter."""
+        if split_size < 1:
+            raise ValueError(f"split_size must be at least 1, got {split_size}")
+        return [self._slice(row, min(row + split_size, len(self))) for row in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: Sequence[DataProto], fill: Mapping[str, float] | None = None) -> DataProto:
@@ -229,6 +277,46 @@ class DataProto:
             raise ValueError("concat needs at least one batch, got an empty list")
         columns, objects, meta_info = joining.concat(data, fill or {})
         return data[0].select() if len(data) == 1 else data[0]._build(columns, objects, meta_info)
+
+    def group_by(self, key: str) -> dict[Any, DataProto]:
+        """Rows by their value in column ``key`` (objects that hash, or a 1-dimensional tensor): value -> batch, in the
+        order of first appearance, rows in their order, copied.
+
+        Raises:
+            KeyError: no such column.
+        """
+        groups = row_groups(self._group_values(key))
+        # One copy of all rows, of which the groups are slices: one index_select a column, not one a column and group.
+        ordered = self._take(np.concatenate([*groups.values(), np.empty(0, np.int64)]))
+        bounds = accumulate(map(len, groups.values()), initial=0)
+        return {value: ordered._slice(*bound) for value, bound in zip(groups, pairwise(bounds), strict=True)}
+
+    def make_iterator(
+        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, group_key: str | None = None
+    ) -> Iterator[DataProto]:
+        """Mini-batches of ``mini_batch_size`` rows over ``epochs`` passes.
+
+        Without a seed rows come in order, each mini-batch sharing memory; with one, every pass has its own permutation,
+        the same for the same seed.  The last mini-batch of a pass may be smaller.  With ``group_key`` rows of equal
+        value in that column stay together (next to each other, in their order): a mini-batch then holds as many whole
+        groups as fit into ``mini_batch_size``, and permutations are of groups.
+
+        Raises:
+            ValueError: ``mini_batch_size`` below 1 or below the size of a group.
+        """
+        if mini_batch_size < 1:
+            raise ValueError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
+        groups = None
+        if group_key is not None:
+            groups = row_groups(self._group_values(group_key))
+            for value, rows in groups.items():
+                if len(rows) > mini_batch_size:
+                    raise ValueError(
+                        f"the group {group_key} = {value!r} has {len(rows)} rows and cannot stay together in a "
+                        f"mini-batch of {mini_batch_size}: mini_batch_size must be at least {len(rows)}"
+                    )
+        orders = mini_batch_rows(len(self), mini_batch_size, epochs, seed, groups)
+        return (self[rows] if isinstance(rows, slice) else self._take(rows) for rows in orders)
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
         """The batch with rows repeated from its start until ``divisor`` divides its length, and how many were added;
@@ -317,6 +405,13 @@ class DataProto:
             column = self._batch.peek(key)
             tensors[key] = column.index_select(0, index.to(column.device))
         return self._build(tensors, {k: values[rows] for k, values in self.non_tensor_batch.items()}, self.meta_info)
+
+    def _group_values(self, key: str) -> list[Hashable]:
+        if key in self.non_tensor_batch:
+            return self.non_tensor_batch[key].tolist()
+        if key in self._batch and self._batch.peek(key).dim() == 1:
+            return self._batch.peek(key).tolist()
+        raise KeyError(f"no column {key!r} to group by; there are {[*self.non_tensor_batch, *self._batch]}")
 
 
 def _pick(kind: str, columns: Mapping[str, Any], keys: Names | None) -> dict[str, Any]:

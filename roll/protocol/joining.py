@@ -1,8 +1,8 @@
-"""Rows and columns of several batches: exact comparison, ``concat`` and ``union``; row numbers of an index."""
+"""Rows and columns of several batches: exact comparison, ``concat``, ``union``, groups and mini-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -174,3 +174,43 @@ def row_numbers(index: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tenso
     if len(rows) and not (-size <= rows.min() and rows.max() < size):
         raise IndexError(f"rows {rows.min()} to {rows.max()} of a batch of {size} rows")
     return np.where(rows < 0, rows + size, rows)
+
+
+def row_groups(values: Iterable[Hashable]) -> dict[Hashable, np.ndarray]:
+    """Value -> its rows (int64, ascending), in the order in which the values first appear."""
+    numbers: dict[Hashable, int] = {}
+    # Codes in the order of first appearance: a stable sort by them gives groups in that order, rows in theirs.
+    codes = np.fromiter((numbers.setdefault(value, len(numbers)) for value in values), np.int64)
+    bounds = np.cumsum(np.bincount(codes, minlength=len(numbers)))[:-1]
+    return dict(zip(numbers, np.split(np.argsort(codes, kind="stable"), bounds), strict=False))
+
+
+def mini_batch_rows(
+    num_rows: int, size: int, epochs: int, seed: int | None, groups: Mapping[Hashable, np.ndarray] | None
+) -> Iterator[np.ndarray | slice]:
+    """The rows of each mini-batch; a slice where they are consecutive. See ``DataProto.make_iterator``."""
+    generator = None if seed is None else np.random.default_rng(seed)
+    for _ in range(epochs):
+        if groups is not None:
+            rows = list(groups.values())
+            order = range(len(rows)) if generator is None else generator.permutation(len(rows))
+            yield from (np.concatenate(run) for run in _runs([rows[i] for i in order], size))
+        elif generator is None:
+            yield from (slice(start, start + size) for start in range(0, num_rows, size))
+        else:
+            permutation = generator.permutation(num_rows)
+            yield from (permutation[start : start + size] for start in range(0, num_rows, size))
+
+
+def _runs(groups: list[np.ndarray], size: int) -> Iterator[list[np.ndarray]]:
+    """Runs of consecutive groups with at most ``size`` rows each, as many as fit."""
+    run: list[np.ndarray] = []
+    rows = 0
+    for group in groups:
+        if run and rows + len(group) > size:
+            yield run
+            run, rows = [], 0
+        run.append(group)
+        rows += len(group)
+    if run:
+        yield run

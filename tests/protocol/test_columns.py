@@ -39,6 +39,7 @@ READS: list[Callable[[TensorColumns], object]] = [
     lambda held: (held | {})["packed"],
     lambda held: held.setdefault("packed"),
     lambda held: held.pop("packed"),
+    lambda held: held.popitem()[1],
     lambda held: pickle.loads(pickle.dumps(held))["packed"],
     lambda held: held.peek("packed"),
 ]
@@ -65,9 +66,10 @@ def test_verbs_keep_columns_packed() -> None:
     held, packed = columns()
     data = DataProto()
     data.batch = held
-    parts = [*data.chunk(2), data[1:3], *data.select("packed").chunk(3)]
+    parts = [*data.chunk(2), data[1:3], *data.select("packed").split(3)]
+    data.rename("packed", "renamed")
     assert packed.unpacked == 0
-    assert [part.batch["packed"].tolist() for part in parts] == [[0, 1], [2, 3], [1, 2], [0, 1], [2], [3]]
+    assert [part.batch["packed"].tolist() for part in parts] == [[0, 1], [2, 3], [1, 2], [0, 1, 2], [3]]
 
 
 def test_writes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import chain, groupby
 
 import numpy as np
 import pytest
@@ -35,6 +36,10 @@ class TestBuilding:
         assert type(data.non_tensor_batch["b"][0]) is int
         assert data.non_tensor_batch["c"].shape == (2,)
         assert len(data) == 2
+
+    def test_from_single_dict(self) -> None:
+        data = DataProto.from_single_dict({"ids": torch.zeros(2), "tag": ["a", "b"]}, {"step": 1})
+        assert (list(data.batch), list(data.non_tensor_batch), data.meta_info) == (["ids"], ["tag"], {"step": 1})
 
     @pytest.mark.parametrize(
         ("tensors", "objects", "message"),
@@ -101,6 +106,21 @@ class TestColumns:
         with pytest.raises(KeyError):
             data.pop(["score"], ["nope"])
         assert data.equals(before)
+
+    def test_rename(self) -> None:
+        data = small()
+        assert data.rename(["ids", "extra"], ["input_ids", "info"]) is data
+        assert list(data.batch) == ["input_ids", "score"]
+        assert list(data.non_tensor_batch) == ["prompt_id", "info"]
+        data.rename("score", "reward")
+        data.rename(["input_ids", "reward"], ["reward", "input_ids"])
+        assert data.batch["input_ids"].tolist() == small().batch["score"].tolist()
+        with pytest.raises(KeyError, match="no column 'nope'"):
+            data.rename("nope", "x")
+        with pytest.raises(ValueError, match="two columns one name"):
+            data.rename("reward", "prompt_id")
+        with pytest.raises(ValueError, match="as many new names"):
+            data.rename(["reward"], ["a", "b"])
 
     @EXAMPLES
     @given(batches(min_rows=3, max_rows=3), batches(min_rows=3, max_rows=3))
@@ -181,6 +201,20 @@ class TestRows:
         assert data.batch["score"].tolist() == [0, 100, 2, 3, 4, 5]
 
     @EXAMPLES
+    @given(batches(), st.randoms())
+    def test_reorder(self, data: DataProto, random: object) -> None:
+        order = list(range(len(data)))
+        random.shuffle(order)  # type: ignore[attr-defined]
+        expected = [rows_of(data)[row] for row in order]
+        assert data.reorder(torch.tensor(order, dtype=torch.int64)) is data
+        assert_rows(data, expected)
+
+    @pytest.mark.parametrize("order", [[0, 1, 2], [0, 0, 1, 2, 3, 4]])
+    def test_reorder_wants_a_permutation(self, order: list[int]) -> None:
+        with pytest.raises(ValueError, match="each of the 6 rows once"):
+            small().reorder(order)
+
+    @EXAMPLES
     @given(batches(), st.integers(0, 3))
     def test_repeat(self, data: DataProto, times: int) -> None:
         rows = rows_of(data)
@@ -193,6 +227,15 @@ class TestRows:
         parts = data.chunk(chunks)
         assert [len(part) for part in parts] == [len(part) for part in np.array_split(np.arange(len(data)), chunks)]
         assert DataProto.concat(parts).equals(data)
+
+    @EXAMPLES
+    @given(batches(), st.integers(1, 9))
+    def test_split(self, data: DataProto, size: int) -> None:
+        rows = rows_of(data)
+        parts = data.split(size)
+        assert len(parts) == -(-len(rows) // size)
+        for number, part in enumerate(parts):
+            assert_rows(part, rows[number * size : (number + 1) * size])
 
     @EXAMPLES
     @given(batches(min_rows=1), st.integers(1, 9))
@@ -248,6 +291,77 @@ class TestConcat:
     def test_nothing(self) -> None:
         with pytest.raises(ValueError, match="at least one batch"):
             DataProto.concat([])
+
+
+class TestGroups:
+    @EXAMPLES
+    @given(batches(), st.data())
+    def test_group_by(self, data: DataProto, choice: st.DataObject) -> None:
+        keys = choice.draw(st.lists(st.sampled_from("pqr"), min_size=len(data), max_size=len(data)))
+        data.non_tensor_batch["key"] = np.fromiter(keys, dtype=object, count=len(keys))
+        groups = data.group_by("key")
+        assert list(groups) == list(dict.fromkeys(keys))
+        for value, group in groups.items():
+            assert_rows(group, [row for row in rows_of(data) if row["key"] == value])
+
+    def test_by_a_tensor_and_by_nothing(self) -> None:
+        data = small()
+        data.batch["bucket"] = torch.tensor([2, 1, 2, 1, 1, 2])
+        assert {key: group.batch["score"].tolist() for key, group in data.group_by("bucket").items()} == {
+            2: [0, 2, 5],
+            1: [1, 3, 4],
+        }
+        with pytest.raises(KeyError, match="no column 'ids' to group by"):
+            data.group_by("ids")  # two-dimensional
+
+
+class TestIterator:
+    @EXAMPLES
+    @given(batches(), st.integers(1, 9), st.integers(0, 2))
+    def test_in_order(self, data: DataProto, size: int, epochs: int) -> None:
+        parts = list(data.make_iterator(size, epochs))
+        rows = rows_of(data)
+        expected = [rows[start : start + size] for start in range(0, len(rows), size)] * epochs
+        assert len(parts) == len(expected)
+        for part, chunk in zip(parts, expected, strict=True):
+            assert_rows(part, chunk)
+
+    def test_shuffled(self) -> None:
+        data = DataProto({"x": torch.arange(100)})
+
+        def epochs(seed: int) -> list[list[int]]:
+            parts = [part.batch["x"].tolist() for part in data.make_iterator(30, epochs=2, seed=seed)]
+            assert [len(part) for part in parts] == [30, 30, 30, 10] * 2
+            return [list(chain(*parts[:4])), list(chain(*parts[4:]))]
+
+        first, second = epochs(1)
+        assert sorted(first) == sorted(second) == list(range(100))
+        assert first != second
+        assert epochs(1) == [first, second]
+        assert epochs(2) != [first, second]
+
+    @EXAMPLES
+    @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=30), st.integers(0, 9), st.integers(0, 20))
+    def test_groups_stay_together(self, keys: list[str], extra: int, seed: int) -> None:
+        data = DataProto({"x": torch.arange(len(keys))}, {"key": keys})
+        size = max(keys.count(key) for key in set(keys)) + extra
+        parts = list(data.make_iterator(size, seed=seed, group_key="key"))
+        seen = [key for part in parts for key, _ in groupby(part.non_tensor_batch["key"])]
+        assert sorted(seen) == sorted(set(keys))  # each group in one piece, in one mini-batch
+        assert all(len(part) <= size for part in parts)
+        for part in parts:
+            for key, group in part.group_by("key").items():
+                assert group.batch["x"].tolist() == [i for i, other in enumerate(keys) if other == key]
+
+    def test_equal_groups_fill_every_mini_batch(self) -> None:
+        data = DataProto({"x": torch.arange(24)}, {"key": [i % 6 for i in range(24)]})
+        assert [len(part) for part in data.make_iterator(8, seed=0, group_key="key")] == [8, 8, 8]
+
+    def test_bad_sizes(self) -> None:
+        with pytest.raises(ValueError, match="mini_batch_size must be at least 3"):
+            small().make_iterator(2, group_key="prompt_id")
+        with pytest.raises(ValueError, match="mini_batch_size must be at least 1, got 0"):
+            small().make_iterator(0)
 
 
 class TestEquality:

@@ -59,11 +59,11 @@ def test_a_group_carries_its_images_once(batch: DataProto) -> None:
 
 
 def test_rows_keep_their_images(batch: DataProto) -> None:
-    """Shuffled, cut, repeated and joined."""
+    """Shuffled, cut into mini-batches, repeated and joined."""
     numbered = batch.select()
     numbered.batch["row"] = torch.arange(len(batch))
     order = np.random.default_rng(0).permutation(len(batch))
-    parts = numbered[order].chunk(4)
+    parts = list(numbered.select().reorder(order).make_iterator(10, seed=1))
     joined = DataProto.concat([*parts, numbered.repeat(2)])
     assert len(joined) == 3 * len(batch)
     for row, images in zip(joined.batch["row"].tolist(), joined.non_tensor_batch[IMAGES], strict=True):

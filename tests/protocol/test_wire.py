@@ -244,6 +244,8 @@ class TestMemory:
             lambda data: data.chunk(2)[0],
             lambda data: DataProto.concat([data]),
             lambda data: DataProto.concat([data, data]),
+            lambda data: data.reorder(range(63, -1, -1)),
+            lambda data: data.rename("x", "x"),
             lambda data: DataProto().union(data),
             lambda data: data.pad_to_divisor(8)[0],
             copy.copy,
