@@ -27,6 +27,7 @@ from roll.models.attention import use_layout_attention
 from roll.models.invariant import make_invariant
 from roll.models.layouts import tree_layout
 from roll.models.log_probs import ResponseModel
+from roll.models.products import use_products
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.decoder import FusedDecoder
 from roll.strategies.hf_infer.engine import GenerationEngine
@@ -44,6 +45,7 @@ def works(
         make_invariant(model)
     learning = copy.deepcopy(model)
     if not strict:
+        use_products(learning)
         use_layout_attention(learning, "use_prefix_sharing")
     trainer = ResponseModel(learning)
     decoder = FusedDecoder(model.requires_grad_(False), PROMPT + RESPONSE)

@@ -28,12 +28,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from roll.config.names import INVARIANT_ATTENTION
 from roll.models.attention import layout_attention, replace_attention
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree
-from roll.models.products import HAS_ONEDNN, linear_gradients, onednn_product
+from roll.models.products import HAS_ONEDNN, differentiable, onednn_product
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,10 +65,7 @@ def computes_invariantly(model: PreTrainedModel) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` for x of shape (..., in) and weight (out, in), float32 or bfloat16."""
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        out: Tensor = _Linear.apply(x, weight, bias)
-        return out
-    return _product(x, weight, bias)
+    return differentiable(_product, x, weight, bias)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -79,18 +75,6 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = F.pad(rows, (0, 0, 0, ROWS - count))
     # Not F.linear, which calls a BLAS for float32: with several threads its sums depend on the number of rows.
     return onednn_product(rows, weight, bias)[:count].view(*x.shape[:-1], len(weight))
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _product(x.detach(), weight.detach(), None if bias is None else bias.detach())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return linear_gradients(ctx, gradient)
 
 
 def attention(

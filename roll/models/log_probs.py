@@ -16,7 +16,7 @@ all of them are small (a tiny vocabulary), they are kept instead, which saves th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MethodType
@@ -33,17 +33,13 @@ from roll.models.distributions import Named, Vocabulary, chunked, compared, top_
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
 from roll.models.invariant import computes_invariantly
 from roll.models.layouts import TargetDistributions, TokenLayout, TopTokens
-from roll.models.products import linear, matmul
+from roll.models.products import Product, linear, matmul
 from roll.models.rotary import choose_by_row, dependent_rotaries, set_row_lengths
 from roll.models.vision import reads_images, text_inputs
 from roll.protocol.vision import vision_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""``x @ weight.T + bias``."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Matrix products of linear layers by the fastest kernel of a CPU.
+"""Matrix products of linear layers, on a CPU by its fastest kernel.
 
 ``F.linear`` in float32 calls the BLAS that torch was built with.  MKL's runs its older AVX2 kernels on processors that
 are not Intel's; oneDNN, which torch calls for bf16 already, generates AVX-512 kernels for any (AMD EPYC, one thread:
@@ -8,6 +8,7 @@ shapes and types alone, so equal runs give equal bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
@@ -22,6 +23,10 @@ MIN_WORK = 1 << 20
 """Below this many multiplications oneDNN's call overhead (about 6 microseconds) costs more than its kernels win."""
 
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""``x @ weight.T + bias`` for x of shape (..., in) and weight (out, in)."""
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` for x of shape (..., in) and weight (out, in), of any type and device.
 
@@ -29,10 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not _by_onednn(x) or x.numel() * weight.shape[0] < MIN_WORK:
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        out: Tensor = _Linear.apply(x, weight, bias)
-        return out
-    return onednn_product(x, weight, bias)
+    return differentiable(onednn_product, x, weight, bias)
 
 
 def _by_onednn(x: Tensor) -> bool:
@@ -49,28 +51,32 @@ def matmul(left: Tensor, right: Tensor) -> Tensor:
     return onednn_product(left, right.t()) if _by_onednn(left) else left @ right
 
 
-def linear_gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of input, weight and bias of a product whose context saved input and weight."""
-    x, weight = ctx.saved_tensors
-    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    flat = gradient.reshape(-1, gradient.shape[-1])
-    return (
-        matmul(flat, weight).view_as(x) if need_x else None,
-        matmul(flat.t(), x.reshape(-1, x.shape[-1])) if need_weight else None,
-        flat.sum(0) if need_bias else None,
-    )
+def differentiable(product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``product(x, weight, bias)``, a product without gradient, with the gradient of :func:`linear`."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        out: Tensor = _Linear.apply(product, x, weight, bias)
+        return out
+    return product(x, weight, bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: FunctionCtx, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return onednn_product(x.detach(), weight.detach(), None if bias is None else bias.detach())
+        return product(x.detach(), weight.detach(), None if bias is None else bias.detach())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return linear_gradients(ctx, gradient)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        _, need_x, need_weight, need_bias = ctx.needs_input_grad
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        return (
+            None,
+            matmul(flat, weight).view_as(x) if need_x else None,
+            matmul(flat.t(), x.reshape(-1, x.shape[-1])) if need_weight else None,
+            flat.sum(0) if need_bias else None,
+        )
 
 
 def use_products(model: nn.Module) -> None:

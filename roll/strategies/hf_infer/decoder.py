@@ -21,8 +21,7 @@ from torch import nn
 from roll.models import invariant
 from roll.models.experts import RoutingRecorder
 from roll.models.invariant import KEYS, computes_invariantly
-from roll.models.log_probs import Product
-from roll.models.products import linear
+from roll.models.products import Product, linear
 from roll.protocol.vision import VisionInputs, check_images
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 
@@ -208,7 +207,7 @@ class FusedDecoder(Decoder):
         """Given what each operation computes, by the names of :mod:`roll.strategies.hf_infer.tracing`."""
         # After the layers are fused: it takes the model's tensors, which have become views of the fused ones.
         super().__init__(model)
-        # As transformers rounds between operations. Where a kernel each costs more than their work, once after them.
+        # After each operation, as transformers does; on an accelerator, where each would be a kernel, once at the end.
         self._rounds_each = self.is_invariant or (self.dtype != torch.float32 and self.device.type == "cpu")
         self._embedding = body.embed_tokens.weight.detach()
         self._final_norm = body.norm.weight.detach()
