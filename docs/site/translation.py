@@ -53,7 +53,7 @@ def rules_of(section: Section, newer: Section | None = None) -> Iterator[str]:
     for rule, other in zip(section.rules, (newer or section).rules, strict=True):
         note = rule.note
         if other.note != note:
-            note = f"`skyrl_train`: {note}. `skyrl`: {other.note}"
+            note = f"`skyrl_train`: {note}. `skyrl`: {other.note}" if note else f"in `skyrl` {other.note}"
         for name in rule.spellings:
             is_of_role = _THEIRS.match(name) is not None
             ours = tuple(_OURS.sub("<role>.", key) if is_of_role else key for key in rule.ours)

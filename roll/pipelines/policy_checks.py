@@ -140,8 +140,12 @@ def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -
     options = config.estimator.options
     if isinstance(options, PassAtKOptions) and options.k >= group:
         # One of k has a chance to differ from one of all only while k is below the group's size.
-        rule = f"must be less than {config.group_key} {group}, or every advantage is 0"
-        checks.add("estimator.k", options.k, rule, max(1, group // 2))
+        if group > 1:
+            rule = f"must be less than {config.group_key} {group}, or every advantage is 0"
+            checks.add("estimator.k", options.k, rule, group // 2)
+        else:
+            rule = f"must be greater than estimator.k {options.k}, or every advantage is 0"
+            checks.add(config.group_key, group, rule, 2 * options.k)
     check_passes(config, checks)
     check_router_replay(config, checks)
     check_rewards_of_estimator(config, checks)
@@ -251,7 +255,13 @@ def note_without_effect(config: PolicyConfig, checks: Checks) -> None:
     has_entropy = config.entropy_loss_coef > 0 or config.target_entropy is not None
     if config.entropy_loss_agg_mode is not None and not has_entropy:
         checks.note("entropy_loss_agg_mode", "has no effect without entropy_loss_coef above 0")
-    modes = {config.loss_agg_mode, config.kl_loss_agg_mode, config.entropy_loss_agg_mode, config.value_loss_agg_mode}
+    terms = (
+        (config.loss_agg_mode, True),
+        (config.kl_loss_agg_mode, config.use_kl_loss),
+        (config.entropy_loss_agg_mode, has_entropy),
+        (config.value_loss_agg_mode, needs_critic(config)),
+    )
+    modes = {mode for mode, is_used in terms if is_used}
     if config.loss_norm_length is not None and "seq-mean-token-sum-norm" not in modes:
         checks.note("loss_norm_length", "has no effect without the mode seq-mean-token-sum-norm")
     if traits(config.estimator).needs_squares and config.train_infer_correction:

@@ -41,6 +41,7 @@ UNREAD: list[tuple[dict[str, Any], str, str]] = [
     ({"estimator": "rloo", "gamma": 0.9}, "gamma", "with estimator: rloo"),
     ({"pass_k": 2}, "pass_k", "read with pass@k"),
     ({"value_clip": 0.2}, "value_clip", "without critic"),
+    ({"loss_norm_length": 8, "kl_loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_norm_length", "without the mode"),
     ({"target_kl": 0.1}, "target_kl", "without add_token_level_kl: true"),
     ({"add_token_level_kl": True, "kl_horizon": 10}, "kl_horizon", "without target_kl"),
     ({"kl_loss_type": "k2"}, "kl_loss_type", "without use_kl_loss: true"),
