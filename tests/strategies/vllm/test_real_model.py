@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity.answers import compare_answers, engine_answers
-from benchmarks.parity.pretrained import chat_prompts
 from tests.strategies import engine_cases
+from tests.strategies.greedy_answers import chat_prompts, compare_answers, engine_answers
 from tests.strategies.vllm import cases
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]

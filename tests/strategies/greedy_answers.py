@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+from tests.conftest import ROOT
 from tests.strategies.samples import plain_model
 
+EXAMPLE = ROOT / "examples/smollm2/prepare.py"
 NEW_TOKENS = 48
 _AT_ONCE, _COMPARED = 50, 20
+
+
+def chat_prompts(folder: Path, count: int) -> list[list[int]]:
+    """Token ids of prompts of examples/smollm2: half instructions, half word problems."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    spec = importlib.util.spec_from_file_location("smollm2_prepare", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    prepare = sys.modules["smollm2_prepare"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(prepare)
+    random = Random(0)
+    messages = [[prepare.instruction, prepare.word_problem][index % 2](random)["messages"] for index in range(count)]
+    return [
+        list(tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=True)["input_ids"])
+        for one in messages
+    ]
 
 
 def engine_answers(engine: GenerationStrategy, prompts: list[list[int]]) -> list[list[int]]:
