@@ -126,6 +126,7 @@ def test_flat_options_of_episodes_and_critics(flat: dict[str, Any], nested: str)
         ({"loss": "vespo", "vespo_k_pos": -1}, "vespo_k_pos", "must be at least 0"),
         ({"loss": {"name": "vespo", "k_pos": 2}, "vespo_k_pos": 3}, "vespo_k_pos", "is another spelling of the option"),
         ({"loss": "cispo", "pg_variant": "vespo"}, "pg_variant", "is another spelling of loss"),
+        ({"vespo_k_pos": -1}, "vespo_k_pos", "must be at least 0"),
         ({"estimator": "rloop"}, "estimator", "estimator: rloo"),
         ({"estimator": {"name": "rloo", "gamma": 1}}, "estimator.gamma", "there are no options here"),
         ({"estimator": {"name": "reinforce", "gama": 1}}, "estimator.gama", "the nearest known one is gamma"),
