@@ -11,7 +11,8 @@ and if there is no server, it starts as Ray starts it. Hosts with accelerators h
 a fork if its driver was asked anything before.
 
 Ray reads the settings of a worker when it is imported. So a second server, a fork of the first, imports it with those
-of the first worker, and forks the workers that have the same: all those of a driver.
+of the first worker, and forks the workers that have the same: all those of a driver. It also imports what the backends
+of the roles need, since some of them (vLLM) import Ray.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ _IMPORTED = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor.parallel",
+    "transformers.modeling_layers",
     "roll.models.build",
 )
-"""Imported by the workers of every role with a model."""
+"""Imported by the workers of every role with a model; none of them imports Ray."""
 _WITH_RAY = (
     "ray._private.workers.default_worker",
     "roll.distributed.actor",
@@ -153,13 +155,9 @@ def serve() -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen(64)  # who comes before the imports are done waits
-        try:
-            with _one_blas_thread():
-                import_module("numpy")
-            for name in (*_IMPORTED, *modules):
-                import_module(name)
-        except Exception as error:  # The worker that needs it fails with an account of its own.
-            logger.warning("workers are not forked, since %s cannot be imported: %s", name, error)
+        with _one_blas_thread():
+            import_module("numpy")
+        if not _can_import(_IMPORTED):
             return
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
         settings: Mapping[str, str] | None = None
@@ -167,7 +165,7 @@ def serve() -> None:
             if request.would_import({**environment, **request.settings_of_ray}):
                 if settings is None:
                     settings = request.settings_of_ray
-                    _serve_with_ray(path + RAY_SUFFIX, {**environment, **settings}, server, request)
+                    _serve_with_ray(path + RAY_SUFFIX, modules, {**environment, **settings}, server, request)
                 if request.settings_of_ray == settings:
                     request.refer()
                 elif os.fork() == 0:
@@ -176,8 +174,10 @@ def serve() -> None:
             request.close()
 
 
-def _serve_with_ray(path: str, environment: Mapping[str, str], first: socket.socket, request: _Request) -> None:
-    """Start the second server, whose workers import under ``environment``."""
+def _serve_with_ray(
+    path: str, modules: Iterable[str], environment: Mapping[str, str], first: socket.socket, request: _Request
+) -> None:
+    """Start the second server, which imports Ray and ``modules``; its workers import under ``environment``."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen(64)
@@ -186,14 +186,22 @@ def _serve_with_ray(path: str, environment: Mapping[str, str], first: socket.soc
         first.close()  # What is open here would seem to be open at its owner's.
         request.close()
         os.environ.update(request.settings_of_ray)
-        for name in _WITH_RAY:
-            import_module(name)
-        for request in _requests(server):
+        for request in _requests(server) if _can_import((*_WITH_RAY, *modules)) else ():
             if request.would_import(environment) and os.fork() == 0:
                 server.close()
                 request.become_worker()
             request.close()
     os._exit(0)  # not a return, which would continue the first server's loop
+
+
+def _can_import(names: Iterable[str]) -> bool:
+    for name in names:
+        try:
+            import_module(name)
+        except Exception as error:  # The worker that needs it fails with an account of its own.
+            logger.warning("workers are not forked, since %s cannot be imported: %s", name, error)
+            return False
+    return True
 
 
 def _requests(server: socket.socket) -> Iterator[_Request]:

@@ -28,7 +28,8 @@ def parent(pid: int) -> int:
 
 
 def test_who_is_forked() -> None:
-    with forked(2, []), ray_runtime(2) as runtime:
+    # vLLM imports Ray, too: before the settings of this run are known, it would be a Ray without its token.
+    with forked(2, ["ray"]), ray_runtime(2) as runtime:
         server = fork_server()
         assert server is not None
         assert runtime.mark == server.mark
