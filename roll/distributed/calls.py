@@ -214,10 +214,15 @@ class PendingCall(Generic[R]):
         reports = []
         for rank in silent[:_REPORTED_RANKS]:
             address = self._address(rank)
-            frames = diagnosis.stacks(address) if address and address.node_id not in cut_off else []
+            if address is None:
+                evidence = [] if reports else diagnosis.lines_of_ray()
+            else:
+                evidence = diagnosis.stacks(address) if address.node_id not in cut_off else []
             text = f"{len(self._answers)} of {len(self._refs)} ranks answered (deadline {self.deadline:g} s)"
             reports.append(
-                RankReport(rank, _where(address), text, log_file=address.log_file if address else None, log_tail=frames)
+                RankReport(
+                    rank, _where(address), text, log_file=address.log_file if address else None, log_tail=evidence
+                )
             )
         return DeadlineExceeded(
             self.cluster, self.method, seconds, reports, silent, links=[link.text for link in links]

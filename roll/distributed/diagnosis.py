@@ -36,6 +36,12 @@ def stacks(address: WorkerAddress) -> list[str]:
     return _on_node(address, _dump_stacks, _STACK_LINES)
 
 
+def lines_of_ray(lines: int = 15) -> list[str]:
+    """The last errors of Ray's daemon on this node, where the processes of workers write until they are workers."""
+    node = ray._private.worker.global_worker.node
+    return tail(Path(node.get_logs_dir_path(), "raylet.err"), lines) if node is not None else []
+
+
 def kill_process(address: WorkerAddress) -> None:
     """Kill a worker and all processes that it has started, where they are; Ray's own way needs the worker's help."""
     _on_node(address, _kill_tree, 0)

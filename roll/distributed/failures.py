@@ -200,7 +200,8 @@ class DeadlineExceeded(RemoteError):
     def _evidence(self, report: RankReport) -> list[str]:
         lines = []
         for each in self.reports:
-            lines += _quoted(f"rank {each.rank} ({each.where}) stands at", each.log_file, each.log_tail)
+            stands = f"({each.where}) stands at" if each.where else "has no process yet; last errors of Ray here"
+            lines += _quoted(f"rank {each.rank} {stands}", each.log_file, each.log_tail)
         return lines
 
     def describe(self) -> str:

@@ -334,6 +334,13 @@ def test_hang_names_ranks_and_shows_where_they_stand(make_cluster):
     assert "in all_reduce" in message.split("rank 1 (pid")[0]
 
 
+def test_a_process_that_cannot_start_is_explained_by_what_it_wrote(make_cluster, monkeypatch):
+    monkeypatch.setattr("roll.distributed.cluster._START_SECONDS", 8.0)
+    cluster = make_cluster("BasicWorker", system_envs={"PYTHONHOME": "/nowhere"})
+    with pytest.raises(DeadlineExceeded, match=r"rank 0 has no process yet(.|\n)*No module named 'encodings'"):
+        cluster.wait_ready()
+
+
 def test_deadline_and_name_of_a_registration(make_cluster):
     cluster = make_cluster("BasicWorker", devices=[0, 1])
     with pytest.raises(DeadlineExceeded, match="'short nap'"):
