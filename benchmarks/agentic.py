@@ -215,7 +215,7 @@ async def _free(engines: Engines) -> float:
 
 
 async def _barrier(engines: Engines) -> float:
-    client = EngineClient(engines, EPISODES)  # type: ignore[arg-type]
+    client = EngineClient(engines, EPISODES)
     rng, begin = random.Random(0), asyncio.get_running_loop().time()
     for turn in range(TURNS):
         requests = [GenerationRequest(f"{turn}.{i}", [1] * OBSERVED, SamplingParams(NEW)) for i in range(EPISODES)]
@@ -401,8 +401,8 @@ async def _hot(template: Any, episodes: int) -> dict[str, float]:
     return {
         "trained": float(batch.batch["response_mask"].sum()),
         "responses": float(len(responses)),
-        "retokenized": checks["agent/retokenized_tokens"].total,
-        "violations": checks["agent/trained_once_violations"].total,
+        "retokenized": checks["agent/retokenized_tokens"].value(),
+        "violations": checks["agent/trained_once_violations"].value(),
         "changed": float(sum(template.encode(template.decode(ids)) != ids for ids in responses)),
     }
 

@@ -162,7 +162,7 @@ class Simulation:
 
     def run(self, steps: int) -> Figures:
         """Simulate ``steps`` steps."""
-        engines = EngineClient(self.engines, max_running_requests=10**9, slice_seconds=0.5)  # type: ignore[arg-type]
+        engines = EngineClient(self.engines, max_running_requests=10**9, slice_seconds=0.5)
         rewards = RewardClient({"d": SimulatedRewards(self.clock)})  # type: ignore[dict-item]
         warm_up = int(steps * WARM_UP)
         driver = DriverLoop(self.clock)

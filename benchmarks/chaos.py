@@ -144,7 +144,7 @@ class Chain:
             kill_tree(process.pid)
             process.wait()
         elif self.victim == "rank":
-            kill([Driver(process, self.output).worker_pid("actor_train-0") or process.pid])  # type: ignore[arg-type]
+            kill([Driver(process, self.output).worker_pid("actor_train-0") or process.pid])
         elif self.victim == "driver":
             kill(descendants(process.pid)[:1])
         else:

@@ -34,7 +34,8 @@ from rich.table import Table
 from benchmarks.preferences import TRL_SETTINGS, Contestant, own_strategy, write_random
 from benchmarks.train_step import SHAPES
 from roll.config.losses import DivergenceConfig
-from roll.methods.distill import TEACHER, DistillLoss
+from roll.methods.distill import DistillLoss
+from roll.methods.teachers import TEACHER
 from roll.models.layouts import TopTokens
 from roll.strategies.base import TOP_COLUMNS, ModelStrategy, TensorBatch, target_columns
 
@@ -151,8 +152,8 @@ def own_step(policy: ModelStrategy, batch: TensorBatch, ask: Any) -> float:
         loss.outputs,
         comparisons=loss.comparisons,
     )
-    loss: Any = metrics["student/kd_loss"]
-    return float(loss.value())
+    kd_loss: Any = metrics["student/kd_loss"]
+    return float(kd_loss.value())
 
 
 def main() -> None:

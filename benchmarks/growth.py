@@ -58,7 +58,7 @@ def measure(steps: int, at: Sequence[int], folder: Path) -> tuple[dict[int, Read
             stderr=errors,
             cwd=ROOT,
         )
-    driver, readings, files = Driver(process, output), {}, {}  # type: ignore[arg-type]
+    driver, readings, files = Driver(process, output), {}, {}
     try:
         for step in at:
             while driver.steps_done() < step:

@@ -148,7 +148,8 @@ def reference_bytes(role: WorkerConfig, shape: Shape, ranks: int) -> float:
 
 
 def costs(loaded: LoadedConfig[Any]) -> Costs:
-    config, plan = loaded.config, loaded.plan
+    config = loaded.config
+    plan: Any = loaded.plan
     shape, roles = SHAPES[config.pretrain], plan.roles
     actor, engine, training = roles["actor_train"], roles["actor_infer"], plan.training["actor_train"]
     response = FILLED * plan.response_length

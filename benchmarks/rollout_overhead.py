@@ -92,7 +92,7 @@ def seconds_per_step(prompts: int, group_size: int, engines: int, steps: int, tu
     clock, numbers = Clock(), count()
     driver = DriverLoop(clock)
     per_turn = max(1, prompts // engines // 8)
-    client = EngineClient(QuickEngines(clock, engines, per_turn), max_running_requests=prompts)  # type: ignore[arg-type]
+    client = EngineClient(QuickEngines(clock, engines, per_turn), max_running_requests=prompts)
     rewards = RewardClient({"d": QuickRewards(clock)})  # type: ignore[dict-item]
     settings = GroupSettings(group_size, SamplingParams(max_new_tokens=TOKENS), seed=0)
     seconds = []

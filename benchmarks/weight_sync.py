@@ -163,7 +163,7 @@ class Transfer:
         options: argparse.Namespace,
     ) -> None:
         self._sender = WeightSender(build_transport(transport, folder, "gloo", "127.0.0.1"))
-        self._bucket_bytes = SyncOptions(options.bucket_mb * MIB, DEADLINE, transport).bucket_bytes
+        self._bucket_bytes = SyncOptions(options.bucket_mb * MIB, DEADLINE, DEADLINE, transport).bucket_bytes
         self._weights = weights
         self._engines = RayEngines({0: engines.workers[0]})
         self.memory = 0

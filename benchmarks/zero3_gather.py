@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ def measure(rank: int, options: argparse.Namespace, folder: Path) -> None:
         model_args=ModelArguments(model_name_or_path=str(folder / "model"), dtype="fp32"),
         strategy_args=StrategyArguments("deepspeed_infer", PARTITION_ALL),
     )
-    strategy = create_strategy(role)
+    strategy: Any = create_strategy(role)
     strategy.initialize()
     rows = [
         ("a parameter, DeepSpeed's own", gather_all(lambda: one_by_one(strategy.model))),

@@ -36,7 +36,7 @@ def make_model(tokenizer: PreTrainedTokenizerBase, seed: int) -> Qwen3MoeForCaus
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     multiple = tiny_model.VOCABULARY_MULTIPLE
-    config = Qwen3MoeConfig(
+    config = Qwen3MoeConfig(  # type: ignore[call-arg]  # head_dim is an attribute without a field
         vocab_size=-(-len(tokenizer) // multiple) * multiple,
         hidden_size=HIDDEN_SIZE,
         intermediate_size=2 * EXPERT_SIZE,

@@ -211,7 +211,7 @@ class PendingCall(Generic[R]):
         links = [link for link in found if link.node_id in waiting or link.is_slow]
         # A node without a connection would answer no request for stacks either, and cost its time limit for each rank.
         cut_off = {link.node_id for link in links if not link.answers}
-        reports = []
+        reports: list[RankReport] = []
         for rank in silent[:_REPORTED_RANKS]:
             address = self._address(rank)
             if address is None:

@@ -168,7 +168,7 @@ class Worker:
         if self._store is not None:
             return
         import torch.distributed as dist
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import PrefixStore, TCPStore
 
         context, platform = self.context, current_platform()
         timeout = timedelta(minutes=context.role.backend_timeout)

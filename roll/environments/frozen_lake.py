@@ -100,6 +100,11 @@ class FrozenLake(GridGame):
         found[self.position[0]][self.position[1]] = own
         return found
 
+    def best_moves(self) -> list[str]:
+        """The moves that begin a shortest way to the goal, the ice not being slippery."""
+        near = self._distances[self.position]
+        return [move for move in MOVES if self._distances.get(moved(self.position, move), near) < near]
+
     def _distances_to_goal(self) -> dict[Cell, int]:
         found, waiting = {self.goal: 0}, deque([self.goal])
         while waiting:

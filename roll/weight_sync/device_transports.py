@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore
 
 from roll.protocol.columns import flat_view
 from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out
