@@ -27,7 +27,7 @@ from typing import Any
 import ray
 
 from roll.config import objects
-from roll.config.reading.masking import masked_text, register_secrets
+from roll.config.reading.masking import MaskingFormatter, masked_text, register_secrets
 from roll.distributed.nodes import interface_of
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext, registrations
 from roll.distributed.worker_environment import LOG_DIR_ENV
@@ -135,7 +135,7 @@ def open_worker_log(worker_name: str, log_dir: Path | None) -> Path | None:
             os.dup2(file.fileno(), 2)
     handler = logging.StreamHandler(os.fdopen(os.dup(2), "w", buffering=1))
     handler.setFormatter(
-        _MaskingFormatter(f"%(asctime)s %(levelname)s [{worker_name}] %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
+        MaskingFormatter(f"%(asctime)s %(levelname)s [{worker_name}] %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -143,11 +143,6 @@ def open_worker_log(worker_name: str, log_dir: Path | None) -> Path | None:
     faulthandler.enable(file=2)
     faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
     return path
-
-
-class _MaskingFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return masked_text(super().format(record))
 
 
 def tail(path: Path, lines: int = 20, begin: int = 0) -> list[str]:

@@ -18,7 +18,7 @@ from roll.distributed.guard import command_of, kill_tree
 
 _REMOTE_SECONDS = 10.0
 _STACK_SECONDS = 2.0
-_STACK_LINES = 25
+_STACK_LINES, _TAIL_LINES = 25, 15
 
 _EXIT_DETAIL = re.compile(r"Worker exit detail: (?P<detail>.*)")
 _NODE_LOST = re.compile(r"node has died|node was terminated|node is (dead|removed)|health check fail", re.IGNORECASE)
@@ -26,9 +26,9 @@ _PAYLOAD = 1 << 20
 _RAY_LINES = (":job_id:", ":actor_name:", ":task_name:")
 
 
-def log_tail(address: WorkerAddress, lines: int = 15) -> list[str]:
+def log_tail(address: WorkerAddress) -> list[str]:
     """The last lines of a worker's log, read on the worker's own node."""
-    return _on_node(address, _read_tail, lines)
+    return _on_node(address, _read_tail, _TAIL_LINES)
 
 
 def stacks(address: WorkerAddress) -> list[str]:

@@ -225,9 +225,8 @@ class Guard:
 
 def main() -> None:
     """Wait for the driver's end."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
     facts: dict[str, Any] = {}
     for line in _messages(facts):
         with suppress(json.JSONDecodeError):  # incomplete at the driver's end

@@ -45,7 +45,6 @@ MOST_REWINDS = 3
 FAILED, INTERRUPTED, DONE, WRONG, REWIND = "failed", "interrupted", "done", "wrong", "rewind"
 """Reasons of an end: a fault that a restart may overcome, a signal, the last step, a mistake that a restart would
 repeat, a batch that gave a non-finite number."""
-_SAVE = getattr(signal, "SIGUSR1", None)
 _CLEANUP_SECONDS = 5.0
 _START_SECONDS = 120.0
 """Time for the head to clean up after a run and to start again."""
@@ -307,7 +306,7 @@ class Supervisor:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if number != _SAVE or not self._policy.saves_on_usr1:
+        if number != signal.SIGUSR1 or not self._policy.saves_on_usr1:
             self._signal = number
             self._woken.set()
         if self._child is not None and self._child.returncode is None:

@@ -51,7 +51,7 @@ from roll.distributed.ray_node import (
 )
 from roll.distributed.restarts import DONE, supervised
 from roll.distributed.signals import ENDING, ending
-from roll.distributed.worker_environment import LOG_DIR_ENV, absent_here
+from roll.distributed.worker_environment import LOG_DIR_ENV, absent_here, environment
 from roll.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def ray_runtime(
     inherited = absent_here(num_devices_per_node, mark) | exported
     has_ray = ray.is_initialized()
     auth = contextlib.nullcontext() if has_ray else _private_auth(nodes)
-    with auth, _environment({**DRIVER_SETTINGS, **exported}), ending.handled():
+    with auth, environment({**DRIVER_SETTINGS, **exported}), ending.handled():
         ending.saves_on_usr1 = saves_on_usr1
         if has_ray or nodes.ray_address is not None:
             connected = contextlib.nullcontext() if has_ray else _connected(str(nodes.ray_address), None, inherited)
@@ -239,7 +239,7 @@ def _guarded(mark: str, folder: Path | None) -> Iterator[Guard]:
 @contextlib.contextmanager
 def _own_node(options: NodeOptions, inherited: Mapping[str, str], folder: Path) -> Iterator[Node]:
     forks = fork_server()
-    with _environment({**inherited, **(forks.environment(WORKER_SCRIPT) if forks is not None else {})}):
+    with environment({**inherited, **(forks.environment(WORKER_SCRIPT) if forks is not None else {})}):
         # Blocked in processes that start here: a signal to the whole process group, or to all processes of a job, is
         # the driver's, which needs the others to save a checkpoint.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
@@ -477,22 +477,8 @@ def _private_auth(nodes: NodeEnvironment) -> Iterator[None]:
         return
     own = {} if several else {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     try:
-        with _environment({"RAY_AUTH_MODE": "token", **own}):
+        with environment({"RAY_AUTH_MODE": "token", **own}):
             reload_auth()
             yield
     finally:
         reload_auth()
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

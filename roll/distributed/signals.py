@@ -18,12 +18,10 @@ from types import FrameType
 
 logger = logging.getLogger(__name__)
 
-ENDING = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
-)  # Windows has neither SIGHUP nor SIGUSR1
-_SAVE = getattr(signal, "SIGUSR1", None)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_SAVE = signal.SIGUSR1
 """May ask for a checkpoint only (:attr:`EndingSignals.saves_on_usr1`)."""
-_WAKE = getattr(signal, "SIGALRM", None)
+_WAKE = signal.SIGALRM
 """Brings an exception into the main thread (:meth:`EndingSignals.raise_in_main`)."""
 
 SAME_SECONDS = 0.5
@@ -88,8 +86,7 @@ class EndingSignals:
                 self._depth -= 1
             return
         self._depth, self._is_installed = 1, True
-        numbers = [*ENDING, *([] if _WAKE is None else [_WAKE])]
-        before = {number: signal.getsignal(number) for number in numbers}
+        before = {number: signal.getsignal(number) for number in (*ENDING, _WAKE)}
         self._ignored = {number for number in ENDING if before[number] is signal.SIG_IGN}
         reader, writer = socket.socketpair()
         # Required by set_wakeup_fd(): a handler must never block on a full buffer.
@@ -113,8 +110,7 @@ class EndingSignals:
             return
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN if number in self._ignored else self._handle)
-        if _WAKE is not None:
-            signal.signal(_WAKE, self._raise_pending)
+        signal.signal(_WAKE, self._raise_pending)
 
     @contextmanager
     def holding(self, then_raise: bool = True) -> Iterator[None]:
@@ -153,7 +149,7 @@ class EndingSignals:
         """Raise a ``SystemExit`` that means ``error`` (:meth:`meant`) in the main thread, as soon as that runs Python
         code; from whatever thread."""
         self._pending = error
-        if _WAKE is not None and self._is_installed:
+        if self._is_installed:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
     def take_over(self, number: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from roll.distributed.guard import MARK_ENV
 from roll.platforms import current_platform, usable_cores
@@ -41,3 +43,18 @@ def absent_here(num_devices: int, mark: str) -> dict[str, str]:
     threads = {"OMP_NUM_THREADS": str(worker_threads(num_devices))}
     wanted = {**WORKER_DEFAULTS, **threads, **RAY_SETTINGS, MARK_ENV: mark}
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process for the length of the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -7,7 +7,6 @@ modules what single operations compute for a sequence is compared as well, in th
 
 from __future__ import annotations
 
-import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem
+from roll.distributed.worker_environment import environment, worker_threads
 
 if TYPE_CHECKING:
     from roll.strategies.base import ModelStrategy
@@ -112,7 +112,6 @@ class Pair:
     def __init__(self, loaded: LoadedConfig[Any]) -> None:
         import torch
 
-        from roll.distributed.worker_environment import worker_threads
         from roll.strategies.base import ALL_WEIGHTS
         from roll.strategies.factory import create_generation_strategy, create_strategy
 
@@ -123,8 +122,8 @@ class Pair:
         )
         threads = worker_threads(loaded.plan.num_devices_per_node)
         # As many threads as a worker has: their number decides the order of sums, and so the last bits.
-        environment = {"OMP_NUM_THREADS": threads} | dict(loaded.config.system_envs) | trained.system_envs
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
+        variables = {"OMP_NUM_THREADS": threads} | dict(loaded.config.system_envs) | trained.system_envs
+        torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
         try:
             self.trainer: ModelStrategy = create_strategy(trained, seed=loaded.config.seed)
             self.trainer.initialize()
@@ -216,19 +215,12 @@ def one_rank() -> Iterator[None]:
         yield
         return
     own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    before = {name: os.environ.get(name) for name in own}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= own
+    with tempfile.TemporaryDirectory() as folder, environment(own):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         try:
             yield
         finally:
             dist.destroy_process_group()
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 def locate(loaded: LoadedConfig[Any], sequence: Sequence[int], position: int) -> str:

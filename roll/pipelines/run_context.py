@@ -12,7 +12,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -148,17 +148,12 @@ class RunContext(RunLifetime):
         """The block changes no model: a signal may end it at any point, and what was before it is saved."""
         return ending.interruptible()
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time the block as ``time/<name>``."""
-        # Polled at phases: no thread of the driver waits until the ranks have written a checkpoint.
-        if self._checkpoints.pending is not None:
-            self._checkpoints.publish_if_written()
-        return self._measured(name) if self._measures_memory else self._timer.phase(name)
-
     @contextmanager
-    def _measured(self, name: str) -> Iterator[None]:
-        """Like :meth:`phase`, in steps that measure the memory of all workers: their work is measured as well."""
-        with self._stragglers.phase(name), self._timer.phase(name):
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block as ``time/<name>``; in steps that measure the memory of all workers, their work as well."""
+        # Polled at phases: no thread of the driver waits until the ranks have written a checkpoint.
+        self._checkpoints.publish_if_written()
+        with self._stragglers.phase(name) if self._measures_memory else nullcontext(), self._timer.phase(name):
             yield
 
     def record(self, metrics: Metrics) -> None:

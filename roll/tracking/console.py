@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.config.pipelines import Headline
-from roll.config.reading.masking import masked_text
+from roll.config.reading.masking import MaskingFormatter
 
 STEP_LOGGER = "roll.steps"
 """Its records are the one line a step; on a terminal the progress bar shows them instead."""
@@ -30,13 +30,6 @@ LOG_NAME = "run.log"
 
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
-
-
-class MaskingFormatter(logging.Formatter):
-    """Formats a record, its traceback included, without the secrets in it."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return masked_text(super().format(record))
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
@@ -54,7 +47,7 @@ class _ConsoleHandler(logging.StreamHandler[TextIO]):
         """Ignored: the base class sets it once."""
 
 
-def setup_logging(log_dir: Path, level: int = logging.INFO, *, interactive: bool | None = None) -> Path:
+def setup_logging(log_dir: Path, *, interactive: bool | None = None) -> Path:
     """Send records of the package to ``log_dir/run.log`` (appended to) and to standard error; return the file's path.
 
     Called again, it replaces what the last call set up. The root logger is left alone, so other libraries' records go
@@ -62,7 +55,6 @@ def setup_logging(log_dir: Path, level: int = logging.INFO, *, interactive: bool
 
     Args:
         log_dir: made if need be.
-        level: the least level that is written.
         interactive: True keeps the step lines off the console, for a progress bar is there; None: if standard error is
             a terminal.
     """
@@ -83,7 +75,7 @@ def setup_logging(log_dir: Path, level: int = logging.INFO, *, interactive: bool
         # What a full disk refused of an earlier run's log is refused again when it is closed, and lost.
         with suppress(OSError):
             handler.close()
-    package.setLevel(level)
+    package.setLevel(logging.INFO)
     package.propagate = False
     package.addHandler(file)
     package.addHandler(console)

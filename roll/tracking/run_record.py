@@ -277,16 +277,25 @@ class PhaseTimer:
                 self._bytes[key] = max(self._bytes.get(key, 0.0), float(value))
 
 
-class _LineFile:
-    """Writes one line of JSON per row. A full disk costs lines and one warning, not the run."""
+class TimelineLog:
+    """Appends the phases of steps, a line of JSON each. A full disk costs lines and one warning, not the run.
 
-    def __init__(self, path: Path, mode: str, buffering: int = -1) -> None:
+    Args:
+        path: of the file; its folder is made if need be.
+        resumed: go on in an earlier run's file; else that is renamed to ``<name>.previous``.
+    """
+
+    def __init__(self, path: Path, resumed: bool) -> None:
+        if path.exists() and not resumed:
+            path.replace(path.with_name(f"{path.name}.previous"))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file: IO[str] = open(path, mode, encoding="utf-8", buffering=buffering)  # noqa: SIM115 (for the whole run)
+        self._file: IO[str] = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
         self._failed = False
 
-    def write(self, row: object) -> None:
+    def append(self, step: int, begin: float, end: float, phases: Sequence[Span]) -> None:
+        spans = [[name, round(first, 4), round(last, 4)] for name, first, last in phases]
+        row = {"step": step, "begin": round(begin, 4), "end": round(end, 4), "phases": spans}
         try:
             self._file.write(json.dumps(row) + "\n")
         except OSError as error:
@@ -297,24 +306,6 @@ class _LineFile:
     def close(self) -> None:
         with suppress(OSError):
             self._file.close()
-
-
-class TimelineLog(_LineFile):
-    """Appends the phases of steps.
-
-    Args:
-        path: of the file; its folder is made if need be.
-        resumed: go on in an earlier run's file; else that is renamed to ``<name>.previous``.
-    """
-
-    def __init__(self, path: Path, resumed: bool) -> None:
-        if path.exists() and not resumed:
-            path.replace(path.with_name(f"{path.name}.previous"))
-        super().__init__(path, "a", buffering=1)
-
-    def append(self, step: int, begin: float, end: float, phases: Sequence[Span]) -> None:
-        spans = [[name, round(first, 4), round(last, 4)] for name, first, last in phases]
-        self.write({"step": step, "begin": round(begin, 4), "end": round(end, 4), "phases": spans})
 
 
 @dataclass(frozen=True)

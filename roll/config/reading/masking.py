@@ -8,6 +8,7 @@ that were met there (:func:`register_secrets`, and the environment).  Where the 
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -133,6 +134,13 @@ def masked_text(text: str) -> str:
     text = _ASSIGNED.sub(_masked_assignment, text)
     text = _SHAPES.sub(MASK, text)
     return _PREFIXED.sub(_masked_prefixed, text)
+
+
+class MaskingFormatter(logging.Formatter):
+    """Formats a record, its traceback included, without the secrets in it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked_text(super().format(record))
 
 
 def register_secrets(data: object) -> None:

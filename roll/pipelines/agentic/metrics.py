@@ -18,7 +18,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 
 
-def episode_metrics(groups: Sequence[EpisodeGroup], prefix: str = "") -> Metrics:
+def episode_metrics(groups: Sequence[EpisodeGroup]) -> Metrics:
     """Metrics of all episodes and by tag: rollout, episode, env, turn, agent, shares of time."""
     everything = [episode for group in groups for episode in group.episodes]
     metrics = _rollout(everything) | _outcomes(everything, "episode") | _tokens(everything) | _times(everything)
@@ -30,7 +30,7 @@ def episode_metrics(groups: Sequence[EpisodeGroup], prefix: str = "") -> Metrics
     spreads = [float(np.std(scores)) for group in groups if (scores := group.scores())]
     metrics["group/spread"] = Mean(sum(spreads), len(spreads))
     metrics["group/dead"] = Mean(float(sum(spread == 0 for spread in spreads)), len(spreads))
-    return {f"{prefix}{name}": value for name, value in metrics.items()}
+    return metrics
 
 
 def validation_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
