@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from roll.config.loader import LoadedConfig, load_config
+from roll.config.reading.compose import add_config_arguments
 from roll.config.reading.errors import ConfigError, Problem
 from roll.pipelines.bisect_log_probs import ENGINE, TRAINER, Pair, by_layer, one_rank, parting_in_words
 from roll.preflight import prepared
@@ -24,8 +25,7 @@ def main(words: Sequence[str]) -> int:
     """
     description = "say where the log-probs of engine and trainer part"
     parser = argparse.ArgumentParser(prog="roll bisect-logprobs", description=description)
-    parser.add_argument("config", help="YAML file, also relative to examples/")
-    parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help="changes of the configuration")
+    add_config_arguments(parser, "changes of the configuration")
     parser.add_argument("--prompts", type=int, default=4, help="prompts of the data (default: 4)")
     parser.add_argument("--samples", type=int, default=4, help="responses to each (default: 4)")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens of a response (default: 64)")

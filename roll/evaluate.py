@@ -13,7 +13,7 @@ from typing import Any
 
 from roll.config.loader import LoadedConfig, find_file, load_composed
 from roll.config.pipelines import definition_of
-from roll.config.reading.compose import compose_file
+from roll.config.reading.compose import add_config_arguments, compose_file
 from roll.config.reading.errors import ConfigError, Problem, Problems
 
 EVALUATE, AGENTIC = "evaluate", "agentic_rollout"
@@ -109,10 +109,7 @@ def load_evaluation(
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll evaluate", description=__doc__, epilog=EPILOG)
-    parser.add_argument("config", help="YAML file, also relative to examples/")
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="changes: key=value, +new.key=value, '~key'"
-    )
+    add_config_arguments(parser, "changes: key=value, +new.key=value, '~key'")
     parser.add_argument(
         "--model",
         action="append",

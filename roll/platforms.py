@@ -106,15 +106,12 @@ class CpuPlatform(Platform):
 
     def memory_stats(self) -> dict[str, int]:
         fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
-        return {"used": _kibibytes(fields["VmRSS"]), "peak": _kibibytes(fields["VmHWM"])}
+        names = {"used": "VmRSS", "peak": "VmHWM"}
+        return {name: int(fields[field].split()[0]) * 1024 for name, field in names.items()}
 
     def reset_peak_memory(self) -> None:
         """Linux starts a new high-water mark on writing 5 to ``clear_refs`` (proc(5))."""
         _CLEAR_REFS.write_text("5")
-
-
-def _kibibytes(field: str) -> int:
-    return int(field.split()[0]) * 1024
 
 
 class AcceleratorPlatform(Platform):

@@ -40,7 +40,6 @@ from roll.config.pipelines import find_own_modules
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
-from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, requested_stage
 from roll.config.strategies.registry import BACKENDS, typed_strategy_config
@@ -68,9 +67,7 @@ def require_packages(loaded: LoadedConfig[Any]) -> None:
         package = None if backend is None else backend.package
         if package is not None and not is_installed(package.module):
             rule = f"needs a package that is not installed: {package.install}"
-            problems.append(
-                Problem(f"{name}.strategy_args.strategy_name", role.strategy_name, rule, source=shown(loaded.source))
-            )
+            problems.append(loaded.problem(f"{name}.strategy_args.strategy_name", role.strategy_name, rule))
     if problems:
         raise ConfigError(problems)
 
@@ -87,7 +84,7 @@ def require_trackers(loaded: LoadedConfig[Any]) -> None:
     ]
     if missing:
         rule = f"needs a package that is not installed: pip install {TRACKERS[missing[0]]}"
-        raise ConfigError([Problem("track_with", missing[0], rule, "tensorboard", shown(loaded.source))])
+        raise ConfigError([loaded.problem("track_with", missing[0], rule, "tensorboard")])
 
 
 def check_types(loaded: LoadedConfig[Any]) -> None:
@@ -109,9 +106,7 @@ def check_types(loaded: LoadedConfig[Any]) -> None:
     if not names or computes_in_fp16():
         return
     rule = "DeepSpeed computes in it on accelerators, and on CPUs with AVX512-FP16 or AMX-FP16; this host has neither"
-    raise ConfigError(
-        [Problem(f"{name}.model_args.dtype", "fp16", rule, "bf16", shown(loaded.source)) for name in names]
-    )
+    raise ConfigError([loaded.problem(f"{name}.model_args.dtype", "fp16", rule, "bf16") for name in names])
 
 
 def computes_in_fp16() -> bool:
@@ -154,9 +149,9 @@ def find_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> bool:
             rule = family_problem(found, name, role)
             options = typed_strategy_config(role.strategy_args)
             for wrong, value, text, example in options.shape_problems(pipeline.section_key(name), role, found):
-                problems.append(Problem(wrong, value, f"{text} ({path})", example, shown(loaded.source)))
+                problems.append(loaded.problem(wrong, value, f"{text} ({path})", example))
         if rule is not None and not any(problem.key == key for problem in problems):
-            problems.append(Problem(key, path, rule, source=shown(loaded.source)))
+            problems.append(loaded.problem(key, path, rule))
     if problems:
         raise ConfigError(problems)
     return bool(answers)
@@ -182,7 +177,7 @@ def dequantise_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> 
                 say(f"dequantising {file} into {dequantised_folder(file)} ...")
             dequantise(file)
         except (OSError, ValueError) as error:
-            raise ConfigError([Problem(key, path, str(error), source=shown(loaded.source))]) from error
+            raise ConfigError([loaded.problem(key, path, str(error))]) from error
 
 
 def fetch(path: str, seconds: float = SECONDS) -> str | None:
@@ -264,7 +259,7 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
         if str(error).startswith("track_with: "):
             key, value = "track_with", loaded.config.track_with
         rule = str(error).removeprefix("track_with: ")
-        raise ConfigError([Problem(key, value, rule, source=shown(loaded.source), has_value=bool(value))]) from error
+        raise ConfigError([loaded.problem(key, value, rule, has_value=bool(value))]) from error
 
 
 def check_first_rows(loaded: LoadedConfig[Any]) -> None:
@@ -289,7 +284,7 @@ def check_first_rows(loaded: LoadedConfig[Any]) -> None:
                     first = first_row(path)
                     read(form_of(data_args, first)(first))
             except DataError as error:
-                problems.append(Problem(f"{key}.file_name", name, str(error), source=shown(loaded.source)))
+                problems.append(loaded.problem(f"{key}.file_name", name, str(error)))
                 break
     if problems:
         raise ConfigError(problems)
@@ -340,15 +335,15 @@ def check_resumption(loaded: LoadedConfig[Any]) -> None:
     upload = config.checkpoint_config.output_dir
     folders = [plan.checkpoint_dir, *([Path(upload)] if upload and not is_url(upload) else [])]
     store = ObjectStore(upload, config.checkpoint_config.storage_options) if upload and is_url(upload) else None
-    wanted, source = config.resume_from_checkpoint, shown(loaded.source)
+    wanted = config.resume_from_checkpoint
     problems: list[Problem] = []
     try:
         for key, place in {"checkpoint_config.output_dir": upload, "resume_from_checkpoint": wanted}.items():
             if isinstance(place, str) and is_url(place) and (cannot := store_problem(place)):
-                raise ConfigError([Problem(key, place, cannot, source=source)])
+                raise ConfigError([loaded.problem(key, place, cannot)])
         checkpoint = probable_checkpoint(wanted, folders, store, (TRAINER_STATE, PIPELINE_STATE))
     except (OSError, CheckpointDamagedError) as error:
-        raise ConfigError([Problem("resume_from_checkpoint", wanted, str(error), source=source)]) from error
+        raise ConfigError([loaded.problem("resume_from_checkpoint", wanted, str(error))]) from error
     if checkpoint is None:
         return
     written = {path.parent.name for path in checkpoint.path.glob(f"*/{TRAINER_STATE}")}
@@ -358,14 +353,14 @@ def check_resumption(loaded: LoadedConfig[Any]) -> None:
             if role in written
             else f"{checkpoint.path} holds nothing of {role}; it holds {', '.join(sorted(written)) or 'no model'}"
         )
-        problems.append(Problem("resume_from_checkpoint", wanted, f"{rule}. {_ANEW}", source=source))
+        problems.append(loaded.problem("resume_from_checkpoint", wanted, f"{rule}. {_ANEW}"))
     for role in sorted(written & set(plan.training)):
         for key, rule in _resumption_problems(checkpoint.role(role), getattr(config, role)):
             path, value = f"{role}.{key}", reduce(getattr, key.split("."), getattr(config, role))
-            problems.append(Problem(path, value, f"{rule}. {_ANEW}", source=source))
+            problems.append(loaded.problem(path, value, f"{rule}. {_ANEW}"))
     state = json.loads((checkpoint.role(STATE_FOLDER) / PIPELINE_STATE).read_text(encoding="utf-8"))
     for key, value, rule in loaded.pipeline.resumption_problems(loaded, str(checkpoint.path), state):
-        problems.append(Problem(key, value, f"{rule}. {_ANEW}", source=source))
+        problems.append(loaded.problem(key, value, f"{rule}. {_ANEW}"))
     if problems:
         raise ConfigError(problems)
 
@@ -435,6 +430,6 @@ def check_own_functions(loaded: LoadedConfig[Any]) -> None:
             find_own_modules()
             look_up()
         except ValueError as error:
-            problems.append(Problem(key, value, str(error), source=shown(loaded.source), has_value=True))
+            problems.append(loaded.problem(key, value, str(error)))
     if problems:
         raise ConfigError(problems)

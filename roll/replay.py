@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from roll.config.loader import LoadedConfig, load_config
+from roll.config.reading.compose import add_config_arguments
 from roll.config.reading.errors import ConfigError, Problem
 from roll.preflight import prepared
 
@@ -63,10 +64,7 @@ def main(words: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="roll replay", description="take the step of a recorded batch again")
     parser.add_argument("dump", type=Path, help="file of the batch: batches/step-000012.safetensors")
-    parser.add_argument("config", help="YAML file, also relative to examples/")
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="changes, of strategy and layout say"
-    )
+    add_config_arguments(parser, "changes, of strategy and layout say")
     parser.add_argument("--bound", type=float, help="relative difference allowed (default: by the dtype)")
     parser.add_argument("--output", type=Path, help="folder of the logs (default: replay next to the dump)")
     arguments = parser.parse_intermixed_args(list(words))

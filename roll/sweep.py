@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from roll.config.loader import LoadedConfig, load_config
-from roll.config.reading.compose import parse_override
+from roll.config.reading.compose import add_config_arguments, parse_override
 from roll.config.reading.errors import ConfigError, Problem
 from roll.platforms import current_platform
 from roll.preflight import check_parts
@@ -207,10 +207,7 @@ def show(results: Any, sweep: Sweep, mode: str) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="roll sweep", description=__doc__.split("\n\n")[0])
-    parser.add_argument("config", help="YAML file, also relative to examples/")
-    parser.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="changes; a key with several values: key=a,b"
-    )
+    add_config_arguments(parser, "changes; a key with several values: key=a,b")
     parser.add_argument("--metric", help="decides by its last value (default: the first of the progress line)")
     parser.add_argument("--mode", choices=("max", "min"), help="default: min for a loss, else max")
     parser.add_argument("--parallel", type=int, default=1, help="trials at a time without an accelerator (default: 1)")

@@ -247,7 +247,7 @@ class TrainClient:
         self._check_learns()
         strategy = self._cluster.role.strategy_args.strategy_name
         if not backend_of(strategy).accumulates:
-            able = ", ".join(backend.strategies[0] for backend in BACKENDS.rows if backend.accumulates)
+            able = ", ".join(backend.names[0] for backend in BACKENDS.rows if backend.accumulates)
             raise ValueError(
                 f"{self.role}.strategy_args.strategy_name: {strategy} computes a gradient and takes its step at once: "
                 f"call step, or use one of {able}"

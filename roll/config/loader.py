@@ -34,6 +34,7 @@ from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.legacy_keys import dead_keys
 from roll.config.reading.masking import know_keys, register_secrets
 from roll.config.reading.schema import SchemaReader, build, declared_secrets, known_keys
+from roll.config.reading.yaml_files import shown
 from roll.config.run import RunConfig
 
 C = TypeVar("C", bound=RunConfig)
@@ -60,6 +61,10 @@ class LoadedConfig(Generic[C]):
     """The mapping that a configuration without a file was read from."""
     callbacks: tuple[Any, ...] = ()
     """Objects as of :class:`roll.tracking.callbacks.Callback`."""
+
+    def problem(self, key: str, value: object, rule: str, example: object = None, *, has_value: bool = True) -> Problem:
+        """A mistake in this file that is found when it is loaded."""
+        return Problem(key, value, rule, example, shown(self.source), has_value)
 
     def is_written(self, key: str) -> bool:
         """Return whether the file or the command line has the key, also in a section under another name."""

@@ -58,7 +58,7 @@ def _strategy_options() -> Iterator[tuple[str, type, tuple[type, ...]]]:
     yield "`strategy_config` of `hf_infer`, `vllm` and `sglang`", EngineConfig, ()
     yield "`strategy_config` of `vllm` and `sglang`", PackagedEngineConfig, (EngineConfig,)
     for backend in BACKENDS.rows:
-        names = " and ".join(f"`{name}`" for name in backend.strategies)
+        names = " and ".join(f"`{name}`" for name in backend.names)
         shared = (ShardedStrategyConfig, EngineConfig, PackagedEngineConfig)
         bases = tuple(base for base in shared if issubclass(backend.options, base))
         yield f"{'further ' if bases else ''}`strategy_config` of {names}", backend.options, bases
@@ -341,7 +341,7 @@ def _value_schema(item: Field[Any], hint: object, definitions: dict[str, Any]) -
         own = {"type": "object", "properties": {"name": {"type": "string", "pattern": DOTTED_PATH.pattern}}}
         return {"anyOf": [{"type": "string"}, *sections, own, INTERPOLATION]}
     if item.name == "strategy_name":
-        return {"anyOf": [{"enum": [name for backend in BACKENDS.rows for name in backend.strategies]}, INTERPOLATION]}
+        return {"anyOf": [{"enum": [name for backend in BACKENDS.rows for name in backend.names]}, INTERPOLATION]}
     if isinstance(hint, type) and is_dataclass(hint):
         # In place of anyOf, whose mistakes would be those of the section, not of a key in it.
         section, others = _type_schemas(hint, definitions)

@@ -86,7 +86,7 @@ def backends() -> Iterator[Finding]:
     """Every strategy and engine: installed or not, in which version, and how to install it."""
     brought = metadata.packages_distributions()
     for backend in BACKENDS.rows:
-        package, names = backend.package, ", ".join(backend.strategies)
+        package, names = backend.package, ", ".join(backend.names)
         if package is None:
             yield Finding(backend.name, f"{names}: ready", "comes with the base install")
             continue

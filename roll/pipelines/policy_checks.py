@@ -17,9 +17,8 @@ from roll.config.lora import adapter_rank, adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
 from roll.config.policy import update_mode
-from roll.config.reading.errors import ConfigError, Problem
+from roll.config.reading.errors import ConfigError
 from roll.config.reading.fields import DOTTED_PATH
-from roll.config.reading.yaml_files import shown
 from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.methods.policy_plan import (
     PolicyConfig,
@@ -437,5 +436,4 @@ def check_transport(loaded: LoadedConfig[Any]) -> None:
     device_type = current_platform().device_type
     if device_type != "cuda":
         rule = f"needs CUDA devices, this host's are of type {device_type}; object_store works everywhere"
-        source = shown(loaded.source)
-        raise ConfigError([Problem("weight_sync.transport", "cuda_ipc", rule, source=source, has_value=True)])
+        raise ConfigError([loaded.problem("weight_sync.transport", "cuda_ipc", rule)])

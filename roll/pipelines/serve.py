@@ -13,7 +13,6 @@ from rich.console import Console
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import is_installed, require_model
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reading.yaml_files import shown
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import BACKENDS, generation_strategies
@@ -41,13 +40,13 @@ def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
     generating = [role.name for role in plan.roles.values() if role.strategy_name in generation_strategies()]
     if name not in generating:
         rule = f"must be a role that generates; in this configuration: {', '.join(generating) or 'none'}"
-        raise ConfigError([Problem("--role", name, rule, source=shown(loaded.source))])
+        raise ConfigError([loaded.problem("--role", name, rule)])
     role_plan = plan.roles[name]
     try:
         require_model(str(role_plan.model_path))
     except ValueError as error:
         key = f"{role_plan.key}.model_args.model_name_or_path"
-        raise ConfigError([Problem(key, role_plan.model_path, str(error), source=shown(loaded.source))]) from error
+        raise ConfigError([loaded.problem(key, role_plan.model_path, str(error))]) from error
     return loaded.pipeline.served_section(loaded, name)
 
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from roll.config.checks.base import Checks
 from roll.config.model_files import model_config, needed
 from roll.config.policy import PolicyRunConfig
-from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reading.yaml_files import shown
+from roll.config.reading.errors import ConfigError
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -116,4 +115,4 @@ def check_strict_host(loaded: LoadedConfig[Any]) -> None:
         except ValueError as error:
             rule = f"does not work here: {error}"
     if rule is not None:
-        raise ConfigError([Problem(KEY, True, rule, source=shown(loaded.source), has_value=True)])
+        raise ConfigError([loaded.problem(KEY, True, rule)])

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from roll.config.loader import LoadedConfig, load_config
+from roll.config.reading.compose import add_config_arguments
 from roll.rehearsal.catalog import BETWEEN, DEFAULT_GPU, DEFAULT_NETWORK, GPUS, WITHIN, hardware
 
 EXIT_DOES_NOT_FIT = 1
@@ -62,8 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Memory, FLOPs, traffic and a lower bound of the time of a recipe's step at its full size, without "
         "weights and without devices. Exit status 1: it does not fit.",
     )
-    parser.add_argument("config", help="YAML file, also relative to examples/")
-    parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help="changes, as of roll run")
+    add_config_arguments(parser, "changes, as of roll run")
     parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
     parser.add_argument(
         "--network",

@@ -49,7 +49,7 @@ class ReplicatedStrategy(DataParallelStrategy):
 
 
 def register() -> None:
-    if REPLICATED.strategies[0] not in registry.BACKENDS:
+    if REPLICATED.names[0] not in registry.BACKENDS:
         registry.BACKENDS.add(REPLICATED)
 
 

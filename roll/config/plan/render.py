@@ -22,7 +22,7 @@ from roll.config.policy import PolicyRunConfig
 from roll.config.reading.compose import ROLL
 from roll.config.reading.errors import count
 from roll.config.reading.fields import Choice
-from roll.config.reading.masking import dump_yaml, masked, masked_text
+from roll.config.reading.masking import masked, masked_text
 from roll.config.reading.schema import rules_of
 from roll.config.strategies.registry import generation_strategies
 
@@ -174,7 +174,7 @@ def effective_yaml(loaded: LoadedConfig[Any]) -> str:
         for key, value in differences(asdict(written[name]), asdict(role.section))
     }
     defaults = {key: value for key, value in defaults_in_force(loaded).items() if key not in planned}
-    parts = [dump_yaml(loaded.resolved)]
+    parts = [yaml.safe_dump(masked(loaded.resolved), sort_keys=False, allow_unicode=True, width=120)]
     for title, values in (("Filled in by the plan, by role", planned), (f"Defaults of roll {__version__}", defaults)):
         if values:
             parts += [f"\n# {title}:\n", *(f"# {key}: {_scalar(key, value)}\n" for key, value in values.items())]

@@ -233,6 +233,12 @@ def _interpolation_rule(config: DictConfig, raw: str, error: Exception) -> str |
     return f"refers to {unset[0]}, which is not set" + (f"; the nearest key is {nearest}" if nearest else "")
 
 
+def add_config_arguments(parser: argparse.ArgumentParser, changes: str) -> None:
+    """Add ``config`` and ``overrides`` of a command; ``changes``: help of the latter."""
+    parser.add_argument("config", help="YAML file, also relative to examples/")
+    parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help=changes)
+
+
 def parse_launcher_args(argv: Sequence[str] | None, default_path: str, default_name: str) -> argparse.Namespace:
     """Read ``config_path``, ``config_name`` and ``overrides`` off a launcher's command line; exits with a usage message
     on a flag it does not know."""

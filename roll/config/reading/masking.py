@@ -14,8 +14,6 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import yaml
-
 from roll.config.reading.secrecy import (
     ENVIRONMENT,
     SHORT,
@@ -146,11 +144,6 @@ class MaskingFormatter(logging.Formatter):
 def register_secrets(data: object) -> None:
     """Remember what is hidden in a tree, so that :func:`masked_text` hides it wherever it turns up."""
     _registered.update(_values(data))
-
-
-def dump_yaml(data: Mapping[str, Any]) -> str:
-    """The tree as YAML, secrets masked."""
-    return yaml.safe_dump(masked(data), sort_keys=False, allow_unicode=True, width=120)
 
 
 def _values(data: object, key: str = "", name: str = "") -> Iterator[str]:

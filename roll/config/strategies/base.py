@@ -307,13 +307,9 @@ class Backend:
     """It deals with ``model_args.ulysses_size`` itself."""
 
     @property
-    def strategies(self) -> tuple[str, ...]:
+    def names(self) -> tuple[str, ...]:
         """Values of ``strategy_name``."""
         return (f"{self.name}_train", f"{self.name}_infer") if self.trains else (self.name,)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self.strategies
 
 
 def own_weights(role: WorkerConfig) -> WorkerConfig:

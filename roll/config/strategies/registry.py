@@ -44,12 +44,12 @@ def backend_of(strategy_name: str) -> Backend:
 
 def train_strategies() -> tuple[str, ...]:
     """Strategies that take optimizer steps."""
-    return tuple(backend.strategies[0] for backend in BACKENDS.rows if backend.trains)
+    return tuple(backend.names[0] for backend in BACKENDS.rows if backend.trains)
 
 
 def infer_strategies() -> tuple[str, ...]:
     """Strategies that compute log-probs, forward-only ones first."""
-    return tuple(name for backend in BACKENDS.rows if backend.computes for name in reversed(backend.strategies))
+    return tuple(name for backend in BACKENDS.rows if backend.computes for name in reversed(backend.names))
 
 
 def scoring_strategies() -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def checkpoint_readers(strategy_name: str) -> tuple[str, ...]:
     backend = BACKENDS.get(strategy_name)
     if backend is None or not backend.trains:
         return (strategy_name,)
-    return tuple(other.strategies[0] for other in BACKENDS.rows if other.checkpoints == backend.checkpoints)
+    return tuple(other.names[0] for other in BACKENDS.rows if other.checkpoints == backend.checkpoints)
 
 
 def strategy_keys(strategy_name: str) -> frozenset[str]:

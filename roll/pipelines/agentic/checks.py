@@ -167,9 +167,7 @@ def check_batches(config: AgenticConfig, checks: Checks) -> None:
             steps = count(plan.optimizer_steps_per_step // plan.epochs, "optimizer step")
             text = f"{plan.samples_per_step} episodes are no multiple of {mini}: they are divided among {steps}"
             checks.note(f"{sizes}.gradient_accumulation_steps", f"{text}, each of at most {mini}")
-        role = config.actor_train if name == "actor_train" else config.critic
-        assert role is not None
-        check_schedule(name, role, plan.total_optimizer_steps, checks)
+        check_schedule(name, getattr(config, name), plan.total_optimizer_steps, checks)
 
 
 def check_turns(config: AgenticConfig, checks: Checks) -> None:

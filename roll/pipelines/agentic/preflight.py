@@ -169,7 +169,7 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
             check_template(template, entry.section.thinking, uses_tools(entry.agent))
         except TemplateError as error:
             key, value = f"custom_envs.{entry.tag}.thinking", entry.section.thinking
-            raise ConfigError([Problem(key, value, str(error), source=shown(loaded.source))]) from error
+            raise ConfigError([loaded.problem(key, value, str(error))]) from error
 
 
 def own_functions(config: AgenticConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:

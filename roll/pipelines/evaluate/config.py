@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from roll.checkpoint.contents import STATE_NAME
 from roll.config.checks.base import Checks
-from roll.config.checks.roles import check_engine_length, check_roles, note_positions
+from roll.config.checks.roles import check_roles
 from roll.config.model_files import CONFIG, gguf_files, looks_like_folder, model_folder, read_model_config
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Plan
@@ -23,7 +23,7 @@ from roll.config.reading.fields import LOWEST_TEMPERATURE, setting
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.remote import EXAMPLE_URL, url_problem
-from roll.pipelines.rlvr.checks import SET_NAME, check_lengths, check_templates, check_validation, longest_in_validation
+from roll.pipelines.rlvr.checks import SET_NAME, check_lengths, check_templates, check_validation
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import ValidationSet, finished, validation_sets
@@ -299,12 +299,7 @@ def check_evaluation(config: EvaluateConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     check_models(config, checks)
     options = check_roles(config, checks)
-    check_lengths(config, checks)
-    if not checks.broken("prompt_length", "response_length", "sequence_length"):
-        val_prompt, val_sequence = longest_in_validation(config)
-        prompt, longest = max(config.prompt_length, val_prompt), max(config.longest_sequence, val_sequence)
-        check_engine_length(options, config.actor_infer, config.pretrain or None, prompt, longest, checks)
-        note_positions("pretrain", config.pretrain or None, longest, checks)
+    check_lengths(config, options, config.pretrain or None, checks)
     check_rewards(config, checks)
     check_judges(config, checks)
     if config.validation is None:

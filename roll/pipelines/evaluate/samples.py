@@ -16,8 +16,7 @@ import numpy as np
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_folder
 from roll.config.policy import PolicyRunConfig
-from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reading.yaml_files import shown
+from roll.config.reading.errors import ConfigError
 from roll.config.roles import DataArguments
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, ModelsPlan
 from roll.pipelines.files import samples_of
@@ -104,7 +103,7 @@ def check_taken_up(loaded: LoadedConfig[Any], settings: Callable[[], dict[str, A
             f"{plan.output_dir / SAMPLES} holds samples of an evaluation with other settings ({'; '.join(found)}); "
             "begin anew (the file is kept as .previous), or choose another output_dir"
         )
-        raise ConfigError([Problem("evaluate.resume", True, rule, False, shown(loaded.source))])
+        raise ConfigError([loaded.problem("evaluate.resume", True, rule, False)])
 
 
 class SampleFile:

@@ -20,6 +20,7 @@ from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.plan.plan import explain_indivisible, working_values
 from roll.config.reading.errors import closest
 from roll.config.rewards import section_of
+from roll.config.strategies.base import StrategyConfig
 from roll.methods.policy_plan import check_method, is_async, policy_training_plans
 from roll.pipelines.policy_checks import check_policy
 from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
@@ -35,13 +36,7 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
     check_method(config, checks, config.actor_infer.generating_args, "actor_infer.generating_args", "rlvr")
-    check_lengths(config, checks)
-    if not checks.broken("prompt_length", "response_length", "sequence_length"):
-        val_prompt, val_sequence = longest_in_validation(config)
-        prompt, longest = max(config.prompt_length, val_prompt), max(config.longest_sequence, val_sequence)
-        _, path = checks.pipeline.model(config, "actor_train", config.actor_train)
-        check_engine_length(options, config.actor_infer, path, prompt, longest, checks)
-        note_positions("pretrain", path, longest, checks)
+    check_lengths(config, options, checks.pipeline.model(config, "actor_train", config.actor_train)[1], checks)
     check_batches(config, checks)
     check_rewards(config, checks)
     check_judges(config, checks)
@@ -60,7 +55,22 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     note_unread(config, options, checks)
 
 
-def check_lengths(config: RLVRConfig, checks: Checks) -> None:
+def check_lengths(config: RLVRConfig, options: dict[str, StrategyConfig], model: str | None, checks: Checks) -> None:
+    """A response has room behind its prompt, and engines and ``model`` have positions for the longest sequence.
+
+    Args:
+        options: options of the engines by role, as :func:`check_roles` returns them.
+    """
+    check_written_lengths(config, checks)
+    if checks.broken("prompt_length", "response_length", "sequence_length"):
+        return
+    val_prompt, val_sequence = longest_in_validation(config)
+    prompt, longest = max(config.prompt_length, val_prompt), max(config.longest_sequence, val_sequence)
+    check_engine_length(options, config.actor_infer, model, prompt, longest, checks)
+    note_positions("pretrain", model, longest, checks)
+
+
+def check_written_lengths(config: RLVRConfig, checks: Checks) -> None:
     keys = ("prompt_length", "response_length", "sequence_length")
     if checks.broken(*keys, "val_prompt_length", "val_sequence_length"):
         return
@@ -104,9 +114,7 @@ def check_batches(config: RLVRConfig, checks: Checks) -> None:
             key = f"{sizes}.gradient_accumulation_steps"
             checks.add(key, plan.gradient_accumulation_steps, rule, working_values(plan, prompts, group, name))
             continue
-        role = config.actor_train if name == "actor_train" else config.critic
-        assert role is not None
-        check_schedule(name, role, plan.total_optimizer_steps, checks)
+        check_schedule(name, getattr(config, name), plan.total_optimizer_steps, checks)
 
 
 def check_templates(config: RLVRConfig, checks: Checks) -> None:

@@ -29,7 +29,7 @@ from roll.config.pipelines import (
 from roll.config.plan.planning import finished_section, with_cache_length
 from roll.config.policy import PolicyRunConfig, RouterConfig, WeightSyncConfig
 from roll.config.policy_losses import POLICY_LOSSES
-from roll.config.reading.errors import ConfigError, Problem, count
+from roll.config.reading.errors import ConfigError, count
 from roll.config.reading.fields import DOTTED_PATH, Choice
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
@@ -337,14 +337,12 @@ def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
             # Only a rule that is known to return some numbers can be said not to return another.
             if unknown is not None and len(known) > 1:
                 key, rule = f"estimator.weights.{unknown}", f"rewards.{name} returns no such number; it returns "
-                problems.append(
-                    Problem(key, None, rule + ", ".join(known), source=shown(loaded.source), has_value=False)
-                )
+                problems.append(loaded.problem(key, None, rule + ", ".join(known), has_value=False))
         except RewardOptionError as error:
             inside = f"components.{error.component}." if error.component is not None else ""
             part = section if error.component is None else section.components[error.component]
             key, value = f"rewards.{name}.{inside}{error.key}", getattr(part, error.key)
             rule = str(error).removeprefix(f"worker_cls {value!r}: ")
-            problems.append(Problem(key, masked(value), rule, source=shown(loaded.source), has_value=bool(value)))
+            problems.append(loaded.problem(key, masked(value), rule, has_value=bool(value)))
     if problems:
         raise ConfigError(problems)
