@@ -32,6 +32,7 @@ from roll.checkpoint.folders import (
     write_manifest,
 )
 from roll.checkpoint.store import ObjectStore, is_url
+from roll.config.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
@@ -67,12 +68,11 @@ class BestCheckpoint:
 
     Args:
         root: the folder of the checkpoints.
-        metric: its name in the logs, such as ``val_correct/all/mean`` or ``critic/score/mean``.
-        mode: ``max`` or ``min``.
+        config: names the metric.
     """
 
-    def __init__(self, root: Path, metric: str, mode: str) -> None:
-        self.metric, self.mode = metric, mode
+    def __init__(self, root: Path, config: CheckpointConfig) -> None:
+        self.metric, self.mode = str(config.keep_best_metric), config.keep_best_mode
         self._record = root / _BEST_RECORD
         self._values: dict[int, float] = self._read()
         self._seen: set[str] = set()
@@ -147,44 +147,31 @@ class CheckpointManager:
     Args:
         root: the folder of the run's checkpoints; on several hosts it must be a disk that all of them share.
         max_to_keep: whole checkpoints kept under ``root``, the newest ones; 0 keeps all (YAML ``max_ckpt_to_keep``).
-        upload_dir: where each checkpoint is copied to as well (YAML ``checkpoint_config.output_dir``); never pruned. A
-            folder, or a URL that fsspec opens.
-        storage_options: of fsspec.
-        async_upload: copy in the background while training continues.
-        keep_local_file: False removes a checkpoint from ``root`` once its copy is whole.
-        best: keeps the best checkpoint besides the newest ones; None: nothing is best.
+        config: where copies go, which are never pruned, and which checkpoint is best (YAML ``checkpoint_config``).
 
     Raises:
-        ValueError: ``max_to_keep`` is negative, or ``upload_dir`` is ``root`` itself.
+        ValueError: ``max_to_keep`` is negative, or copies go to ``root`` itself.
     """
 
-    def __init__(
-        self,
-        root: str | Path,
-        max_to_keep: int = 0,
-        *,
-        upload_dir: str | Path | None = None,
-        async_upload: bool = True,
-        keep_local_file: bool = True,
-        storage_options: Mapping[str, Any] | None = None,
-        best: BestCheckpoint | None = None,
-    ) -> None:
+    def __init__(self, root: str | Path, max_to_keep: int = 0, config: CheckpointConfig | None = None) -> None:
         if max_to_keep < 0:
             raise ValueError(
                 f"max_ckpt_to_keep: {max_to_keep} is negative; 0 keeps all checkpoints, 3 the newest three"
             )
         self.root = Path(root)
-        self.upload_dir = Path(upload_dir) if upload_dir is not None and not is_url(upload_dir) else None
-        self.store = ObjectStore(str(upload_dir), storage_options) if upload_dir and is_url(upload_dir) else None
-        self.best = best
+        config = config or CheckpointConfig()
+        place = config.output_dir
+        self.upload_dir = Path(place) if place is not None and not is_url(place) else None
+        self.store = ObjectStore(place, config.storage_options) if place and is_url(place) else None
+        self.best = BestCheckpoint(self.root, config) if config.keep_best_metric else None
         if self.upload_dir is not None and self.upload_dir.resolve() == self.root.resolve():
             raise ValueError(
                 f"checkpoint_config.output_dir: {self.upload_dir} is where the run writes its checkpoints anyway; "
                 "name another folder, or drop the key"
             )
         self._max_to_keep = max_to_keep
-        self._removes_local = upload_dir is not None and not keep_local_file
-        self._background = ThreadPoolExecutor(1, "checkpoint-upload") if upload_dir and async_upload else None
+        self._removes_local = place is not None and not config.keep_local_file
+        self._background = ThreadPoolExecutor(1, "checkpoint-upload") if place and config.async_upload else None
         self._pending: set[int] = set()
         self._upload_errors: list[OSError | CheckpointDamagedError] = []
         self._lock = Lock()

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from roll.checkpoint import Checkpoint, CheckpointManager
-from roll.checkpoint.manager import BestCheckpoint
 from roll.checkpoint.state import save_state
 from roll.config.plan.plan import Plan
 from roll.config.run import RunConfig
@@ -107,20 +106,7 @@ class RunCheckpoints:
     def __init__(
         self, config: RunConfig, plan: Plan, record: Callable[[Metrics], None], published: Callable[[int], None]
     ) -> None:
-        upload = config.checkpoint_config
-        self.manager = CheckpointManager(
-            plan.checkpoint_dir,
-            config.max_ckpt_to_keep,
-            upload_dir=upload.output_dir,
-            async_upload=upload.async_upload,
-            keep_local_file=upload.keep_local_file,
-            storage_options=upload.storage_options,
-            best=(
-                BestCheckpoint(plan.checkpoint_dir, upload.keep_best_metric, upload.keep_best_mode)
-                if upload.keep_best_metric
-                else None
-            ),
-        )
+        self.manager = CheckpointManager(plan.checkpoint_dir, config.max_ckpt_to_keep, config.checkpoint_config)
         self.resume = self.manager.resolve(config.resume_from_checkpoint)
         self.pending: PendingCheckpoint | None = None
         self._record, self._published, self._max_steps = record, published, plan.max_steps

@@ -13,6 +13,7 @@ import pytest
 
 from roll.checkpoint import CheckpointManager
 from roll.checkpoint.folders import verify_folder
+from roll.config.run import CheckpointConfig
 
 # Writes checkpoints 1, 2, ... for ever, each of several files that hold their step, and announces each one that is
 # whole. Every third is written twice, so that replacing is interrupted, too.
@@ -21,9 +22,10 @@ WRITER = textwrap.dedent(
     import sys
     from pathlib import Path
     from roll.checkpoint import CheckpointManager
+    from roll.config.run import CheckpointConfig
 
     root, max_to_keep, upload = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "upload"
-    manager = CheckpointManager(root, max_to_keep, upload_dir=root / "store" if upload else None)
+    manager = CheckpointManager(root, max_to_keep, CheckpointConfig(str(root / "store") if upload else None))
     found = manager.latest()
     step = found.step if found else 0
     while True:
@@ -59,7 +61,8 @@ def test_killed_at_any_moment(tmp_path: Path, max_to_keep: int, upload: bool) ->
     for kill in range(12):
         announced = run_and_kill(tmp_path, max_to_keep, upload, seconds=0.011 * kill)
         assert announced > last, "the writer did not go on from where the last one was killed"
-        found = CheckpointManager(tmp_path, max_to_keep, upload_dir=tmp_path / "store" if upload else None).latest()
+        config = CheckpointConfig(str(tmp_path / "store") if upload else None)
+        found = CheckpointManager(tmp_path, max_to_keep, config).latest()
         assert found is not None
         # One more than announced is possible: killed between the renaming and the announcement.
         assert found.step in (announced, announced + 1)

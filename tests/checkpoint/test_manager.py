@@ -11,6 +11,7 @@ import pytest
 
 from roll.checkpoint import Checkpoint, CheckpointDamagedError, CheckpointManager
 from roll.checkpoint.folders import atomic_folder, sweep, verify_folder
+from roll.config.run import CheckpointConfig
 
 
 def write(manager: CheckpointManager, step: int, payload: bytes = b"weights") -> Path:
@@ -212,7 +213,7 @@ def test_checkpoint_moved_elsewhere_still_resolves(tmp_path: Path) -> None:
 
 
 def test_going_on_from_an_older_one_sets_the_later_ones_aside(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, upload_dir=tmp_path / "store", async_upload=False)
+    manager = CheckpointManager(tmp_path, config=CheckpointConfig(str(tmp_path / "store"), async_upload=False))
     for step in (10, 20, 30):
         write(manager, step)
     manager.supersede_after(10)
@@ -226,9 +227,8 @@ def test_going_on_from_an_older_one_sets_the_later_ones_aside(tmp_path: Path) ->
 @pytest.mark.parametrize("keep_local_file", [False, True])
 def test_upload(tmp_path: Path, async_upload: bool, keep_local_file: bool) -> None:
     local, store = tmp_path / "local", tmp_path / "store"
-    manager = CheckpointManager(
-        local, max_to_keep=1, upload_dir=store, async_upload=async_upload, keep_local_file=keep_local_file
-    )
+    config = CheckpointConfig(str(store), async_upload=async_upload, keep_local_file=keep_local_file)
+    manager = CheckpointManager(local, 1, config)
     for step in (1, 2, 3):
         write(manager, step)
     manager.close()
@@ -237,14 +237,18 @@ def test_upload(tmp_path: Path, async_upload: bool, keep_local_file: bool) -> No
     for step in (1, 2, 3):
         assert verify_folder(store / f"checkpoint-{step}").step == step
     expected = local if keep_local_file else store
-    assert CheckpointManager(local, upload_dir=store).latest() == Checkpoint(expected / "checkpoint-3", 3)
+    assert CheckpointManager(local, config=CheckpointConfig(str(store))).latest() == Checkpoint(
+        expected / "checkpoint-3", 3
+    )
 
 
 def test_upload_that_fails_is_reported_and_keeps_the_local_copy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "store").write_text("a file where the folder should be")
-    manager = CheckpointManager(tmp_path / "local", upload_dir=tmp_path / "store", keep_local_file=False)
+    manager = CheckpointManager(
+        tmp_path / "local", config=CheckpointConfig(str(tmp_path / "store"), keep_local_file=False)
+    )
     write(manager, 1)
     with pytest.raises(OSError, match="store"):
         manager.close()
@@ -254,4 +258,4 @@ def test_upload_that_fails_is_reported_and_keeps_the_local_copy(
 
 def test_upload_into_the_root_itself_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint_config\.output_dir"):
-        CheckpointManager(tmp_path, upload_dir=tmp_path / "x" / "..")
+        CheckpointManager(tmp_path, config=CheckpointConfig(str(tmp_path / "x" / "..")))

@@ -7,15 +7,17 @@ import logging
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from roll.checkpoint import CheckpointManager
 from roll.checkpoint.folders import MANIFEST_NAME
-from roll.checkpoint.manager import BestCheckpoint, Checkpoint, probable_checkpoint
+from roll.checkpoint.manager import Checkpoint, probable_checkpoint
 from roll.checkpoint.store import ObjectStore, store_problem
 from roll.config.reading.errors import ConfigError
+from roll.config.run import CheckpointConfig
 from roll.preflight import check_resumption
 from tests.config.good import changed, load, mistakes
 from tests.support.checkpoints import PLAIN, bucket, write_checkpoint  # noqa: F401  the fixture
@@ -36,10 +38,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("async_upload", [True, False])
 def test_a_run_goes_on_elsewhere_from_what_was_copied(url: str, tmp_path: Path, async_upload: bool) -> None:
-    mark = BestCheckpoint(tmp_path / "here", "val/acc", "max")
-    here = CheckpointManager(
-        tmp_path / "here", upload_dir=url, keep_local_file=False, async_upload=async_upload, best=mark
-    )
+    config = CheckpointConfig(url, keep_local_file=False, async_upload=async_upload, keep_best_metric="val/acc")
+    here = CheckpointManager(tmp_path / "here", config=config)
     for step in (2, 4):
         write(here, step)
         here.measured(step, {"val/acc": 0.5})
@@ -49,7 +49,7 @@ def test_a_run_goes_on_elsewhere_from_what_was_copied(url: str, tmp_path: Path, 
     assert sorted(ObjectStore(url).names()) == ["checkpoint-2", "checkpoint-4"]
     for place, wanted in ((True, 4), (url, 4), (f"{url}/checkpoint-2", 2)):
         there = tmp_path / f"there {wanted}"
-        found = CheckpointManager(there, upload_dir=url).resolve(place)
+        found = CheckpointManager(there, config=CheckpointConfig(url)).resolve(place)
         assert found == Checkpoint(there / f"checkpoint-{wanted}", wanted)
         assert (found.role("actor_train") / "deep/weights").read_text() == f"actor_train {wanted}"
         seen = probable_checkpoint(place, [tmp_path / "none"], ObjectStore(url), ("weights",))
@@ -59,7 +59,9 @@ def test_a_run_goes_on_elsewhere_from_what_was_copied(url: str, tmp_path: Path, 
 
 
 def test_what_was_never_finished_is_no_checkpoint(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    manager = CheckpointManager(tmp_path / "here", upload_dir=url, async_upload=False, keep_local_file=False)
+    manager = CheckpointManager(
+        tmp_path / "here", config=CheckpointConfig(url, async_upload=False, keep_local_file=False)
+    )
     for step in (1, 2, 3, 4):
         write(manager, step)
     fs, root = fsspec.core.url_to_fs(url)
@@ -76,7 +78,7 @@ def test_what_was_never_finished_is_no_checkpoint(url: str, tmp_path: Path, capl
 
 
 def test_a_damaged_checkpoint_is_fetched_again(url: str, tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "here", upload_dir=url, async_upload=False)
+    manager = CheckpointManager(tmp_path / "here", config=CheckpointConfig(url, async_upload=False))
     for step in (1, 2):
         write(manager, step)
     weights = tmp_path / "here/checkpoint-2/actor_train/deep/weights"
@@ -87,7 +89,7 @@ def test_a_damaged_checkpoint_is_fetched_again(url: str, tmp_path: Path) -> None
 
 
 def test_a_url_means_what_is_there_whatever_the_run_has_of_that_number(url: str, tmp_path: Path) -> None:
-    write(CheckpointManager(tmp_path / "there", upload_dir=url, async_upload=False), 2)
+    write(CheckpointManager(tmp_path / "there", config=CheckpointConfig(url, async_upload=False)), 2)
     manager = CheckpointManager(tmp_path / "here")
     with manager.writing(2) as folder:
         (folder / "weights").write_text("of another run")
@@ -100,7 +102,9 @@ def test_a_url_means_what_is_there_whatever_the_run_has_of_that_number(url: str,
 
 def test_a_store_that_does_not_answer_leaves_the_local_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    manager = CheckpointManager(tmp_path / "here", upload_dir=f"file://{tmp_path}/file/run", keep_local_file=False)
+    manager = CheckpointManager(
+        tmp_path / "here", config=CheckpointConfig(f"file://{tmp_path}/file/run", keep_local_file=False)
+    )
     path = write(manager, 1)
     with pytest.raises(OSError, match="file://"):
         manager.close()
@@ -128,8 +132,8 @@ def test_roll_check_looks_into_the_store(tmp_path: Path) -> None:
                 check_resumption(load(tmp_path, changed(config | {"checkpoint_config": {"output_dir": place}})))
 
 
-def best(root: Path, mode: str = "max") -> CheckpointManager:
-    return CheckpointManager(root, max_to_keep=1, best=BestCheckpoint(root, "val/acc", mode))
+def best(root: Path, mode: Any = "max") -> CheckpointManager:
+    return CheckpointManager(root, 1, CheckpointConfig(keep_best_metric="val/acc", keep_best_mode=mode))
 
 
 @pytest.mark.parametrize(("mode", "kept"), [("max", 4), ("min", 2)])
@@ -161,14 +165,16 @@ def test_a_metric_that_never_comes_is_named(tmp_path: Path, caplog: pytest.LogCa
 @pytest.mark.long
 def test_s3(bucket, tmp_path):  # noqa: F811
     url, options = bucket
-    here = CheckpointManager(tmp_path / "here", upload_dir=url, storage_options=options, keep_local_file=False)
+    here = CheckpointManager(
+        tmp_path / "here", config=CheckpointConfig(url, storage_options=options, keep_local_file=False)
+    )
     path = write(here, 2)
     (tmp_path / "large").mkdir()
     with here.writing(3) as folder:
         (folder / "weights").write_bytes(os.urandom(12 << 20))  # several parts
     here.close()
     assert not path.exists()
-    there = CheckpointManager(tmp_path / "there", upload_dir=url, storage_options=options)
+    there = CheckpointManager(tmp_path / "there", config=CheckpointConfig(url, storage_options=options))
     found = there.latest()
     assert found == Checkpoint(tmp_path / "there/checkpoint-3", 3)
     there.supersede_after(2)
