@@ -229,7 +229,7 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
     from roll.checkpoint.folders import CheckpointDamagedError, verify_folder
     from roll.checkpoint.manager import newest_at
     from roll.checkpoint.store import is_url
-    from roll.distributed.restarts import RestartPolicy, Supervisor, python_path
+    from roll.distributed.restarts import Supervisor, python_path
 
     os.environ["PYTHONPATH"] = python_path()
 
@@ -250,9 +250,7 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
             return False
         return True
 
-    config = loaded.config
-    policy = RestartPolicy(config.max_restarts, config.restart_backoff, saves_on_usr1=config.on_usr1 == "save")
-    return Supervisor(command, policy, loaded.plan.log_dir, is_whole, say).run()
+    return Supervisor(command, loaded.config, loaded.plan.log_dir, is_whole, say).run()
 
 
 def server_key(host: str, variable: str | None, may: str) -> str:

@@ -14,8 +14,6 @@ class PreferenceLoss(Named):
 
     needs_reference: bool = True
     """It compares the policy with a reference model."""
-    smooths: bool = False
-    """It reads ``label_smoothing``."""
     generalises: bool = False
     """It is a function of the difference of the scores alone, so that ``f_divergence_type`` applies."""
     couples_pairs: bool = False
@@ -26,11 +24,11 @@ class PreferenceLoss(Named):
 
 PREFERENCE_LOSSES = Table(
     "loss_type",
-    PreferenceLoss("sigmoid", ("dpo",), smooths=True, generalises=True),
-    PreferenceLoss("robust", smooths=True, generalises=True),
+    PreferenceLoss("sigmoid", ("dpo",), generalises=True),
+    PreferenceLoss("robust", generalises=True),
     PreferenceLoss("hinge", generalises=True),
     PreferenceLoss("ipo", generalises=True),
-    PreferenceLoss("exo_pair", ("exo",), smooths=True, generalises=True),
+    PreferenceLoss("exo_pair", ("exo",), generalises=True),
     PreferenceLoss("discopop", generalises=True),
     PreferenceLoss("sigmoid_norm", generalises=True),
     PreferenceLoss("nca_pair", ("nca",)),
@@ -38,9 +36,9 @@ PREFERENCE_LOSSES = Table(
     PreferenceLoss("sppo_hard", ("sppo",)),
     PreferenceLoss("apo_zero"),
     PreferenceLoss("apo_down"),
-    PreferenceLoss("aot", smooths=True, couples_pairs=True),
-    PreferenceLoss("aot_unpaired", ("aot_pair",), smooths=True, couples_pairs=True),
-    PreferenceLoss("simpo", needs_reference=False, smooths=True),
+    PreferenceLoss("aot", couples_pairs=True),
+    PreferenceLoss("aot_unpaired", ("aot_pair",), couples_pairs=True),
+    PreferenceLoss("simpo", needs_reference=False),
     PreferenceLoss("orpo", needs_reference=False),
     PreferenceLoss("sft", needs_reference=False),
     PreferenceLoss("kto", is_unpaired=True),
@@ -48,9 +46,8 @@ PREFERENCE_LOSSES = Table(
 )
 
 
-def losses_with(attribute: str) -> dict[str, tuple[str, ...]]:
-    """``read_if`` of a key that the losses with this property read."""
-    return {"loss_type": PREFERENCE_LOSSES.where(lambda row: getattr(row, attribute))}
+UNPAIRED = {"loss_type": PREFERENCE_LOSSES.where(lambda row: row.is_unpaired)}
+"""``read_if`` of a key of losses of single responses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +78,9 @@ class PreferenceLossConfig:
     """Weigh every pair by how probable both responses are under the policy (WPO)."""
     ld_alpha: float | None = setting(None, ge=0, le=1)
     """Weight of the tokens of the longer response beyond the length of the shorter one (LD-DPO); null: 1."""
-    desirable_weight: float = setting(1.0, ge=0, read_if=losses_with("is_unpaired"))
+    desirable_weight: float = setting(1.0, ge=0, read_if=UNPAIRED)
     """Weight of responses whose label is true."""
-    undesirable_weight: float = setting(1.0, ge=0, read_if=losses_with("is_unpaired"))
+    undesirable_weight: float = setting(1.0, ge=0, read_if=UNPAIRED)
     """Weight of the others; KTO wants (weight x number) of both kinds within a factor of 4/3."""
     rpo_alpha: float = setting(0.0, ge=0)
     """Weight of the negative log-likelihood of the chosen responses, added to the loss (RPO); 0: none."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roll.distributed.calls import DriverLoop, PendingCall, wait_any
     from roll.distributed.cluster import Cluster
-    from roll.distributed.failures import DeadlineExceeded, RayLost, RemoteError, WorkerDied, WorkerFailed
-    from roll.distributed.resources import Placement, ResourceManager
+    from roll.distributed.failures import DeadlineExceeded, RemoteError, WorkerDied, WorkerFailed
+    from roll.distributed.resources import ResourceManager
     from roll.distributed.runtime import RayRuntime, ray_runtime
     from roll.distributed.signals import Interrupted
     from roll.distributed.worker import Dispatch, Worker, WorkerContext, register
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _NAMES_OF = {
     "calls": ("DriverLoop", "PendingCall", "wait_any"),
     "cluster": ("Cluster",),
-    "failures": ("DeadlineExceeded", "RayLost", "RemoteError", "WorkerDied", "WorkerFailed"),
-    "resources": ("Placement", "ResourceManager"),
+    "failures": ("DeadlineExceeded", "RemoteError", "WorkerDied", "WorkerFailed"),
+    "resources": ("ResourceManager",),
     "runtime": ("RayRuntime", "ray_runtime"),
     "signals": ("Interrupted",),
     "worker": ("Dispatch", "Worker", "WorkerContext", "register"),
@@ -34,8 +34,6 @@ __all__ = [
     "DriverLoop",
     "Interrupted",
     "PendingCall",
-    "Placement",
-    "RayLost",
     "RayRuntime",
     "RemoteError",
     "ResourceManager",

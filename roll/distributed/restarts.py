@@ -24,10 +24,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.distributed.guard import end_run
 from roll.distributed.signals import ENDING
+
+if TYPE_CHECKING:
+    from roll.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -133,22 +136,12 @@ class Attempt:
         return 128 - self.status if self.status < 0 else self.status
 
 
-@dataclass(frozen=True)
-class RestartPolicy:
-    """When a run is started again."""
-
-    max_restarts: int
-    backoff: float
-    """Seconds before the first restart; twice as many before each further one from the same checkpoint."""
-    saves_on_usr1: bool = False
-    """SIGUSR1 asks the run for a checkpoint, and ends nothing."""
-
-
 class Supervisor:
     """Starts a run, and starts it again.
 
     Args:
         command: returns the command of the run, for the checkpoint to resume from, or None.
+        config: the run's: ``max_restarts``, ``restart_backoff``, ``on_usr1``.
         log_dir: folder of the run's logs, where ends and restarts are recorded.
         is_whole: says whether a checkpoint can be continued from.
         say: shows a line to the user.
@@ -157,12 +150,12 @@ class Supervisor:
     def __init__(
         self,
         command: Callable[[str | None], Sequence[str]],
-        policy: RestartPolicy,
+        config: RunConfig,
         log_dir: Path,
         is_whole: Callable[[str], bool],
         say: Callable[[str], None],
     ) -> None:
-        self._command, self._policy, self._log_dir = command, policy, log_dir
+        self._command, self._config, self._log_dir = command, config, log_dir
         self._is_whole, self._say = is_whole, say
         self._checkpoints: list[list[str]] = []
         self._left_out: set[int] = set()
@@ -189,10 +182,10 @@ class Supervisor:
                 if self._signal is not None or attempt.end in (INTERRUPTED, WRONG):
                     return attempt.exit_status
                 if not attempt.end and attempt.status == 0:  # a further node, whose head is gone: for good, or not
-                    if self._restarts >= self._policy.max_restarts:
+                    if self._restarts >= self._config.max_restarts:
                         return 0
                     self._restarts += 1
-                    self._rejoin = _START_SECONDS + min(MOST_WAIT, self._policy.backoff * 2**self._restarts)
+                    self._rejoin = _START_SECONDS + min(MOST_WAIT, self._config.restart_backoff * 2**self._restarts)
                     continue
                 self._died = time.monotonic()
                 checkpoint = self._newest(attempt)
@@ -258,8 +251,8 @@ class Supervisor:
         is_same_step = before == reached if before is None or reached is None else abs(before - reached) <= 1
         if place is not None and place[1] == checkpoint and is_same_step:
             return f"the run died twice in the same place, {where}, without progress; {evidence}"
-        if self._restarts >= self._policy.max_restarts:
-            return f"max_restarts: {self._policy.max_restarts} is used up; {evidence}"
+        if self._restarts >= self._config.max_restarts:
+            return f"max_restarts: {self._config.max_restarts} is used up; {evidence}"
         return ""
 
     def _pause(self, attempt: Attempt, checkpoint: str | None) -> bool:
@@ -271,10 +264,10 @@ class Supervisor:
             self._left_out.add(attempt.reached)
             self._tell(f"{attempt.reason}\nrewinding: the run goes on {source}, without the batch of that step")
             return self._signal is None
-        seconds = min(MOST_WAIT, self._policy.backoff * 2**self._in_a_row)
+        seconds = min(MOST_WAIT, self._config.restart_backoff * 2**self._in_a_row)
         self._restarts += 1
         self._in_a_row += 1
-        number = f"restart {self._restarts} of {self._policy.max_restarts}"
+        number = f"restart {self._restarts} of {self._config.max_restarts}"
         self._tell(f"{number} in {seconds:g} s, {source}: {attempt.reason.partition(chr(10))[0]}")
         self._woken.wait(seconds)
         self._record("restarted", restart=self._restarts, checkpoint=checkpoint, waited=seconds)
@@ -306,7 +299,7 @@ class Supervisor:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGUSR1 or not self._policy.saves_on_usr1:
+        if number != signal.SIGUSR1 or self._config.on_usr1 != "save":
             self._signal = number
             self._woken.set()
         if self._child is not None and self._child.returncode is None:

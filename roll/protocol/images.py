@@ -11,7 +11,7 @@ import hashlib
 import io
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -78,11 +78,11 @@ class ImageProcessing:
         return math.prod(grid) // self.merge_size**2
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class EncodedImage:
     """One image as a file has it."""
 
-    data: np.ndarray
+    data: np.ndarray = field(compare=False)
     """uint8 (bytes,); an array, because arrays travel out of band."""
     digest: str
     """Hash of ``data``, by which images are compared."""
@@ -90,12 +90,6 @@ class EncodedImage:
     @classmethod
     def of(cls, data: bytes) -> EncodedImage:
         return cls(np.frombuffer(data, dtype=np.uint8), hashlib.blake2b(data, digest_size=16).hexdigest())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, EncodedImage) and other.digest == self.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
     def __repr__(self) -> str:
         return f"image {self.digest}"

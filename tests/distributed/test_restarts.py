@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from roll.distributed.restarts import RECORD_NAME, RestartPolicy, Supervisor
+from roll.config.run import RunConfig
+from roll.distributed.restarts import RECORD_NAME, Supervisor
 
 RUN = """
 import json, os, signal, sys, time
@@ -54,8 +55,9 @@ class Stage:
         def command(checkpoint: str | None) -> list[str]:
             return [sys.executable, "-c", RUN, str(self.starts), str(checkpoint)]
 
-        policy = RestartPolicy(max_restarts, backoff, saves_on_usr1)
-        return Supervisor(command, policy, self.logs, lambda path: "torn" not in path, self.said.append).run()
+        on_usr1: Any = "save" if saves_on_usr1 else "end"
+        config = RunConfig(max_restarts=max_restarts, restart_backoff=backoff, on_usr1=on_usr1)
+        return Supervisor(command, config, self.logs, lambda path: "torn" not in path, self.said.append).run()
 
     @property
     def began_with(self) -> list[Any]:

@@ -142,7 +142,7 @@ def test_an_rlvr_file_is_an_evaluation(tmp_path: Path) -> None:
     ]
     assert plan.output_dir.name == "evaluation"
     assert plan.roles["actor_infer"].section.strategy_args.strategy_config["load_format"] == "auto"
-    assert [one.name for one in models_of(loaded.config)] == ["model"]
+    assert [one.name for one in models_of(loaded.config, loaded.config.evaluate)] == ["model"]
 
 
 @pytest.mark.parametrize(

@@ -478,6 +478,6 @@ def test_evaluate_03_one_deadline_for_the_whole_set(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("roll.pipelines.evaluate.pipeline.GroupFlow", Flow)
     pipeline = EvaluatePipeline(loaded)
     pipeline.prompts, pipeline.scorers = {"": range(20)}, Scorers()  # type: ignore[dict-item]
-    (model, way) = next(models_of(loaded.config)), pipeline.plan.passes[0]
+    (model, way) = next(models_of(loaded.config, loaded.config.evaluate)), pipeline.plan.passes[0]
     asyncio.run(pipeline.answer(model, way, range(20), None))  # type: ignore[arg-type]
     assert deadlines == [5.0] * 20 and max(open_at_once) == 3

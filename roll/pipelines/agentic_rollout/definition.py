@@ -51,7 +51,7 @@ class AgenticRolloutPlan(ModelsPlan, AgenticPlan):
 def check_playing(config: AgenticRolloutConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
     played = with_training(config)
-    check_models(config, checks)
+    check_models(config, config.evaluate, checks)
     options = check_roles(config, checks)
     check_managers(played, checks)
     check_entries(played, checks)
@@ -76,7 +76,7 @@ def plan_playing(
     base = plan_agentic(definition, with_training(config), exp_name, written)
     values = {item.name: getattr(base, item.name) for item in fields(AgenticPlan)}
     roles = {name: replace(role, section=own_weights(role.section)) for name, role in base.roles.items()}
-    models = tuple(models_of(config))
+    models = tuple(models_of(config, config.evaluate))
     validation = base.validation
     steps = 1 if config.val_env_manager is not None else config.max_steps
     manager = base.train if validation is None else validation

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from roll.checkpoint.contents import STATE_NAME
 from roll.config.checks.base import Checks
@@ -18,6 +18,7 @@ from roll.config.model_files import CONFIG, gguf_files, looks_like_folder, model
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Plan
 from roll.config.plan.planning import shared_plan, with_cache_length
+from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import closest, count
 from roll.config.reading.fields import LOWEST_TEMPERATURE, setting
 from roll.config.roles import WorkerConfig
@@ -78,19 +79,6 @@ class EvaluateConfig(RLVRConfig):
 
     evaluate: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Which models are asked, how often, and what must come of it."""
-
-
-class ModelsConfig(Protocol):
-    """A configuration of models that answer: of prompts, or of episodes."""
-
-    @property
-    def evaluate(self) -> EvaluationConfig: ...
-
-    @property
-    def actor_infer(self) -> WorkerConfig: ...
-
-    @property
-    def pretrain(self) -> str: ...
 
 
 AGAINST = "against"
@@ -174,7 +162,7 @@ def plan_evaluation(
     sequence = config.response_and_sequence[1]
     sets = validation_sets(config, sequence, written)
     longest = max(one.sequence_length for one in sets)
-    models = tuple(models_of(config))
+    models = tuple(models_of(config, config.evaluate))
 
     def finished_role(name: str, section: WorkerConfig) -> WorkerConfig:
         # Engines load weights themselves, since there is no trainer.
@@ -215,17 +203,17 @@ def passes_of(config: EvaluateConfig, sets: tuple[ValidationSet, ...]) -> Iterat
             yield Pass(f"{prefix}{name}", one.name, value, 1 if greedy else count_of, greedy, not number)
 
 
-def models_of(config: ModelsConfig) -> Iterator[EvaluatedModel]:
+def models_of(config: PolicyRunConfig, keys: EvaluationConfig) -> Iterator[EvaluatedModel]:
     """The models that ``evaluate.models`` names, checkpoints of folders one by one.
 
     Raises:
         ValueError: a folder that holds neither a model nor a checkpoint.
     """
     own = config.actor_infer.model_args.model_name_or_path or config.pretrain
-    for name, path in (config.evaluate.models or {Path(own).name: own}).items():
+    for name, path in (keys.models or {Path(own).name: own}).items():
         yield from read_entry(name, path, own)
-    if config.evaluate.against is not None:
-        yield EvaluatedModel(AGAINST, config.evaluate.against, own, url=config.evaluate.against)
+    if keys.against is not None:
+        yield EvaluatedModel(AGAINST, keys.against, own, url=keys.against)
 
 
 def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
@@ -257,17 +245,17 @@ def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
         yield EvaluatedModel(name if step is None else f"{name}-{step}", str(one), base, role)
 
 
-def first_model(config: ModelsConfig) -> tuple[str, str] | None:
+def first_model(config: PolicyRunConfig, keys: EvaluationConfig) -> tuple[str, str] | None:
     """Key and folder of the first of ``evaluate.models``, which engines are planned for; of checkpoints, ``pretrain``.
     None where the key names none, or one that cannot be read, which is reported where models are checked.
     """
-    if not config.evaluate.models:
+    if not keys.models:
         return None
     try:
-        first = next(models_of(config))
+        first = next(models_of(config, keys))
     except ValueError:
         return None
-    return "pretrain" if first.checkpoint else f"evaluate.models.{next(iter(config.evaluate.models))}", first.base
+    return "pretrain" if first.checkpoint else f"evaluate.models.{next(iter(keys.models))}", first.base
 
 
 def signature(base: str) -> str:
@@ -297,7 +285,7 @@ def evaluation_facts(plan: ModelsPlan) -> list[tuple[str, str]]:
 
 def check_evaluation(config: EvaluateConfig, checks: Checks) -> None:
     """Every check; mistakes and notes go to ``checks.problems``."""
-    check_models(config, checks)
+    check_models(config, config.evaluate, checks)
     options = check_roles(config, checks)
     check_lengths(config, options, config.pretrain or None, checks)
     check_rewards(config, checks)
@@ -310,11 +298,11 @@ def check_evaluation(config: EvaluateConfig, checks: Checks) -> None:
     check_templates(config, checks)
 
 
-def check_models(config: ModelsConfig, checks: Checks) -> None:
+def check_models(config: PolicyRunConfig, keys: EvaluationConfig, checks: Checks) -> None:
     """Models are there, of a form that can be read, and their names differ; the other keys of ``evaluate``
     as well.
     """
-    keys, own = config.evaluate, config.actor_infer.model_args.model_name_or_path or config.pretrain
+    own = config.actor_infer.model_args.model_name_or_path or config.pretrain
     names: list[str] = []
     for name, path in keys.models.items():
         key = f"evaluate.models.{name}"
@@ -342,7 +330,7 @@ def check_models(config: ModelsConfig, checks: Checks) -> None:
                 checks.add(place, model.base, rule)
         names += [model.name for model in found]
     if keys.against is not None:
-        check_against(config, own, checks)
+        check_against(config, keys, keys.against, checks)
         names += [AGAINST] if names else []
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
@@ -356,17 +344,15 @@ def check_models(config: ModelsConfig, checks: Checks) -> None:
             checks.add(f"evaluate.temperatures.{index}", value, rule, 1.0)
 
 
-def check_against(config: ModelsConfig, own: str | None, checks: Checks) -> None:
-    """The model that is served elsewhere; ``own`` is the file's."""
-    keys = config.evaluate
-    assert keys.against is not None
-    if (wrong := url_problem(keys.against.partition("#")[0])) is not None:
-        checks.add("evaluate.against", keys.against, wrong, EXAMPLE_URL)
-    section = config.validation if hasattr(config, "validation") else None
+def check_against(config: PolicyRunConfig, keys: EvaluationConfig, url: str, checks: Checks) -> None:
+    """The model that is served elsewhere, at ``url``."""
+    if (wrong := url_problem(url.partition("#")[0])) is not None:
+        checks.add("evaluate.against", url, wrong, EXAMPLE_URL)
+    section = getattr(config, "validation", None)
     if section is not None and section.generating_args.stop_token_ids:
         text = "stop_token_ids are of this run's tokenizer, and are not sent: against ends where its own model does"
         checks.note("evaluate.against", text)
-    if not own:
+    if not (config.actor_infer.model_args.model_name_or_path or config.pretrain):
         checks.missing("pretrain", "is needed with evaluate.against: its tokenizer counts tokens", "my/model")
     if keys.against_api_key_env and not os.environ.get(keys.against_api_key_env):
         checks.add("evaluate.against_api_key_env", keys.against_api_key_env, "no such variable in the environment")

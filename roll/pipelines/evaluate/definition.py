@@ -34,7 +34,7 @@ class ModelsDefinition(PipelineDefinition[Any, Any]):
     compares_log_probs = False
 
     def default_model(self, config: Any, role: str) -> tuple[str, str | None]:
-        first = first_model(config) if role == "actor_infer" else None
+        first = first_model(config, config.evaluate) if role == "actor_infer" else None
         return first or super().default_model(config, role)
 
     def named_models(self, loaded: LoadedConfig[Any]) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import DataArguments
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, ModelsPlan
-from roll.pipelines.files import samples_of
+from roll.pipelines.files import sample_table
 from roll.pipelines.rlvr.accuracy import Answers, merged_votes, voted_answer
 from roll.rollout.groups import SampleGroup
 
@@ -177,25 +177,15 @@ def read_samples(path: Path) -> Iterator[Record]:
 
 def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Record]:
     """A row a sample."""
-    prompt = group.prompt
-    for index, (text, reason, length, reward) in enumerate(samples_of(group)):
+    for row, reward in zip(sample_table([group]), group.rewards, strict=True):
         yield {
             **shared,
             "order": group.order,
-            "prompt_id": prompt.prompt_id,
-            "sample": index,
             "of": group.num_samples,
-            "tag": prompt.tag,
-            "domain": prompt.domain,
-            "prompt": prompt.prompt_text,
-            "response": text,
-            "ground_truth": prompt.ground_truth,
-            "score": reward.score,
             "numbers": reward.metrics,
-            "error": reward.error,
-            "vote": voted_answer(text, prompt.prompt_text),
-            "tokens": int(length),
-            "finish_reason": reason,
+            "vote": voted_answer(row["response"], row["prompt"]),
+            "tokens": row.pop("response_tokens"),
+            **row,
         }
 
 
