@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.agents.agent_options import ToolWrapperArguments
-from roll.config.checks.base import Checks
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
@@ -88,14 +87,11 @@ class Agentic(PolicyDefinition[AgenticConfig, AgenticPlan]):
         ("`reward_normalization`", RewardNormalizationConfig, ()),
     )
 
-    def check(self, config: AgenticConfig, checks: Checks) -> None:
-        check_agentic(config, checks)
+    check = staticmethod(check_agentic)
+    models = staticmethod(model_roles)
 
     def plan(self, config: AgenticConfig, exp_name: str, written: Written) -> AgenticPlan:
         return plan_agentic(self, config, exp_name, written)
-
-    def models(self, config: AgenticConfig) -> dict[str, WorkerConfig]:
-        return model_roles(config)
 
     def default_model(self, config: AgenticConfig, role: str) -> tuple[str, str | None]:
         if role in ("critic", REWARD) and config.reward_pretrain:

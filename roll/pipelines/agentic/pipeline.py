@@ -33,7 +33,7 @@ from roll.pipelines.clusters import ClusterStarter
 from roll.pipelines.engine_rollout import RolloutSource, Validation
 from roll.pipelines.files import load_tokenizer, pad_token_id
 from roll.pipelines.policy_pipeline import PolicyPipeline
-from roll.pipelines.sample_records import Notes, episode_notes
+from roll.pipelines.sample_records import episode_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
@@ -165,8 +165,7 @@ class EpisodeSource(RolloutSource[EpisodeGroup]):
         templates = {tag: player.template for tag, player in players.items()}
         return episode_table(groups, templates, self._plan.dump_dir)
 
-    def notes(self, groups: Sequence[EpisodeGroup]) -> Notes:
-        return episode_notes(groups)
+    notes = staticmethod(episode_notes)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._tasks.num_drawn = int(state["num_drawn"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,6 +32,11 @@ class ModelsDefinition(PipelineDefinition[Any, Any]):
 
     headlines: ClassVar[tuple[Headline, ...]] = ()
     compares_log_probs = False
+    # Those of a policy are about its training.
+    effective = PipelineDefinition.effective
+    own_functions = PipelineDefinition.own_functions
+    validation_words = PipelineDefinition.validation_words
+    resumption_problems = PipelineDefinition.resumption_problems
 
     def default_model(self, config: Any, role: str) -> tuple[str, str | None]:
         first = first_model(config, config.evaluate) if role == "actor_infer" else None
@@ -42,17 +47,11 @@ class ModelsDefinition(PipelineDefinition[Any, Any]):
         plan: Any = loaded.plan
         yield from ((f"evaluate.models.{one.name}", one.base) for one in plan.models)
 
-    def effective(self, config: Any) -> dict[str, Any]:
-        return {}
-
     def batch_facts(self, plan: Any) -> list[tuple[str, str]]:
         return []
 
     def facts(self, plan: Any) -> list[tuple[str, str]]:
         return evaluation_facts(plan)
-
-    def own_functions(self, loaded: LoadedConfig[Any]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
-        yield from ()
 
 
 class Evaluate(ModelsDefinition, RLVR):
@@ -84,9 +83,6 @@ class Evaluate(ModelsDefinition, RLVR):
     def reads(self, key: str, section: WorkerConfig, config: RLVRConfig) -> frozenset[str]:
         return READ_KEYS[GENERATES] if key == "actor_infer" else super().reads(key, section, config)
 
-    def validation_words(self, plan: object) -> str:
-        return ""
-
     def check_host(self, loaded: LoadedConfig[Any]) -> None:
         from roll.pipelines.evaluate.samples import check_taken_up, settings_of
 
@@ -96,9 +92,6 @@ class Evaluate(ModelsDefinition, RLVR):
     def filtered_sections(self, config: RLVRConfig) -> dict[str, Any]:
         sections = super().filtered_sections(config)
         return {name: section for name, section in sections.items() if name != "actor_train"}
-
-    def resumption_problems(self, *_: object) -> Iterator[tuple[str, Any, str]]:
-        yield from ()
 
     def reading_role(self) -> str:
         return "actor_infer"

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.algorithm import ESTIMATOR, PPOConfig
-from roll.config.checks.base import Checks
 from roll.config.estimators import ADV_ESTIMATORS, DiscountOptions
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
@@ -118,14 +117,12 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
         ("`weight_sync`", WeightSyncConfig, ()),
     )
 
-    def check(self, config: RLVRConfig, checks: Checks) -> None:
-        check_rlvr(config, checks)
+    check = staticmethod(check_rlvr)
+    models = staticmethod(model_roles)
+    section_key = staticmethod(section_of)
 
     def plan(self, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         return plan_rlvr(self, config, exp_name, written)
-
-    def models(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
-        return model_roles(config)
 
     def started(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
         return self.models(config) | reward_roles(config)
@@ -136,9 +133,6 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
         if key == REWARD_MODEL and section.model_args.model_type == CLASSIFIER:
             return SCORES
         return super().task_of(REWARD_MODEL if key.startswith("rewards.") else key, section)
-
-    def section_key(self, role: str) -> str:
-        return section_of(role)
 
     def default_model(self, config: RLVRConfig, role: str) -> tuple[str, str | None]:
         scorer = reward_pretrain(config, role)
