@@ -200,11 +200,6 @@ class Worker:
         return os.getpid()
 
     @register(Dispatch.ONE_TO_ALL)
-    def memory_stats(self) -> dict[str, int]:
-        """Bytes in use and at peak (:meth:`roll.platforms.Platform.memory_stats`)."""
-        return current_platform().memory_stats()
-
-    @register(Dispatch.ONE_TO_ALL)
     def peak_memory(self) -> int:
         """Peak bytes since the last call of this method (or the start of the process)."""
         platform = current_platform()

@@ -136,9 +136,6 @@ class StartingModel:
     """Has the model built; the function returned waits for it."""
     states: frozenset[StateKind]
 
-    def build(self) -> None:
-        self.begin()()
-
 
 class ClusterStarter:
     """Starts the processes of one cluster after the other, then has their models built."""
@@ -217,7 +214,7 @@ class ClusterStarter:
             logger.info("%s", line)
         for name, model in self.models.items():
             if residency.moves(name):
-                model.build()
+                model.begin()()
                 residency.admit(model.cluster, model.states)
         for judge, engines in self._judges.values():
             arguments = engines.role.model_args

@@ -43,10 +43,6 @@ class VisionInputs:
     """int64 (images, 3): frames (of a video: grids of patches in time), rows and columns of patches."""
 
     @property
-    def num_patches(self) -> int:
-        return int(self.grid_thw.prod(-1).sum())
-
-    @property
     def num_tokens(self) -> list[int]:
         """Placeholder tokens of each image or video."""
         return [self.processing.tokens(grid) for grid in self.grid_thw.tolist()]

@@ -248,7 +248,7 @@ def test_patches_by_hand(count: int) -> None:
         vision = vision_inputs([video], vision_models.PROCESSING)
         expected = by_hand(video.resized(), 8, 2)
         torch.testing.assert_close(vision.pixel_values(), expected, atol=1e-6, rtol=0)
-        assert vision.pixel_values().shape == (vision.num_patches, vision.processing.patch_dim)
+        assert vision.pixel_values().shape == (vision.grid_thw.prod(-1).sum(), vision.processing.patch_dim)
 
 
 PARITY = """
