@@ -7,16 +7,14 @@ from roll.tracking.console import (
     RunSummary,
     setup_logging,
 )
-from roll.tracking.records import METRICS_NAME, CompositeTracker, SampleTable, Tracker, read_metrics
-from roll.tracking.run_record import PeakMemory, PhaseTimer
+from roll.tracking.records import METRICS_NAME, SampleTable, Tracker, read_metrics
+from roll.tracking.run_record import PhaseTimer
 from roll.tracking.trackers import TrackedRun, build_trackers
 
 __all__ = [
     "ENDING_LOGGER",
     "LOG_NAME",
     "METRICS_NAME",
-    "CompositeTracker",
-    "PeakMemory",
     "PhaseTimer",
     "ProgressReporter",
     "RunSummary",
