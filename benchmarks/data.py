@@ -149,7 +149,7 @@ def through_datasets(folder: Path, file: Path, processes: int | None = None) -> 
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         numbered = zip(batch["number"], batch["row"], strict=True)
-        rows = maker.make([SourceRow(paths[0], number, from_json(row)) for number, row in numbered], BadRows())
+        rows = maker.make([SourceRow(paths[0], number, from_json(row)) for number, row in numbered], BadRows().report)
         return {name: [to_json(row.row) if name == "row" else getattr(row, name) for row in rows] for name in names}
 
     raw = datasets.Dataset.from_generator(read, cache_dir=str(folder / f"read{processes}"), fingerprint=key)

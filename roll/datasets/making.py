@@ -7,7 +7,7 @@ import math
 import os
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from roll.datasets.columns import Columns, Message, as_number
 from roll.datasets.images import ImageReader
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import Conversation, Renderer
-from roll.datasets.types import BadRows, DataError, LoadCounts
+from roll.datasets.types import DataError, LoadCounts
 
 if TYPE_CHECKING:
     from roll.datasets.store import EncodedRows, StoredRow
@@ -126,12 +126,8 @@ class RowMaker(ABC, Generic[TokensT]):
     def finish(self, draft: Draft, tokens: TokensT) -> StoredRow | None:
         """The row to keep; None: it is too long and was counted as such."""
 
-    def make(self, sources: Sequence[SourceRow], bad_rows: BadRows) -> list[StoredRow]:
-        """The rows that are kept; the others are counted or reported.
-
-        Raises:
-            DataError: a row that ends the loading.
-        """
+    def make(self, sources: Sequence[SourceRow], report: Callable[[DataError], None]) -> list[StoredRow]:
+        """The rows that are kept; the others are counted, or given to ``report``, which may raise."""
         drafts, curriculum = [], self.data_args.curriculum
         for source in sources:
             try:
@@ -145,7 +141,7 @@ class RowMaker(ABC, Generic[TokensT]):
                 messages = self.renderer.templates.with_system(messages, tag)
                 drafts.append(Draft(source, tag, messages, content=content, difficulty=difficulty, vision=vision))
             except DataError as error:
-                bad_rows.report(error)
+                report(error)
         rows = []
         for draft, tokens in zip(drafts, self.tokenize(drafts), strict=True):
             try:
@@ -153,7 +149,7 @@ class RowMaker(ABC, Generic[TokensT]):
                     raise tokens
                 tokens = self.expand(draft, tokens)
             except DataError as error:
-                bad_rows.report(error)
+                report(error)
                 continue
             row = self.finish(draft, tokens)
             if row is not None:
@@ -248,8 +244,10 @@ def make_all(maker: RowMaker[Any], chunks: Iterable[list[SourceRow]], processes:
 def make(maker: RowMaker[Any], chunk: Sequence[SourceRow]) -> Made:
     from roll.datasets.store import encode_rows
 
-    maker.tally, bad = Tally(), Collected()
-    return Made(encode_rows(maker.make(chunk, bad)), maker.tally, bad.errors)
+    bad: list[DataError] = []
+    maker.tally = Tally()
+    # Collected for the process that applies ``on_bad_row``.
+    return Made(encode_rows(maker.make(chunk, bad.append)), maker.tally, bad)
 
 
 def num_processes(data_args: DataArguments, paths: Sequence[Path]) -> int:
@@ -260,17 +258,6 @@ def num_processes(data_args: DataArguments, paths: Sequence[Path]) -> int:
     if processes > 1:
         logger.info("rows are prepared by %d processes", processes)
     return processes
-
-
-class Collected(BadRows):
-    """Collects reported errors for the process that applies ``on_bad_row``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.errors: list[DataError] = []
-
-    def report(self, error: DataError) -> None:
-        self.errors.append(error)
 
 
 _maker: RowMaker[Any] | None = None

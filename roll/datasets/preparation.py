@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK = 1024
 """Rows that are rendered and tokenised together; what is in memory at a time."""
-ROWS_FORMAT = 4
-"""Version of prepared rows and their counts; cache entries of other versions are not used."""
 FORMAT = 4
-"""Version of a cache entry; increased when the same settings give other rows or files."""
+"""Version of a cache entry, its rows and their counts; increased when the same settings give other rows or files."""
 SMALLEST = 4 * 2**20
 """Bytes of data files from which rows are kept by default."""
 KEYS_OF_NO_ROW = (
@@ -108,15 +106,11 @@ def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None
     policy = maker.data_args.on_bad_row
     # Counted apart: a row that cannot be parsed has not reached the selection, which counts the rows read.
     unreadable, unusable = BadRows(policy), BadRows(policy)
-    selection = Selection(maker.data_args, unusable)
+    selection = Selection(maker, unusable)
     writer, tally = RowStoreWriter(folder), Tally()
     try:
         sources = selection(stream_rows(paths, unreadable))
-        read = iter(lambda: list(islice(sources, CHUNK)), [])
-        first = next(read, None)
-        if first is not None:
-            maker.columns = maker.columns_of(first[0])
-        chunks = chain([] if first is None else [first], read)
+        chunks = iter(lambda: list(islice(sources, CHUNK)), [])
         for made in make_all(maker, chunks, num_processes(maker.data_args, paths)):
             for problem in made.bad:
                 unusable.report(problem)
@@ -153,18 +147,22 @@ def nothing_left(maker: RowMaker[Any], tally: Tally, counts: LoadCounts) -> str:
 
 @dataclass
 class Selection:
-    """Rows that ``dataset_filter`` lets through, counted, in the columns of their file's form."""
+    """Rows that ``dataset_filter`` lets through, counted, in the columns of their file's form.
 
-    data_args: DataArguments
+    The first of them chooses the maker's columns.
+    """
+
+    maker: RowMaker[Any]
     bad_rows: BadRows
     read: int = 0
     filtered: int = 0
 
     def __call__(self, sources: Iterable[SourceRow]) -> Iterator[SourceRow]:
-        keep, form, file = build_filter(self.data_args.dataset_filter), RowForm(), -1
+        data_args, form, file, is_first = self.maker.data_args, RowForm(), -1, True
+        keep = build_filter(data_args.dataset_filter)
         for source in sources:
             if source.file != file:
-                form, file = form_of(self.data_args, source), source.file
+                form, file = form_of(data_args, source), source.file
                 if str(form):
                     logger.info("%s is read as: %s", source.path, form)
             self.read += 1
@@ -175,6 +173,8 @@ class Selection:
                 self.bad_rows.report(error)
                 continue
             if wanted:
+                if is_first:
+                    self.maker.columns, is_first = self.maker.columns_of(source), False
                 yield source
             else:
                 self.filtered += 1
@@ -208,7 +208,6 @@ def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
     choice = [maker.renderer.templates.common, dict(maker.renderer.templates.by_tag or {})]
     kind = [type(maker).__name__, maker.limit, maker.settings()]
     return {
-        "format": ROWS_FORMAT,
         "kind": kind,
         "data": section,
         "tokenizer": fingerprint,

@@ -153,22 +153,18 @@ class ShuffledEpochs(Generic[T]):
         )
         self._name = name
         self._epochs = order or EpochOrder(len(rows), seed, name, shuffle)
-        self._drawn = 0
+        self.num_drawn = 0
+        """Rows drawn so far, over all epochs."""
         self._num_rows = len(rows)
         self.epoch = -1
         """The epoch of the last row, counted from 0."""
         self._order: list[int] = []
 
-    @property
-    def num_drawn(self) -> int:
-        """Rows drawn so far, over all epochs."""
-        return self._drawn
-
     def next_row(self) -> T:
-        epoch, place = divmod(self._drawn, self._num_rows)
+        epoch, place = divmod(self.num_drawn, self._num_rows)
         if self.epoch != epoch:
             self._order, self.epoch = self._epochs.of_epoch(epoch), epoch
-        self._drawn += 1
+        self.num_drawn += 1
         return self._rows[self._order[place]]
 
     def next_batch(self, size: int) -> list[T]:
@@ -176,7 +172,7 @@ class ShuffledEpochs(Generic[T]):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"drawn": self._drawn, **self._epochs.description(), "contents": self._digest}
+        return {"drawn": self.num_drawn, **self._epochs.description(), "contents": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where ``state`` was taken.
@@ -194,7 +190,7 @@ class ShuffledEpochs(Generic[T]):
                 f"{where}the checkpoint was drawing from other data ({said}): restore the rows and settings that it "
                 "was written with, or start anew with resume_from_checkpoint: false"
             )
-        self._drawn = int(state["drawn"])
+        self.num_drawn = int(state["drawn"])
 
 
 class DomainSampler:

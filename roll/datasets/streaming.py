@@ -11,47 +11,34 @@ from __future__ import annotations
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from roll.datasets.making import RowMaker, Tally
 from roll.datasets.preparation import Selection, blocks_hash, nothing_left
 from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_names
 from roll.datasets.store import StoredRow
-from roll.datasets.types import BadRows, DataError, LoadCounts
+from roll.datasets.types import BadRows, DataError, LoadCounts, SftRow
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 
-
-class Drawn(Protocol[T]):
-    """An endless source of rows (:class:`roll.datasets.ShuffledEpochs` is one)."""
-
-    def next_batch(self, size: int) -> list[T]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
-class StreamedEpochs(Generic[T]):
-    """Endless passes over the rows that ``maker`` makes.
+class StreamedEpochs:
+    """Endless passes over the demonstrations that ``maker`` makes.
 
     Args:
-        build: the row that is drawn of a prepared one.
         name: of the stream, part of its seeds.
 
     Raises:
         DataError: no file.
     """
 
-    def __init__(self, maker: RowMaker[Any], build: Callable[[StoredRow], T], seed: int, name: str) -> None:
+    def __init__(self, maker: RowMaker[Any], seed: int, name: str) -> None:
         data_args = maker.data_args
         assert data_args.file_name is not None, "checked by the maker's maker"
-        self._maker, self._build, self._seed, self._name = maker, build, seed, name
+        self._maker, self._seed, self._name = maker, seed, name
         self._paths = data_files(data_args.file_name)
         self._names = unique_names(self._paths, [path.name for path in self._paths])
         self._size = data_args.streaming_window
@@ -65,9 +52,9 @@ class StreamedEpochs(Generic[T]):
         """Rows that this epoch has made."""
         self._tally = Tally()
         self._bad = BadRows(data_args.on_bad_row)
-        self._selection = Selection(data_args, self._bad)
+        self._selection = Selection(maker, self._bad)
 
-    def next_batch(self, size: int) -> list[T]:
+    def next_batch(self, size: int) -> list[SftRow]:
         """The next rows.
 
         Raises:
@@ -78,7 +65,9 @@ class StreamedEpochs(Generic[T]):
             while not self._rows:
                 self._open_next()
             self._taken += 1
-            drawn.append(self._build(self._rows.popleft()))
+            row = self._rows.popleft()
+            assert row.id is not None, "rows are named where their window is opened"
+            drawn.append(SftRow(row.id, row.tag, row.token_ids, row.prompt_length, spans=row.spans))
         return drawn
 
     def _open_next(self) -> None:
@@ -89,7 +78,7 @@ class StreamedEpochs(Generic[T]):
         sources = list(islice(self._sources, self._size))
         if sources:
             self._maker.tally = Tally()
-            rows = self._maker.make(sources, self._bad)
+            rows = self._maker.make(sources, self._bad.report)
             self._tally.add(self._maker.tally)
             self._kept += len(rows)
             if self._maker.data_args.shuffle:
@@ -108,13 +97,7 @@ class StreamedEpochs(Generic[T]):
     def _read(self) -> Iterator[SourceRow]:
         self.close()
         self._stream = stream_rows(self._paths, self._bad)
-        sources = self._selection(self._stream)
-        # The columns are chosen by the first row that the filter lets through; it is put back in front of the others.
-        first = next(sources, None)
-        if first is None:
-            return iter(())
-        self._maker.columns = self._maker.columns_of(first)
-        return (one for part in ([first], sources) for one in part)
+        return self._selection(self._stream)
 
     def close(self) -> None:
         """Close the file that is being read."""

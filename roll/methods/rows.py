@@ -130,7 +130,7 @@ class RowMethod(ABC, Generic[ConfigT, RowT]):
             vision=VisionModel.load(str(role.model_path), tokenizer, role.section.model_args.trust_remote_code),
         )
 
-    def stream_of_rows(self, tokenizer: PreTrainedTokenizerBase) -> StreamedEpochs[RowT] | None:
+    def stream_of_rows(self, tokenizer: PreTrainedTokenizerBase) -> StreamedEpochs | None:
         """The training set, prepared as it is drawn; None: :meth:`read` prepares it at the start."""
         return None
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from roll.datasets import DataError, SftDataset, SftRow
 from roll.datasets.images import ImageReader
 from roll.datasets.sft import SftMaker
-from roll.datasets.store import StoredRow
 from roll.datasets.streaming import StreamedEpochs
 from roll.datasets.templates import Renderer, TemplateChoice
 from roll.datasets.vision_model import VisionModel
@@ -59,7 +58,7 @@ class SFT(RowMethod[SFTConfig, SftRow]):
         query_key, system_key = config.query_key, config.system_key
         return partial(SftDataset.build, query_key=query_key, system_key=system_key, train_on=config.train_on)
 
-    def stream_of_rows(self, tokenizer: PreTrainedTokenizerBase) -> StreamedEpochs[SftRow] | None:
+    def stream_of_rows(self, tokenizer: PreTrainedTokenizerBase) -> StreamedEpochs | None:
         config, data_args = self.config, self.plan.data_args
         if not data_args.streaming:
             return None
@@ -71,16 +70,10 @@ class SFT(RowMethod[SFTConfig, SftRow]):
         renderer = Renderer(tokenizer, TemplateChoice.of_settings(data_args, config.global_template, None))
         limit, images = config.sequence_length, ImageReader.of(data_args, None)
         maker = SftMaker(data_args, renderer, limit, images, config.train_on, config.query_key, config.system_key)
-        return StreamedEpochs(maker, row_of, config.seed, self.stream)
+        return StreamedEpochs(maker, config.seed, self.stream)
 
     def lengths(self, rows: Sequence[SftRow]) -> list[int]:
         return [len(row.input_ids) for row in rows]
 
     def batch(self, rows: Sequence[SftRow], pad: int, ranks: int = 1) -> DataProto:
         return demonstration_batch(rows, pad)
-
-
-def row_of(stored: StoredRow) -> SftRow:
-    """Make the demonstration that is drawn from a prepared row."""
-    assert stored.id is not None, "streams name their rows"
-    return SftRow(stored.id, stored.tag, stored.token_ids, stored.prompt_length, spans=stored.spans)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from roll.config.loader import LoadedConfig
 from roll.config.roles import WorkerConfig
 from roll.datasets import EpochOrder, ShuffledEpochs
-from roll.datasets.streaming import Drawn
+from roll.datasets.streaming import StreamedEpochs
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.methods.base import LOG_PROBS, Ask, Loss
 from roll.methods.rows import Completion, RowMethod
@@ -58,7 +58,7 @@ class RowsPipeline:
 
     tokenizer: PreTrainedTokenizerBase
     pad_token_id: int
-    rows: Drawn[Any]
+    rows: ShuffledEpochs[Any] | StreamedEpochs
     num_steps: int
     learner: Cluster
     frozen: Cluster | None = None
@@ -163,7 +163,7 @@ class RowsPipeline:
         self.rows, self.num_steps = self.rows_to_learn()
         self.pad_token_id = pad_token_id(self.tokenizer)
 
-    def rows_to_learn(self) -> tuple[Drawn[Any], int]:
+    def rows_to_learn(self) -> tuple[ShuffledEpochs[Any] | StreamedEpochs, int]:
         """The rows to learn from, and the number of steps."""
         config, plan, method = self.config, self.plan, self.method
         stream = method.stream_of_rows(self.tokenizer)

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from roll.config.roles import DataArguments
-from roll.datasets import DataError, SftDataset, SftRow
+from roll.datasets import DataError, SftDataset
 from roll.datasets.images import ImageReader
 from roll.datasets.preparation import blocks_hash
 from roll.datasets.sft import SftMaker
 from roll.datasets.streaming import StreamedEpochs
 from roll.datasets.templates import Renderer, TemplateChoice
-from roll.methods.sft import row_of
 
 Write = Callable[..., str]
 NUMBER, LIMIT = 23, 60
@@ -29,11 +28,11 @@ def file(write_jsonl: Write) -> str:
     return write_jsonl(rows)
 
 
-def stream(tokenizer: Any, file: str, **keys: Any) -> StreamedEpochs[SftRow]:
+def stream(tokenizer: Any, file: str, **keys: Any) -> StreamedEpochs:
     data_args = DataArguments(file_name=file, streaming=True, **{"streaming_window": 5, **keys})
     renderer = Renderer(tokenizer, TemplateChoice.of_settings(data_args, None, None))
     maker = SftMaker(data_args, renderer, LIMIT, ImageReader.of(data_args, None))
-    return StreamedEpochs(maker, row_of, 7, "sft")
+    return StreamedEpochs(maker, 7, "sft")
 
 
 def test_an_epoch_gives_every_row_once_as_prepared_ones_are(tokenizer: Any, file: str) -> None:
