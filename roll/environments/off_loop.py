@@ -12,6 +12,7 @@ import pickle
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -66,23 +67,21 @@ async def call_off_loop(function: Callable[..., Any], /, *args: object, **option
     owner = getattr(function, "__self__", None)
     if owner is not None and says_instant(type(owner), function.__name__):
         return await resolved(function(*args, **options))
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
+    answer: Future[Any] = Future()
     context = contextvars.copy_context()
 
     def run() -> None:
-        value: Any = None
-        error: Exception | None = None
+        if not answer.set_running_or_notify_cancel():
+            return  # cancelled at its deadline, before there was a thread for it
         try:
-            value = context.run(function, *args, **options)
-        except BaseException as caught:
-            # A StopIteration cannot be raised into a coroutine, and an exit is not the run's.
-            wrapped = not isinstance(caught, Exception) or isinstance(caught, StopIteration)
-            error = RuntimeError(f"{type(caught).__name__}: {caught}") if wrapped else caught  # type: ignore[assignment]
-        _settle(loop, answer, value, error)
+            answer.set_result(context.run(function, *args, **options))
+        except BaseException as error:
+            # A StopIteration cannot be raised into a coroutine; an exit, or a future's end, is not the run's.
+            wrapped = not isinstance(error, Exception) or isinstance(error, StopIteration | CancelledError)
+            answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}") if wrapped else error)
 
     _threads.run(run)
-    return await resolved(await answer)
+    return await resolved(await asyncio.wrap_future(answer))
 
 
 def says_instant(kind: type, method: str) -> bool:
@@ -90,23 +89,6 @@ def says_instant(kind: type, method: str) -> bool:
     method has to declare it again."""
     definer = next((one for one in kind.__mro__ if method in vars(one)), None)
     return bool(getattr(kind, "instant", False)) and definer is not None and bool(vars(definer).get("instant", False))
-
-
-def _settle(
-    loop: asyncio.AbstractEventLoop, answer: asyncio.Future[object], value: object, error: Exception | None = None
-) -> None:
-    """Settle a future of another thread's event loop."""
-
-    def settle() -> None:
-        if answer.done():
-            return  # cancelled at its deadline
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(value)
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-        loop.call_soon_threadsafe(settle)
 
 
 class EnvironmentProcessDied(RuntimeError):
@@ -201,7 +183,7 @@ class _Process:
         )
         self._child.start()
         theirs.close()
-        self._calls: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
+        self._calls: dict[int, Future[Any]] = {}
         self.numbers = itertools.count()
         self.environments: set[int] = set()
         """The numbers of those that live in it."""
@@ -217,19 +199,19 @@ class _Process:
         Raises:
             EnvironmentProcessDied: the process has ended, or ends during the call.
         """
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()  # it will be settled, also where its caller is cancelled
         number = next(self.numbers)
         with self._lock:
             if self.has_ended:
                 raise self._death()
-            self._calls[number] = loop, answer
+            self._calls[number] = answer
         try:
             self._pipe.send((number, environment, method, args))
         except (OSError, ValueError):
             self._over()
         try:
-            return await answer
+            return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
             # The thread over there cannot be interrupted: only the end of its process frees what it holds.
             self.end()
@@ -248,8 +230,10 @@ class _Process:
                 break
             with self._lock:
                 waiting = self._calls.pop(number, None)
-            if waiting is not None:
-                _settle(*waiting, value, None if is_right else RuntimeError(value))
+            if waiting is not None and is_right:
+                waiting.set_result(value)
+            elif waiting is not None:
+                waiting.set_exception(RuntimeError(value))
         # Joined before the callers hear of it, so that the exit code is known.
         self._child.join(STOP_SECONDS)
         self._over()
@@ -258,8 +242,8 @@ class _Process:
         with self._lock:
             self.has_ended = True
             waiting, self._calls = list(self._calls.values()), {}
-        for loop, answer in waiting:
-            _settle(loop, answer, None, self._death())
+        for answer in waiting:
+            answer.set_exception(self._death())
 
     def _death(self) -> EnvironmentProcessDied:
         pid, code = self._child.pid, self._child.exitcode
