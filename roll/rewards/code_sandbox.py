@@ -17,7 +17,7 @@ from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, Rewar
 from roll.rewards.http_reward import HttpReward
 from roll.rewards.sandbox.cases import read_cases
 from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
-from roll.rewards.sandbox.judging import Judging, judge
+from roll.rewards.sandbox.judging import JudgingOptions, judge
 from roll.rewards.sandbox.protections import MEBIBYTE, PROMISED, PROTECTIONS, Limits, MissingProtection, consequence
 from roll.rewards.sandbox.snippets import CaseError
 
@@ -105,7 +105,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class CodeSandbox(RewardRule):
+class CodeSandbox(JudgingOptions, RewardRule):
     """``score`` times the share of passed cases; the program is the last fenced block after the thought."""
 
     numbers: ClassVar[tuple[str, ...]] = ("pass_rate", "passed", "answered", "compile_error", "timeout")
@@ -114,29 +114,16 @@ class CodeSandbox(RewardRule):
         *("command", "file_name", "languages", "object_operators", "require"),
     )
     score: float = 1.0
-    partial: bool = True
-    """Count the share of passed cases; false: all or nothing."""
     timeout: float = 30.0
     """Seconds for all cases of a sample."""
-    case_timeout: float = 6.0
-    """Seconds for one case; after one that takes longer the rest count as failed."""
     memory_mb: int = 1024
     """Address space of each process."""
     output_mb: int = 16
     """Size of the output and of any file."""
     processes: int = 1
     """Processes at a time, threads not counted; a command gets 32 where this says 1."""
-    tolerance: float = 1e-6
-    """Relative or absolute difference within which decimal fractions are equal; whole numbers must be exact."""
-    command: list[str] = field(default_factory=list)
-    """Runs the program, such as ``[node, main.js]``, with input and output as cases; empty: this Python."""
-    file_name: str = "solution.py"
-    """Name under which the command finds the program."""
     languages: list[str] = field(default_factory=lambda: list(PYTHON))
     """Languages of the fenced blocks that count as programs; '' is a block without a language."""
-    object_operators: bool = False
-    """Let tests apply operators between an object of the response's own class and a plain value: then the response's
-    code sees the value and decides on the result."""
     preload: list[str] = field(default_factory=list)
     """Modules loaded once instead of by every program, such as ``[numpy]``."""
     readable: list[str] = field(default_factory=list)
@@ -169,22 +156,14 @@ class CodeSandbox(RewardRule):
             # A program per request, with the options that are not the default.
             local = ("service_url", "api_key_env", "parallel")
             default = CodeSandbox()
-            own = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in local}
+            own = {item.name: getattr(self, item.name) for item in fields(self) if item.init and item.name not in local}
             changed = {name: value for name, value in own.items() if value != getattr(default, name)}
             wait = self.timeout * SERVICE_PATIENCE
             self._service = HttpReward(
                 self.service_url, self.api_key_env, 1, options=changed, timeout=wait, concurrency=SERVICE_REQUESTS
             )
         memory, output = self.memory_mb * MEBIBYTE, self.output_mb * MEBIBYTE
-        self._judging = Judging(
-            limits=Limits(wall=self.timeout, memory=memory, file_size=output, processes=self.processes),
-            case_timeout=self.case_timeout,
-            tolerance=self.tolerance,
-            command=tuple(self.command),
-            file_name=self.file_name,
-            every_case=self.partial,
-            object_operators=self.object_operators,
-        )
+        self.limits = Limits(self.timeout, memory, output, processes=self.processes)
         self._sandbox = Sandbox(Settings(tuple(self.preload), tuple(self.readable), tuple(self.require)))
         self._is_reported = False
 
@@ -236,7 +215,7 @@ class CodeSandbox(RewardRule):
         if not source:
             return RewardResult(0.0, dict.fromkeys(self.numbers, 0.0))
         try:
-            outcome = judge(self._sandbox, source, cases, self._judging)
+            outcome = judge(self._sandbox, source, cases, self)
         except (SandboxError, CaseError) as error:
             return failure(f"code_sandbox: {error}")
         all_passed = float(outcome.passed == outcome.total)

@@ -187,8 +187,6 @@ class Server(Side):
             encoded |= self._describe_class(value)
         elif isinstance(value, type):
             encoded["class"] = True
-        elif isinstance(value, types.ModuleType):
-            encoded["module"] = True
         elif isinstance(value, _PLAIN):
             encoded["plain"] = True
         return encoded

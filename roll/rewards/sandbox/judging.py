@@ -23,21 +23,24 @@ COMMAND_PROCESSES = 32
 """Processes at a time of a command: a shell and what it starts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judging:
-    """Settings of running and judging sources."""
+@dataclass(kw_only=True)
+class JudgingOptions:
+    """Options of a reward that runs and judges programs."""
 
-    limits: Limits = field(default_factory=Limits)
-    """``wall``: seconds for all cases of a source."""
+    limits: Limits = field(init=False)
+    partial: bool = True
+    """Count the share of passed cases; false: all or nothing."""
     case_timeout: float = 6.0
-    """Seconds for one case."""
+    """Seconds for one case; after one that takes longer the rest count as failed."""
     tolerance: float = 1e-6
-    command: tuple[str, ...] = ()
-    """Command instead of Python; the source is in ``file_name``."""
+    """Relative or absolute difference within which decimal fractions are equal; whole numbers must be exact."""
+    command: list[str] = field(default_factory=list)
+    """Runs the program, such as ``[node, main.js]``, with input and output as cases; empty: this Python."""
     file_name: str = "solution.py"
-    every_case: bool = True
-    """Go on after a failed case, because the share of passed ones counts."""
+    """Name under which the command finds the program."""
     object_operators: bool = False
+    """Let tests apply operators between an object of the response's own class and a plain value: then the response's
+    code sees the value and decides on the result."""
 
 
 @dataclass(slots=True)
@@ -59,7 +62,7 @@ class Outcome:
         self.note = self.note or note
 
 
-def judge(sandbox: Sandbox, source: str, cases: Cases, judging: Judging) -> Outcome:
+def judge(sandbox: Sandbox, source: str, cases: Cases, options: JudgingOptions) -> Outcome:
     """Run a source against its cases. Whatever the source does is an outcome, not an error.
 
     Raises:
@@ -67,13 +70,13 @@ def judge(sandbox: Sandbox, source: str, cases: Cases, judging: Judging) -> Outc
         CaseError: the tests want what the sandbox cannot do.
     """
     outcome = Outcome(total=cases.count)
-    deadline = time.monotonic() + judging.limits.wall
+    deadline = time.monotonic() + options.limits.wall
     # A lone surrogate has no UTF-8; a source that holds one would not be read anyway.
     data = source.encode("utf-8", "replace")
     if cases.kind == "io":
-        _judge_streams(sandbox, data, cases, judging, outcome, deadline)
+        _judge_streams(sandbox, data, cases, options, outcome, deadline)
     else:
-        _judge_tests(sandbox, data, cases, judging, outcome)
+        _judge_tests(sandbox, data, cases, options, outcome)
     return outcome
 
 
@@ -98,17 +101,17 @@ def read_file(descriptor: int, limit: int) -> bytes | None:
 
 
 def _judge_streams(
-    sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging, outcome: Outcome, deadline: float
+    sandbox: Sandbox, source: bytes, cases: Cases, options: JudgingOptions, outcome: Outcome, deadline: float
 ) -> None:
     """Run one process per case. After a timeout the remaining cases count as failed: most likely they would."""
     for given, wanted in cases.streams:
-        wall = min(judging.case_timeout, deadline - time.monotonic())
+        wall = min(options.case_timeout, deadline - time.monotonic())
         if wall <= 0:
             outcome.timed_out = True
             return outcome.fail("no time left")
-        limits, program, more = replace(judging.limits, wall=wall), "script", {}
-        if judging.command:
-            program, more = "command", {"command": judging.command, "file_name": judging.file_name, "proc": True}
+        limits, program, more = replace(options.limits, wall=wall), "script", {}
+        if options.command:
+            program, more = "command", {"command": options.command, "file_name": options.file_name, "proc": True}
             if limits.processes == 1:
                 limits = replace(limits, processes=COMMAND_PROCESSES)
         with memory_file(given.encode()) as stdin, memory_file() as stdout, memory_file(source) as program_file:
@@ -118,19 +121,19 @@ def _judge_streams(
         if ended.timed_out:
             outcome.timed_out = True
             return outcome.fail("the time limit")
-        if ended.code == COMPILE_STATUS and not judging.command:
+        if ended.code == COMPILE_STATUS and not options.command:
             outcome.compile_error = True
             return outcome.fail("no Python")
         if ended.code != 0:
             outcome.fail(f"exit status {ended.code}")
         elif printed is None:
             outcome.fail("too much output")
-        elif equal_output(printed.decode("utf-8", "replace"), wanted, judging.tolerance):
+        elif equal_output(printed.decode("utf-8", "replace"), wanted, options.tolerance):
             outcome.passed += 1
             continue
         else:
             outcome.fail("another output was expected")
-        if not judging.every_case:
+        if not options.partial:  # else the share of passed cases counts
             return None
     return None
 
@@ -141,17 +144,17 @@ def os_null() -> int:
     return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
 
-def _judge_tests(sandbox: Sandbox, source: bytes, cases: Cases, judging: Judging, outcome: Outcome) -> None:
+def _judge_tests(sandbox: Sandbox, source: bytes, cases: Cases, options: JudgingOptions, outcome: Outcome) -> None:
     """Run the tests in one process and the response in another, which never handles a verdict."""
-    limits, null = judging.limits, os_null()
+    limits, null = options.limits, os_null()
     more = {"max_message": limits.file_size}
     job: dict[str, Any] = {
-        "case_timeout": judging.case_timeout,
-        "object_operators": judging.object_operators,
+        "case_timeout": options.case_timeout,
+        "object_operators": options.object_operators,
         "preparation": preparation((cases.setup, *cases.texts)),
     }
     if cases.kind == "calls":
-        job |= {"calls": cases.calls, "fn_name": cases.fn_name, "tolerance": judging.tolerance}
+        job |= {"calls": cases.calls, "fn_name": cases.fn_name, "tolerance": options.tolerance}
     elif cases.kind == "pytest":
         job["pytest"] = cases.texts[0]
     else:

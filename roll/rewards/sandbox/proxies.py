@@ -27,13 +27,12 @@ class Proxy:
     """The :class:`~roll.rewards.sandbox.remote.Remote`, whose module imports this one."""
     _roll_number: int
     _roll_plain: bool
-    _roll_module: bool
     _roll_class: bool
     _roll_value: Any
 
-    def __init__(self, remote: object, number: int, plain: bool, module: bool, is_class: bool) -> None:
+    def __init__(self, remote: object, number: int, plain: bool, is_class: bool) -> None:
         # Past __setattr__, which sets attributes of the response's object.
-        own = {"remote": remote, "number": number, "plain": plain, "module": module, "class": is_class, "value": None}
+        own = {"remote": remote, "number": number, "plain": plain, "class": is_class, "value": None}
         self.__dict__.update({f"_roll_{name}": value for name, value in own.items()})
 
     def __getattr__(self, name: str) -> Any:

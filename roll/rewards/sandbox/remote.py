@@ -224,7 +224,7 @@ class Remote(Side):
         number = int(data["id"])
         if number not in self._proxies:
             kind = AwaitableProxy if data.get("awaitable") is True else Proxy
-            flags = [data.get(name) is True for name in ("plain", "module", "class")]
+            flags = [data.get(name) is True for name in ("plain", "class")]
             self._proxies[number] = kind(self, number, *flags)
         return self._proxies[number]
 

@@ -94,7 +94,12 @@ class Piece:
                 lines[number] = ""
         self.source = "\n".join(lines)
         body = [node for node in self.tree.body if not is_runner(node)]
-        self._executed = [node for node in body if not isinstance(node, _DEFINITIONS) and not is_main_guard(node)]
+        self._executed = [
+            node
+            for node in body
+            if not isinstance(node, _DEFINITIONS)
+            and not (isinstance(node, ast.If) and "__name__" in names_in(node.test))
+        ]
         self._used = names_in(*self._executed)
         self._used_by_functions = names_in(*(each for each in body if isinstance(each, _DEFINITIONS)))
         # A helper is called, or has another name; what is left are tests that nothing calls.
@@ -268,12 +273,6 @@ def required(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 def is_unittest_class(node: ast.AST) -> bool:
     bases = [dotted(base)[-1:] for base in node.bases] if isinstance(node, ast.ClassDef) else []
     return ["TestCase"] in bases or ["IsolatedAsyncioTestCase"] in bases
-
-
-def is_main_guard(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and any(
-        isinstance(each, ast.Name) and each.id == "__name__" for each in ast.walk(node.test)
-    )
 
 
 def is_runner(node: ast.AST) -> bool:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from roll.rewards.code_sandbox import CodeSandbox
 from roll.rewards.sandbox.cases import read_cases
 from roll.rewards.sandbox.client import Sandbox, Settings
-from roll.rewards.sandbox.judging import Judging, Outcome, judge
-from roll.rewards.sandbox.protections import Limits
+from roll.rewards.sandbox.judging import Outcome, judge
 
 NOBODY = 65534
 EVERYTHING = {"limits", "network", "files", "private", "signals", "syscalls", "ends", "scratch", "user"}
@@ -87,7 +87,7 @@ Landlock, an older one or none. ``same_user``: the user of the reward worker its
 DEFAULT_HOSTS = {"root", "container_user", "container_root_without_landlock", "container_same_user"}
 """Those of ``make test``: everything, no namespaces, neither they nor Landlock, and no user of its own."""
 
-QUICK = Judging(limits=Limits(wall=10.0), case_timeout=5.0)
+QUICK = CodeSandbox(timeout=10.0, case_timeout=5.0)
 
 Verdict = Callable[..., Outcome]
 
@@ -127,7 +127,8 @@ def verdict(sandbox: Sandbox) -> Verdict:
     def run(source: str, ground_truth: object = None, sandbox: Sandbox = sandbox, **changes: object) -> Outcome:
         columns = changes.pop("row", {})
         limits = {name: changes.pop(name) for name in list(changes) if hasattr(QUICK.limits, name)}
-        judging = replace(QUICK, limits=replace(QUICK.limits, **limits), **changes)
-        return judge(sandbox, source, read_cases(ground_truth, columns), judging)
+        options = replace(QUICK, **changes)
+        options.limits = replace(options.limits, **limits)
+        return judge(sandbox, source, read_cases(ground_truth, columns), options)
 
     return run
