@@ -1,14 +1,10 @@
-"""Client of reward services: JSON with retries, deadlines, bounded concurrency, and a cache of answers."""
+"""Client of reward services: JSON with retries, deadlines and bounded concurrency."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import logging
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,35 +190,3 @@ class JsonClient:
 def shown_body(text: str) -> str:
     """The beginning of an error's body. Services quote the key that they refuse: masked before anything is cut."""
     return masked_text(" ".join(text[: 4 * SHOWN_BODY].split()))[:SHOWN_BODY]
-
-
-MISSING = object()
-
-
-class AnswerCache:
-    """Keeps answers in memory, the least recently used of which are dropped. Safe between threads."""
-
-    def __init__(self, max_entries: int = 100_000) -> None:
-        self._max_entries = max_entries
-        self._entries: OrderedDict[str, Any] = OrderedDict()
-        self._lock = threading.Lock()
-
-    @staticmethod
-    def key(*content: object) -> str:
-        """The same for the same content, in every process: SHA-256 of its JSON."""
-        text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=str)
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-    def get(self, key: str) -> Any:
-        """The answer, or :data:`MISSING`."""
-        with self._lock:
-            if key in self._entries:
-                self._entries.move_to_end(key)
-            return self._entries.get(key, MISSING)
-
-    def put(self, key: str, answer: object) -> None:
-        with self._lock:
-            self._entries[key] = answer
-            self._entries.move_to_end(key)
-            while len(self._entries) > self._max_entries:
-                self._entries.popitem(last=False)

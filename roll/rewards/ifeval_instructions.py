@@ -63,11 +63,9 @@ def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
     return len(found) >= int(num_highlights)
 
 
-def json_format(text: str) -> bool:
-    """The whole text is JSON, perhaps in a fence."""
-    inner = _FENCE_END.sub("", _FENCE_START.sub("", text.strip())).strip()
+def is_json(text: str) -> bool:
     try:
-        json.loads(inner)
+        json.loads(text)
     except (ValueError, RecursionError):
         return False
     return True
@@ -185,7 +183,10 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "detectable_format:multiple_sections": lambda text, *, section_spliter, num_sections: (
         len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= int(num_sections)
     ),
-    "detectable_format:json_format": json_format,
+    # The whole text is JSON, perhaps in a fence.
+    "detectable_format:json_format": lambda text: is_json(
+        _FENCE_END.sub("", _FENCE_START.sub("", text.strip())).strip()
+    ),
     "detectable_format:title": title,
     "combination:two_responses": two_responses,
     "combination:repeat_prompt": lambda text, *, prompt_to_repeat: (

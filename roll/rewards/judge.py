@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import resources
@@ -15,9 +18,11 @@ from jinja2.sandbox import SandboxedEnvironment
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure, read_json
-from roll.rewards.http_client import MISSING, AnswerCache, JsonClient, Reply, ServiceOptions
+from roll.rewards.http_client import JsonClient, Reply, ServiceOptions
 from roll.rewards.judge_reading import Extract, NoScore, ScoreReader
 
+MAX_ANSWERS = 100_000
+"""Answers that are kept in memory."""
 TOP_LOG_PROBS = 20
 """The most that OpenAI's interface gives."""
 
@@ -77,7 +82,8 @@ class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
         if self.min_score is None and self.max_score is None:
             self.min_score, self.max_score = bounds
         self.check_reading()
-        self._cache = AnswerCache() if self.cache else None
+        self._answers: dict[bytes, Any] = {}
+        self._lock = threading.Lock()
         key = self.api_key or os.environ.get(self.api_key_env, "")
         self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self, key)
 
@@ -129,19 +135,24 @@ class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
 
     def _ask(self, bodies: dict[int, dict[str, Any]]) -> dict[int, RewardResult]:
         """Send each distinct request once, unless its answer is cached."""
-        cache = self._cache
-        if cache is None:  # equal requests are sent one by one: at a temperature their answers differ
+        if not self.cache:  # equal requests are sent one by one: at a temperature their answers differ
             one_by_one = self._client.post(list(bodies.values()))
             return {index: self._result(reply) for index, reply in zip(bodies, one_by_one, strict=True)}
-        keys = {index: AnswerCache.key(self.base_url, body) for index, body in bodies.items()}
-        found = {key: answer for key in set(keys.values()) if (answer := cache.get(key)) is not MISSING}
+        texts = {index: json.dumps(body, sort_keys=True, default=str) for index, body in bodies.items()}
+        keys = {index: hashlib.sha256(text.encode()).digest() for index, text in texts.items()}
+        with self._lock:
+            # Put back at the end: the least recently used are dropped.
+            found = {key: self._answers.pop(key) for key in set(keys.values()) if key in self._answers}
+            self._answers |= found
         to_send = {key: bodies[index] for index, key in keys.items() if key not in found}
         replies = dict(zip(to_send, self._client.post(list(to_send.values())), strict=True))
         by_key = {key: self._result(reply) for key, reply in replies.items()}
         by_key |= {key: self._result(Reply(answer, tries=0)) for key, answer in found.items()}
-        for key, reply in replies.items():
-            if by_key[key].error is None:  # a cached failure would never be tried again
-                cache.put(key, reply.body)
+        with self._lock:
+            # A cached failure would never be tried again.
+            self._answers |= {key: reply.body for key, reply in replies.items() if by_key[key].error is None}
+            for key in list(self._answers)[:-MAX_ANSWERS]:
+                del self._answers[key]
         return {index: by_key[key] for index, key in keys.items()}
 
     def _result(self, reply: Reply) -> RewardResult:

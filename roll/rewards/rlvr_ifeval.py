@@ -6,10 +6,10 @@ a whole word, letters and phrases are compared with their case, paragraphs are d
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 
+from roll.rewards.ifeval_instructions import is_json
 from roll.rewards.ifeval_instructions import language as language_of
 
 QUANTIFIERS = ("at least", "around", "at most")
@@ -70,14 +70,6 @@ def choice(text: str, *, options: Sequence[str] | str) -> bool:
     return any(option in text for option in options)
 
 
-def json_format(text: str) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
-
-
 def two_responses(text: str) -> bool:
     answers = text.split("******")
     return len(answers) == 2 and answers[0].strip() != answers[1].strip()
@@ -110,7 +102,7 @@ FUNCTIONS: dict[str, Callable[..., bool]] = {
     "validate_sections": lambda text, *, N, section_splitter: (
         len(re.findall(rf"{re.escape(section_splitter)}\s?\d+", text, re.IGNORECASE)) >= int(N)
     ),
-    "validate_json_format": json_format,
+    "validate_json_format": is_json,
     "validate_repeat_prompt": lambda text, *, original_prompt: text.startswith(original_prompt),
     "validate_two_responses": two_responses,
     "validate_uppercase": lambda text: text == text.upper(),

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from roll.rewards.base import GuardedReward, RewardOptionError, RewardSample
+from roll.rewards.base import GuardedReward, RewardOptionError, RewardSample, finite_number
 from roll.rewards.http_client import LOOPBACK
 from roll.rewards.registry import build_reward, load_target, resolve_name
 from roll.serving.http import BadRequest, HttpServer, answered, check_key, read_bytes
@@ -94,10 +93,10 @@ class RewardPool:
                 )
             if name == "require" and not (isinstance(value, list) and set(own or ()) <= set(value)):
                 raise RewardOptionError(f"options: require = {value!r}: the service itself requires {own!r}")
-            limit = max(as_number(own or 0), MAX_OPTIONS.get(name, math.inf))
-            # NaN, for what is no number, is not within any limit.
-            if name in MAX_OPTIONS and not as_number(value) <= limit:
-                raise RewardOptionError(f"options: {name} = {value!r}: at most {limit:g} is granted")
+            if name in MAX_OPTIONS:
+                limit, number = max(finite_number(own) or 0.0, MAX_OPTIONS[name]), finite_number(value)
+                if number is None or number > limit:
+                    raise RewardOptionError(f"options: {name} = {value!r}: at most {limit:g} is granted")
         return {**self._own, **options}
 
     def score(self, content: bytes) -> list[dict[str, Any]]:
@@ -147,14 +146,6 @@ class RewardPool:
         for _, reward in self._idle:
             reward.close()
         self._idle.clear()
-
-
-def as_number(value: Any) -> float:
-    """The number that an option means, also as a text; NaN for anything else."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
 
 
 def make_app(pool: RewardPool, api_key: str = "") -> Starlette:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from roll.rewards.http_client import MAX_REPLY, MISSING, AnswerCache, JsonClient, Reply, ServiceOptions
+from roll.rewards.http_client import MAX_REPLY, JsonClient, Reply, ServiceOptions
 from tests.rewards.http_service import Answer, in_turn, serving
 
 QUICK: dict[str, Any] = {"backoff": 0.001, "max_backoff": 0.01, "request_timeout": 5.0, "timeout": 10.0}
@@ -136,16 +136,6 @@ def test_no_more_requests_than_slots_whoever_asks() -> None:
         client.close()
         assert len(service.bodies) == 12
         assert service.most_running == 4
-
-
-def test_cache_by_content() -> None:
-    key = AnswerCache.key("url", {"b": 1, "a": "é"})
-    assert key == AnswerCache.key("url", {"a": "é", "b": 1}) != AnswerCache.key("url", {"a": "é", "b": 2})
-    small = AnswerCache(max_entries=2)
-    for name in "abc":
-        small.put(name, {"n": name})
-    assert small.get("a") is MISSING
-    assert small.get("c") == {"n": "c"}
 
 
 def compressed_bomb() -> bytes:

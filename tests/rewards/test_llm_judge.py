@@ -174,6 +174,15 @@ def test_the_same_question_is_asked_once() -> None:
         assert len(service.bodies) == 4
 
 
+def test_the_least_recently_used_answers_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roll.rewards.judge.MAX_ANSWERS", 2)
+    with serving(lambda number, body: completion("Yes")) as service:
+        judge = build_reward("llm_judge", {"base_url": service.url, "model": "m"})
+        cached = [judge([RewardSample("p", text, "4")])[0].metrics["cached"] for text in "abacab"]
+        judge.close()
+    assert cached == [0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+
+
 def test_an_answer_without_a_score_is_asked_for_again_next_time() -> None:
     with serving(in_turn(completion("hm"), completion("Yes"))) as service:
         judge = build_reward("llm_judge", {"base_url": service.url, "model": "m"})
