@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.call_formats import ToolCall
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.endpoint import AgentEndpoint
@@ -73,7 +74,7 @@ async def model_calls() -> dict[str, tuple[float, float]]:
         )
 
     model = Model(sample, template, "hermes", Limits(turns=1_000_000, context=100_000))
-    endpoint = AgentEndpoint()
+    endpoint = AgentEndpoint(BlackBoxOptions())
     endpoint.start()
     session = Session(Task("t", 0), model)
     endpoint.open(session)

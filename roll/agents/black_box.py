@@ -39,7 +39,7 @@ class BlackBoxAgent:
 
     def __init__(self, options: BlackBoxOptions, verifier: Verifier | None = None) -> None:
         self._options, self._verifier = options, verifier
-        self._endpoint = AgentEndpoint(options.host, options.port, options.worker_key, options.public_url)
+        self._endpoint = AgentEndpoint(options)
         self._workers = _Workers(self._endpoint, options) if options.processes else None
 
     @property

@@ -13,6 +13,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.agents.images import ChatImages
@@ -246,10 +247,7 @@ def _with_json_arguments(messages: Sequence[Message]) -> list[Message]:
 
 def common_prefix(texts: Sequence[str]) -> str:
     """The longest text that all of ``texts`` begin with."""
-    # In sorted order the first and the last differ earliest, so the others need not be compared.
-    first, last = min(texts), max(texts)
-    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return first[:length]
+    return commonprefix(texts)  # noqa: RUF071  (texts, not paths)
 
 
 Thinking = Literal["keep", "new_sample"]

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.session import Session, episode_over
 from roll.serving.dialects.chat import chat_body, chat_events, read_chat
 from roll.serving.dialects.messages import messages_body, messages_events, read_messages
@@ -44,19 +45,10 @@ _MAX_WAIT = 60.0
 
 
 class AgentEndpoint:
-    """Serves the model of every open session to clients with its key.
+    """Serves the model of every open session to clients with its key."""
 
-    Args:
-        host: address to listen on; other hosts reach it only where it is not a loopback address.
-        port: 0: a free one.
-        worker_key: key that agents from elsewhere send with ``POST /episodes``; empty: they are refused.
-        public_url: address under which they reach the endpoint; empty: the one that it listens on.
-    """
-
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, worker_key: str = "", public_url: str = "") -> None:
-        self._host, self._port = host, port
-        self._worker_key = worker_key
-        self._public_url = public_url.rstrip("/")
+    def __init__(self, options: BlackBoxOptions) -> None:
+        self._options = options
         self._server: HttpServer | None = None
         self._secret = secrets.token_bytes(32)
         """Signs the keys that the endpoint gives, so that it knows them without a record."""
@@ -77,14 +69,14 @@ class AgentEndpoint:
             RuntimeError: the server does not start.
         """
         if self._server is None:
-            self._server = HttpServer(self._host, self._port)
+            self._server = HttpServer(self._options.host, self._options.port)
             self._server.start(self._app)
 
     @property
     def url(self) -> str:
         """Address of the endpoint, which has been started, without ``/v1``."""
         assert self._server is not None, "start() comes first"
-        return self._public_url or self._server.url
+        return self._options.public_url.rstrip("/") or self._server.url
 
     def close(self) -> None:
         """Stop serving; a later :meth:`start` would begin anew."""
@@ -182,7 +174,7 @@ class AgentEndpoint:
         key = key_of(request)
         if self._is_signed(key) and key in self._workers:
             return key
-        if self._worker_key and is_same(key, self._worker_key):
+        if self._options.worker_key and is_same(key, self._options.worker_key):
             return ""
         raise wrong_key("the worker's key")
 

@@ -294,7 +294,7 @@ class Model:
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
         room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
         if most_behind_prompt is not None:
-            room = min(room, most_behind_prompt - self.tokens_behind_prompt(call))
+            room = min(room, most_behind_prompt - len(self.conversations.ids_behind_prompt(call)))
         if room <= 0:
             raise EpisodeOver("context_limit")
         return self._answered(call, await self._sampled(prompt_ids, room, options, vision), demanded)
@@ -325,10 +325,6 @@ class Model:
             raise EngineFault(str(error)) from error
         finally:
             self._seconds.model += time.perf_counter() - begin
-
-    def tokens_behind_prompt(self, call: Call) -> int:
-        """The tokens of a conversation up to ``call`` and its response, without those of its first prompt."""
-        return len(self.conversations.ids_behind_prompt(call))
 
     def text_of(self, token_ids: Sequence[int], ended: bool = False, special: bool = True) -> str:
         """The text of ids.

@@ -160,7 +160,7 @@ class VerlAgent:
             response = await model.chat(data.messages, tools=schemas, most_behind_prompt=budget)
             data.messages.append(response.message)
             data.assistant_turns += 1
-            if once or model.tokens_behind_prompt(response.call) >= budget:
+            if once or len(model.conversations.ids_behind_prompt(response.call)) >= budget:
                 return
             # 0 and None: no limit of turns.
             if options.max_assistant_turns and data.assistant_turns >= options.max_assistant_turns:

@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.endpoint import AgentEndpoint
 from roll.agents.episode import Agent, Episode, Limits, Model, Sample, Task, run_episode
@@ -93,7 +94,7 @@ async def opened(
     **options: Any,
 ) -> AsyncIterator[tuple[AgentEndpoint, Session]]:
     """An endpoint with one session, whose calls ``sample`` answers in place of ``engine``."""
-    endpoint = AgentEndpoint()
+    endpoint = AgentEndpoint(BlackBoxOptions())
     endpoint.start()
     try:
         limits = limits or Limits(turns=1000, context=100_000)
