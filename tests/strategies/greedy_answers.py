@@ -38,6 +38,13 @@ def chat_prompts(folder: Path, count: int) -> list[list[int]]:
     ]
 
 
+def token_ids(folder: Path, *texts: str) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text)["input_ids"] for text in texts]
+
+
 def engine_answers(engine: GenerationStrategy, prompts: list[list[int]]) -> list[list[int]]:
     params = SamplingParams(NEW_TOKENS, temperature=0.0)
     engine.add_requests([GenerationRequest(str(index), prompt, params) for index, prompt in enumerate(prompts)])

@@ -27,6 +27,7 @@ def write_adapter(
     whole: list[str] | None = None,
     target: list[str] | str | None = TARGET,
     tensors: list[str] | None = None,
+    std: float = 0.1,
 ) -> Path:
     """An adapter in which A and B are random, so that both have a gradient, written by peft.
 
@@ -48,7 +49,7 @@ def write_adapter(
     adapted = get_peft_model(plain_model(model), config)
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad:
-            torch.nn.init.normal_(parameter, std=0.1)
+            torch.nn.init.normal_(parameter, std=std)
             assert "lora_" in name or whole
     adapted.save_pretrained(folder)
     return folder
@@ -100,7 +101,7 @@ def train(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
     return {
         "outputs": before,
         "base": base,
-        "gradients": _under_live_names(strategy),
+        "gradients": under_live_names(strategy),
         "weights": weights_of(strategy),
         "rank_info": strategy.rank_info,
         "dtypes": {name: p.dtype for name, p in model.language_model.named_parameters()} if model else None,
@@ -109,7 +110,7 @@ def train(role: WorkerConfig, batch: TensorBatch, steps: int) -> dict[str, Any]:
     }
 
 
-def _under_live_names(strategy: Any) -> dict[str, torch.Tensor]:
+def under_live_names(strategy: Any) -> dict[str, torch.Tensor]:
     """The last gradients as the modules of transformers and peft name and shape them."""
     if not hasattr(strategy, "masters"):
         return strategy.gradients

@@ -92,6 +92,25 @@ def make_batch(groups: int = 4, group_size: int = 3, seed: int = 0, extra_paddin
     }
 
 
+def batch_of(prompts: list[list[int]], responses: list[list[int]]) -> TensorBatch:
+    """Each of the responses, of which the first is good, to each of the prompts."""
+    rows = [(prompt, response) for prompt in prompts for response in responses]
+    width = max(len(prompt) + len(response) for prompt, response in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    attention, mask = torch.zeros(len(rows), width, dtype=torch.bool), torch.zeros(len(rows), width, dtype=torch.bool)
+    for index, (prompt, response) in enumerate(rows):
+        end = len(prompt) + len(response)
+        ids[index, :end] = torch.tensor([*prompt, *response])
+        attention[index, :end] = mask[index, len(prompt) : end] = True
+    return {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "response_mask": mask,
+        "advantages": torch.tensor([1.0, *[-0.5] * (len(responses) - 1)] * len(prompts))[:, None] * mask,
+        "num_tokens": mask.sum().expand(len(rows)),
+    }
+
+
 def make_turns(seed: int = 0) -> TensorBatch:
     """Three episodes of four turns, a row each: the second one's turns go on where the turn before ends, thoughts are
     left out of the history of the others. The first two have one prompt; all are longer than ``MIN_SHARED``."""
@@ -162,7 +181,8 @@ def value_loss(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor, 
 def plain_outputs(model: Any, batch: TensorBatch, temperature: float = 1.0) -> TensorBatch:
     """Log-probs, entropies and sums of squares by the book: padded, masked, all logits, log_softmax."""
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"].long()).logits
-    table = (logits[:, :-1].float() / temperature).log_softmax(-1)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    table = (logits[:, :-1] / temperature).log_softmax(-1)
     log_probs = table.gather(2, batch["input_ids"][:, 1:, None])[..., 0]
     entropy = -(table.exp() * table).sum(-1)
     pad = torch.nn.functional.pad
@@ -173,9 +193,9 @@ def plain_outputs(model: Any, batch: TensorBatch, temperature: float = 1.0) -> T
     }
 
 
-def plain_model(folder: Path) -> Any:
+def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     model.get_input_embeddings().padding_idx = None  # a token of the text has its gradient
     return model

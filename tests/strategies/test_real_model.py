@@ -24,8 +24,8 @@ from roll.config.roles import WorkerConfig
 from roll.strategies.base import Output
 from roll.weight_sync.encoding import tensor_checksum
 from tests.strategies import engine_cases, jobs
-from tests.strategies.greedy_answers import chat_prompts, compare_answers, engine_answers
-from tests.strategies.samples import TensorBatch, make_role, plain_model, plain_outputs, policy_loss
+from tests.strategies.greedy_answers import chat_prompts, compare_answers, engine_answers, token_ids
+from tests.strategies.samples import TensorBatch, batch_of, make_role, plain_model, plain_outputs, policy_loss
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 PROMPTS, UPDATED = 100, 8
@@ -50,31 +50,12 @@ def test_greedy_answers_are_those_of_generate(smollm2: Path) -> None:
     assert compared.unexplained() == [], str(compared)
 
 
-def batch_of(prompts: list[list[int]], tokenizer: Any) -> TensorBatch:
-    """Two responses of different lengths to each of four prompts."""
-    texts = ["Sure! The sea is wide and blue.", "The final answer is #### 42"]
-    rows = [(prompt, tokenizer(text)["input_ids"]) for prompt in prompts[:4] for text in texts]
-    width = max(len(prompt) + len(response) for prompt, response in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.int64)
-    attention, mask = torch.zeros(len(rows), width, dtype=torch.bool), torch.zeros(len(rows), width, dtype=torch.bool)
-    for index, (prompt, response) in enumerate(rows):
-        end = len(prompt) + len(response)
-        ids[index, :end] = torch.tensor([*prompt, *response])
-        attention[index, :end] = mask[index, len(prompt) : end] = True
-    return {
-        "input_ids": ids,
-        "attention_mask": attention,
-        "response_mask": mask,
-        "advantages": torch.tensor([1.0, -0.5] * 4)[:, None] * mask,
-        "num_tokens": mask.sum().expand(len(rows)),
-    }
-
-
 @pytest.fixture(scope="module")
 def batch(smollm2: Path) -> TensorBatch:
-    from transformers import AutoTokenizer
-
-    return batch_of(chat_prompts(smollm2, 4), AutoTokenizer.from_pretrained(smollm2))
+    """Two responses of different lengths to each of four prompts."""
+    return batch_of(
+        chat_prompts(smollm2, 4), token_ids(smollm2, "Sure! The sea is wide and blue.", "The final answer is #### 42")
+    )
 
 
 RATE, EPSILON = 1e-4, 1e-3
