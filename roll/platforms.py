@@ -12,6 +12,8 @@ import glob
 import importlib.util
 import logging
 import os
+import resource
+import sys
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -37,6 +39,8 @@ class Platform(ABC):
     """The ``torch.distributed`` backend for tensors on these devices."""
     process_group_backend: ClassVar[str]
     """The backend for ``init_process_group``: collectives of CPU tensors and objects work on every platform."""
+    visible_devices_env: ClassVar[str | None]
+    """The variable that selects a process's devices; None where devices are logical slots."""
     ray_resource: ClassVar[str | None]
     """The resource under which Ray counts these devices; None where Ray knows none."""
     pin_memory: ClassVar[bool]
@@ -86,6 +90,7 @@ class CpuPlatform(Platform):
     device_type: ClassVar[str] = "cpu"
     collective_backend: ClassVar[str] = "gloo"
     process_group_backend: ClassVar[str] = "gloo"
+    visible_devices_env: ClassVar[str | None] = None
     ray_resource: ClassVar[str | None] = None
     pin_memory: ClassVar[bool] = False
 
@@ -100,18 +105,28 @@ class CpuPlatform(Platform):
 
     def empty_cache(self) -> None:
         """Hand free pages of the C heap back to the system, where the C library can (glibc)."""
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
+        if sys.platform == "linux":
+            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+            if trim is not None:
+                trim(0)
 
     def memory_stats(self) -> dict[str, int]:
+        if not _STATUS.exists():
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+            return {"used": peak, "peak": peak}
         fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
-        names = {"used": "VmRSS", "peak": "VmHWM"}
-        return {name: int(fields[field].split()[0]) * 1024 for name, field in names.items()}
+        return {"used": _kibibytes(fields["VmRSS"]), "peak": _kibibytes(fields["VmHWM"])}
 
     def reset_peak_memory(self) -> None:
-        """Linux starts a new high-water mark on writing 5 to ``clear_refs`` (proc(5))."""
-        _CLEAR_REFS.write_text("5")
+        """Linux starts a new high-water mark on writing 5 to ``clear_refs`` (proc(5)); where a container's sandbox has
+        no such file the peak stays."""
+        if _CLEAR_REFS.exists():
+            _CLEAR_REFS.write_text("5")
+
+
+def _kibibytes(field: str) -> int:
+    return int(field.split()[0]) * 1024
 
 
 class AcceleratorPlatform(Platform):
@@ -156,6 +171,7 @@ class CudaPlatform(AcceleratorPlatform):
     device_type: ClassVar[str] = "cuda"
     collective_backend: ClassVar[str] = "nccl"
     process_group_backend: ClassVar[str] = "cpu:gloo,cuda:nccl"
+    visible_devices_env: ClassVar[str | None] = "CUDA_VISIBLE_DEVICES"
     ray_resource: ClassVar[str | None] = "GPU"
 
 
@@ -163,6 +179,7 @@ class RocmPlatform(CudaPlatform):
     """AMD devices: torch's ROCm build answers to the CUDA names, RCCL to NCCL's."""
 
     name: ClassVar[str] = "rocm"
+    visible_devices_env: ClassVar[str | None] = "HIP_VISIBLE_DEVICES"
 
 
 class NpuPlatform(AcceleratorPlatform):
@@ -172,6 +189,7 @@ class NpuPlatform(AcceleratorPlatform):
     device_type: ClassVar[str] = "npu"
     collective_backend: ClassVar[str] = "hccl"
     process_group_backend: ClassVar[str] = "cpu:gloo,npu:hccl"
+    visible_devices_env: ClassVar[str | None] = "ASCEND_RT_VISIBLE_DEVICES"
     ray_resource: ClassVar[str | None] = "NPU"
 
 
@@ -212,7 +230,7 @@ def current_platform() -> Platform:
 def usable_cores() -> int:
     """Cores that this process may use: those of its affinity mask, and in a container no more than its share (cgroup
     v2 ``cpu.max`` or v1 ``cpu.cfs_quota_us``)."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for files in _CPU_QUOTAS:
         try:
             quota, period = " ".join(Path(file).read_text() for file in files).split()

@@ -86,18 +86,19 @@ def test_an_example_of_two_devices_leaves_a_single_gpu_alone(
 
 
 @pytest.mark.parametrize(
-    ("platform", "device_type", "backend", "ray_resource"),
+    ("platform", "device_type", "backend", "variable", "ray_resource"),
     [
-        (CpuPlatform, "cpu", "gloo", None),
-        (CudaPlatform, "cuda", "nccl", "GPU"),
-        (RocmPlatform, "cuda", "nccl", "GPU"),
-        (NpuPlatform, "npu", "hccl", "NPU"),
+        (CpuPlatform, "cpu", "gloo", None, None),
+        (CudaPlatform, "cuda", "nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
+        (RocmPlatform, "cuda", "nccl", "HIP_VISIBLE_DEVICES", "GPU"),
+        (NpuPlatform, "npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
     ],
 )
-def test_names(platform, device_type, backend, ray_resource):
+def test_names(platform, device_type, backend, variable, ray_resource):
     assert platform.device_type == device_type
     assert platform.collective_backend == backend
     assert backend in platform.process_group_backend
+    assert platform.visible_devices_env == variable
     assert platform.ray_resource == ray_resource
     assert PLATFORMS[platform.name] is platform
 
