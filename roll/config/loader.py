@@ -63,7 +63,7 @@ class LoadedConfig(Generic[C]):
     """Objects as of :class:`roll.tracking.callbacks.Callback`."""
 
     def problem(self, key: str, value: object, rule: str, example: object = None, *, has_value: bool = True) -> Problem:
-        """A mistake in this file that is found when it is loaded."""
+        """A problem with a key of this file, to be raised in a :class:`ConfigError`."""
         return Problem(key, value, rule, example, shown(self.source), has_value)
 
     def is_written(self, key: str) -> bool:

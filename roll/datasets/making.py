@@ -224,6 +224,7 @@ def make_all(maker: RowMaker[Any], chunks: Iterable[list[SourceRow]], processes:
         yield from (make(maker, chunk) for chunk in chunks)
         return
     # Forked children would inherit the locks of threads that Ray and the tokenizer have in this process.
+    # They start with the first chunk, whose first row has chosen the maker's columns.
     pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (maker, objects.pickles()))
     waiting: deque[Future[Made]] = deque()
     try:

@@ -157,7 +157,7 @@ def serve() -> None:
         server.listen(64)  # who comes before the imports are done waits
         with _one_blas_thread():
             import_module("numpy")
-        if not _can_import(_IMPORTED):
+        if not _import_all(_IMPORTED):
             return
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
         settings: Mapping[str, str] | None = None
@@ -186,7 +186,7 @@ def _serve_with_ray(
         first.close()  # What is open here would seem to be open at its owner's.
         request.close()
         os.environ.update(request.settings_of_ray)
-        for request in _requests(server) if _can_import((*_WITH_RAY, *modules)) else ():
+        for request in _requests(server) if _import_all((*_WITH_RAY, *modules)) else ():
             if request.would_import(environment) and os.fork() == 0:
                 server.close()
                 request.become_worker()
@@ -194,7 +194,8 @@ def _serve_with_ray(
     os._exit(0)  # not a return, which would continue the first server's loop
 
 
-def _can_import(names: Iterable[str]) -> bool:
+def _import_all(names: Iterable[str]) -> bool:
+    """Import the modules; False, with a warning, where one cannot be imported."""
     for name in names:
         try:
             import_module(name)

@@ -136,6 +136,9 @@ class StartingModel:
     """Has the model built; the function returned waits for it."""
     states: frozenset[StateKind]
 
+    def build(self) -> None:
+        self.begin()()
+
 
 class ClusterStarter:
     """Starts the processes of one cluster after the other, then has their models built."""
@@ -214,7 +217,7 @@ class ClusterStarter:
             logger.info("%s", line)
         for name, model in self.models.items():
             if residency.moves(name):
-                model.begin()()
+                model.build()
                 residency.admit(model.cluster, model.states)
         for judge, engines in self._judges.values():
             arguments = engines.role.model_args

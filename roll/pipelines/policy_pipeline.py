@@ -212,7 +212,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         """See :meth:`roll.pipelines.run_context.RunContext.replacing`; a model that learns is not replaced."""
         if cluster.name in self.plan.training:
             return work()
-        return self.context.replacing(cluster, lambda: self.models[cluster.name].begin()(), work)
+        return self.context.replacing(cluster, self.models[cluster.name].build, work)
 
     def record_samples(self, batch: DataProto, step: int) -> None:
         """Keep samples for reports; before the models learn, so that a step that fails has them too."""

@@ -97,14 +97,14 @@ def plain_training(folder: Path, adapter: Path | None, batch: TensorBatch, dtype
 
 
 def distances_of_gradients(found: dict[str, torch.Tensor], reference: Figures) -> dict[str, float]:
-    """By parameter, as a part of the gradient's norm."""
+    """By parameter, relative to the norm of its gradient."""
     wanted = reference["gradients"]
     assert found.keys() == wanted.keys()
     return {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
 
 
 def distances_of_weights(found: Iterable[tuple[str, torch.Tensor]], reference: Figures) -> dict[str, float]:
-    """By parameter that is trained, as a part of the way that it went."""
+    """By parameter that is trained, relative to how far it moved."""
     moved, wanted = reference["moved"], reference["weights"]
     return {name: float((weight - wanted[name]).norm() / moved[name]) for name, weight in found if name in moved}
 

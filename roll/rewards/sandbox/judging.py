@@ -28,6 +28,7 @@ class JudgingOptions:
     """Options of a reward that runs and judges programs."""
 
     limits: Limits = field(init=False)
+    """``wall``: seconds for all cases of a source."""
     partial: bool = True
     """Count the share of passed cases; false: all or nothing."""
     case_timeout: float = 6.0
