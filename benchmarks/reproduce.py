@@ -333,22 +333,33 @@ def page_lines(table: Table) -> Iterator[str]:
         "have not been run": counts.count(0),
     }
     summary = ", ".join(f"{number} of {len(counts)} {text}" for text, number in rows.items() if number)
-    yield f"`python benchmarks/reproduce.py {table.name}` runs this table again. Of its rows, {summary}."
+    fixed, figures = constant_figures(table)
+    said = "".join(f" {table.figures[name].heading.capitalize()}: {value}." for name, value in fixed.items())
+    yield f"`python benchmarks/reproduce.py {table.name}` runs this table again. Of its rows, {summary}.{said}"
     yield ""
     seeds = {tuple(sorted(row.recorded(table.judged))) for row in table.rows} - {()}
     named = f" {', '.join(map(str, *seeds))}" if len(seeds) == 1 else ""
     by_seed = f"{table.figures[table.judged].heading}, by seed{named}"
-    yield f"| {' | '.join([*table.heads, *(figure.heading for figure in table.figures.values()), by_seed])} |"
-    yield "|" + "---|" * (len(table.heads) + len(table.figures) + 1)
+    yield f"| {' | '.join([*table.heads, *(table.figures[name].heading for name in figures), by_seed])} |"
+    yield "|" + "---|" * (len(table.heads) + len(figures) + 1)
     for row in table.rows:
-        cells = [*row.cells]
-        for name, figure in table.figures.items():
-            values = row.recorded(name)
-            cells.append(f"{fmean(values.values()):{figure.format}}" if values else "")
+        cells = [*row.cells, *(mean_of(row, name, table.figures[name]) for name in figures)]
         judged = table.figures[table.judged].format
         each = sorted(row.recorded(table.judged).items())
         own = ", ".join(f"{value:{judged}}" if named else f"{seed}: {value:{judged}}" for seed, value in each)
         yield f"| {' | '.join([*cells, own])} |"
+
+
+def mean_of(row: Row, name: str, figure: Figure) -> str:
+    values = row.recorded(name)
+    return f"{fmean(values.values()):{figure.format}}" if values else ""
+
+
+def constant_figures(table: Table) -> tuple[dict[str, str], list[str]]:
+    """Figures with the same mean in all rows of a table, which is said once, and the names of the others."""
+    shown = {name: {mean_of(row, name, figure) for row in table.rows} for name, figure in table.figures.items()}
+    fixed = {name: means.pop() for name, means in shown.items() if len(means) == 1 < len(table.rows)}
+    return fixed, [name for name in table.figures if name not in fixed]
 
 
 def update_page(table: Table) -> Path:

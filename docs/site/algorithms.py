@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,9 +20,9 @@ PAGE = ROOT / "docs/algorithm-index.md"
 CURVES = ROOT / "docs/images/curves"
 HEAD = """# Index of algorithms
 
-Every name that the registries have; it links to its definition and papers. `python docs/site/algorithms.py` writes this
-page. The last column is what the recipe of that name learns on the tiny example in 40 steps (accuracy before and after,
-mean over the seeds of [the table](algorithms.md#recipes)); a curve is the mean score of a step, each seed a line.
+Every name that the registries have; it links to its code. `python docs/site/algorithms.py` writes this page. The last
+column is the mean score of each of 40 steps of the tiny example with the recipe of that name, a line for each seed
+([results](algorithms.md#recipes)).
 """
 WIDTH, HEIGHT = 120, 32
 COLOURS = ("#3f51b5", "#e65100", "#00796b", "#ad1457", "#5d4037")
@@ -69,18 +68,19 @@ def page() -> str:
     """The page as Markdown."""
     parts = [HEAD]
     for family in families():
-        parts += [
-            f"## {family.title}: `{family.key}`",
-            "| name | code | learns |\n|---|---|---|",
-        ]
-        parts[-1] += "".join(f"\n{row(family, name, function)}" for name, function in family.functions.items())
+        parts.append(f"## {family.title}: `{family.key}`\n\nDefined in [{Path(family.page).stem}]({family.page}).")
+        names = {name: (code(name, function), learned(family.key, name)) for name, function in family.functions.items()}
+        if not any(curve for _, curve in names.values()):
+            parts.append(", ".join(linked for linked, _ in names.values()) + ".")
+            continue
+        lines = [f"| {linked} | {curve} |" for linked, curve in names.values()]
+        parts.append("\n".join(["| name | learns |", "|---|---|", *lines]))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def row(family: Family, name: str, function: Callable[..., Any]) -> str:
+def code(name: str, function: Callable[..., Any]) -> str:
     file = Path(inspect.getsourcefile(function) or "").resolve().relative_to(ROOT)
-    defined = function.__name__ if function.__name__.isidentifier() else "in a table"
-    return f"| [`{name}`]({family.page}) | [`{defined}`](../{file}) | {learned(family.key, name)} |"
+    return f"[`{name}`](../{file})"
 
 
 @cache
@@ -102,13 +102,7 @@ def recipes() -> dict[tuple[str, str], Any]:
 
 def learned(key: str, name: str) -> str:
     measured = recipes().get((key, name))
-    before, after = (measured.recorded(figure) if measured else {} for figure in ("before", "after"))
-    if not after:
-        return ""
-    text = f"{fmean(before.values()):.3f} to {fmean(after.values()):.3f}"
-    if curve(measured):
-        text += f" ![{measured.name}](images/curves/{measured.name}.svg)"
-    return text
+    return f"![{measured.name}](images/curves/{measured.name}.svg)" if measured and curve(measured) else ""
 
 
 def curve(measured: Any) -> str:

@@ -81,8 +81,8 @@ class PPOConfig:
     """Report the policy's entropy also where no bonus needs it; costs a part of the forward pass."""
     target_entropy: float | None = setting(None, ge=0, example=0.2)
     """Entropy in nats a token below which the bonus acts: its weight begins at ``entropy_loss_coef``, grows by
-    ``entropy_coef_delta`` with every step below the target and falls with every step above it, where the bonus is off.
-    null: the weight stays fixed."""
+    ``entropy_coef_delta`` with every step below and falls with every step above, where the bonus is off. null: a fixed
+    weight."""
     entropy_coef_delta: float = setting(0.005, gt=0, read_if={"target_entropy": ()})
     """Change of that weight in a step."""
     entropy_coef_max: float | None = setting(None, gt=0, read_if={"target_entropy": ()})
@@ -134,16 +134,16 @@ class PPOConfig:
     enable_old_logprobs_recompute: bool = False
     """Compute the trainer's log-probs before the update even when nothing needs them."""
     force_disable_old_logprobs_recompute: bool = False
-    """Never compute them: the engine's log-probs stand in for them, also where there is a single update a batch (there,
-    a ``train_infer_correction`` compares the current policy with the engine instead)."""
+    """Never compute them: the engine's log-probs stand in for them, also with a single update a batch (there, a
+    ``train_infer_correction`` compares the current policy with the engine)."""
     train_infer_correction: str | list[Any] | dict[str, Any] | None = field(
         default=None, metadata=rules(parse=parse_correction, example="tis")
     )
-    """Correct for engine probabilities that differ from the trainer's: a preset's name, a list of rules, a section with
-    ``is_weight`` and ``filters``, or the dotted path of your own function. null: measured, not corrected."""
+    """Correction for engine probabilities that differ from the trainer's: a preset's name, a list of rules, a section
+    with ``is_weight`` and ``filters``, or the dotted path of your own function. null: measured only."""
     top_entropy_quantile: float = setting(1.0, gt=0, le=1, example=0.2)
-    """Share of the response tokens, those of highest entropy before the update, that the policy loss uses; the others
-    count as 0. 1: all of them."""
+    """Share of the response tokens, those of highest entropy before the update, that the policy loss uses; 1: all of
+    them."""
     max_len_mask: bool = False
     """Leave responses that hit the length limit out of the loss."""
     difficulty_mask: bool = False

@@ -76,7 +76,7 @@ class CorrectionRule:
     """Level at which trainer and engine are compared."""
     action: Action = "truncate"
     """Weigh by the ratio, mask what lies outside the bounds, or both; ``reject`` what lies outside before the update,
-    out of the denominators, the KL and the entropy too."""
+    out of every denominator, KL and entropy."""
     metric: MismatchMetric = "ratio"
     """The quantity that the bounds apply to."""
     low: float | None = None
@@ -88,8 +88,8 @@ class CorrectionRule:
     policy: Literal["old", "current"] = "old"
     """Which policy of the trainer is compared with the engine: the one before the update or the current one."""
     normalize: bool = False
-    """Divide the weights by their mean over the whole batch, before the update: over its tokens, or with
-    ``level: sequence`` and ``geometric`` over its responses."""
+    """Divide the weights by their mean over the batch: over its tokens, or at the levels ``sequence`` and ``geometric``
+    over its responses."""
 
 
 @dataclass(frozen=True)

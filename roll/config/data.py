@@ -81,12 +81,12 @@ class DataArguments:
         default=None, metadata=rules(parse=parse_filter, example="{difficulty: {min: 0.2}}")
     )
     """Which rows are used: ``{column: value}``, ``{column: [values]}`` or ``{column: {min: 0.2, max: 0.8}}``, all of
-    which must hold; or the dotted path of your own function, which is given a row and says true or false. null: all."""
+    which must hold; or the dotted path of a function from a row to true or false. null: all."""
     filter_overlong_prompts: bool = True
     """Leave out prompts that are longer than the prompt length; false: ``truncation`` says what becomes of them."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """With ``filter_overlong_prompts: false``: end the run, or truncate the last user message at its beginning, end or
-    middle until the prompt fits. The template around it stays whole."""
+    middle."""
     shuffle: bool = True
     """Draw the rows of each epoch in an order of its own; false: in the order of the files."""
     curriculum: CurriculumArguments | None = None
@@ -97,22 +97,22 @@ class DataArguments:
     streaming_window: int = setting(8192, ge=1, read_if={"streaming": (True,)})
     """Rows that a stream prepares at a time, and shuffles among themselves."""
     use_cache: bool | None = None
-    """Keep the prepared rows on disk and read them from there the next time; null: for files of 4 MiB and more."""
+    """Keep the prepared rows on disk; null: those of files of 4 MiB and more."""
     cache_dir: str | None = None
     """Folder of prepared rows; null: ``$ROLL_CACHE_DIR``, else ``~/.cache/roll``, in the folder ``datasets``."""
     domain_interleave_probs: dict[str, float] | None = None
     """Share of each domain (a name under ``rewards``) in a rollout batch; the shares are divided by their sum. null: by
     data size."""
     preprocessing_num_workers: int | None = setting(None, ge=1)
-    """Processes that render and tokenise rows, but no more than there are cores, and than 8 MiB of data files for each;
-    null or 1: the run's own process, with the tokenizer's threads."""
+    """Processes that render and tokenise rows, at most one per core and per 8 MiB of data files; null or 1: the run's
+    own process, with the tokenizer's threads."""
     tag: str = "tag"
     """Column that says which reward a row is routed to."""
     id: str = "id"
     """Column of the row's identity."""
     prompt: str | None = None
-    """Column of the plain prompt text, or a dotted name of an entry of a column (``extra_info.question``), as in
-    ``response`` and ``messages``; excludes ``messages``."""
+    """Column of the plain prompt text, or a dotted name of an entry of a column (``extra_info.question``); excludes
+    ``messages``."""
     response: str = "solution"
     """Column of the demonstrated response in supervised training."""
     messages: str | None = None
@@ -121,12 +121,11 @@ class DataArguments:
         default=None, metadata=rules(parse=parse_truth, example="{column: answer, pattern: '#### (.+)'}")
     )
     """Column of what a reward compares with: its text after ``####``, its last box, or all of it; with a pattern, the
-    last match (its first group). null: ``ground_truth``, verl's and SkyRL's sections, else ``answer``, or the box of
-    ``solution``."""
+    last match. null: ``ground_truth``, verl's and SkyRL's sections, ``answer``, or the box of ``solution``."""
     images: str = "images"
-    """Column of a row's images (vision-language models): one or a list, each bytes, a path, a ``data:`` URI, or
-    ``{bytes, path}``. They stand where the text has ``<image>``, without any before the first user message. Rows
-    without images, or with ``image_flag: false``, are rows of text."""
+    """Column of a row's images: one or a list, each bytes, a path, a ``data:`` URI, or ``{bytes, path}``. They stand
+    where the text has ``<image>``, else before the first user message. Rows without images, or with ``image_flag:
+    false``, are rows of text."""
     image_folder: str | None = None
     """Folder from which relative paths of images start; null: the data file's."""
     image_min_pixels: int | None = setting(None, ge=1)
@@ -136,9 +135,8 @@ class DataArguments:
     image_urls: bool = False
     """Fetch images whose path is a URL, once, when rows are prepared; false: such rows are bad."""
     videos: str = "videos"
-    """Column of a row's videos (vision-language models): a list, each a list of frames (as ``images`` are) or
-    ``{video: [...], fps: ...}``. They stand where the text has ``<video>``, without any before the first user
-    message."""
+    """Column of a row's videos: a list, each a list of frames (as ``images`` are) or ``{video: [...], fps: ...}``. They
+    stand where the text has ``<video>``, else before the first user message."""
     video_folder: str | None = None
     """Folder from which relative paths of frames start; null: ``image_folder``."""
     video_fps: float = setting(2.0, gt=0)

@@ -41,8 +41,8 @@ class GdpoOptions:
     """Options of ``gdpo``."""
 
     weights: dict[str, float] = field(default_factory=dict)
-    """The rewards to normalise apart, with their weights. Names are those of the numbers that the reward returns in
-    addition to its score (``reward/<domain>/<name>`` in the log), or ``score`` for the score itself."""
+    """The rewards to normalise separately, with their weights: names of further numbers that the reward returns
+    (``reward/<domain>/<name>`` in the log), or ``score`` for the score itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -229,8 +229,7 @@ class DivergenceConfig:
     """Tokens of the teacher's distribution that are compared, the most probable ones; 0: the whole vocabulary."""
     topk_tail: TopkTail = "bucket"
     """The rest of the vocabulary: ``bucket`` compares its mass as one further token; ``renormalised`` ignores it on
-    both sides, as ROLL does, and so leaves the student's mass on the compared tokens unconstrained; ``ignored`` leaves
-    it out of the sum, which then counts from 0 on, as verl does."""
+    both sides, as ROLL does; ``ignored`` leaves it out of the sum, which is at least 0, as verl does."""
     log_prob_floor: float | None = setting(None, lt=0)
     """Log-probs of both sides that are compared are this at least; null: as they are."""
     divergence_clamp: float | None = setting(None, gt=0)
@@ -240,8 +239,8 @@ class DivergenceConfig:
     teacher_temperature: float = setting(1.0, gt=0)
     """Divides the teacher's logits in addition to ``kd_temperature``."""
     kd_temperature_squared: bool = True
-    """Multiply the divergence by the square of ``kd_temperature``, so that its gradient keeps its size (Hinton et al.);
-    false: as in ROLL."""
+    """Multiply the divergence by the square of ``kd_temperature``, which keeps the size of its gradient; false: as in
+    ROLL."""
     adaptive_kl_alpha: float = setting(0.5, ge=0, le=1, read_if={"kd_objective": ("adaptive_kl",)})
     """``adaptive_kl``: the least probable tokens with this much of the teacher's mass are the tail."""
     skew_lambda: float = setting(0.1, ge=0, le=1, read_if={"kd_objective": ("skewed_forward_kl", "skewed_reverse_kl")})

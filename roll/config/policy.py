@@ -26,28 +26,24 @@ class WeightSyncConfig:
     """``weight_sync``: how the trainer's weights get to the engines."""
 
     transport: Literal["auto", "shared_memory", "object_store", "broadcast", "safetensors", "cuda_ipc"] = "auto"
-    """``shared_memory``: memory that the processes of a host share; to engines on other hosts than the sender
-    ``object_store`` takes its place. ``object_store``: Ray's, which carries weights to other hosts. ``broadcast``: a
-    process group of the sending rank and the engines (NCCL on GPUs that they do not share, gloo on CPU).
-    ``safetensors``: files in ``directory``. ``cuda_ipc``: the trainer's GPU memory, read by an engine on that GPU.
-    ``auto``: ``broadcast`` between GPUs that the roles do not share, ``shared_memory`` everywhere else."""
+    """``shared_memory``: memory that the processes of a host share. ``object_store``: Ray's, which takes its place to
+    engines on other hosts. ``broadcast``: a process group of the sending rank and the engines (NCCL on GPUs that they
+    do not share, gloo on CPU). ``safetensors``: files in ``directory``. ``cuda_ipc``: the trainer's GPU memory, read by
+    an engine on that GPU. ``auto``: ``broadcast`` between GPUs that roles do not share, else ``shared_memory``."""
     mode: Literal["auto", "full", "trained", "delta"] = "auto"
-    """Contents of an update once the engines hold everything: ``full``: everything again; ``trained``: without the
-    parameters that training never changes; ``delta``: of those that it changes, the elements that are not what they
-    were. ``auto``: ``trained`` to ``hf_infer``, and ``full`` to ``vllm`` and ``sglang``, ``lora: adapter`` aside.
-    ``vllm`` takes whole layers only, ``sglang`` whole tensors."""
+    """Contents of an update once the engines hold everything. ``full``: everything again; ``trained``: what training
+    changes; ``delta``: of that, the elements whose bits differ. ``auto``: ``trained`` to ``hf_infer``, else ``full``.
+    ``vllm`` takes ``full`` only, ``sglang`` also ``trained``."""
     lora: Literal["merged", "adapter"] = "merged"
-    """A LoRA model's updates: ``merged``: the whole weights that the adapters are merged into; ``adapter``: A and B:
-    ``hf_infer`` and ``sglang`` merge them themselves, into a copy of the base that they keep; ``vllm`` computes with
-    both."""
+    """Updates of a LoRA model: ``merged``: whole weights; ``adapter``: A and B, which ``hf_infer`` and ``sglang`` merge
+    into a copy of the base and ``vllm`` applies separately."""
     quantization: QuantizationFormat | None = None
-    """Round what engines get to a low-precision format, though they compute in their own dtype: shows what generating
-    in that precision would do to log-probs and learning, on any device. ``fp8``: E4M3, a scale for each block of
-    128 x 128; ``int8``: a scale for each output; ``nvfp4``: E2M1, a scale for each 16 inputs. The matrices of layers
-    are rounded, and of a LoRA model sent by ``lora: adapter`` its base. null: none."""
+    """Round the weights that engines get (matrices of layers; with ``lora: adapter`` those of the base) to a
+    low-precision format, though they compute in their own dtype. ``fp8``: E4M3, a scale for each block of 128 x 128;
+    ``int8``: a scale for each output; ``nvfp4``: E2M1, a scale for each 16 inputs. null: none."""
     directory: str | None = setting(None, example="/shared/weights")
-    """Folder that trainer and engines see, for ``safetensors``; null: ``weight_sync`` under ``output_dir``. What an
-    update writes there is deleted when the engines have it."""
+    """``safetensors``: folder that trainer and engines see; null: ``weight_sync`` under ``output_dir``. Files are
+    deleted when the engines have them."""
 
 
 def update_mode(options: WeightSyncConfig, engine: str) -> UpdateMode:
@@ -109,20 +105,18 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     """Weight sync from the trainer to the engines."""
     strict_on_policy: bool = False
-    """On a CPU, ``hf_infer`` and the trainer compute every token to the same bits, whatever is computed with it: their
-    log-probs are equal, ratios of samples of the current weights are exactly 1, and the trainer computes none before
-    the update. The first token that differs ends the run; ``strict_on_policy.json`` in ``output_dir`` says what was
-    compared."""
+    """On a CPU, ``hf_infer`` and the trainer compute every token to the same bits, so that ratios of samples of the
+    current weights are exactly 1. The first token that differs ends the run; ``strict_on_policy.json`` in
+    ``output_dir`` says what was compared."""
     async_generation_ratio: float = setting(0.0, ge=0)
-    """Steps that generation may run ahead of training, fractions meant exactly; 0: synchronous. Above 0 ``actor_infer``
-    generates while others compute if it has devices of its own; on shared ones (``partial_rollout`` only) a step stops
-    generation when it has its samples, and partial responses go on in the next."""
+    """Steps that generation may run ahead of training, fractions meant exactly; 0: synchronous. Engines with devices of
+    their own generate all the time; on shared ones (``partial_rollout`` only) a step stops them when it has its
+    samples, and partial responses go on in the next."""
     partial_rollout: bool = setting(True, read_if={"async_generation_ratio": ()})
     """Asynchronous rollout: weights are updated while samples are in flight, which go on with the new ones. false:
-    every update waits until the samples in flight are finished."""
+    updates wait until the samples in flight are finished."""
     warn_after_steps: int = setting(3, ge=0)
-    """A warning says when all scores were the same, all advantages 0, or too many responses were truncated, in so many
-    steps in a row; 0: never."""
+    """Steps in a row with equal scores, no advantages or too many truncated responses before a warning; 0: never."""
     warn_truncated_share: float = setting(0.5, ge=0, le=1, read_if={"warn_after_steps": ()})
     """Share of responses truncated at the length limit above which a step counts for ``warn_after_steps``."""
 

@@ -53,8 +53,7 @@ class RewardConfig(WorkerConfig):
     worker_cls: str | None = None
     """Reward: a short name, a dotted path of your own, or one of ROLL's published paths."""
     components: dict[str, RewardComponentConfig] = field(default_factory=dict)
-    """Several rewards in place of ``worker_cls``, by name: the score is their weighted sum, times every gate. Each is
-    logged as ``reward/<domain>/<component>/score``."""
+    """Several rewards in place of ``worker_cls``, by name: the score is their weighted sum, times every gate."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the reward, such as ``method`` or ``format_score``; checked by the reward itself."""
     on_error: Literal["raise", "mask", "value"] = "mask"
@@ -68,8 +67,7 @@ class RewardConfig(WorkerConfig):
     query_filter_config: FilterConfig = field(default_factory=FilterConfig)
     """Which groups of samples are kept for training."""
     response_filter_config: FilterConfig = field(default_factory=FilterConfig)
-    """Which single responses the loss uses, each judged as a group of one; the others still count in the baseline of
-    their group."""
+    """Which single responses the loss uses; the others still count in the baseline of their group."""
     format_pattern: str | None = None
     """Regular expression of the format that a response must have."""
     reward_type: str | None = None
@@ -84,7 +82,7 @@ class RewardConfig(WorkerConfig):
     """``llm_judge``: ``correctness``, ``score_1_to_10``, ``yes_or_no``, a file with a Jinja template, or its text."""
     judge_model_type: str | None = setting(None, choices=("api", "inference", "cluster"))
     """``llm_judge``: ``api`` (also null), a service at ``judge_api_url``; ``cluster``, the role ``reward_model``;
-    ``inference``, engines of this section alone: its model, strategy, devices and ``generating_args``."""
+    ``inference``, engines of this section alone."""
     judge_model_name: str | None = None
     """``llm_judge``: the model's name at the service."""
     judge_api_url: str | None = None

@@ -34,8 +34,8 @@ class ModelArguments:
     """Weight of a mixture-of-experts model's load-balancing loss, in every kind of training; null: what the model's own
     config says (``router_aux_loss_coef`` where ``output_router_logits`` is true, else 0)."""
     moe_aux_loss_scope: Literal["global", "micro_batch"] = "global"
-    """Tokens over which the balance loss is taken: the whole batch of an optimizer step, however it is cut (with more
-    than one micro-batch a rank this costs one more forward pass), or each micro-batch by itself, as in transformers."""
+    """Tokens over which the balance loss is taken: the whole batch of an optimizer step (with several micro-batches a
+    rank one more forward pass), or each micro-batch by itself, as in transformers."""
     disable_gradient_checkpointing: bool = False
     """Keep all activations instead of recomputing them in the backward pass: faster, more memory."""
     gradient_checkpointing_use_reentrant: bool = False
@@ -51,10 +51,10 @@ class ModelArguments:
     """Overrides of entries of the model's ``config.json``, passed through as written."""
     freeze_module_prefix: str | list[str] | None = None
     """Parameters whose name starts with one of these prefixes (a list, or with commas) are not trained.
-    ``vision_model``, ``visual`` and ``model.visual`` all mean the vision tower of a vision-language model."""
+    ``vision_model``, ``visual`` and ``model.visual`` mean the vision tower."""
     ulysses_size: int = setting(1, ge=1)
-    """Ranks that share each sequence (Ulysses context parallelism), under ``fsdp2_*`` and ``fsdp_*``. Divides the
-    role's ranks and the model's attention heads; for models whose layers are all full attention."""
+    """Ranks that share each sequence (Ulysses), under ``fsdp2_*`` and ``fsdp_*``. Divides the role's ranks and the
+    attention heads; for models whose layers are all full attention."""
     lora_target: str | list[str] | None = None
     """Linear layers that get a LoRA adapter: ``all-linear`` (all but the output matrix), names (a list, or with
     commas), or a regular expression of whole module names; null: no LoRA."""
@@ -89,7 +89,7 @@ class OptimizerConfig:
     ns_steps: int = setting(5, ge=1, le=99, read_if={"name": ("muon",)})
     """Newton-Schulz iterations of an update of Muon."""
     scaling: Literal["match_adamw_rms", "original"] = setting("match_adamw_rms", read_if={"name": ("muon",)})
-    """Factor of Muon's update of an A x B matrix: ``match_adamw_rms`` 0.2 sqrt(max(A, B)), for learning rates of AdamW;
+    """Factor of Muon's update of an A x B matrix: ``match_adamw_rms`` 0.2 sqrt(max(A, B)), for AdamW's learning rates;
     ``original`` sqrt(max(1, A / B)), for those of Muon's authors."""
 
 
@@ -232,7 +232,7 @@ class WorkerConfig:
         default=None, metadata=rules(parse=parse_device_mapping, example="list(range(0, 2))")
     )
     """Logical device ids in order: a list, or a string such as ``list(range(0, 8))``. Roles that name the same device
-    share it in time. On a host without accelerators an id is a CPU slot. null: a role without devices."""
+    take turns. Without accelerators an id is a CPU slot. null: a role without devices."""
     num_gpus_per_worker: int = setting(1, ge=1)
     """Devices of one worker. A training strategy uses 1. For ``vllm`` and ``sglang`` the tensor-parallel size of an
     engine, where ``strategy_config`` does not say it."""
@@ -245,12 +245,12 @@ class WorkerConfig:
     max_concurrency: int | None = setting(None, ge=1)
     """Calls that one worker handles at a time; null: the role's own default."""
     use_prefix_sharing: bool = False
-    """Compute beginnings that rows share once per micro-batch, in training and log-prob passes: the prompt of a group,
-    the history of an episode's turns, 64 tokens or more of anything else. Same numbers, fewer tokens; for models whose
-    layers are all full attention."""
+    """Compute what rows have in common once per micro-batch: the prompt of a group, the history of an episode's turns,
+    other beginnings of 64 tokens or more. Same numbers, fewer tokens; for models whose layers are all full
+    attention."""
     use_remove_padding: bool = False
-    """Compute real tokens only: the rows of each micro-batch are concatenated into one row without padding. Same
-    numbers; for models whose layers are all full attention."""
+    """Compute real tokens only: the rows of each micro-batch become one without padding. Same numbers; for models whose
+    layers are all full attention."""
     use_dynamic_batching_in_train: bool = False
     """Form micro-batches from rows of like lengths, by tokens instead of samples, in training."""
     use_dynamic_batching_in_infer: bool = False

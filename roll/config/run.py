@@ -26,8 +26,8 @@ class CheckpointConfig:
     keep_local_file: bool = setting(True, read_if={"output_dir": ()})
     """Keep the local checkpoint after the copy."""
     keep_best_metric: str | None = None
-    """Name of a metric in the logs, such as ``val_correct/all/mean``: the checkpoint with its best value is kept in
-    addition to those of ``max_ckpt_to_keep``, and the link ``best`` next to it leads there. null: none is best."""
+    """Name of a metric in the logs, such as ``val_correct/all/mean``: the checkpoint with its best value is kept as
+    well, and the link ``best`` leads there. null: none is best."""
     keep_best_mode: Literal["max", "min"] = setting("max", read_if={"keep_best_metric": ()})
     """Which value is best."""
 
@@ -69,8 +69,8 @@ class RunConfig:
     """Keys at the top of every pipeline's configuration."""
 
     pipeline: str | None = None
-    """Which pipeline the file is for: ``rlvr``, ``agentic``, ``sft``, ``dpo``, ``distill``, ``opd``, or the dotted path
-    of a pipeline of your own; null: determined by its sections."""
+    """``rlvr``, ``agentic``, ``sft``, ``dpo``, ``distill``, ``opd``, or the dotted path of a pipeline of your own;
+    null: determined by the file's sections."""
     exp_name: str = ""
     """Name of the experiment, used in folder names; empty: the name of the file."""
     seed: int = setting(42, ge=0)
@@ -78,8 +78,8 @@ class RunConfig:
     output_dir: str = "./output"
     """Folder of checkpoints and results, used as written; the default ``./output`` becomes ``./output/<exp_name>``."""
     logging_dir: str = "./output/logs"
-    """Folder of logs, used as written; the default ``./output/logs`` becomes ``<output_dir>/logs`` where ``output_dir``
-    is written, else ``./output/logs/<exp_name>``."""
+    """Folder of logs, used as written; the default becomes ``<output_dir>/logs`` where ``output_dir`` is written, else
+    ``./output/logs/<exp_name>``."""
     rollout_dump_dir: str | None = None
     """Folder for the sampled texts of every step; null: none are written."""
     sample_log: SampleLogConfig = field(default_factory=SampleLogConfig)
@@ -90,9 +90,9 @@ class RunConfig:
         default="tensorboard",
         metadata=rules(choices=TRACKERS, dotted_path=True, plugins="trackers", example="tensorboard"),
     )
-    """Tracker or list of trackers: ``tensorboard``, ``stdout``, ``jsonl``, ``prometheus``, ``wandb``, ``swanlab``,
-    ``trackio``, ``mlflow``, or the dotted path of your own subclass of ``roll.tracking.Tracker``; ``ml_tracker`` of
-    ROLL's files, which is not public, is taken as ``tensorboard``."""
+    """Tracker or list of trackers: ``tensorboard`` (also ROLL's ``ml_tracker``), ``stdout``, ``jsonl``, ``prometheus``,
+    ``wandb``, ``swanlab``, ``trackio``, ``mlflow``, or the dotted path of your own subclass of
+    ``roll.tracking.Tracker``."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the tracker, such as ``log_dir`` or ``project``. Keys and tokens come from the environment."""
     save_steps: int = setting(50, ge=-1)
@@ -106,44 +106,43 @@ class RunConfig:
     max_ckpt_to_keep: int = setting(0, ge=0)
     """Newest checkpoints to keep; 0: all."""
     resume_from_checkpoint: bool | str = False
-    """true: continue from the newest whole checkpoint of this run, if there is one; a path: from that checkpoint."""
+    """true: continue from the newest whole checkpoint of this run, if there is one; a path: from that one."""
     checkpoint_config: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Where checkpoints go in addition to ``output_dir``."""
     rpc_timeout: float = setting(3600.0, gt=0)
     """Seconds that a remote call may take before the run ends with a diagnosis."""
     interrupt_timeout: float = setting(300.0, ge=0)
-    """Seconds after the first SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 within which a training step that has begun
-    to change the models may end and a checkpoint be written; then the run ends without. 0: none is written."""
+    """Seconds after the first SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 within which the training step in flight may
+    end and a checkpoint be written; then the run ends without. 0: none is written."""
     on_usr1: Literal["end", "save"] = "end"
-    """Reaction to SIGUSR1, which Slurm's ``--signal`` sends some time before a job's limit. ``end``: as to SIGTERM, a
-    checkpoint is written and the run ends; ``save``: a checkpoint follows the step in flight, and the run goes on."""
+    """Reaction to SIGUSR1, which Slurm's ``--signal`` sends before a job's limit. ``end``: as to SIGTERM; ``save``: a
+    checkpoint follows the step in flight, and the run goes on."""
     max_restarts: int = setting(0, ge=0)
-    """Number of times that the run goes on by itself, from its newest checkpoint, after a worker, an engine beyond its
-    own replacements, a node or its own process has died or hangs. It ends for good when it dies twice in the same
-    place."""
+    """Times that the run goes on by itself from its newest checkpoint after a worker, a node, its own process or the
+    last engine has died or hangs. It ends for good when it dies twice in the same place."""
     restart_backoff: float = setting(10.0, ge=0, read_if={"max_restarts": ()})
-    """Seconds before the first restart; twice as many before each further one from the same checkpoint, at most 600."""
+    """Seconds before the first restart, doubled before each further one from the same checkpoint, at most 600."""
     on_nonfinite: Literal["skip", "stop", "rewind"] = "skip"
-    """Reaction to a loss or gradient that is not finite; the models do not learn from it in any case, and the batch is
-    written into the folder ``batches`` under ``output_dir``. ``skip``: the run goes on; ``stop``: it ends;
-    ``rewind``: it goes back to its newest checkpoint and on from there without the batch of that step."""
+    """Reaction to a loss or gradient that is not finite, which no model learns from, and whose batch is written into
+    ``batches`` under ``output_dir``. ``skip``: the run goes on; ``stop``: it ends; ``rewind``: it goes back to its
+    newest checkpoint and on without that batch."""
     dump_batches: int = setting(0, ge=0)
-    """Steps between batches that are written into the folder ``batches`` under ``output_dir``, with the metrics of
-    their step, for ``roll replay``; 0: none."""
+    """Steps between batches that are written with their metrics into ``batches`` under ``output_dir``, for ``roll
+    replay``; 0: none."""
     system_envs: dict[str, str] = field(default_factory=dict)
     """Environment variables of all workers."""
     model_update_buffer_size_mb: int = setting(1024, ge=1)
     """MiB of weights that a trainer sends to an engine at a time: one bucket."""
     num_gpus_per_node: int = setting(8, ge=1)
-    """Devices of one node (logical CPU slots on a host without accelerators)."""
+    """Devices of one node (CPU slots on a host without accelerators)."""
     max_grad_norm: float | None = setting(1.0, gt=0)
     """Gradients are clipped to this global norm; null: not clipped."""
     is_offload_states: bool | None = None
-    """Between phases, move the states of roles that share devices to host memory while another one works there. null:
-    on accelerators; true: on a CPU host too (which frees nothing there but the KV caches); false: everything stays."""
+    """Between phases, move the states of roles that share devices to host memory. null: on accelerators; true: on a CPU
+    host too (which frees only the KV caches there); false: everything stays."""
     is_offload_optimizer_states_in_train_step: bool = False
-    """Also move optimizer states to host memory for the forward and backward passes of every step, which takes two
-    copies a step; on a CPU host it frees nothing."""
+    """Also move optimizer states to host memory for the forward and backward passes, which takes two copies a step; on
+    a CPU host it frees nothing."""
     profiler_timeline: bool = False
     """Write PyTorch timelines of what the workers of the training roles, the reference and the critic compute."""
     profiler_memory: bool = False

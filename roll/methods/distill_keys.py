@@ -31,8 +31,7 @@ class DistillConfig(DivergenceConfig, SupervisedConfig):
     teacher_pretrain: str = ""
     """Model of the teacher."""
     distill_loss_weight: float = setting(0.5, ge=0, le=1)
-    """Weight w of the divergence in (1 - w) x negative log-likelihood + w x divergence, each a mean over the tokens of
-    the optimizer step."""
+    """Weight w in (1 - w) x negative log-likelihood + w x divergence, each a mean over the step's tokens."""
     distill_on_prompt: bool = False
     """Both terms also count the prompt's tokens (all but the first, which nothing predicts)."""
     system_key: str | None = None
@@ -43,8 +42,8 @@ class DistillConfig(DivergenceConfig, SupervisedConfig):
     answer_key: str | None = None
     """Column of the response, where ``student.data_args`` names none; null: as the first row has it."""
     teacher_cache: str | None = None
-    """Folder of the teacher's log-probs by row: read where they are there, written where the teacher computed them, so
-    that one pass of the teacher serves many epochs and students. null: none."""
+    """Folder of the teacher's log-probs by row, read where they are there and written where not, so that one pass of
+    the teacher serves many epochs and students. null: none."""
     teacher_log_probs_dtype: Literal["fp32", "fp16", "bf16"] = setting("fp32", parse=parse_dtype)
     """Type in which the teacher's log-probs travel and are stored: with fp16 an entry takes 6 bytes, not 8."""
     student: WorkerConfig = field(default_factory=WorkerConfig)

@@ -64,12 +64,11 @@ class TaughtConfig(PolicyRunConfig):
     opd_kl_coef: float = setting(1.0, ge=0, read_if={"teacher": ()})
     """Weight of the divergence from a teacher whose section does not say it."""
     opd_form: str = setting("advantage", parse=parse_opd_form, read_if={"teacher": ()})
-    """On-policy distillation: ``advantage`` puts minus the log-ratio to the teacher (``kl_penalty``) into the advantage
-    of each sampled token; ``topk`` and ``full_vocabulary`` differentiate a divergence of the whole distributions at the
-    student's own states."""
+    """``advantage`` puts minus the log-ratio to the teacher (``kl_penalty``) into the advantage of each sampled token;
+    ``topk`` and ``full_vocabulary`` differentiate a divergence of whole distributions at the student's own states."""
     opd_gamma: float = setting(0.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
-    """``opd_form: advantage``: discount of the log-ratios of later tokens. 0: a token answers for itself; above, also
-    for where it leads (MiniLLM)."""
+    """``opd_form: advantage``: discount of the log-ratios of later tokens; 0: a token answers for itself (above:
+    MiniLLM)."""
     opd_objective: str = setting("reverse_kl", choices=KD_OBJECTIVES, read_if={"opd_form": ("topk", "full_vocabulary")})
     """``opd_form: topk`` and ``full_vocabulary``: the divergence, as ``kd_objective`` of distillation."""
     opd_topk: int = setting(64, ge=1, read_if={"opd_form": ("topk",)})
@@ -82,11 +81,11 @@ class TaughtConfig(PolicyRunConfig):
     """The divergence of a token from its teacher, or the log-ratio in its advantage, is held within +- this bound."""
     lmbda: float = setting(1.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
     """``opd_form: topk`` and ``full_vocabulary``: share of the prompts that the student answers; the others come with
-    the responses of their rows (``data_args.response``), as in GKD."""
+    the responses of their rows, as in GKD."""
     opd_teacher_prompt: str | None = setting(None, read_if={"teacher": ()})
-    """Text that teachers see in place of a prompt's last user message: a text with columns of the row, ``prompt``
-    (the message itself) and ``ground_truth`` in braces, as ``"{prompt}\\n\\nThe answer is {ground_truth}."`` for
-    self-distillation with privileged information. null: what the student sees."""
+    """Text that teachers see in place of a prompt's last user message, with columns of the row, ``prompt`` (the message
+    itself) and ``ground_truth`` in braces, such as ``"{prompt} The answer is {ground_truth}."`` null: what the student
+    sees."""
     pure_opd_pipeline_type: Literal["rlvr", "agentic"] | None = None
     """On-policy distillation: the pipeline it runs on, which a file's other keys say as well."""
 

@@ -27,8 +27,8 @@ class RMConfig(RewardLossConfig, SupervisedConfig):
     """Model that the reward model starts from: a folder or a hub name. A language model gets a new head."""
     score_input: ScoreInput = SCORE_INPUT_DEFAULT
     """Tokens that are scored: ``chat``, the conversation by the tokenizer's chat template; ``tokens``, the rendered
-    prompt, the response and the end-of-turn token, as the policy has them. The reward ``reward_model`` must say the
-    same (its option ``input``)."""
+    prompt, the response and the end-of-turn token. The option ``input`` of the reward ``reward_model`` must say the
+    same."""
     chosen_key: str = "chosen"
     """Column of the preferred response: a text, or a conversation that ends with it."""
     rejected_key: str = "rejected"

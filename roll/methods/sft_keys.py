@@ -33,8 +33,8 @@ class SFTConfig(SupervisedConfig):
     response_key: str | None = None
     """Column of the response; null: ``data_args.response``."""
     train_on: Literal["last", "assistant"] = "last"
-    """Which turns of a conversation carry the loss: the ``last`` response, in front of which all is prompt; or every
-    turn of the ``assistant``, tool calls included, with tools from the column ``tools``."""
+    """Turns of a conversation that carry the loss: the ``last`` response, or every turn of the ``assistant``, tool
+    calls included, with tools from the column ``tools``."""
     sft_train: WorkerConfig = field(default_factory=WorkerConfig)
     """The model that learns; its ``data_args`` name the demonstrations."""
 

@@ -41,8 +41,8 @@ class SupervisedConfig(RunConfig):
     """Most tokens of a prompt with one response; longer rows, and pairs with a longer side, are left out and
     counted."""
     global_template: str | None = setting(None, choices=TEMPLATES, endings=TEMPLATE_ENDINGS)
-    """Chat template; null: ``data_args.template`` of the role that learns. Distillation computes both
-    models on its token ids; of reward models it counts under ``score_input: tokens``."""
+    """Chat template; null: ``data_args.template`` of the role that learns. Distillation uses it for both models; of
+    reward models it counts under ``score_input: tokens``."""
     validation: HeldOutConfig | None = None
     """Held-out rows, pairs or prompts; null: none."""
 

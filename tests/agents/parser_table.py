@@ -387,7 +387,7 @@ HEAD = """# Response parsers
 they do with the same fault. They are the yardstick all the same, since a trained model is served with them. A thought
 ends at its first end mark because all of their reasoning parsers say so.
 
-The table says who reads a case right: vLLM {version} (openai-harmony for gpt-oss), or we.
+The table has the cases that only vLLM {version} (openai-harmony for gpt-oss) or only we read right.
 `python -m tests.agents.parser_table > docs/design/response-parsers.md` makes this page;
 `tests/agents/test_response_parsers.py` fails when it differs.
 """
@@ -404,13 +404,16 @@ def page() -> str:
     import vllm
 
     logging.disable(logging.CRITICAL)
-    columns = list(FAMILIES)
-    rows = [f"| case | {' | '.join(columns)} |", "|---|" + "---|" * len(columns)]
+    rows = ["| case | only ours | only vLLM's | kept, and why |", "|---|---|---|---|"]
     for case in CASES:
-        rows.append(f"| {case.title} | {' | '.join(verdict(case, FAMILIES[name]) for name in columns)} |")
-    reasons = ["| case | kept, and why |", "|---|---|", *(f"| {case.title} | {case.decision} |" for case in CASES)]
+        found = {name: verdict(case, family) for name, family in FAMILIES.items()}
+        ours_only, theirs_only = (
+            ", ".join(name for name, word in found.items() if word == wanted) for wanted in ("ours", "theirs")
+        )
+        if ours_only or theirs_only:
+            rows.append(f"| {case.title} | {ours_only} | {theirs_only} | {case.decision} |")
     logging.disable(logging.NOTSET)
-    return "\n".join([HEAD.format(version=vllm.__version__), *rows, "", *reasons, "", TAIL])
+    return "\n".join([HEAD.format(version=vllm.__version__), *rows, "", TAIL])
 
 
 if __name__ == "__main__":

@@ -396,24 +396,23 @@ FEATURES = (*NUMBERS, *BATCHES, *LAYOUTS, *MEMORY, *STATE, *EXPERTS, *VISION)
 
 
 def shown(cell: Cell) -> str:
-    """The cell's text; where a test stands behind it, with a link to its file that bears the test's name."""
+    """The cell's text, linked to the file of the test behind it."""
     return link(cell.text, cell.test) if isinstance(cell, Yes) else cell.text
 
 
 def link(text: str, test: str) -> str:
-    file, _, name = test.partition("::")
-    return f'[{text}](../tests/{file} "{name}")'
+    return f"[{text}](../tests/{test.partition('::')[0]})"
 
 
 def table() -> str:
     """The rows as Markdown."""
     lines = ["| | " + " | ".join(f"`{name}_*`" for name in STRATEGIES) + " |", "|---" * (len(STRATEGIES) + 1) + "|"]
     for row in FEATURES:
-        tests = {cell.test for cell in row.cells if isinstance(cell, Yes)}
-        # A test that every cell names is linked once, by the row's name.
+        files = {cell.test.partition("::")[0] for cell in row.cells if isinstance(cell, Yes)}
+        # A file that every cell names is linked once, by the row's name.
         name, cells = row.name, [shown(cell) for cell in row.cells]
-        if len(tests) == 1:
-            name, cells = link(row.name, tests.pop()), [cell.text for cell in row.cells]
+        if len(files) == 1:
+            name, cells = link(row.name, files.pop()), [cell.text for cell in row.cells]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

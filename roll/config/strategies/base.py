@@ -187,8 +187,8 @@ class EngineConfig(StrategyConfig):
     load_format: Literal["auto", "dummy"] = "auto"
     """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
     in_flight_update: Literal["recompute", "keep"] = "recompute"
-    """The KV cache of samples in flight when new weights arrive: computed again with them, or kept as the old weights
-    left it, which costs nothing and makes the next tokens those of a mixture of both."""
+    """The KV cache of samples in flight when new weights arrive: computed again with them, or kept, which costs nothing
+    and makes the next tokens those of a mixture of both weights."""
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,12 @@ class PackagedEngineConfig(EngineConfig):
     enable_prefix_caching: bool = True
     """Keep the blocks of finished prompts for later ones that begin alike. Emptied at every weight update."""
     sleep_level: int = setting(1, ge=1, le=2)
-    """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them (the next weight update brings
-    them back). The KV cache is dropped either way. No effect on a CPU."""
+    """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them until the next weight update. The
+    KV cache is dropped either way. No effect on a CPU."""
     engine_args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``. Names and types are checked against that
-    class before the engine starts. ``optimization_level`` and ``disable_custom_all_reduce`` (vLLM) and
-    ``chunked_prefill_size`` (SGLang) may also be keys of ``strategy_config`` itself."""
+    """Further arguments of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``; names and types are checked.
+    ``optimization_level``, ``disable_custom_all_reduce`` (vLLM) and ``chunked_prefill_size`` (SGLang) may also be keys
+    of ``strategy_config``."""
     allow_untested_version: bool = False
     """Run with a version of the engine outside the tested ones."""
 

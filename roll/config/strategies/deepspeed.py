@@ -45,10 +45,9 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     bf16: dict[str, Any] = field(default_factory=dict)
     """DeepSpeed's section, passed through except ``enabled``: ``model_args.dtype`` decides."""
     deepspeed_config: dict[str, Any] = field(default_factory=dict)
-    """Any further key of DeepSpeed's JSON, passed through; names are checked against DeepSpeed's own.
-    ``data_types.grad_accum_dtype`` goes before ``fp32_grad_accumulation``; in ``activation_checkpointing`` nothing may
-    be switched on, since PyTorch checkpoints the layers of transformers models
-    (``model_args.disable_gradient_checkpointing`` says whether to). Accepted next to this section as well: ``aio``,
+    """Further keys of DeepSpeed's JSON, passed through; names are checked. ``data_types.grad_accum_dtype`` goes before
+    ``fp32_grad_accumulation``; ``activation_checkpointing`` may switch nothing on (see
+    ``model_args.disable_gradient_checkpointing``). Accepted next to this section as well: ``aio``,
     ``activation_checkpointing``, ``data_types``, ``comms_logger``, ``flops_profiler``, ``communication_data_type``,
     ``wall_clock_breakdown``, ``steps_per_print``."""
 

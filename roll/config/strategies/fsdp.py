@@ -29,8 +29,8 @@ class WrapPolicy:
     wrap_lm_output: bool = False
     """Wrap the output head apart."""
     moe_experts: list[str] | None = None
-    """Class names of experts, wrapped apart from the rest of their layer (each by itself where they are modules). A
-    name that no module inside a sparse layer has, such as ``Qwen3MoeMLP``, means the fused experts."""
+    """Class names of experts, wrapped separately from the rest of their layer. A name that no module inside a sparse
+    layer has, such as ``Qwen3MoeMLP``, means the fused experts."""
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,25 @@ class ShardedStrategyConfig(StrategyConfig):
     optimizers: ClassVar[Collection[str]] = ("adamw", "muon")
 
     fsdp_size: int = 1
-    """Ranks over which parameters are sharded. 1 or less, or at least the role's world size: all ranks; between: a
-    mesh of (world / fsdp_size) replicas of fsdp_size shards (HSDP)."""
+    """Ranks over which parameters are sharded. 1 or less, or at least the role's ranks: all of them; between: replicas
+    of fsdp_size shards (HSDP)."""
     param_dtype: Dtype | None = field(default=None, metadata=rules(parse=parse_dtype, example="bf16"))
     """Compute type of gathered parameters; null: ``model_args.dtype``. Master weights are float32 all the same."""
     master_dtype: Literal["fp32", "bf16"] = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
-    """Type of the weights that the optimizer updates, and of its moments. ``bf16`` (with bf16 computation) halves
-    their memory, and loses every update of less than 1/256 of a weight: at the learning rates of reinforcement
-    learning, most of them."""
+    """Type of the weights that the optimizer updates, and of its moments. ``bf16`` (with bf16 computation) halves their
+    memory and loses updates of less than 1/256 of a weight, which is most of them in reinforcement learning."""
     reduce_dtype: Dtype = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
     """Type in which gradients are summed over ranks; fp16 with fp16 computation only."""
     offload_policy: bool = setting(False, aliases=("cpu_offload",))
-    """Keep parameters (and in training gradients and optimizer states) in host memory, and bring parameters in layer
-    by layer. Under FSDP1 for forward-only roles."""
+    """Keep parameters (in training also gradients and optimizer states) in host memory. Under FSDP1 for forward-only
+    roles."""
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
     """Which modules become FSDP units of their own."""
     apply_expert_patch: bool = False
-    """Run every expert in every pass, if only on a token that counts nothing: for models whose experts are modules, of
-    which ranks would otherwise gather different ones. Fused experts (the families in transformers) do not need it."""
+    """Run every expert in every pass: needed for models whose experts are modules, of which ranks would gather
+    different ones. Fused experts (the families in transformers) do not need it."""
     moe_use_grouped_mm: bool | None = None
-    """Compute fused experts by one grouped matrix product (true) or one after the other (false); null: as the model
-    does, which is grouped where it can be."""
+    """Compute fused experts by one grouped matrix product (true) or one by one (false); null: as the model does."""
     reduce_scatter_during_grad_accumulation: bool = True
     """Sum gradients over ranks at every micro-batch (less memory) instead of at the last one (less traffic)."""
     async_save_ckpt: bool = True
@@ -127,8 +125,7 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
     tiled_num_shards: int = setting(4, ge=1, read_if={"apply_tiled_mlp": (True,)})
     """Tiles with ``apply_tiled_mlp``: so many times less memory for what is as wide as ``intermediate_size``."""
     ep_size: int = setting(1, ge=1)
-    """Ranks over which the experts of a layer are divided; tokens travel to the ranks of the experts that they chose.
-    It divides the role's ranks and the model's experts."""
+    """Ranks over which the experts of a layer are divided; it divides the role's ranks and the model's experts."""
 
     def parallel_dims(self, role: WorkerConfig, world_size: int) -> ParallelDims:
         return replace(super().parallel_dims(role, world_size), ep=self.ep_size)
@@ -166,11 +163,11 @@ class Fsdp1StrategyConfig(ShardedStrategyConfig):
     """``fsdp_train`` and ``fsdp_infer``: PyTorch's first FSDP, ``FullyShardedDataParallel``."""
 
     reshard_after_forward: bool = True
-    """Free gathered parameters after the forward pass (``FULL_SHARD``; less memory, one more gather) or keep them until
-    the backward pass (``SHARD_GRAD_OP``). With replicas: ``HYBRID_SHARD`` and its variant that keeps them."""
+    """Free gathered parameters after the forward pass (less memory, one more gather) or keep them until the backward
+    pass: ``FULL_SHARD`` and ``SHARD_GRAD_OP``, with replicas ``HYBRID_SHARD`` and its variant."""
     backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = "BACKWARD_PRE"
     """When the next layer's parameters are gathered in the backward pass: before the current layer's gradients are
-    computed (fastest), after, or only when they are needed (least memory)."""
+    computed (fastest), after, or when they are needed (least memory)."""
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report what FSDP1 cannot do as well."""

@@ -20,8 +20,8 @@ class HfInferStrategyConfig(EngineConfig):
     max_model_len: int | None = setting(None, ge=2)
     """Longest prompt plus response, which sizes the KV cache; null: the pipeline's longest sequence."""
     prefix_cache_tokens: int = setting(0, ge=0, example=65536)
-    """Most tokens of finished samples whose keys and values are kept, so that a prompt that begins with them, the next
-    turn of a conversation, is not computed from its start. Emptied at every weight update; 0: none are kept."""
+    """Most tokens of finished samples whose keys and values are kept for prompts that begin with them, such as the next
+    turn of a conversation. Emptied at every weight update; 0: none."""
 
 
 HF_INFER = Backend(

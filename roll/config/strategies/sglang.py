@@ -39,7 +39,7 @@ class SglangStrategyConfig(PackagedEngineConfig):
     """Longest prompt plus response; responses end there. null: the pipeline's longest sequence."""
     max_total_tokens: int | None = setting(None, ge=1)
     """Tokens of the KV cache. null: on a GPU what ``mem_fraction_static`` leaves; on a CPU room for ``max_num_seqs``
-    samples of ``max_model_len`` tokens, at most 4 GiB."""
+    full sequences, at most 4 GiB."""
     tp_size: int = field(default=1, metadata=rules(ge=1, aliases=("tensor_parallel_size",)))
     """Ranks over which every matrix is sharded; a worker takes so many devices. Left out: ``num_gpus_per_worker``."""
     mem_fraction_static: float | None = field(

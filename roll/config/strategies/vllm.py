@@ -55,7 +55,7 @@ class VllmStrategyConfig(PackagedEngineConfig):
     """Share of a GPU's memory for weights and KV cache together; null: vLLM's choice. No effect on a CPU."""
     kv_cache_memory_bytes: int | None = setting(None, ge=1, example=1 << 30)
     """Bytes of the KV cache. null: on a GPU what ``gpu_memory_utilization`` leaves; on a CPU room for ``max_num_seqs``
-    samples of ``max_model_len`` tokens, at most 4 GiB."""
+    full sequences, at most 4 GiB."""
     block_size: int | None = setting(None, ge=1)
     """Tokens of a block of the KV cache; null: vLLM's choice. On a CPU rounded up to a multiple of 32."""
     enforce_eager: bool | None = None
@@ -63,8 +63,7 @@ class VllmStrategyConfig(PackagedEngineConfig):
     cudagraph_capture_sizes: list[int] | None = field(default=None, metadata=rules(aliases=("cuda_graph_sizes",)))
     """Batch sizes for which CUDA graphs are captured; null: vLLM's choice."""
     limit_mm_per_prompt: dict[Literal["image", "video"], int] = field(default_factory=dict)
-    """``{image: n, video: m}``: most images and videos of a prompt, for which a vision-language model keeps room; what
-    is left out: vLLM's choice."""
+    """``{image: n, video: m}``: most images and videos of a prompt; null or left out: vLLM's choice."""
 
     @property
     def devices_per_worker(self) -> int:

@@ -42,11 +42,10 @@ class EnvManagerConfig(WorkerConfig):
     num_groups_partition: list[int] = field(default_factory=list)
     """Groups of each tag, which sum to ``num_env_groups``; empty: equal shares."""
     max_env_num_per_worker: int = setting(0, ge=0)
-    """Most environments of one process; 0: all in one. Environments that wait, whether for the policy or for a service,
-    cost a process nothing."""
+    """Most environments of one process; 0: all in the driver."""
     group_filter_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
-    """Dotted path of your own class with ``filter(group_id, episode_id, group) -> bool``: true drops the group, and
-    another is played in its place."""
+    """Dotted path of your own class with ``filter(group_id, episode_id, group) -> bool``: true replaces the group by
+    another."""
     group_filter_config: FilterConfig = field(default_factory=FilterConfig)
     """Which groups are kept for training, by the rewards of their episodes; others are played in place of the rest."""
 
@@ -98,20 +97,20 @@ class CustomEnvConfig:
     env_config: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment; checked by the environment itself."""
     agent: str | None = setting(None, choices=AGENTS, dotted_path=True, plugins="agents")
-    """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools, until it answers),
-    ``black_box`` (a program that speaks to the policy over HTTP), ``verl`` (the policy with tools and interactions of
-    verl's files, in verl's loop), or the dotted path of a coroutine ``run(task, model)`` of your own."""
+    """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools), ``black_box`` (a program that
+    speaks to the policy over HTTP), ``verl`` (verl's loop with its tools and interactions), or the dotted path of a
+    coroutine ``run(task, model)``."""
     agent_config: dict[str, Any] = field(default_factory=dict)
-    """Options of the agent; of a coroutine its keyword arguments. Checked by the agent itself."""
+    """Options of the agent; of a coroutine its keyword arguments."""
     tools: list[Any] = field(default_factory=list)
     """Short for ``agent: tools`` with ``agent_config.tools``: ``python``, ``search`` and ``mcp`` with their options,
     or dotted paths of functions."""
     command: str | list[str] | None = None
     """Short for ``agent: black_box`` with ``agent_config.command``: the program and its arguments."""
     verifier: dict[str, Any] = field(default_factory=dict)
-    """Short for ``agent_config.verifier``: the reward of an answer, by ``worker_cls`` (a reward's name or dotted path),
-    ``reward_kwargs`` and ``answer_key``, or by a ``command``. Of an environment: a reward of whole episodes, which is
-    added to what the environment pays; ``scores`` (``answer``, ``episode``, ``solution``) says what is shown to it."""
+    """Short for ``agent_config.verifier``: the reward of an answer, by ``worker_cls``, ``reward_kwargs`` and
+    ``answer_key``, or by a ``command``. Of an environment: a reward of whole episodes in addition to its own.
+    ``scores`` (``answer``, ``episode``, ``solution``) says what is judged."""
     tool_format: str | None = setting(None, choices=tuple(TOOL_FORMATS))
     """Format of the model's tool calls; null: that of its chat template."""
     env_manager_cls: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
@@ -134,13 +133,12 @@ class CustomEnvConfig:
     """Most calls of ``reset`` and ``step`` at a time in a process, for this tag; 0: no limit."""
     context: Context | None = None
     """Contents of a prompt: ``append``: everything so far; ``observation``: the current observation and the last turns,
-    in ``agent_template``; ``last``: the last turns as messages; ``own``: the messages that the environment
-    returns; ``response``: everything so far, observations raw within the one message that the policy writes. null: as
-    ``env_manager_cls`` says, else ``append``."""
+    in ``agent_template``; ``last``: the last turns as messages; ``own``: the messages that the environment returns;
+    ``response``: everything so far as one message of the policy, with raw observations. null: as ``env_manager_cls``
+    says, else ``append``."""
     samples: Samples | None = None
-    """A row of the batch: a whole conversation (``trajectory``), or one model call with its prompt (``step``).
-    null: as ``env_manager_cls`` says, else ``trajectory`` with ``context: append`` and ``response``, ``step`` with the
-    others."""
+    """A row of the batch: a whole conversation (``trajectory``), or one model call with its prompt (``step``). null: as
+    ``env_manager_cls`` says, else by ``context``: ``trajectory`` with ``append`` and ``response``."""
     data_args: DataArguments | None = None
     """Tasks from a data set: ``reset`` is given a row as ``task``, an agent has it as ``task.row``."""
     time_limit: float | None = setting(None, gt=0)
@@ -194,11 +192,11 @@ class AgenticConfig(PolicyConfig):
     """Roles of agents that speak in several (``model.as_(role)``) whose calls are trained; empty: all. What others say
     is context."""
     failed_episodes: Literal["drop", "zero", "keep"] = "drop"
-    """Episodes that a fault of their environment or agent has ended: ``drop`` them from baselines and loss, count them
-    with reward ``zero``, or ``keep`` what they have earned."""
+    """Episodes that a fault of their environment or agent has ended: ``drop`` them, count them with reward ``zero``, or
+    ``keep`` what they have earned."""
     bootstrap_truncated: bool = setting(True, read_if={"critic": ()})
-    """Episodes that a limit has ended go on with the critic's value of the state in which they were left; false: as if
-    the task had ended there."""
+    """Episodes that a limit has ended are bootstrapped with the critic's value of their last state; false: they count
+    as ended."""
     partial_gpu_mode: bool = True
     """Asynchronous rollout with engines on the trainer's devices and on others."""
 

@@ -52,9 +52,8 @@ class ValidationConfig(WorkerConfig):
     before_train: bool = True
     """Validate before the first step."""
     concurrent: bool | None = setting(None, aliases=("beside_training",))
-    """The engines validate while the other roles work on the samples of the step, which waits at its end for what is
-    left; the answers are the same. All roles that answer or score need devices of their own. null: where devices allow
-    it; false: validation comes before the step's samples, and everything else waits."""
+    """Validate while the other roles work on the samples of the step; the answers are the same. All roles that answer
+    or score need devices of their own. null: where devices allow it; false: before the step's samples."""
     sets: dict[str, ValidationSetConfig] = field(default_factory=dict)
     """Further sets by name, each with files, sampling and lengths of its own. With sets, ``data_args.file_name`` may be
     left out."""
