@@ -19,9 +19,6 @@ from roll.algorithms.registry import Registry
 from roll.config.losses import PREFERENCE_LOSSES, PreferenceLossConfig, loss_names, weighted_losses
 from roll.protocol.metrics import Mean, Metrics
 
-_MOST_EXPONENT = 40.0
-"""exp stays finite in float32, and so does the square of a difference of two (ipo)."""
-
 
 @dataclass(frozen=True)
 class PairSums:
@@ -33,54 +30,22 @@ class PairSums:
     """The same under the reference; None: no loss needs it."""
     lengths: Tensor
     """Tokens of the responses, as floats."""
-    weights: Tensor | None = None
-    """Weights of the pairs, (P,); None: 1 each."""
 
 
-def pair_sums(
-    log_probs: Tensor,
-    mask: Tensor,
-    reference: Tensor | None,
-    options: PreferenceLossConfig,
-    sum_of_squares: Tensor | None = None,
-) -> PairSums:
+def pair_sums(log_probs: Tensor, mask: Tensor, reference: Tensor | None) -> PairSums:
     """Add up the tokens of adjacent rows, chosen and rejected in turn.
 
     Args:
         log_probs: (2P, L), with gradient; 0 outside ``mask``.
         mask: bool (2P, L), tokens of the responses.
         reference: (2P, L), likewise.
-        sum_of_squares: (2P, L), squared probabilities summed over the vocabulary; for ``use_weighting``.
     """
     lengths = mask.sum(1).view(-1, 2)
-    weights = token_weights(mask, options.ld_alpha) if options.ld_alpha is not None else mask
     return PairSums(
-        policy=(log_probs * weights).sum(1).view(-1, 2),
-        reference=None if reference is None else (reference * weights).sum(1).view(-1, 2),
+        policy=(log_probs * mask).sum(1).view(-1, 2),
+        reference=None if reference is None else (reference * mask).sum(1).view(-1, 2),
         lengths=lengths.to(log_probs.dtype),
-        weights=None if sum_of_squares is None else policy_weights(log_probs, sum_of_squares, mask),
     )
-
-
-def token_weights(mask: Tensor, ld_alpha: float) -> Tensor:
-    """1 for the tokens up to the length of the pair's shorter response, ``ld_alpha`` beyond (LD-DPO, arXiv 2409.06411).
-
-    Returns:
-        float32 (2P, L), 0 outside ``mask``.
-    """
-    shorter = mask.sum(1).view(-1, 2).amin(1).repeat_interleave(2)
-    is_beyond = mask.cumsum(1) > shorter[:, None]
-    return torch.where(is_beyond, ld_alpha, 1.0) * mask
-
-
-def policy_weights(log_probs: Tensor, sum_of_squares: Tensor, mask: Tensor) -> Tensor:
-    """(P,), without gradient: WPO's weight of a pair, min(1, w(y_w) w(y_l)), where log w(y) is the mean over its tokens
-    of log p(token) - log sum_v p(v)^2, the log-prob relative to that of a token sampled from the same distribution
-    (arXiv 2406.11827, eq. 6)."""
-    # Outside the mask the sum of squares is 0, and log(0) times the mask would be NaN.
-    relative = (log_probs.detach() - sum_of_squares.clamp(min=torch.finfo(torch.float32).tiny).log()) * mask
-    means = relative.sum(1) / mask.sum(1).clamp(min=1)
-    return means.view(-1, 2).sum(1).exp().clamp(max=1.0)
 
 
 class PairTerms:
@@ -97,27 +62,14 @@ class PairTerms:
         return self.sums.policy - self.sums.reference
 
     @cached_property
-    def scores(self) -> Tensor:
-        """(P, 2): f'(pi / ref) of the configured divergence (f-DPO, arXiv 2309.16240); r(y) for the reverse KL."""
-        match self.options.f_divergence_type:
-            case "forward_kl":
-                return 1 - torch.exp((-self.ratios).clamp(max=_MOST_EXPONENT))
-            case "js_divergence":
-                return math.log(2) + F.logsigmoid(self.ratios)
-            # Close to alpha = 1 the quotient is 0 / 0; its limit is r(y), as for the reverse KL.
-            case "alpha_divergence" if abs(power := self.options.f_alpha - 1) > 1e-6:
-                return (torch.exp((self.ratios * power).clamp(max=_MOST_EXPONENT)) - 1) / power
-        return self.ratios
-
-    @cached_property
     def lead(self) -> Tensor:
-        """(P,): score of the chosen response minus that of the rejected one."""
-        return self.scores[:, 0] - self.scores[:, 1]
+        """(P,): log-ratio of the chosen response minus that of the rejected one."""
+        return self.ratios[:, 0] - self.ratios[:, 1]
 
     @cached_property
     def mean_lead(self) -> Tensor:
-        """(P,): the same, each score divided by the length of its response."""
-        means = self.scores / self.sums.lengths.clamp(min=1)
+        """(P,): the same, each log-ratio divided by the length of its response."""
+        means = self.ratios / self.sums.lengths.clamp(min=1)
         return means[:, 0] - means[:, 1]
 
     @cached_property
@@ -169,14 +121,6 @@ def exo_pair(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
     lead, share = options.beta * terms.lead, options.label_smoothing
     chosen, rejected = F.logsigmoid(lead), F.logsigmoid(-lead)
     return chosen.exp() * (chosen - math.log1p(-share)) + rejected.exp() * (rejected - math.log(share))
-
-
-@register("discopop")
-def discopop(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
-    """DiscoPOP's log-ratio modulated loss (arXiv 2406.08414, eq. 5)."""
-    lead = options.beta * terms.lead
-    share = torch.sigmoid(lead / options.discopop_tau)
-    return -F.logsigmoid(lead) * (1 - share) + torch.exp((-lead).clamp(max=_MOST_EXPONENT)) * share
 
 
 @register("sigmoid_norm")
@@ -267,8 +211,7 @@ def preference_loss(sums: PairSums, options: PreferenceLossConfig) -> Tensor:
     """The loss of each pair, (P,)."""
     terms = PairTerms(sums, options)
     parts = [weight * pair_losses.resolve(name)(terms, options) for name, weight in weighted_losses(options)]
-    total = torch.stack(parts).sum(0)
-    return total if sums.weights is None else total * sums.weights
+    return torch.stack(parts).sum(0)
 
 
 def slopes(sums: PairSums, options: PreferenceLossConfig) -> tuple[Tensor, Tensor]:
@@ -276,7 +219,7 @@ def slopes(sums: PairSums, options: PreferenceLossConfig) -> tuple[Tensor, Tenso
     log-probs, which any split into micro-batches adds up to the same gradient."""
     # A leaf of its own: the derivative by the sums is all that is needed, no graph of the model is kept.
     policy = sums.policy.detach().requires_grad_()
-    loss = preference_loss(PairSums(policy, sums.reference, sums.lengths, sums.weights), options).mean()
+    loss = preference_loss(PairSums(policy, sums.reference, sums.lengths), options).mean()
     (slope,) = torch.autograd.grad(loss, policy)
     return loss.detach(), slope
 
@@ -307,8 +250,6 @@ def preference_metrics(sums: PairSums, options: PreferenceLossConfig, losses: Te
     }
     if sums.reference is not None:
         metrics["chosen_log_ratio"] = mean(chosen - sums.reference[:, 0])
-    if sums.weights is not None:
-        metrics["pair_weight"] = mean(sums.weights)
     if losses is not None:
         metrics["loss"] = mean(losses.detach())
     return {prefix + name: metric for name, metric in metrics.items()}

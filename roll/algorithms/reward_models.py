@@ -97,47 +97,25 @@ def comparable_pairs(unit_ids: Tensor, targets: Tensor, is_real: Tensor) -> Pair
     return Pairs(better, worse, 1 / counts[unit].double())
 
 
-def pair_margins(pairs: Pairs, targets: Tensor, margins: Tensor | None, options: RewardLossConfig) -> Tensor:
-    """(P,): by how much each better response must lead."""
-    if options.margin_from_scores:
-        return options.margin_scale * (targets[pairs.better] - targets[pairs.worse])
-    if margins is None:
-        return torch.zeros_like(targets[pairs.better])
-    return options.margin_scale * margins[pairs.better]
-
-
-def ranking_losses(lead: Tensor, total: Tensor, margins: Tensor, options: RewardLossConfig) -> Tensor:
+def ranking_losses(lead: Tensor, total: Tensor, options: RewardLossConfig) -> Tensor:
     """(P,): -log sigmoid(r_w - r_l - m) (Bradley-Terry; Llama 2, arXiv 2307.09288, eq. 2), smoothed, plus
     c (r_w + r_l)^2 (arXiv 2312.09244, eq. 2).
 
     Args:
-        lead: (P,), r_w - r_l.
+        lead: (P,), r_w - r_l - m.
         total: (P,), r_w + r_l.
     """
-    share, led = options.label_smoothing, lead - margins
-    losses = (share - 1) * F.logsigmoid(led) - share * F.logsigmoid(-led)
+    share = options.label_smoothing
+    losses = (share - 1) * F.logsigmoid(lead) - share * F.logsigmoid(-lead)
     return losses + options.center_rewards_coefficient * total**2
 
 
 def point_losses(scores: Tensor, targets: Tensor, options: RewardLossConfig) -> Tensor:
-    """Elementwise: (r - y)^2 (HelpSteer2, arXiv 2406.08673, sec. 3); of grades -log P(y), where
-    P(y >= k) = sigmoid(r - w (k - K / 2)) for k = 1 .. K - 1 (the proportional odds model, its thresholds w apart and
-    even around 0, so that the head stays one number); of labels the cross-entropy, of which a soft label takes both
-    terms (arXiv 2305.20050, sec. 2.4)."""
+    """Elementwise: (r - y)^2 (HelpSteer2, arXiv 2406.08673, sec. 3); of labels the cross-entropy, of which a soft label
+    takes both terms (arXiv 2305.20050, sec. 2.4)."""
     if options.loss_type == "regression":
         return (scores - targets) ** 2
-    if options.loss_type == "process":
-        return F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
-    levels = options.ordinal_levels
-    beyond = torch.arange(1, levels, device=scores.device, dtype=scores.dtype) - levels / 2
-    beyond = options.ordinal_spacing * beyond
-    # P(y >= 0) = 1 and P(y >= K) = 0 at the ends: every grade's probability is a difference of neighbours.
-    at_least = F.pad(torch.sigmoid(scores[..., None] - beyond), (1, 0), value=1.0)
-    at_least = F.pad(at_least, (0, 1), value=0.0)
-    grade = targets.long()[..., None]
-    chance = at_least.gather(-1, grade) - at_least.gather(-1, grade + 1)
-    # A score far from its grade gives a difference of exactly 0, whose log would be infinite.
-    return -chance.clamp(min=torch.finfo(scores.dtype).tiny).log()[..., 0]
+    return F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
 
 
 def units_of(batch: dict[str, Tensor], options: RewardLossConfig) -> float:
@@ -167,13 +145,13 @@ def reward_model_loss(
         return losses.sum() / max(units, 1.0), point_metrics(scores.detach(), wanted, losses.detach(), options, prefix)
     scores = end_scores(values, mask)
     pairs = comparable_pairs(batch["unit_ids"], targets, mask.any(1))
-    margins = pair_margins(pairs, targets, batch.get("margins"), options).to(scores.dtype)
-    has_margins = options.margin_from_scores or "margins" in batch
+    margins = batch["margins"][pairs.better].to(scores.dtype) if "margins" in batch else None
     better, worse = scores[pairs.better], scores[pairs.worse]
-    losses = ranking_losses(better - worse, better + worse, margins, options)
+    lead = better - worse if margins is None else better - worse - margins
+    losses = ranking_losses(lead, better + worse, options)
     weights = pairs.weights.to(scores.dtype)
     by_pair = (better.detach(), worse.detach(), losses.detach(), pairs.weights)
-    metrics = ranking_metrics(*by_pair, margins if has_margins else None, prefix)
+    metrics = ranking_metrics(*by_pair, margins, prefix)
     return (losses * weights).sum() / max(units, 1.0), metrics
 
 
@@ -212,14 +190,9 @@ def bucket_names() -> list[str]:
 
 
 def point_metrics(scores: Tensor, targets: Tensor, losses: Tensor, options: RewardLossConfig, prefix: str) -> Metrics:
-    """Numbers of N scores. Right is a regression within half a unit, the median grade, or a label's side."""
+    """Numbers of N scores. Right is a regression within half a unit, or a label's side."""
     if options.loss_type == "process":
         right = (scores > 0) == (targets > 0.5)
-    elif options.loss_type == "ordinal":
-        # Between the thresholds w (k - K/2) and w (k + 1 - K/2) lies grade k.
-        grade = torch.floor(scores / options.ordinal_spacing + options.ordinal_levels / 2)
-        grade = grade.clamp(0, options.ordinal_levels - 1)
-        right = grade == targets
     else:
         right = (scores - targets).abs() < 0.5
     count = len(scores)

@@ -14,8 +14,6 @@ class PreferenceLoss(Named):
 
     needs_reference: bool = True
     """It compares the policy with a reference model."""
-    generalises: bool = False
-    """It is a function of the difference of the scores alone, so that ``f_divergence_type`` applies."""
     couples_pairs: bool = False
     """The loss of a pair depends on the other pairs of the optimizer step."""
     is_unpaired: bool = False
@@ -24,13 +22,12 @@ class PreferenceLoss(Named):
 
 PREFERENCE_LOSSES = Table(
     "loss_type",
-    PreferenceLoss("sigmoid", ("dpo",), generalises=True),
-    PreferenceLoss("robust", generalises=True),
-    PreferenceLoss("hinge", generalises=True),
-    PreferenceLoss("ipo", generalises=True),
-    PreferenceLoss("exo_pair", ("exo",), generalises=True),
-    PreferenceLoss("discopop", generalises=True),
-    PreferenceLoss("sigmoid_norm", generalises=True),
+    PreferenceLoss("sigmoid", ("dpo",)),
+    PreferenceLoss("robust"),
+    PreferenceLoss("hinge"),
+    PreferenceLoss("ipo"),
+    PreferenceLoss("exo_pair", ("exo",)),
+    PreferenceLoss("sigmoid_norm"),
     PreferenceLoss("nca_pair", ("nca",)),
     PreferenceLoss("bco_pair", ("bco",)),
     PreferenceLoss("sppo_hard", ("sppo",)),
@@ -68,16 +65,6 @@ class PreferenceLossConfig:
     """``ipo``: log-ratios are means over the tokens of a response, as its authors have it; false: sums, as in ROLL."""
     simpo_gamma: float = setting(0.5, ge=0)
     """``simpo``: the margin by which the chosen response must lead, in units of the reward (``beta`` included)."""
-    discopop_tau: float = setting(0.05, gt=0)
-    """``discopop``: temperature of the mixture."""
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = "reverse_kl"
-    """Divergence from the reference that the reward is derived from."""
-    f_alpha: float = setting(0.5, read_if={"f_divergence_type": ("alpha_divergence",)})
-    """``alpha_divergence``: its alpha; 1 is the reverse KL."""
-    use_weighting: bool = False
-    """Weigh every pair by how probable both responses are under the policy (WPO)."""
-    ld_alpha: float | None = setting(None, ge=0, le=1)
-    """Weight of the tokens of the longer response beyond the length of the shorter one (LD-DPO); null: 1."""
     desirable_weight: float = setting(1.0, ge=0, read_if=UNPAIRED)
     """Weight of responses whose label is true."""
     undesirable_weight: float = setting(1.0, ge=0, read_if=UNPAIRED)
@@ -127,38 +114,23 @@ def preference_problems(config: PreferenceLossConfig) -> list[tuple[str, Any, st
     weights = config.loss_weights
     if weights is not None and len(weights) != len(rows):
         found.append(("loss_weights", weights, f"has {len(weights)} entries for {len(rows)} losses of loss_type"))
-    if config.f_divergence_type != "reverse_kl":
-        other = [row.name for row in rows if not row.generalises and row.needs_reference]
-        if other:
-            rule = f"{other[0]} is defined by the reverse KL: use a loss of score differences such as sigmoid"
-            found.append(("f_divergence_type", config.f_divergence_type, rule))
     if is_unpaired(config):
         name = loss_names(config)[0]
         alone = (
             (len(rows) > 1, "loss_type", f"{name} is a loss of single responses and cannot be combined"),
-            (config.use_weighting, "use_weighting", f"weighs pairs, of which {name} has none: leave it out"),
             (config.rpo_alpha > 0, "rpo_alpha", f"is a term of pairs, of which {name} has none: leave it out"),
-            (
-                config.ld_alpha is not None,
-                "ld_alpha",
-                f"weighs tokens by a pair, and {name} has none: leave it out",
-            ),
         )
         found += [(key, getattr(config, key), rule) for broken, key, rule in alone if broken]
-    if config.use_weighting and couples_pairs(config):
-        rule = "weighs pairs one by one, and aot compares sorted ones: leave it out, or use sigmoid"
-        found.append(("use_weighting", True, rule))
     if "exo_pair" in loss_names(config) and not config.label_smoothing:
         rule = "exo_pair takes the logarithm of it: give it a small value such as 0.001"
         found.append(("label_smoothing", config.label_smoothing, rule))
     return found
 
 
-RewardLoss = Literal["bradley_terry", "regression", "ordinal", "process"]
+RewardLoss = Literal["bradley_terry", "regression", "process"]
 JUDGEMENTS: dict[str, Literal["ranking", "points", "steps"]] = {
     "bradley_terry": "ranking",
     "regression": "points",
-    "ordinal": "points",
     "process": "steps",
 }
 """Kinds of rows, by loss (:mod:`roll.datasets.preferences`)."""
@@ -177,28 +149,11 @@ class RewardLossConfig:
 
     loss_type: RewardLoss = "bradley_terry"
     """``bradley_terry``: of two responses the better one is to score higher; ``regression``: squared distance to a
-    number; ``ordinal``: likelihood of a grade 0, 1 ...; ``process``: likelihood of each step's label."""
+    number; ``process``: likelihood of each step's label."""
     label_smoothing: float = setting(0.0, ge=0, lt=0.5, read_if={"loss_type": RANKS})
     """Assumed share of pairs with the labels swapped."""
-    margin_scale: float = setting(1.0, ge=0, read_if={"loss_type": RANKS})
-    """Factor of the margin by which a better response must lead: ``margin_key``, or the difference of scores."""
-    margin_from_scores: bool = setting(False, read_if={"loss_type": RANKS})
-    """The margin of two responses is the difference of what ``scores_key`` says of them."""
     center_rewards_coefficient: float = setting(0.0, ge=0, read_if={"loss_type": RANKS})
     """Weight of ``(r_w + r_l)^2``, which keeps scores around zero (0.01 is usual); 0: none."""
-    ordinal_levels: int = setting(5, ge=2, read_if={"loss_type": ("ordinal",)})
-    """Number of grades, which count from 0."""
-    ordinal_spacing: float = setting(4.0, gt=0, read_if={"loss_type": ("ordinal",)})
-    """Distance in scores from one grade to the next: the larger, the surer a grade can be."""
-
-
-def reward_loss_problems(config: RewardLossConfig, margin_key: str | None) -> list[tuple[str, Any, str]]:
-    """Key, value and rule of every combination that cannot be."""
-    found: list[tuple[str, Any, str]] = []
-    if config.margin_from_scores and margin_key is not None:
-        rule = "is one source of margins, margin_from_scores: true another; leave one out"
-        found.append(("margin_key", margin_key, rule))
-    return found
 
 
 KDObjective = Literal[

@@ -30,7 +30,7 @@ from roll.config.losses import (
     needs_reference,
 )
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
-from roll.methods.base import MODEL_COLUMNS, Ask, Loss, Totals
+from roll.methods.base import MODEL_COLUMNS, Loss, Totals
 from roll.methods.preferences_keys import DPOConfig
 from roll.methods.rows import Completion, Models, RowMethod, image_column
 from roll.protocol import DataProto
@@ -55,17 +55,11 @@ class PairLoss(Loss):
     prefix: str = field(default="actor/", kw_only=True)
     columns = (*MODEL_COLUMNS, "unit_ids", "ref_log_probs", "slopes")
 
-    @property
-    def outputs(self) -> Sequence[Output]:
-        return (Output.LOG_PROBS, Output.SUM_OF_SQUARES) if self.options.use_weighting else (Output.LOG_PROBS,)
-
     def counts(self, batch: TensorBatch) -> Totals:
         return {"pairs": torch.tensor(len(batch["input_ids"]) / 2)}
 
     def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
-        squares = outputs.get(Output.SUM_OF_SQUARES)
-        reference = batch.get("ref_log_probs")
-        sums = pair_sums(outputs[Output.LOG_PROBS], batch["response_mask"], reference, self.options, squares)
+        sums = pair_sums(outputs[Output.LOG_PROBS], batch["response_mask"], batch.get("ref_log_probs"))
         slopes = batch.get("slopes")
         # The coupling loss is not a sum over rows, so that micro-batches cannot share it out; its derivative by each
         # row is a number, and sum(slope * log-prob) has the same gradient.
@@ -195,12 +189,9 @@ class DPO(RowMethod[DPOConfig, JudgedRow]):
 
     def sums_of(self, batch: DataProto, models: Models) -> PairSums:
         """The pairs of a batch as numbers under the present policy."""
-        squares = (Output.SUM_OF_SQUARES,) if self.config.use_weighting else ()
-        outputs = models.forward(batch, Ask((Output.LOG_PROBS, *squares)))
-        columns = batch.batch
+        log_probs, columns = models.forward(batch)["log_probs"], batch.batch
         reference = columns["ref_log_probs"] if needs_reference(self.config) else None
-        mask = columns["response_mask"]
-        return pair_sums(outputs["log_probs"], mask, reference, self.config, outputs.get(Output.SUM_OF_SQUARES))
+        return pair_sums(log_probs, columns["response_mask"], reference)
 
     def measure(self, rows: Sequence[JudgedRow], models: Models) -> dict[str, float]:
         """Loss, accuracy and rewards on all held-out pairs."""

@@ -11,7 +11,6 @@ from roll.config.losses import (
     SCORE_INPUT_DEFAULT,
     RewardLossConfig,
     ScoreInput,
-    reward_loss_problems,
 )
 from roll.config.pipelines import TRAINS, Headline, Panel, Role
 from roll.config.rewards import CLASSIFIER
@@ -87,8 +86,6 @@ class RewardModel(SupervisedDefinition[RMConfig]):
             rule = f"must be {CLASSIFIER}: one score on top of the model"
             checks.add("reward_train.model_args.model_type", role.model_args.model_type, rule, CLASSIFIER)
         if config.loss_type in JUDGEMENTS:
-            for key, value, rule in reward_loss_problems(config, config.margin_key):
-                checks.add(key, value, rule)
             if config.loss_type == "process" and config.score_input == "chat":
                 rule = "steps are scored at their last tokens, which a template for whole conversations does not show"
                 checks.add("score_input", "chat", rule, "tokens")

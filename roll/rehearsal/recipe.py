@@ -221,9 +221,7 @@ def _task(loaded: LoadedConfig[Any], name: str) -> Task:
     head = ModelHead.VALUE if name == "critic" else ModelHead.SCORE if scores else ModelHead.CAUSAL_LM
     compared, given = loaded.pipeline.distributions(config, name)
     outputs: tuple[Output, ...] = ()
-    if plan.pipeline == "dpo":
-        outputs = (Output.SUM_OF_SQUARES,) if config.use_weighting else ()
-    elif name == "actor_train" and isinstance(config, PolicyRunConfig):
+    if name == "actor_train" and isinstance(config, PolicyRunConfig):
         outputs = (Output.ENTROPY,) if config.log_entropy or config.entropy_loss_coef else ()
     args = role.section.model_args
     if args.attn_implementation == INVARIANT_ATTENTION:  # of CPUs; accelerators run their own kernels

@@ -25,7 +25,7 @@ UNITS = [0, 0, 0, 0, 1, 1, 2, 2, 2, -1]
 """Four, two and three responses, and a row that fills the batch."""
 TARGETS = [2.0, 1.0, 0.0, 0.0, 1.0, 0.0, 3.0, 3.0, 3.0, 0.0]
 MARGINS = [0.0, 0.0, 0.0, 0.0, 1.5, 1.5, 0.0, 0.0, 0.0, 0.0]
-LENGTH, SPACING = 7, 0.7
+LENGTH = 7
 
 
 def rows(seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -53,8 +53,7 @@ def plain_ranking(values: torch.Tensor, batch: dict[str, torch.Tensor], o: Rewar
             for j, second in enumerate(UNITS):
                 if first == second == unit and TARGETS[i] > TARGETS[j]:
                     scores = [float(values[k][batch["score_mask"][k]].detach()) for k in (i, j)]
-                    margin = TARGETS[i] - TARGETS[j] if o.margin_from_scores else MARGINS[i]
-                    lead = scores[0] - scores[1] - o.margin_scale * margin
+                    lead = scores[0] - scores[1] - MARGINS[i]
                     loss = -(1 - o.label_smoothing) * log_sigmoid(lead) - o.label_smoothing * log_sigmoid(-lead)
                     of_pair.append(
                         (loss + o.center_rewards_coefficient * sum(scores) ** 2, float(scores[0] > scores[1]))
@@ -65,14 +64,7 @@ def plain_ranking(values: torch.Tensor, batch: dict[str, torch.Tensor], o: Rewar
     return sum(losses) / len(losses), sum(right) / len(right)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"label_smoothing": 0.2, "margin_scale": 0.5},
-        {"margin_from_scores": True, "center_rewards_coefficient": 0.3},
-    ],
-)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2, "center_rewards_coefficient": 0.3}])
 def test_rankings_are_a_plain_loop_however_they_are_divided(options: dict[str, Any]) -> None:
     settings = RewardLossConfig(**options)
     values, batch = rows()
@@ -104,24 +96,15 @@ def test_accuracy_by_margin() -> None:
     assert len(bucket_names()) == len(MARGIN_BUCKETS) + 1
 
 
-def at_least(score: float, k: int, levels: int) -> float:
-    return 1.0 if k == 0 else 0.0 if k == levels else 1 / (1 + math.exp(-(score - SPACING * (k - levels / 2))))
-
-
-def ordinal(score: float, grade: int, levels: int) -> float:
-    return -math.log(at_least(score, grade, levels) - at_least(score, grade + 1, levels))
-
-
 POINTS = {
     "regression": lambda score, target: (score - target) ** 2,
-    "ordinal": lambda score, target: ordinal(score, int(target), 4),
     "process": lambda score, target: -target * log_sigmoid(score) - (1 - target) * log_sigmoid(-score),
 }
 
 
 @pytest.mark.parametrize("name", POINTS)
 def test_points_are_a_plain_loop(name: str) -> None:
-    settings = RewardLossConfig(loss_type=name, ordinal_levels=4, ordinal_spacing=SPACING)  # type: ignore[arg-type]
+    settings = RewardLossConfig(loss_type=name)  # type: ignore[arg-type]
     values, batch = rows(1)
     if name == "process":
         batch["score_mask"][0, 1:4] = True
@@ -134,10 +117,7 @@ def test_points_are_a_plain_loop(name: str) -> None:
     assert units == len(scores)
     loss, metrics = reward_model_loss(values, batch, settings, units, "")
     assert float(loss.detach()) == pytest.approx(sum(wanted) / len(wanted), rel=1e-9)
-    if name == "ordinal":
-        median = [max(k for k in range(4) if at_least(score, k, 4) >= 0.5) for score, _, _ in scores]
-        right = [grade == target for grade, target in zip(median, targets, strict=True)]
-        assert metrics["acc"].value() == pytest.approx(sum(right) / len(right))
+    assert metrics["loss"].value() == pytest.approx(sum(wanted) / len(wanted), rel=1e-9)
 
 
 def test_calibration_error_is_that_of_a_loop() -> None:

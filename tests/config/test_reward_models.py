@@ -30,7 +30,7 @@ def test_a_section_reward_train_makes_it_an_rm_run(tmp_path: Path) -> None:
     loaded = load(tmp_path, GOOD_RM)
     assert loaded.pipeline.name == "rm" and isinstance(loaded.config, RMConfig)
     assert isinstance(loaded.plan, SupervisedPlan) and loaded.plan.global_batch_size == 16
-    assert load(tmp_path, GOOD_RM | {"loss_type": "ordinal"}).pipeline.name == "rm", "loss_type is DPO's key as well"
+    assert load(tmp_path, GOOD_RM | {"loss_type": "regression"}).pipeline.name == "rm", "loss_type is DPO's key as well"
 
 
 MISTAKES: list[tuple[dict[str, Any], str, str]] = [
@@ -41,7 +41,6 @@ MISTAKES: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"reward_train.model_args.model_type": "trl"}, "reward_train.model_args.model_type", "must be auto_sequence"),
     ({"loss_type": "process"}, "score_input", "at their last tokens"),
-    ({"margin_key": "margin", "margin_from_scores": True}, "margin_key", "leave one out"),
     ({"rejected_key": "chosen"}, "rejected_key", "the chosen responses too"),
 ]
 

@@ -106,7 +106,8 @@ def rankings(world: TinyWorld) -> Path:
     for index, pair in enumerate(pairs):
         responses = [pair["chosen"], pair["rejected"], "no", "#### 1 #### 2"][: 2 + index % 3]
         scores = [2, 1, 0, 0][: len(responses)]
-        rows.append({"id": pair["id"], "prompt": pair["instruction"], "responses": responses, "scores": scores})
+        row = {"id": pair["id"], "prompt": pair["instruction"], "responses": responses, "scores": scores}
+        rows.append(row | {"margin": index % 3 / 2})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -114,7 +115,7 @@ def rankings(world: TinyWorld) -> Path:
 def test_rankings_do_not_depend_on_the_layout(run: Run, rankings: Path) -> None:
     changes = {
         "reward_train.data_args": {"file_name": str(rankings)},
-        "margin_from_scores": True,
+        "margin_key": "margin",
         "center_rewards_coefficient": 0.01,
         "label_smoothing": 0.1,
     }
