@@ -84,11 +84,11 @@ def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[st
         command = [sys.executable, str(scripts / "trl_grpo.py"), *words]
         return Contestant(f"TRL GRPOTrainer, {threads} thread{'s'[: threads - 1]}", command)
 
-    def roll(title: str, *overrides: str) -> Contestant:
+    def roll(title: str, *overrides: str, config: str = "rlvr_config") -> Contestant:
         output = folder / title.replace(" ", "-").replace(",", "")
         command = [
             *(sys.executable, str(ROOT / "examples/start_rlvr_pipeline.py")),
-            *("--config_path", str(recipe.config), "--config_name", "rlvr_config"),
+            *("--config_path", str(recipe.config), "--config_name", config),
             *(f"max_steps={steps}", f"output_dir={output}", f"pretrain={model}", "eval_steps=0", "track_with=[jsonl]"),
             "use_kl_loss=false",
             *overrides,
@@ -101,6 +101,8 @@ def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[st
         return [
             roll("roll"),
             roll("roll, strict_on_policy", "strict_on_policy=true"),
+            roll("roll, LoRA", config="rlvr_lora"),
+            roll("roll, asynchronous", config="async_config"),
             *([trl(2)] if has_trl else []),
         ]
     one_device = [

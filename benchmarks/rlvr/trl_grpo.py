@@ -1,6 +1,6 @@
 """The same recipe with TRL's GRPOTrainer: same model, data, reward, batch shape and loss, old log-probs not recomputed.
 
-python benchmarks/rlvr/trl_grpo.py MODEL TRAIN.jsonl --steps 20 [--threads 1] [--recipe smollm2]
+python benchmarks/rlvr/trl_grpo.py MODEL TRAIN.jsonl --steps 20 [--threads 1] [--recipe smollm2] [--seed 0] [--save FOLDER]
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--recipe", choices=RECIPES, default="tiny")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", help="folder for the trained model")
     arguments = parser.parse_args()
     recipe = RECIPES[arguments.recipe]
     torch.set_num_threads(arguments.threads)
@@ -97,6 +99,7 @@ def main() -> None:
             max_grad_norm=1.0,
             weight_decay=0.0,
             max_steps=arguments.steps,
+            seed=arguments.seed,
             logging_steps=1,
             save_strategy="no",
             report_to="none",
@@ -113,6 +116,8 @@ def main() -> None:
             callbacks=[Markers()],
         )
         trainer.train()
+        if arguments.save:
+            trainer.save_model(arguments.save)
 
 
 if __name__ == "__main__":
