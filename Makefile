@@ -26,6 +26,8 @@ VISION := $(if $(VLLM),$(VENV)/roll-torchvision/.installed)
 SGLANG := $(VENV)-sglang
 # So have SkyPilot and others that tests of examples/cluster use.
 CLUSTER := $(VENV)-cluster
+# verifiers wants another openai than everything else: its own environment stands alone.
+VERIFIERS := $(VENV)-verifiers
 # Python stands in for kernels that are published for GPUs only.
 SGLANG_FIXTURE := tests/strategies/sglang/cpu_fixture
 # An environment of its own over the usual one: $(call OVER,folder,list of all that is installed in it).
@@ -40,7 +42,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-load
 EXTRA := $(if $(filter test test-all test-rest test-long test-matrix test-faults lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: gpu-bundle run run-real test test-long test-matrix test-rest test-all test-faults test-sglang test-cluster test-recipes lint docs install-vllm install-vllm-vision install-sglang test-vllm-parallel docker-test lock clean
+.PHONY: gpu-bundle run run-real test test-long test-matrix test-rest test-all test-faults test-sglang test-cluster test-verifiers test-recipes lint docs install-vllm install-vllm-vision install-sglang install-verifiers test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -95,6 +97,10 @@ test-cluster: $(CLUSTER)/.installed
 	$(CLUSTER)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile tests/examples/test_cluster.py \
 		tests/examples/test_cluster_programs.py tests/checkpoint/test_store.py $(PYTEST_ARGS)
 
+# Environments of verifiers, played by the package itself: two minutes.
+test-verifiers: $(VENV)/.installed-test $(VERIFIERS)/.installed
+	$(PYTEST) tests/agents/test_tasksets.py tests/pipelines/test_tasksets_run.py $(PYTEST_ARGS)
+
 # Every recipe for real models at its full size, and predicted peaks against measured ones; the rest are in the long tier.
 test-recipes: $(VENV)/.installed-test
 	TEST_RECIPES=1 $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist load tests/rehearsal/test_recipes.py \
@@ -114,6 +120,8 @@ install-vllm: $(VENV)/.installed-vllm
 
 install-sglang: $(SGLANG)/.installed
 
+install-verifiers: $(VERIFIERS)/.installed
+
 # vLLM engines of several ranks, one test at a time: their ranks spin while they wait for each other.
 test-vllm-parallel: $(VENV)/.installed-test $(VLLM)
 	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_adapters.py tests/pipelines/test_vllm_ranks_run.py -k ranks $(PYTEST_ARGS)
@@ -127,7 +135,7 @@ lock: $(VENV)/.installed-test
 	mv constraints/cpu.txt.new constraints/cpu.txt
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(CLUSTER) build dist output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(CLUSTER) $(VERIFIERS) build dist output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.installed: $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "roll needs Python 3.11 or later; name one: make PYTHON=python3.11 ...")'
@@ -174,4 +182,10 @@ $(SGLANG)/.installed: $(VENV)/.installed-test $(VLLM) constraints/sglang-cpu.txt
 $(CLUSTER)/.installed: $(VENV)/.installed-test $(VLLM) constraints/cluster.txt
 	@echo "Installing SkyPilot and others over $(VENV) (constraints/cluster.txt)"
 	@$(call OVER,$(CLUSTER),constraints/cluster.txt)
+	@touch $@
+
+$(VERIFIERS)/.installed: $(VENV)/.installed constraints/verifiers.txt
+	@echo "Installing verifiers into $(VERIFIERS) (constraints/verifiers.txt)"
+	@$(PYTHON) -m venv --without-pip $(VERIFIERS)
+	@$(PIP) --python $(VERIFIERS)/bin/python install --no-compile --no-deps -r constraints/verifiers.txt
 	@touch $@

@@ -50,7 +50,7 @@ class Session:
     taker: str = ""
     """Key of the worker that has taken it; empty for agents from elsewhere."""
     lost: str = ""
-    """Exit status and output of that worker, where it ended before the episode."""
+    """Reason why there is no reward: as the agent says, or the end of that worker before the episode's."""
     responses: dict[str, list[Message]] = field(default_factory=dict)
     """Response id to its conversation, for ``previous_response_id``."""
 
@@ -153,6 +153,10 @@ class Session:
         """
         if not isinstance(body, Mapping):
             raise BadRequest("the body must be a JSON object with reward")
+        if body.keys() == {"error"}:
+            self.lost, self.closed = str(body["error"]), True
+            self.done.set()
+            return
         unknown = body.keys() - {"reward", "success", "metrics", "done"}
         if unknown:
             raise BadRequest(f"{min(unknown)}: unknown field; there are reward, success, metrics, done")

@@ -4,7 +4,8 @@
     right_sum = "my_package.rewards:right_sum"
 
 and a configuration writes ``worker_cls: right_sum`` as if the name were built in. A name stands for the dotted path of
-what it leads to, so whatever takes such a path takes the name. Built-in names win.
+what it leads to, so whatever takes such a path takes the name; of ``roll.strategies`` it leads to the description of a
+backend, which has its names. Built-in names win.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Literal
 
-Group = Literal["rewards", "environments", "agents", "losses", "estimators", "pipelines", "trackers"]
+Group = Literal["rewards", "environments", "agents", "losses", "estimators", "pipelines", "trackers", "strategies"]
 
 
 @cache

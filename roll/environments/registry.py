@@ -122,8 +122,8 @@ def load_environment_class(env_type: str) -> Callable[..., Environment]:
         known = sorted((*BUILT_IN, *offered("environments")))
         hint = did_you_mean(env_type, known)
         raise EnvironmentOptionError(
-            f"env_type {env_type!r} is not known; {hint}known: {', '.join(known)}; {', '.join(_ADAPTERS)} with an id, "
-            "as in gymnasium:CartPole-v1; or the dotted path of your own class"
+            f"env_type {env_type!r} is not known; {hint}known: {', '.join(known)}; {', '.join(_ADAPTERS)}, verifiers "
+            "with an id, as in gymnasium:CartPole-v1; or the dotted path of your own class"
         )
     if "/" in env_type.partition(":")[0]:
         raise EnvironmentOptionError(f"env_type {env_type!r} must be a dotted path, such as {dotted(env_type)}")

@@ -266,6 +266,13 @@ print("done")
         ("chat(messages); sys.exit('oh no')", {"reward": "post"}, "agent_error", 0.0, "exit status 1: oh no"),
         ("chat(messages); os.kill(os.getpid(), 9)", {"reward": "exit"}, "agent_error", 0.0, "signal 9"),
         ("pass", {"reward": "exit"}, "agent_error", 0.0, "made no model call"),
+        (
+            "chat(messages); post(os.environ['ROLL_REWARD_URL'], {'error': 'no scorer'})",
+            {},
+            "agent_error",
+            0.0,
+            "posted no reward (no scorer)",
+        ),
         ("while True: chat(messages)", {}, "turn_limit", 0.0, None),
         ("messages[0]['content'] *= 9999; chat(messages)", {"reward": "exit"}, "context_limit", 0.0, None),
         ("chat(messages); messages[0]['content'] *= 9999; chat(messages)", {}, "context_limit", 0.0, None),

@@ -208,6 +208,10 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
      "custom_envs.lake.command", "short for agent: black_box"),
     ({"custom_envs.lake": {"command": "a", "agent_config": {"command": ["b"]}}},
      "custom_envs.lake.command", "keep one"),
+    ({"custom_envs.lake.env_type": "verifiers:sums", "custom_envs.lake.data_args": {"file_name": ["x.jsonl"]}},
+     "custom_envs.lake.data_args", "tasks, tools and rewards of its own"),
+    ({"custom_envs.lake.env_type": "verifiers:sums", "custom_envs.lake.agent_config": {"reward": "exit"}},
+     "custom_envs.lake.agent_config.reward", "tasks, tools and rewards of its own"),
 ]  # fmt: skip
 
 
@@ -226,6 +230,8 @@ def test_mistakes_are_found(tmp_path: Path, changes: dict[str, Any], key: str, w
         ({"env_type": "frozen_like"}, "env_type", "did you mean 'frozen_lake'"),
         ({"env_type": "no_such_module.Env"}, "env_type", "cannot be imported"),
         ({"env_type": "./my/games.py:Maze"}, "env_type", "must be a dotted path, such as my.games.Maze"),
+        ({"env_type": "verifiers:sums", "env_config": {}}, "env_config.python", ".venv-verifiers/bin/python"),
+        ({"env_type": "verifiers:sums", "env_config": {"python": "/no/python"}}, "env_config.python", "/no/python"),
         ({"verifier": {"worker_cls": "math_rulle"}}, "verifier", "math_rule"),
         ({"verifier": {"worker_cls": "math_rule", "score": "all"}}, "verifier.score", "did you mean 'scores'"),
         ({"verifier": {"worker_cls": "reward_model"}}, "verifier.worker_cls", "http_reward"),

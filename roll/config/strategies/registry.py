@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from pkgutil import resolve_name
 
+from roll.config.plugins import offered
 from roll.config.reading.errors import ConfigError, Problems, closest_value
 from roll.config.reading.fields import Table
 from roll.config.reading.legacy_keys import dead_keys
@@ -34,7 +36,12 @@ from roll.config.strategies.sglang import SGLANG
 from roll.config.strategies.vllm import VLLM
 
 BACKENDS: Table[Backend] = Table("strategy_name", FSDP2, FSDP1, DEEPSPEED, MEGATRON, HF_INFER, VLLM, SGLANG, REMOTE)
-"""The only list of backends and engines, by ``strategy_name``."""
+"""The only list of backends and engines, by ``strategy_name``; those of installed packages come after its own."""
+
+for _path in offered("strategies").values():
+    _backend: Backend = resolve_name(_path)
+    if not BACKENDS.keys() & set(_backend.names):
+        BACKENDS.add(_backend)
 
 
 def backend_of(strategy_name: str) -> Backend:

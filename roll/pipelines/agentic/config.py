@@ -92,10 +92,11 @@ class CustomEnvConfig:
 
     env_type: str | None = None
     """``frozen_lake``, ``sokoban`` and the other built-in names; ``gem:ID``, ``gymnasium:ID``,
-    ``textarena:ID``, ``reasoning_gym:NAME``, ``skyrl:ID``, ``openenv:URL``; or the dotted path of a class of
-    your own."""
+    ``textarena:ID``, ``reasoning_gym:NAME``, ``skyrl:ID``, ``openenv:URL``, ``verifiers:ID``; or the dotted path of
+    a class of your own."""
     env_config: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the environment; checked by the environment itself."""
+    """Arguments of the environment; checked by the environment itself. Of ``verifiers:ID``: ``python``, the interpreter
+    that has the package, ``select``, which tasks, and the package's own section ``env``."""
     agent: str | None = setting(None, choices=AGENTS, dotted_path=True, plugins="agents")
     """In place of ``env_type``, who works on the task: ``tools`` (the policy with tools), ``black_box`` (a program that
     speaks to the policy over HTTP), ``verl`` (verl's loop with its tools and interactions), or the dotted path of a

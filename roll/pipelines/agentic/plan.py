@@ -12,6 +12,7 @@ from math import ceil
 from typing import Any
 
 from roll.agents.agent_options import Context, asks_the_run
+from roll.agents.tasksets import is_taskset, taskset_options
 from roll.config.model_files import model_number
 from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.planning import shared_plan, validation_sampling, with_cache_length
@@ -174,8 +175,10 @@ def played_as(section: CustomEnvConfig) -> PlayedAs:
 
 def agent_of(section: CustomEnvConfig) -> tuple[str | None, dict[str, Any]]:
     """The agent of an entry (None: an environment), and its options with the short keys merged in."""
-    options = dict(section.agent_config)
-    command = section.command
+    options, command = dict(section.agent_config), section.command
+    if is_taskset(section.env_type):
+        played = taskset_options(section.env_type or "", section.env_config, section.max_steps)
+        return "black_box", played | options
     if section.tools:
         options["tools"] = section.tools
     if command is not None:

@@ -17,6 +17,7 @@ from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
 from roll.agents.images import ChatImages
 from roll.agents.registry import make_agent, make_verifier
+from roll.agents.tasksets import is_taskset, number_of_tasks
 from roll.agents.text_tools import TextTools, text_tool
 from roll.agents.tool_calls import detect_format
 from roll.agents.verifiers import ScoredAgent
@@ -224,17 +225,18 @@ def _seed(name: str) -> int:
 
 
 def read_data(plan: AgenticPlan) -> dict[str, list[dict[str, Any]]]:
-    """Read the rows of the entries that have a data set, by tag.
+    """Read the rows of the entries that have a data set, by tag; those of a taskset are the numbers of its tasks.
 
     Raises:
         DataError: a file that does not exist or has no rows.
     """
-    sections = {tag: entry.section.data_args for tag, entry in plan.entries.items()}
-    return {
-        tag: [source.row for source in read_rows(arguments.file_name)]
-        for tag, arguments in sections.items()
-        if arguments is not None and arguments.file_name
-    }
+    data = {}
+    for tag, entry in plan.entries.items():
+        if is_taskset(entry.section.env_type):
+            data[tag] = [{"index": index} for index in range(number_of_tasks(entry.agent_config))]
+        elif (arguments := entry.section.data_args) is not None and arguments.file_name:
+            data[tag] = [source.row for source in read_rows(arguments.file_name)]
+    return data
 
 
 def fitting_rows(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from roll.agents.agent_options import AgentOptionError, uses_tools
 from roll.agents.chat_ids import ChatTemplate, TemplateError, check_template
 from roll.agents.images import ChatImages
+from roll.agents.tasksets import TasksetError, is_taskset, number_of_tasks
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_config, model_folder
 from roll.config.names import TEMPLATE_ENDINGS
@@ -54,7 +55,7 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
     problems: list[Problem] = []
     for tag, section in used_entries(loaded.config).items():
         problems += agent_problems(f"custom_envs.{tag}", section)
-        if section.env_type is not None:
+        if section.env_type is not None and not is_taskset(section.env_type):
             problems += environment_problems(f"custom_envs.{tag}", section, policy_of(loaded).model_path)
     if problems:
         raise ConfigError([replace(problem, source=shown(loaded.source)) for problem in problems])
@@ -74,10 +75,14 @@ def agent_problems(key: str, section: CustomEnvConfig) -> Iterator[Problem]:
     from roll.agents.registry import check_agent, make_verifier
 
     try:
+        if is_taskset(section.env_type):
+            number_of_tasks(options)
         if agent is not None:
             check_agent(agent, options)
         else:
             make_verifier(section.verifier, key="verifier", of_environment=True)
+    except TasksetError as error:
+        yield from (Problem(f"{key}.{name}", None, rule, has_value=False) for name, rule in error.problems)
     except AgentOptionError as error:
         name, colon, rule = str(error).partition(": ")
         if agent is None:
