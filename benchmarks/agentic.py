@@ -32,11 +32,11 @@ import torch
 
 from benchmarks.simulation.clock import Clock
 from roll.agents.conversation import Conversations
-from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task
+from roll.agents.episode import Episode, Limits, Model, Task
 from roll.config.plan.plan import RunAhead
 from roll.distributed import DriverLoop
 from roll.rollout.engines import EngineClient
-from roll.rollout.episodes import EpisodeLoop, Player, episode_codec
+from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, Player, episode_codec
 from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.loops import GroupSettings
@@ -149,7 +149,7 @@ class _Call:
         return self.engines.advance(self.rank, self.command).__await__()
 
 
-def make_flow(engines: Any, agent: Any, groups: int) -> tuple[GroupFlow[EpisodeGroup], dict[str, Player]]:
+def make_flow(engines: Any, agent: Any, groups: int) -> tuple[GroupFlow, dict[str, Player]]:
     client = EngineClient(engines, EPISODES, router=ConversationAffinityRouter())
     limits = Limits(TURNS, NEW, 1 << 20)
     words: Any = Words()
@@ -397,7 +397,7 @@ async def _hot(template: Any, episodes: int) -> dict[str, float]:
     groups = [EpisodeGroup(task.seed, task, [run.result()]) for task, run in zip(tasks, going, strict=True)]
     batch = build_episode_batch(groups, "trajectory", 0)
     checks = token_checks(batch, groups)
-    responses = [call.response_ids for group in groups for call in group.episodes[0].calls]
+    responses = [call.response_ids for group in groups for call in group.members[0].calls]
     return {
         "trained": float(batch.batch["response_mask"].sum()),
         "responses": float(len(responses)),

@@ -183,7 +183,7 @@ class Simulation:
                 begin = self._mark()
             self.engines.exchange(step, SYNC_SECONDS)
             draw = lambda n: [_row(next(numbers)) for _ in range(n)]  # noqa: E731
-            flow: GroupFlow[SampleGroup] = GroupFlow(engines, rewards, draw, settings, step * self.prompts)
+            flow = GroupFlow(engines, rewards, draw, settings, step * self.prompts)
             result = driver.run(collected(flow, self.prompts, 0, float("inf")))
             driver.run(engines.drain())
             self.clock.sleep(self._training_seconds(result.groups))
@@ -195,9 +195,7 @@ class Simulation:
         numbers = count()
         assert self.mode.ratio is not None
         settings = GroupSettings(GROUP_SIZE, SamplingParams(max_new_tokens=1), seed=0)
-        flow: GroupFlow[SampleGroup] = GroupFlow(
-            engines, rewards, lambda n: [_row(next(numbers)) for _ in range(n)], settings, first_draw=0
-        )
+        flow = GroupFlow(engines, rewards, lambda n: [_row(next(numbers)) for _ in range(n)], settings, first_draw=0)
         additional = int(self.prompts * self.mode.additional)
         scheduler = AsyncScheduler(
             flow,
@@ -217,16 +215,17 @@ class Simulation:
             self.engines.exchange(step, SYNC_SECONDS)
             scheduler.exchanged(step)
             groups = driver.run(scheduler.collect(step))
-            for spans in (spans for group in groups for spans in group.finished.weight_versions):
-                lag += sum((step - version) * (end - start) for version, start, end in spans)
-            tokens += sum(group.finished.lengths.sum() for group in groups)
+            samples = [one for group in groups for one in group.members]
+            for version, number in (pair for one in samples for pair in one.version_counts()):
+                lag += (step - version) * number
+                tokens += number
             driver.run(SimulatedCall(self.clock, self._training_seconds(groups)))
         scheduler.check()
         given_up = (scheduler.ledger.stale - stale) / ((steps - warm_up) * self.prompts)
         return self._figures(begin, steps - warm_up, lag / tokens, given_up)
 
     def _training_seconds(self, groups: Sequence[SampleGroup]) -> float:
-        tokens = sum(group.finished.lengths.sum() + GROUP_SIZE * PROMPT_TOKENS for group in groups)
+        tokens = sum(len(one.response_ids) + PROMPT_TOKENS for group in groups for one in group.members)
         seconds = float(tokens) / (TRAIN_RATE * self.training)
         self.trained_seconds += seconds
         return seconds

@@ -101,7 +101,7 @@ def seconds_per_step(prompts: int, group_size: int, engines: int, steps: int, tu
             begun = time.process_time()
             draw = lambda n: [PromptRow(f"p{next(numbers)}", "d", "", PROMPT, "", None, {}) for _ in range(n)]  # noqa: E731
             loop = Several(turns) if turns else None
-            flow: GroupFlow[SampleGroup] = GroupFlow(client, rewards, draw, settings, step * prompts, loop)
+            flow = GroupFlow(client, rewards, draw, settings, step * prompts, loop)
             groups = driver.run(collected(flow, prompts, 0, float("inf"))).groups
             driver.run(client.drain())
             seconds.append(time.process_time() - begun)

@@ -21,9 +21,9 @@ from roll.config.reading.fields import Choice
 from roll.datasets.types import PromptRow
 from roll.methods.losses import PolicyLoss
 from roll.pipelines.rlvr.data import load_data
-from roll.rewards import RewardResult
+from roll.rollout.batches import build_batch
 from roll.rollout.flow import sampling_params
-from roll.rollout.groups import SampleGroup, build_batch
+from roll.rollout.groups import Group
 from roll.rollout.loops import GroupSettings
 
 logger = logging.getLogger("roll.by_hand")
@@ -54,9 +54,8 @@ def main(overrides: Sequence[str]) -> None:
             params = [settings.params_of(number) for number in numbers]
             answers = engine.sample([prompt.token_ids for prompt in prompts], params, SAMPLES).result()
 
-            groups = [SampleGroup(*drawn) for drawn in zip(numbers, prompts, answers, strict=True)]
-            for group in groups:
-                group.rewards = [RewardResult(0.0)] * SAMPLES  # nothing is learnt from scores
+            samples = [answer.samples(prompt) for prompt, answer in zip(prompts, answers, strict=True)]
+            groups = [Group(*drawn) for drawn in zip(numbers, prompts, samples, strict=True)]  # nobody scores them
 
             # One row a sample: input_ids, attention_mask, response_mask, group_ids ...
             batch = build_batch(groups, workers.pad_token_id)

@@ -25,8 +25,9 @@ from roll.methods.base import VALUES
 from roll.methods.losses import PolicyLoss, ValueLoss
 from roll.pipelines.rlvr.data import load_data
 from roll.rewards import build_section
+from roll.rollout.batches import build_batch
 from roll.rollout.flow import sampling_params
-from roll.rollout.groups import SampleGroup, build_batch
+from roll.rollout.groups import Group
 from roll.rollout.loops import GroupSettings
 
 logger = logging.getLogger("roll.by_hand")
@@ -59,9 +60,11 @@ def main(overrides: Sequence[str]) -> None:
             answers = engine.sample([prompt.token_ids for prompt in prompts], params, SAMPLES).result()
 
             # Scores.
-            groups = [SampleGroup(*drawn) for drawn in zip(numbers, prompts, answers, strict=True)]
-            for group in groups:
-                group.rewards = reward(group.reward_samples())
+            samples = [answer.samples(prompt) for prompt, answer in zip(prompts, answers, strict=True)]
+            groups = [Group(*drawn) for drawn in zip(numbers, prompts, samples, strict=True)]
+            asked = [one for group in groups for one in group.members]
+            for sample, result in zip(asked, reward([one.for_reward() for one in asked]), strict=True):
+                sample.reward = result
 
             # One row a sample: input_ids, attention_mask, response_mask, scores, group_ids ...
             batch = build_batch(groups, workers.pad_token_id)

@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from roll.agents.chat_ids import ChatTemplate, Message, TemplateError, Thinking
 from roll.agents.images import digests, refuse_unseen
@@ -65,23 +64,11 @@ class Call:
 
 @dataclass(frozen=True)
 class Branch:
-    """A sample of an episode: ids from the first prompt to the last response of a chain of calls."""
+    """A sample of an episode: the tokens from the first prompt to the last response of a chain of calls."""
 
-    calls: tuple[int, ...]
-    token_ids: NDArray[np.int64]
-    """Shape (length,)."""
-    trained: NDArray[np.bool_]
-    """Shape (length,): sampled here, and in no earlier branch."""
-    log_probs: NDArray[np.float32]
-    """Shape (length,): of sampled ids, 0 elsewhere."""
-    versions: NDArray[np.int64]
-    """Shape (length,): weight versions of sampled ids, -1 elsewhere."""
-    turns: NDArray[np.int64]
-    """Shape (length,): index of the call that sampled an id, -1 elsewhere."""
-    rewards: NDArray[np.float32]
-    """Shape (length,): the reward of a call on its last trained id, 0 elsewhere."""
-    images: tuple[EncodedImage, ...] = ()
-    """In the order of their placeholders in ``token_ids``."""
+    calls: list[Call]
+    is_trained: list[bool]
+    """By call: something was sampled in it, and it is in no earlier branch."""
 
 
 @dataclass
@@ -349,23 +336,9 @@ def _ids(calls: Sequence[Call]) -> list[int]:
     return ids
 
 
-def _branch(chain: Sequence[Call], trained: set[int]) -> Branch:
+def _branch(chain: list[Call], trained: set[int]) -> Branch:
     """The sample of a chain of calls; ``trained``: indices of the calls whose responses are trained in it."""
-    token_ids = np.array(_ids(chain), np.int64)
-    length = len(token_ids)
-    log_probs, rewards = np.zeros(length, np.float32), np.zeros(length, np.float32)
-    versions, turns = np.full(length, -1, np.int64), np.full(length, -1, np.int64)
-    mask = np.zeros(length, bool)
-    end = 0
-    for call in chain:
-        begin = end + len(call.new_ids)
-        end = begin + len(call.response_ids)
-        log_probs[begin:end], versions[begin:end], turns[begin:end] = call.log_probs, call.versions, call.index
-        if call.index in trained and call.response_ids:
-            mask[begin:end] = True
-            rewards[end - 1] = call.reward
-    images = tuple(image for call in chain for image in call.images)
-    return Branch(tuple(call.index for call in chain), token_ids, mask, log_probs, versions, turns, rewards, images)
+    return Branch(chain, [call.index in trained and bool(call.response_ids) for call in chain])
 
 
 def _digest(messages: Sequence[Message]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
@@ -68,7 +69,7 @@ class Limits:
     """Duration of the whole episode; None: unlimited."""
 
 
-class Sample(Protocol):
+class Sampler(Protocol):
     """An engine, as :class:`Model` calls it."""
 
     def __call__(
@@ -159,9 +160,26 @@ class Episode:
         return self.outcome in ("environment_error", "agent_error")
 
     @property
+    def score(self) -> float:
+        """The reward; NaN where a fault has ended the episode."""
+        return math.nan if self.failed else self.reward
+
+    @property
     def calls(self) -> list[Call]:
         """The calls that have a response."""
         return [call for call in self.conversations.calls if call.finished]
+
+    def reward_of(self, role: str | None) -> float:
+        """The reward of a role's calls; None: of all."""
+        return self.reward if role is None else sum(call.reward for call in self.calls if call.role == role)
+
+    @property
+    def is_sampled(self) -> bool:
+        return bool(self.calls)
+
+    def version_counts(self) -> list[tuple[int, int]]:
+        """Versions of the weights that sampled it, each with its number of tokens."""
+        return sorted(Counter(chain.from_iterable(call.versions for call in self.calls)).items())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but its task, as plain values and arrays."""
@@ -178,52 +196,11 @@ class Episode:
         return cls(**{**state, **own, "task": task, "seconds": Seconds(**state["seconds"])})
 
 
-@dataclass
-class EpisodeGroup:
-    """Episodes of the same task, which share a baseline."""
-
-    order: int
-    """Position in the order in which tasks were drawn; groups of a step are sorted by it."""
-    task: Task
-    episodes: list[Episode]
-
-    @property
-    def error(self) -> str | None:
-        """Failure of an episode, if any."""
-        return next((one.error for one in self.episodes if one.error is not None), None)
-
-    def scores(self, role: str | None = None) -> list[float]:
-        """The rewards of the episodes that no fault has ended, or the rewards of ``role`` in them."""
-        sound = [one for one in self.episodes if not one.failed]
-        if role is None:
-            return [one.reward for one in sound]
-        return [sum(call.reward for call in one.calls if call.role == role) for one in sound]
-
-    def mean_score(self) -> float:
-        """The mean of :meth:`scores`; NaN without any."""
-        scores = self.scores()
-        return sum(scores) / len(scores) if scores else float("nan")
-
-    @property
-    def num_samples(self) -> int:
-        """Episodes in which something was sampled."""
-        return sum(bool(episode.calls) for episode in self.episodes)
-
-    def versions(self) -> list[list[tuple[int, int]]]:
-        """Versions of the weights in each episode, each with its number of tokens."""
-        tokens = (chain.from_iterable(call.versions for call in episode.calls) for episode in self.episodes)
-        return [sorted(Counter(versions).items()) for versions in tokens]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but its number, as plain values and arrays."""
-        return self.task.state_dict() | {"episodes": [episode.state_dict() for episode in self.episodes]}
-
-
 class Model:
     """The policy, as an agent of one episode talks to it."""
 
     def __init__(
-        self, sample: Sample, template: ChatTemplate, tool_format: str, limits: Limits, thinking: Thinking = "keep"
+        self, sample: Sampler, template: ChatTemplate, tool_format: str, limits: Limits, thinking: Thinking = "keep"
     ) -> None:
         self._sample, self._template, self._tool_format, self._limits = sample, template, tool_format, limits
         self.conversations = Conversations(template, thinking)

@@ -52,7 +52,7 @@ from roll.models.layouts import TopTokens
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.protocol.vision import IMAGES
-from roll.rollout.groups import FinishedGroup, SampleGroup
+from roll.rollout.groups import Group, Sample, SampleGroup
 from roll.rollout.loops import RolloutContext, SingleTurn
 from roll.strategies.base import TOP_COLUMNS, Comparison, TensorBatch, target_columns
 
@@ -247,11 +247,10 @@ class DatasetResponses:
     async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
         if not is_off_policy(context.order, self._lmbda):
             return await self._sampled.answer(prompt, context)
-        group = SampleGroup(context.order, prompt, self.response_of(context, prompt))
-        return await context.compute_rewards(group)
+        return await context.compute_rewards(Group(context.order, prompt, [self.response_of(context, prompt)]))
 
-    def response_of(self, context: RolloutContext, prompt: PromptRow) -> FinishedGroup:
-        """The row's response as a group of one sample, whose log-probs are 0: nobody sampled it.
+    def response_of(self, context: RolloutContext, prompt: PromptRow) -> Sample:
+        """The row's response, whose log-probs are 0: nobody sampled it.
 
         Raises:
             DataError: a row without one.
@@ -262,15 +261,14 @@ class DatasetResponses:
         # With the end token: a student that never sees one would learn not to stop.
         ids: Any = tokenizer(f"{text}{tokenizer.eos_token}", add_special_tokens=False)["input_ids"]
         kept = np.array(ids[: self._max_new_tokens], dtype=np.int32)
-        return FinishedGroup(
-            request_id=str(context.order),
-            token_ids=kept,
-            log_probs=np.zeros(len(kept), dtype=np.float32),
-            lengths=np.array([len(kept)], dtype=np.int64),
-            finish_reasons=["stop" if len(kept) == len(ids) else "length"],
-            texts=[str(tokenizer.decode(kept, skip_special_tokens=True))],
-            # As new as a sampled one.
-            weight_versions=[[(context.version, 0, len(kept))]],
+        return Sample(
+            prompt,
+            prompt.token_ids,
+            kept,
+            np.zeros(len(kept), dtype=np.float32),
+            [(context.version, 0, len(kept))],  # as new as a sampled one
+            "stop" if len(kept) == len(ids) else "length",
+            str(tokenizer.decode(kept, skip_special_tokens=True)),
         )
 
 
@@ -315,10 +313,10 @@ class TeacherPrompts:
 
     def add_columns(self, batch: DataProto, groups: Sequence[SampleGroup]) -> None:
         """Add :data:`TEACHER_PROMPTS` and :data:`PROMPT_LENGTHS` to the batch that was built of ``groups``."""
-        sizes = torch.tensor([group.num_samples for group in groups])
-        prompts = [torch.tensor(ids) for ids in self.token_ids([group.prompt for group in groups])]
+        sizes = torch.tensor([len(group.members) for group in groups])
+        prompts = [torch.tensor(ids) for ids in self.token_ids([group.item for group in groups])]
         padded = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_value=-1)
-        lengths = torch.tensor([len(group.prompt.token_ids) for group in groups])
+        lengths = torch.tensor([len(group.item.token_ids) for group in groups])
         batch.batch[TEACHER_PROMPTS] = padded.repeat_interleave(sizes, 0)
         batch.batch[PROMPT_LENGTHS] = lengths.repeat_interleave(sizes)
 

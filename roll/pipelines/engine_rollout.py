@@ -8,7 +8,7 @@ from asyncio import Task
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupFlow, collected
-from roll.rollout.groups import GroupT
 from roll.rollout.routing import build_router
 from roll.rollout.scheduling import AsyncScheduler, GroupCodec
 from roll.tracking import SampleTable
@@ -76,24 +75,24 @@ def between_turns(driver: DriverLoop, engines: EngineClient, transfer: Callable[
     return metrics
 
 
-class RolloutSource(ABC, Generic[GroupT]):
+class RolloutSource(ABC):
     """Origin of a pipeline's groups, and what is made of them: all that differs between rollouts."""
 
-    flow: GroupFlow[GroupT]
-    codec: GroupCodec[GroupT]
+    flow: GroupFlow
+    codec: GroupCodec
     filtered_metric = "scheduler/filtered_query_count"
     """Metric of groups that filters rejected."""
 
     @abstractmethod
-    def batch(self, groups: list[GroupT], driver: DriverLoop) -> tuple[DataProto, Metrics]:
+    def batch(self, groups: list[Any], driver: DriverLoop) -> tuple[DataProto, Metrics]:
         """The samples of a step as a batch, and their metrics; ``driver`` runs whatever has to be generated besides."""
 
     @abstractmethod
-    def table(self, groups: Sequence[GroupT]) -> SampleTable:
+    def table(self, groups: Sequence[Any]) -> SampleTable:
         """Samples for people."""
 
     @abstractmethod
-    def notes(self, groups: Sequence[GroupT]) -> Notes:
+    def notes(self, groups: Sequence[Any]) -> Notes:
         """Values of samples that their batch does not hold."""
 
     @abstractmethod
@@ -112,7 +111,7 @@ class RolloutSource(ABC, Generic[GroupT]):
         driver.close()
 
 
-class EngineRollout(Generic[GroupT]):
+class EngineRollout:
     """Has the policy's engines make the samples of a step.
 
     Everything that generates or scores is a coroutine on the event loop of the driver, which runs whenever the driver
@@ -125,7 +124,7 @@ class EngineRollout(Generic[GroupT]):
         config: PolicyRunConfig,
         plan: PolicyPlan,
         engines: EngineClient,
-        source: RolloutSource[GroupT],
+        source: RolloutSource,
     ) -> None:
         self._config, self._plan, self._engines, self._source = config, plan, engines, source
         self._busy_before = 0.0
@@ -133,7 +132,7 @@ class EngineRollout(Generic[GroupT]):
         self.notes: Callable[[], Notes] = list
         """Values of the last :meth:`collect`'s samples that its batch does not hold."""
         self.driver = DriverLoop()
-        self._ahead: AsyncScheduler[GroupT] | None = None
+        self._ahead: AsyncScheduler | None = None
         if plan.is_async:
             ahead = RunAhead.of(plan.async_generation_ratio, plan.prompts_per_step, plan.num_additional_prompts)
             self._ahead = AsyncScheduler(
@@ -168,7 +167,7 @@ class EngineRollout(Generic[GroupT]):
         self.notes = partial(self._source.notes, groups)
         return batch, partial(self._source.table, groups), metrics | more
 
-    def _collected(self) -> tuple[list[GroupT], Metrics]:
+    def _collected(self) -> tuple[list[Any], Metrics]:
         """Groups that are begun for this step; the engines have nothing left to do afterwards."""
         # Set again: a validation since the last step kept the engines busy, which is not time of this step's tokens.
         self._busy_before = self._engines.busy_seconds
@@ -184,7 +183,7 @@ class EngineRollout(Generic[GroupT]):
             "scheduler/aborted_query_count": Mean(result.num_aborted),
         }
 
-    def _collected_ahead(self, scheduler: AsyncScheduler[GroupT], step: int) -> tuple[list[GroupT], Metrics]:
+    def _collected_ahead(self, scheduler: AsyncScheduler, step: int) -> tuple[list[Any], Metrics]:
         """Groups that were begun up to some steps ago, and metrics of those drawn since the last step."""
         groups = self.driver.run(scheduler.collect(step))
         before, now = self._ledger_before, scheduler.counts()
@@ -197,7 +196,7 @@ class EngineRollout(Generic[GroupT]):
             "scheduler/generating_query_count": Mean(now["generating"]),
             "scheduler/waiting_query_count": Mean(now["scoring"] + now["ready"]),
         }
-        samples = [versions for group in groups for versions in group.versions()]
+        samples = [one.version_counts() for group in groups for one in group.members]
         return groups, counts | staleness_metrics(samples, step)
 
     def exchange(self, version: int, transfer: Callable[[], Metrics]) -> Metrics:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.checkpoint.folders import atomic_folder
 from roll.config.model_files import CONFIG, model_folder
-from roll.rewards.base import RewardResult
 from roll.rollout.groups import SampleGroup
 
 if TYPE_CHECKING:
@@ -57,32 +56,26 @@ def sample_table(groups: Sequence[SampleGroup], dump_dir: Path | None = None) ->
     """One row a sample: ids, texts, ground truth, score and what went wrong, if anything. Where samples are dumped, the
     images of their prompts go alongside."""
     if dump_dir is not None:
-        seen = (group.prompt.vision for group in groups if group.prompt.vision is not None)
+        seen = (group.item.vision for group in groups if group.item.vision is not None)
         write_images(dump_dir / "images", (image for vision in seen for image in vision.pictures))
     return [
         {
-            "prompt_id": group.prompt.prompt_id,
+            "prompt_id": one.prompt.prompt_id,
             "sample": index,
-            "domain": group.prompt.domain,
-            "tag": group.prompt.tag,
-            "prompt": group.prompt.prompt_text,
-            "response": text,
-            "ground_truth": group.prompt.ground_truth,
-            "score": reward.score,
-            "error": reward.error,
-            "finish_reason": reason,
-            "response_tokens": int(length),
-            **({} if group.prompt.vision is None else {"images": group.prompt.vision.file_names}),
+            "domain": one.prompt.domain,
+            "tag": one.prompt.tag,
+            "prompt": one.prompt.prompt_text,
+            "response": one.text,
+            "ground_truth": one.prompt.ground_truth,
+            "score": one.reward.score,
+            "error": one.error,
+            "finish_reason": one.finish_reason,
+            "response_tokens": len(one.response_ids),
+            **({} if one.prompt.vision is None else {"images": one.prompt.vision.file_names}),
         }
         for group in groups
-        for index, (text, reason, length, reward) in enumerate(samples_of(group))
+        for index, one in enumerate(group.members)
     ]
-
-
-def samples_of(group: SampleGroup) -> Iterator[tuple[str, str, int, RewardResult]]:
-    """Text, finish reason, sampled tokens and reward of each sample."""
-    finished = group.finished
-    yield from zip(finished.texts, finished.finish_reasons, finished.sampled_lengths, group.rewards, strict=True)
 
 
 def write_images(folder: Path, images: Iterable[EncodedImage]) -> None:

@@ -47,8 +47,8 @@ R = TypeVar("R")
 class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
     """A run, from start to summary."""
 
-    source: RolloutSource[Any]
-    rollout: EngineRollout[Any]
+    source: RolloutSource
+    rollout: EngineRollout
     tokenizer: PreTrainedTokenizerBase
     clusters: Clusters
     slice_seconds = SLICE_SECONDS
@@ -117,7 +117,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         """Read the prompts or tasks, and set ``tokenizer``."""
 
     @abstractmethod
-    def build_source(self, engines: EngineClient) -> RolloutSource[Any]:
+    def build_source(self, engines: EngineClient) -> RolloutSource:
         """The rollout's source, on top of clusters and data."""
 
     @abstractmethod

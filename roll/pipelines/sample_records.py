@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from roll.agents.conversation import Call
-    from roll.agents.episode import EpisodeGroup
+    from roll.rollout.episodes import EpisodeGroup
 
 
 Sample = dict[str, Any]
@@ -48,17 +48,17 @@ _MAX_TEXT = 20_000
 
 
 def sample_notes(groups: Sequence[SampleGroup]) -> Notes:
-    """One entry a row of :func:`roll.rollout.groups.build_batch`."""
+    """One entry a row of :func:`roll.rollout.batches.build_batch`."""
     found: list[tuple[dict[str, Any], Sample]] = []
     for group in groups:
         prompt: dict[str, Any] = {
-            "text": group.prompt.prompt_text[:_MAX_TEXT],
-            "truth": _short(group.prompt.ground_truth),
+            "text": group.item.prompt_text[:_MAX_TEXT],
+            "truth": _short(group.item.ground_truth),
         }
-        if group.prompt.vision is not None:
-            prompt["images"] = list(group.prompt.vision.file_names)
-        for reward in group.rewards:
-            found.append((prompt, {"metrics": dict(reward.metrics), "error": reward.error}))
+        if group.item.vision is not None:
+            prompt["images"] = list(group.item.vision.file_names)
+        for one in group.members:
+            found.append((prompt, {"metrics": dict(one.reward.metrics), "error": one.error}))
     return found
 
 
@@ -75,7 +75,7 @@ def episode_notes(groups: Sequence[EpisodeGroup]) -> Notes:
             },
         )
         for group in groups
-        for episode in group.episodes
+        for episode in group.members
     ]
 
 

@@ -51,7 +51,7 @@ class RewardResult:
         assert self.score is not None or self.error is not None, "a result needs a score or an error"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # a frozen one takes twice as long to pickle, and the driver sends thousands a step
 class RewardSample:
     """One finished response with its prompt and data row."""
 

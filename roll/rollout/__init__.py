@@ -34,8 +34,9 @@ A prompt is an episode of one call:
 - ``Calls``: the requests of a loop or an agent. A checkpoint has those of every group in flight; a resumed run begins
   the coroutines again and answers them from there.
 - ``GroupFlow``: the groups in flight. ``collected`` begins those of a step, ``AsyncScheduler`` does so ahead of it.
-- ``Group``: the result. ``SampleGroup`` keeps flat arrays over all samples of a prompt (a plain prompt costs no Python
-  object a token), ``EpisodeGroup`` each episode's tree of calls.
+- ``Group``: trajectories that share a baseline, the result. A ``Sample`` is a response (views of a request's arrays,
+  no Python object a token), an ``Episode`` a tree of calls; ``GroupCodec`` reads both from checkpoints.
+- ``Row``: a row of a batch is responses one behind the other, each trained or context: a sample, or a branch of calls.
 - ``roll.pipelines.engine_rollout.EngineRollout`` is the rollout phase of a step, with a ``RolloutSource`` for what a
   pipeline adds.
 """

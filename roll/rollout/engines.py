@@ -64,7 +64,7 @@ class Generation:
     def finish(self, group: FinishedGroup | None, error: Exception | None = None) -> None:
         """Hand over its samples (None: it was aborted), or what ended the engines."""
         if group is not None:
-            group.request_id = self.name
+            group.request_id, group.context = self.name, self.request.prompt_token_ids
         self.done, self.value, self._error = True, group, error
         for waiter in self._waiters:
             if not waiter.done():

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, compress
+from operator import and_
 from typing import Literal
 
 import numpy as np
@@ -18,10 +20,11 @@ import torch
 from numpy.typing import NDArray
 
 from roll.agents.conversation import Branch, Call
-from roll.agents.episode import Episode, EpisodeGroup
+from roll.agents.episode import Episode
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES, VisionInputs
-from roll.rollout.groups import token_columns
+from roll.rollout.batches import Row, response_columns
+from roll.rollout.episodes import EpisodeGroup
 
 SampleRule = Literal["trajectory", "step"]
 OnError = Literal["drop", "zero", "keep"]
@@ -29,9 +32,9 @@ TRUNCATED = ("truncated", "turn_limit", "context_limit", "time_limit")
 """Outcomes of an episode that a limit ended, not the task's own rules."""
 
 
-@dataclass(frozen=True)
-class _Row:
-    """A sample and what it belongs to."""
+@dataclass(slots=True)
+class _Row(Row[Call]):
+    """A row and what it belongs to."""
 
     group: int
     episode: int
@@ -39,15 +42,13 @@ class _Row:
     task: int
     role: str
     source: Episode
-    branch: Branch
-    mask: NDArray[np.bool_]
-    """Tokens of the branch that this row trains."""
     score: float
 
     @property
-    def turns(self) -> NDArray[np.int64]:
-        """Shape (trained tokens,): the calls that sampled them, ascending."""
-        return self.branch.turns[self.mask]
+    def end(self) -> int:
+        """The position after the last trained token."""
+        ends = accumulate(len(one.new_ids) + len(one.response_ids) for one in self.responses)
+        return max(compress(ends, self.is_trained))
 
 
 def build_episode_batch(
@@ -73,7 +74,7 @@ def build_episode_batch(
             value there is that of the state in which it was left. It may lie one past the longest row.
 
     Returns:
-        The columns of :func:`~roll.rollout.groups.build_batch` (``scores`` being the reward of the whole trajectory,
+        The columns of :func:`~roll.rollout.batches.build_batch` (``scores`` being the reward of the whole trajectory,
         ``prompt_id`` the group's, ``domain`` and ``tag`` the task's tag, ``finish_reason`` ``length`` for a truncated
         episode), and with shape (B, L): ``turn_ids`` int32, index of the call that sampled a trained token, -1
         elsewhere; ``turn_rewards`` float32, the reward of a turn on its last token; ``state_ids`` int32, equal for
@@ -83,27 +84,24 @@ def build_episode_batch(
     """
     rows = list(_rows(groups, rule, roles, on_error))
     left_at = _left_at(rows) if bootstrap else np.full(len(rows), -1)
-
-    def per_token(name: str) -> NDArray[np.float64]:
-        return np.concatenate([getattr(row.branch, name)[row.mask] for row in rows])
-
-    tensors = token_columns(
-        np.array([len(row.mask) for row in rows]),
-        np.concatenate([row.branch.token_ids for row in rows]),
-        np.concatenate([row.mask for row in rows]),
+    calls = [call for row in rows for call in row.trained]
+    sizes = np.array([len(call.response_ids) for call in calls], dtype=np.int64)
+    # A turn's reward is due on its last token.
+    rewards = np.zeros(sizes.sum(), np.float32)
+    rewards[np.cumsum(sizes) - 1] = [reward for row in rows for reward in _turn_rewards(row, on_error)]
+    tensors = response_columns(
+        rows,
         pad_token_id,
         int(left_at.max()) + 1,
-        rollout_log_probs=(per_token("log_probs"), np.float32, 0),
-        weight_versions=(per_token("versions"), np.int32, 0),
-        turn_ids=(per_token("turns"), np.int32, -1),
-        turn_rewards=(np.concatenate([_turn_rewards(row, on_error) for row in rows]), np.float32, 0),
-        state_ids=(_state_ids(rows), np.int32, -1),
+        turn_ids=(np.repeat([call.index for call in calls], sizes), np.int32, -1),
+        turn_rewards=(rewards, np.float32, 0),
+        state_ids=(np.repeat(_state_ids(rows), sizes), np.int32, -1),
     )
     tensors["scores"] = torch.tensor([row.score for row in rows], dtype=torch.float32)
     columns = {
         f"{name}_ids": [getattr(row, name) for row in rows] for name in ("group", "episode", "trajectory", "task")
     }
-    columns["step_index"] = [int(row.turns[0]) if len(row.turns) else 0 for row in rows]
+    columns["step_index"] = [row.trained[0].index if row.trained else 0 for row in rows]
     columns["terminated"] = [row.source.outcome == "terminated" for row in rows]
     columns["truncated"] = [row.source.outcome in TRUNCATED for row in rows]
     tensors |= {name: torch.tensor(values) for name, values in columns.items()}
@@ -114,12 +112,11 @@ def build_episode_batch(
 
 def episode_score(episode: Episode, on_error: OnError = "drop", role: str | None = None) -> float:
     """The reward of an episode (of one role's calls in it); NaN where it has none, see :func:`build_episode_batch`."""
-    calls = [call for call in episode.calls if role is None or call.role == role]
-    if not any(call.response_ids for call in calls):
+    if not any(call.response_ids for call in episode.calls if role in (None, call.role)):
         return float("nan")
     if episode.failed and on_error != "keep":
         return float("nan") if on_error == "drop" else 0.0
-    return float(sum(call.reward for call in calls))
+    return float(episode.reward_of(role))
 
 
 def _rows(
@@ -131,66 +128,55 @@ def _rows(
     tasks: dict[str, int] = {}
     episodes = trajectories = 0
     for number, group in enumerate(groups):
-        key = json.dumps([group.task.tag, group.task.seed, group.task.row], sort_keys=True, default=str)
+        key = json.dumps([group.item.tag, group.item.seed, group.item.row], sort_keys=True, default=str)
         # By content: a task that was drawn twice is one, whose states are compared over both groups.
         task = tasks.setdefault(key, len(tasks))
-        of_group = rule if isinstance(rule, str) else rule[group.task.tag]
-        for episode in group.episodes:
+        of_group = rule if isinstance(rule, str) else rule[group.item.tag]
+        for episode in group.members:
             found = _samples(episode, of_group, roles)
-            seen = dict.fromkeys(role for role, _, _ in found)
+            seen = dict.fromkeys(role for role, *_ in found)
             index = {role: trajectories + place for place, role in enumerate(seen)}
-            for role, branch, mask in found:
-                score = episode_score(episode, on_error, role) if mask.any() else float("nan")
-                yield _Row(number, episodes, index[role], task, role, episode, branch, mask, score)
+            for role, is_trained, branch in found:
+                score = episode_score(episode, on_error, role) if is_trained else float("nan")
+                source = number, episodes, index[role], task, role, episode
+                yield _Row(branch.calls, is_trained, *source, score)
             trajectories += len(seen)
             episodes += 1
 
 
-def _samples(
-    episode: Episode, rule: SampleRule, roles: Collection[str] | None
-) -> list[tuple[str, Branch, NDArray[np.bool_]]]:
-    """Role, branch and trained tokens of each row, role by role; a branch in which several speak is a row of each."""
-    calls = episode.conversations.calls
+def _samples(episode: Episode, rule: SampleRule, roles: Collection[str] | None) -> list[tuple[str, list[bool], Branch]]:
+    """Role and trained calls of each row, role by role; a branch in which several speak is a row of each."""
     branches = episode.conversations.branches() if rule == "trajectory" else episode.conversations.steps()
     found = []
     for branch in branches:
-        speakers = [calls[turn].role for turn in branch.turns[branch.trained]]
-        for role in dict.fromkeys(speakers):
+        for role in dict.fromkeys(call.role for call in compress(branch.calls, branch.is_trained)):
             if roles is None or role in roles:
-                mask = branch.trained.copy()
-                mask[mask] = np.array([speaker == role for speaker in speakers])
-                found.append((role, branch, mask))
-    order = list(dict.fromkeys(role for role, _, _ in found))
+                own = [call.role == role for call in branch.calls]
+                found.append((role, [*map(and_, own, branch.is_trained)], branch))
+    order = list(dict.fromkeys(role for role, *_ in found))
     found.sort(key=lambda one: order.index(one[0]))
-    return found or [("", _nothing(), np.zeros(0, dtype=bool))]
-
-
-def _nothing() -> Branch:
-    none = np.zeros(0, dtype=np.int64)
-    return Branch((), none, none.astype(bool), none.astype(np.float32), none, none, none.astype(np.float32))
+    return found or [("", [], Branch([], []))]
 
 
 def _left_at(rows: Sequence[_Row]) -> NDArray[np.int64]:
     """int64 (rows,): in the row with the last turn of a truncated trajectory the position after it, elsewhere -1."""
     last: dict[int, tuple[int, int]] = {}
     for place, row in enumerate(rows):
-        if row.source.outcome in TRUNCATED and len(row.turns):
-            last[row.trajectory] = max(last.get(row.trajectory, (-1, -1)), (int(row.turns[-1]), place))
+        if row.source.outcome in TRUNCATED and row.trained:
+            last[row.trajectory] = max(last.get(row.trajectory, (-1, -1)), (row.trained[-1].index, place))
     left_at = np.full(len(rows), -1)
     for _, place in last.values():
-        left_at[place] = np.flatnonzero(rows[place].mask)[-1] + 1
+        left_at[place] = rows[place].end
     return left_at
 
 
-def _turn_rewards(row: _Row, on_error: OnError) -> NDArray[np.float32]:
-    """float32 (trained tokens,): the rewards of the row's turns, each on its turn's last token.
+def _turn_rewards(row: _Row, on_error: OnError) -> list[float]:
+    """The rewards of the row's turns.
 
     The reward of a call in which nothing was sampled counts for the turn before it, or for the first one.
     """
-    turns = row.turns
-    rewards = np.zeros(len(turns), dtype=np.float32)
     if row.source.failed and on_error != "keep":
-        return rewards
+        return [0.0] * len(row.trained)
     earned: dict[int, float] = {}
     own = [call for call in row.source.calls if call.role == row.role]
     target = next((call.index for call in own if call.response_ids), None)
@@ -198,27 +184,18 @@ def _turn_rewards(row: _Row, on_error: OnError) -> NDArray[np.float32]:
         target = call.index if call.response_ids else target
         if target is not None:
             earned[target] = earned.get(target, 0.0) + call.reward
-    # A row that trains nothing has no end either: the appended one is cut off.
-    ends = np.append(turns[1:] != turns[:-1], True)[: len(turns)]
-    for place in np.flatnonzero(ends):
-        rewards[place] = earned[int(turns[place])]
-    return rewards
+    return [earned[call.index] for call in row.trained]
 
 
-def _state_ids(rows: Sequence[_Row]) -> NDArray[np.int64]:
-    """int64 (trained tokens of all rows,): states by task and role; a call without a state is alone in its own."""
+def _state_ids(rows: Sequence[_Row]) -> list[int]:
+    """By trained call of all rows: states by task and role; a call without a state is alone in its own."""
     known: dict[tuple[object, ...], int] = {}
-    found = []
-    for row in rows:
-        calls: list[Call] = row.source.conversations.calls
-        turns, inverse = np.unique(row.turns, return_inverse=True)
-        keys = [
-            (row.task, row.role, calls[turn].state) if calls[turn].state else (row.episode, "call", turn)
-            for turn in turns.tolist()
-        ]
-        ids = np.array([known.setdefault(key, len(known)) for key in keys], dtype=np.int64)
-        found.append(ids[inverse])
-    return np.concatenate(found)
+    keys = (
+        (row.task, row.role, call.state) if call.state else (row.episode, "call", call.index)
+        for row in rows
+        for call in row.trained
+    )
+    return [known.setdefault(key, len(known)) for key in keys]
 
 
 def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dict[str, Sequence[object]]:
@@ -237,8 +214,9 @@ def _object_columns(rows: Sequence[_Row], groups: Sequence[EpisodeGroup]) -> dic
     known: dict[tuple[str, ...], VisionInputs | None] = {(): None}
     images = []
     for row in rows:  # rows with the same images hold the same object
-        key = tuple(image.digest for image in row.branch.images)
+        seen = [image for call in row.responses for image in call.images]
+        key = tuple(image.digest for image in seen)
         if key not in known:
-            known[key] = row.source.conversations.inputs(row.branch.images)
+            known[key] = row.source.conversations.inputs(seen)
         images.append(known[key])
     return objects | ({IMAGES: images} if any(images) else {})

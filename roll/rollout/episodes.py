@@ -11,14 +11,16 @@ from functools import cached_property
 from typing import Any
 
 from roll.agents.chat_ids import ChatTemplate, Thinking
-from roll.agents.episode import Agent, Episode, EpisodeGroup, Limits, Model, Task, run_episode
+from roll.agents.episode import Agent, Episode, Limits, Model, Task, run_episode
 from roll.environments.off_loop import in_own_process
 from roll.protocol.vision import VisionInputs
-from roll.rollout.groups import FinishedGroup
+from roll.rollout.groups import FinishedGroup, Group
 from roll.rollout.loops import Calls, RolloutContext, State
 from roll.rollout.rewarding import SampleQuarantine
 from roll.rollout.scheduling import GroupCodec
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
+
+EpisodeGroup = Group[Task, Episode]
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Player:
 
 @dataclass(frozen=True)
 class EngineSampler:
-    """The engines, as one episode calls them (:class:`~roll.agents.episode.Sample`).
+    """The engines, as one episode calls them (:class:`~roll.agents.episode.Sampler`).
 
     Of an agent's sampling parameters only ``stop`` counts: a sample is trained under the distribution that the run
     configures.  Every call has a seed of its own, made of ``name`` and its number.
@@ -118,7 +120,7 @@ class EpisodeLoop:
         context.state = lambda: {"members": recorded | {str(index): one.state() for index, one in members.items()}}
         async with self._slots:
             episodes = await self._members(context, members, recorded)
-        return EpisodeGroup(context.order, task, episodes)
+        return Group(context.order, task, episodes)
 
     async def _members(
         self, context: RolloutContext, members: dict[int, _Member], recorded: Mapping[str, State]
@@ -188,12 +190,10 @@ class EpisodeLoop:
         return episode
 
 
-def episode_codec(players: Mapping[str, Player]) -> GroupCodec[EpisodeGroup]:
+def episode_codec(players: Mapping[str, Player]) -> GroupCodec:
     """The codec of episodes of ``players``, by tag."""
 
-    def group_from(order: int, task: Task, state: Mapping[str, Any]) -> EpisodeGroup:
-        player = players[task.tag]
-        episodes = [Episode.from_state(one, task, player.template, player.thinking) for one in state["episodes"]]
-        return EpisodeGroup(order, task, episodes)
+    def member_from(task: Task, state: Mapping[str, Any]) -> Episode:
+        return Episode.from_state(state, task, players[task.tag].template, players[task.tag].thinking)
 
-    return GroupCodec(Task.from_state, group_from)
+    return GroupCodec(Task.from_state, member_from)

@@ -52,7 +52,7 @@ for _factory in (no_filter, mean_filter, std_filter):
 
 def by_domain(filters: Mapping[str, GroupFilter]) -> Callable[[SampleGroup], bool]:
     """The filter of each group's domain; a domain without one keeps all."""
-    return lambda group: group.prompt.domain not in filters or filters[group.prompt.domain](group.scores())
+    return lambda group: group.item.domain not in filters or filters[group.item.domain](group.scores())
 
 
 def response_mask(scores: np.ndarray, domains: np.ndarray, filters: Mapping[str, GroupFilter]) -> np.ndarray:

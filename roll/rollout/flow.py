@@ -7,12 +7,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from roll.config.roles import GeneratingArguments
 from roll.datasets.types import PromptRow
 from roll.rollout.engines import EngineClient
-from roll.rollout.groups import FinishedGroup, Group, GroupT, SampleGroup
+from roll.rollout.groups import UNSCORED, AnyGroup, Group
 from roll.rollout.loops import GroupSettings, RolloutContext, RolloutLoop, SingleTurn
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
@@ -46,7 +46,7 @@ class Rejections:
     mean_scores: list[float] = field(default_factory=list)
     last_error: str | None = None
 
-    def add(self, group: Group) -> None:
+    def add(self, group: AnyGroup) -> None:
         self.count += 1
         self.mean_scores.append(group.mean_score())
         self.last_error = group.error or self.last_error
@@ -71,16 +71,16 @@ class Rejections:
         )
 
 
-class Ended(NamedTuple, Generic[GroupT]):
+class Ended(NamedTuple):
     """A group whose coroutine has ended."""
 
-    group: GroupT
+    group: AnyGroup
     is_accepted: bool
     version: int
     """The weights that it was begun with."""
 
 
-class GroupFlow(Generic[GroupT]):
+class GroupFlow:
     """Groups in flight: a coroutine each, which a rollout loop begins.
 
     Args:
@@ -102,9 +102,9 @@ class GroupFlow(Generic[GroupT]):
         self.engines = engines
         self.rewards = rewards
         self.settings = settings
-        self.in_flight: dict[asyncio.Task[Ended[GroupT]], RolloutContext] = {}
+        self.in_flight: dict[asyncio.Task[Ended], RolloutContext] = {}
         """Groups that are not accepted or rejected yet."""
-        self.ended: list[Ended[GroupT]] = []
+        self.ended: list[Ended] = []
         """Groups since the last :meth:`take`, in the order of their ends."""
         self.counts: Counter[str] = Counter()
         """Numbers of the loop's, since the beginning."""
@@ -134,14 +134,14 @@ class GroupFlow(Generic[GroupT]):
         self.in_flight[task] = context
         task.add_done_callback(self._end)
 
-    def take(self) -> list[Ended[GroupT]]:
+    def take(self) -> list[Ended]:
         """The groups that have ended since the last call; an error remains for :meth:`progress`."""
         if self._error is None:
             self._changed.clear()
         ended, self.ended = self.ended, []
         return ended
 
-    async def progress(self, deadline: float = math.inf) -> list[Ended[GroupT]]:
+    async def progress(self, deadline: float = math.inf) -> list[Ended]:
         """Wait until something ends, then as :meth:`take`: what ends in one pass of the loop comes together.
 
         Raises:
@@ -182,36 +182,24 @@ class GroupFlow(Generic[GroupT]):
             if late:
                 raise RuntimeError(f"{self._name} goes on {CANCELLED_SECONDS:g} s after it was cancelled: {late}")
 
-    async def _run(self, context: RolloutContext) -> Ended[GroupT]:
+    async def _run(self, context: RolloutContext) -> Ended:
         try:
-            group: Any = await self._loop.answer(context.item, context)
+            group: AnyGroup | None = await self._loop.answer(context.item, context)
         finally:
             context.calls.abort()
         if group is None:
-            group = SampleGroup(context.order, context.item, FinishedGroup.empty(str(context.order)))
-            return Ended(group, False, context.version)
-        if isinstance(group, SampleGroup):
-            self._check(context, group)
-        return Ended(group, group.num_samples > 0 and self.settings.keeps(group), context.version)
-
-    def _check(self, context: RolloutContext, group: SampleGroup) -> None:
-        """
-        Raises:
-            ValueError: a group that a loop has put together otherwise than it may.
-        """
-        size = self.settings.group_size
-        if len(group.rewards) != group.num_samples or group.num_samples != size or group.order != context.order:
+            return Ended(Group(context.order, context.item, []), False, context.version)
+        size, members = self.settings.group_size, group.members
+        scored = sum(one.reward is not UNSCORED for one in members)
+        if not len(members) == scored == size or group.order != context.order:
             raise ValueError(
-                f"{self._name} gave a group of {group.num_samples} samples with {len(group.rewards)} rewards; "
-                f"it must have {size} of each: use context.group and context.compute_rewards"
+                f"{self._name} gave a group of {len(members)} samples with {scored} rewards; it must have {size} of "
+                "each: use context.group and context.compute_rewards"
             )
-        if group.prompt.token_ids != context.item.token_ids or group.finished.request_id != str(group.order):
-            raise ValueError(
-                f"{self._name} gave a group that context.group did not make of its prompt; its samples would be "
-                "trained after another context than they were sampled with"
-            )
+        is_kept = any(one.is_sampled for one in members) and self.settings.keeps(group)
+        return Ended(group, is_kept, context.version)
 
-    def _end(self, task: asyncio.Task[Ended[GroupT]]) -> None:
+    def _end(self, task: asyncio.Task[Ended]) -> None:
         begun = self.in_flight.pop(task, None)
         error: BaseException | None = None
         if task.cancelled():
@@ -245,21 +233,21 @@ class GroupFlow(Generic[GroupT]):
 
 
 @dataclass
-class RolloutResult(Generic[GroupT]):
+class RolloutResult:
     """Groups in the order in which they were drawn, and what it took to get them."""
 
-    groups: list[GroupT]
+    groups: list[Any]
     num_drawn: int = 0
     num_filtered: int = 0
     num_aborted: int = 0
 
 
 async def collected(
-    flow: GroupFlow[GroupT],
+    flow: GroupFlow,
     count: int,
     num_additional: int,
     deadline: float,
-) -> RolloutResult[GroupT]:
+) -> RolloutResult:
     """``count`` groups of ``flow``, or all that there are; the rest is aborted.
 
     Args:
@@ -273,7 +261,7 @@ async def collected(
         Exception: of a group's coroutine.
     """
     first_draw = flow.next_order
-    accepted: list[GroupT] = []
+    accepted: list[AnyGroup] = []
     rejections = Rejections(flow.settings.filter_key)
     flow.start(count + num_additional)
     try:

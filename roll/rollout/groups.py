@@ -1,51 +1,18 @@
-"""Groups of samples, messages between driver and generation workers, and the columns of a training batch.
-
-The columns are listed in ``docs/architecture.md``.
-"""
+"""Groups of trajectories that share a baseline, and messages between driver and generation workers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol, TypeVar
+from itertools import pairwise, repeat
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
-import torch
-from numpy.typing import DTypeLike
 
 from roll.datasets.types import PromptRow
-from roll.protocol import DataProto
-from roll.protocol.vision import IMAGES
 from roll.rewards.base import RewardResult, RewardSample
 from roll.strategies.engines.requests import FinishReason, GenerationOutput, GenerationRequest
-
-
-class Group(Protocol):
-    """Samples that share a baseline: those of a prompt (:class:`SampleGroup`), or episodes of a task."""
-
-    @property
-    def order(self) -> int:
-        """Position in the order in which groups were drawn."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples, or episodes in which something was sampled."""
-
-    @property
-    def error(self) -> str | None:
-        """Why a sample of it could not be scored, if one could not."""
-
-    def mean_score(self) -> float:
-        """The mean of the scores that are there; NaN for a group without any."""
-
-    def versions(self) -> list[list[tuple[int, int]]]:
-        """Versions of the weights that sampled each sample, or episode, each with its number of tokens."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but its number, as plain values and arrays."""
-
-
-GroupT = TypeVar("GroupT", bound=Group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +55,10 @@ class FinishedGroup:
     """By sample and position the most probable tokens, where the request wants them."""
     error: str | None = None
     """Why the engine refused the request; such a group has no samples."""
-    given: np.ndarray | None = None
-    """bool (sum of lengths,): tokens that a rollout loop put between those that were sampled; their log-probs are 0,
-    and no version is theirs. None: all tokens were sampled."""
-
-    routes: list[np.ndarray] = field(default_factory=list)
+    routes: Sequence[np.ndarray | None] = ()
     """By sample, as :attr:`GenerationOutput.routes`; empty where the engine records none."""
-
-    @property
-    def sampled(self) -> np.ndarray:
-        """bool (sum of lengths,): tokens that the policy sampled."""
-        return np.ones(len(self.token_ids), dtype=bool) if self.given is None else ~self.given
-
-    @property
-    def sampled_lengths(self) -> np.ndarray:
-        """int64 (num_samples,): sampled tokens of each sample."""
-        if self.given is None:
-            return self.lengths
-        return np.array([int(part.sum()) for part in self.split(self.sampled)], dtype=np.int64)
+    context: Sequence[int] = ()
+    """The prompt that the engine was given; the driver's own, which engines do not send back."""
 
     @staticmethod
     def from_samples(samples: Sequence[GenerationOutput], texts: list[str]) -> FinishedGroup:
@@ -120,7 +73,7 @@ class FinishedGroup:
             texts=texts,
             weight_versions=[s.weight_versions for s in samples],
             top_log_probs=[s.top_log_probs for s in samples],
-            routes=[s.routes for s in samples if s.routes is not None],
+            routes=[s.routes for s in samples] if samples[0].routes is not None else (),
         )
 
     @staticmethod
@@ -130,15 +83,29 @@ class FinishedGroup:
         return FinishedGroup(request_id, none.astype(np.int32), none.astype(np.float32), none, [], [], [], error=error)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values and arrays; ``FinishedGroup(**state)`` undoes it."""
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        """Plain values and arrays, without the context."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "context"}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], context: Sequence[int]) -> FinishedGroup:
+        """The inverse of :meth:`state_dict`."""
+        return cls(**{item.name: state[item.name] for item in fields(cls) if item.name in state}, context=context)
+
+    def samples(self, prompt: PromptRow) -> list[Sample]:
+        """The samples as those of ``prompt``, with which the context begins."""
+        context, made, first = self.context, [], 0
+        routes = self.routes or repeat(None)
+        own = zip(self.lengths.tolist(), self.weight_versions, self.finish_reasons, self.texts, routes, strict=False)
+        for length, versions, reason, text, route in own:
+            end = first + length
+            ids, log_probs = self.token_ids[first:end], self.log_probs[first:end]
+            made.append(Sample(prompt, context, ids, log_probs, versions, reason, text, route))
+            first = end
+        return made
 
     def split(self, flat: np.ndarray) -> list[np.ndarray]:
         """The per-sample views of one of the flat arrays."""
-        # np.split of nothing gives one empty part.
-        if not len(self.lengths):
-            return []
-        return np.split(flat, np.cumsum(self.lengths)[:-1])
+        return [flat[first:end] for first, end in pairwise([0, *np.cumsum(self.lengths).tolist()])]
 
 
 @dataclass(slots=True)
@@ -158,205 +125,140 @@ class EngineReport:
     """Prompt tokens since the last report, and those of them that the engine's prefix cache had."""
 
 
-@dataclass(slots=True)
-class SampleGroup:
-    """The samples of one prompt. ``rewards`` is empty until they have been scored."""
+class Response(Protocol):
+    """The outcome of one request: a sample of a prompt, or a call of an episode."""
 
-    order: int
-    """Position in the order in which prompts were drawn; results are sorted by it, whoever finished first."""
-    prompt: PromptRow
-    finished: FinishedGroup
-    rewards: list[RewardResult] = field(default_factory=list)
-    model_results: list[RewardResult] | None = None
-    """Score of each sample by the role ``reward_model``, where the domain uses it; known before the rewards."""
+    new_ids: Any
+    """Ids in front of it, behind the response before, if there is one."""
+    response_ids: Any
+    log_probs: Any
 
     @property
-    def num_samples(self) -> int:
-        return len(self.finished.lengths)
+    def versions(self) -> Any:
+        """Weight version of every sampled id."""
 
-    def reward_samples(self) -> list[RewardSample]:
-        """The part of this group that reward workers see."""
-        model_results: Sequence[RewardResult | None] = self.model_results or [None] * self.num_samples
-        return [
-            RewardSample(
-                prompt=self.prompt.prompt_text,
-                response=text,
-                ground_truth=self.prompt.ground_truth,
-                finish_reason=reason,
-                row=self.prompt.row,
-                num_tokens=int(length),
-                model_result=model_result,
-            )
-            for text, reason, length, model_result in zip(
-                self.finished.texts,
-                self.finished.finish_reasons,
-                self.finished.sampled_lengths,
-                model_results,
-                strict=True,
-            )
-        ]
 
-    def scores(self) -> np.ndarray:
-        """float32 (num_samples,); NaN where a sample has no reward."""
-        return np.array([np.nan if r.score is None else r.score for r in self.rewards], dtype=np.float32)
+class Trajectory(Protocol):
+    """Everything sampled for one reward: a response to a prompt, or an episode of several calls."""
 
-    def versions(self) -> list[list[tuple[int, int]]]:
-        return [[(version, end - first) for version, first, end in spans] for spans in self.finished.weight_versions]
+    @property
+    def score(self) -> float:
+        """NaN: nothing can be said about the policy."""
+
+    @property
+    def error(self) -> str | None: ...
+
+    @property
+    def is_sampled(self) -> bool:
+        """The policy has been asked."""
+
+    def version_counts(self) -> list[tuple[int, int]]:
+        """Versions of the weights that sampled it, each with its number of tokens."""
 
     def state_dict(self) -> dict[str, Any]:
-        rewards = [asdict(result) for result in self.rewards]
-        return self.prompt.state_dict() | {"finished": self.finished.state_dict(), "rewards": rewards}
+        """Everything but its prompt or task, as plain values and arrays."""
 
-    @classmethod
-    def from_state(cls, order: int, prompt: PromptRow, state: Mapping[str, Any]) -> SampleGroup:
-        """The inverse of :meth:`state_dict`."""
-        rewards = [RewardResult(**result) for result in state["rewards"]]
-        return cls(order, prompt, FinishedGroup(**state["finished"]), rewards)
+
+UNSCORED = RewardResult(None, error="no reward was computed")
+
+
+@dataclass(slots=True)
+class Sample:
+    """A response to a prompt: a trajectory of one call."""
+
+    prompt: PromptRow
+    new_ids: Sequence[int]
+    """All that the engine was given: the prompt's ids, and what a rollout loop has put after them."""
+    response_ids: np.ndarray
+    """int32 (length,)."""
+    log_probs: np.ndarray
+    """float32 (length,)."""
+    weight_versions: list[tuple[int, int, int]]
+    """As in :class:`FinishedGroup`."""
+    finish_reason: FinishReason
+    text: str
+    routes: np.ndarray | None = None
+    reward: RewardResult = UNSCORED
+    model_result: RewardResult | None = None
+    """Score by the role ``reward_model``, where the domain uses it; known before the reward."""
+    is_sampled: ClassVar[bool] = True
+
+    @property
+    def score(self) -> float:
+        return float("nan") if self.reward.score is None else self.reward.score
 
     @property
     def error(self) -> str | None:
-        """Why a sample has no reward of its own, if one has none."""
-        return next((result.error for result in self.rewards if result.error is not None), None)
+        return self.reward.error
+
+    @property
+    def versions(self) -> np.ndarray:
+        parts = [np.full(end - first, version, np.int32) for version, first, end in self.weight_versions]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int32), *parts])
+
+    def version_counts(self) -> list[tuple[int, int]]:
+        return [(version, end - first) for version, first, end in self.weight_versions]
+
+    def for_reward(self) -> RewardSample:
+        """The part of it that reward workers see."""
+        prompt = self.prompt
+        return RewardSample(
+            prompt.prompt_text,
+            self.text,
+            prompt.ground_truth,
+            self.finish_reason,
+            prompt.row,
+            len(self.response_ids),
+            self.model_result,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        names = ("response_ids", "log_probs", "weight_versions", "finish_reason", "text", "routes")
+        given = np.asarray(self.new_ids[len(self.prompt.token_ids) :], dtype=np.int32)
+        return {name: getattr(self, name) for name in names} | {"given": given, "reward": asdict(self.reward)}
+
+    @classmethod
+    def from_state(cls, prompt: PromptRow, state: Mapping[str, Any]) -> Sample:
+        """The inverse of :meth:`state_dict`."""
+        own = {name: value for name, value in state.items() if name not in ("given", "reward")}
+        given = state["given"].tolist()
+        context = [*prompt.token_ids, *given] if given else prompt.token_ids
+        return cls(prompt, context, reward=RewardResult(**state["reward"]), **own)
+
+
+ItemT = TypeVar("ItemT")
+TrajectoryT = TypeVar("TrajectoryT", bound=Trajectory)
+
+
+@dataclass(slots=True)
+class Group(Generic[ItemT, TrajectoryT]):
+    """Trajectories that share a baseline."""
+
+    order: int
+    """Position in the order in which prompts or tasks were drawn; results are sorted by it, whoever finished first."""
+    item: ItemT
+    """The prompt or task."""
+    members: list[TrajectoryT]
+
+    @property
+    def error(self) -> str | None:
+        """Why a member has no score of its own, if one has none."""
+        return next((one.error for one in self.members if one.error is not None), None)
+
+    def scores(self) -> np.ndarray:
+        """float32 (members,); NaN where a member has no score."""
+        return np.array([one.score for one in self.members], dtype=np.float32)
 
     def mean_score(self) -> float:
-        """The mean of the rewards that are there; NaN for a group without any."""
-        scores = self.scores()
-        # nanmean of nothing but NaN would warn.
-        return float(np.nanmean(scores)) if not np.isnan(scores).all() else float("nan")
+        """The mean of the scores that are there; NaN for a group without any."""
+        scores = [score for one in self.members if not math.isnan(score := one.score)]
+        return sum(scores) / len(scores) if scores else math.nan
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything but its number, as plain values and arrays."""
+        item: Any = self.item
+        return item.state_dict() | {"members": [one.state_dict() for one in self.members]}
 
 
-def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
-    """One row a sample, the samples of a group adjacent, right-padded to the longest sample of the batch.
-
-    Returns:
-        DataProto with tensors ``input_ids`` int64, ``attention_mask`` and ``response_mask`` (what the policy sampled)
-        bool, ``rollout_log_probs`` float32, ``weight_versions`` int32, all (B, L); ``scores`` float32 (B,), NaN where a
-        sample has no reward; ``group_ids`` int64 (B,); ``routed_experts`` (B, L, layers, k) where the engine records
-        them; object columns ``prompt_id``, ``sample_id``, ``domain``, ``tag``, ``finish_reason``, and ``images`` where
-        a prompt has some (:data:`roll.protocol.vision.IMAGES`).
-    """
-    sizes = np.array([group.num_samples for group in groups])
-    prompts = [np.asarray(group.prompt.token_ids, dtype=np.int64) for group in groups]
-    responses = [group.finished.split(group.finished.token_ids) for group in groups]
-    ids = [part for prompt, own in zip(prompts, responses, strict=True) for one in own for part in (prompt, one)]
-    lengths = np.repeat([len(prompt) for prompt in prompts], sizes)
-    sampled = [one for group in groups for one in group.finished.split(group.finished.sampled)]
-    trained = [part for length, own in zip(lengths, sampled, strict=True) for part in (np.zeros(length, bool), own)]
-    spans = [span for group in groups for spans in group.finished.weight_versions for span in spans]
-    # The shape is given for batches in which nothing was sampled.
-    version, start, end = np.array(spans, dtype=np.int32).reshape(-1, 3).T
-    log_probs = np.concatenate([group.finished.log_probs[group.finished.sampled] for group in groups])
-    tensors = token_columns(
-        lengths + np.concatenate([group.finished.lengths for group in groups]),
-        np.concatenate(ids),
-        np.concatenate(trained),
-        pad_token_id,
-        rollout_log_probs=(log_probs, np.float32, 0),
-        weight_versions=(np.repeat(version, end - start), np.int32, 0),
-    )
-    tensors["scores"] = torch.from_numpy(np.concatenate([group.scores() for group in groups]))
-    tensors["group_ids"] = torch.from_numpy(np.repeat(np.arange(len(groups)), sizes))
-    if any(group.finished.routes for group in groups):
-        tensors["routed_experts"] = torch.from_numpy(_routes(groups, tuple(tensors["input_ids"].shape)))
-    prompt_of = [group.prompt for group in groups for _ in range(group.num_samples)]
-    objects: dict[str, Sequence[object]] = {
-        name: [getattr(prompt, name) for prompt in prompt_of] for name in ("prompt_id", "domain", "tag")
-    }
-    objects["sample_id"] = [f"{group.order}-{index}" for group in groups for index in range(group.num_samples)]
-    objects["finish_reason"] = [reason for group in groups for reason in group.finished.finish_reasons]
-    if any(images := [prompt.vision for prompt in prompt_of]):
-        objects[IMAGES] = images
-    return DataProto.from_dict(tensors, non_tensors=objects)
-
-
-def token_columns(
-    lengths: np.ndarray,
-    ids: np.ndarray,
-    counted: np.ndarray,
-    pad_token_id: int,
-    least_width: int = 1,
-    **of_counted: tuple[np.ndarray, DTypeLike, float],
-) -> dict[str, torch.Tensor]:
-    """The columns of every batch of token sequences, right-padded to the longest, row after row.
-
-    Args:
-        lengths: int64 (B,); a row without tokens gets one of padding, which is attended to.
-        ids: (sum of lengths,), all tokens.
-        counted: bool (sum of lengths,), those that the policy sampled, or that are learnt.
-        least_width: L, if no row is longer.
-        of_counted: further columns by name: a value for each counted token, the column's type, and its value elsewhere.
-
-    Returns:
-        ``input_ids`` int64, ``attention_mask`` and ``response_mask`` bool, and ``of_counted``, all (B, L).
-    """
-    positions = np.arange(max(int(lengths.max()), least_width))
-    own = positions < lengths[:, None]
-    mask = np.zeros(own.shape, dtype=bool)
-    mask[own] = counted
-    attended = positions < np.maximum(lengths, 1)[:, None]
-    columns = {"input_ids": masked_column(own, ids, np.int64, pad_token_id)}
-    columns |= {"attention_mask": torch.from_numpy(attended), "response_mask": torch.from_numpy(mask)}
-    return columns | {name: masked_column(mask, *value) for name, value in of_counted.items()}
-
-
-def _routes(groups: Sequence[SampleGroup], shape: tuple[int, ...]) -> np.ndarray:
-    """(B, L, layers, k): experts that each token went to; the mark of a missing record where the engine gave none."""
-    first = next(group.finished.routes[0] for group in groups if group.finished.routes)
-    # uint8 has no -1, and is used for up to 255 experts, whose numbers end at 254.
-    column = np.full((*shape, *first.shape[1:]), 255 if first.dtype == np.uint8 else -1, first.dtype)
-    row = 0
-    for group in groups:
-        if len(group.finished.routes) == group.num_samples:
-            for sample, routes in enumerate(group.finished.routes):
-                column[row + sample, : len(routes)] = routes
-        row += group.num_samples
-    return column
-
-
-def masked_column(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhere: float = 0) -> torch.Tensor:
-    """The entries of ``flat``, in the order of rows and columns, where bool (B, L) ``where`` holds."""
-    column = np.full(where.shape, elsewhere, dtype=dtype)
-    column[where] = flat
-    return torch.from_numpy(column)
-
-
-def reward_components(groups: Sequence[SampleGroup], names: Sequence[str]) -> torch.Tensor:
-    """The numbers ``names`` that the rewards returned, ``score`` being the score: float32 (B, len(names)).
-
-    A failed sample counts with its score in each of them (``on_error: value``), and with 0 where it has none.
-
-    Raises:
-        ValueError: a reward does not return one of the names.
-    """
-    rows = []
-    for group in groups:
-        for result in group.rewards:
-            numbers = {**result.metrics, "score": result.score or 0.0}
-            missing = [name for name in names if name not in numbers]
-            if missing and result.error is None:
-                raise ValueError(
-                    f"estimator.weights names {missing[0]!r}, which rewards.{group.prompt.domain} does not return; it "
-                    f"returns {', '.join(numbers)}"
-                )
-            rows.append([numbers.get(name, numbers["score"]) for name in names])
-    return torch.tensor(rows, dtype=torch.float32)
-
-
-def greedy_baseline(groups: Sequence[SampleGroup], baselines: Sequence[SampleGroup]) -> dict[str, torch.Tensor]:
-    """The greedy response of each prompt as columns of its samples.
-
-    Args:
-        groups: as given to :func:`build_batch`.
-        baselines: groups of one sample, for the same prompts in the same order.
-
-    Returns:
-        ``baseline_scores`` float32 (B,), NaN where the greedy response has no reward; ``baseline_lengths`` int64 (B,),
-        its tokens.
-    """
-    sizes = [group.num_samples for group in groups]
-    scores = np.array([baseline.scores()[0] for baseline in baselines])
-    lengths = np.array([baseline.finished.sampled_lengths[0] for baseline in baselines])
-    return {
-        "baseline_scores": torch.from_numpy(np.repeat(scores, sizes)),
-        "baseline_lengths": torch.from_numpy(np.repeat(lengths, sizes)),
-    }
+AnyGroup = Group[Any, Any]
+SampleGroup = Group[PromptRow, Sample]

@@ -20,7 +20,7 @@ import numpy as np
 from roll.algorithms.registry import Registry
 from roll.datasets.types import PromptRow
 from roll.rollout.engines import EngineClient, Generation
-from roll.rollout.groups import FinishedGroup, SampleGroup
+from roll.rollout.groups import FinishedGroup, Group, SampleGroup
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
 
@@ -161,75 +161,27 @@ class RolloutContext:
         round.
 
         Raises:
-            ValueError: a part whose context does not begin with the prompt's tokens, or of no request of this prompt.
+            ValueError: a part whose context does not begin with the prompt's tokens.
         """
-        whole = []
         for part in parts:
-            if part.request_id in self.calls.made:
-                asked = self.calls.made[part.request_id].request.prompt_token_ids
-            elif part.request_id == str(self.order):
-                asked = prompt.token_ids  # of a group that was put together before
-            else:
-                raise ValueError(f"context.group was given {part.request_id!r}, which is no request of this prompt")
             # By identity first: the common case, in which comparing thousands of ids for each prompt would cost driver
             # time.
-            if asked is not prompt.token_ids:
-                context, count = list(map(int, asked)), len(prompt.token_ids)
-                if context[:count] != list(prompt.token_ids):
-                    raise ValueError(
-                        "context.group was given samples of a context that does not begin with the prompt's tokens; "
-                        "they would be trained after another context than they were sampled with. Ask with "
-                        "prompt.token_ids in front"
-                    )
-                part = part if len(context) == count else _with_prefix(context[count:], part)
-            whole.append(part)
-        return SampleGroup(self.order, prompt, join_requests(str(self.order), whole))
+            if part.context is prompt.token_ids is self.item.token_ids:
+                continue
+            begin = list(part.context[: len(prompt.token_ids)])
+            if not begin == prompt.token_ids == self.item.token_ids:
+                raise ValueError(
+                    "context.group was given samples of a context that does not begin with the prompt's tokens; they "
+                    "would be trained after another context than they were sampled with. Ask with prompt.token_ids in "
+                    "front"
+                )
+        return Group(self.order, prompt, [one for part in parts for one in part.samples(prompt)])
 
     async def compute_rewards(self, group: SampleGroup) -> SampleGroup:
         """``group`` with ``rewards`` from the reward workers of its prompt's domain."""
         assert self.flow.rewards is not None, "episodes bring their rewards"
         self.is_scoring = True
         return await self.flow.rewards.score(group)
-
-
-def _with_prefix(given: list[int], part: FinishedGroup) -> FinishedGroup:
-    """The samples of ``part``, each with the tokens ``given`` in front, which nobody sampled."""
-    size = len(given)
-
-    def prepended(value: Any, own: np.ndarray) -> np.ndarray:
-        head = np.broadcast_to(np.asarray(value, dtype=own.dtype), size)
-        # The empty array is for a part without samples: concatenate refuses an empty list.
-        return np.concatenate([np.zeros(0, own.dtype), *(piece for one in part.split(own) for piece in (head, one))])
-
-    return replace(
-        part,
-        token_ids=prepended(given, part.token_ids),
-        log_probs=prepended(0.0, part.log_probs),
-        given=prepended(True, np.zeros(len(part.token_ids), dtype=bool)),
-        lengths=part.lengths + size,
-        weight_versions=[[(v, first + size, end + size) for v, first, end in one] for one in part.weight_versions],
-    )
-
-
-def join_requests(request_id: str, parts: Sequence[FinishedGroup]) -> FinishedGroup:
-    """Merge the samples of several requests into one group."""
-    if len(parts) == 1:
-        return replace(parts[0], request_id=request_id)
-    all_sampled = all(part.given is None for part in parts)
-    # Where some samples have no record of their routes, it could not be said whose the others' are.
-    have_routes = all(len(part.routes) == len(part.lengths) for part in parts)
-    return FinishedGroup(
-        request_id=request_id,
-        # The empty arrays are for a group of no parts, which the flow refuses: concatenate takes no empty list.
-        token_ids=np.concatenate([np.zeros(0, dtype=np.int32), *(part.token_ids for part in parts)]),
-        log_probs=np.concatenate([np.zeros(0, dtype=np.float32), *(part.log_probs for part in parts)]),
-        lengths=np.concatenate([np.zeros(0, dtype=np.int64), *(part.lengths for part in parts)]),
-        finish_reasons=[reason for part in parts for reason in part.finish_reasons],
-        texts=[text for part in parts for text in part.texts],
-        weight_versions=[spans for part in parts for spans in part.weight_versions],
-        given=None if all_sampled else np.concatenate([~part.sampled for part in parts]),
-        routes=[routes for part in parts for routes in part.routes] if have_routes else [],
-    )
 
 
 class Calls:
@@ -258,7 +210,7 @@ class Calls:
             # Another prompt than before (tools may not be deterministic): the later records are of other prompts, too.
             self._recorded, known = {}, None
         if known is not None and "finished" in known:
-            value = FinishedGroup(**known["finished"])
+            value = FinishedGroup.from_state(known["finished"], request.prompt_token_ids)
             generation = Generation(self._engines, name, request, done=True, value=value)
         else:
             generation = self._engines.submit(request if known is None else with_progress(request, known["progress"]))

@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -190,14 +189,15 @@ class ModelScorer:
         self._worker = RestartingWorker(self._ask, self._replace, self._quarantine_input)
 
     def wants(self, group: SampleGroup) -> bool:
-        return group.prompt.domain in self._inputs
+        return group.item.domain in self._inputs
 
     async def score(self, groups: Sequence[SampleGroup]) -> None:
         """Give every group the model's results; every rank gets all texts and takes its share of them."""
         inputs = [one for group in groups for one in self._model_inputs(group)]
         results = iter(await self._worker(inputs))
         for group in groups:
-            group.model_results = list(islice(results, group.num_samples))
+            for one in group.members:
+                one.model_result = next(results)
 
     async def _ask(self, inputs: Sequence[ModelInput]) -> list[RewardResult]:
         # Ranks that split one copy of the model return the same share: the dict keeps one of each data-parallel rank.
@@ -218,20 +218,19 @@ class ModelScorer:
         return failure(f"{self._cluster.name}: this sample has killed its worker twice")
 
     def _model_inputs(self, group: SampleGroup) -> list[ModelInput]:
-        finished, prompt = group.finished, group.prompt
-        if self._inputs[prompt.domain] == TOKENS:
-            responses = finished.split(finished.token_ids)
-            return [ModelInput(token_ids=[*prompt.token_ids, *response.tolist()]) for response in responses]
-        if finished.given is not None:
-            problem = (
-                "a sample of several rounds has no messages; a reward model that reads the policy's tokens sees all"
-            )
-            return [ModelInput(error=problem)] * group.num_samples
+        if self._inputs[group.item.domain] == TOKENS:
+            return [ModelInput(token_ids=[*one.new_ids, *one.response_ids.tolist()]) for one in group.members]
         try:
-            messages = self._messages(prompt.row)
+            messages = self._messages(group.item.row)
         except DataError as error:
-            return [ModelInput(error=str(error))] * group.num_samples
-        return [ModelInput(messages=messages, response=text) for text in finished.texts]
+            return [ModelInput(error=str(error))] * len(group.members)
+        problem = "a sample of several rounds has no messages; a reward model that reads the policy's tokens sees all"
+        return [
+            ModelInput(messages=messages, response=one.text)
+            if len(one.new_ids) == len(group.item.token_ids)
+            else ModelInput(error=problem)
+            for one in group.members
+        ]
 
     def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         source, problem = SourceRow(Path("data"), 0, row), DataError("no data section")
@@ -311,14 +310,14 @@ class RewardClient:
         by_domain: dict[str, Queue] = defaultdict(list)
         for group, scored in self._for_workers:
             if not scored.done():  # else nobody waits for it any more
-                by_domain[group.prompt.domain].append((group, scored))
+                by_domain[group.item.domain].append((group, scored))
         self._for_workers.clear()
         for domain, members in by_domain.items():
             load = self._load[domain]
             workers = min(len(load), len(members))
             for part in range(workers):
                 rank, mine = load.index(min(load)), members[part::workers]
-                load[rank] += sum(group.num_samples for group, _ in mine)
+                load[rank] += sum(len(group.members) for group, _ in mine)
                 self._begin(mine, partial(self._ask_worker, domain, rank))
 
     def _begin(self, queue: Queue, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
@@ -342,13 +341,14 @@ class RewardClient:
                 scored.set_result(None)
 
     async def _ask_worker(self, domain: str, rank: int, groups: list[SampleGroup]) -> None:
-        samples = [sample for group in groups for sample in group.reward_samples()]
+        samples = [one.for_reward() for group in groups for one in group.members]
         try:
             results = iter(await self._workers[domain][rank](samples))
         finally:
             self._load[domain][rank] -= len(samples)
         for group in groups:
-            group.rewards = list(islice(results, group.num_samples))
+            for one in group.members:
+                one.reward = next(results)
 
     def _worker(self, cluster: Cluster, rank: int) -> RestartingWorker[RewardSample, RewardResult]:
         async def replace(death: WorkerDied) -> None:

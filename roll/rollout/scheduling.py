@@ -6,28 +6,33 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic
+from typing import Any
 
 from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.rollout.engines import Generation
 from roll.rollout.flow import Ended, GroupFlow, Rejections
-from roll.rollout.groups import GroupT, SampleGroup
+from roll.rollout.groups import AnyGroup, Group, Sample, Trajectory
 from roll.rollout.loops import RolloutContext
 
 
 @dataclass(frozen=True)
-class GroupCodec(Generic[GroupT]):
-    """Prompts (or tasks) and groups from their states."""
+class GroupCodec:
+    """Prompts (or tasks) from their states, and the members of their groups."""
 
     item_from: Callable[[Mapping[str, Any]], Any]
-    group_from: Callable[[int, Any, Mapping[str, Any]], GroupT]
-    """Takes number, prompt and state of a group."""
+    member_from: Callable[[Any, Mapping[str, Any]], Trajectory]
+    """Takes the prompt or task."""
+
+    def group_from(self, state: Mapping[str, Any]) -> AnyGroup:
+        """The group of :meth:`Group.state_dict` and its ``order``."""
+        item = self.item_from(state)
+        return Group(int(state["order"]), item, [self.member_from(item, one) for one in state["members"]])
 
 
-def prompt_codec(find: Callable[[str, str], PromptRow]) -> GroupCodec[SampleGroup]:
+def prompt_codec(find: Callable[[str, str], PromptRow]) -> GroupCodec:
     """The codec of prompts; ``find`` gives one by its domain and its id, the mark of its epoch included."""
-    return GroupCodec(lambda state: find(state["domain"], state["prompt_id"]), SampleGroup.from_state)
+    return GroupCodec(lambda state: find(state["domain"], state["prompt_id"]), Sample.from_state)
 
 
 @dataclass
@@ -42,7 +47,7 @@ class Ledger:
     """Given up because a token was older than training allows."""
 
 
-class AsyncScheduler(Generic[GroupT]):
+class AsyncScheduler:
     """Begins groups as there is room for them, and hands out the groups of each step, the oldest first.
 
     :meth:`keep_going` runs in the background: groups continue, and others begin, whenever the event loop runs.
@@ -60,9 +65,9 @@ class AsyncScheduler(Generic[GroupT]):
 
     def __init__(
         self,
-        flow: GroupFlow[GroupT],
+        flow: GroupFlow,
         ahead: RunAhead,
-        codec: GroupCodec[GroupT],
+        codec: GroupCodec,
         num_steps: int,
         deadline: float,
         in_flight: bool = True,
@@ -81,7 +86,7 @@ class AsyncScheduler(Generic[GroupT]):
         self._may_begin = False
         self._rejections = Rejections(flow.settings.filter_key)
         self._changed = asyncio.Event()
-        self._ready: dict[int, tuple[GroupT, int]] = {}
+        self._ready: dict[int, tuple[AnyGroup, int]] = {}
         """Accepted groups, each with the version of its oldest token."""
         self.ledger = Ledger()
 
@@ -97,7 +102,7 @@ class AsyncScheduler(Generic[GroupT]):
             self._rejections.check(self._ahead.prompts_per_step, len(self._ready))
             self._fill()
 
-    async def collect(self, step: int) -> list[GroupT]:
+    async def collect(self, step: int) -> list[AnyGroup]:
         """The groups that step ``step`` trains on, in the order in which they were drawn.
 
         Raises:
@@ -189,7 +194,7 @@ class AsyncScheduler(Generic[GroupT]):
             item, order, version = self._codec.item_from(entry["item"]), int(entry["order"]), int(entry["version"])
             self._flow.begin(RolloutContext(self._flow, order, item, version, entry["progress"]))
         for entry in state["complete"]:
-            group = self._codec.group_from(int(entry["order"]), self._codec.item_from(entry), entry)
+            group = self._codec.group_from(entry)
             self._ready[group.order] = group, int(entry["version"])
 
     def check(self) -> None:
@@ -205,7 +210,7 @@ class AsyncScheduler(Generic[GroupT]):
         unfinished = Counter(context.oldest for context in self._flow.in_flight.values())
         return self._ahead.can_be_taken(step, ready, unfinished)
 
-    def _take(self, step: int) -> list[GroupT]:
+    def _take(self, step: int) -> list[AnyGroup]:
         """The groups of a step, those with the oldest tokens first chosen, in the order in which they were drawn."""
         # Oldest first: `RunAhead.can_be_taken` counts on it when it promises that no held group becomes too old.
         by_age = sorted(self._ready, key=lambda order: (self._ready[order][1], order))
@@ -239,10 +244,10 @@ class AsyncScheduler(Generic[GroupT]):
         self._recalled += await self._engines.recall()
         await self._engines.pause()
 
-    def _absorb(self, ended: Sequence[Ended[GroupT]]) -> None:
+    def _absorb(self, ended: Sequence[Ended]) -> None:
         for group, is_accepted, begun in ended:
             if is_accepted:
-                versions = (version for sample in group.versions() for version, _ in sample)
+                versions = (version for one in group.members for version, _ in one.version_counts())
                 # A group in which nothing was sampled is as old as its beginning.
                 self._ready[group.order] = group, min(versions, default=begun)
             else:

@@ -11,11 +11,11 @@ from typing import Any
 from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.endpoint import AgentEndpoint
-from roll.agents.episode import Agent, Episode, Limits, Model, Sample, Task, run_episode
+from roll.agents.episode import Agent, Episode, Limits, Model, Sampler, Task, run_episode
 from roll.agents.session import Session
 from roll.rollout.groups import FinishedGroup
 from roll.strategies.engines.requests import FinishReason
-from tests.support.episodes import sampled
+from tests.support.episodes import ids_of, sampled, trained_ids
 
 
 class Recorded:
@@ -90,7 +90,7 @@ async def opened(
     engine: Recorded,
     limits: Limits | None = None,
     tool_format: str = "hermes",
-    sample: Sample | None = None,
+    sample: Sampler | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[AgentEndpoint, Session]]:
     """An endpoint with one session, whose calls ``sample`` answers in place of ``engine``."""
@@ -116,7 +116,7 @@ def assert_trained_as_sampled(engine: Recorded, model_calls: Any) -> None:
         recorded
     )
     branches = conversations.branches()
-    assert sum(int(branch.trained.sum()) for branch in branches) == sum(len(ids) for _, ids in engine.turns)
+    assert sum(len(trained_ids(branch)) for branch in branches) == sum(len(ids) for _, ids in engine.turns)
     for branch in branches:
-        last = conversations.calls[branch.calls[-1]]
-        assert branch.token_ids.tolist() == conversations.prompt_ids(last) + last.response_ids
+        last = branch.calls[-1]
+        assert ids_of(branch) == conversations.prompt_ids(last) + last.response_ids

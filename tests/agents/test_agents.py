@@ -20,7 +20,7 @@ from roll.agents.agent_options import AgentOptionError
 from roll.agents.built_in_tools import SearchIndex, ToolSet
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.endpoint import AgentEndpoint
-from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task
+from roll.agents.episode import Episode, Limits, Model, Task
 from roll.agents.programs import ProgramError, program_environment
 from roll.agents.registry import check_agent, make_agent
 from roll.agents.session import Session
@@ -29,6 +29,7 @@ from roll.agents.tools import ToolError
 from roll.agents.verifiers import RewardVerifier
 from roll.pipelines.agentic.metrics import episode_metrics
 from roll.pipelines.agentic.players import close_agents
+from roll.rollout.episodes import EpisodeGroup
 from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, opened, played
 from tests.agents.templates import WRITTEN_HERE, Family, published
 from tests.support.processes import have_ended

@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from roll.agents.chat_ids import BOUNDARIES, ChatTemplate, TemplateError, check_template, probe_boundary
@@ -16,6 +15,7 @@ from roll.pipelines.agentic.players import build_players
 from tests.agents.templates import CHATML, WRITTEN_HERE, Family, published
 from tests.agents.tiny import make_tokenizer
 from tests.conftest import ROOT
+from tests.support.episodes import ids_of, trained_ids
 
 TOOLS = [
     {
@@ -96,9 +96,8 @@ def test_no_sampled_id_is_made_by_a_tokenizer(family: Family) -> None:
                 roles = rng.choice([["user"], ["tool"], *([["tool", "tool"]] if family.two_tools else [])])
             messages += [message(role, f"result {turn} {n}", n) for n, role in enumerate(roles)]
         (branch,) = conversations.branches()
-        assert branch.trained.sum() == sampled
-        assert branch.token_ids[: len(previous)].tolist() == previous
-        assert (branch.versions >= 0).sum() == sampled
+        assert len(trained_ids(branch)) == sum(len(call.versions) for call in branch.calls) == sampled
+        assert ids_of(branch)[: len(previous)] == previous
         assert conversations.counts.breaks == 0
 
 
@@ -136,7 +135,7 @@ def test_thinking_is_kept_or_begins_a_new_sample() -> None:
         sample(conversations, second, end, "")
         found = conversations.branches()
         assert len(found) == branches
-        assert sum(branch.trained.sum() for branch in found) == len(template.encode(text)) + 2
+        assert sum(len(trained_ids(branch)) for branch in found) == len(template.encode(text)) + 2
 
 
 def test_thinking_that_is_not_there_breaks_nothing() -> None:
@@ -156,23 +155,19 @@ def test_a_history_that_branches_trains_each_id_once() -> None:
     conversations = Conversations(template)
     first = conversations.ask([message("user", "hello")])
     history = [message("user", "hello"), sample(conversations, first, [5, 6], "a")]
-    first.reward = 1.0
     left = conversations.ask([*history, message("user", "1")])
     right = conversations.ask([*history, message("user", "2")])
     sample(conversations, right, [7], "b")
     sample(conversations, left, [8, 9], "c")
     sample(conversations, conversations.ask([message("user", "summary")]), [10], "d")
     branches = conversations.branches()
-    assert [branch.calls for branch in branches] == [(0, 1), (0, 2), (3,)]
-    assert [branch.token_ids[branch.trained].tolist() for branch in branches] == [[5, 6, 8, 9], [7], [10]]
-    assert branches[0].rewards.tolist().count(1.0) == 1
-    assert branches[0].rewards[np.flatnonzero(branches[0].turns == 0)[-1]] == 1.0
-    assert branches[1].rewards.sum() == 0
+    assert [[call.index for call in branch.calls] for branch in branches] == [[0, 1], [0, 2], [3]]
+    assert list(map(trained_ids, branches)) == [[5, 6, 8, 9], [7], [10]]
     steps = conversations.steps()
-    assert [step.token_ids[step.trained].tolist() for step in steps] == [[5, 6], [8, 9], [7], [10]]
+    assert list(map(trained_ids, steps)) == [[5, 6], [8, 9], [7], [10]]
     for call, step in zip(conversations.calls, steps, strict=True):
         asked = conversations.prompt_ids(call)
-        assert step.token_ids.tolist() == asked + call.response_ids
+        assert ids_of(step) == asked + call.response_ids
 
 
 def test_what_a_client_library_does_to_messages_is_no_new_conversation() -> None:
@@ -201,7 +196,7 @@ def test_responses_of_others_are_context() -> None:
     assert call.parent is None and conversations.prompt_ids(call) == template.prompt(messages)
     assert conversations.counts.foreign_responses == 1
     sample(conversations, call, [6], "b")
-    assert [branch.trained.sum() for branch in conversations.branches()] == [1, 1]
+    assert list(map(trained_ids, conversations.branches())) == [[5], [6]]
 
 
 def test_templates_that_move_text_are_refused_by_name() -> None:

@@ -20,6 +20,7 @@ from roll.serving.dialects.responses import read_responses
 from roll.serving.http import BadRequest
 from tests.agents.playing import Recorded
 from tests.agents.templates import WRITTEN_HERE, Family, published
+from tests.support.episodes import trained_ids
 
 CHATML = WRITTEN_HERE[0]
 HELLO = [{"role": "user", "content": "hello"}]
@@ -53,7 +54,7 @@ def test_a_response_that_goes_on_from_an_opening_is_a_call(family: Family) -> No
     assert [(one.name, str(one.arguments["x"])) for one in response.parsed.calls] == [("calc", "1")]
     assert engine.turns[0][0] == template.prompt(HELLO) + template.encode(opening) == call.new_ids
     (branch,) = model.conversations.branches()
-    assert branch.token_ids[branch.trained].tolist() == engine.turns[0][1]
+    assert trained_ids(branch) == engine.turns[0][1]
     # As the template writes such a call, thinking left out.
     made = {"id": "call00000", "type": "function", "function": response.message["tool_calls"][0]["function"]}
     text = template.render([*HELLO, {"role": "assistant", "content": "", "tool_calls": [made]}], False)

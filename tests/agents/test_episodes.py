@@ -13,12 +13,14 @@ import pytest
 from examples.tiny_agentic.games import GuessNumber
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
-from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task, run_episode
+from roll.agents.episode import Episode, Limits, Model, Task, run_episode
 from roll.environments.frozen_lake import FrozenLake
 from roll.pipelines.agentic.metrics import episode_metrics
+from roll.rollout.episode_batch import build_episode_batch
+from roll.rollout.episodes import EpisodeGroup
 from roll.rollout.groups import FinishedGroup
 from tests.agents.playing import Recorded
-from tests.support.episodes import sampled
+from tests.support.episodes import ids_of, sampled, trained_ids
 
 
 def play(
@@ -50,10 +52,10 @@ def test_an_episode_is_one_growing_sample(template: ChatTemplate) -> None:
     assert (episode.outcome, episode.success, episode.reward) == ("terminated", True, 1.0)
     (branch,) = episode.conversations.branches()
     for prompt in engine.prompts():
-        assert branch.token_ids[: len(prompt)].tolist() == prompt
+        assert ids_of(branch)[: len(prompt)] == prompt
     sampled = sum(len(call.response_ids) for call in episode.calls)
-    assert branch.trained.sum() == sampled and branch.rewards.sum() == 1.0
-    assert branch.rewards[-1] == 1.0 and branch.trained[-1]
+    assert len(trained_ids(branch)) == sampled and branch.is_trained[-1]
+    assert [call.reward for call in branch.calls] == [0.0] * (len(branch.calls) - 1) + [1.0]
     assert episode.calls[0].state == "1-20"
     assert episode.seconds.environment > 0 and episode.seconds.model > 0
 
@@ -62,8 +64,10 @@ def test_rewards_sit_on_the_last_token_of_their_turn(template: ChatTemplate) -> 
     episode, _ = play(template, lambda: FrozenLake(format_penalty=-0.5, max_steps=3), lambda _: "nonsense")
     (branch,) = episode.conversations.branches()
     assert (episode.outcome, episode.reward) == ("truncated", -1.5)
-    ends = [max(i for i, turn in enumerate(branch.turns) if turn == call.index) for call in episode.calls]
-    assert [branch.rewards[i] for i in ends] == [-0.5] * 3 and branch.rewards.sum() == -1.5
+    columns = build_episode_batch([EpisodeGroup(0, episode.task, [episode])], "trajectory", 0).batch
+    turns, rewards = columns["turn_ids"][0].tolist(), columns["turn_rewards"][0]
+    ends = [max(i for i, turn in enumerate(turns) if turn == call.index) for call in branch.calls]
+    assert [rewards[i] for i in ends] == [-0.5] * 3 and rewards.sum() == -1.5
 
 
 def test_contexts(template: ChatTemplate) -> None:
@@ -368,9 +372,10 @@ def test_turns_within_one_message(template: ChatTemplate, ends: tuple[bool, ...]
             told = template.encode(text)
             ids, mask = ids + told, mask + [0] * len(told)
     (branch,) = episode.conversations.branches()
-    assert prompts == given and branch.token_ids.tolist() == ids
-    assert branch.trained.tolist() == [False] * start + [bool(one) for one in mask]
-    assert {at: value for at, value in enumerate(branch.rewards.tolist()) if value} == rewards
+    assert prompts == given and ids_of(branch) == ids
+    columns = build_episode_batch([EpisodeGroup(0, episode.task, [episode])], "trajectory", 0).batch
+    assert columns["response_mask"][0].tolist() == [False] * start + [bool(one) for one in mask]
+    assert {at: value for at, value in enumerate(columns["turn_rewards"][0].tolist()) if value} == rewards
     assert episode.outcome == "terminated" and episode.reward == 6.0
     short = Limits(context=len(prompts[1]))
     prompts.clear()

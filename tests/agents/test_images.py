@@ -16,7 +16,7 @@ from roll.agents.agent_options import VerlOptions
 from roll.agents.chat_ids import ChatTemplate, TemplateError
 from roll.agents.conversation import Conversations
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions, _filled_content
-from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task, run_episode
+from roll.agents.episode import Episode, Limits, Model, Task, run_episode
 from roll.agents.images import ChatImages
 from roll.agents.registry import make_verifier
 from roll.agents.session import Session
@@ -29,13 +29,13 @@ from roll.environments.sokoban import Sokoban
 from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.engines import Generation
 from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EngineSampler
+from roll.rollout.episodes import EngineSampler, EpisodeGroup
 from roll.rollout.groups import FinishedGroup
 from roll.rollout.loops import Calls
 from roll.serving.dialects.chat import read_chat
 from roll.serving.http import BadRequest, Refusal
 from roll.strategies.engines.requests import SamplingParams
-from tests.support.episodes import sampled
+from tests.support.episodes import ids_of, sampled
 from tests.vision_models import PROCESSING, tokenizer, video_processing
 
 LAKE = {"size": 3, "p": 0.9, "max_steps": 4, "render_mode": "rgb_array", "cell_pixels": 16}
@@ -99,10 +99,11 @@ def test_every_prompt_has_the_images_that_its_context_shows(template: ChatTempla
     if context == "append":
         (branch,) = episode.conversations.branches()
         last = engine.prompts[-1][0]
-        assert branch.token_ids[: len(last)].tolist() == last
-        assert [image.digest for image in branch.images] == [one.digest for one in engine.prompts[-1][1].images]  # type: ignore[union-attr]
-    steps = episode.conversations.steps()
-    assert [len(one.images) for one in steps] == [len(vision.images) for _, vision in engine.prompts if vision]
+        assert ids_of(branch)[: len(last)] == last
+        images = [image for call in branch.calls for image in call.images]
+        assert [image.digest for image in images] == [one.digest for one in engine.prompts[-1][1].images]  # type: ignore[union-attr]
+    counts = [sum(len(call.images) for call in one.calls) for one in episode.conversations.steps()]
+    assert counts == [len(vision.images) for _, vision in engine.prompts if vision]
 
 
 def test_templates_are_filled_with_pictures_as_with_texts() -> None:

@@ -19,7 +19,7 @@ from roll.agents.built_in_tools import PythonTool
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.conversation import Conversations
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
-from roll.agents.episode import Episode, EpisodeGroup, Limits, Model, Task, run_episode
+from roll.agents.episode import Episode, Limits, Model, Task, run_episode
 from roll.agents.tool_calls import parse_response
 from roll.agents.tools import ToolError
 from roll.algorithms.advantages import AdvantageInputs, estimate_advantages
@@ -30,10 +30,11 @@ from roll.pipelines.agentic.players import TaskSource
 from roll.pipelines.model_calls import even_mini_batches
 from roll.protocol import DataProto
 from roll.rollout.episode_batch import build_episode_batch
+from roll.rollout.episodes import EpisodeGroup
 from tests.agents.playing import Recorded, byte_soup, opened
 from tests.config.good import changed, load, mistakes
 from tests.config.test_agentic import LAKE
-from tests.support.episodes import make_episode, random_groups, said
+from tests.support.episodes import ids_of, make_episode, random_groups, said
 from tests.support.keys import algorithm, config_of
 
 ROOT = Path(__file__).parents[2]
@@ -322,7 +323,7 @@ def test_fault_19_a_thread_an_episode_and_rows_as_long_as_the_limit(template: Ch
     before = threading.active_count()
     episodes = asyncio.run(all_of_them())
     assert max(most) - before < 50
-    longest = max(len(episode.conversations.branches()[0].token_ids) for episode in episodes)
+    longest = max(len(ids_of(episode.conversations.branches()[0])) for episode in episodes)
     assert build_episode_batch(grouped(*episodes), "trajectory", 0).batch["input_ids"].shape == (100, longest)
 
 

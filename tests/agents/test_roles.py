@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from roll.agents.agent_options import AgentOptionError
-from roll.agents.episode import EpisodeGroup, Limits, Model, Task, run_episode
+from roll.agents.episode import Limits, Model, Task, run_episode
 from roll.agents.registry import check_agent
 from roll.agents.session import Session
 from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.rollout.episode_batch import build_episode_batch
+from roll.rollout.episodes import EpisodeGroup
 from roll.serving.dialects.parts import ChatRequest
 from roll.serving.http import Refusal
 from tests.agents.playing import Recorded
@@ -59,13 +60,16 @@ def episodes(rewards: list[Any]) -> EpisodeGroup:
 def test_each_role_has_rewards_and_baselines_of_its_own() -> None:
     """The roles' rewards sum to nothing in every episode; each is compared with the same role of the others."""
     group = episodes([{"asker": 1.0, "solver": -1.0}, {"asker": -1.0, "solver": 1.0}])
-    for episode in group.episodes:
+    for episode in group.members:
         assert [(call.role, call.parent) for call in episode.calls] == [
             *(("asker", None), ("solver", None)),
             *(("asker", 0), ("solver", 1)),
         ], "a role goes on from its own calls, whoever was answered alike"
         assert episode.reward == 0
-    assert (group.scores("asker"), group.scores("solver")) == ([1.0, -1.0], [-1.0, 1.0])
+    assert [[one.reward_of(role) for one in group.members] for role in ("asker", "solver")] == [
+        [1.0, -1.0],
+        [-1.0, 1.0],
+    ]
     batch = build_episode_batch([group], "trajectory", 0)
     assert batch.non_tensor_batch["role"].tolist() == ["asker", "solver"] * 2
     assert batch.batch["scores"].tolist() == [1.0, -1.0, -1.0, 1.0]
@@ -77,7 +81,7 @@ def test_each_role_has_rewards_and_baselines_of_its_own() -> None:
 
 
 def test_a_single_reward_is_earned_by_every_role() -> None:
-    (episode,) = episodes([0.5]).episodes
+    (episode,) = episodes([0.5]).members
     assert [(call.role, call.reward) for call in episode.calls][2:] == [("asker", 0.5), ("solver", 0.5)]
 
 

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from roll.agents.episode import Episode, EpisodeGroup, Limits, Task
+from roll.agents.episode import Episode, Limits, Task
 from roll.agents.registry import make_agent
 from roll.rollout.episode_batch import build_episode_batch
+from roll.rollout.episodes import EpisodeGroup
 from tests.agents.playing import Recorded, assert_trained_as_sampled, played
 from tests.agents.templates import WRITTEN_HERE
 from tests.agents.test_agents import called
+from tests.support.episodes import trained_ids
 
 pytestmark = pytest.mark.long
 PROGRAMS = Path(__file__).with_name("programs")
@@ -62,7 +64,7 @@ def test_smolagents_demands_calls() -> None:
     assert (episode.outcome, episode.reward) == ("terminated", 1.0), episode.error
     assert len(engine.turns) == 4 and episode.metrics["demanded_calls"] == 2
     assert [call.message["tool_calls"][0]["function"]["name"] for call in episode.calls] == ["add", "final_answer"]
-    sampled = [branch.token_ids[branch.trained].tolist() for branch in episode.conversations.branches()]
+    sampled = [trained_ids(branch) for branch in episode.conversations.branches()]
     assert sampled == [engine.turns[1][1], engine.turns[3][1]], "what was drawn to choose a tool is not trained"
 
 
@@ -106,7 +108,7 @@ def test_several_clients_at_once() -> None:
         assert counts.foreign_responses == counts.breaks == 0
     sampled = sum(len(ids) for _, ids in engine.turns)
     branches = [branch for episode in episodes for branch in episode.conversations.branches()]
-    assert sum(int(branch.trained.sum()) for branch in branches) == sampled, "every sampled token once"
+    assert sum(len(trained_ids(branch)) for branch in branches) == sampled, "every sampled token once"
     batch = build_episode_batch([EpisodeGroup(0, TASK, episodes)], "trajectory", 0)
     assert sorted(batch.non_tensor_batch["role"].tolist()) == sorted(ROLES * 3)
     assert int(batch.batch["response_mask"].sum()) == sampled

@@ -333,7 +333,8 @@ def test_a_filter_leaves_out_groups(tmp_path: Path) -> None:
 
 def _group(rewards: list[float]) -> Any:
     from roll.agents.conversation import Conversations
-    from roll.agents.episode import Episode, EpisodeGroup, Task
+    from roll.agents.episode import Episode, Task
+    from roll.rollout.episodes import EpisodeGroup
 
     task = Task("lake", 1)
     none: Any = None

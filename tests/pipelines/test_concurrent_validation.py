@@ -49,17 +49,16 @@ class Asked:
     def of(validation: Validation) -> Asked:
         metrics, shown = validation.metrics, validation.groups
         groups: list[SampleGroup] = [group for groups in shown.values() for group in groups]
-        versions = {span[0] for group in groups for spans in group.finished.weight_versions for span in spans}
-        tokens = {name: [group.finished.token_ids.tolist() for group in groups] for name, groups in shown.items()}
+        versions = {span[0] for group in groups for one in group.members for span in one.weight_versions}
+        samples = {name: [one for group in groups for one in group.members] for name, groups in shown.items()}
+        tokens = {name: [one.response_ids.tolist() for one in own] for name, own in samples.items()}
         return Asked(metrics, tokens, versions)
 
 
 def begin(one: Bench) -> asyncio.Task[Validation]:
     async def answer(rows: Any, count: int, params: Any, first: int) -> list[SampleGroup]:
         settings, remaining = GroupSettings(count, params, seed=3), iter(rows)
-        flow: GroupFlow[SampleGroup] = GroupFlow(
-            one.client, one.router, lambda count: list(islice(remaining, count)), settings, first
-        )
+        flow = GroupFlow(one.client, one.router, lambda count: list(islice(remaining, count)), settings, first)
         return (await collected(flow, len(rows), 0, 1.0)).groups
 
     return one.driver.spawn(validate(SETS, ROWS, 4, answer))

@@ -18,9 +18,10 @@ from roll.pipelines.files import sample_table
 from roll.pipelines.sample_records import Notes, sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
+from roll.rollout.batches import build_batch
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupFlow
-from roll.rollout.groups import SampleGroup, build_batch
+from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import RewardClient
 from roll.rollout.scheduling import prompt_codec
@@ -32,7 +33,7 @@ from tests.rollout.token_engines import TokenEngines
 PROMPTS = 4
 
 
-class Rows(RolloutSource[SampleGroup]):
+class Rows(RolloutSource):
     def __init__(self, engines: EngineClient) -> None:
         self.numbers = count()
         rewards = RewardClient({"d": FakeRewards(longest_is_even, world_size=2, rng=random.Random(1))})  # type: ignore[dict-item]
@@ -59,7 +60,7 @@ class Rows(RolloutSource[SampleGroup]):
         self.numbers = count(int(state["num_drawn"]))
 
 
-def made(ratio: float, cluster: TokenEngines) -> EngineRollout[SampleGroup]:
+def made(ratio: float, cluster: TokenEngines) -> EngineRollout:
     engines = EngineClient(cluster, max_running_requests=5)  # type: ignore[arg-type]
     config: Any = SimpleNamespace(max_steps=20, rpc_timeout=5.0, partial_rollout=True)
     plan: Any = SimpleNamespace(

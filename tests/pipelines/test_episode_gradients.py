@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from roll.agents.episode import EpisodeGroup, Task
+from roll.agents.episode import Task
 from roll.algorithms.losses import actor_loss_options
 from roll.methods.episodes import EpisodeMethod
 from roll.methods.losses import PolicyLoss
@@ -17,6 +17,7 @@ from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.model_calls import even_mini_batches, num_samples, shuffled_rows
 from roll.protocol import DataProto
 from roll.rollout.episode_batch import SampleRule, build_episode_batch
+from roll.rollout.episodes import EpisodeGroup
 from roll.strategies.base import Output
 from tests.support.episodes import make_episode, random_groups, said
 from tests.support.keys import config_of
@@ -77,15 +78,15 @@ def update(batch: DataProto, config: AgenticConfig, parts: list[list[int]] | Non
 def reference(groups: list[EpisodeGroup], config: AgenticConfig) -> tuple[float, torch.Tensor]:
     """PPO on GRPO's advantages, call by call behind the very prompt that the engine was given."""
     policy = TinyPolicy()
-    episodes = [episode for group in groups for episode in group.episodes]
+    episodes = [episode for group in groups for episode in group.members]
     all_tokens = sum(len(call.response_ids) for episode in episodes for call in episode.calls)
     total = torch.zeros((), dtype=torch.float64)
     for group in groups:
-        rewards = [sum(call.reward for call in episode.calls) for episode in group.episodes]
+        rewards = [sum(call.reward for call in episode.calls) for episode in group.members]
         mean = sum(rewards) / len(rewards)
         std = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
-        group_tokens = sum(len(call.response_ids) for episode in group.episodes for call in episode.calls)
-        for episode, reward in zip(group.episodes, rewards, strict=True):
+        group_tokens = sum(len(call.response_ids) for episode in group.members for call in episode.calls)
+        for episode, reward in zip(group.members, rewards, strict=True):
             advantage = (reward - mean) / (std + 1e-6)
             own_tokens = sum(len(call.response_ids) for call in episode.calls)
             weight = {
@@ -113,7 +114,7 @@ MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-to
 def near_policy(groups: list[EpisodeGroup]) -> list[EpisodeGroup]:
     """The engine's log-probs are the policy's and a little noise, so that some ratios are clipped and some are not."""
     policy, noise = TinyPolicy(), np.random.default_rng(1)
-    for episode in (episode for group in groups for episode in group.episodes):
+    for episode in (episode for group in groups for episode in group.members):
         for call in episode.calls:
             prompt = episode.conversations.prompt_ids(call)
             with torch.no_grad():

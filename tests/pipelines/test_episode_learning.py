@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from roll.agents.episode import EpisodeGroup, Task
+from roll.agents.episode import Task
 from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
 from roll.rollout.episode_batch import SampleRule, build_episode_batch
+from roll.rollout.episodes import EpisodeGroup
 from tests.support.episodes import make_episode, random_groups, said
 from tests.support.keys import config_of
 
@@ -46,7 +47,7 @@ def turns_of(groups: list[EpisodeGroup]) -> list[list[Turn]]:
     """The turns of each episode, in order of time."""
     found: list[list[Turn]] = []
     for number, group in enumerate(groups):
-        for episode in group.episodes:
+        for episode in group.members:
             number_of = len(found)
             calls = episode.calls
             found.append([Turn(number, number_of, c.index, len(c.response_ids), c.reward, c.state) for c in calls])
@@ -242,7 +243,7 @@ def test_estimators_equal_the_loop(
     """Trees, conversations that begin anew, one row a call: all the same trajectories. Every second is truncated."""
     for seed in range(2):
         groups = random_groups(np.random.default_rng(seed), groups=3, episodes=4)
-        for index, episode in enumerate(episode for group in groups for episode in group.episodes):
+        for index, episode in enumerate(episode for group in groups for episode in group.members):
             episode.outcome = "turn_limit" if index % 2 else "terminated"
         batch, _ = learn(groups, rule, norm, adv_estimator=name, **keys)
         expected = reference(turns_of(groups))

@@ -68,9 +68,8 @@ def test_a_graded_reward_has_no_accuracy():
 
 def test_further_numbers_of_a_reward_are_validated_too():
     group = make_group(0, [1], [[1], [2]], [1.0, 0.0])
-    group.rewards = [
-        replace(result, metrics={"lines": lines}) for result, lines in zip(group.rewards, (1.0, 4.0), strict=True)
-    ]
+    for one, lines in zip(group.members, (1.0, 4.0), strict=True):
+        one.reward = replace(one.reward, metrics={"lines": lines})
     metrics = pass_metrics([Answers.of(group)], "greedy", is_primary=False, in_training=True)
     assert metrics["val/greedy/reward/lines"] == 2.5
 

@@ -169,7 +169,7 @@ def test_rows_of_episodes(tmp_path: Path) -> None:
     groups = random_groups(np.random.default_rng(0), groups=3, episodes=4)
     made = build_episode_batch(groups, "trajectory", 0)
     made.batch["advantages"] = made.batch["response_mask"].float()
-    episodes = [episode for group in groups for episode in group.episodes]
+    episodes = [episode for group in groups for episode in group.members]
     for number, episode in enumerate(episodes):
         episode.metrics["number"] = number
     (block,) = recorded(

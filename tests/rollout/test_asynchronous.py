@@ -116,12 +116,13 @@ class Bench:
         orders = [group.order for group in groups]
         assert orders == sorted(orders)
         for group in groups if self.loop is None else []:
-            assert int(group.prompt.ground_truth) == group.order
+            assert int(group.item.ground_truth) == group.order
             seed = 5 << 32 | group.order
             whole = [response(seed, index) for index in range(GROUP_SIZE)]
-            assert group.finished.token_ids.tolist() == [token for tokens in whole for token in tokens]
-            assert np.allclose(group.finished.log_probs, -group.finished.token_ids / 2**30)
-            for tokens, spans in zip(whole, group.finished.weight_versions, strict=True):
+            assert [sample.response_ids.tolist() for sample in group.members] == whole
+            for tokens, sample in zip(whole, group.members, strict=True):
+                assert np.allclose(sample.log_probs, -sample.response_ids / 2**30)
+                spans = sample.weight_versions
                 positions = [position for _, start, end in spans for position in range(start, end)]
                 assert positions == list(range(len(tokens))), "every token has its version"
                 versions = [version for version, _, _ in spans]
@@ -196,7 +197,7 @@ def test_tokens_are_sampled_once(bench: Any) -> None:
     one = bench(ratio=2, steps=30)
     trained = 0
     for step in range(one.steps):
-        trained += sum(group.finished.lengths.sum() for group in one.step(step))
+        trained += sum(len(sample.response_ids) for group in one.step(step) for sample in group.members)
         one.state_dict()
         one.train()
     assert one.counts["generating"] + one.counts["ready"] == 0
@@ -214,7 +215,7 @@ def num_mixed(one: Bench) -> int:
     mixed = 0
     for step in range(one.steps):
         for group in one.step(step):
-            mixed += sum(len(spans) > 1 for spans in group.finished.weight_versions)
+            mixed += sum(len(sample.weight_versions) > 1 for sample in group.members)
         one.train()
     return mixed
 
@@ -305,5 +306,5 @@ def validate(one: Bench, version: int) -> None:
     flow = GroupFlow(one.client, one.router, draw, GroupSettings(2, PARAMS, 1), 0)
     result = one.driver.run(collected(flow, 6, 0, deadline=1.0))
     assert orders(result.groups) == list(range(6))
-    versions = {span[0] for group in result.groups for spans in group.finished.weight_versions for span in spans}
+    versions = {span[0] for group in result.groups for one in group.members for span in one.weight_versions}
     assert versions == {version}

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.rewards.base import RewardResult
-from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
-from roll.rollout.loops import join_requests
-from tests.support.sample_groups import make_group
+from roll.rollout.batches import build_batch, greedy_baseline, reward_components
+from tests.support.sample_groups import give, make_group
 
 tokens = st.lists(st.integers(0, 1000), min_size=1, max_size=6)
 group_shapes = st.lists(st.tuples(tokens, st.lists(tokens, min_size=1, max_size=3)), min_size=1, max_size=4)
@@ -26,9 +25,9 @@ def test_rows_hold_prompt_response_and_padding(shapes):
     width = max(len(prompt) + len(r) for prompt, responses in shapes for r in responses)
     row = 0
     for index, group in enumerate(groups):
-        prompt = list(group.prompt.token_ids)
-        log_probs = iter(group.finished.log_probs.tolist())
-        for sample, response in enumerate(group.finished.split(group.finished.token_ids)):
+        prompt = list(group.item.token_ids)
+        for sample, one in enumerate(group.members):
+            response, log_probs = one.response_ids, iter(one.log_probs.tolist())
             ids = prompt + response.tolist()
             padding = width - len(ids)
             assert batch.batch["input_ids"][row].tolist() == ids + [7777] * padding
@@ -40,7 +39,7 @@ def test_rows_hold_prompt_response_and_padding(shapes):
             assert batch.batch["scores"][row].item() == float(sample)
             assert batch.batch["group_ids"][row].item() == index
             assert batch.non_tensor_batch["sample_id"][row] == f"{group.order}-{sample}"
-            assert batch.non_tensor_batch["prompt_id"][row] == group.prompt.prompt_id
+            assert batch.non_tensor_batch["prompt_id"][row] == group.item.prompt_id
             row += 1
     assert len(batch) == row
 
@@ -53,11 +52,12 @@ def test_a_sample_without_reward_has_score_nan():
 
 def test_the_numbers_of_a_reward_as_columns():
     group = make_group(0, [1], [[2], [3], [4]])
-    group.rewards = [
+    rewards = [
         RewardResult(1.5, {"correct": 1.0, "format": 0.5}),
         RewardResult(0.25, {}, "failed, and on_error says value"),
         RewardResult(None, {}, "failed, and on_error says mask"),
     ]
+    give(group, rewards)
     components = reward_components([group], ["format", "score"])
     assert components.dtype == torch.float32
     assert components.tolist() == [[0.5, 1.5], [0.25, 0.25], [0.0, 0.0]]
@@ -65,17 +65,13 @@ def test_the_numbers_of_a_reward_as_columns():
         reward_components([group], ["correct", "formt"])
 
 
-def test_routes_of_a_group_of_several_requests():
-    """They are kept where every sample has its own; a record of some samples only cannot be told apart."""
-    parts = [make_group(0, [1], [[2], [3, 4]]).finished, make_group(0, [1], [[5]]).finished]
-    for part, first in zip(parts, (0, 10), strict=True):
-        part.routes = [np.full((length + 1, 2, 1), first + i, np.uint8) for i, length in enumerate(part.lengths)]
-    prompt = make_group(0, [1], [[2]]).prompt
-    rewards = [RewardResult(1.0)] * 3
-    batch = build_batch([SampleGroup(0, prompt, join_requests("0", parts), rewards)], pad_token_id=0).batch
-    assert batch["routed_experts"][:, 0, 0, 0].tolist() == [0, 1, 10]
-    parts[1].routes = []
-    assert join_requests("0", parts).routes == []
+def test_routes_of_samples():
+    """A sample without a record has the mark of missing ones."""
+    group = make_group(0, [1], [[2], [3, 4], [5]])
+    for first, one in enumerate(group.members[:2]):
+        one.routes = np.full((len(one.response_ids) + 1, 2, 1), first, np.uint8)
+    batch = build_batch([group], pad_token_id=0).batch
+    assert batch["routed_experts"][:, :, 0, 0].tolist() == [[0, 0, 255], [1, 1, 1], [255, 255, 255]]
 
 
 def test_the_greedy_response_stands_beside_every_sample_of_its_prompt():

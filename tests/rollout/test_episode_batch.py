@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from roll.agents.conversation import Call, Conversations
-from roll.agents.episode import Episode, EpisodeGroup, Outcome, Task
+from roll.agents.episode import Episode, Outcome, Task
 from roll.rollout.episode_batch import build_episode_batch, episode_score
+from roll.rollout.episodes import EpisodeGroup
 from tests.support.episodes import make_episode, random_groups, said
 
 PAD = 999
@@ -58,7 +59,7 @@ def test_each_sampled_token_is_trained_once_under_both_rules() -> None:
     groups = random_groups(np.random.default_rng(0), groups=3, episodes=4)
     expected = sorted(
         (order, turn, token, log_prob)
-        for order, episode in enumerate(episode for group in groups for episode in group.episodes)
+        for order, episode in enumerate(episode for group in groups for episode in group.members)
         for turn, call in enumerate(episode.calls)
         for token, log_prob in zip(call.response_ids, np.float32(call.log_probs).tolist(), strict=True)
     )
@@ -68,7 +69,7 @@ def test_each_sampled_token_is_trained_once_under_both_rules() -> None:
         per_token = (columns["turn_ids"], columns["input_ids"], columns["rollout_log_probs"])
         found = zip(columns["episode_ids"][rows].tolist(), *(c[rows, places].tolist() for c in per_token), strict=True)
         assert sorted(found) == expected
-        total = sum(call.reward for group in groups for episode in group.episodes for call in episode.calls)
+        total = sum(call.reward for group in groups for episode in group.members for call in episode.calls)
         assert float(columns["turn_rewards"].sum()) == pytest.approx(total, abs=1e-4)
         assert torch.equal(columns["turn_ids"] >= 0, columns["response_mask"])
 

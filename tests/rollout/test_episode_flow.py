@@ -13,7 +13,7 @@ import pytest
 from benchmarks.simulation.clock import Clock
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
-from roll.agents.episode import EpisodeGroup, Limits, Task
+from roll.agents.episode import Limits, Task
 from roll.checkpoint.state import load_state, save_state
 from roll.config.plan.plan import RunAhead
 from roll.distributed import DriverLoop
@@ -22,7 +22,7 @@ from roll.environments.frozen_lake import FrozenLake
 from roll.environments.off_loop import EnvironmentProcesses, RemoteEnvironment, call_off_loop, in_own_process
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EpisodeLoop, Player, episode_codec
+from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, Player, episode_codec
 from roll.rollout.flow import GroupFlow, RolloutExhausted, RolloutResult, collected
 from roll.rollout.loops import GroupSettings
 from roll.rollout.routing import ConversationAffinityRouter
@@ -71,13 +71,13 @@ class Lakes:
         self.drawn = 0
         settings = GroupSettings(SIZE) if keeps is None else GroupSettings(SIZE, keeps=keeps)
         self.loop = EpisodeLoop(self.players, "7/", **options)
-        self.flow: GroupFlow[EpisodeGroup] = GroupFlow(self.client, None, self.draw, settings, loop=self.loop)
+        self.flow = GroupFlow(self.client, None, self.draw, settings, loop=self.loop)
 
     def draw(self, count: int) -> list[Task]:
         self.drawn += count
         return [Task("lake", seed) for seed in range(self.drawn - count, self.drawn)]
 
-    def collect(self, count: int, additional: int = 0) -> RolloutResult[EpisodeGroup]:
+    def collect(self, count: int, additional: int = 0) -> RolloutResult:
         return self.driver.run(collected(self.flow, count, additional, 1e6))
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ def contents(groups: list[EpisodeGroup]) -> Any:
     return [
         (
             group.order,
-            [[(call.new_ids, call.response_ids, call.reward) for call in one.calls] for one in group.episodes],
+            [[(call.new_ids, call.response_ids, call.reward) for call in one.calls] for one in group.members],
         )
         for group in groups
     ]
@@ -182,7 +182,7 @@ def test_failed_environments_are_tried_again_and_counted(lakes: Any) -> None:
     Troubled.made = 0
     one = lakes(Troubled, retries=4)
     groups = one.collect(4).groups
-    assert all(not episode.failed for group in groups for episode in group.episodes)
+    assert all(not episode.failed for group in groups for episode in group.members)
     assert one.flow.counts["ended"] == 4 * SIZE and one.flow.counts["retried"] > 0
     Troubled.faults = 1
     one = lakes(Troubled, retries=1)
@@ -212,14 +212,14 @@ def test_redundant_members_make_up_for_slow_ones(lakes: Any) -> None:
     SlowSometimes.made = 0
     one = lakes(SlowSometimes, redundancy=1)
     groups = one.collect(4).groups
-    assert [len(group.episodes) for group in groups] == [SIZE] * 4
-    assert all(not episode.failed for group in groups for episode in group.episodes)
+    assert [len(group.members) for group in groups] == [SIZE] * 4
+    assert all(not episode.failed for group in groups for episode in group.members)
     assert one.flow.counts == Counter(ended=4 * SIZE, cancelled=4)
     one.driver.run(one.client.drain())
     assert one.client.num_outstanding == 0
     SlowSometimes.made = 0
     one = lakes(SlowSometimes, retries=0)
-    failed = [episode for group in one.collect(4).groups for episode in group.episodes if episode.failed]
+    failed = [episode for group in one.collect(4).groups for episode in group.members if episode.failed]
     assert len(failed) == SIZE and "took more than 60 s" in failed[0].error
 
 
@@ -269,7 +269,7 @@ def test_resumed_episodes_are_those_of_an_uninterrupted_run(lakes: Any, tmp_path
         found = dict(contents(groups))
         known = {order: members for each in expected for order, members in each}
         assert all(known[order] == members for order, members in found.items() if order in known)
-        versions += [set(call.versions) for group in groups for one in group.episodes for call in one.calls]
+        versions += [set(call.versions) for group in groups for one in group.members for call in one.calls]
         resumed.scheduler.check()
         resumed.restart(step)
     counts = resumed.scheduler.counts()
@@ -301,10 +301,10 @@ def test_turns_that_are_cut_go_on_from_their_ids(lakes: Any, way: str) -> None:
 
     groups = one.driver.run(cut()).groups
     assert contents(groups) == expected
-    calls = [call for group in groups for episode in group.episodes for call in episode.calls]
+    calls = [call for group in groups for episode in group.members for call in episode.calls]
     assert all(call.versions == sorted(call.versions) for call in calls)
     assert sum(len(set(call.versions)) > 1 for call in calls) > len(calls) / 4, "many turns saw several versions"
-    assert not any(episode.failed for group in groups for episode in group.episodes)
+    assert not any(episode.failed for group in groups for episode in group.members)
     assert one.flow.counts["retried"] == 0, "no episode is begun again for an engine's sake"
     columns = build_episode_batch(groups, "trajectory", 0).batch
     trained = columns["weight_versions"][columns["response_mask"]].tolist()
@@ -314,9 +314,9 @@ def test_turns_that_are_cut_go_on_from_their_ids(lakes: Any, way: str) -> None:
 def test_without_partial_rollout_no_episode_sees_two_versions(lakes: Any, tmp_path: Path) -> None:
     whole = Ahead(lakes, tmp_path, in_flight=False)
     groups = [group for step in range(4) for group in whole.step(step)]
-    assert len({version for group in groups for call in group.episodes[0].calls for version in call.versions}) > 1
+    assert len({version for group in groups for call in group.members[0].calls for version in call.versions}) > 1
     for group in groups:
-        assert len({version for one in group.episodes for call in one.calls for version in call.versions}) == 1
+        assert len({version for one in group.members for call in one.calls for version in call.versions}) == 1
 
 
 def test_a_dead_process_is_replaced() -> None:

@@ -40,7 +40,7 @@ class FakeModel:
 def groups_of(domain: str, row: dict[str, Any] | None = None) -> list[Any]:
     groups = [make_group(i, [7, 8], [[i, 3 * i + j] for j in range(3)], domain=domain) for i in range(3)]
     for group in groups:
-        group.prompt.row.update(row or {})
+        group.item.row.update(row or {})
     return groups
 
 
@@ -65,7 +65,7 @@ async def test_the_model_is_asked_first(kind: str) -> None:
     assert client.num_pending == 0
     for group in asked:
         assert group.scores().tolist() == [3 * group.order + j for j in range(3)]
-    assert all(result.score == -1.0 for group in other for result in group.rewards)
+    assert all(one.score == -1.0 for group in other for one in group.members)
     assert len(model.seen) == 9
     first = model.seen[0]
     if kind == "tokens":
@@ -80,7 +80,7 @@ async def test_a_row_without_its_messages_is_an_error_of_its_samples() -> None:
     scorer: Any = ModelScorer(model, {"a": "chat"}, [DataArguments(prompt="question")])  # type: ignore[arg-type]
     (group, *_) = groups_of("a")
     await scorer.score([group])
-    assert all("column 'question' expected" in result.error for result in group.model_results)
+    assert all("column 'question' expected" in one.model_result.error for one in group.members)
 
 
 @pytest.mark.parametrize(

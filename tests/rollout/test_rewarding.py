@@ -47,7 +47,7 @@ async def test_each_group_gets_the_scores_of_its_own_samples():
     for group in given:
         assert (
             group.scores().tolist()
-            == ([9.0] * 3 if group.prompt.domain == "b" else [0.0, 1.0, 2.0])[: group.num_samples]
+            == ([9.0] * 3 if group.item.domain == "b" else [0.0, 1.0, 2.0])[: len(group.members)]
         )
     assert client.num_pending == 0
     assert client.num_calls == 4, "groups that are given together travel together"
@@ -102,12 +102,12 @@ def test_a_reward_worker_that_dies_is_replaced(times: int, tmp_path: Path) -> No
     @on_clock
     async def play() -> None:
         given = groups(3, size=2)
-        deadly = given[1].finished.texts[1]
+        deadly = given[1].members[1].text
         cluster = FakeRewards(dies_of(deadly, times), rng=random.Random(0))
         quarantine = SampleQuarantine(tmp_path)
         client = RewardClient({"a": cluster}, quarantine=quarantine)
         await asyncio.gather(*(client.score(group) for group in given))
-        results = [result for group in given for result in group.rewards]
+        results = [one.reward for group in given for one in group.members]
         quarantined_at = [number for number, result in enumerate(results) if result.score is None]
         assert quarantined_at == ([] if times == 1 else [3])
         assert len(cluster.restarts) == quarantine.num_deaths == min(times, 2)
@@ -142,11 +142,11 @@ def test_no_sample_is_blamed_for_the_death_that_another_call_causes(seed: int) -
     @on_clock
     async def play() -> None:
         given = groups(6, size=2)
-        deadly = given[2].finished.texts[1]
+        deadly = given[2].members[1].text
         client = RewardClient({"a": SharedFate(dies_of(deadly, 99), rng=random.Random(seed))})
         tasks = [task for group in given for task in await submit(client, [group])]
         await asyncio.gather(*tasks)
-        results = [result for group in given for result in group.rewards]
+        results = [one.reward for group in given for one in group.members]
         assert [number for number, result in enumerate(results) if result.score is None] == [5]
         assert client.quarantine.num_samples == 1
 

@@ -98,16 +98,16 @@ def test_order_of_the_result_is_that_of_drawing_whoever_finishes_first(bench):
     result = bench.collect(wanted=7, first_draw=40)
     assert [group.order for group in result.groups] == list(range(40, 47))
     for group in result.groups:
-        number = group.prompt.token_ids[0]
-        assert group.finished.texts == [str(number), f"{number} {number}", f"{number} {number} {number}"]
-        expected = [one_in_three_differs(sample) for sample in group.reward_samples()]
+        number = group.item.token_ids[0]
+        assert [one.text for one in group.members] == [str(number), f"{number} {number}", f"{number} {number} {number}"]
+        expected = [one_in_three_differs(sample) for sample in (one.for_reward() for one in group.members)]
         assert group.scores().tolist() == expected
 
 
 @given(benches)
 def test_filtered_groups_are_replaced_and_the_same_prompts_used_whatever_the_timing(bench):
     result = bench.collect(wanted=4, filters={"d": DIFFERENT})
-    assert [group.prompt.token_ids[0] for group in result.groups] == [0, 3, 6, 9]
+    assert [group.item.token_ids[0] for group in result.groups] == [0, 3, 6, 9]
     assert result.num_drawn == 10, "not a prompt more than it takes"
     assert result.num_filtered == 6
     assert result.num_aborted == 0
@@ -134,7 +134,7 @@ def test_a_margin_of_additional_prompts_is_kept_while_groups_are_missing():
 def test_two_collections_do_not_mix(bench):
     first = bench.collect(wanted=3, num_additional=4)
     second = bench.collect(wanted=3, first_draw=0, num_additional=4)
-    assert {g.prompt.prompt_id for g in first.groups}.isdisjoint(g.prompt.prompt_id for g in second.groups)
+    assert {g.item.prompt_id for g in first.groups}.isdisjoint(g.item.prompt_id for g in second.groups)
 
 
 def test_seed_depends_on_the_draw_alone():
@@ -158,7 +158,7 @@ def test_filters_are_the_domains_own():
     bench = Bench(domains=lambda number: "other" if number % 2 else "d")
     result = bench.collect(wanted=6, filters={"d": DIFFERENT})
     for group in result.groups:
-        assert group.prompt.domain == "other" or len(set(group.scores())) > 1
+        assert group.item.domain == "other" or len(set(group.scores())) > 1
 
 
 def test_everything_filtered_ends_with_what_was_seen():

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from roll.datasets.types import PromptRow
-from roll.rewards.base import RewardResult
-from roll.rollout.groups import FinishedGroup, build_batch
+from roll.rollout.batches import build_batch
+from roll.rollout.groups import FinishedGroup
 from roll.rollout.loops import GroupSettings, RolloutContext
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.strategies import jobs
@@ -44,6 +44,7 @@ class ScriptedEngines:
             finish_reasons=["stop"] * len(samples),
             texts=[""] * len(samples),
             weight_versions=[[(0, 0, len(sample))] for sample in samples],
+            context=self.contexts[name],
         )
 
 
@@ -61,7 +62,6 @@ def two_rounds() -> tuple[dict[str, torch.Tensor], list[list[tuple[list[int], li
     context.start(PROMPT, 2)
     plain = engines.finished("0.2")
     group = context.group(prompt, answers, plain)
-    group.rewards = [RewardResult(1.0)] * group.num_samples
     batch = build_batch([group], pad_token_id=0).batch
     rounds = [[(seen, answer)] for answer in SCRIPT["0.1"]] + [[(PROMPT, own)] for own in SCRIPT["0.2"]]
     columns = {name: batch[name] for name in ("input_ids", "attention_mask", "response_mask")}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any, cast
 
 import numpy as np
 
 from roll.agents.chat_ids import ChatTemplate
-from roll.agents.conversation import Call, Conversations
-from roll.agents.episode import Episode, EpisodeGroup, Outcome, Task
+from roll.agents.conversation import Branch, Call, Conversations
+from roll.agents.episode import Episode, Outcome, Task
+from roll.rollout.episodes import EpisodeGroup
 from roll.rollout.groups import FinishedGroup
 from roll.strategies.engines.requests import FinishReason, GenerationOutput
 
@@ -24,6 +26,16 @@ def sampled(
     """A response, as an engine gives it to an episode."""
     output = GenerationOutput("", 0, ids, log_probs or [-1.0] * len(ids), reason, [(version, 0, len(ids))])
     return FinishedGroup.from_samples([output], [""])
+
+
+def ids_of(branch: Branch) -> list[int]:
+    """All ids of a branch."""
+    return [one for call in branch.calls for one in (*call.new_ids, *call.response_ids)]
+
+
+def trained_ids(branch: Branch) -> list[int]:
+    """The ids that a branch trains."""
+    return [one for call in compress(branch.calls, branch.is_trained) for one in call.response_ids]
 
 
 def make_episode(*calls: dict[str, Any], outcome: Outcome = "terminated", tag: str = "env", seed: int = 1) -> Episode:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult
-from roll.rollout.groups import FinishedGroup, SampleGroup
+from roll.rollout.groups import FinishedGroup, Group, SampleGroup
 
 
 def make_group(
@@ -26,9 +28,16 @@ def make_group(
         finish_reasons=["stop"] * len(responses),
         texts=[" ".join(map(str, response)) for response in responses],
         weight_versions=[[(0, 0, len(response))] for response in responses],
+        context=prompt,
     )
     row = PromptRow(f"p{order}", domain, tag, prompt, "prompt", "truth", {})
-    group = SampleGroup(order, row, finished)
+    group = Group(order, row, finished.samples(row))
     if scores is not None:
-        group.rewards = [RewardResult(score, error=None if score is not None else "none") for score in scores]
+        give(group, [RewardResult(score, error=None if score is not None else "none") for score in scores])
     return group
+
+
+def give(group: SampleGroup, rewards: Sequence[RewardResult]) -> None:
+    """Score the samples of ``group``."""
+    for sample, reward in zip(group.members, rewards, strict=True):
+        sample.reward = reward

@@ -11,23 +11,25 @@ import numpy as np
 
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.conversation import Call
-from roll.agents.episode import Episode, EpisodeGroup
+from roll.agents.episode import Episode
 from roll.agents.images import content_text
 from roll.pipelines.files import write_images
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
+from roll.rollout.episodes import EpisodeGroup
 
 
 def episode_metrics(groups: Sequence[EpisodeGroup]) -> Metrics:
     """Metrics of all episodes and by tag: rollout, episode, env, turn, agent, shares of time."""
-    everything = [episode for group in groups for episode in group.episodes]
+    everything = [episode for group in groups for episode in group.members]
     metrics = _rollout(everything) | _outcomes(everything, "episode") | _tokens(everything) | _times(everything)
     by_tag: dict[str, list[Episode]] = defaultdict(list)
     for episode in everything:
         by_tag[episode.task.tag].append(episode)
     for tag, members in by_tag.items():
         metrics |= _outcomes(members, f"episode/{tag}") | _environment(members, f"env/{tag}")
-    spreads = [float(np.std(scores)) for group in groups if (scores := group.scores())]
+    sound = ([one.reward for one in group.members if not one.failed] for group in groups)
+    spreads = [float(np.std(rewards)) for rewards in sound if rewards]
     metrics["group/spread"] = Mean(sum(spreads), len(spreads))
     metrics["group/dead"] = Mean(float(sum(spread == 0 for spread in spreads)), len(spreads))
     return metrics
@@ -36,13 +38,13 @@ def episode_metrics(groups: Sequence[EpisodeGroup]) -> Metrics:
 def validation_metrics(groups: Sequence[EpisodeGroup]) -> dict[str, float]:
     """``val/score/*`` over groups, and by tag ``val/<tag>/success``, ``val/<tag>/score/mean`` and so forth."""
     metrics = _scores(groups, "val/")
-    for tag in dict.fromkeys(group.task.tag for group in groups):
-        metrics |= _scores([group for group in groups if group.task.tag == tag], f"val/{tag}/")
+    for tag in dict.fromkeys(group.item.tag for group in groups):
+        metrics |= _scores([group for group in groups if group.item.tag == tag], f"val/{tag}/")
     return metrics
 
 
 def _scores(groups: Sequence[EpisodeGroup], prefix: str) -> dict[str, float]:
-    episodes = [episode for group in groups for episode in group.episodes]
+    episodes = [episode for group in groups for episode in group.members]
     scores = [group.mean_score() for group in groups]
     # Groups all of whose episodes failed have no score, and would make every mean NaN.
     known = [score for score in scores if not np.isnan(score)] or [float("nan")]
@@ -137,7 +139,7 @@ def token_checks(batch: DataProto, groups: Sequence[EpisodeGroup]) -> Metrics:
     tensors = batch.batch
     mask, ids = tensors["response_mask"].numpy(), tensors["input_ids"].numpy()
     turns, number = tensors["turn_ids"].numpy(), tensors["episode_ids"].numpy()
-    episodes = [episode for group in groups for episode in group.episodes]
+    episodes = [episode for group in groups for episode in group.members]
     trained: Counter[tuple[int, int]] = Counter()
     changed = 0
     for row in range(len(batch)):
@@ -171,19 +173,19 @@ def episode_table(
     """One row per episode, with every turn: new messages, ids of prompt and response, the response's text, reward,
     versions. Where samples are dumped, the images of observations are written as well."""
     if dump_dir is not None:
-        episodes = (episode for group in groups for episode in group.episodes)
+        episodes = (episode for group in groups for episode in group.members)
         write_images(dump_dir / "images", (image for one in episodes for call in one.calls for image in call.images))
     return [
         {
             "group": group.order,
             "member": member,
-            "tag": group.task.tag,
-            "seed": group.task.seed,
+            "tag": group.item.tag,
+            "seed": group.item.seed,
             "prompt_id": f"{group.order}",
             "prompt": "\n".join(
                 content_text(one.get("content", "")) for call in episode.calls[:1] for one in call.messages
             ),
-            "response": "\n".join(templates[group.task.tag].decode(call.response_ids) for call in episode.calls),
+            "response": "\n".join(templates[group.item.tag].decode(call.response_ids) for call in episode.calls),
             "score": episode.reward,
             "success": episode.success,
             "outcome": episode.outcome,
@@ -194,11 +196,11 @@ def episode_table(
                 "environment": episode.seconds.environment,
             },
             "metrics": episode.metrics,
-            "turns": [_turn(call, templates[group.task.tag]) for call in episode.calls],
+            "turns": [_turn(call, templates[group.item.tag]) for call in episode.calls],
             **({"images": images} if images else {}),
         }
         for group in groups
-        for member, episode in enumerate(group.episodes)
+        for member, episode in enumerate(group.members)
         # File names in the order in which they were shown.
         for images in [list(dict.fromkeys(image.file_name for call in episode.calls for image in call.images))]
     ]

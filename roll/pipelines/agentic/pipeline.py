@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from roll.agents.episode import EpisodeGroup
 from roll.distributed import DriverLoop
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.methods.episodes import EpisodeMethod
@@ -38,7 +37,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EpisodeLoop, Player, episode_codec
+from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, Player, episode_codec
 from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.loops import GroupSettings
@@ -54,7 +53,7 @@ SLICE_SECONDS = 0.02
 """Duration of an engine's turn: short, since agents wait for their next observation."""
 
 
-class EpisodeSource(RolloutSource[EpisodeGroup]):
+class EpisodeSource(RolloutSource):
     """Tasks, on each of which a group of episodes is played; seeds depend on the number of tasks drawn so far."""
 
     filtered_metric = "scheduler/group_filter_count"
@@ -148,7 +147,7 @@ class EpisodeSource(RolloutSource[EpisodeGroup]):
         assert manager is not None and tasks is not None
         began = time.perf_counter()
         numbers = iter(range(manager.groups))
-        flow: GroupFlow[EpisodeGroup] = GroupFlow(
+        flow = GroupFlow(
             self._engines,
             None,
             # range() first: the other way round zip would take a number more than it returns.
@@ -184,14 +183,16 @@ def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Call
     own = None if section.group_filter_cls is None else own_group_filter(section.group_filter_cls)
 
     def keeps(group: EpisodeGroup) -> bool:
-        found = {call.role for episode in group.episodes for call in episode.calls}
+        found = {call.role for episode in group.members for call in episode.calls}
         trained: list[str | None] = [None]
         if len(found) > 1:
             trained = [*sorted(found & set(roles) if roles else found)]
-        if not any(keep(np.array(group.scores(role) or [np.nan], dtype=np.float32)) for role in trained):
+        sound = [episode for episode in group.members if not episode.failed]
+        scores = ([one.reward_of(role) for one in sound] or [np.nan] for role in trained)
+        if not any(keep(np.array(own, dtype=np.float32)) for own in scores):
             return False
-        identity = f"{group.task.tag}_{group.task.seed}"
-        return own is None or not own.filter(identity, group.order, group.episodes)
+        identity = f"{group.item.tag}_{group.item.seed}"
+        return own is None or not own.filter(identity, group.order, group.members)
 
     return keeps
 

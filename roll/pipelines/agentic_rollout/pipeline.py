@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from roll.agents.episode import EpisodeGroup
 from roll.config.loader import LoadedConfig
 from roll.config.plan.plan import RolePlan
 from roll.environments.off_loop import EnvironmentProcesses
@@ -27,7 +26,7 @@ from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import Record
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import TRUNCATED
-from roll.rollout.episodes import EpisodeLoop, Player
+from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, Player
 from roll.rollout.flow import GroupFlow
 from roll.rollout.loops import GroupSettings
 
@@ -68,23 +67,21 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
         name = "validation/" if self.plan.is_validation else f"{self.config.seed}/"
         loop = EpisodeLoop(self.players, name, played.redundancy, played.num_groups)
         settings = GroupSettings(played.group_size)
-        flow: GroupFlow[EpisodeGroup] = GroupFlow(
-            client, None, lambda count: [self.tasks.task(flow.next_order)], settings, loop=loop
-        )
+        flow = GroupFlow(client, None, lambda count: [self.tasks.task(flow.next_order)], settings, loop=loop)
         await self.complete(flow, model, way, numbers, played.num_groups, partial(self.records, model, way))
 
     def records(self, model: EvaluatedModel, way: Pass, group: EpisodeGroup) -> Iterator[Record]:
         """A row an episode, with every turn."""
         templates = {tag: player.template for tag, player in self.players.items()}
-        for row, episode in zip(episode_table([group], templates), group.episodes, strict=True):
+        for row, episode in zip(episode_table([group], templates), group.members, strict=True):
             yield {
                 **row,
                 "model": model.name,
                 "pass": way.name,
                 "order": group.order,
-                "prompt_id": f"{group.task.tag}/{group.order}",
+                "prompt_id": f"{group.item.tag}/{group.order}",
                 "sample": row["member"],
-                "of": len(group.episodes),
+                "of": len(group.members),
                 "score": None if episode.failed else episode.reward,
                 "numbers": {**episode.metrics, "turns": float(len(episode.calls))},
                 "vote": None,

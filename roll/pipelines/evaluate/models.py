@@ -26,7 +26,6 @@ from roll.pipelines.files import load_tokenizer
 from roll.pipelines.run_context import GENERATION, WEIGHTS, Residency, RunContext, moves_states, start_cluster
 from roll.rollout.engines import SLICE_SECONDS, EngineClient
 from roll.rollout.flow import GroupFlow
-from roll.rollout.groups import GroupT
 from roll.weight_sync.encoding import MIB, SyncOptions
 from roll.weight_sync.sender import WeightSync
 from roll.workers import GENERATION_WORKER, STORED_WEIGHTS_WORKER
@@ -87,12 +86,12 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
 
     async def complete(
         self,
-        flow: GroupFlow[GroupT],
+        flow: GroupFlow,
         model: EvaluatedModel,
         way: Pass,
         numbers: Sequence[int],
         most: int,
-        records: Callable[[GroupT], Iterable[Record]],
+        records: Callable[[Any], Iterable[Record]],
     ) -> None:
         """Have the groups of ``numbers`` done by ``flow``, and write the records of each as soon as it is.
 

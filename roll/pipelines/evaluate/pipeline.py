@@ -20,7 +20,6 @@ from roll.pipelines.rlvr.data import read_prompts
 from roll.pipelines.run_context import GENERATION, WEIGHTS
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupFlow, greedy, sampling_params
-from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import ModelScorer, RewardClient
 
@@ -66,7 +65,7 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
         elif way.temperature is not None:
             params = replace(params, temperature=way.temperature)
         served = None if model.url is None else ServedModel(self.config, model.url, one.data_args, self.tokenizer)
-        flow: GroupFlow[SampleGroup] = GroupFlow(
+        flow = GroupFlow(
             client,
             self.reward_client(),
             # complete() sets the number before it starts a prompt, one at a time.

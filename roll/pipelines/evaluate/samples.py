@@ -177,12 +177,12 @@ def read_samples(path: Path) -> Iterator[Record]:
 
 def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Record]:
     """A row a sample."""
-    for row, reward in zip(sample_table([group]), group.rewards, strict=True):
+    for row, one in zip(sample_table([group]), group.members, strict=True):
         yield {
             **shared,
             "order": group.order,
-            "of": group.num_samples,
-            "numbers": reward.metrics,
+            "of": len(group.members),
+            "numbers": one.reward.metrics,
             "vote": voted_answer(row["response"], row["prompt"]),
             "tokens": row.pop("response_tokens"),
             **row,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from roll.datasets.reading import SourceRow
 from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
 from roll.pipelines.evaluate.config import EvaluateConfig
-from roll.rollout.groups import FinishedGroup, SampleGroup
+from roll.rollout.groups import Group, Sample, SampleGroup
 from roll.rollout.loops import RolloutContext
 from roll.strategies.engines.requests import FinishReason, SamplingParams
 from roll.strategies.remote import RemoteService, ServiceRefused
@@ -74,7 +73,7 @@ class ServedModel:
             raise ServiceRefused(f"prompt {prompt.prompt_id} has images, which are not sent to evaluate.against")
         body = self.body(prompt, context.params, context.group_size)
         choices = await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, body)
-        group = SampleGroup(context.order, prompt, self._finished(context.order, choices))
+        group = Group(context.order, prompt, [self._sample(prompt, *one) for one in choices])
         return await context.compute_rewards(group)
 
     def body(self, prompt: PromptRow, params: SamplingParams, count: int) -> dict[str, Any]:
@@ -111,18 +110,11 @@ class ServedModel:
             raise ServiceRefused(f"the service gave {len(texts)} samples where n is {body['n']}")
         return [(text.decode(), reason) for text, reason in zip(texts, reasons, strict=True)]
 
-    def _finished(self, order: int, choices: Sequence[tuple[str, str]]) -> FinishedGroup:
-        texts = [text for text, _ in choices]
-        ids: list[list[int]] = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        return FinishedGroup(
-            request_id=str(order),
-            token_ids=np.array([token for own in ids for token in own], dtype=np.int32),
-            log_probs=np.zeros(sum(map(len, ids)), dtype=np.float32),
-            lengths=np.array([len(own) for own in ids], dtype=np.int64),
-            finish_reasons=[REASONS.get(reason, "stop") for _, reason in choices],
-            texts=texts,
-            weight_versions=[[(0, 0, len(own))] for own in ids],
-        )
+    def _sample(self, prompt: PromptRow, text: str, reason: str) -> Sample:
+        ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        log_probs, versions = np.zeros(len(ids), np.float32), [(0, 0, len(ids))]
+        kept = np.array(ids, np.int32)
+        return Sample(prompt, prompt.token_ids, kept, log_probs, versions, REASONS.get(reason, "stop"), text)
 
     def close(self) -> None:
         self._service.close()

@@ -127,16 +127,17 @@ class Answers:
     def of(cls, group: SampleGroup) -> Answers:
         """Samples of a validation during training: a score of 1 or more is correct, so one whose reward
         failed is not."""
-        scores, texts = group.scores(), group.finished.texts
-        votes = [voted_answer(text, group.prompt.prompt_text) for text in texts] if len(texts) > 1 else [None]
+        scores, prompt = group.scores(), group.item
+        texts = [one.text for one in group.members]
+        votes = [voted_answer(text, prompt.prompt_text) for text in texts] if len(texts) > 1 else [None]
         votes = merged_votes(votes, scores >= 1.0)
-        truncated = np.array([reason == "length" for reason in group.finished.finish_reasons])
+        truncated = np.array([one.finish_reason == "length" for one in group.members])
         numbers: dict[str, list[float]] = defaultdict(list)
-        for result in group.rewards:
-            for name, number in result.metrics.items():
+        for one in group.members:
+            for name, number in one.reward.metrics.items():
                 numbers[name].append(number)
-        of_prompt = group.prompt.prompt_id, group.prompt.tag
-        return cls(*of_prompt, scores, scores, scores >= 1.0, votes, group.finished.lengths, truncated, numbers)
+        lengths = np.array([len(one.response_ids) for one in group.members])
+        return cls(prompt.prompt_id, prompt.tag, scores, scores, scores >= 1.0, votes, lengths, truncated, numbers)
 
     @property
     def accuracy(self) -> float:

@@ -28,10 +28,11 @@ from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
+from roll.rollout.batches import build_batch, greedy_baseline, reward_components
 from roll.rollout.engines import EngineClient
 from roll.rollout.filters import build_filter, by_domain
 from roll.rollout.flow import GroupFlow, collected, greedy, sampling_params
-from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
+from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import GroupSettings, RolloutLoop, rollout_loops
 from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
 from roll.rollout.scheduling import prompt_codec
@@ -80,7 +81,7 @@ async def validate(
     return Validation(metrics, {name: passed[0][1] for name, passed in answered.items()}, seconds)
 
 
-class PromptSource(RolloutSource[SampleGroup]):
+class PromptSource(RolloutSource):
     """Prompts in the seeded order of their data, answered by the engines and scored by the rewards."""
 
     def __init__(
@@ -106,7 +107,7 @@ class PromptSource(RolloutSource[SampleGroup]):
         loop: RolloutLoop | None = None if path is None else rollout_loops.resolve(path)()
         self._rows = PromptRows(config, data.tokenizer, plan.max_new_tokens)
         settings = GroupSettings(plan.group_size, self._params, config.seed, by_domain(filters))
-        self.flow: GroupFlow[SampleGroup] = GroupFlow(
+        self.flow: GroupFlow = GroupFlow(
             engines, self._rewards, data.sampler.next_batch, settings, 0, self._rows.loop or loop
         )
         self.codec = prompt_codec(data.sampler.find)
@@ -122,7 +123,7 @@ class PromptSource(RolloutSource[SampleGroup]):
         if weights := self._config.estimator.get("weights"):
             batch.batch["reward_components"] = reward_components(groups, list(weights))
         if self._plan.needs_greedy_baseline:
-            batch.batch.update(greedy_baseline(groups, driver.run(self._greedy([group.prompt for group in groups]))))
+            batch.batch.update(greedy_baseline(groups, driver.run(self._greedy([group.item for group in groups]))))
             # Samples whose baseline cannot be scored lose their own score, since their advantage is unknown.
             scores = batch.batch["baseline_scores"]
             batch.batch["scores"] = batch.batch["scores"].masked_fill(scores.isnan(), float("nan"))
@@ -141,7 +142,7 @@ class PromptSource(RolloutSource[SampleGroup]):
     ) -> list[SampleGroup]:
         """The scored samples of ``rows``, whose draws are counted from ``first``."""
         settings, remaining = GroupSettings(num_samples, params, self._config.seed), iter(rows)
-        flow: GroupFlow[SampleGroup] = GroupFlow(
+        flow: GroupFlow = GroupFlow(
             self._engines, self._rewards, lambda count: list(islice(remaining, count)), settings, first
         )
         return (await collected(flow, len(rows), 0, self._config.rpc_timeout)).groups
@@ -165,7 +166,7 @@ def reward_metrics(groups: list[SampleGroup]) -> Metrics:
     """Metrics by domain: score, other numbers of the reward, shares of samples whose reward failed or timed out."""
     by_domain: dict[str, list[SampleGroup]] = defaultdict(list)
     for group in groups:
-        by_domain[group.prompt.domain].append(group)
+        by_domain[group.item.domain].append(group)
     metrics: Metrics = {}
     for domain, members in by_domain.items():
         scores = np.concatenate([group.scores() for group in members])
@@ -174,7 +175,7 @@ def reward_metrics(groups: list[SampleGroup]) -> Metrics:
             metrics[f"{domain}/score/mean"] = Mean(float(scores.sum()), len(scores))
             metrics[f"{domain}/score/max"] = Max(float(scores.max()))
             metrics[f"{domain}/score/min"] = Min(float(scores.min()))
-        results = [result for group in members for result in group.rewards]
+        results = [one.reward for group in members for one in group.members]
         metrics |= {f"reward/{domain}/{name}": Mean(rate) for name, rate in failure_rates(results).items()}
         numbers: dict[str, list[float]] = defaultdict(list)
         for result in results:
