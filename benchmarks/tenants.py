@@ -1,19 +1,19 @@
-"""Tenants of ``roll serve-training``: what 16 LoRA clients of one base cost together, and what they do to each other.
+"""Tenants of ``roll serve-training``: what LoRA clients of one base cost together, and what they do to each other.
 
 Tenants differ in rank, learning rate and schedule. The service has a process of its own, its clients (the ``tinker``
 SDK) in this one. One run measures
 
-- *memory*: growth of the service's resident memory by each of 16 tenants of rank 32 that has taken a step, next to the
-  bytes of its adapter and both moments;
-- *throughput*: tokens a second of 16 tenants one after another, then of the same 16 at the same time, and whether every
+- *memory*: growth of the service's resident memory by each of ``--tenants`` tenants of rank 32 that has taken a step,
+  next to the bytes of its adapter and both moments;
+- *throughput*: tokens a second of all tenants one after another, then of the same at the same time, and whether every
   loss and every norm of a gradient is the same bit for bit;
 - *fairness*: seconds of a step of 3 modest clients, alone and while another client has all its models flooded with
   passes four times as long;
-- *faults*: the 16 tenants again, beside one whose losses are not finite and one that has vanished, its passes waiting.
+- *faults*: the tenants again, beside one whose losses are not finite and one that has vanished, its passes waiting.
 
 Seconds are the clock's, on whatever else the machine does meanwhile; ``cpu`` are those of the service's process.
 
-    python -m benchmarks.tenants MODEL_FOLDER [--steps 3] [--output tenants.json]
+    python -m benchmarks.tenants MODEL_FOLDER [--steps 3] [--tenants 16] [--length 64] [--output tenants.json]
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ import torch
 from tinker import types
 
 NAME = "base"
-TENANTS, MODEST, FLOODED, FLOOD = 16, 3, 4, 4
+MODEST, FLOODED, FLOOD = 3, 4, 4
 RANKS = (4, 8, 16, 32)
-DATA, LENGTH = 4, 64
+DATA, MODEST_LENGTH = 4, 64
 MEMORY_RANK = 32
 
 VANISHING = """
@@ -62,27 +63,27 @@ def new_model(service: Any, rank: int, seed: int) -> Any:
     return service.create_lora_training_client(NAME, rank=rank, seed=seed).result()
 
 
-def batch(seed: int, times: int = 1) -> list[Any]:
-    """``DATA * times`` data of random tokens."""
+def batch(seed: int, times: int = 1, length: int = MODEST_LENGTH) -> list[Any]:
+    """``DATA * times`` data of ``length`` random tokens."""
     random, found = torch.Generator().manual_seed(seed), []
     for _ in range(DATA * times):
-        tokens = torch.randint(3, 400, (LENGTH + 1,), generator=random)
-        inputs = {"target_tokens": tokens[1:], "weights": torch.ones(LENGTH)}
+        tokens = torch.randint(3, 400, (length + 1,), generator=random)
+        inputs = {"target_tokens": tokens[1:], "weights": torch.ones(length)}
         found.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs))
     return found
 
 
 def rate(tenant: int, step: int) -> float:
     """Learning rates that are constant, fall, or rise, none the same."""
-    return 1e-3 * (1 + tenant / TENANTS) * (1.0, 1 / (step + 1), (step + 1) / 4)[tenant % 3]
+    return 1e-3 * (1 + tenant / 16) * (1.0, 1 / (step + 1), (step + 1) / 4)[tenant % 3]
 
 
-def train(url: str, tenant: int, steps: int) -> list[tuple[float, float]]:
+def train(url: str, tenant: int, steps: int, length: int) -> list[tuple[float, float]]:
     """Losses and norms of a tenant's steps."""
     service, seen = connect(url), []
     model = new_model(service, RANKS[tenant % len(RANKS)], tenant)
     for step in range(steps):
-        passed = model.forward_backward(batch(100 * tenant + step), "cross_entropy")
+        passed = model.forward_backward(batch(100 * tenant + step, length=length), "cross_entropy")
         stepped = model.optim_step(types.AdamParams(learning_rate=rate(tenant, step)))
         seen.append((passed.result().metrics["loss:sum"], stepped.result().metrics["grad_norm"]))
     service.close("success")
@@ -127,7 +128,7 @@ def served(model: str) -> Iterator[Process]:
                 running.kill()
 
 
-def measure_memory(process: Process) -> dict[str, float]:
+def measure_memory(process: Process, tenants: int) -> dict[str, float]:
     service = connect(process.url)
 
     def made(seed: int) -> Any:
@@ -138,8 +139,8 @@ def measure_memory(process: Process) -> dict[str, float]:
 
     models = [made(seed) for seed in range(3)]  # the first ones also make kernels
     before = process.memory()
-    models += [made(seed) for seed in range(3, 3 + TENANTS)]
-    grown = (process.memory() - before) / TENANTS
+    models += [made(seed) for seed in range(3, 3 + tenants)]
+    grown = (process.memory() - before) / tenants
     models[0].save_state("state").result()
     (saved,) = process.output.glob("*/weights/state")
     service.close("success")
@@ -150,12 +151,13 @@ def measure_memory(process: Process) -> dict[str, float]:
     }
 
 
-def measure_throughput(process: Process, steps: int) -> tuple[dict[str, Any], list[Any]]:
-    everyone = range(TENANTS)
-    tokens = TENANTS * steps * DATA * LENGTH
-    alone, solo = process.timed(lambda: [train(process.url, tenant, steps) for tenant in everyone])
-    with ThreadPoolExecutor(TENANTS) as threads:
-        together, found = process.timed(lambda: list(threads.map(lambda one: train(process.url, one, steps), everyone)))
+def measure_throughput(process: Process, steps: int, tenants: int, length: int) -> tuple[dict[str, Any], list[Any]]:
+    everyone = range(tenants)
+    tokens = tenants * steps * DATA * length
+    run = partial(train, process.url, steps=steps, length=length)
+    alone, solo = process.timed(lambda: [run(tenant) for tenant in everyone])
+    with ThreadPoolExecutor(tenants) as threads:
+        together, found = process.timed(lambda: list(threads.map(run, everyone)))
     return {
         "alone": {**alone, "tokens_per_second": tokens / alone["seconds"]},
         "together": {**together, "tokens_per_second": tokens / together["seconds"]},
@@ -203,21 +205,21 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(seconds), "longest": max(seconds)}
 
 
-def measure_faults(process: Process, steps: int, solo: list[Any]) -> dict[str, Any]:
+def measure_faults(process: Process, steps: int, length: int, solo: list[Any]) -> dict[str, Any]:
     bad = new_model(connect(process.url), 8, 0)
     poison = batch(0)
-    poison[0].loss_fn_inputs["weights"] = types.TensorData.from_torch(torch.full((LENGTH,), float("nan")))
+    poison[0].loss_fn_inputs["weights"] = types.TensorData.from_torch(torch.full((MODEST_LENGTH,), float("nan")))
     failures = 0
     command = [sys.executable, "-c", VANISHING, process.url]
     with (
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as vanishing,
-        ThreadPoolExecutor(TENANTS) as threads,
+        ThreadPoolExecutor(len(solo)) as threads,
     ):
         assert vanishing.stdout is not None
         vanishing.stdout.readline()
         vanishing.kill()
         started = time.perf_counter()
-        runs = [threads.submit(train, process.url, tenant, steps) for tenant in range(TENANTS)]
+        runs = [threads.submit(train, process.url, tenant, steps, length) for tenant in range(len(solo))]
         while not all(run.done() for run in runs):
             bad.forward_backward(poison, "cross_entropy")
             try:
@@ -232,6 +234,8 @@ def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="model folder or hub name")
     parser.add_argument("--steps", type=int, default=3, help="of each tenant (default: 3)")
+    parser.add_argument("--tenants", type=int, default=16, help="clients at the same time (default: 16)")
+    parser.add_argument("--length", type=int, default=64, help="tokens of each of their 4 data (default: 64)")
     parser.add_argument("--output", type=Path, help="JSON file with the result")
     options = parser.parse_args(words)
     result: dict[str, Any] = {}
@@ -244,11 +248,11 @@ def main(words: Sequence[str] | None = None) -> None:
             options.output.write_text(json.dumps(result, indent=2))
 
     with served(options.model) as process:
-        report("memory", measure_memory(process))
-        throughput, solo = measure_throughput(process, options.steps)
+        report("memory", measure_memory(process, options.tenants))
+        throughput, solo = measure_throughput(process, options.steps, options.tenants, options.length)
         report("throughput", throughput)
         report("fairness", measure_fairness(process, options.steps))
-        report("faults", measure_faults(process, options.steps, solo))
+        report("faults", measure_faults(process, options.steps, options.length, solo))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from roll.models.distributions import Named, Vocabulary, chunked, compared, top_
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
 from roll.models.invariant import computes_invariantly
 from roll.models.layouts import TargetDistributions, TokenLayout, TopTokens
+from roll.models.lora import ADAPTER
 from roll.models.products import Product, linear, matmul
 from roll.models.rotary import choose_by_row, dependent_rotaries, set_row_lengths
 from roll.models.vision import reads_images, text_inputs
@@ -74,6 +75,7 @@ def token_log_probs(
     excluded: Tensor | None = None,
     memory: HeadMemory | None = None,
     product: Product = linear,
+    adapter: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-probability of ``targets[i]`` under ``softmax((weight @ hidden[i] + bias) / temperature)``.
 
@@ -81,7 +83,7 @@ def token_log_probs(
         hidden: (N, H), any float dtype; N may be 0.
         weight: (V, H), the dtype of ``hidden``. The matrix product runs in that dtype, all else in float32 (in
             float64 where they are float64).
-        targets: int64 (N,).
+        targets: int64 (N,), or (N, K): several of one distribution.
         bias: (V,) or None.
         temperature: greater than 0.
         with_entropy: also return the entropies, in nats.
@@ -89,30 +91,32 @@ def token_log_probs(
         excluded: int64, token ids of probability 0: what cannot be sampled. None of the targets is one of them.
         memory: None: what suits the device.
         product: computes logits from hidden states, weight and bias.
+        adapter: float32 a (N, r) and B (V, r): ``B @ a[i]`` is added to the logits.
 
     Returns:
-        float32 (N,) log-probs, entropies or None, sums of squares or None. The first two carry gradients to hidden,
-        weight and bias.
+        float32 log-probs in the shape of ``targets``; (N,) entropies or None, sums of squares or None. The first two
+        carry gradients to hidden, weight, bias and adapter.
     """
-    assert hidden.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, targets.shape)
+    assert hidden.ndim == 2 and len(targets) == len(hidden), (hidden.shape, targets.shape)
     assert temperature > 0, temperature
     memory = memory or HeadMemory.for_device(hidden.device)
     chunk = memory.chunk_tokens(weight.shape[0])
     keep = torch.is_grad_enabled() and 4 * hidden.shape[0] * weight.shape[0] <= memory.kept_bytes
-    return _TokenLogProbs.apply(
-        hidden, weight, bias, targets, temperature, with_entropy, with_sum_of_squares, excluded, chunk, keep, product
-    )
+    of_logits, wanted = (temperature, excluded, product), (with_entropy, with_sum_of_squares)
+    columns = targets if targets.ndim == 2 else targets[:, None]
+    found, *others = _TokenLogProbs.apply(hidden, weight, bias, *adapter, columns, of_logits, wanted, chunk, keep)
+    return found.view_as(targets), *others
 
 
 EXCLUDED_LOGIT = -1e30
 """Logit of a token of probability 0: finite, so that ``p log p`` is 0 and not a NaN."""
 
 
-def _log_softmax(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, excluded: Tensor | None, product: Product
-) -> Tensor:
+def _log_softmax(rows, hidden, weight, bias, low, up, temperature, excluded, product):  # type: ignore[no-untyped-def]
     """float32 (n, V) log-softmax of one chunk."""
-    logits = _logits(hidden, weight, bias, excluded, product)
+    logits = _logits(hidden[rows], weight, bias, excluded, product)
+    if low is not None:
+        logits.addmm_(low[rows], up.t())
     if temperature != 1.0:
         logits = logits.div_(temperature)
     return torch.log_softmax(logits, dim=-1)
@@ -128,25 +132,22 @@ def _logits(
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]
-        ctx, hidden, weight, bias, targets, temperature, with_entropy, with_squares, excluded, chunk, keep, product
-    ):
-        log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32))
-        entropy = torch.empty_like(log_probs) if with_entropy else None
-        squares = torch.empty_like(log_probs) if with_squares else None
+    def forward(ctx, hidden, weight, bias, low, up, targets, of_logits, wanted, chunk, keep):  # type: ignore[no-untyped-def]
+        log_probs = hidden.new_empty(targets.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        entropy, squares = (log_probs.new_empty(len(hidden)) if one else None for one in wanted)
         kept: list[Tensor] = []
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            table = _log_softmax(hidden[rows], weight, bias, temperature, excluded, product)
-            log_probs[rows] = table.gather(1, targets[rows, None])[:, 0]
+            table = _log_softmax(rows, hidden, weight, bias, low, up, *of_logits)
+            log_probs[rows] = table.gather(1, targets[rows])
             if entropy is not None:
                 entropy[rows] = -(table.exp().mul_(table)).sum(-1)
             if squares is not None:
                 squares[rows] = table.exp().square_().sum(-1)
             if keep:
                 kept.append(table)
-        ctx.save_for_backward(hidden, weight, bias, targets, entropy, *kept)
-        ctx.chunk, ctx.of_logits = chunk, (temperature, excluded, product)
+        ctx.save_for_backward(hidden, weight, bias, low, up, targets, entropy, *kept)
+        ctx.chunk, ctx.of_logits = chunk, of_logits
         ctx.set_materialize_grads(False)  # None for an unused output, whose part of the gradient is then skipped
         if squares is not None:
             ctx.mark_non_differentiable(squares)
@@ -155,14 +156,16 @@ class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy, _):  # type: ignore[no-untyped-def]
-        hidden, weight, bias, targets, entropy, *kept = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        hidden, weight, bias, low, up, targets, entropy, *kept = ctx.saved_tensors
+        need_hidden, need_weight, need_bias, need_low, need_up = ctx.needs_input_grad[:5]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight) if need_weight else None
         grad_bias = torch.zeros_like(bias) if need_bias else None
+        grad_low = torch.empty_like(low) if need_low else None
+        grad_up = torch.zeros_like(up) if need_up else None
         for index, start in enumerate(range(0, hidden.shape[0], ctx.chunk)):
             rows = slice(start, start + ctx.chunk)
-            table = kept[index] if kept else _log_softmax(hidden[rows], weight, bias, *ctx.of_logits)
+            table = kept[index] if kept else _log_softmax(rows, hidden, weight, bias, low, up, *ctx.of_logits)
             grad_logits = _grad_logits(
                 table,
                 targets[rows],
@@ -172,6 +175,10 @@ class _TokenLogProbs(torch.autograd.Function):
             )
             if ctx.of_logits[0] != 1.0:
                 grad_logits.div_(ctx.of_logits[0])
+            if grad_low is not None:
+                grad_low[rows] = matmul(grad_logits, up)
+            if grad_up is not None:
+                grad_up.addmm_(grad_logits.t(), low[rows])
             grad_logits = grad_logits.to(weight.dtype)  # the compute dtype, as in autograd's own backward of a product
             if grad_hidden is not None:
                 grad_hidden[rows] = matmul(grad_logits, weight)
@@ -179,7 +186,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_weight.addmm_(grad_logits.t(), hidden[rows])
             if grad_bias is not None:
                 grad_bias.add_(grad_logits.sum(0))
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 8
+        return grad_hidden, grad_weight, grad_bias, grad_low, grad_up, *(None,) * 5
 
 
 def _grad_logits(
@@ -191,14 +198,14 @@ def _grad_logits(
         assert entropy is not None
         factor = (table + entropy[:, None]).mul_(-grad_entropy[:, None])
         if grad_log_probs is not None:
-            factor.sub_(grad_log_probs[:, None])
+            factor.sub_(grad_log_probs.sum(1, keepdim=True))
         grad = probs.mul_(factor)
     elif grad_log_probs is not None:
-        grad = probs.mul_(-grad_log_probs[:, None])
+        grad = probs.mul_(-grad_log_probs.sum(1, keepdim=True))
     else:
         return probs.zero_()
     if grad_log_probs is not None:
-        grad.scatter_add_(1, targets[:, None], grad_log_probs[:, None])
+        grad.scatter_add_(1, targets, grad_log_probs)
     return grad
 
 
@@ -226,6 +233,7 @@ def _head_log_probs(
             with_sum_of_squares="sum_of_squares" in outputs,
             excluded=excluded,
             product=product,
+            adapter=_adapter_of(head, hidden),
         )
     whole, chunk = Vocabulary(len(head.weight)), HeadMemory.for_device(hidden.device).chunk_tokens(len(head.weight))
 
@@ -238,6 +246,14 @@ def _head_log_probs(
             return top_tokens(whole, of_rows, hidden.shape[0], chunk, temperature, wanted)
     of_chunk = lambda logits, rows: compared(whole, logits, rows, targets, temperature, outputs, comparisons)  # noqa: E731
     return chunked(hidden, head.weight, head.bias, logits_of, of_chunk, chunk)
+
+
+def _adapter_of(head: Any, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """``scaling * A hidden`` and B of an output matrix with an adapter."""
+    if not hasattr(head, "lora_A"):
+        return None, None
+    down, up = head.lora_A[ADAPTER].weight, head.lora_B[ADAPTER].weight
+    return linear(hidden.to(down.dtype), down) * head.scaling[ADAPTER], up
 
 
 _EXCLUDED = "excluded_ids"

@@ -243,10 +243,7 @@ def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype:
     except ImportError as error:
         raise ImportError(f"model_args.lora_target needs peft: {install_command('peft')}") from error
     config = _loaded_config(peft, model, args) if args.adapter_name_or_path else _new_config(peft, model, args)
-    # Every rank draws the same A, and then its own random numbers (seeded by rank) as if nothing had been drawn.
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        peft.inject_adapter_in_model(config, model, ADAPTER)
+    inject(model, config, seed)
     wrappers: list[Any] = [module for module in model.modules() if hasattr(module, _TENSOR)]
     for wrapper in wrappers:
         wrapper._activate_lora = partial(_with_adapted_tensor, wrapper)
@@ -256,6 +253,16 @@ def add_adapters(model: PreTrainedModel, args: ModelArguments, seed: int, dtype:
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     return Adapters(model, config)
+
+
+def inject(model: PreTrainedModel, config: LoraConfig, seed: int) -> None:
+    """Freeze ``model`` and put new adapters into it, in place."""
+    from peft import inject_adapter_in_model
+
+    # Every rank draws the same A, and then its own random numbers (seeded by rank) as if nothing had been drawn.
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, model, ADAPTER)
 
 
 @contextmanager

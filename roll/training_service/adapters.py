@@ -2,28 +2,39 @@
 
 Each tenant has a model of its own, whose frozen tensors are those of the base and whose adapters are nobody else's. One
 micro-batch computes at a time, so what a tenant gets does not depend, in any bit, on who else is there.
+
+:class:`roll.TrainClient` gives a batch to worker processes of one model, with one schedule; here are many adapters in
+one process, rates chosen at each step, and targets that need not be the next token. So what both share is below it:
+the model with its layouts, kernels and log-probs, the equations of the losses, the optimizer and the adapter files.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.nn.functional import pad
 
 from roll.config.installation import install_command
+from roll.config.roles import TrainingArguments, WorkerConfig
 from roll.models.build import DTYPES, build_model, has_tied_embeddings
 from roll.models.experts import sparse_layers
-from roll.models.lora import Adapters, is_adapter
+from roll.models.layouts import packed_layout, row_layout
+from roll.models.log_probs import ResponseModel
+from roll.models.lora import Adapters, inject
+from roll.models.self_test import check_role, use_own_operations
 from roll.platforms import current_platform
-from roll.training_service.losses import TARGETS, check_datum, loss_of, loss_sum
+from roll.strategies.base import Output
+from roll.strategies.training.optimizer import adamw, clip_, global_norm
+from roll.training_service.losses import TARGETS, check_datum, loss_of
 from roll.training_service.wire import Datum
 
 if TYPE_CHECKING:
@@ -37,8 +48,6 @@ LORA_ALPHA = 32
 """The scale of an adapter is this divided by its rank."""
 MICRO_BATCH_TOKENS = 1024
 """Tokens of a forward pass, padding included; a longer datum has a pass of its own."""
-HEAD_ROWS = 512
-"""Positions whose logits are in memory at a time."""
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -87,13 +96,19 @@ class Base:
         max_length: most tokens of a datum.
 
     Raises:
-        ValueError: see :func:`roll.models.build.build_model`; a model whose logits are more than the product of hidden
-            states and output matrix.
+        ValueError: see :func:`roll.models.build.build_model` and :func:`roll.models.self_test.check_role`.
     """
 
     def __init__(self, args: ModelArguments, max_length: int) -> None:
         self.args, self.max_length = args, max_length
         self.device = current_platform().device()
+        self.role = WorkerConfig("serve-training", model_args=args, use_remove_padding=True)
+        try:
+            check_role(self.role, "causal_lm", trains=True)
+        except ValueError as error:
+            logger.info("passes are padded: %s", error)
+            self.role = replace(self.role, use_remove_padding=False)
+            check_role(self.role, "causal_lm", trains=True)
         model: Any = build_model(args, "causal_lm", DTYPES[args.dtype])
         self.was_tied = has_tied_embeddings(model)
         if self.was_tied:  # An adapter of the output matrix must leave the embeddings alone.
@@ -102,15 +117,6 @@ class Base:
             model.config.tie_word_embeddings = False
         self.model = model.to(self.device).requires_grad_(False).eval()
         self.vocabulary: int = self.model.get_output_embeddings().weight.shape[0]
-        ids = torch.arange(min(8, self.vocabulary), device=self.device)[None]
-        with torch.no_grad():
-            whole = self.model(input_ids=ids, use_cache=False).logits.float()
-            own = self.model.get_output_embeddings()(_hidden(self.model, ids)).float()
-        if whole.shape != own.shape or not torch.allclose(whole, own, rtol=1e-3, atol=1e-3):
-            raise ValueError(
-                f"{args.model_name_or_path}: {type(self.model).__name__} does not compute its logits from its "
-                "output matrix alone (soft-capping, a scale), which the training service does not do"
-            )
 
     def targets(self, options: LoraOptions) -> list[str]:
         """Names of the linear layers that get an adapter.
@@ -152,23 +158,18 @@ class Tenant:
             raise ValueError(f"lora_config.seed: {options.seed} must be an integer of 64 bits")
         self.base, self.options = base, options
         shared: dict[int, Any] = {id(t): t for t in chain(base.model.parameters(), base.model.buffers())}
-        self.model: PreTrainedModel = copy.deepcopy(base.model, shared)
+        model: PreTrainedModel = copy.deepcopy(base.model, shared)
         config = peft.LoraConfig(
-            task_type="CAUSAL_LM",
-            r=options.rank,
-            lora_alpha=LORA_ALPHA,
-            target_modules=base.targets(options),
+            task_type="CAUSAL_LM", r=options.rank, lora_alpha=LORA_ALPHA, target_modules=base.targets(options)
         )
-        with torch.random.fork_rng():
-            torch.manual_seed(options.seed)
-            peft.inject_adapter_in_model(config, self.model, "default")
-        named = [(name, own) for name, own in self.model.named_parameters() if is_adapter(name)]
-        for _, parameter in named:
+        inject(model, config, options.seed)
+        use_own_operations(model, base.role)
+        self.adapters, self.model = Adapters(model, config), ResponseModel(model)
+        named = self.adapters.own(model.named_parameters())
+        self._names, self._parameters = [name for name, _ in named], [own for _, own in named]
+        for parameter in self._parameters:
             parameter.data = parameter.data.float()
-        self.adapters = Adapters(self.model, config)
-        self._names = [name for name, _ in self.adapters.own(named)]
-        self._parameters = [parameter for _, parameter in named]
-        self._optimizer = torch.optim.AdamW(self._parameters, foreach=False)
+        self._optimizer = adamw([{"params": self._parameters}], TrainingArguments())
         self._lacks_a_pass = False
 
     def forward_backward(
@@ -189,45 +190,32 @@ class Tenant:
             check_datum(loss, name, datum, f"data[{index}]", self.base.vocabulary, self.base.max_length)
         numbers = {key: float(value) for key, value in options.items()}
         log_probs: list[Tensor] = []
-        total, gradients = 0.0, [torch.zeros_like(parameter) for parameter in self._parameters if backward]
-        for number, batch in enumerate(_micro_batches(data)):
+        total = 0.0
+        for number, batch in enumerate(_micro_batches(data, self.base.role.use_remove_padding)):
             if number:
                 yield
             with torch.set_grad_enabled(backward):  # Not around the yield: it holds for the whole thread.
                 own = self._log_probs(batch)
-                losses = [
-                    loss_sum(name, one, {key: t.to(one.device) for key, t in datum.inputs.items()}, numbers)
-                    for one, datum in zip(own, batch, strict=True)
-                ]
-                sum_of_losses = torch.stack(losses).sum()
+                sum_of_losses = loss.sum(own, batch, numbers)
             if backward:
-                parts = torch.autograd.grad(sum_of_losses, self._parameters, allow_unused=True)
-                for gradient, part in zip(gradients, parts, strict=True):
-                    if part is not None:
-                        gradient += part
+                sum_of_losses.backward()
             total += float(sum_of_losses.detach())
             log_probs += [one.detach().cpu() for one in own]
-        # Not before all data are done: a request that fails leaves no part of a gradient.
-        for parameter, gradient in zip(self._parameters, gradients, strict=False):
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         return log_probs, {"loss:sum": total}
 
     def _log_probs(self, batch: Sequence[Datum]) -> list[Tensor]:
-        ids = nn.utils.rnn.pad_sequence([datum.tokens for datum in batch], batch_first=True).to(self.base.device)
-        hidden = _hidden(self.model, ids)  # Causal: padding on the right is seen by nothing before it.
-        head, lengths = self.model.get_output_embeddings(), [len(datum.tokens) for datum in batch]
-        rows = torch.cat([row[:length] for row, length in zip(hidden, lengths, strict=True)])
+        lengths = [len(datum.tokens) for datum in batch]
+        # A column more, for the target of the last token: layouts leave out what predicts nothing.
+        ids = nn.utils.rnn.pad_sequence([pad(datum.tokens, (0, 1)) for datum in batch], batch_first=True)
+        columns = torch.arange(ids.shape[1])
+        asked = (columns > 0) & (columns <= torch.tensor(lengths)[:, None])
+        layout = (packed_layout if self.base.role.use_remove_padding else row_layout)(ids, asked)
         # Several targets a position: as many columns as the datum with the most has, the others' filled up with id 0.
         tables = [datum.inputs[TARGETS].view(length, -1) for datum, length in zip(batch, lengths, strict=True)]
         width = max(table.shape[1] for table in tables)
-        targets = torch.cat([nn.functional.pad(table, (0, width - table.shape[1])) for table in tables])
-        targets = targets.to(self.base.device)
-        parts = [
-            checkpoint(_head_log_probs, head, rows[start:end], targets[start:end], use_reentrant=False)
-            for start in range(0, len(rows), HEAD_ROWS)
-            for end in [start + HEAD_ROWS]
-        ]
-        own = torch.cat(parts).split(lengths)
+        targets = torch.cat([pad(table, (0, width - table.shape[1])) for table in tables])
+        layout = replace(layout, targets=targets).to(self.base.device)
+        own = self.model(layout, (Output.LOG_PROBS,))[Output.LOG_PROBS].split(lengths)
         return [
             found[:, : table.shape[1]].reshape(datum.inputs[TARGETS].shape)
             for found, table, datum in zip(own, tables, batch, strict=True)
@@ -244,28 +232,19 @@ class Tenant:
             ValueError: no gradient, or one that is not whole or not finite, which is dropped: the weights stay as they
                 are.
         """
-        if self._lacks_a_pass:
-            self._drop_gradients()
-            raise ValueError(
-                "optim_step: a forward_backward since the last step has failed; the gradient of the others is dropped, "
-                "the weights are unchanged"
-            )
-        if all(parameter.grad is None for parameter in self._parameters):
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        norm = float(global_norm(gradients, None, self.base.device))
+        if not gradients and not self._lacks_a_pass:
             raise ValueError("optim_step: there is no gradient; call forward_backward first")
-        limit = options.grad_clip_norm or torch.inf
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, limit, foreach=False))
-        if not torch.isfinite(torch.tensor(norm)):
+        if self._lacks_a_pass or not math.isfinite(norm):
+            failed = "a forward_backward since the last step has failed"
+            why = failed if self._lacks_a_pass else f"the norm of the gradient is {norm}"
             self._drop_gradients()
-            raise ValueError(
-                f"optim_step: the norm of the gradient is {norm}; it is dropped, the weights are unchanged"
-            )
+            raise ValueError(f"optim_step: {why}; the gradient is dropped, the weights are unchanged")
+        clip_(gradients, 1.0, norm, options.grad_clip_norm or None)
         for group in self._optimizer.param_groups:
-            group.update(
-                lr=options.learning_rate,
-                betas=(options.beta1, options.beta2),
-                eps=options.eps,
-                weight_decay=options.weight_decay,
-            )
+            group.update(lr=options.learning_rate, betas=(options.beta1, options.beta2))
+            group.update(eps=options.eps, weight_decay=options.weight_decay)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return {"grad_norm": norm, "learning_rate": options.learning_rate}
@@ -286,10 +265,9 @@ class Tenant:
         self.adapters.save(folder, self.weights().tensors, base)
         if optimizer:
             state = {
-                f"{name}#{key}": self._optimizer.state[own][key].detach().cpu().clone()
+                f"{name}#{key}": value.cpu().clone()
                 for name, own in zip(self._names, self._parameters, strict=True)
-                if own in self._optimizer.state
-                for key in _STATE
+                for key, value in self._optimizer.state.get(own, {}).items()
             }
             save_file(state, folder / OPTIMIZER_FILE)
 
@@ -311,35 +289,22 @@ class Tenant:
         state = load_file(folder / OPTIMIZER_FILE) if optimizer else {}
         for name, own in zip(self._names, self._parameters, strict=True):
             own.copy_(tensors[name])
-            self._optimizer.state.pop(own, None)
-            found = {key: state[f"{name}#{key}"] for key in _STATE if f"{name}#{key}" in state}
-            if found:
-                self._optimizer.state[own] = {
-                    key: value if key == "step" else value.to(own.device) for key, value in found.items()
-                }
+            held = {key: state.get(f"{name}#{key}") for key in _STATE}
+            self._optimizer.state[own] = {key: value.to(own.device) for key, value in held.items() if value is not None}
         self._drop_gradients()
 
 
 ADAPTER_FILE, OPTIMIZER_FILE = "adapter_model.safetensors", "optimizer.safetensors"
 
 
-def _hidden(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    hidden: Tensor = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return hidden
-
-
-def _head_log_probs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    """float32, the shape of ``targets`` (n, K)."""
-    return head(hidden).float().log_softmax(-1).gather(1, targets)
-
-
-def _micro_batches(data: Sequence[Datum]) -> list[list[Datum]]:
+def _micro_batches(data: Sequence[Datum], packed: bool) -> list[list[Datum]]:
     batches: list[list[Datum]] = []
-    longest = 0
+    longest = tokens = 0
     for datum in data:
-        longest = max(longest, len(datum.tokens))
-        if not batches or longest * (len(batches[-1]) + 1) > MICRO_BATCH_TOKENS:
+        own = len(datum.tokens)
+        longest, tokens = max(longest, own), tokens + own
+        if not batches or (tokens if packed else longest * (len(batches[-1]) + 1)) > MICRO_BATCH_TOKENS:
             batches.append([])
-            longest = len(datum.tokens)
+            longest = tokens = own
         batches[-1].append(datum)
     return batches

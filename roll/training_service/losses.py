@@ -1,64 +1,80 @@
-"""Losses by the SDK's names: sums over the tokens of a datum, never means.
+"""Losses by the SDK's names: those of :mod:`roll.algorithms.policy_losses`, summed over tokens and never averaged.
 
-    ratio = exp(log_prob - sampled log_prob)
+    cross_entropy         vanilla, with the weights as advantages
+    importance_sampling   ppo without clipping
+    ppo, cispo            themselves
+    dro                   kimi15: dro of the package has the square of a whole response
 
-    cross_entropy         -sum(weights * log_prob)
-    importance_sampling   -sum(ratio * advantage)
-    ppo                   -sum(min(ratio * advantage, clip(ratio) * advantage))      Schulman et al., arXiv:1707.06347
-    cispo                 -sum(clip(ratio), without gradient, * log_prob * advantage)             arXiv:2506.13585
-    dro                   -sum(log_prob * advantage - beta / 2 * (log_prob - sampled log_prob)^2) arXiv:2405.19107
-
-Clipping bounds are bounds of the ratio itself, .8 and 1.2 unless the request or the datum gives others.
+Every token is a row of its own, since the SDK's losses know tokens only. Clipping bounds are bounds of the ratio
+itself, .8 and 1.2 unless the request or the datum gives others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from roll.algorithms import policy_losses
+from roll.algorithms.metrics import MetricBuilder
+from roll.algorithms.policy_losses import LossInputs, PolicyLossFunction
+from roll.config.policy_losses import CispoOptions, Kimi15Options, NoOptions, PpoOptions
 from roll.training_service.wire import Datum
 
 TARGETS = "target_tokens"
 _SAMPLED, _ADVANTAGES, _WEIGHTS = "logprobs", "advantages", "weights"
-_LOW, _HIGH = "clip_low_threshold", "clip_high_threshold"
-
-
-def loss_sum(name: str, log_probs: Tensor, inputs: Mapping[str, Tensor], options: Mapping[str, float]) -> Tensor:
-    """The loss of one datum, whose tensors :func:`check_datum` has checked."""
-    if name == "cross_entropy":
-        return -(log_probs * inputs[_WEIGHTS]).sum()
-    advantages, distance = inputs[_ADVANTAGES], log_probs - inputs[_SAMPLED]
-    if name == "dro":
-        return -(log_probs * advantages - options.get("beta", 0.05) / 2 * distance.square()).sum()
-    ratio = distance.exp()
-    if name == "importance_sampling":
-        return -(ratio * advantages).sum()
-    low = inputs.get(_LOW, torch.full_like(ratio, options.get(_LOW, 0.8)))
-    high = inputs.get(_HIGH, torch.full_like(ratio, options.get(_HIGH, 1.2)))
-    clipped = torch.minimum(torch.maximum(ratio, low), high)
-    if name == "ppo":
-        return -torch.minimum(ratio * advantages, clipped * advantages).sum()
-    return -(clipped.detach() * log_probs * advantages).sum()  # cispo
+_LOW, _HIGH, _BETA = "clip_low_threshold", "clip_high_threshold", "beta"
+_SAMPLES = (TARGETS, _SAMPLED, _ADVANTAGES)
+_CLIPPED = (_SAMPLES, (_LOW, _HIGH), (_LOW, _HIGH))
+_DEFAULTS = {_LOW: 0.8, _HIGH: 1.2, _BETA: 0.05}
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The tensors that each datum must or may have, and the options of a loss."""
+    """A policy loss, its options, and what the SDK gives it."""
 
-    needs: tuple[str, ...] = (TARGETS, _SAMPLED, _ADVANTAGES)
+    function: PolicyLossFunction
+    settings: Callable[..., Any]
+    """From the values of ``options``, (N, 1) each, to the options of ``function``."""
+    needs: tuple[str, ...] = _SAMPLES
+    """Tensors that each datum must have."""
     takes: tuple[str, ...] = ()
+    """Tensors that a datum may have, in place of the options of these names."""
     options: tuple[str, ...] = ()
+
+    def sum(self, log_probs: Sequence[Tensor], data: Sequence[Datum], options: Mapping[str, float]) -> Tensor:
+        """The loss of data that :func:`check_datum` has checked, from the log-probs of their targets."""
+        own = torch.cat([one.flatten() for one in log_probs])[:, None]
+
+        def column(key: str) -> Tensor:
+            default = options.get(key, _DEFAULTS.get(key, 0.0))
+            parts = [
+                datum.inputs[key].flatten() if key in datum.inputs else torch.full((one.numel(),), default)
+                for datum, one in zip(data, log_probs, strict=True)
+            ]
+            return torch.cat(parts)[:, None].to(own.device)
+
+        inputs = LossInputs(
+            log_probs=own,
+            advantages=column(_ADVANTAGES if _ADVANTAGES in self.needs else _WEIGHTS),
+            mask=torch.ones_like(own, dtype=torch.bool),
+            old_log_probs=column(_SAMPLED) if _SAMPLED in self.needs else None,
+        )
+        return self.function(inputs, self.settings(*map(column, self.options)), MetricBuilder()).sum()
 
 
 LOSSES = {
-    "cross_entropy": Loss((TARGETS, _WEIGHTS)),
-    "importance_sampling": Loss(),
-    "ppo": Loss(takes=(_LOW, _HIGH), options=(_LOW, _HIGH)),
-    "cispo": Loss(takes=(_LOW, _HIGH), options=(_LOW, _HIGH)),
-    "dro": Loss(options=("beta",)),
+    "cross_entropy": Loss(policy_losses.vanilla, NoOptions, (TARGETS, _WEIGHTS)),
+    "importance_sampling": Loss(policy_losses.ppo, lambda: PpoOptions(clip=inf)),
+    "ppo": Loss(policy_losses.ppo, lambda low, high: PpoOptions(clip_low=1 - low, clip_high=high - 1), *_CLIPPED),
+    "cispo": Loss(
+        policy_losses.cispo, lambda low, high: CispoOptions(epsilon_low=1 - low, epsilon_high=high - 1), *_CLIPPED
+    ),
+    "dro": Loss(policy_losses.kimi15, lambda beta: Kimi15Options(tau=beta), options=(_BETA,)),
 }
 _REFUSED = {
     "gspo": "its clipping bounds and its scale are not published",

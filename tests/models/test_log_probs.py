@@ -131,3 +131,21 @@ def test_never_holds_all_logits() -> None:
         log_probs.sum().backward()
     assert largest <= max(2**20 // 4, weight.numel())
     assert largest < tokens * vocabulary // 100
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_an_adapter_and_several_targets_of_one_distribution(keep: bool) -> None:
+    """``W h + B (A h)`` by autograd over all logits."""
+    leaves = inputs(11, False)
+    random = torch.Generator().manual_seed(3)
+    low, up = (torch.randn(size, 4, generator=random, dtype=torch.float64, requires_grad=True) for size in (11, 50))
+    targets = torch.randint(0, 50, (11, 3), generator=random)
+    upstream = torch.randn(targets.shape, generator=random, dtype=torch.float64)
+    memory = HeadMemory(chunk_bytes=0, min_chunk_tokens=4, kept_bytes=2**20 if keep else 0)
+    found, *_ = token_log_probs(leaves[0], leaves[1], targets, temperature=0.7, memory=memory, adapter=(low, up))
+    table = ((leaves[0] @ leaves[1].t() + low @ up.t()) / 0.7).log_softmax(-1)
+    wanted = table.gather(1, targets)
+    torch.testing.assert_close(found, wanted)
+    leaves += [low, up]
+    actual = torch.autograd.grad((found * upstream).sum(), leaves)
+    torch.testing.assert_close(actual, torch.autograd.grad((wanted * upstream).sum(), leaves))
