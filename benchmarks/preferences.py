@@ -163,7 +163,7 @@ def compare_losses(folder: Path, reference: Path, vocabulary: int) -> None:
         options = PreferenceLossConfig(loss_type=name, beta=BETA, label_smoothing=smoothing)
         batch = as_pairs(inputs)
         known = log_probs(tied_to, batch)
-        sums = pair_sums(log_probs(policy, batch), batch["response_mask"], known, options)
+        sums = pair_sums(log_probs(policy, batch), batch["response_mask"], known)
         add(table, name, theirs, float(preference_loss(sums, options).mean()))
     labelled = [
         {"prompt": row["prompt"], "completion": row[SIDES[index % 2]], "label": index % 2 == 0}

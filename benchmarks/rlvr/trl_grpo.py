@@ -1,6 +1,6 @@
 """The same recipe with TRL's GRPOTrainer: same model, data, reward, batch shape and loss, old log-probs not recomputed.
 
-python benchmarks/rlvr/trl_grpo.py MODEL TRAIN.jsonl --steps 20 [--threads 1] [--recipe smollm2] [--seed 0] [--save FOLDER]
+python benchmarks/rlvr/trl_grpo.py MODEL TRAIN.jsonl --steps 20 [--threads 1] [--recipe smollm2] ...  (--help)
 """
 
 from __future__ import annotations

@@ -54,7 +54,10 @@ GPUS = {
         Gpu("rtx4090-24g", int(23.5 * GIB), 165e12, 82.6e12, 1008 * GB, 72 * MIB, 0),
     )
 }
-DEFAULT_GPU = "h100-80g"
+DEFAULT_GPU, HOST = "h100-80g", "cpu"
+RUN_BYTES, WORKER_BYTES = 890 * 10**6, 165 * 10**6
+"""Proportional set sizes (``Pss`` of ``/proc/PID/smaps_rollup``) of a driver with Ray's processes, and of a worker that
+has imported PyTorch and has no model."""
 
 WITHIN = {"nvlink": None, "pcie4": 32.0 * GB, "pcie5": 64.0 * GB}
 """Bytes a second from a device to the others of its node; null: what the GPU has."""
@@ -75,6 +78,8 @@ class Hardware:
     between: float
     """Bytes a second of a device to other nodes, when all devices of its node send."""
     per_node: int
+    clock: Any = None
+    """The ``Clock`` of :mod:`roll.rehearsal.host`, where the device is this host's processor."""
 
     @property
     def name(self) -> str:

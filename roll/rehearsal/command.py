@@ -17,7 +17,8 @@ from rich.console import Console
 
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.compose import add_config_arguments
-from roll.rehearsal.catalog import BETWEEN, DEFAULT_GPU, DEFAULT_NETWORK, GPUS, WITHIN, hardware
+from roll.distributed.worker_environment import WORKER_DEFAULTS
+from roll.rehearsal.catalog import BETWEEN, DEFAULT_GPU, DEFAULT_NETWORK, GPUS, HOST, WITHIN, hardware
 
 EXIT_DOES_NOT_FIT = 1
 
@@ -29,9 +30,16 @@ def main(words: Sequence[str]) -> int:
     parts = [text.partition("=") if "=" in text else ("", "=", text) for text in arguments.model_config]
     given = {role: Path(file) for role, _, file in parts}
     loaded: LoadedConfig[Any] = load_config(None, arguments.config, None, arguments.overrides, check_files=False)
-    machine = hardware(arguments.gpu, arguments.network, loaded.plan.num_devices_per_node)
-    # Only tensors without contents are computed with: no accelerator is needed, or touched.
+    # No accelerator is needed, or touched. On this host's processor, kernels run as workers run them.
     os.environ["ROLL_PLATFORM"] = "cpu"
+    os.environ |= {name: value for name, value in WORKER_DEFAULTS.items() if name not in os.environ}
+    devices = loaded.plan.num_devices_per_node
+    if arguments.gpu == HOST:
+        from roll.rehearsal.host import this_host
+
+        machine = this_host(devices)
+    else:
+        machine = hardware(arguments.gpu, arguments.network, devices)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     from roll.rehearsal.formulas import size
     from roll.rehearsal.recipe import rehearse_recipe
@@ -64,7 +72,11 @@ def build_parser() -> argparse.ArgumentParser:
         "weights and without devices. Exit status 1: it does not fit.",
     )
     add_config_arguments(parser, "changes, as of roll run")
-    parser.add_argument("--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)} (default: %(default)s)")
+    parser.add_argument(
+        "--gpu",
+        default=DEFAULT_GPU,
+        help=f"{', '.join(GPUS)}, or {HOST}: this host's processor (default: %(default)s)",
+    )
     parser.add_argument(
         "--network",
         default=DEFAULT_NETWORK,

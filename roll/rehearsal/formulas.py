@@ -30,7 +30,8 @@ from roll.config.strategies.registry import (
 )
 from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
-from roll.rehearsal.catalog import GIB, Gpu, known_config
+from roll.platforms import current_platform
+from roll.rehearsal.catalog import GIB, GPUS, RUN_BYTES, WORKER_BYTES, Gpu, known_config
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -210,7 +211,9 @@ def _known_shapes(plan: Plan) -> Iterator[tuple[RolePlan, ModelShape]]:
 
 
 def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Role and sentence on its memory, by arithmetic alone, of every role whose model's sizes are known here."""
+    """Role and sentence on its memory, by arithmetic alone, of every role whose model's sizes are known here; on a CPU
+    host also on that of all processes."""
+    together = float(RUN_BYTES + WORKER_BYTES * sum(role.world_size for role in plan.roles.values()))
     for role, shape in _known_shapes(plan):
         name = role.name
         weights = f"{shape.total / 1e9:.2f}B weights" if shape.total > 1e8 else f"{shape.total / 1e6:.3g}M weights"
@@ -219,12 +222,17 @@ def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
             per_token = shape.kv_bytes() / role.num_gpus_per_worker
             cache = f"{role.sequence_length:,} tokens of KV cache {size(role.sequence_length * per_token)} a sample"
             yield name, f"{weights}; {size(held)} a device, and for {cache}"
+            # An engine on a CPU takes its whole cache when it starts, whatever device is given here.
+            use = engine_use(role, shape, GPUS["h100-80g"])
+            taken = use.weights + use.cache + use.workspace + fused_bytes(role, shape)
+            together += role.dp_size * taken
             continue
         states = role_states(role, shape)
         if states is None:
             continue
         if name not in plan.training:
             yield name, f"{weights}; about {size(states.total)} a device"
+            together += role.world_size * states.total
             continue
         training = plan.training[name]
         tokens = training.rule.max_tokens if training.rule is not None else None
@@ -242,6 +250,10 @@ def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         parts += [f"gathered layers {size(states.gathered)}"] if states.gathered else []
         parts.append(f"activations {size(activations)}")
         yield name, f"{weights}; about {size(states.total + activations)} a device: {', '.join(parts)}"
+        # malloc keeps about as much of what was freed as the activations take.
+        together += role.world_size * (states.total + 2 * activations)
+    if current_platform().device_type == "cpu":
+        yield "all processes", f"about {size(together)} on a CPU host, with Ray, whole KV caches and freed memory"
 
 
 def size(num_bytes: float) -> str:
@@ -250,6 +262,13 @@ def size(num_bytes: float) -> str:
 
 
 # Engines
+
+
+def fused_bytes(role: RolePlan, shape: ModelShape) -> float:
+    """Bytes of the matrices that ``hf_infer`` has put together, whose own blocks malloc keeps."""
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 2 * shape.intermediate
+    return float(shape.layers * shape.hidden * width * BYTES[role.section.model_args.dtype])
+
 
 VLLM_SHARE, SGLANG_SHARE = 0.9, 0.85
 """Share of a device that the engines take where nothing is written; their own choice differs a little by version."""

@@ -19,9 +19,12 @@ from roll.config.plan.plan import Plan, RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.strategies.registry import backend_of, generation_strategies
+from roll.datasets import DataError, PromptRow, SftRow
+from roll.pipelines.files import load_tokenizer
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
-from roll.rehearsal.catalog import GIB, KNOWN, Hardware, find_config
-from roll.rehearsal.formulas import EngineUse, ModelShape, engine_use, generation_time, model_shape
+from roll.rehearsal.catalog import GIB, KNOWN, RUN_BYTES, WORKER_BYTES, Hardware, find_config
+from roll.rehearsal.formulas import EngineUse, ModelShape, engine_use, fused_bytes, generation_time, model_shape
+from roll.rehearsal.host import generation_seconds
 from roll.rehearsal.roles import rehearse_role
 from roll.rehearsal.roofline import PhaseTime, Traffic, kernel_times, network_time, traffic
 from roll.rehearsal.simulate import RoleRun, Task
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 CONTEXT_BYTES = int(0.75 * GIB)
 """Assumed of a process on a device: the driver's context, kernels and the buffers of NCCL."""
+ROWS_READ = 256
+"""Rows of the data whose lengths are looked at."""
 _STATES = {
     StateKind.MODEL_PARAMS: "parameters",
     StateKind.OTHER_PARAMS: "gradient buffers",
@@ -88,6 +93,10 @@ class Rehearsal:
     """Bytes of a worker's host memory by role and purpose."""
     problems: list[str] = field(default_factory=list)
     """Why it cannot run."""
+    lengths: tuple[int, int] | None = None
+    """Tokens of the prompt and the response of a mean sample; None: samples have their full length."""
+    cpu_seconds: float = 0.0
+    """CPU-seconds of all processes in a step, where the device is this host's processor."""
     offloads: bool = True
     concurrent: tuple[str, ...] = ()
     """Phases that other devices work on while the rest of the step goes on."""
@@ -140,6 +149,7 @@ def rehearse_recipe(
     runs: dict[str, RoleRun] = {}
     engines: dict[str, EngineUse] = {}
     shapes = {name: model_shape(config) for name, config in configs.items()}
+    lengths = None if hardware.clock is None else _mean_lengths(loaded)
     for name, role in plan.roles.items():
         if name not in configs:
             continue
@@ -154,31 +164,33 @@ def rehearse_recipe(
                 raise ConfigError([Problem(f"{role.key}.model_args.model_name_or_path", role.model_path, rule)])
             engines[name] = engine_use(role, shape, hardware.gpu)
             continue
-        task = replace(_task(loaded, name), cache=hardware.gpu.cache)
+        here = hardware.clock is not None
+        task = replace(_task(loaded, name, lengths), cache=hardware.gpu.cache, on_cpu=here, on_host=here)
         key = (repr(task), json.dumps(configs[name], sort_keys=True))
         if key not in known:
             say(f"rehearsing {name} ({role.strategy_name}, {role.world_size} ranks)")
             known[key] = rehearse_role(role, task, configs[name])
         runs[name] = known[key]
     step = _Step(loaded, runs, engines)
-    offloads = loaded.config.is_offload_states is not False
+    offloads = loaded.config.is_offload_states is not False and hardware.clock is None
     report = Rehearsal(
         name=plan.exp_name,
         hardware=hardware,
         runs=runs,
         engines=engines,
         shapes=shapes,
-        devices=step.devices(offloads),
+        devices=step.devices(offloads) if hardware.clock is None else [step.on_host(shapes)],
         times={},
         traffic={},
         flops={},
-        host=step.host(),
+        host=step.host() if hardware.clock is None else {},
         problems=[use.problem for use in engines.values() if use.problem],
         offloads=offloads,
         concurrent=step.concurrent(),
+        lengths=lengths,
     )
     for phase in step.phases:
-        step.add_times(report, phase)
+        step.add_times(report, phase, configs)
     return report
 
 
@@ -201,7 +213,30 @@ def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[s
     return found
 
 
-def _task(loaded: LoadedConfig[Any], name: str) -> Task:
+def _mean_lengths(loaded: LoadedConfig[Any]) -> tuple[int, int] | None:
+    """Tokens of a mean row's prompt and response; what is generated counts in full. None: the data or the
+    tokenizer is not here."""
+    train = loaded.pipeline.readable_sets(loaded).get("train")
+    if train is None:
+        return None
+    arguments = loaded.plan.roles[loaded.pipeline.reading_role()].section.model_args
+    try:
+        rows = train.read(load_tokenizer(arguments.model_name_or_path, arguments.trust_remote_code))
+    except (DataError, OSError, ValueError):  # without the tokenizer, too, lengths are unknown
+        return None
+    found: list[tuple[int, int]] = []
+    for row in rows[:ROWS_READ]:
+        if isinstance(row, PromptRow):
+            found.append((len(row.token_ids), getattr(loaded.plan, "max_new_tokens", 1)))
+        elif isinstance(row, SftRow):
+            found.append((len(row.response_mask) - sum(row.response_mask), sum(row.response_mask)))
+        else:
+            found += [(len(row.prompt_ids), len(tokens)) for tokens in row.responses]
+    prompt, response = (max(1, round(sum(counts) / len(found))) for counts in zip(*found, strict=True))
+    return prompt, response
+
+
+def _task(loaded: LoadedConfig[Any], name: str, lengths: tuple[int, int] | None) -> Task:
     plan, config = loaded.plan, loaded.config
     role: RolePlan = plan.roles[name]
     is_rm = plan.pipeline == "rm"
@@ -211,6 +246,7 @@ def _task(loaded: LoadedConfig[Any], name: str) -> Task:
     compares = config.loss_type in RANKS if is_rm else plan.pipeline == "dpo" and not is_unpaired(config)
     units = 2 if compares else 1
     response = min(getattr(plan, "max_new_tokens", role.sequence_length - 1), role.sequence_length - 1)
+    prompt, response = lengths or (role.sequence_length - response, response)
     per_rank = -(-learner.samples_per_step // role.dp_size) * units
     looks = name != "actor_train" if training is None or name == "critic" else False
     if name == "actor_train" and training is not None:
@@ -230,9 +266,9 @@ def _task(loaded: LoadedConfig[Any], name: str) -> Task:
         role=replace(role.section, model_args=args),
         world_size=role.world_size,
         dp_size=role.dp_size,
-        prompt=role.sequence_length - response,
+        prompt=prompt,
         response=response,
-        group_size=getattr(plan, "group_size", 1),
+        group_size=getattr(plan, "group_size", units),
         rows_per_update=0 if training is None else training.mini_batch_size // training.dp_size * units,
         updates=0 if training is None else training.optimizer_steps_per_step,
         forward_rows=per_rank if looks else 0,
@@ -331,6 +367,32 @@ class _Step:
             uses.append(DeviceUse(tuple(ids), names, pages[offloads], kept))
         return uses
 
+    def on_host(self, shapes: Mapping[str, ModelShape | None]) -> DeviceUse:
+        """The memory of all processes of the run, which stay what they are between phases."""
+        roles = self.plan.roles
+        phases = []
+        for phase in self.phases:
+            parts: dict[tuple[str, str], float] = {("run", "driver and Ray"): RUN_BYTES}
+            for name, role in roles.items():
+                parts[name, "process"] = WORKER_BYTES * role.world_size
+            for name, use in self.engines.items():
+                shape = shapes[name]
+                assert shape is not None
+                kinds = {"weights": use.weights, "KV cache": use.cache, "workspace": use.workspace}
+                for kind, size in (kinds | {"kept by malloc": fused_bytes(roles[name], shape)}).items():
+                    parts[name, kind] = size * roles[name].world_size
+            for name, run in self.runs.items():
+                work = run.works.get(phase.works.get(name, ""))
+                held = {label: run.states.get(state, 0) for state, label in _STATES.items()}
+                held["kept by malloc"] = run.kept if work is None else work.kept
+                for kind, size in () if work is None else work.working.items():
+                    held[str(kind)] = held.get(str(kind), 0) + size
+                for kind, size in held.items():
+                    parts[name, kind] = size * roles[name].world_size
+            phases.append(PhaseUse(phase.name, {key: size for key, size in parts.items() if size}))
+        names = tuple(name for name in roles if name in self.runs or name in self.engines)
+        return DeviceUse((0,), names, phases, max(phases, key=lambda phase: phase.total))
+
     def _residents(self, offloads: bool) -> list[dict[str, set[StateKind]]]:
         """States on the devices by phase and role, in the second of two steps: the first leaves some there."""
         plan = self.plan
@@ -394,24 +456,31 @@ class _Step:
                 found[f"{name}: offloaded between phases"] = use.weights
         return found
 
-    def add_times(self, report: Rehearsal, phase: _Phase) -> None:
+    def add_times(self, report: Rehearsal, phase: _Phase, configs: Mapping[str, Mapping[str, Any]]) -> None:
         plan, gpu = self.plan, report.hardware.gpu
         compute = memory = flops = 0.0
         flows: list[Traffic] = []
         for name, kind in phase.works.items():
             work = self.runs[name].works[kind]
-            seconds = kernel_times(work.operations, gpu)
+            seconds = kernel_times(work.operations, report.hardware)
+            report.cpu_seconds += seconds[2] * plan.roles[name].world_size
             compute, memory, flops = compute + seconds[0], memory + seconds[1], flops + work.flops
             flows += traffic(work.collectives, plan.roles[name].device_mapping, report.hardware.per_node)
         if phase.name == "generation":
             role, shape = plan.roles["actor_infer"], report.shapes["actor_infer"]
             assert shape is not None
             batch, use = (plan.samples_per_step, plan.group_size), self.engines["actor_infer"]
-            lengths = plan.sequence_length - plan.max_new_tokens, plan.max_new_tokens
+            lengths = report.lengths or (plan.sequence_length - plan.max_new_tokens, plan.max_new_tokens)
             arithmetic, moving = generation_time(role, shape, use, gpu, *batch, *lengths)
+            flops += arithmetic * (gpu.half if role.section.model_args.dtype != "fp32" else gpu.single)
+            if report.hardware.clock is not None:
+                own = -(-plan.samples_per_step // role.dp_size)
+                sizes = own, plan.group_size, lengths[0], lengths[1], use.running
+                took, spent = generation_seconds(role, configs["actor_infer"], *sizes)
+                arithmetic, moving = took, 0.0
+                report.cpu_seconds += spent * role.dp_size
             compute += arithmetic if arithmetic >= moving else 0.0
             memory += moving if arithmetic < moving else 0.0
-            flops += arithmetic * (gpu.half if role.section.model_args.dtype != "fp32" else gpu.single)
         report.times[phase.name] = PhaseTime(compute, memory, network_time(flows, report.hardware))
         report.traffic[phase.name] = flows
         report.flops[phase.name] = flops

@@ -69,7 +69,11 @@ def render(report: Rehearsal, console: Console) -> None:
         line(f"{flow.name} over {flow.ranks} ranks: {' and '.join(links)} a device and step")
     ahead = ", ".join(report.concurrent)
     order = f"{ahead} while the rest goes on" if ahead else "phases one after another"
-    line(f"a step takes at least {report.seconds:,.1f} s (samples of full length, {order})")
+    samples = "samples of full length"
+    if report.lengths is not None:
+        samples = "samples of {} + {} tokens".format(*report.lengths)
+    takes = "at least" if report.hardware.clock is None else f"{report.cpu_seconds:,.1f} CPU-seconds, about"
+    line(f"a step takes {takes} {report.seconds:,.1f} s ({samples}, {order})")
     for text in verdict(report):
         line(text, style="bold green" if report.fits else "bold red")
 
@@ -134,6 +138,7 @@ def to_json(report: Rehearsal) -> dict[str, Any]:
         "problems": list(verdict(report)) if not report.fits else [],
         "peak": report.peak,
         "seconds": report.seconds,
+        "cpu_seconds": report.cpu_seconds,
         "devices": devices,
         "roles": roles,
         "phases": times,

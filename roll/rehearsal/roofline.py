@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from roll.rehearsal.catalog import Gpu, Hardware
+from roll.rehearsal.catalog import Hardware
+from roll.rehearsal.host import CALL_SECONDS
 from roll.rehearsal.tracker import Collective, Operation
 
 
@@ -51,17 +52,25 @@ class Traffic:
     """To other nodes."""
 
 
-def kernel_times(operations: Counter[Operation], gpu: Gpu) -> tuple[float, float]:
-    """Seconds of the kernels that arithmetic bounds, and of those that memory bounds."""
-    compute = memory = 0.0
+def kernel_times(operations: Counter[Operation], hardware: Hardware) -> tuple[float, float, float]:
+    """Seconds of the kernels that arithmetic bounds, and of those that memory bounds; on a CPU, CPU-seconds of all."""
+    gpu, compute, memory, cpu = hardware.gpu, 0.0, 0.0, 0.0
     for operation, count in operations.items():
+        if hardware.clock is not None:
+            took, spent = hardware.clock(operation.kernel) if operation.kernel else (0.0, 0.0)
+            # In the caches, where it was measured; here at least what goes past them.
+            whole = max(took, operation.num_bytes / gpu.bandwidth) + CALL_SECONDS
+            cpu += count * (spent * whole / took if took else whole)
+            compute += count * whole if operation.flops else 0.0
+            memory += 0.0 if operation.flops else count * whole
+            continue
         speed = gpu.single if operation.dtype in (torch.float32, torch.float64) else gpu.half
         arithmetic, moving = operation.flops / speed, operation.num_bytes / gpu.bandwidth
         if arithmetic >= moving:
             compute += count * arithmetic
         else:
             memory += count * moving
-    return compute, memory
+    return compute, memory, cpu
 
 
 def traffic(collectives: Counter[Collective], devices: Sequence[int], per_node: int) -> list[Traffic]:

@@ -77,6 +77,8 @@ class Work(Tally):
     """In one pipeline step."""
     tokens: int = 0
     """Tokens of the largest micro-batch, as computed."""
+    kept: int = 0
+    """Bytes of freed memory that malloc keeps at the peak."""
 
     @property
     def working(self) -> dict[Kind, int]:
@@ -96,6 +98,8 @@ class RoleRun:
     """Bytes of states in host memory (``offload_policy``, ZeRO-Offload)."""
     method: str = "executed"
     """``executed``, or what of it was computed by a formula."""
+    kept: int = 0
+    """Bytes of freed memory that malloc keeps between passes."""
 
     @property
     def peak(self) -> int:
@@ -136,6 +140,8 @@ class Task:
     """Bytes of the last level of the device's cache."""
     on_cpu: bool = False
     """Count as on a CPU: its allocator, its head, its attention."""
+    on_host: bool = False
+    """On this very CPU, whose kernels are timed, with what glibc keeps."""
 
 
 @contextmanager
@@ -268,7 +274,7 @@ def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
     Args:
         execute_sharded: as FSDP2 does it; False: the unsharded model alone.
     """
-    tracker = Tracker(CPU_GRANULARITY if task.on_cpu else CUDA_GRANULARITY, task.cache)
+    tracker = Tracker(CPU_GRANULARITY if task.on_cpu else CUDA_GRANULARITY, task.cache, task.on_host)
     cls: type[Any] = RehearsedFsdp2 if execute_sharded else RehearsedModule
     with fake_world(task.world_size), _as_on_device(tracker, task.on_cpu):
         strategy = cls(task.role, head=task.head, max_grad_norm=1.0)
@@ -288,17 +294,27 @@ def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
         }
         works = {}
         with tracker:
+            if task.on_host:
+                if task.updates and execute_sharded:
+                    # Moments come after the gradients of the first step, whose memory later steps find freed.
+                    strategy.optimizer.state.clear()
+                tracker.follow_heap()
+                if task.updates:
+                    _train(strategy, task)
+                if task.updates and execute_sharded:
+                    tracker.mark(state_tensors(strategy.optimizer), Kind.OPTIMIZER)
             if task.sends:
                 works["send"] = _send(strategy, task)
             if task.forward_rows:
                 works["forward"] = _forward(strategy, task)
             if task.updates:
                 works["train"] = _train(strategy, task)
+            kept = max(0, tracker.heap.resident - sum(tracker.live.values())) if tracker.heap else 0
         on_host = execute_sharded and strategy.config.offload_policy and not task.on_cpu
         del strategy
     gc.collect()
     if not on_host:
-        return RoleRun(states, works)
+        return RoleRun(states, works, kept=kept)
     # Under `offload_policy` shards of parameters, gradients and moments stay in host memory.
     gradients = max(work.peak.get(Kind.GRADIENTS, 0) for work in works.values())
     for work in works.values():
@@ -360,9 +376,9 @@ def _train(strategy: _Rehearsed, task: Task) -> Work:
         # A loss that needs every output; what a run's own adds is as small as the batch's columns.
         return -torch.stack([values.sum() for values in outputs.values() if values.requires_grad]).sum(), {}
 
-    with strategy.tracker.counting() as step:
+    with strategy.tracker.counting() as step, _keeping(strategy.tracker) as kept:
         strategy.train_step(batch, sum_of_outputs, outputs, 1.0, comparisons)
-    return _work(step, strategy.passes, batch, count, task.updates)
+    return _work(step, kept, strategy.passes, batch, count, task.updates)
 
 
 def _forward(strategy: _Rehearsed, task: Task) -> Work:
@@ -370,18 +386,31 @@ def _forward(strategy: _Rehearsed, task: Task) -> Work:
     # Columns of distributions are gathered in host memory: more passes would count them as the device's.
     batch, count = _first_micro_batches(task, task.forward_rows, trains=False, most=1 if gives else 2)
     strategy.passes = []
-    with strategy.tracker.counting() as tally:
+    with strategy.tracker.counting() as tally, _keeping(strategy.tracker) as kept:
         if task.top_tokens is not None:
             strategy.forward_top_tokens(batch, TopTokens(task.top_tokens, _vocabulary(strategy)))
         else:
             strategy.forward(batch, [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES])
-    return _work(tally, strategy.passes, batch, count)
+    return _work(tally, kept, strategy.passes, batch, count)
 
 
-def _work(tally: Tally, passes: list[Tally], batch: TensorBatch, micro_batches: int, repeats: int = 1) -> Work:
+@contextmanager
+def _keeping(tracker: Tracker) -> Iterator[list[int]]:
+    """The most that malloc holds in the block, in a list of one number once it has ended."""
+    found: list[int] = []
+    if tracker.heap is not None:
+        tracker.heap.peak = 0
+    yield found
+    found.append(tracker.heap.peak if tracker.heap is not None else 0)
+
+
+def _work(
+    tally: Tally, held: list[int], passes: list[Tally], batch: TensorBatch, micro_batches: int, repeats: int = 1
+) -> Work:
     """Work of ``repeats`` times ``micro_batches``; those that ``tally`` lacks count as the first of ``passes``."""
     tokens = int(batch["attention_mask"].sum()) // max(1, len(passes))
-    work = Work(peak=tally.peak, micro_batches=micro_batches * repeats, tokens=tokens)
+    kept = max(0, held[0] - sum(tally.peak.values()))
+    work = Work(peak=tally.peak, micro_batches=micro_batches * repeats, tokens=tokens, kept=kept)
     for counted, factor in ((tally, repeats), (passes[0], (micro_batches - len(passes)) * repeats)):
         for operation, number in counted.operations.items():
             work.operations[operation] += number * factor
@@ -434,10 +463,10 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
         (gather, "copy_into", lambda target, source: target.copy_(source)),
         (masking_utils, "find_packed_sequence_indices", packed_indices),
         (DispatchedExperts, "destinations", even_destinations),
-        (products, "HAS_ONEDNN", False),  # the plain product has the same work, and is known to the tracker
     ]
     if not on_cpu:
         patches += [
+            (products, "HAS_ONEDNN", False),
             (HeadMemory, "for_device", staticmethod(lambda device: _ACCELERATOR_HEAD)),
             (attention, "packed_attention", packed),
             (attention, "SHORT", 0),

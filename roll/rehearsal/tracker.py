@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from roll.rehearsal.host import Heap, Kernel, kernel_of
 from roll.rehearsal.memory_traffic import MemoryTraffic, id_of, operands
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Operation:
     flops: int
     num_bytes: int
     dtype: torch.dtype
+    kernel: Kernel | None = None
+    """The call itself, where it is to be timed."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,16 @@ class Tracker(TorchDispatchMode):
     Args:
         granularity: bytes to which the allocator of the device rounds up: 512 on CUDA, 64 on a CPU.
         cache: bytes of the last level of the device's cache.
+        on_host: keep the calls of kernels, to be timed on this host.
     """
 
-    def __init__(self, granularity: int, cache: int = 0) -> None:
+    heap: Heap | None = None
+    """Blocks asked of malloc, from :meth:`follow_heap` on."""
+
+    def __init__(self, granularity: int, cache: int = 0, on_host: bool = False) -> None:
         super().__init__()
         self.granularity = granularity
+        self.on_host = on_host
         self._traffic = MemoryTraffic(cache)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.live: dict[Kind, int] = dict.fromkeys(Kind, 0)
@@ -150,6 +158,12 @@ class Tracker(TorchDispatchMode):
         """Count a kernel for which there is a stand-in."""
         self.tally.operations[Operation(flops, self._traffic.move(reads, writes), reads[0].dtype)] += 1
 
+    def follow_heap(self) -> None:
+        """Ask malloc for everything that is held, and from now on."""
+        self.heap = Heap()
+        for key, (_, size) in self._held.items():
+            self.heap.resize(key, size)
+
     def mark(self, tensors: Iterable[Tensor], kind: Kind) -> None:
         """Count the storages of these tensors as ``kind`` from now on."""
         for tensor in tensors:
@@ -190,8 +204,9 @@ class Tracker(TorchDispatchMode):
         if inputs:
             moved = self._traffic.move(*operands(func, args, kwargs, inputs, outputs))
             flops = flops_of(func._schema.name, args, kwargs)
-            if moved or flops:
-                self.tally.operations[Operation(flops, moved, inputs[-1].dtype)] += 1
+            kernel = kernel_of(func, args, kwargs) if self.on_host and not func.is_view else None
+            if moved or flops or kernel:
+                self.tally.operations[Operation(flops, moved, inputs[-1].dtype, kernel)] += 1
         for tensor in outputs:
             if isinstance(tensor, FakeTensor):
                 self._follow(tensor)
@@ -224,6 +239,8 @@ class Tracker(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         kind, size = self._held.pop(key)
+        if self.heap is not None:
+            self.heap.resize(key, 0)
         self._traffic.forget(key)
         self.live[kind] -= size
         self._total -= size
@@ -231,6 +248,8 @@ class Tracker(TorchDispatchMode):
     def _set(self, key: int, kind: Kind, size: int) -> None:
         size += -size % self.granularity
         old_kind, old_size = self._held[key]
+        if self.heap is not None and size != old_size:
+            self.heap.resize(key, size)
         if not size:
             self._traffic.forget(key)
         self.live[old_kind] -= old_size
@@ -261,6 +280,8 @@ def flops_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int
     if name in _FACTORS:
         left, right = _FACTORS[name]
         return 2 * prod(args[left].shape) * int(args[right].shape[-1])
+    if name == "mkldnn::_linear_pointwise":
+        return 2 * prod(args[0].shape) * int(args[1].shape[0])
     if name == "aten::_grouped_mm":
         return 2 * prod(args[0].shape[-2:]) * int(args[1].shape[-1])
     if name not in _ATTENTION:

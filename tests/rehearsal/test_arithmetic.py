@@ -70,7 +70,7 @@ def test_other_names_are_not_guessed() -> None:
 def test_check_says_the_memory_of_each_role(capsys: pytest.CaptureFixture[str]) -> None:
     """7.6B float32 weights, gradients and two moments over 8 ranks: 16 x 7.6156e9 / 8 bytes = 14.2 GiB."""
     lines = dict(quick_lines(load_config(None, SEVEN, check_files=False).plan))
-    assert list(lines) == ["actor_train", "actor_infer", "reference"]
+    assert list(lines)[:3] == ["actor_train", "actor_infer", "reference"]
     assert "states 14.2 GiB" in lines["actor_train"]
     # Keys and values: 2 x 28 layers x 4 heads x 128 x 2 bytes = 56 KiB a token.
     assert "14.2 GiB a device, and for 4,096 tokens of KV cache 224 MiB a sample" in lines["actor_infer"]
@@ -132,10 +132,10 @@ def test_links_between_nodes_are_shared_by_the_devices_of_a_node() -> None:
 
 
 def test_the_larger_of_arithmetic_and_traffic_bounds_a_kernel() -> None:
-    gpu = GPUS["h100-80g"]
     product = Operation(flops=989 * 10**12, num_bytes=3350 * 10**6, dtype=torch.bfloat16)
     copy = Operation(flops=0, num_bytes=3350 * 10**9, dtype=torch.float32)
-    assert kernel_times(Counter({product: 2, copy: 1}), gpu) == (pytest.approx(2.0), pytest.approx(1.0))
+    machine = hardware("h100-80g", "nvlink+ib400", 8)
+    assert kernel_times(Counter({product: 2, copy: 1}), machine)[:2] == (pytest.approx(2.0), pytest.approx(1.0))
     assert [PhaseTime(*parts).bound for parts in ((2, 1, 1), (1, 2, 1), (1, 1, 3))] == ["compute", "memory", "network"]
     assert PhaseTime(1, 1, 3).seconds == 3 and PhaseTime(2, 1, 1).seconds == 3
 
