@@ -212,7 +212,7 @@ def _known_shapes(plan: Plan) -> Iterator[tuple[RolePlan, ModelShape]]:
 
 def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Role and sentence on its memory, by arithmetic alone, of every role whose model's sizes are known here; on a CPU
-    host also on that of all processes."""
+    host that has the models also on that of all processes."""
     together = float(RUN_BYTES + WORKER_BYTES * sum(role.world_size for role in plan.roles.values()))
     for role, shape in _known_shapes(plan):
         name = role.name
@@ -252,7 +252,9 @@ def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         yield name, f"{weights}; about {size(states.total + activations)} a device: {', '.join(parts)}"
         # malloc keeps about as much of what was freed as the activations take.
         together += role.world_size * (states.total + 2 * activations)
-    if current_platform().device_type == "cpu":
+    # A file for GPUs that is only checked here names models that are elsewhere.
+    here = all(os.path.exists(role.model_path or "") for role, _ in _known_shapes(plan))
+    if here and current_platform().device_type == "cpu":
         yield "all processes", f"about {size(together)} on a CPU host, with Ray, whole KV caches and freed memory"
 
 
