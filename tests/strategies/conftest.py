@@ -15,11 +15,16 @@ from tests.strategies.samples import make_batch, make_role, write_model
 
 
 @pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
-    """``run_ranks(world_size, function, *args)``: the results by rank; see :class:`RankPool`."""
+def rank_pool() -> Iterator[RankPool]:
     pool = RankPool(4)
-    yield partial(pool.run, tmp_path_factory.mktemp("stores"))
+    yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def run_ranks(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """``run_ranks(world_size, function, *args)``: the results by rank; see :class:`RankPool`."""
+    return partial(rank_pool.run, tmp_path_factory.mktemp("stores"))
 
 
 @pytest.fixture(scope="session")

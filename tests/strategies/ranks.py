@@ -63,7 +63,7 @@ class RankPool:
         An argument that is a ``list`` of ``world_size`` elements is handed out by rank.
         """
         if self._runs and self._runs % _JOBS_OF_A_PROCESS == 0:
-            self._restart()
+            self.restart()
         self._runs += 1
         store = folder / f"store_{os.getpid()}_{self._runs}"
         for rank, link in enumerate(self._links[:world_size]):
@@ -73,7 +73,7 @@ class RankPool:
         errors = [f"rank {rank}:\n{error}" for rank, (error, _) in sorted(answers.items()) if error is not None]
         silent = sorted(set(range(world_size)) - answers.keys())
         if silent or not all(process.is_alive() for process in self._processes):
-            self._restart()
+            self.restart()
         assert not silent, "\n".join([f"no answer to {function.__name__} from ranks {silent}", *errors])
         assert not errors, "\n".join(errors)
         return [answers[rank][1] for rank in range(world_size)]
@@ -102,7 +102,8 @@ class RankPool:
         stacks = file.read_text(errors="replace") if file.exists() else ""
         return f"the process ended with exit code {self._processes[rank].exitcode}\n{stacks}"
 
-    def _restart(self) -> None:
+    def restart(self) -> None:
+        """Let fresh processes take over."""
         for process in self._processes:
             process.kill()
             process.join()

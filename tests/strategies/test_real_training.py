@@ -1,13 +1,15 @@
 """Training SmolLM2-135M-Instruct: every strategy computes what plain transformers and torch compute.
 
 What rounding explains is measured: no strategy may be twice as far from the steps in float64 as plain transformers is
-in the dtype of the strategy. The processes take up to 15 GB together.
+in the dtype of the strategy.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from tests.strategies.samples import (
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 RATE, EPSILON, UPDATES = 1e-4, 1e-3, 3
+SCALE = 0.004
+"""Largest deviation of a gradient's scale from 1."""
 RESPONSES = [
     "The sea is wide and blue, and those who sail on it for years say it never looks the same twice.<|im_end|>",
     "First we add 12 and 30, which makes 42. Then nothing is left, so the final answer is #### 42<|im_end|>",
@@ -88,6 +92,8 @@ def plain_training(folder: Path, adapter: Path | None, batch: TensorBatch, dtype
         optimizer.step()
         if model is not masters:
             model.load_state_dict(masters.state_dict())
+    del optimizer  # in float64 its moments take 2 GB
+    masters.zero_grad()
     whole, start = masters, plain_model(folder)
     if adapter:
         whole, start = masters.merge_and_unload(), lora_cases.plain_peft_model(folder, adapter).merge_and_unload()
@@ -103,15 +109,39 @@ def distances_of_gradients(found: dict[str, torch.Tensor], reference: Figures) -
     return {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
 
 
+def scale_of_gradients(found: dict[str, torch.Tensor], reference: Figures) -> float:
+    """The factor by which the reference's gradients, taken as one vector, come closest to those that were found."""
+    wanted = reference["gradients"]
+    products = sum(float((found[name] * wanted[name]).double().sum()) for name in wanted)
+    return products / sum(float(wanted[name].double().square().sum()) for name in wanted)
+
+
 def distances_of_weights(found: Iterable[tuple[str, torch.Tensor]], reference: Figures) -> dict[str, float]:
     """By parameter that is trained, relative to how far it moved."""
     moved, wanted = reference["moved"], reference["weights"]
     return {name: float((weight - wanted[name]).norm() / moved[name]) for name, weight in found if name in moved}
 
 
+def plain_distances(folder: Path, adapter: Path | None, batch: TensorBatch, dtype: torch.dtype, file: Path) -> Figures:
+    """How far plain transformers in ``dtype`` is from the steps in float64, which are written to ``file``."""
+    if not file.exists():
+        torch.save(plain_training(folder, adapter, batch, torch.float64), file)
+    wanted = torch.load(file, mmap=True)
+    found = plain_training(folder, adapter, batch, dtype)
+    return {
+        "log_probs": float((found["log_probs"] - wanted["log_probs"]).abs().max()),
+        "scale": scale_of_gradients(found["gradients"], wanted),
+        "gradients": distances_of_gradients(found["gradients"], wanted),
+        "weights": distances_of_weights(found["weights"].items(), wanted),
+    }
+
+
 @pytest.fixture(scope="module")
 def reference(
-    smollm2: Path, adapter: Path, batch: TensorBatch, tmp_path_factory: pytest.TempPathFactory
+    smollm2: Path,
+    adapter: Path,
+    batch: TensorBatch,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Callable[[str], tuple[Path, Figures]]]:
     """``reference(trained)``: the file of the steps in float64, and the distances of plain transformers from them."""
     root = tmp_path_factory.mktemp("references")
@@ -120,16 +150,11 @@ def reference(
     def of(trained: str) -> tuple[Path, Figures]:
         own = adapter if trained == "lora" else None
         file = root / ("lora" if own else "whole")
-        if not file.exists():
-            torch.save(plain_training(smollm2, own, batch, torch.float64), file)
         if trained not in measured:
-            wanted = torch.load(file, mmap=True)
-            found = plain_training(smollm2, own, batch, torch.bfloat16 if trained == "bf16" else torch.float32)
-            measured[trained] = {
-                "log_probs": float((found["log_probs"] - wanted["log_probs"]).abs().max()),
-                "gradients": distances_of_gradients(found["gradients"], wanted),
-                "weights": distances_of_weights(found["weights"].items(), wanted),
-            }
+            dtype = torch.bfloat16 if trained == "bf16" else torch.float32
+            # In a process of its own, which gives the memory back.
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                measured[trained] = process.submit(plain_distances, smollm2, own, batch, dtype, file).result()
         return file, measured[trained]
 
     yield of
@@ -144,7 +169,9 @@ def distances(role: WorkerConfig, batch: TensorBatch, file: Path) -> Figures:
     found["log_probs"] = strategy.forward(batch, jobs.POLICY)[Output.LOG_PROBS]
     strategy.train_step(batch, policy_loss, jobs.POLICY)
     gradients = lora_cases.under_live_names(strategy) if role.model_args.adapter_name_or_path else strategy.gradients
-    found["gradients"] = distances_of_gradients(gradients, wanted) if gradients else {}
+    if strategy.rank_info.rank == 0:
+        found["gradients"] = distances_of_gradients(gradients, wanted)
+        found["scale"] = scale_of_gradients(gradients, wanted)
     del gradients, strategy.gradients, strategy.optimizer_step  # only the first step's are compared
     for _ in range(UPDATES - 1):
         strategy.train_step(batch, policy_loss, jobs.POLICY)
@@ -154,10 +181,14 @@ def distances(role: WorkerConfig, batch: TensorBatch, file: Path) -> Figures:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_training_equals_plain_transformers(run, smollm2, adapter, batch, reference, case):
-    """No parameter is twice as far from float64 as the farthest of plain transformers is."""
+def test_training_equals_plain_transformers(rank_pool, run, smollm2, adapter, batch, reference, case):
+    """No parameter is twice as far from float64 as the farthest of plain transformers is.
+
+    A gradient that is 1% too large exceeds the distance in float32, and the scale in every dtype.
+    """
     world, strategy, trained, options = CASES[case]
     file, plain = reference(trained)
+    rank_pool.restart()  # or the ranks would keep what the strategies before took: 18 GB in the end
     options = {"micro_batch": 4, "infer_batch_size": 4, "split": (2, 2) if world == 2 else (4,)} | options
     if trained == "lora":
         options["model_args"] = {"adapter_name_or_path": str(adapter)}
@@ -167,6 +198,8 @@ def test_training_equals_plain_transformers(run, smollm2, adapter, batch, refere
     wanted = torch.load(file, mmap=True)["log_probs"]
     found = results[0] | {"log_probs": float((log_probs - wanted).abs().max())}
     assert found["log_probs"] <= 2 * plain["log_probs"]
+    assert abs(found["scale"] - 1) < SCALE, plain["scale"]
+    assert trained == "bf16" or 2 * max(plain["gradients"].values()) < 0.01
     # Weights that leave a bf16 role are rounded to bf16: by more than they have moved.
     for kind in ("gradients",) if trained == "bf16" else ("gradients", "weights"):
         distance, name = max((value, name) for name, value in found[kind].items())
