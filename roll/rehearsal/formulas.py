@@ -31,7 +31,7 @@ from roll.config.strategies.registry import (
 from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.platforms import current_platform
-from roll.rehearsal.catalog import GIB, GPUS, RUN_BYTES, WORKER_BYTES, Gpu, known_config
+from roll.rehearsal.catalog import DEFAULT_GPU, GIB, GPUS, RUN_BYTES, WORKER_BYTES, Gpu, known_config
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -214,7 +214,8 @@ def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Role and sentence on its memory, by arithmetic alone, of every role whose model's sizes are known here; on a CPU
     host that has the models also on that of all processes."""
     together = float(RUN_BYTES + WORKER_BYTES * sum(role.world_size for role in plan.roles.values()))
-    for role, shape in _known_shapes(plan):
+    known = list(_known_shapes(plan))
+    for role, shape in known:
         name = role.name
         weights = f"{shape.total / 1e9:.2f}B weights" if shape.total > 1e8 else f"{shape.total / 1e6:.3g}M weights"
         if role.strategy_name in generation_strategies():
@@ -223,7 +224,7 @@ def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
             cache = f"{role.sequence_length:,} tokens of KV cache {size(role.sequence_length * per_token)} a sample"
             yield name, f"{weights}; {size(held)} a device, and for {cache}"
             # An engine on a CPU takes its whole cache when it starts, whatever device is given here.
-            use = engine_use(role, shape, GPUS["h100-80g"])
+            use = engine_use(role, shape, GPUS[DEFAULT_GPU])
             taken = use.weights + use.cache + use.workspace + fused_bytes(role, shape)
             together += role.dp_size * taken
             continue
@@ -253,7 +254,7 @@ def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         # malloc keeps about as much of what was freed as the activations take.
         together += role.world_size * (states.total + 2 * activations)
     # A file for GPUs that is only checked here names models that are elsewhere.
-    here = all(os.path.exists(role.model_path or "") for role, _ in _known_shapes(plan))
+    here = all(os.path.exists(role.model_path or "") for role, _ in known)
     if here and current_platform().device_type == "cpu":
         yield "all processes", f"about {size(together)} on a CPU host, with Ray, whole KV caches and freed memory"
 

@@ -13,6 +13,8 @@ import yaml
 from roll.config.estimators import ADV_ESTIMATORS
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError
+from roll.config.reading.legacy_keys import DEAD_KEYS
+from roll.pipelines.agentic.checks_entries import EXTERNAL_ENVIRONMENTS, TEMPLATE_FIELDS
 from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
 from roll.preflight import check_parts
@@ -369,6 +371,13 @@ def test_the_configurations_of_the_page_load(tmp_path: Path) -> None:
 def test_the_tables_of_the_page(tmp_path: Path) -> None:
     for name, played in MANAGERS.items():
         assert f"| `{name}` | `context: {played.context}`, `samples: {played.samples}`" in PAGE
+    for name in DEAD_KEYS["AgenticConfig"]:
+        assert f"`{name}`" in PAGE or name in ("model_name", "response_length", "batch_adjust_mode")
+    for name in EXTERNAL_ENVIRONMENTS:
+        assert f"`{name}`" in PAGE
+    reference = (Path(__file__).parents[2] / "docs" / "configuration-reference.md").read_text(encoding="utf-8")
+    for name in {field for names in TEMPLATE_FIELDS.values() for field in names}:
+        assert f"{{{name}}}" in reference
     for row in ADV_ESTIMATORS.rows:
         if row.works_in_turns:
             assert f"| `{row.name}` |" in PAGE

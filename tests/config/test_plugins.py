@@ -90,3 +90,14 @@ def test_they_train(site: Path, tiny: Any, tmp_path: Path) -> None:  # noqa: F81
     (tmp_path / "play.yaml").write_text(yaml.safe_dump(changed(game, agentic_settings(world, tmp_path / "played"))))
     done = roll(site, tmp_path, "run", "play.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_strategy_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    information = tmp_path / "broken-1.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (information / "entry_points.txt").write_text("[roll.strategies]\nquick = no_such_module:BACKEND\n")
+    command = [sys.executable, "-c", "import roll.config.strategies.registry"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode and "roll.strategies 'quick' cannot be imported from no_such_module.BACKEND" in done.stderr

@@ -38,8 +38,12 @@ from roll.config.strategies.vllm import VLLM
 BACKENDS: Table[Backend] = Table("strategy_name", FSDP2, FSDP1, DEEPSPEED, MEGATRON, HF_INFER, VLLM, SGLANG, REMOTE)
 """The only list of backends and engines, by ``strategy_name``; those of installed packages come after its own."""
 
-for _path in offered("strategies").values():
-    _backend: Backend = resolve_name(_path)
+for _name, _path in offered("strategies").items():
+    try:
+        _backend: Backend = resolve_name(_path)
+    except Exception as error:  # whatever a package of somebody else raises
+        rule = f"the installed package that offers roll.strategies {_name!r} cannot be imported from {_path}"
+        raise ImportError(f"{rule}: {type(error).__name__}: {error}; mend or uninstall it") from error
     if not BACKENDS.keys() & set(_backend.names):
         BACKENDS.add(_backend)
 
