@@ -328,6 +328,7 @@ def test_an_interrupted_run_under_a_loop_leaves_somebody_elses_ray(world: TinyWo
     assert 2 <= rows < 10
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_listing_of_the_page(recipes: Path) -> None:
     text = (ROOT / "docs/python.md").read_text(encoding="utf-8")
@@ -349,6 +350,7 @@ def test_the_listing_of_the_readme(recipes: Path) -> None:
     assert len(ast.literal_eval(texts)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_loop_of_the_page(recipes: Path) -> None:
     """Four samples, each with as many log-probs as tokens; and a checkpoint."""

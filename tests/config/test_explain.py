@@ -101,6 +101,7 @@ def test_init_copies_recipes_and_replaces_nothing(tmp_path: Path, capsys: pytest
     assert "already holds examples and configs" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_wheel_carries_the_recipes(tmp_path: Path) -> None:
     """Outside a clone the commands and the first run need recipes, presets, tables and the generator."""
     source = tmp_path / "source"

@@ -286,6 +286,7 @@ def test_all_reduce(make_cluster, worker_logs):
     _assert_gone(pids)
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("die-*")
 @pytest.mark.parametrize(("how", "ranks"), [("die", 2), ("exit", 2)])
 def test_death_while_others_wait_in_a_collective(make_cluster, how, ranks):

@@ -39,6 +39,7 @@ def start(*overrides: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_own_data_and_reward(reader: Path, tiny_model: Path, shared_ray: str) -> None:
     """The untrained model scores ``wrong_score`` everywhere: that number comes from the reader's reward."""
     words = (f"pretrain={tiny_model}", "max_steps=1", "+rewards.sums.reward_kwargs.wrong_score=0.25")

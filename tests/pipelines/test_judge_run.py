@@ -22,6 +22,7 @@ JUDGED: dict[str, Any] = {
 }
 
 
+@pytest.mark.long
 def test_a_judge_on_a_role_and_one_in_a_reward_section(run: Run, world: TinyWorld, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

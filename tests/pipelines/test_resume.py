@@ -79,6 +79,7 @@ def test_grpo_after_a_signal_to_the_driver(
     assert "continuing from" in log
 
 
+@pytest.mark.long
 def test_ppo_with_everything_that_has_a_memory(run: Run, world: TinyWorld) -> None:
     changes = PPO | {"critic": role("fsdp2_train", [1], training_args=training_args(4, 2, 3e-3))}
     whole = run(changes)

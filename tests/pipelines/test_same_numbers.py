@@ -96,6 +96,7 @@ def reference_run(run: Run) -> FinishedRun:
     return run(TWO_MINI_BATCHES | layout([0], 4, 2))
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("two ranks, fsdp1")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layout_of_the_update(run: Run, reference_run: FinishedRun, name: str) -> None:

@@ -46,6 +46,7 @@ def post(url: str, body: Any, token: str = "") -> tuple[int, Any]:
         return error.code, json.loads(error.read())
 
 
+@pytest.mark.long
 def test_programs_run_elsewhere_as_they_would_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CODE_TOKEN", "secret")
     options = {"case_timeout": 2.0, "score": 2.0, "parallel": 4}

@@ -125,6 +125,7 @@ def read_until(terminal: int, text: str, seconds: float = 90) -> str:
     return seen.decode(errors="replace").replace("\r\n", "\n")
 
 
+@pytest.mark.long
 def test_a_conversation_in_a_terminal_ends_with_control_d(model: Path) -> None:
     terminal, other = pty.openpty()
     words = [str(model), "--temperature", "0", "--dtype", "fp32", "--max-new-tokens", str(LENGTH)]

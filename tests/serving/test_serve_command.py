@@ -101,6 +101,7 @@ def test_a_model_folder_is_enough(
         process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_command_answers_until_it_is_interrupted(
     shared_ray: str, served_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,7 @@ def sandbox() -> Iterator[Sandbox]:
     box.close()
 
 
+@pytest.mark.long
 def test_published_scripts(translated: Translate, sandbox: Sandbox) -> None:
     assert FOLDER is not None
     scripts = sorted(script for project in ("verl", "skyrl") for script in (Path(FOLDER) / project).rglob("*.sh"))

@@ -96,7 +96,13 @@ def run(
     return read_recording(record(file, arguments, variables, sandbox), file.name, call)
 
 
-@pytest.mark.parametrize("name", FEATURES)
+SLOW = "waiting for nodes"
+"""Its loop ends when the limit of a script's time is reached."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name == SLOW else ()) for name in FEATURES]
+)
 def test_features_of_the_shell(name: str, tmp_path: Path, sandbox: Sandbox) -> None:
     text, expected = FEATURES[name]
     source = run(tmp_path, text, sandbox)

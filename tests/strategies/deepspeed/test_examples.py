@@ -49,6 +49,7 @@ def under_fsdp2(run_ranks, tied_model):
     return learn
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("actor_train-zero3_cpu_offload", "critic-zero2_no_offload")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["actor_train", "critic"])
