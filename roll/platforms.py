@@ -12,6 +12,7 @@ import glob
 import importlib.util
 import logging
 import os
+import platform
 import resource
 import sys
 from abc import ABC, abstractmethod
@@ -57,6 +58,14 @@ class Platform(ABC):
         return torch.device(self.device_type) if self.device_type == "cpu" else torch.device(self.device_type, index)
 
     @abstractmethod
+    def device_name(self, index: int = 0) -> str:
+        """The maker's name of the ``index``-th visible device."""
+
+    @abstractmethod
+    def free_memory(self, index: int = 0) -> tuple[int, int]:
+        """Bytes that are free on the ``index``-th visible device, whoever holds the others, and all of them."""
+
+    @abstractmethod
     def set_device(self, index: int = 0) -> None:
         """Make the ``index``-th visible device the current one of this thread."""
 
@@ -83,6 +92,7 @@ class Platform(ABC):
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
+_MEMINFO = Path("/proc/meminfo")
 
 
 class CpuPlatform(Platform):
@@ -96,6 +106,17 @@ class CpuPlatform(Platform):
 
     def device_count(self) -> int:
         return 1
+
+    def device_name(self, index: int = 0) -> str:
+        return platform.processor() or platform.machine()
+
+    def free_memory(self, index: int = 0) -> tuple[int, int]:
+        """Of the host, with caches that it would give up; systems other than Linux do not say what is free."""
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if not _MEMINFO.exists():
+            return total, total
+        fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
+        return _kibibytes(fields["MemAvailable"]), total
 
     def set_device(self, index: int = 0) -> None:
         """Nothing to choose: every logical slot is the same processor."""
@@ -142,6 +163,13 @@ class AcceleratorPlatform(Platform):
 
     def device_count(self) -> int:
         return int(self._module.device_count())
+
+    def device_name(self, index: int = 0) -> str:
+        return str(self._module.get_device_name(index))
+
+    def free_memory(self, index: int = 0) -> tuple[int, int]:
+        free, total = self._module.mem_get_info(index)
+        return int(free), int(total)
 
     def set_device(self, index: int = 0) -> None:
         self._module.set_device(index)

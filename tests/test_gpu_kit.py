@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from benchmarks.gpu import page, run, stages
 from benchmarks.gpu.bundle import CUBIN, FATBIN, PTX, pack, without_other_chips
 from benchmarks.gpu.unpack import unpack
+from roll import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -91,6 +93,23 @@ def test_a_stage_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     figures = run.run_stage("tests")
     assert (figures["steps"], figures["error"]) == (3, "ended after its limit of 2 s")
     assert figures["seconds"] < 15
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_the_doctor_is_a_stage_and_on_the_page(tmp_path: Path) -> None:
+    """As a rehearsal without a GPU runs it."""
+    variables = {"ROLL_PLATFORM": "cpu", "GPU_WORK": str(tmp_path), "GPU_RESULT": str(tmp_path / "result.json")}
+    command = [sys.executable, "-m", "benchmarks.gpu.run", "doctor"]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=True)
+    result = json.loads((tmp_path / "result.json").read_text())
+    figures = result["stages"]["doctor"]
+    assert "error" not in figures and figures["report"]["roll"] == __version__
+    machine = {"gpu": "none", "memory_gib": 0, "driver": "none", "cuda": "none"}
+    lines = page.page([{**result, "machine": {**result["machine"], **machine}}]).splitlines()
+    assert "| cuda_ipc | not on a CPU | note |" in lines
+    assert any(line.startswith("| two steps | two devices: start") and line.endswith("| ok |") for line in lines)
+    assert any(line.startswith("| `roll doctor --gpu` | ") and figures["summary"] in line for line in lines)
 
 
 def test_the_page_is_written_from_the_results() -> None:

@@ -53,6 +53,15 @@ def page(results: list[dict[str, Any]]) -> str:
     for result in results:
         stages = result["stages"]
         lines += [f"## {result['machine']['gpu']}\n", machine_line(result["machine"]) + "\n"]
+        if "report" in (tried := stages.get("doctor", {})):
+            rows = [each for each in tried["report"]["findings"] if each["section"] not in ("backends", "limits")]
+            lines += [
+                "What its devices give ([`roll doctor --gpu`](doctor.md#devices)):\n",
+                "| tried | found | |",
+                "|---|---|---|",
+                *(f"| {each['what']} | {each['value']} | {each['severity']} |" for each in rows),
+                "",
+            ]
         runs = [name for name, figures in stages.items() if "actor/train_infer_log_diff_abs_mean" in figures]
         if runs:
             lines += [

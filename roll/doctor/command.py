@@ -1,4 +1,4 @@
-"""``roll doctor [--json] [--quick] [--output DIR] [--ranks N]``.
+"""``roll doctor [--json] [--quick | --gpu] [--output DIR] [--ranks N]``.
 
 Versions, devices and drivers are what PyTorch's ``torch.utils.collect_env`` says of them, a cluster's nodes those of
 ``ray status``. The exit status is 0 when everything is in order, 1 when runs work with warnings, 2 when they do not.
@@ -13,6 +13,7 @@ import resource
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from importlib import metadata
@@ -27,8 +28,9 @@ from roll.config.model_files import is_installed
 from roll.config.reading.masking import masked
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import BACKENDS
-from roll.doctor import trials
+from roll.doctor import devices, trials
 from roll.doctor.trials import EXIT, Finding, Severity, gravest, judge
+from roll.platforms import current_platform
 
 GIBIBYTE = 1 << 30
 LEAST_SHM, LEAST_FILES = 256 << 20, 1024
@@ -38,12 +40,17 @@ LEAST_DISK, COMFORTABLE_DISK = 100 << 20, 5 * GIBIBYTE
 def main(argv: Sequence[str]) -> int:
     """The exit status follows the gravest finding."""
     options = build_parser().parse_args(list(argv))
-    findings = examine(Path(options.output), options.ranks, options.quick)
+    if options.gpu and (missing := devices.no_device()):
+        sys.stderr.write(f"{missing}\n")
+        return EXIT[Severity.ERROR]
+    began = time.perf_counter()
+    findings = examine(Path(options.output), options.ranks, options.quick, options.gpu)
+    seconds = round(time.perf_counter() - began, 1)
     environment = "" if options.quick else collected()
     if options.json:
         listed = [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings]
         status = {"status": gravest(findings).name.lower(), "exit_status": EXIT[gravest(findings)]}
-        report = {"roll": __version__, **status, "findings": listed, "environment": environment}
+        report = {"roll": __version__, **status, "seconds": seconds, "findings": listed, "environment": environment}
         sys.stdout.write(json.dumps(masked(report), indent=1) + "\n")
     else:
         render(findings, environment, Console(emoji=False))
@@ -57,13 +64,14 @@ def collected() -> str:
     return str(get_pretty_env_info())
 
 
-def examine(output: Path, ranks: int, quick: bool) -> list[Finding]:
+def examine(output: Path, ranks: int, quick: bool, gpu: bool = False) -> list[Finding]:
     """Every finding, in the order of the report.
 
     Args:
         output: the folder that a run would write to.
         ranks: of the trial of collectives.
         quick: nothing is tried, only looked at.
+        gpu: the devices are tried, not the sandbox.
     """
     findings: list[Finding] = []
 
@@ -76,9 +84,15 @@ def examine(output: Path, ranks: int, quick: bool) -> list[Finding]:
 
     look("backends", backends)
     look("limits", lambda: limits(output))
+    if gpu:
+        look("memory", devices.try_memory)
+        look("arithmetic", devices.try_arithmetic)
     if not quick:
-        look("collectives", lambda: trials.try_collectives(ranks))
-        look("sandbox", trials.try_sandbox)
+        here = current_platform()
+        look(
+            "collectives", lambda: trials.try_collectives(here.device_count() if gpu and here.name != "cpu" else ranks)
+        )
+        look("run", trials.try_run) if gpu else look("sandbox", trials.try_sandbox)
     return findings
 
 
@@ -156,7 +170,14 @@ def build_parser() -> argparse.ArgumentParser:
         description="See whether runs work on this host, and why not. Exit status: 0 in order, 1 warnings, 2 errors.",
     )
     parser.add_argument("--json", action="store_true", help="the report as JSON, for a cluster's prologue")
-    parser.add_argument("--quick", action="store_true", help="look only: no report of PyTorch, collectives or sandbox")
+    depth = parser.add_mutually_exclusive_group()
+    depth.add_argument("--quick", action="store_true", help="look only: no report of PyTorch, collectives or sandbox")
+    depth.add_argument(
+        "--gpu",
+        action="store_true",
+        help="try the devices in place of the sandbox: memory, arithmetic, collectives, two steps of a run; "
+        "ROLL_PLATFORM=cpu tries what a CPU has",
+    )
     parser.add_argument(
         "--output", default=RunConfig.output_dir, help="folder that a run would write to (default: %(default)s)"
     )

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,15 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError([Problem("--gpu", name, f"is not known: {', '.join(GPUS)} are", DEFAULT_GPU)])
     return GPUS[name]
+
+
+def gpu_of(device_name: str) -> Gpu | None:
+    """The device by the name that its driver gives it, such as ``NVIDIA H100 80GB HBM3``; None: not in the table.
+    Those of one chip differ in memory alone; a part of one (MIG) has less than the table says."""
+    words = re.findall(r"[a-z0-9]+", device_name.lower())
+    said = {*words, *map("".join, pairwise(words))}  # GeForce RTX 4090: rtx4090
+    named = (gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in said)
+    return None if "mig" in words else next(named, None)
 
 
 def hardware(gpu: str, network: str, per_node: int) -> Hardware:

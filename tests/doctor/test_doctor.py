@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,9 +19,10 @@ from rich.console import Console
 from roll import cli
 from roll.config.installation import install_command
 from roll.config.strategies.registry import BACKENDS
-from roll.distributed.guard import is_alive
+from roll.distributed.guard import descendants, is_alive, kill_tree
 from roll.doctor import command, trials
 from roll.doctor.trials import EXIT, Finding, Severity, gravest
+from tests.doctor.support import module_of
 
 SECRET = "hf_" + "a1B2" * 8
 
@@ -93,8 +100,8 @@ def test_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 FAULTY = """
-import os, sys, time
-from roll.doctor.trials import TRIALS, did
+import os, subprocess, sys, time
+from roll.doctor.trials import did
 def hang():
     did("began", pid=os.getpid())
     time.sleep(600)
@@ -102,31 +109,55 @@ def crash():
     os.abort()
 def fail():
     raise OSError("no such device")
-TRIALS.update(hang=hang, crash=crash, fail=fail)
-TRIALS[sys.argv[1]]()
+def leave():
+    did("left", pid=subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
 """
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "faulty.py").write_text(FAULTY)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(trials, "MODULE", "faulty")
+def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    return module_of(FAULTY, "faulty", monkeypatch, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("faulty")
-def test_a_trial_that_hangs() -> None:
-    (hung,) = trials.trials([("hang",)], 10.0)
+def test_a_trial_that_hangs(faulty: Any) -> None:
+    (hung,) = trials.trials([(faulty.hang,)], 10.0)
     assert hung.error == "no end within 10 s; it hung after 'began'"
     assert not is_alive(hung.words[0]["pid"])
 
 
-@pytest.mark.usefixtures("faulty")
-def test_trials_that_crash_and_fail() -> None:
-    crashed, failed = trials.trials([("crash",), ("fail",)], 60.0)
+def test_trials_that_crash_and_fail(faulty: Any) -> None:
+    crashed, failed = trials.trials([(faulty.crash,), (faulty.fail,)], 60.0)
     assert "status -6" in crashed.error or "Abort" in crashed.error
     assert failed.error.endswith("OSError: no such device")
+
+
+@pytest.mark.usefixtures("faulty")
+def test_an_interrupt_ends_the_trials() -> None:
+    """Each is in a session of its own, which Ctrl-C does not reach."""
+    code = "import faulty; from roll.doctor import trials; trials.trials([(faulty.hang,)], 600.0)"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, start_new_session=True, stderr=subprocess.PIPE, text=True) as asking:
+        try:
+            give_up = time.monotonic() + 60
+            while not (trial := descendants(asking.pid)) or not (
+                Path("/proc") / str(trial[0]) / "cmdline"
+            ).read_text().count("faulty:hang"):
+                assert time.monotonic() < give_up
+                time.sleep(0.05)
+            asking.send_signal(signal.SIGINT)
+            assert "KeyboardInterrupt" in asking.communicate(timeout=30)[1]
+            assert not is_alive(trial[0])
+        finally:
+            kill_tree(asking.pid)
+
+
+def test_a_process_that_a_trial_leaves_is_not_waited_for(faulty: Any) -> None:
+    """It holds the trial's output open for ten minutes."""
+    began = time.monotonic()
+    (left,) = trials.trials([(faulty.leave,)], 60.0)
+    os.kill(left.words[0]["pid"], signal.SIGKILL)
+    assert not left.error and time.monotonic() - began < 60
 
 
 @pytest.mark.long
@@ -137,7 +168,7 @@ def test_everything_is_tried(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     report = json.loads(capsys.readouterr().out)
     assert status < 2, report
     by_name = {finding["what"]: finding for finding in report["findings"]}
-    for name in ("all-reduce", "all-to-all", "broadcast"):
+    for name in ("all-reduce", "broadcast", "all-gather", "all-to-all"):
         assert by_name[name]["data"]["bytes_per_second"] > 0
         assert by_name[name]["data"]["ranks"] == 3
     assert by_name["isolation"]["data"]["given"]
@@ -150,7 +181,7 @@ def test_a_collective_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     began = trials.trials
 
     def without_rank_1(commands, deadline, environ=None):  # type: ignore[no-untyped-def]
-        return began(commands[:1], 15.0, environ)
+        return [*began(commands[:1], 15.0, environ), trials.Outcome([], "")]
 
     monkeypatch.setattr(trials, "trials", without_rank_1)
     (found,) = trials.try_collectives(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -130,6 +131,14 @@ def test_cpu_peak_memory_rises_and_is_reset():
     assert again["peak"] - again["used"] < 16 * MEBIBYTE
 
 
+def test_cpu_name_and_free_memory_of_the_host():
+    platform = CpuPlatform()
+    free, total = platform.free_memory()
+    assert platform.device_name()
+    assert 0 < free <= total
+    assert total == int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
+
+
 @pytest.mark.gpu
 def test_accelerator_memory():
     platform = current_platform()
@@ -137,9 +146,12 @@ def test_accelerator_memory():
     platform.empty_cache()
     platform.reset_peak_memory()
     before = platform.memory_stats()["used"]
+    free, total = platform.free_memory()
+    assert 0 < free <= total
     block = torch.empty(64 * MEBIBYTE, dtype=torch.uint8, device=platform.device())
     platform.synchronize()
     assert platform.memory_stats()["used"] - before >= 64 * MEBIBYTE
+    assert platform.free_memory()[0] <= free - 64 * MEBIBYTE
     del block
     stats = platform.memory_stats()
     assert stats["peak"] - stats["used"] >= 64 * MEBIBYTE

@@ -11,7 +11,7 @@ import torch
 from roll.cli import main
 from roll.config.loader import load_config
 from roll.config.reading.errors import ConfigError
-from roll.rehearsal.catalog import GB, GPUS, KNOWN, hardware, known_config
+from roll.rehearsal.catalog import GB, GPUS, KNOWN, gpu_of, hardware, known_config
 from roll.rehearsal.formulas import engine_use, generation_time, misfits, model_shape, quick_lines
 from roll.rehearsal.roofline import PhaseTime, kernel_times, network_time, traffic
 from roll.rehearsal.tracker import Collective, Operation
@@ -145,3 +145,22 @@ def test_unknown_hardware_is_refused_by_name() -> None:
         with pytest.raises(ConfigError) as refused:
             hardware(gpu, network, 8)
         assert gpu in str(refused.value) or network in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("driver", "chip"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X OAM", "mi300x"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+    ],
+)
+def test_a_device_by_the_name_of_its_driver(driver: str, chip: str | None) -> None:
+    found = gpu_of(driver)
+    assert (found and found.name.partition("-")[0]) == chip
