@@ -54,7 +54,7 @@ class ModelArguments:
     ``vision_model``, ``visual`` and ``model.visual`` mean the vision tower."""
     ulysses_size: int = setting(1, ge=1)
     """Ranks that share each sequence (Ulysses), under ``fsdp2_*`` and ``fsdp_*``. Divides the role's ranks and the
-    attention heads; for models whose layers are all full attention."""
+    attention heads; for models whose layers are all causal attention, full or in a window."""
     lora_target: str | list[str] | None = None
     """Linear layers that get a LoRA adapter: ``all-linear`` (all but the output matrix), names (a list, or with
     commas), or a regular expression of whole module names; null: no LoRA."""
@@ -246,11 +246,11 @@ class WorkerConfig:
     """Calls that one worker handles at a time; null: the role's own default."""
     use_prefix_sharing: bool = False
     """Compute what rows have in common once per micro-batch: the prompt of a group, the history of an episode's turns,
-    other beginnings of 64 tokens or more. Same numbers, fewer tokens; for models whose layers are all full
-    attention."""
+    other beginnings of 64 tokens or more. Same numbers, fewer tokens; for models whose layers are all causal
+    attention, full or in a window."""
     use_remove_padding: bool = False
     """Compute real tokens only: the rows of each micro-batch become one without padding. Same numbers; for models whose
-    layers are all full attention."""
+    layers are all causal attention, full or in a window."""
     use_dynamic_batching_in_train: bool = False
     """Form micro-batches from rows of like lengths, by tokens instead of samples, in training."""
     use_dynamic_batching_in_infer: bool = False

@@ -14,23 +14,21 @@ Trees: the tokens of a run attend to what comes before the run in its rows, and 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from roll.models.expert_parallel import exchange
-from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree, RunBatch
+from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree, RunBatch, VarlenCall, visible
 
 if TYPE_CHECKING:
-    from torch.autograd.function import FunctionCtx
     from transformers import PretrainedConfig, PreTrainedModel
 
 
@@ -42,38 +40,21 @@ def _heads_for_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return exchange(parts, None, None, group).view(ranks * chunk, rows, heads // ranks, dim).permute(1, 2, 0, 3)
 
 
-def sum_of_parts(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Collective. The sum over ranks, the same on each; a gradient flows back to each rank's own part only.
-
-    Ranks that all compute the same loss from the sum thus differentiate it once, not once each.
-    """
-    return _SumOfParts.apply(part, group)
-
-
-class _SumOfParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: FunctionCtx, part: Tensor, group: ProcessGroup) -> Tensor:
-        total = part.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
-    """(1, T, heads, head_dim) for queries, keys and values (1, heads, T, head_dim) of T tokens.
-
-    Args:
-        scaling: of the scores; None: head_dim ** -0.5.
-    """
+def tree_attention(
+    query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None, window: int | None
+) -> Tensor:
+    """(1, T, heads, head_dim) of T tokens; shapes and arguments as :func:`layout_attention`."""
+    if takes_varlen(query, value):
+        return varlen_attention(query, key, value, tree.varlen, scaling, window)
+    key, value = _repeated(query, key, value)
     one_by_one = query.device.type == "cpu" and (not tree.only_prompts or tree.most_parts <= MOST_PARTS)
-    return (_run_by_run if one_by_one else _all_at_once)(query, key, value, tree, scaling)
+    if one_by_one or window is not None:
+        return _run_by_run(query, key, value, tree, scaling, window)
+    return _all_at_once(query, key, value, tree, scaling)
 
 
 def _all_at_once(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
-    """:func:`tree_attention` with a call for each batch of runs."""
+    """:func:`tree_attention` without a window, with a call for each batch of runs."""
     heads, head_dim = query.shape[1], query.shape[3]
     queries, keys, values = (tensor[0].transpose(0, 1).flatten(1) for tensor in (query, key, value))
 
@@ -108,7 +89,9 @@ MOST_PARTS = 2
 tree always. Without padding and with fewer copies, the backward pass takes a third less time than for all at once."""
 
 
-def _run_by_run(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
+def _run_by_run(
+    query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None, window: int | None
+) -> Tensor:
     """:func:`tree_attention` with a call for each run, without padding."""
     lengths = [run.length for run in tree.runs] + [tree.num_padding]
     # split, not slices: its backward pass joins the pieces once instead of adding up as many full-size gradients.
@@ -123,15 +106,10 @@ def _run_by_run(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, sca
 
     outputs = []
     for index, run in enumerate(tree.runs):
-        context, masked = run.context, not tree.is_whole(run)
-        mask = None
-        if masked:
-            size = (run.length, context + run.length)
-            mask = torch.ones(size, dtype=torch.bool, device=query.device).tril_(context)
-        asked = queries[index] if masked else path(queries, index)
-        causal = mask is None and asked.shape[2] > 1
-        output = _fused_attention(asked, path(keys, index), path(values, index), scaling, mask, causal)
-        outputs.append(output if masked else output[:, :, context:])
+        skipped = run.context if tree.is_whole(run) else 0
+        asked = path(queries, index) if skipped else queries[index]
+        output = causal_attention(asked, path(keys, index), path(values, index), scaling, window)
+        outputs.append(output[:, :, skipped:])
     outputs.append(torch.zeros_like(queries[-1]))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
@@ -145,16 +123,17 @@ def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
     """Torch's kernel for shapes as in :func:`causal_attention`, with as many key heads as query heads."""
-    if query.device.type == "cpu" and query.dtype in _HALF_PRECISION and key.shape[2] <= SHORT:
+    if query.device.type == "cpu" and query.dtype in HALF_PRECISION and key.shape[2] <= SHORT:
         wide = (query.float(), key.float(), value.float())
         return torch_attention(*wide, attn_mask=mask, is_causal=causal, scale=scaling).to(query.dtype)
     return torch_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionPattern | None, float | None], Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionPattern | None, float | None, int | None], Tensor]
 ATTENTION_NAME = "roll_layouts"
+FULL, SLIDING = "full_attention", "sliding_attention"
 _REPLACEABLE = ("sdpa", "flash_attention_2")
-_HALF_PRECISION = (torch.bfloat16, torch.float16)
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def use_layout_attention(model: PreTrainedModel, key: str) -> None:
@@ -164,26 +143,31 @@ def use_layout_attention(model: PreTrainedModel, key: str) -> None:
         key: the configuration key that needs it, for messages.
 
     Raises:
-        ValueError: a model with layers other than full causal attention, or that does not take an attention function.
+        ValueError: a model with layers other than causal attention, full or in a window, or that does not take an
+            attention function.
     """
-    replace_attention(model, key, ATTENTION_NAME, layout_attention)
+    replace_attention(model, key, ATTENTION_NAME, layout_attention, (FULL, SLIDING))
 
 
-def replace_attention(model: PreTrainedModel, key: str, name: str, function: Callable[..., Any]) -> None:
+def replace_attention(
+    model: PreTrainedModel, key: str, name: str, function: Callable[..., Any], known: Sequence[str]
+) -> None:
     """Make ``model`` compute attention by ``function``, which transformers will know as ``name``.
 
-    Args and raises as :func:`use_layout_attention`.
+    Args: as :func:`use_layout_attention`; ``known`` are the types of layers that ``function`` computes.
+
+    Raises: as :func:`use_layout_attention`.
     """
     from transformers import AttentionInterface
 
     text_config, neutral = model.config.get_text_config(), "1" if key.endswith("ulysses_size") else "false"
-    kinds = set(getattr(text_config, "layer_types", None) or ()) - {"full_attention"}
-    if getattr(text_config, "layer_types", None) is None and getattr(text_config, "sliding_window", None):
-        kinds = {"sliding_attention"}
-    if kinds:
+    kinds = getattr(text_config, "layer_types", None)
+    if kinds is None:
+        kinds = [SLIDING] if getattr(text_config, "sliding_window", None) else []
+    if other := set(kinds) - set(known):
         raise ValueError(
-            f"{key}: this {text_config.model_type} model has layers of type {', '.join(sorted(kinds))}; it works "
-            f"only where every layer is full_attention. Set {key}: {neutral}"
+            f"{key}: this {text_config.model_type} model has layers of type {', '.join(sorted(other))}; it works "
+            f"only where every layer is {' or '.join(known)}. Set {key}: {neutral}"
         )
     if not getattr(model, "_supports_attention_backend", False) or (
         text_config._attn_implementation not in _REPLACEABLE
@@ -231,6 +215,9 @@ def arriving(pattern: AttentionPattern | None, context_group: ProcessGroup | Non
         _ARRIVING.reset(token)
 
 
+_WITHOUT = "set use_sequence_packing, use_remove_padding and use_prefix_sharing: false, model_args.ulysses_size: 1"
+
+
 def layout_attention(
     module: torch.nn.Module,
     query: Tensor,
@@ -242,7 +229,9 @@ def layout_attention(
     context_group: ProcessGroup | None = None,
     dropout: float = 0.0,
     attend: Attend | None = None,
-    **_: object,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Causal attention in which ``attention_pattern`` says who sees whom. No dropout, no mask of the caller's.
 
@@ -253,7 +242,10 @@ def layout_attention(
         key, value: (S, key-value heads, T, head_dim).
         scaling: of the scores; None: head_dim ** -0.5.
         attention_pattern: None: each of the S sequences is causal.
-        attend: computes attention of queries, keys, values and pattern, with this scaling; None: torch's kernels.
+        attend: computes attention of queries, keys, values and pattern, with this scaling and window; None: torch's
+            kernels.
+        sliding_window: a token sees itself and this number of tokens less one before it; None: all before it.
+        others: what transformers hands down to every layer. What only some layers have would change the result.
 
     Returns:
         (S, T, heads, head_dim), and None for the weights.
@@ -262,83 +254,134 @@ def layout_attention(
     if (sent[0] is not None and attention_pattern is None) or (sent[1] is not None and context_group is None):
         raise ValueError(
             f"{type(module).__name__} is not given the layout, since layers of this model do not pass keywords on; "
-            "set use_sequence_packing, use_remove_padding and use_prefix_sharing: false, model_args.ulysses_size: 1"
+            f"{_WITHOUT}"
         )
-    if attention_mask is not None or dropout:
-        what = "a mask of its own" if attention_mask is not None else f"dropout of {dropout}"
-        raise ValueError(f"{type(module).__name__} computes attention with {what}, which no layout without padding has")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    faults = {"a mask of its own": attention_mask is not None, f"dropout of {dropout}": dropout, "no order": not causal}
+    added = {name for name, given in others.items() if given is not None and given is not False} - _passed_down()
+    faults |= dict.fromkeys(sorted(added), True)
+    if found := [what for what, holds in faults.items() if holds]:
+        raise ValueError(
+            f"{type(module).__name__} computes attention with {', '.join(found)}, which no layout without padding has; "
+            f"{_WITHOUT}"
+        )
     attend = attend or _attend
     if context_group is None:
-        return attend(query, key, value, attention_pattern, scaling), None
+        return attend(query, key, value, attention_pattern, scaling, sliding_window), None
     ranks, (rows, heads, chunk, dim) = context_group.size(), query.shape
     if key.shape[1] % ranks:  # such as fewer key-value heads than ranks: repeated to one for each query head
         key, value = _repeated(query, key, value)
     whole = [_heads_for_sequence(tensor, context_group) for tensor in (query, key, value)]
-    output = attend(whole[0], whole[1], whole[2], attention_pattern, scaling).transpose(0, 1)
+    output = attend(whole[0], whole[1], whole[2], attention_pattern, scaling, sliding_window).transpose(0, 1)
     # Back: (s, b, heads / n, dim) of some heads to (s / n, b, heads, dim), this rank's chunk of the sequence.
     received = exchange(output.reshape(ranks, chunk, rows, heads // ranks, dim), None, None, context_group)
     own = received.permute(1, 2, 0, 3, 4).reshape(chunk, rows, heads, dim)
     return own.transpose(0, 1).contiguous(), None
 
 
+@cache
+def _passed_down() -> frozenset[str]:
+    """Keywords of the call of a model, not of a layer."""
+    from transformers.utils.generic import TransformersKwargs
+
+    return frozenset(TransformersKwargs.__annotations__) | {"use_cache"}
+
+
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | None, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: AttentionPattern | None,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     match pattern:
         case None:
-            return causal_attention(query, key, value, scaling).transpose(1, 2).contiguous()
+            return causal_attention(query, *_repeated(query, key, value), scaling, window).transpose(1, 2).contiguous()
         case PackedSequences():
-            return packed_attention(query, key, value, pattern, scaling)
+            return packed_attention(query, key, value, pattern, scaling, window)
         case PrefixTree():
-            return tree_attention(query, *_repeated(query, key, value), pattern, scaling)
+            return tree_attention(query, key, value, pattern, scaling, window)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """(S, heads, T, head_dim) for queries of that shape and (S, key-value heads, T, head_dim) keys and values."""
-    key, value = _repeated(query, key, value)
-    return _fused_attention(query, key, value, scaling, causal=query.shape[2] > 1)
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None = None
+) -> Tensor:
+    """(S, heads, T, head_dim) for queries of that shape, the last tokens of sequences of keys and values
+    (S, heads, K, head_dim)."""
+    (length, whole), mask = (query.shape[2], key.shape[2]), None
+    if length < whole or (window is not None and window < whole):
+        mask = visible(length, whole - length, window, query.device)
+    return _fused_attention(query, key, value, scaling, mask, causal=mask is None and length > 1)
 
 
 def packed_attention(
-    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sequences: PackedSequences,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
-    """(1, T, heads, head_dim): each sequence attends to itself, causally; shapes as :func:`layout_attention`.
+    """(1, T, heads, head_dim): each sequence attends to itself, causally; as :func:`layout_attention`.
 
-    One kernel on CUDA in half precision; elsewhere a call for each sequence, which (on a CPU) is two to three times
-    faster than padding them.
+    Where there is no kernel for it a call for each sequence, which (on a CPU) is two to three times faster than padding
+    them.
     """
-    if query.is_cuda and query.dtype in _HALF_PRECISION:
-        return _varlen_attention(query, key, value, sequences, scaling)
+    if takes_varlen(query, value):
+        return varlen_attention(query, key, value, sequences.varlen, scaling, window)
     lengths = list(sequences.lengths)
     # split, not slices: its backward pass joins the parts once instead of adding up as many full-size gradients.
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    return torch.cat([causal_attention(*part, scaling) for part in parts], dim=2).transpose(1, 2).contiguous()
+    outputs = [causal_attention(part[0], *_repeated(*part), scaling, window) for part in parts]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
-def _varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None
+def has_varlen(device: torch.device) -> bool:
+    """Return True for a GPU with FlashAttention's kernel, for sequences of different lengths in one call."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def takes_varlen(query: Tensor, value: Tensor) -> bool:
+    """Return True where that kernel computes the attention: half precision, and heads that it knows."""
+    head_dim = query.shape[-1]
+    fits = query.dtype in HALF_PRECISION and head_dim % 8 == 0 and value.shape[-1] == head_dim <= 256
+    return fits and has_varlen(query.device)
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scaling: float | None, window: int | None
 ) -> Tensor:
+    """(1, T, heads, head_dim) by one kernel, where :func:`takes_varlen`; as :func:`layout_attention`."""
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if call.keys is not None:
+        key, value = key.index_select(0, call.keys), value.index_select(0, call.keys)
+    return _kernel(query.contiguous(), key.contiguous(), value.contiguous(), call, scaling, window)[None]
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scaling: float | None, window: int | None
+) -> Tensor:
+    """(T, heads, head_dim) for queries of that shape, and keys and values (K, key-value heads, head_dim)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # Before torch 2.12.
-        key, value = _repeated(query, key, value)
-    query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    offsets, longest = sequences.offsets, max(sequences.lengths)
-    grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    # Query i of q sees keys up to i + k - q of k: FlashAttention aligns the mask to the bottom right since 2.1 (its
+    # README, "Changes"; col_idx_limit_right in mask.h, which torch has a copy of), and the left part of its window does
+    # not count the token itself.
     output = varlen_attn(
         query,
         key,
         value,
-        offsets,
-        offsets,
-        longest,
-        longest,
+        call.query_offsets,
+        call.key_offsets,
+        max(queries for queries, _ in call.lengths),
+        max(keys for _, keys in call.lengths),
         scale=scaling,
-        window_size=(-1, 0),  # causal: no limit to the left, nothing to the right
-        **grouped,
+        window_size=(-1 if window is None else window - 1, 0),  # -1: no limit to the left; nothing to the right
+        enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(output, Tensor)
-    return output[None]
+    return output
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

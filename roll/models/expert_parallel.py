@@ -203,3 +203,23 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return exchange(gradients[0], *ctx.inverse), None, None, None
+
+
+def sum_of_parts(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Collective. The sum over ranks, the same on each; a gradient flows back to each rank's own part only.
+
+    Ranks that all compute the same loss from the sum thus differentiate it once, not once each.
+    """
+    return cast(Tensor, _SumOfParts.apply(part, group))
+
+
+class _SumOfParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: ProcessGroup) -> Tensor:
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roll.config.names import INVARIANT_ATTENTION
-from roll.models.attention import layout_attention, replace_attention
+from roll.models.attention import FULL, layout_attention, replace_attention
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree
 from roll.models.products import HAS_ONEDNN, differentiable, onednn_product
 
@@ -141,9 +141,15 @@ def _attend(
 
 
 def _in_layout(
-    query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | None, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: AttentionPattern | None,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """(S, Q, heads, head_dim); the keys may begin with those of a prefix."""
+    assert window is None, "layers with a window are refused"
     match pattern:
         case None:
             out = attention(query, key, value, scaling, key.shape[2] - query.shape[2])
@@ -185,7 +191,7 @@ def make_invariant(model: PreTrainedModel) -> None:
     Raises:
         ValueError: a model with other layers than full causal attention, or whose attention cannot be replaced.
     """
-    replace_attention(model, KEY, INVARIANT_ATTENTION, _attend)
+    replace_attention(model, KEY, INVARIANT_ATTENTION, _attend, (FULL,))
     modules: list[Any] = list(model.modules())
     for module in modules:
         if isinstance(module, nn.Linear):

@@ -42,6 +42,21 @@ class OnDevice:
 
 
 @dataclass(frozen=True)
+class VarlenCall:
+    """Arguments of a kernel that attends from each of S sequences of queries to a sequence of keys. The last query of a
+    sequence sees its last key, the one before it all keys but that, and so on."""
+
+    lengths: tuple[tuple[int, int], ...]
+    """Queries and keys of each sequence."""
+    query_offsets: Tensor
+    """int32 (S + 1,), where each begins, and the number of queries."""
+    key_offsets: Tensor
+    """int32 (S + 1,), the same of keys."""
+    keys: Tensor | None = None
+    """int64, the token of each key; None: keys are those of the tokens, in order."""
+
+
+@dataclass(frozen=True)
 class PackedSequences(OnDevice):
     """A flat run of N tokens as sequences that follow one another and do not see each other."""
 
@@ -54,6 +69,10 @@ class PackedSequences(OnDevice):
         """With ``count`` more tokens, a sequence of their own."""
         total = self.offsets[-1:] + count
         return PackedSequences((*self.lengths, count), torch.cat([self.offsets, total])) if count else self
+
+    @property
+    def varlen(self) -> VarlenCall:
+        return VarlenCall(tuple((length, length) for length in self.lengths), self.offsets, self.offsets)
 
 
 Pieces = tuple[tuple[int, int], ...]
@@ -116,6 +135,16 @@ class PrefixTree(OnDevice):
         """The most runs that come directly after one other run."""
         ends = [run.before[-1][0] for run in self.runs if run.before]
         return max(Counter(ends).values(), default=0)
+
+    @cached_property
+    def varlen(self) -> VarlenCall:
+        """A sequence for each run, whose keys are its context and itself, and one for the padding."""
+        runs = [*self.runs, Run(self.num_padding)] if self.num_padding else self.runs
+        paths = [places_of((*run.before, (index, run.length)), self._starts) for index, run in enumerate(runs)]
+        lengths = [run.length for run in runs], [len(path) for path in paths]
+        offsets = [self._tensor(np.cumsum([0, *counts]).astype(np.int32)) for counts in lengths]
+        keys = self._tensor(np.concatenate(paths))
+        return VarlenCall(tuple(zip(*lengths, strict=True)), offsets[0], offsets[1], keys)
 
     def is_whole(self, run: Run) -> bool:
         """The run is computed by causal attention of its context and itself, of which only its own results are kept.
@@ -186,6 +215,13 @@ class PrefixTree(OnDevice):
 
 AttentionPattern = PrefixTree | PackedSequences
 """Attention pattern of a flat run of tokens: which tokens see which."""
+
+
+def visible(length: int, context: int, window: int | None, device: torch.device) -> Tensor:
+    """bool (length, context + length): the keys that each of the last ``length`` tokens of a sequence sees; with a
+    window itself and the ``window - 1`` before it."""
+    mask = torch.ones((length, context + length), dtype=torch.bool, device=device).tril_(context)
+    return mask if window is None else mask.triu_(context + 1 - window)
 
 
 def _rows_of(parts: Sequence[Ints]) -> Ints:

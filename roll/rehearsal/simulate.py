@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,7 +50,7 @@ from roll.models.layouts import TokenLayout, TopTokens
 from roll.models.log_probs import HeadMemory
 from roll.models.lora import add_adapters
 from roll.models.noise import Noise
-from roll.models.patterns import PackedSequences
+from roll.models.patterns import VarlenCall
 from roll.protocol.metrics import Metrics
 from roll.rehearsal.tracker import Collective, Kind, Tally, Tracker
 from roll.strategies.base import ALL_WEIGHTS, Comparison, ModelHead, Output, StateKind, TensorBatch, target_columns
@@ -438,10 +438,10 @@ def _send(strategy: Any, task: Task) -> Work:
 
 @contextmanager
 def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
-    """On an accelerator the head takes larger chunks, and packed rows are one kernel; nothing is copied by NumPy."""
+    """On an accelerator the head takes larger chunks, packed or shared rows are one kernel; NumPy copies nothing."""
     from transformers import masking_utils
 
-    find_packed, packed_attention = masking_utils.find_packed_sequence_indices, attention.packed_attention
+    find_packed = masking_utils.find_packed_sequence_indices
 
     def even_destinations(experts: DispatchedExperts, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
         # Every rank's experts are chosen equally often.
@@ -449,11 +449,10 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
         counts = [len(part) for part in np.array_split(range(size), experts.group.size())]
         return counts, counts, torch.arange(size, device=chosen.device) % own
 
-    def packed(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, scaling: float | None) -> Tensor:
-        if query.dtype not in attention._HALF_PRECISION:
-            return packed_attention(query, key, value, sequences, scaling)
-        parts = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-        return _Varlen.apply(*parts, sequences.lengths, tracker)[None]
+    def kernel(
+        query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scaling: float | None, window: int | None
+    ) -> Tensor:
+        return _Varlen.apply(query, key, value, _pairs(call, window), tracker)
 
     def packed_indices(position_ids: Tensor) -> Tensor | None:
         # A model asks the values whether rows are packed. Those that it numbers itself are not, but they are fake.
@@ -468,7 +467,8 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
         patches += [
             (products, "HAS_ONEDNN", False),
             (HeadMemory, "for_device", staticmethod(lambda device: _ACCELERATOR_HEAD)),
-            (attention, "packed_attention", packed),
+            (attention, "has_varlen", lambda device: True),
+            (attention, "_kernel", kernel),
             (attention, "SHORT", 0),
         ]
     originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
@@ -484,18 +484,23 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
 _ACCELERATOR_HEAD = HeadMemory.for_device(torch.device("cuda"))
 
 
+def _pairs(call: VarlenCall, window: int | None) -> float:
+    """Pairs of a query and a key that it sees."""
+    queries, keys = np.array(call.lengths, dtype=np.float64).T
+    hidden = [np.maximum(ends - window, 0) ** 2 for ends in (keys, keys - queries)] if window else (0.0, 0.0)
+    return float((queries * (keys - queries / 2) - (hidden[0] - hidden[1]) / 2).sum())
+
+
 class _Varlen(torch.autograd.Function):
     """A stand-in for the kernel for sequences of different lengths, of which there is none on a CPU: it keeps queries,
     keys, values, the output and a float32 number for each query and head."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], tracker: Tracker
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pairs: float, tracker: Tracker) -> Tensor:
         output = torch.empty_like(query)
         sums = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         ctx.save_for_backward(query, key, value, output, sums)
-        ctx.tracker, ctx.pairs = tracker, sum(length * length for length in lengths) / 2
+        ctx.tracker, ctx.pairs = tracker, pairs
         flops = int(4 * ctx.pairs * query.shape[1] * query.shape[2])
         tracker.add_kernel(flops, (query, key, value), (output, sums))
         return output

@@ -317,10 +317,11 @@ def test_layouts_change_no_value(name: str) -> None:
     assert float(wanted.detach().std()) > 1e-3
 
 
-def test_models_without_full_attention_are_refused() -> None:
-    sliding = _model("Qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1)
-    with pytest.raises(ValueError, match=r"use_prefix_sharing: this qwen2 model has layers of type sliding_attention"):
-        use_layout_attention(sliding, "use_prefix_sharing")
+def test_models_with_other_attention_are_refused() -> None:
+    chunked = _model("Qwen2")
+    chunked.config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"use_prefix_sharing: this qwen2 model has layers of type chunked_attention"):
+        use_layout_attention(chunked, "use_prefix_sharing")
     with pytest.raises(ValueError, match="attn_implementation: sdpa"):
         use_layout_attention(_model("Qwen2", attn_implementation="eager"), "use_prefix_sharing")
     dropping = _model("Qwen2", attention_dropout=0.1).train()
@@ -355,7 +356,7 @@ def test_runs_are_attended_to_one_by_one_as_all_at_once(
     if name == "pairs":
         assert [run.length for run in tree.runs] == [3, 3, 5, 3, 1, 1, 2, 7]
     wide, found = tree.padded(padding), []
-    for attend in (attention._run_by_run, attention._all_at_once):
+    for attend in (partial(attention._run_by_run, window=None), attention._all_at_once):
         generator = torch.Generator().manual_seed(0)
         given = [torch.randn(1, 2, count + padding, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
         leaves = [one.requires_grad_() for one in given]
@@ -403,7 +404,7 @@ def test_random_trees_change_no_log_prob_and_no_gradient(
     """Against each row computed alone by the plain model; a token of several rows gets the gradients of all of them."""
     monkeypatch.setattr(patterns, "MIN_SHARED", least)
     if not one_by_one:
-        monkeypatch.setattr(attention, "_run_by_run", attention._all_at_once)
+        monkeypatch.setattr(attention, "_run_by_run", lambda *given: attention._all_at_once(*given[:-1]))
     input_ids, mask = batch_of(random_tree(seed))
     plain, other = _model("Qwen3", head), _model("Qwen3", head)
     use_layout_attention(other, "use_prefix_sharing")

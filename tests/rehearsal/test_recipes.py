@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.rehearsal import PAGE, RECIPES, recipe_row
 from roll.cli import main
 from roll.config.loader import load_config
 from roll.config.roles import StrategyArguments, TrainingArguments
+from roll.models.patterns import VarlenCall
 from roll.rehearsal.catalog import Gpu, Hardware
 from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
 from roll.rehearsal.report import to_json, verdict
-from roll.rehearsal.simulate import rehearse
+from roll.rehearsal.simulate import _pairs, rehearse
 from roll.rehearsal.suggestions import suggest
 from roll.rehearsal.tracker import Kind
 from roll.strategies.base import ModelHead, StateKind
@@ -73,9 +75,19 @@ def test_prompts_that_are_shared_are_computed_once(tmp_path: Path) -> None:
     role = replace(task.role, training_args=TrainingArguments(per_device_train_batch_size=ROWS))
     alone = rehearse(replace(task, role=role)).works["train"].flops
     shared = rehearse(replace(task, role=replace(role, use_prefix_sharing=True))).works["train"].flops
-    # Alone the last token of a row, which predicts nothing, is left out.
-    saved = 3 * 2 * MATRICES * (PROMPT * (ROWS - 1) - ROWS)
-    assert alone - shared == pytest.approx(saved, rel=0.05), "and attention, a little either way"
+    own = RESPONSE - 1  # the last token of a row predicts nothing
+    pairs = ROWS * (PROMPT + own) ** 2 / 2 - PROMPT**2 / 2 - ROWS * own * (PROMPT + own / 2)
+    attention = (4 + 10) * LAYERS * HIDDEN * pairs
+    assert alone - shared == 3 * 2 * MATRICES * PROMPT * (ROWS - 1) + attention
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 40])
+def test_pairs_of_a_kernel_are_those_in_its_window(window: int | None) -> None:
+    """A token and itself are half a pair: the triangle is half a square."""
+    lengths = ((7, 7), (2, 9), (5, 6), (1, 1))
+    call = VarlenCall(lengths, *torch.zeros(2, 5, dtype=torch.int32))
+    places = [place for queries, keys in lengths for place in range(keys - queries, keys)]
+    assert _pairs(call, window) == sum(place + 0.5 if window is None or place < window else window for place in places)
 
 
 def test_sequences_that_ranks_share_are_exchanged(tmp_path: Path) -> None:
@@ -217,7 +229,6 @@ def test_a_recipe_that_cannot_fit_exits_with_1_and_the_sum(capsys: pytest.Captur
 H100 = {
     # Measured: seconds of an optimizer step, torch.cuda.max_memory_allocated in GiB (docs/benchmarks.md).
     "actor_train.use_sequence_packing=true": (2.218, 46.59),
-    "actor_train.use_prefix_sharing=true": (2.112, 40.20),
 }
 
 

@@ -28,6 +28,7 @@ def write_family(folder: Path, family: str, value: bool = False) -> Path:
     options: dict[str, Any] = {
         "qwen2": {"tie_word_embeddings": True},
         "qwen3": {"tie_word_embeddings": False, "head_dim": 16},
+        "mistral": {"tie_word_embeddings": False, "sliding_window": 5},
         "llama": {
             "tie_word_embeddings": False,
             "rope_parameters": {

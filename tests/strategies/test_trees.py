@@ -41,6 +41,8 @@ CASES = {
     "zero3": (2, "zero3", "tied", RECOMPUTED),
     "ulysses": (2, "fsdp2", "tied", ULYSSES),
     "ulysses-packed": (2, "fsdp2", "tied", ULYSSES | PACKED),
+    "window": (1, "fsdp2", "mistral", {}),
+    "ulysses-window-packed": (2, "fsdp2", "mistral", ULYSSES | PACKED),
     "dp2": (2, "megatron", "qwen3", {"config": {"dist_opt": True}}),
     "dp2-packed": (2, "megatron", "qwen2", PACKED),
     "tp2-sp": (2, "megatron", "qwen3", {"config": {"tp": 2, "sp": True}}),
@@ -50,7 +52,7 @@ CASES = {
 
 
 @pytest.mark.default_rows(
-    "fsdp2-1-rank", "fsdp2-packed-recomputed", "fsdp", "zero2", "zero3", "ulysses", "dp2", "tp2-sp"
+    "fsdp2-1-rank", "fsdp2-packed-recomputed", "fsdp", "zero2", "zero3", "ulysses", "*window*", "dp2", "tp2-sp"
 )
 @pytest.mark.parametrize("case", CASES)
 def test_gradient_and_outputs_equal_the_plain_model(run, family, case):

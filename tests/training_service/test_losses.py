@@ -75,8 +75,12 @@ def computed(tenant: Tenant, data: list[Datum]) -> list[Tensor]:
             return end.value[0]
 
 
-@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
-def test_rows_are_packed_where_the_model_allows_it(base_folder: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "implementation"), [("full_attention", None), ("sliding_attention", None), ("full_attention", "eager")]
+)
+def test_rows_are_packed_where_the_model_allows_it(
+    base_folder: Path, tmp_path: Path, kind: str, implementation: str | None
+) -> None:
     """Either way the log-probs are those of each datum alone by transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -84,8 +88,9 @@ def test_rows_are_packed_where_the_model_allows_it(base_folder: Path, tmp_path: 
     config = AutoConfig.from_pretrained(base_folder, **changes)
     model = AutoModelForCausalLM.from_pretrained(base_folder, config=config, dtype=torch.float32).eval()
     model.save_pretrained(tmp_path)
-    base = Base(ModelArguments(model_name_or_path=str(tmp_path), dtype="fp32"), 64)
-    assert base.role.use_remove_padding is (kind == "full_attention")
+    arguments = ModelArguments(model_name_or_path=str(tmp_path), dtype="fp32", attn_implementation=implementation)
+    base = Base(arguments, 64)
+    assert base.role.use_remove_padding is (implementation != "eager")
     random, data = torch.Generator().manual_seed(0), []
     for length in (3, 40, 17):
         tokens = torch.randint(3, 400, (length + 1,), generator=random)

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import MicroBatching, micro_batching
-from roll.models.attention import check_context_size, sum_of_parts
+from roll.models.attention import check_context_size
 from roll.models.build import build_model, checked_config
+from roll.models.expert_parallel import sum_of_parts
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
 from roll.models.invariant import check_processor, is_invariant
 from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
