@@ -415,6 +415,8 @@ def _work(
         for operation, number in counted.operations.items():
             work.operations[operation] += number * factor
         for collective, number in counted.collectives.items():
+            if counted is not tally and collective.name == "all_gather":  # what stays gathered is so in a later pass
+                number = min(number, passes[-1].collectives[collective])
             work.collectives[collective] += number * factor
     return work
 

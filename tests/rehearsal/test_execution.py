@@ -180,3 +180,13 @@ def test_states_that_are_offloaded_are_in_host_memory(tmp_path: Path, run: Any) 
 def test_a_model_that_is_not_known_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", "qwen2.5-7B-rlvr_fsdp2/rlvr_config", "pretrain=me/my-model"]) == 2
     assert "--model-config" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("freed", [True, False])
+def test_what_stays_gathered_is_gathered_once_a_step(tmp_path: Path, freed: bool) -> None:
+    """Two updates of four micro-batches, each with a forward and a backward pass."""
+    task = task_of(tmp_path, forward_rows=0, sends=False)
+    strategy = StrategyArguments("fsdp2_train", {"reshard_after_forward": freed})
+    work = rehearse(replace(task, role=replace(task.role, strategy_args=strategy))).works["train"]
+    gathers = sum(times for one, times in work.collectives.items() if one.name == "all_gather")
+    assert gathers == 2 * (LAYERS + 1) * (2 * ROWS if freed else 1)

@@ -273,6 +273,22 @@ def count_gathers(role: WorkerConfig, batch: TensorBatch) -> int:
     return len(calls)
 
 
+def unit_gathers(role: WorkerConfig, batch: TensorBatch) -> tuple[int, list[int], dict[str, torch.Tensor]]:
+    """Units of a model under FSDP2, gathers of any in each of three steps, and the weights after them."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor import DTensor
+
+    strategy, gathers = trainer(role), list[int]()
+    for _ in range(3):
+        with counted(FSDPParamGroup, "_to_unsharded") as calls:
+            strategy.train_step(batch, policy_loss, POLICY)
+        # Between steps nothing is gathered, so that no copy is older than its weights and offloading frees all.
+        assert all(isinstance(parameter, DTensor) for parameter in strategy.model.parameters())
+        gathers.append(len(calls))
+    return sum(isinstance(module, FSDPModule) for module in strategy.model.modules()), gathers, weights_of(strategy)
+
+
 @contextmanager
 def counted(module: Any, name: str) -> Iterator[list[tuple[Any, ...]]]:
     """Arguments of the calls of a function of a module."""

@@ -599,3 +599,17 @@ def test_sizes_of_ulysses_that_do_not_fit_are_refused(run):
     assert "ulysses_size: 2 must divide the role's 1 ranks" in message
     for message in run(jobs.refused, 3, "fsdp2", "tied", batch=None, model_args={"ulysses_size": 3}):
         assert "ulysses_size: 3 does not divide the model's 4 attention heads; use one of 1, 2, 4" in message
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_stays_gathered_is_gathered_once_a_step(run, world):
+    """Several micro-batches a step, in bfloat16; the same bits as with units that are freed."""
+    options = {"micro_batch": 3, "model_args": {"dtype": "bf16"}}
+    found = [
+        run(jobs.unit_gathers, world, "fsdp2", "tied", config={"reshard_after_forward": freed}, **options)
+        for freed in (False, True)
+    ]
+    for (units, kept, weights), (_, freed, same) in zip(*found, strict=True):
+        assert kept == [units] * 3 and min(freed) > 3 * units
+        for name, weight in weights.items():
+            assert torch.equal(weight, same[name]), name

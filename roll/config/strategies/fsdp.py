@@ -117,8 +117,8 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
     """``fsdp2_train`` and ``fsdp2_infer``: PyTorch's ``fully_shard``."""
 
     reshard_after_forward: bool | int = True
-    """Free gathered parameters after the forward pass (less memory, one more gather); a number: reshard to groups of
-    that many ranks."""
+    """Free gathered parameters after the forward pass; false: keep them until the step's last backward pass (one gather
+    and cast a step in place of two a micro-batch); a number: reshard to groups of that many ranks."""
     apply_tiled_mlp: bool = False
     """Compute MLP layers a tile of tokens at a time, and again in the backward pass: less memory (Qwen2, Qwen3,
     Llama)."""

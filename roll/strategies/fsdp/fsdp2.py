@@ -108,8 +108,15 @@ class Fsdp2Strategy(ShardedStrategy):
                 module.reshard()
 
     def _begin_micro_batch(self, last: bool) -> None:
-        """Sum gradients over shards at every micro-batch or at the last one only; over replicas at the last one."""
-        if self.root is None or self.world_size == 1:
+        """Sum gradients over shards at every micro-batch or at the last one only; over replicas at the last one.
+
+        What stays gathered for the backward pass stays so for the next micro-batch: weights change after the last.
+        """
+        if self.root is None:
+            return
+        if self.config.reshard_after_forward is False:
+            self.root.set_reshard_after_backward(last)
+        if self.world_size == 1:
             return
         if not self.config.reduce_scatter_during_grad_accumulation:
             self.root.set_requires_gradient_sync(last)
