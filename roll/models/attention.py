@@ -47,8 +47,8 @@ def tree_attention(
     if takes_varlen(query, value):
         return varlen_attention(query, key, value, tree.varlen, scaling, window)
     key, value = _repeated(query, key, value)
-    one_by_one = query.device.type == "cpu" and (not tree.only_prompts or tree.most_parts <= MOST_PARTS)
-    if one_by_one or window is not None:
+    alike = tree.only_prompts and tree.most_parts > MOST_PARTS and tree.rows.numel() < LONG * len(tree.runs)
+    if window is not None or (query.device.type == "cpu" and not alike):
         return _run_by_run(query, key, value, tree, scaling, window)
     return _all_at_once(query, key, value, tree, scaling)
 
@@ -84,9 +84,10 @@ def _all_at_once(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, sc
     return torch.cat(outputs).index_select(0, tree.restore).view(1, -1, heads, head_dim)
 
 
-MOST_PARTS = 2
-"""Up to this many responses to each prompt (those of a pair) a CPU computes one after another, and the runs of a deeper
-tree always. Without padding and with fewer copies, the backward pass takes a third less time than for all at once."""
+MOST_PARTS, LONG = 2, 32
+"""Up to so many responses to each prompt (those of a pair), runs of so many tokens on average, and those of a deeper
+tree a CPU computes one after another. Without padding and with fewer copies, forward and backward pass take a third
+less time than all at once for 256 tokens, and as long for 32; for 16 twice as long."""
 
 
 def _run_by_run(

@@ -428,3 +428,15 @@ def test_random_trees_change_no_log_prob_and_no_gradient(
     for one, (name, two) in zip(other.parameters(), plain.named_parameters(), strict=True):
         scale = max(1.0, float(two.grad.abs().max()))
         torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=2e-6 * scale, msg=name)
+
+
+@pytest.mark.parametrize(("tokens", "path"), [(8, "_all_at_once"), (80, "_run_by_run")])
+def test_a_cpu_computes_long_responses_one_by_one(monkeypatch: pytest.MonkeyPatch, tokens: int, path: str) -> None:
+    rows = [([*range(1, 5), *range(row, row + tokens)], [False] * 4 + [True] * tokens) for row in range(5, 500, 99)]
+    layout, called = tree_layout(*batch_of(rows)), []
+    for name in ("_all_at_once", "_run_by_run"):
+        monkeypatch.setattr(attention, name, lambda *_, name=name: called.append(name))
+    states = [torch.ones(1, 2, layout.input_ids.shape[1], 4)] * 3
+    assert isinstance(layout.pattern, PrefixTree) and layout.pattern.only_prompts
+    attention.tree_attention(*states, layout.pattern, None, None)
+    assert called == [path]
