@@ -245,7 +245,7 @@ def attention(index_text: str) -> None:
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     expected.backward(weights.float())
     sequences = PackedSequences(lengths, counts.cumsum(0, dtype=torch.int32))
-    output = packed_attention(inputs[0], inputs[1], inputs[2], sequences, None)
+    output = packed_attention(inputs[0], inputs[1], inputs[2], sequences, None, None)
     output.backward(weights)
     pairs: list[tuple[Any, Any]] = [(output, expected)]
     pairs += [(one.grad, other.grad) for one, other in zip(inputs, plain, strict=True)]

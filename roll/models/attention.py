@@ -14,6 +14,7 @@ Trees: the tokens of a run attend to what comes before the run in its rows, and 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -366,6 +367,10 @@ def _kernel(
     """(T, heads, head_dim) for queries of that shape, and keys and values (K, key-value heads, head_dim)."""
     from torch.nn.attention.varlen import varlen_attn
 
+    grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+        # Before torch 2.12, which hosts have whose PyTorch cannot be replaced.
+        (key, value), grouped = _repeated(query, key, value), {}
     # Query i of q sees keys up to i + k - q of k: FlashAttention aligns the mask to the bottom right since 2.1 (its
     # README, "Changes"; col_idx_limit_right in mask.h, which torch has a copy of), and the left part of its window does
     # not count the token itself.
@@ -379,7 +384,7 @@ def _kernel(
         max(keys for _, keys in call.lengths),
         scale=scaling,
         window_size=(-1 if window is None else window - 1, 0),  # -1: no limit to the left; nothing to the right
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
     assert isinstance(output, Tensor)
     return output
