@@ -29,7 +29,7 @@ from tests.strategies.samples import (
     policy_loss,
 )
 
-pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 RATE, EPSILON, UPDATES = 1e-4, 1e-3, 3
 SCALE = 0.004
 """Largest deviation of a gradient's scale from 1."""

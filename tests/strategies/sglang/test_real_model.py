@@ -1,0 +1,25 @@
+"""SmolLM2-135M-Instruct in SGLang: greedy answers are those of ``generate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.strategies.greedy_answers import chat_prompts, compare_answers, engine_answers
+from tests.strategies.sglang import cases
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+PROMPTS = 100
+
+
+def greedy_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with cases.engine(folder, max_num_seqs=PROMPTS, max_model_len=128) as engine:
+        return engine_answers(engine, prompts)
+
+
+def test_greedy_answers_are_those_of_generate(in_engine_process, smollm2):
+    prompts = chat_prompts(smollm2, PROMPTS)
+    found = in_engine_process(greedy_answers, smollm2, prompts)
+    compared = compare_answers(smollm2, prompts, found)
+    assert compared.unexplained() == [], str(compared)
