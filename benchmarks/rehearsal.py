@@ -2,6 +2,7 @@
 
     python -m benchmarks.rehearsal                       # 10M and 100M, all strategies on two ranks
     python -m benchmarks.rehearsal --models 10M --only fsdp2
+    python -m benchmarks.rehearsal --models qwen2.5-7B --large --ranks 1 --dtype bf16      # on a GPU
     python -m benchmarks.rehearsal --write               # and put the table into docs/rehearsal.md
     python -m benchmarks.rehearsal --recipes --write     # the table of the recipes of examples/ for real models
 
@@ -18,13 +19,13 @@ returned to the system as they are freed (``MALLOC_MMAP_THRESHOLD_``); ``--glibc
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.train_step import CONTENDERS, SHAPES, Contender, build_strategy, write_model
+from benchmarks.train_step import CONTENDERS, LARGE, SHAPES, Contender, build_strategy, model_config, write_model
+from roll.models.build import DTYPES
 from roll.platforms import current_platform
 
 RECIPES = (
@@ -111,12 +113,16 @@ def run_rank(
     dist.destroy_process_group()
 
 
+def platform_is_cpu() -> bool:
+    return current_platform().device_type == "cpu"
+
+
 def measure(contender: Contender, ranks: int, args: argparse.Namespace) -> int:
     """The highest peak of all ranks."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(folder, SHAPES[args.model])
+        write_model(folder, SHAPES[args.model], torch.float32 if platform_is_cpu() else DTYPES[args.dtype])
         links = []
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
@@ -136,12 +142,13 @@ def predict(contender: Contender, ranks: int, args: argparse.Namespace) -> int:
     from roll.rehearsal.simulate import Task
 
     assert contender.strategy is not None
-    with tempfile.TemporaryDirectory() as name:
-        write_model(Path(name), SHAPES[args.model])
-        config = json.loads((Path(name) / "config.json").read_text())
+    config = model_config(SHAPES[args.model])
+    config.architectures = ["Qwen2ForCausalLM"]
     section = WorkerConfig(
         name="actor_train",
-        model_args=ModelArguments("model", dtype=args.dtype, disable_gradient_checkpointing=not args.recompute),
+        model_args=ModelArguments(
+            "model", dtype=args.dtype, disable_gradient_checkpointing=not args.recompute, **contender.model
+        ),
         training_args=TrainingArguments(learning_rate=1e-5, per_device_train_batch_size=args.micro_batch),
         strategy_args=StrategyArguments(contender.strategy, dict(contender.config)),
         use_sequence_packing=args.packed and not contender.strategy.startswith("megatron"),
@@ -172,17 +179,18 @@ def predict(contender: Contender, ranks: int, args: argparse.Namespace) -> int:
         group_size=args.group_size,
         rows_per_update=args.groups * args.group_size // (ranks // replica),
         updates=1,
-        on_cpu=True,
+        on_cpu=platform_is_cpu(),
     )
-    run = rehearse_role(role, task, config)
+    run = rehearse_role(role, task, config.to_dict())
     return run.peak
 
 
 def rows(args: argparse.Namespace) -> list[Row]:
     found = []
     bases: dict[str, tuple[int, int]] = {}
-    for contender in CONTENDERS:
-        if contender.name not in CHOSEN or contender.one_rank or args.only not in contender.name:
+    standard = [one for one in CONTENDERS if one.name in CHOSEN and not one.one_rank]
+    for contender in LARGE if args.large else standard:
+        if args.only not in contender.name or (contender.package and not find_spec(contender.package)):
             continue
         small = argparse.Namespace(**{**vars(args), "model": "136k"})
         family = str(contender.strategy).partition("_")[0].rstrip("2")
@@ -246,6 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["10M", "100M"])
     parser.add_argument("--only", default="", help="strategies whose name contains this")
+    parser.add_argument("--large", action="store_true", help="strategies for models that need more than one device has")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--packed", action="store_true", help="use_sequence_packing (not under Megatron)")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing")

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from roll.platforms import current_platform
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import Output, TensorBatch
 from roll.strategies.factory import create_strategy
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Config
 
 SHAPES: dict[str, dict[str, int]] = {
     "136k": {"vocab": 448, "hidden": 64, "intermediate": 192, "layers": 2, "heads": 4, "kv_heads": 4},
@@ -55,6 +58,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "heads": 12,
         "kv_heads": 2,
     },
+    "qwen2.5-7B": {
+        "vocab": 152064,
+        "hidden": 3584,
+        "intermediate": 18944,
+        "layers": 28,
+        "heads": 28,
+        "kv_heads": 4,
+    },
 }
 
 
@@ -65,6 +76,7 @@ class Contender:
     """None: the bare loop."""
     config: dict[str, Any] = field(default_factory=dict)
     role: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
     one_rank: bool = False
     optimizer: Literal["adamw", "muon"] = "adamw"
     package: str | None = None
@@ -89,7 +101,19 @@ CONTENDERS = [
     _megatron("DP", use_distributed_optimizer=True),
     _megatron("TP2", tensor_model_parallel_size=2),
     _megatron("PP2", pipeline_model_parallel_size=2),
+    Contender("deepspeed ZeRO-2 alone", "deepspeed_train", {"zero_stage": 2}, one_rank=True, package="deepspeed"),
+    Contender("megatron alone", "megatron_train", one_rank=True, package="megatron.core"),
 ]
+LARGE = [
+    Contender("fsdp2, LoRA", "fsdp2_train", model={"lora_rank": 16, "lora_target": "all-linear"}),
+    Contender(
+        "deepspeed ZeRO-3, offload",
+        "deepspeed_train",
+        {"zero_stage": 3, "offload": "cpu", "offload_param": True},
+        package="deepspeed",
+    ),
+]
+"""How models are trained that need more than a device has."""
 
 
 @dataclass(frozen=True)
@@ -104,12 +128,10 @@ class Measured:
         return self.cpu_seconds if current_platform().device_type == "cpu" else ranks * self.seconds
 
 
-def write_model(folder: Path, shape: dict[str, int]) -> int:
-    """A random Qwen2 model with tied embeddings; the number of its weights."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def model_config(shape: dict[str, int]) -> Qwen2Config:
+    from transformers import Qwen2Config
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    return Qwen2Config(
         vocab_size=shape["vocab"],
         hidden_size=shape["hidden"],
         intermediate_size=shape["intermediate"],
@@ -119,7 +141,15 @@ def write_model(folder: Path, shape: dict[str, int]) -> int:
         max_position_embeddings=32768,
         tie_word_embeddings=True,
     )
-    model = Qwen2ForCausalLM(config)
+
+
+def write_model(folder: Path, shape: dict[str, int], dtype: torch.dtype = torch.float32) -> int:
+    """A random Qwen2 model with tied embeddings; the number of its weights."""
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    with current_platform().device():
+        model = Qwen2ForCausalLM(model_config(shape)).to(dtype)
     model.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -182,7 +212,9 @@ def build_strategy(contender: Contender, folder: Path, args: argparse.Namespace)
     assert contender.strategy is not None
     role = WorkerConfig(
         name="actor_train",
-        model_args=ModelArguments(str(folder), dtype=args.dtype, disable_gradient_checkpointing=not args.recompute),
+        model_args=ModelArguments(
+            str(folder), dtype=args.dtype, disable_gradient_checkpointing=not args.recompute, **contender.model
+        ),
         training_args=TrainingArguments(
             learning_rate=1e-5,
             optimizer=OptimizerConfig(contender.optimizer),

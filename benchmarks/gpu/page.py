@@ -28,6 +28,15 @@ in order of value, each with a time limit; `result.json` is replaced after each,
 missing. `ROLL_PLATFORM=cpu benchmarks/gpu/run.sh` rehearses the whole without a GPU.
 """
 
+STEP = "A training step of Qwen2.5-1.5B's shape, 65,000 tokens packed, bf16 (`benchmarks/train_step.py`)"
+TABLES = {
+    "train_step": f"{STEP}. The bare loop has all its weights in bf16, fsdp2 float32 master weights:",
+    "backends": f"{STEP}, under DeepSpeed and Megatron:",
+    "fits": "Peaks of two training steps of Qwen2.5-7B's shape, and what `roll rehearse` says of them "
+    "(`benchmarks/rehearsal.py`):",
+}
+"""What is said of the tables of stages."""
+
 
 def machine_line(machine: dict[str, Any]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
@@ -73,21 +82,23 @@ def page(results: list[dict[str, Any]]) -> str:
                 *(run_row(STAGES[name].title, stages[name]) for name in runs),
                 "",
             ]
-        if "table" in (step := stages.get("train_step", {})):
-            names = list(step["table"][0])
-            lines += [
-                "A training step of Qwen2.5-1.5B's shape, 65,000 tokens packed, bf16 (`benchmarks/train_step.py`). The "
-                "bare loop has all its weights in bf16, fsdp2 float32 master weights:\n",
-                "| " + " | ".join(["", *names[1:]]) + " |",
-                "|" + "---|" * len(names),
-                *("| " + " | ".join(row.values()) + " |" for row in step["table"]),
-                "",
-            ]
+        for name, says in TABLES.items():
+            if table := stages.get(name, {}).get("table"):
+                heads = list(table[0])
+                lines += [
+                    says + "\n",
+                    "| " + " | ".join(["", *heads[1:]]) + " |",
+                    "|" + "---|" * len(heads),
+                    *("| " + " | ".join(row.values()) + " |" for row in table),
+                    "",
+                ]
         lines += ["| stage | seconds | |", "|---|---|---|"]
         for name, figures in stages.items():
             said = figures.get("error", "").strip().splitlines()[-1:] or [figures.get("summary", "")]
             if "tokens_per_s" in figures:
                 said = [f"{figures['tokens_per_s']:,} tokens / s"]
+            if "step_s" in figures:
+                said = [f"{figures['step_s']:.2f} s / step"]
             lines.append(f"| {STAGES[name].title} | {figures['seconds']:.0f} | {said[0]} |")
         missing = [stage.title for name, stage in STAGES.items() if name not in stages]
         if missing:

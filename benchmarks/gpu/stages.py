@@ -6,6 +6,7 @@ start script with overrides, an engine with its own defaults.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -103,10 +104,19 @@ def summary(rows: list[dict[str, float]]) -> Figures:
     return figures
 
 
-def smollm2(name: str, steps: int, **overrides: object) -> Figures:
+MODEL = "SmolLM2-135M-Instruct.gguf"
+
+
+def prepared() -> Path:
+    """The folder of the example's model and prompts."""
     gguf = sorted(Path(os.environ.get("GPU_SITE", ".")).glob("*.gguf"))
     call(sys.executable, "examples/smollm2/prepare.py", *(["--gguf", gguf[0]] if gguf else []))
-    return pipeline(name, "smollm2/rlvr_config", overrides, steps)
+    return ROOT / "examples/smollm2/artifacts"
+
+
+def smollm2(name: str, steps: int, config: str = "rlvr_config", **overrides: object) -> Figures:
+    prepared()
+    return pipeline(name, f"smollm2/{config}", overrides, steps)
 
 
 VLLM = {
@@ -115,6 +125,11 @@ VLLM = {
     # CUDA graphs of the plain model: a graph replays what the eager engine does, without minutes of compilation.
     "engine_args: {compilation_config: {mode: 0, cudagraph_mode: FULL_DECODE_ONLY}}}",
     "weight_sync.transport": "cuda_ipc",
+}
+
+SGLANG = {
+    "actor_infer.strategy_args.strategy_name": "sglang",
+    "actor_infer.strategy_args.strategy_config": "{mem_fraction_static: 0.4, max_num_seqs: 256}",
 }
 
 
@@ -147,38 +162,33 @@ def grpo_large_batch() -> Figures:
     return smollm2("grpo_large_batch", 8, **overrides) if ON_GPU else {"rehearsed": "needs a GPU"}
 
 
-def train_step() -> Figures:
+SHAPE = ["--model", "qwen2.5-1.5B", "--prompt", "1024", "--response", "1024", "--micro-batch", "4", "--repeats", "3"]
+REHEARSED_SHAPE = ["--model", "136k", "--repeats", "1"]
+
+
+def training_step(*options: str) -> Figures:
     """One optimizer step of 1.5B weights on 65,000 tokens, with a bare loop alongside."""
-    shape = [
-        "--model",
-        "qwen2.5-1.5B",
-        "--prompt",
-        "1024",
-        "--response",
-        "1024",
-        "--micro-batch",
-        "4",
-        "--repeats",
-        "3",
-    ]
+    shape = SHAPE if ON_GPU else REHEARSED_SHAPE
+    command = [sys.executable, "-m", "benchmarks.train_step", "--dtype", "bf16", "--packed", "--ranks", "1"]
+    return {"table": table_rows(call(*command, *shape, "--peak-tflops", peak_tflops(), *options))}
+
+
+def train_step() -> Figures:
+    return training_step("--only", "fsdp2")
+
+
+def backends() -> Figures:
+    """DeepSpeed and Megatron, where they are installed."""
+    return training_step("--only", "alone")
+
+
+def fits() -> Figures:
+    """7B weights under LoRA, and under ZeRO-3 with weights and moments in host memory: peaks, and those rehearsed."""
+    shape = ["qwen2.5-7B", "--prompt", "1024", "--response", "1024", "--micro-batch", "2", "--group-size", "2"]
     if not ON_GPU:
-        shape = ["--model", "136k", "--repeats", "1"]
-    output = call(
-        *(
-            sys.executable,
-            "-m",
-            "benchmarks.train_step",
-            "--dtype",
-            "bf16",
-            "--packed",
-            "--ranks",
-            "1",
-            "--only",
-            "fsdp2",
-        ),
-        *(*shape, "--peak-tflops", peak_tflops()),
-    )
-    return {"table": table_rows(output)}
+        shape = ["10M"]
+    command = [sys.executable, "-m", "benchmarks.rehearsal", "--dtype", "bf16", "--recompute", "--ranks", "1"]
+    return {"table": table_rows(call(*command, "--large", "--models", *shape))}
 
 
 def random_model() -> Path:
@@ -191,11 +201,8 @@ def random_model() -> Path:
 
     folder = WORK / "random_1.5B"
     if not (folder / "tokenizer.json").exists():
-        torch.set_default_dtype(torch.bfloat16)
-        with torch.device("cuda" if ON_GPU else "cpu"):
-            write_model(folder, SHAPES["qwen2.5-1.5B" if ON_GPU else "136k"])
-        torch.set_default_dtype(torch.float32)
-        model = dequantise(ROOT / "examples/smollm2/artifacts/SmolLM2-135M-Instruct.gguf")
+        write_model(folder, SHAPES["qwen2.5-1.5B" if ON_GPU else "136k"], torch.bfloat16)
+        model = dequantise(ROOT / "examples/smollm2/artifacts" / MODEL)
         AutoTokenizer.from_pretrained(model).save_pretrained(folder)
     return folder
 
@@ -236,6 +243,36 @@ def colocated() -> Figures:
     return smollm2("colocated", 3, **overrides)
 
 
+def grpo_sglang() -> Figures:
+    """The same as ``grpo_vllm`` with SGLang, where it is installed."""
+    if not ON_GPU or importlib.util.find_spec("sglang") is None:
+        return {"rehearsed": "needs a GPU and SGLang"}
+    return smollm2("grpo_sglang", 10, **SGLANG)
+
+
+def grpo_asynchronous() -> Figures:
+    """Generation one step ahead, on a device of its own."""
+    import torch
+
+    if not ON_GPU or torch.cuda.device_count() < 2:
+        return {"rehearsed": "needs two GPUs"}
+    return smollm2("grpo_asynchronous", 20, config="async_config")
+
+
+def grpo_trl() -> Figures:
+    """The recipe of ``grpo_hf`` in TRL's trainer."""
+    if importlib.util.find_spec("trl") is None:
+        return {"rehearsed": "needs trl"}
+    from roll.models.gguf_reading import dequantise
+
+    artifacts = prepared()
+    script = ROOT / "benchmarks/rlvr/trl_grpo.py"
+    words = [dequantise(artifacts / MODEL), artifacts / "instructions_train.jsonl", "--recipe", "smollm2"]
+    output = call(sys.executable, script, *words, "--steps", 8 if ON_GPU else 1, *(["--gpu"] if ON_GPU else []))
+    seconds = [float(found) for found in re.findall(r"'step_time': '?([\d.]+)", output)]
+    return {"steps": len(seconds), "step_s": statistics.median(seconds[len(seconds) // 2 :])}
+
+
 def table_rows(text: str) -> list[dict[str, str]]:
     """Rows of a Markdown table in ``text``."""
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
@@ -267,6 +304,11 @@ STAGES = {
     "grpo_vllm": Stage(grpo_vllm, 150, "SmolLM2-135M, GRPO, fsdp2 + vLLM with CUDA graphs"),
     "colocated": Stage(colocated, 180, "1.5B weights, whole steps, trainer and vLLM on one device"),
     "generation": Stage(generation, 90, "vLLM, 1.5B weights, 256 responses of 1,024 tokens"),
+    "fits": Stage(fits, 200, "7B weights: LoRA, and ZeRO-3 with offload"),
+    "backends": Stage(backends, 120, "a training step of 1.5B weights under DeepSpeed and Megatron"),
+    "grpo_trl": Stage(grpo_trl, 60, "SmolLM2-135M, GRPO in TRL"),
+    "grpo_asynchronous": Stage(grpo_asynchronous, 120, "SmolLM2-135M, GRPO, generation one step ahead"),
+    "grpo_sglang": Stage(grpo_sglang, 150, "SmolLM2-135M, GRPO, fsdp2 + SGLang"),
     "grpo_vllm_eager": Stage(grpo_vllm_eager, 70, "the same without graphs"),
     "grpo_large_batch": Stage(grpo_large_batch, 60, "SmolLM2-135M, 1,024 samples a step, hf_infer"),
 }

@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+if "--gpu" not in sys.argv:
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import torch
 from bare_loop import reward
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--recipe", choices=RECIPES, default="tiny")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", action="store_true", help="on the first GPU")
     parser.add_argument("--save", help="folder for the trained model")
     arguments = parser.parse_args()
     recipe = RECIPES[arguments.recipe]
@@ -80,7 +83,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            use_cpu=True,
+            use_cpu=not arguments.gpu,
             bf16=recipe.bf16,
             gradient_checkpointing=recipe.bf16,
             per_device_train_batch_size=recipe.prompts * recipe.group,
