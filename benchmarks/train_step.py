@@ -77,6 +77,7 @@ class Contender:
     config: dict[str, Any] = field(default_factory=dict)
     role: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    """Keys of ``model_args``."""
     one_rank: bool = False
     optimizer: Literal["adamw", "muon"] = "adamw"
     package: str | None = None
@@ -90,6 +91,8 @@ CONTENDERS = [
     Contender("bare loop", None, one_rank=True),
     Contender("fsdp2", "fsdp2_train", one_rank=True),
     Contender("fsdp2, shared prompts", "fsdp2_train", role={"use_prefix_sharing": True}, one_rank=True),
+    Contender("fsdp2, Liger", "fsdp2_train", model={"use_liger_kernel": True}, one_rank=True, package="liger_kernel"),
+    Contender("fsdp2, compiled", "fsdp2_train", model={"compile": True}, one_rank=True),
     Contender("fsdp2", "fsdp2_train"),
     Contender("fsdp2, Muon", "fsdp2_train", optimizer="muon", one_rank=True),
     Contender("fsdp2, Muon", "fsdp2_train", optimizer="muon"),
@@ -328,6 +331,8 @@ def main() -> None:
     chosen = [c for c in CONTENDERS if c.strategy is None or args.only in c.name]
     if args.ranks == 1:
         chosen = [c for c in chosen if c.one_rank]
+    if current_platform().device_type == "cpu":  # which has none of Liger's kernels
+        chosen = [c for c in chosen if c.package != "liger_kernel"]
     for package in sorted({c.package for c in chosen if c.package and not _is_installed(c.package)}):
         print(f"left out: strategies that need {package}")
         chosen = [c for c in chosen if c.package != package]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from roll.checkpoint.manager import probable_checkpoint
 from roll.checkpoint.store import ObjectStore, is_url, store_problem
 from roll.config.checks.base import check_output
 from roll.config.checks.roles import family_problem
+from roll.config.installation import install_command
 from roll.config.loader import LoadedConfig
 from roll.config.lora import frozen_by, names_of, uses_lora
 from roll.config.model_files import (
@@ -36,11 +38,11 @@ from roll.config.model_files import (
     model_folder,
     read_model_config,
 )
-from roll.config.pipelines import find_own_modules
+from roll.config.pipelines import GENERATES, find_own_modules
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
-from roll.config.roles import WorkerConfig
+from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, requested_stage
 from roll.config.strategies.registry import BACKENDS, typed_strategy_config
 from roll.platforms import current_platform
@@ -56,10 +58,11 @@ TRACKERS = {
 
 
 def require_packages(loaded: LoadedConfig[Any]) -> None:
-    """Check that the package of every strategy is installed.
+    """Check that what strategies and kernels need is on this host.
 
     Raises:
-        ConfigError: naming each role whose strategy has no package, and the command that installs it.
+        ConfigError: naming each role whose strategy has no package, and the command that installs it; or the key of
+            kernels that cannot be made here.
     """
     problems = []
     for name, role in loaded.plan.roles.items():
@@ -68,8 +71,23 @@ def require_packages(loaded: LoadedConfig[Any]) -> None:
         if package is not None and not is_installed(package.module):
             rule = f"needs a package that is not installed: {package.install}"
             problems.append(loaded.problem(f"{name}.strategy_args.strategy_name", role.strategy_name, rule))
+        if backend is not None and loaded.pipeline.task_of(name, role.section) is not GENERATES:
+            found = kernel_problems(role.section.model_args) if backend.computes is not None else ()
+            problems += [loaded.problem(f"{name}.model_args.{key}", True, rule, False) for key, rule in found]
     if problems:
         raise ConfigError(problems)
+
+
+def kernel_problems(args: ModelArguments) -> Iterator[tuple[str, str]]:
+    """Keys of kernels that cannot be made on this host, with the reason."""
+    on_cpu = current_platform().name == "cpu"
+    if args.use_liger_kernel and on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        yield "use_liger_kernel", "needs a GPU: Liger's kernels are written in Triton, which compiles none for CPUs"
+    elif args.use_liger_kernel and not is_installed("liger_kernel"):
+        yield "use_liger_kernel", f"needs a package that is not installed: {install_command('liger')}"
+    compiler = os.environ.get("CXX", "g++")
+    if args.compile and on_cpu and shutil.which(compiler) is None:
+        yield "compile", f"needs a C++ compiler on a CPU, and there is no {compiler} (CXX names another one)"
 
 
 def require_trackers(loaded: LoadedConfig[Any]) -> None:

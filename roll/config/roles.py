@@ -40,6 +40,10 @@ class ModelArguments:
     """Keep all activations instead of recomputing them in the backward pass: faster, more memory."""
     gradient_checkpointing_use_reentrant: bool = False
     """Use PyTorch's reentrant form of gradient checkpointing."""
+    use_liger_kernel: bool = False
+    """Compute norms, rotary embeddings and MLP layers by Liger's Triton kernels, on GPUs (package ``liger-kernel``)."""
+    compile: bool = False
+    """Compile each decoder layer by ``torch.compile``; dense models."""
     dtype: Literal["bf16", "fp16", "fp32"] = setting("bf16", parse=parse_dtype)
     """Compute type. Trained parameters are kept in float32 whatever is written here."""
     model_type: str | None = setting(

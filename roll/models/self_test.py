@@ -29,6 +29,7 @@ from roll.models.attention import HALF_PRECISION, has_varlen, use_layout_attenti
 from roll.models.build import DTYPES, HeadName, attention_implementation, checked_config, enable_gradient_checkpointing
 from roll.models.expert_parallel import sum_of_parts
 from roll.models.invariant import is_invariant, make_invariant
+from roll.models.kernels import use_liger
 from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise, find_noise
@@ -132,7 +133,10 @@ def use_own_operations(model: PreTrainedModel, role: WorkerConfig) -> None:
     if is_invariant(role.model_args):
         make_invariant(model)
         return
-    use_products(model)
+    if not role.model_args.compile:  # the compiler chooses products itself, and takes none of oneDNN's from others
+        use_products(model)
+    if role.model_args.use_liger_kernel:
+        use_liger(model)
     if role.model_args.ulysses_size > 1:
         use_layout_attention(model, "model_args.ulysses_size")
         return
@@ -387,7 +391,9 @@ def _judge(role: WorkerConfig, where: str, model: PreTrainedModel, differences: 
     name, text = next(iter(wrong.items()))
     changed = changed_logits(model)
     keys = [key for key in _KEYS.get(name, ()) if getattr(role, key)]
-    if changed is not None:
+    if role.model_args.use_liger_kernel:
+        remedy = "set model_args.use_liger_kernel: false, to see whether it is Liger's kernels"
+    elif changed is not None:
         remedy = f"{changed}; megatron_train, or a family whose logits are its output matrix's (Qwen, Llama, Mistral)"
     elif keys:
         remedy = f"set {' and '.join(f'{key}: false' for key in keys)}"

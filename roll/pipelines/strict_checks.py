@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
 from roll.config.model_files import model_config, needed
+from roll.config.names import KERNELS
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError
 
@@ -48,6 +49,9 @@ def _obstacles(config: PolicyRunConfig) -> Iterator[tuple[str, Any, str, Any]]:
         yield "actor_train.strategy_args.strategy_name", own, rule, TRAINERS[0]
     dtype, computed = trainer.model_args.dtype, trainer.strategy_args.strategy_config.get("param_dtype")
     for name, role in (("actor_train", trainer), ("actor_infer", engine)):
+        for key in KERNELS if role is trainer else ():
+            if getattr(role.model_args, key):
+                yield f"{name}.model_args.{key}", True, "computes with other kernels than the engine", False
         if role.model_args.dtype == "fp16":
             yield f"{name}.model_args.dtype", "fp16", "must be bf16 or fp32", "bf16"
     if computed not in (None, dtype):

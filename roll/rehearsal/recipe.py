@@ -259,7 +259,8 @@ def _task(loaded: LoadedConfig[Any], name: str, lengths: tuple[int, int] | None)
     outputs: tuple[Output, ...] = ()
     if name == "actor_train" and isinstance(config, PolicyRunConfig):
         outputs = (Output.ENTROPY,) if config.log_entropy or config.entropy_loss_coef else ()
-    args = role.section.model_args
+    # An operation is counted whatever kernel computes it.
+    args = replace(role.section.model_args, use_liger_kernel=False, compile=False)
     if args.attn_implementation == INVARIANT_ATTENTION:  # of CPUs; accelerators run their own kernels
         args = replace(args, attn_implementation=None)
     return Task(

@@ -42,7 +42,6 @@ from roll.models.build import (
     empty_model,
     enable_gradient_checkpointing,
     freeze_modules,
-    tile_mlp_layers,
 )
 from roll.models.expert_parallel import DispatchedExperts
 from roll.models.experts import sparse_layers
@@ -229,12 +228,6 @@ class _Rehearsed(DataParallelStrategy):
 
 class RehearsedFsdp2(_Rehearsed, Fsdp2Strategy):
     """``fsdp2_*`` without weights."""
-
-    def _build_language_model(self, storage_dtype: torch.dtype) -> Any:
-        model = super()._build_language_model(storage_dtype)
-        if self.config.apply_tiled_mlp:
-            tile_mlp_layers(model, self.config.tiled_num_shards)
-        return model
 
 
 class RehearsedModule(_Rehearsed):

@@ -4,6 +4,7 @@ nor on packing and shared prompts."""
 from __future__ import annotations
 
 from importlib.util import find_spec
+from shutil import which
 from typing import Any
 
 import pytest
@@ -45,6 +46,13 @@ def fsdp1() -> dict[str, Any]:
     return changes | {"reference.strategy_args": strategy_args("fsdp_infer", {"cpu_offload": True})}
 
 
+def compiled() -> dict[str, Any]:
+    """Compiled layers of actor, critic and reference."""
+    changes = layout([0], 4, 2) | {f"{name}.model_args.compile": True for name in ("actor_train", "reference")}
+    changes["critic"]["model_args"] |= {"compile": True}
+    return changes
+
+
 def megatron(actor: dict[str, int], critic: dict[str, int]) -> dict[str, Any]:
     """One replica of each, cut over both devices."""
     changes = layout([0, 1], 4, 2) | {"actor_train.strategy_args": strategy_args("megatron_train", actor)}
@@ -64,6 +72,7 @@ LAYOUTS = {
     "two ranks, packed": layout([0, 1], 2, 2)
     | {f"{name}.{key}": value for name in ("actor_train", "reference") for key, value in PACKING.items()},
     "two ranks, fsdp1": fsdp1(),
+    "compiled": compiled(),
     "pipeline stages, halved critic": megatron({"pipeline_model_parallel_size": 2}, {"tensor_model_parallel_size": 2}),
 }
 
@@ -102,6 +111,8 @@ def reference_run(run: Run) -> FinishedRun:
 def test_layout_of_the_update(run: Run, reference_run: FinishedRun, name: str) -> None:
     if name == "pipeline stages, halved critic" and find_spec("megatron") is None:
         pytest.skip("needs megatron-core")
+    if name == "compiled" and which("g++") is None:
+        pytest.skip("needs g++")
     (row,), (expected,) = run(TWO_MINI_BATCHES | LAYOUTS[name]).steps, reference_run.steps
     assert_same(row, expected, ("critic/score", "token/", "digits/", "system/samples"), 20)
     for metric in ("kl_loss", "entropy"):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from roll.config.roles import WorkerConfig
+from roll.models import kernels
 from roll.protocol.metrics import Metrics, to_floats
 from roll.strategies.base import ModelHead, Output
 from roll.strategies.factory import create_strategy
@@ -23,6 +24,7 @@ from tests.strategies.moe_models import register_separate
 from tests.strategies.samples import TensorBatch, policy_loss, value_loss
 
 register_separate()
+kernels.BACKEND = "aot_eager"  # what is compiled runs by torch's own operations, without minutes of a compiler for C++
 
 POLICY = (Output.LOG_PROBS, Output.ENTROPY, Output.SUM_OF_SQUARES)
 
@@ -146,6 +148,17 @@ def _zero_facts(strategy: Any) -> tuple[int, bool, bool, bool]:
     partitioned = any(parameter.numel() == 0 for parameter in strategy.model.parameters())
     offloads_parameters = engine.zero_offload_param() is not None
     return strategy.plan.stage, engine.zero_use_cpu_optimizer(), offloads_parameters, partitioned
+
+
+def graphs(role: WorkerConfig, batches: list[TensorBatch]) -> list[int]:
+    """The number of compiled graphs after an optimizer step on each of the batches."""
+    torch.compiler.reset()
+    strategy, counted = started(role, 10), []
+    torch._dynamo.utils.counters.clear()
+    for batch in batches:
+        strategy.train_step(batch, policy_loss, POLICY)
+        counted.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    return counted
 
 
 def forward(role: WorkerConfig, batch: TensorBatch, temperature: float = 1.0) -> TensorBatch:

@@ -215,6 +215,18 @@ MEMORY = (
     ),
     everywhere("states leave between phases", Yes("strategies/test_offload.py::test_moved_states_change_nothing")),
     everywhere("LoRA", lora("test_training_equals_plain_peft")),
+    Feature(
+        "compiled layers (`model_args.compile`)",
+        numbers("fsdp2-compiled"),
+        numbers("fsdp-compiled"),
+        numbers("zero3-compiled"),
+        Refused(f"{MODEL}.compile", True, "kernels for Megatron", "no"),
+    ),
+    Feature(
+        "Liger's kernels (`model_args.use_liger_kernel`)",
+        *[in_file("strategies/test_liger.py")("test_a_step_equals_the_plain_model_s")] * 3,
+        Refused(f"{MODEL}.use_liger_kernel", True, "kernels for Megatron", "no"),
+    ),
 )
 RESUMED = "test_resumed_equals_uninterrupted_bit_for_bit"
 OTHER_LAYOUT = "test_another_layout_goes_on_from_the_same_state"

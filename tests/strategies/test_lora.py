@@ -19,6 +19,7 @@ from tests.strategies.samples import make_batch, plain_model
 # Epsilon keeps AdamW's first steps smooth where a gradient is rounding noise.
 SMOOTH = {"adam_epsilon": 1e-3}
 RECOMPUTE = {"model_args": {"disable_gradient_checkpointing": False}}
+COMPILED = {"model_args": {"compile": True}}
 PACKED = {"use_sequence_packing": True}
 OFFLOAD = {"offload": "cpu"}
 KEEP = {"reshard_after_forward": False}
@@ -117,6 +118,10 @@ TRAINING = {
     "fsdp2-ulysses": sharded(2, "fsdp2", model_args={"ulysses_size": 2}),
     "fsdp2-more-in-full": sharded(2, "fsdp2", adapter="untied-whole"),
     "fsdp2-more-in-full-own-units": sharded(2, "fsdp2", WRAPPED, "untied-whole"),
+    "fsdp2-compiled-packed": sharded(2, "fsdp2", **COMPILED, **PACKED),
+    "fsdp-compiled": sharded(2, "fsdp", **COMPILED),
+    "zero2-compiled": sharded(2, "zero2", **COMPILED),
+    "zero3-compiled-packed": sharded(2, "zero3", **COMPILED, **PACKED),
     "fsdp": sharded(2, "fsdp"),
     "fsdp-checkpointed": sharded(2, "fsdp", **RECOMPUTE),
     "fsdp-hsdp-one-without-rows": sharded(4, "fsdp", {"fsdp_size": 2}, micro_batch=2),

@@ -39,6 +39,8 @@ ONE_UNIT = {"wrap_policy": {"transformer_layer_cls_to_wrap": []}}
 LATE = {"reduce_scatter_during_grad_accumulation": False}
 KEEP = {"reshard_after_forward": False}
 TILED = {"apply_tiled_mlp": True, "tiled_num_shards": 3}
+COMPILED = {"model_args": {"compile": True}}
+COMPILED_CHECKPOINTED = {"model_args": {"compile": True, "disable_gradient_checkpointing": False}}
 CHECKPOINTED_ULYSSES = {"model_args": ULYSSES | CHECKPOINTED["model_args"]}
 WHOLE = {"stage3_param_persistence_threshold": 1e5}
 SMALL_BUCKETS = zero(3)["zero_optimization"] | {"reduce_bucket_size": "1e3", "sub_group_size": 1e3}
@@ -81,6 +83,18 @@ GRADIENTS = {
     "fsdp2-hsdp-packed": (4, "fsdp2", "tied", PACKING | {"config": {"fsdp_size": 2}}),
     "fsdp2-one-without-rows": (4, "fsdp2", "tied", {}),
     "fsdp2-hsdp": (4, "fsdp2", "tied", {"micro_batch": 2, "config": {"fsdp_size": 2}}),
+    "fsdp2-1-rank-compiled": (1, "fsdp2", "tied", COMPILED),
+    "fsdp2-compiled": (2, "fsdp2", "tied", COMPILED_CHECKPOINTED),
+    "fsdp2-compiled-packed": (2, "fsdp2", "tied", COMPILED | PACKING),
+    "fsdp2-compiled-shared-prompts": (2, "fsdp2", "tied", COMPILED_CHECKPOINTED | DYNAMIC | SHARED),
+    "fsdp2-compiled-tiled-mlp": (2, "fsdp2", "tied", COMPILED | {"config": TILED}),
+    "fsdp2-compiled-offload": (2, "fsdp2", "tied", COMPILED | {"config": {"offload_policy": True}}),
+    "fsdp2-compiled-ulysses": (2, "fsdp2", "tied", PACKING | {"model_args": ULYSSES | COMPILED["model_args"]}),
+    "fsdp-compiled": (2, "fsdp", "tied", COMPILED_CHECKPOINTED),
+    "fsdp-compiled-packed": (2, "fsdp", "tied", COMPILED | PACKING),
+    "zero0-compiled": (2, "zero0", "tied", COMPILED),
+    "zero2-compiled-packed": (2, "zero2", "tied", COMPILED | PACKING),
+    "zero3-compiled": (2, "zero3", "tied", COMPILED_CHECKPOINTED | PACKING),
     "ulysses-padded": (2, "fsdp2", "tied", {"model_args": ULYSSES}),
     "ulysses-checkpointed": (2, "fsdp2", "tied", CHECKPOINTED_ULYSSES | {"micro_batch": 1}),
     "ulysses-packed": (2, "fsdp2", "tied", PACKING | {"model_args": ULYSSES}),

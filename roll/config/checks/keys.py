@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from roll.config.names import KERNELS
 from roll.config.reading.errors import Problems, plain_words
 from roll.config.reading.fields import DOTTED_PATH, Choice
 from roll.config.reading.schema import rules_of, says_no
@@ -85,6 +86,10 @@ REFUSALS = (
     Refusal("**.mtp_training_mode", "multi-token prediction", "disabled", other_than("disabled")),
     Refusal(
         "**.model_args.ulysses_size", "context parallelism", 1, above(1), except_under=lambda backend: backend.ulysses
+    ),
+    *(
+        Refusal(f"**.model_args.{key}", "kernels for Megatron, which has its own", False, except_under=_not_megatron)
+        for key in KERNELS
     ),
     Refusal("*_env_manager.llm_proxy.proxy_type", NO_POLICY, "policy", other_than("policy")),
     Refusal(

@@ -11,6 +11,7 @@ from typing import Any
 
 from roll.config import model_files
 from roll.config.checks.base import Checks
+from roll.config.installation import install_command
 from roll.config.lora import check_lora, uses_lora
 from roll.config.model_files import (
     CONFIG,
@@ -28,7 +29,7 @@ from roll.config.model_files import (
     read_model_config,
 )
 from roll.config.model_names import family_of
-from roll.config.names import UNPUBLISHED_TRACKERS
+from roll.config.names import KERNELS, UNPUBLISHED_TRACKERS
 from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TEACHES, TRAINS
 from roll.config.plan.plan import check_micro_batching
 from roll.config.plan.planning import devices_per_worker, world_size
@@ -130,6 +131,10 @@ def family_problem(config: Mapping[str, Any], name: str, role: WorkerConfig) -> 
             rule += f": Megatron Core has no vision tower of these families; strategy_name: {trainer} has"
         reason = model_files.REASONS.get((str(config.get("model_type")), strategy))
         return f"{rule}: {reason}; strategy_name: hf_infer computes it" if reason else rule
+    needs = model_files.needed(config)
+    if role.model_args.compile and needs and backend_of(strategy).computes is not None:
+        rule = "does not go with model_args.compile: true, which is for dense models of text; set it to false"
+        return f"{model_files.describe(config, needs)} {rule}"
     return None
 
 
@@ -160,6 +165,7 @@ def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
                 checks.add(f"{name}.training_args.optimizer", optimizer, rule, known[0])
             check_rows(config, name, role, checks)
         note_packages(name, role, checks)
+        check_kernels(name, role, checks)
     check_nodes(config, checks)
     for tracker in [config.track_with] if isinstance(config.track_with, str) else config.track_with:
         if tracker in UNPUBLISHED_TRACKERS:
@@ -253,6 +259,21 @@ def note_packages(name: str, role: WorkerConfig, checks: Checks) -> None:
     if checks.check_files and package is not None and not is_installed(package.module):
         key = f"{name}.strategy_args.strategy_name"
         checks.note(key, f"{package.title or package.module} is not installed on this host: {package.install}")
+
+
+def check_kernels(name: str, role: WorkerConfig, checks: Checks) -> None:
+    """Kernels of the model's layers go to a role that computes with transformers' layers, and do not pile up."""
+    args, backend = role.model_args, backend_of(role.strategy_args.strategy_name)
+    if checks.pipeline.task_of(name, role) is GENERATES or backend.computes is None:
+        for key in (key for key in KERNELS if getattr(args, key)):
+            checks.note(f"{name}.model_args.{key}", "has no effect: an engine has kernels of its own")
+        return
+    if args.use_liger_kernel and args.compile:
+        rule = "must be false with use_liger_kernel: both make kernels of the same operations"
+        checks.add(f"{name}.model_args.compile", True, rule, False)
+    if args.use_liger_kernel and checks.check_files and not is_installed("liger_kernel"):
+        rule = f"liger-kernel is not installed on this host: {install_command('liger')}"
+        checks.note(f"{name}.model_args.use_liger_kernel", rule)
 
 
 def note_needless_reference(config: Any, reference: WorkerConfig, checks: Checks) -> None:

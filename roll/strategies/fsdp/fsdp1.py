@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from roll.models.log_probs import output_matrices, run_head_when_called
 from roll.models.vision import vision_modules
 from roll.strategies.fsdp.sharded import ShardedStrategy, wrapped_units
 from roll.strategies.training.gather import Pieces
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 WRAPPER = "_fsdp_wrapped_module."
 """Part that the wrapper of a module adds to the names of its parameters."""
@@ -65,9 +62,6 @@ class FsdpStrategy(ShardedStrategy):
             for (name, parameter), sizes in zip(parameters.items(), table.T.tolist(), strict=True):
                 assert sum(sizes) == shapes[name].numel(), (name, sizes)
                 self._pieces[parameter] = Pieces(shapes[name], tuple(sizes))
-
-    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        return self._build_without_weights(storage_dtype) or super()._build_language_model(storage_dtype)
 
     def _wrap_model(self, offload: bool) -> FullyShardedDataParallel:
         """Wrap the model and its units over the mesh; gradients become means over all ranks.

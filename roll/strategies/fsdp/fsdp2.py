@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import (
@@ -23,9 +23,6 @@ from roll.models.vision import vision_modules
 from roll.strategies.fsdp.sharded import ShardedStrategy, wrapped_units
 from roll.strategies.training.gather import Pieces
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 class Fsdp2Strategy(ShardedStrategy):
     """Shards made by ``fully_shard``."""
@@ -35,6 +32,8 @@ class Fsdp2Strategy(ShardedStrategy):
     """None: experts are not divided over ranks."""
 
     def _shard(self) -> None:
+        if self.config.apply_tiled_mlp:
+            tile_mlp_layers(self.model.language_model, self.config.tiled_num_shards)
         if self.dims.ep > 1:
             self._expert_mesh = ExpertMesh.build(self.device.type, self.world_size, self.dims.ep)
         self.root = self._shard_model()
@@ -45,12 +44,6 @@ class Fsdp2Strategy(ShardedStrategy):
             self._meta = None
         elif self.root is None:
             self.model.to(self.device)
-
-    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        model = self._build_without_weights(storage_dtype) or super()._build_language_model(storage_dtype)
-        if self.config.apply_tiled_mlp:
-            tile_mlp_layers(model, self.config.tiled_num_shards)
-        return model
 
     def _shard_model(self) -> FSDPModule | None:
         """Turn the model into an FSDP root, in place; gradients become plain sums over all ranks.

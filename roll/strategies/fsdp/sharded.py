@@ -132,6 +132,9 @@ class ShardedStrategy(DataParallelStrategy):
         self.model.train(num_training_steps > 0)
         self._check_experts(learns=num_training_steps > 0)
 
+    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
+        return self._build_without_weights(storage_dtype) or super()._build_language_model(storage_dtype)
+
     def _prepare_experts(self, language_model: PreTrainedModel) -> None:
         """
         Raises:

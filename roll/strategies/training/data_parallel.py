@@ -23,6 +23,7 @@ from roll.models.build import build_model, checked_config
 from roll.models.expert_parallel import sum_of_parts
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
 from roll.models.invariant import check_processor, is_invariant
+from roll.models.kernels import compile_layers
 from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
 from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel
@@ -108,6 +109,8 @@ class DataParallelStrategy(GatheredWeights):
         if is_invariant(self.role.model_args):
             check_processor(language_model, self.compute_dtype)
         self._prepare_experts(language_model)
+        if self.role.model_args.compile:
+            compile_layers(language_model)
         # Before the backend shards the model: afterwards, parameters have the shapes of shards.
         self._shapes = {name: list(parameter.shape) for name, parameter in language_model.named_parameters()}
         live = {base_name(name): tensor.shape for name, tensor in language_model.state_dict().items()}
