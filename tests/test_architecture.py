@@ -60,6 +60,7 @@ OPTIONAL = {
     "deepspeed",
     "megatron",
     "peft",
+    "liger_kernel",
     "gguf",
     "wandb",
     "swanlab",

@@ -20,6 +20,7 @@ CASES = {
 }
 
 
+@pytest.mark.default_rows("fsdp2-1-rank", "shared")
 @pytest.mark.parametrize("case", CASES)
 def test_lengths_do_not_compile_again(run, case):
     world, strategy, options = CASES[case]
