@@ -202,18 +202,20 @@ class AdaptiveKLController(Controller):
         self.value *= 1.0 + error * min(count / self.horizon, 1.0)
 
 
+ENTROPY_DELTA = 0.005
+"""Change of the weight in a step, Skywork-OR1's own."""
+
+
 class EntropyController(Controller):
     """Adaptive weight of the entropy bonus: none above a target entropy, growing step by step below it.
 
     At step k with entropy e the weight is c_k where e <= target, else 0; c_{k+1} is c_k + delta where e < target and
-    c_k - delta where e > target, within [0, bound].  Source: Skywork-OR1 (arXiv 2505.22312) section 3.
+    c_k - delta where e > target, at least 0.  Source: Skywork-OR1 (arXiv 2505.22312) section 3.
     """
 
-    def __init__(self, value: float, target: float, delta: float, bound: float | None) -> None:
+    def __init__(self, value: float, target: float) -> None:
         super().__init__(value)
         self.target = target
-        self.delta = delta
-        self.bound = math.inf if bound is None else bound
 
     def step(self, entropy: float, num_tokens: int) -> float:
         """The weight for a batch of the mean ``entropy`` (nats a token, before the update); moves on to the next."""
@@ -223,8 +225,8 @@ class EntropyController(Controller):
         return weight
 
     def _move(self, statistic: float, count: int) -> None:
-        change = self.delta * ((statistic < self.target) - (statistic > self.target))
-        self.value = min(max(self.value + change, 0.0), self.bound)
+        change = ENTROPY_DELTA * ((statistic < self.target) - (statistic > self.target))
+        self.value = max(self.value + change, 0.0)
 
 
 def make_kl_controller(init_kl_coef: float, target_kl: float | None, kl_horizon: float) -> Controller:

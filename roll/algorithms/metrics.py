@@ -194,15 +194,16 @@ def group_range(values: Tensor, groups: Groups) -> Tensor:
 
 ZERO = 1e-6
 """Advantages up to this are 0 but for rounding."""
+PATIENCE = 3
+"""Steps in a row before a warning: one batch of equal scores is chance, three are not."""
+TRUNCATION_LIMIT = 0.5
+"""Share of truncated responses beyond which they are a problem."""
 
 
 @dataclass
 class BatchWatch:
-    """Warns once when something has been wrong with the samples of ``patience`` steps in a row; never for 0."""
+    """Warns once when something has been wrong with the samples of :data:`PATIENCE` steps in a row."""
 
-    patience: int = 3
-    truncation_limit: float = 0.5
-    """Share of truncated responses beyond which they are a problem."""
     truncated: str = "were cut off at the length limit"
     remedy: str = "raise response_length, or check the stop tokens"
     learns_from_scores: bool = True
@@ -210,10 +211,10 @@ class BatchWatch:
     """Steps in a row with each problem."""
 
     def _persists(self, problem: str, is_there: bool) -> bool:
-        """Count a step; tell whether ``problem`` has now been there for exactly ``patience`` steps in a row."""
+        """Count a step; tell whether ``problem`` has now been there for exactly :data:`PATIENCE` steps in a row."""
         self._steps[problem] = self._steps[problem] + 1 if is_there else 0
         # Equal, not at least: the warning comes once for each such series, not at every further step.
-        return self._steps[problem] == self.patience > 0
+        return self._steps[problem] == PATIENCE
 
     def observe(self, scores: Tensor, truncated: Tensor) -> list[str]:
         """Messages to log as warnings, usually none.
@@ -228,13 +229,13 @@ class BatchWatch:
         same = self.learns_from_scores and scores.numel() > 1 and bool((scores == scores[0]).all())
         if self._persists("equal scores", same):
             messages.append(
-                f"every response of the last {self.patience} steps got the score {float(scores[0]):g}: nothing can be "
+                f"every response of the last {PATIENCE} steps got the score {float(scores[0]):g}: nothing can be "
                 "learned from that; check the reward rule, the ground truth and the answer format"
             )
         share = float(truncated.float().mean())
-        if self._persists("truncation", share > self.truncation_limit):
+        if self._persists("truncation", share > TRUNCATION_LIMIT):
             messages.append(
-                f"more than {self.truncation_limit:.0%} of the responses of the last {self.patience} steps "
+                f"more than {TRUNCATION_LIMIT:.0%} of the responses of the last {PATIENCE} steps "
                 f"{self.truncated} ({share:.0%} in this one); {self.remedy}"
             )
         return messages
@@ -250,10 +251,10 @@ class BatchWatch:
         if advantages.numel() == 0:
             return []
         all_zero = bool((advantages[used].abs() <= ZERO).all())
-        if not self._persists("zero advantages", all_zero) or self._steps["equal scores"] >= self.patience:
+        if not self._persists("zero advantages", all_zero) or self._steps["equal scores"] >= PATIENCE:
             return []
         return [
-            f"every advantage of the last {self.patience} steps was 0, so the policy has learned nothing: "
+            f"every advantage of the last {PATIENCE} steps was 0, so the policy has learned nothing: "
             f"estimator {estimator} found no difference between responses that the loss uses; look at "
             "group/mixed_groups_ratio (prompts all too easy or too hard? groups too small?) and at the masks"
         ]

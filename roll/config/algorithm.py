@@ -81,12 +81,7 @@ class PPOConfig:
     """Report the policy's entropy also where no bonus needs it; costs a part of the forward pass."""
     target_entropy: float | None = setting(None, ge=0, example=0.2)
     """Entropy in nats a token below which the bonus acts: its weight begins at ``entropy_loss_coef``, grows by
-    ``entropy_coef_delta`` with every step below and falls with every step above, where the bonus is off. null: a fixed
-    weight."""
-    entropy_coef_delta: float = setting(0.005, gt=0, read_if={"target_entropy": ()})
-    """Change of that weight in a step."""
-    entropy_coef_max: float | None = setting(None, gt=0, read_if={"target_entropy": ()})
-    """Greatest value of that weight; null: none."""
+    0.005 with every step below and falls with every step above, where the bonus is off. null: a fixed weight."""
     use_kl_loss: bool = False
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = setting(0.0, ge=0, read_if={"use_kl_loss": (True,)})

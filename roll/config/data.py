@@ -69,8 +69,6 @@ class DataArguments:
     """Variables for the tokenizer's template or the Jinja file, such as ``enable_thinking: false``."""
     system_prompt: str | None = None
     """System message of conversations that have none of their own."""
-    tag_to_system_prompt: dict[str, str] = field(default_factory=dict)
-    """System message by the rows' tag, before ``system_prompt``."""
     file_name: str | list[str] | None = None
     """Data file or files (json, jsonl, csv, parquet, arrow, txt; the text formats also with .gz), folders, patterns
     such as ``data/*.jsonl``, or ``hub:OWNER/NAME[/CONFIG][:SPLIT]`` for a data set of the Hugging Face hub."""
@@ -132,8 +130,6 @@ class DataArguments:
     """Smaller images are enlarged to about as many pixels; null: as the model's image processor says."""
     image_max_pixels: int | None = setting(None, ge=1)
     """Larger images are shrunk to about as many pixels; null: as the model's image processor says."""
-    image_urls: bool = False
-    """Fetch images whose path is a URL, once, when rows are prepared; false: such rows are bad."""
     videos: str = "videos"
     """Column of a row's videos: a list, each a list of frames (as ``images`` are) or ``{video: [...], fps: ...}``. They
     stand where the text has ``<video>``, else before the first user message."""

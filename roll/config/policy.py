@@ -115,10 +115,6 @@ class PolicyRunConfig(PPOConfig, RunConfig):
     partial_rollout: bool = setting(True, read_if={"async_generation_ratio": ()})
     """Asynchronous rollout: weights are updated while samples are in flight, which go on with the new ones. false:
     updates wait until the samples in flight are finished."""
-    warn_after_steps: int = setting(3, ge=0)
-    """Steps in a row with equal scores, no advantages or too many truncated responses before a warning; 0: never."""
-    warn_truncated_share: float = setting(0.5, ge=0, le=1, read_if={"warn_after_steps": ()})
-    """Share of responses truncated at the length limit above which a step counts for ``warn_after_steps``."""
 
     @property
     @abstractmethod

@@ -38,8 +38,6 @@ class RewardComponentConfig:
     """Factor of its score in the domain's score, which is the sum over the components; 0: only logged."""
     gate: bool = False
     """Multiply the sum by this score (0 to 1) instead of adding it: a response without it earns nothing."""
-    gate_threshold: float | None = setting(None, read_if={"gate": (True,)})
-    """With ``gate``: the factor is 1 from this score on and 0 below; null: the score itself."""
     timeout: float | None = setting(None, gt=0)
     """Seconds that scoring one sample may take; null: the domain's ``timeout``."""
     error_value: float | None = None

@@ -88,10 +88,6 @@ class OptimizerConfig:
     """``muon``: matrices of hidden layers are updated by Muon, everything else by AdamW with the same learning rate."""
     momentum: float = setting(0.95, ge=0, lt=1, read_if={"name": ("muon",)})
     """Muon's decay of the averaged gradient."""
-    nesterov: bool = setting(True, read_if={"name": ("muon",)})
-    """Muon with Nesterov's momentum."""
-    ns_steps: int = setting(5, ge=1, le=99, read_if={"name": ("muon",)})
-    """Newton-Schulz iterations of an update of Muon."""
     scaling: Literal["match_adamw_rms", "original"] = setting("match_adamw_rms", read_if={"name": ("muon",)})
     """Factor of Muon's update of an A x B matrix: ``match_adamw_rms`` 0.2 sqrt(max(A, B)), for AdamW's learning rates;
     ``original`` sqrt(max(1, A / B)), for those of Muon's authors."""

@@ -149,7 +149,5 @@ class RunConfig:
     """Write what their operators allocate; on an accelerator snapshots of its allocator, too."""
     profiler_output_dir: str | None = None
     """Folder of the profiler's files; null: ``profiler`` in the run's log folder."""
-    profiler_calls: list[int] = field(default_factory=lambda: [1])
-    """Calls of each worker's methods that are recorded, from 0. Most methods are called once a step."""
     rollout_mock: RolloutMockConfig = field(default_factory=RolloutMockConfig)
     """Write rollouts to disk, or train on written ones."""

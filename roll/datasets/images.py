@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +30,6 @@ RATE_KEYS = ("fps", "sample_fps")
 _MARKS = re.compile(f"({IMAGE_MARK}|{VIDEO_MARK})")
 PLACED_ALIKE = "take fewer seconds, larger frames (video_min_pixels), Qwen3-VL, or strategy_name: hf_infer"
 """Remedies for a video whose positions differ between engine and trainer."""
-URL_SECONDS = 20.0
-URL_BYTES = 32 * 2**20
 """Most that a URL may give."""
 
 
@@ -49,13 +45,9 @@ class ImageReader:
     column: str = "images"
     folder: Path | None = None
     """Folder searched first for relative paths."""
-    urls: bool = False
-    """Images may be fetched."""
     video_column: str = "videos"
     video_folder: Path | None = None
     """Folder searched first for relative paths of frames; None: that of images."""
-    _fetched: dict[str, Row] = field(default_factory=dict, repr=False)
-    """Rows with images fetched from URLs, until they are stored."""
 
     @classmethod
     def of(cls, data_args: DataArguments, model: VisionModel | None) -> ImageReader:
@@ -78,7 +70,7 @@ class ImageReader:
             None if name is None else Path(name).expanduser()
             for name in (data_args.image_folder, data_args.video_folder)
         )
-        return cls(model, data_args.images, folder, data_args.image_urls, data_args.videos, frames)
+        return cls(model, data_args.images, folder, data_args.videos, frames)
 
     @property
     def placeholders(self) -> frozenset[int]:
@@ -92,7 +84,7 @@ class ImageReader:
             DataError: an image that cannot be read, as many marks as there are no images, or the same of videos; more
                 of them than the engine that generates keeps room for.
         """
-        from roll.protocol.images import EncodedImage, EncodedVideo
+        from roll.protocol.images import EncodedVideo
 
         row, images = source.row, self._images(source.row)
         columns = {
@@ -137,18 +129,11 @@ class ImageReader:
                     f"{source.place}: {number} {what}s, and the engine keeps room for {most}; limit_mm_per_prompt: "
                     f"{{{what}: {number}}} is enough"
                 )
-        if any(map(_is_url, images)):
-            fetched = [image.data.tobytes() for image in seen if isinstance(image, EncodedImage)]
-            self._fetched[source.place] = {**row, self.column: fetched}
         return rendered, seen
 
     def settings(self) -> dict[str, Any]:
         """Settings that prepared rows depend on."""
         return {} if self.model is None else {"vision": asdict(self.model), "videos": self.video_column}
-
-    def row_of(self, source: SourceRow) -> Row:
-        """The row as it is kept: with what its URLs gave in their place."""
-        return self._fetched.pop(source.place, source.row)
 
     def look(self, source: SourceRow, images: Sequence[Seen], whole: bool = True) -> VisionInputs | None:
         """The images and videos; ``whole``: each is decoded once to see that it can be.
@@ -321,9 +306,7 @@ class ImageReader:
                 found = f"expected bytes or a path, found {type(value).__name__}"
                 raise DataError(f"{where}: {error if isinstance(value, str) else found}") from error
         if _is_url(value):
-            if video is not None:
-                raise DataError(f"{where}: {value!r} is a URL, which is fetched for images alone; download the frames")
-            return EncodedImage.of(self._fetch(where, value))
+            raise DataError(f"{where}: {value!r} is a URL; download the files and give their paths")
         name = value.removeprefix("file://")
         path, folder = Path(name).expanduser(), self.folder if video is None else self.video_folder or self.folder
         places = [*([] if folder is None else [folder / path]), source.path.parent / path, path]
@@ -338,23 +321,6 @@ class ImageReader:
             f"{where}: {name!r} does not exist (looked for {' and '.join(map(str, dict.fromkeys(places)))}); relative "
             "paths start from data_args.image_folder (frames: video_folder)"
         )
-
-    def _fetch(self, where: str, url: str) -> bytes:
-        if not self.urls:
-            raise DataError(
-                f"{where}: {url!r} is a URL, which is fetched with data_args.image_urls: true only; or download the "
-                "images and give their paths"
-            )
-        try:
-            with urllib.request.urlopen(url, timeout=URL_SECONDS) as answer:
-                # One byte beyond the limit tells a body of exactly that size from a longer one, without reading the
-                # rest.
-                data: bytes = answer.read(URL_BYTES + 1)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{where}: {url!r} cannot be fetched: {error}") from error
-        if len(data) > URL_BYTES:
-            raise DataError(f"{where}: {url!r} has more than {URL_BYTES >> 20} MiB")
-        return data
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ class RowMaker(ABC, Generic[TokensT]):
                 messages, images = self.images.read(source, messages)
                 vision = self.images.look(source, images)
                 tag = self.columns.read_tag(source)
-                messages = self.renderer.templates.with_system(messages, tag)
+                messages = self.renderer.templates.with_system(messages)
                 drafts.append(Draft(source, tag, messages, content=content, difficulty=difficulty, vision=vision))
             except DataError as error:
                 report(error)

@@ -60,6 +60,10 @@ class JudgedRow:
         return [self.prompt_ids + response for response in self.responses]
 
 
+STEP_END = "\n"
+"""Added after every step but the last: the separator of TRL's PRM trainer."""
+
+
 @dataclass(frozen=True)
 class JudgedColumns:
     """Columns of the responses and of their judgement."""
@@ -72,8 +76,6 @@ class JudgedColumns:
     scores: str = "scores"
     """A number (a label) or a list of as many as there are responses or steps; of rankings it may be missing: the
     responses are then in order, the best first."""
-    separator: str = "\n"
-    """Added after every step."""
 
 
 class JudgedDataset(PreparedRows[JudgedRow]):
@@ -188,7 +190,7 @@ class JudgedMaker(RowMaker[JudgedTokens]):
         texts = []
         for draft in drafts:
             parts = draft.content.responses
-            behind = self.names.separator if self.judgement == "steps" else self._end
+            behind = STEP_END if self.judgement == "steps" else self._end
             texts += [f"{part}{behind}" for part in parts[:-1]] + [f"{parts[-1]}{self._end}"]
         ids = iter(tokenize(self.renderer.tokenizer, texts, [False] * len(texts)))
         found: list[JudgedTokens | DataError] = []
@@ -222,7 +224,7 @@ class JudgedMaker(RowMaker[JudgedTokens]):
         row: dict[str, Any] = {"lengths": [len(response) for response in tokens.responses], "scores": judged.scores}
         row |= {"step_ends": tokens.step_ends, "margin": judged.margin}
         if draft.vision is not None:
-            row["source"] = self.images.row_of(draft.source)
+            row["source"] = draft.source.row
         return self.stored(draft, self._domain, ids, len(prompt), row)
 
     def _cut(self, draft: Draft, prompt: list[int], room: int) -> list[int]:

@@ -143,5 +143,5 @@ class PromptMaker(RowMaker[Rendered]):
             tokens = shortened
         self.tally.without_truth[domain] += read_ground_truth(draft.source.row) is None
         self.tally.answered[domain] += draft.messages[-1]["role"] == "assistant"
-        row, ids = self.images.row_of(draft.source), tokens.token_ids
+        row, ids = draft.source.row, tokens.token_ids
         return self.stored(draft, domain, ids, len(ids), row, text=tokens.text)

@@ -142,7 +142,7 @@ class SftMaker(RowMaker[Masked]):
         if length > self.limit:
             self.tally.leave_out(DOMAIN, length)
             return None
-        spans, row = spans_of(tokens.mask), None if draft.vision is None else self.images.row_of(draft.source)
+        spans, row = spans_of(tokens.mask), None if draft.vision is None else draft.source.row
         # A response after its prompt needs no spans.
         kept = spans if self._turns is not None else ()
         return self.stored(draft, DOMAIN, tokens.token_ids, spans[0], row, spans=kept)

@@ -120,7 +120,6 @@ class TemplateChoice:
     variables: Mapping[str, Any] = field(default_factory=dict)
     """For the tokenizer's template or the Jinja file."""
     system: str | None = None
-    system_by_tag: Mapping[str, str] = field(default_factory=dict)
     renders: dict[str, Render] = field(init=False, repr=False, default_factory=dict)
 
     @classmethod
@@ -133,7 +132,6 @@ class TemplateChoice:
             tag_to_template,
             data_args.chat_template_kwargs,
             data_args.system_prompt,
-            data_args.tag_to_system_prompt,
         )
 
     def __post_init__(self) -> None:
@@ -151,9 +149,9 @@ class TemplateChoice:
         """The template's name."""
         return (self.by_tag or {}).get(tag, self.common)
 
-    def with_system(self, messages: list[Message], tag: str) -> list[Message]:
-        """The conversation with its tag's system message, unless it has one of its own."""
-        return with_system(messages, self.system_by_tag.get(tag, self.system))
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """The conversation with the system message, unless it has one of its own."""
+        return with_system(messages, self.system)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -50,17 +50,19 @@ class Profiling:
             allocator, for pytorch.org/memory_viz).
         timeline: write timelines.
         memory: write what allocates memory.
-        calls: of each method the calls that are recorded, from 0; a step calls most methods once.
     """
 
     folder: str
     timeline: bool
     memory: bool
-    calls: Sequence[int]
 
     def environment(self) -> dict[str, str]:
         """The variables of the workers; none where nothing is recorded."""
         return {PROFILER_ENV: json.dumps(asdict(self))} if self.timeline or self.memory else {}
+
+
+RECORDED_CALL = 1
+"""Of each method, from 0: most are called once a step, and the first call allocates and compiles what others find."""
 
 
 class Profiler:
@@ -77,7 +79,7 @@ class Profiler:
         """Record the block if the settings name this call; nothing is written for a call that raises."""
         call, profiling = self._calls[method], self._profiling
         self._calls[method] += 1
-        if profiling is None or call not in profiling.calls:
+        if profiling is None or call != RECORDED_CALL:
             yield
             return
         import torch

@@ -57,9 +57,7 @@ class EpisodeMethod(PolicyMethod):
         self._traits = traits(self._advantages.estimator)
         ended = "were ended by a limit, not by their task"
         remedy = "raise custom_envs.<tag>.max_steps or sequence_length"
-        self._watch = BatchWatch(
-            config.warn_after_steps, config.warn_truncated_share, ended, remedy, not self._ignores_rewards
-        )
+        self._watch = BatchWatch(ended, remedy, not self._ignores_rewards)
 
     def credit(self, batch: DataProto) -> Metrics:
         """Add the columns of :class:`PolicyMethod`, and ``sequence_tokens`` int64 (B,): the number of tokens in

@@ -309,7 +309,7 @@ class TeacherPrompts:
             listed = ", ".join(sorted({*values, "prompt"}))
             raise DataError(f"{source.path}: opd_teacher_prompt: no column {error}; there are {listed}") from error
         messages[last] = {**messages[last], "content": text}
-        return Conversation(source, prompt.tag, self._render.templates.with_system(messages, prompt.tag))
+        return Conversation(source, prompt.tag, self._render.templates.with_system(messages))
 
     def add_columns(self, batch: DataProto, groups: Sequence[SampleGroup]) -> None:
         """Add :data:`TEACHER_PROMPTS` and :data:`PROMPT_LENGTHS` to the batch that was built of ``groups``."""

@@ -66,9 +66,6 @@ class TaughtConfig(PolicyRunConfig):
     opd_form: str = setting("advantage", parse=parse_opd_form, read_if={"teacher": ()})
     """``advantage`` puts minus the log-ratio to the teacher (``kl_penalty``) into the advantage of each sampled token;
     ``topk`` and ``full_vocabulary`` differentiate a divergence of whole distributions at the student's own states."""
-    opd_gamma: float = setting(0.0, ge=0, le=1, read_if={"is_pure_opd": (True,)})
-    """``opd_form: advantage``: discount of the log-ratios of later tokens; 0: a token answers for itself (above:
-    MiniLLM)."""
     opd_objective: str = setting("reverse_kl", choices=KD_OBJECTIVES, read_if={"opd_form": ("topk", "full_vocabulary")})
     """``opd_form: topk`` and ``full_vocabulary``: the divergence, as ``kd_objective`` of distillation."""
     opd_topk: int = setting(64, ge=1, read_if={"opd_form": ("topk",)})
@@ -262,7 +259,7 @@ def _note_estimator(config: TaughtConfig, checks: Checks, arguments: GeneratingA
     if config.is_pure_opd:
         names = ("estimator", "adv_estimator") if config.estimator.name != "reinforce" else ()
         for name in filter(checks.written, (*names, "gamma", "estimator.gamma")):
-            checks.note(name, "has no effect with is_pure_opd: opd_form and opd_gamma decide")
+            checks.note(name, "has no effect with is_pure_opd: each token answers for its own log-ratio")
         for name in REWARD_KEYS:
             if checks.written(name) and getattr(config, name) not in (None, False, "auto"):
                 text = "has no effect with is_pure_opd: rewards are measured, and nothing is learnt from them"

@@ -69,8 +69,7 @@ class PolicyMethod:
         self._kl_controller = make_kl_controller(config.init_kl_coef, config.target_kl, config.kl_horizon)
         self._entropy_controller = None
         if config.target_entropy is not None:
-            bounds = config.entropy_coef_delta, config.entropy_coef_max
-            self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy, *bounds)
+            self._entropy_controller = EntropyController(config.entropy_loss_coef, config.target_entropy)
         self.entropy_coef = config.entropy_loss_coef
         """Weight of the entropy bonus in the update of the batch that was scored last."""
         self._loss_options = actor_loss_options(config)
@@ -79,10 +78,8 @@ class PolicyMethod:
         self.teaching = OPD(config) if is_taught(config) else None
         self._ignores_rewards = is_taught(config) and config.is_pure_opd
         if self._ignores_rewards:
-            self._advantages = replace(config, estimator=Choice("reinforce", DiscountOptions(gamma=config.opd_gamma)))
-        self._watch = BatchWatch(
-            config.warn_after_steps, config.warn_truncated_share, learns_from_scores=not self._ignores_rewards
-        )
+            self._advantages = replace(config, estimator=Choice("reinforce", DiscountOptions(gamma=0.0)))
+        self._watch = BatchWatch(learns_from_scores=not self._ignores_rewards)
         self._response_filters = {
             name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
             for name, section in getattr(config, "rewards", {}).items()

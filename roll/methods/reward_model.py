@@ -79,7 +79,6 @@ class RewardModelling(RowMethod[RMConfig, JudgedRow]):
             config.margin_key,
             config.responses_key,
             config.scores_key,
-            config.step_separator,
         )
         judgement, score_input = JUDGEMENTS[config.loss_type], config.score_input
         return partial(JudgedDataset.build, columns=columns, judgement=judgement, score_input=score_input)

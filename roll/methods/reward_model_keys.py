@@ -39,8 +39,6 @@ class RMConfig(RewardLossConfig, SupervisedConfig):
     scores_key: str = "scores"
     """Column of their scores, ranks (higher is better), grades or labels; where rankings have none, the best response
     is the first."""
-    step_separator: str = "\n"
-    """``process``: text after every step but the last."""
     reward_train: WorkerConfig = field(default_factory=WorkerConfig)
     """The reward model; its ``data_args`` name the rows. ``per_device_train_batch_size`` counts prompts."""
 

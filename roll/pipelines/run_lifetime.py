@@ -116,7 +116,7 @@ class RunLifetime:
         """Logs, trackers and Ray for the length of a run; whatever was started is stopped again, however it ends."""
         log_dir, config = self.plan.log_dir, self.config
         profiles = Path(config.profiler_output_dir or log_dir / "profiler").resolve()
-        profiling = Profiling(str(profiles), config.profiler_timeline, config.profiler_memory, config.profiler_calls)
+        profiling = Profiling(str(profiles), config.profiler_timeline, config.profiler_memory)
         with ExitStack() as stack:
             # Prompts, responses and configurations are private, on the disk of a shared host too.
             stack.callback(os.umask, os.umask(0o077))

@@ -72,8 +72,7 @@ class CompositeReward(RewardFunction):
             if score is None:
                 errors.append(f"{name}: {result.error}")
             elif component.part.gate:
-                threshold = component.part.gate_threshold
-                factor *= score if threshold is None else float(score >= threshold)
+                factor *= score
             else:
                 total += component.part.weight * score
         if errors and factor != 0:

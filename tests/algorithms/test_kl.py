@@ -137,7 +137,7 @@ def test_controllers() -> None:
 
 @pytest.mark.parametrize(
     "controller",
-    [FixedKLController(0.2), AdaptiveKLController(0.2, 0.1, 1000), EntropyController(0.2, 1.0, 0.01, None)],
+    [FixedKLController(0.2), AdaptiveKLController(0.2, 0.1, 1000), EntropyController(0.2, 1.0)],
 )
 def test_a_step_without_a_statistic_moves_no_controller(controller: Controller) -> None:
     before = controller.state_dict()

@@ -270,11 +270,6 @@ DAMAGES: list[tuple[dict[str, Any], str, str]] = [
     ({**PARTS, "rewards.math.components.a/b": {"worker_cls": "f1"}}, "rewards.math.components.a/b", "a slash"),
     ({**PARTS, "rewards.math.components.math_rule.gate": True}, f"{FORMAT}.gate", "at least one component"),
     ({**PARTS, "rewards.math.reward_kwargs": {"score": 1}}, "rewards.math.reward_kwargs", "each to its own"),
-    (
-        {**PARTS, "rewards.math.components.math_rule.gate_threshold": 0.5},
-        "rewards.math.components.math_rule.gate_threshold",
-        "is for gates",
-    ),
     ({"rewards.choice.tag_included": GONE}, "rewards.choice.tag_included", "is needed with several rewards"),
     ({"rewards.choice.tag_included": ["gsm8k"]}, "rewards.choice.tag_included", "belongs to rewards.math already"),
     ({SHARES: {"math": 0.5, "choise": 0.5}}, f"{SHARES}.choise", "the nearest is choice"),

@@ -176,7 +176,7 @@ def test_agents_have_teachers_too(tmp_path: Path) -> None:
 )
 def test_keys_of_advantages_without_effect_are_noted(tmp_path: Path, keys: dict[str, Any], wanted: list[str]) -> None:
     notices = load(tmp_path, opd(**keys)).warnings
-    assert [notice.key for notice in notices if "opd_gamma decide" in notice.text] == wanted
+    assert [notice.key for notice in notices if "its own log-ratio" in notice.text] == wanted
 
 
 def test_estimators_with_another_minimum_and_truncated_sampling_are_noted(tmp_path: Path) -> None:

@@ -52,8 +52,6 @@ def test_offload_loads_elsewhere(tmp_path: Path, role: str, strategy: str) -> No
     [
         ({"fsdp_size": 3}, "fsdp_size", "must divide the role's 4 ranks"),
         ({"reshard_after_forward": 2}, "reshard_after_forward", "true or false"),
-        ({"backward_prefetch": "PRE"}, "backward_prefetch", "BACKWARD_PRE"),
-        ({"backward_prefech": "none"}, "backward_prefech", "backward_prefetch"),
     ],
 )
 def test_mistakes(tmp_path: Path, config: dict[str, Any], key: str, rule: str) -> None:
@@ -105,9 +103,8 @@ def test_what_fsdp1_does_another_way_is_said(tmp_path: Path) -> None:
 
 
 def test_one_changed_name_is_the_whole_switch(tmp_path: Path) -> None:
-    both = {"fsdp_size": 2, "offload_policy": False, "backward_prefetch": "none", "ep_size": 1}
+    both = {"fsdp_size": 2, "offload_policy": False, "ep_size": 1}
     assert "fsdp2_train" in notices(tmp_path, "fsdp_train", both)["ep_size"]
-    assert "fsdp_train" in notices(tmp_path, "fsdp2_train", both)["backward_prefetch"]
     said = notices(tmp_path, "deepspeed_train", {"cpu_offload": True})
     assert "fsdp2_train" in said["cpu_offload"] and "fsdp_train" in said["cpu_offload"]
 

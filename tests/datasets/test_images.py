@@ -176,7 +176,7 @@ def test_where_images_stand(words: Any, write_jsonl: Write, tmp_path: Path, visi
         ({"prompt": "<image><image>x", "images": ["ok.png"]}, "2 times <image> in the conversation, and 1 images"),
         ({"prompt": "<image>x"}, "1 times <image> in the conversation, and 0 images"),
         ({"prompt": f"{PAD} x"}, "the text spells a placeholder itself"),
-        ({"prompt": "<image>x", "images": ["http://127.0.0.1:9/a.png"]}, "data_args.image_urls: true"),
+        ({"prompt": "<image>x", "images": ["http://127.0.0.1:9/a.png"]}, "is a URL; download the files"),
         ({"prompt": "<video>x", "videos": ["a.mp4"]}, "files of videos are not decoded: take their frames out"),
         (
             {"prompt": "<video>x", "videos": [["ok.png", "gone.png"]]},

@@ -92,11 +92,11 @@ def test_system_prompts_and_variables(tokenizer: Any, write_jsonl: Write, tmp_pa
     files = write_jsonl([row("1"), row("2", "hard"), row("3", messages=own)])
     template = tmp_path / "t.j2"
     template.write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}{{ mood }}")
-    options = {"system_prompt": "Be brief.", "tag_to_system_prompt": {"hard": "Think."}}
-    dataset = build(tokenizer, files, template=str(template), chat_template_kwargs={"mood": "!"}, **options)
+    options = {"system_prompt": "Be brief.", "chat_template_kwargs": {"mood": "!"}}
+    dataset = build(tokenizer, files, template=str(template), **options)
     assert [prompt.prompt_text for prompt in dataset] == [
         "[system] Be brief.[user] How many eggs?!",
-        "[system] Think.[user] How many eggs?!",
+        "[system] Be brief.[user] How many eggs?!",
         "[system] Mine.[user] ?!",
     ]
     assert dataset[0].row["messages"] == [{"role": "user", "content": "How many eggs?"}]

@@ -13,7 +13,7 @@ from roll.distributed.actor import Profiler, Profiling
 
 
 def test_chosen_calls_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    profiling = Profiling(str(tmp_path), timeline=True, memory=True, calls=[1])
+    profiling = Profiling(str(tmp_path), timeline=True, memory=True)
     for name, value in profiling.environment().items():
         monkeypatch.setenv(name, value)
     profiler = Profiler("rewards/math-0")
@@ -30,7 +30,7 @@ def test_chosen_calls_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_nothing_is_recorded_unless_the_run_says_so(tmp_path: Path) -> None:
-    assert Profiling(str(tmp_path), timeline=False, memory=False, calls=[1]).environment() == {}
+    assert Profiling(str(tmp_path), timeline=False, memory=False).environment() == {}
     with Profiler("actor_train-0").around("update"):
         pass
     assert list(tmp_path.iterdir()) == []

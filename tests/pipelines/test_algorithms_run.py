@@ -84,12 +84,11 @@ def test_prompts_shuffled_mini_batches_and_a_target_entropy_reach_the_update(run
         "shuffle_mini_batches": True,
         "target_entropy": 50.0,
         "entropy_loss_coef": 0.01,
-        "entropy_coef_delta": 0.02,
         "kl_penalty": "k3+",
         "actor_train.training_args": training_args(4, 2, 5e-3),
     }
     finished = run(changes)
-    assert finished.values("actor/entropy_coef") == pytest.approx([0.01, 0.03])
+    assert finished.values("actor/entropy_coef") == pytest.approx([0.01, 0.015])
     for row in finished.steps:
         assert row["actor/total_samples"] == 2 * 16
         assert row["actor/entropy"] > 0 and row["actor/old_entropy"] > 0

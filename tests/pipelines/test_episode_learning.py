@@ -326,8 +326,8 @@ def test_truncated_trajectories_may_be_left_out_and_failed_ones_are() -> None:
 
 def test_limits_that_end_most_episodes_are_named(caplog: pytest.LogCaptureFixture) -> None:
     episodes = [make_episode(said([1], [2], reward=r), outcome="turn_limit") for r in (0.0, 1.0)]
-    computer = EpisodeMethod(config_of(AgenticConfig, warn_after_steps=2), ("auto", "auto"), 100)
-    for _ in range(2):
+    computer = EpisodeMethod(config_of(AgenticConfig), ("auto", "auto"), 100)
+    for _ in range(3):
         batch = build_episode_batch([EpisodeGroup(0, Task("env", 1), episodes)], "step", 0)
         batch.batch["values"] = torch.zeros(2, 2)
         computer.credit(batch)

@@ -55,8 +55,6 @@ GATE: dict[str, Any] = {"gate": True}
         ([(scored(1), {}), (scored(0), GATE)], 0.0),
         ([(scored(1), {"weight": 2}), (scored(0.25), GATE)], 0.5),
         ([(scored(0.25), GATE), (scored(1), {}), (scored(0.5), GATE), (scored(1), {})], 0.25),
-        ([(scored(1), {}), (scored(0.6), GATE | {"gate_threshold": 0.6})], 1.0),
-        ([(scored(1), {}), (scored(0.59), GATE | {"gate_threshold": 0.6})], 0.0),
         ([(scored(-1), {}), (scored(0), GATE)], 0.0),
         ([(scored(1), {}), (scored(7), {"weight": 0})], 1.0),
         ([(scored(1), {}), (failure("x"), {})], None),

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
 }
 SETTINGS = {
     "default": OptimizerConfig("muon"),
-    "original": OptimizerConfig("muon", momentum=0.8, nesterov=False, ns_steps=3, scaling="original"),
+    "original": OptimizerConfig("muon", momentum=0.8, scaling="original"),
 }
 
 
@@ -72,8 +72,8 @@ def plain(result: dict[str, Any], options: OptimizerConfig, max_grad_norm: float
         lr=1e-2,
         weight_decay=0.1,
         momentum=options.momentum,
-        nesterov=options.nesterov,
-        ns_steps=options.ns_steps,
+        nesterov=True,
+        ns_steps=5,
         adjust_lr_fn=scaling,
     )
     groups = [

@@ -119,8 +119,6 @@ GRADIENTS = {
     "fsdp-micro-batch-1": (2, "fsdp", "tied", {"micro_batch": 1}),
     "fsdp-one-unit": (2, "fsdp", "tied", {"config": ONE_UNIT}),
     "fsdp-own-units": (2, "fsdp", "untied", {"config": WRAPPED}),
-    "fsdp-prefetch-late": (2, "fsdp", "tied", {"config": {"backward_prefetch": "BACKWARD_POST"}}),
-    "fsdp-no-prefetch": (2, "fsdp", "tied", {"config": {"backward_prefetch": "none", "use_orig_params": False}}),
     "fsdp-one-without-rows": (4, "fsdp", "tied", {}),
     "fsdp-hsdp": (4, "fsdp", "tied", {"micro_batch": 2, "config": {"fsdp_size": 2}}),
     "fsdp-hsdp-keep": (4, "fsdp", "tied", {"micro_batch": 2, "config": {"fsdp_size": 2, **KEEP}}),

@@ -22,7 +22,6 @@ INHERITED_KEYS = (
     "template",
     "chat_template_kwargs",
     "system_prompt",
-    "tag_to_system_prompt",
     "tag",
     "id",
     "response",

@@ -165,9 +165,6 @@ class Fsdp1StrategyConfig(ShardedStrategyConfig):
     reshard_after_forward: bool = True
     """Free gathered parameters after the forward pass (less memory, one more gather) or keep them until the backward
     pass: ``FULL_SHARD`` and ``SHARD_GRAD_OP``, with replicas ``HYBRID_SHARD`` and its variant."""
-    backward_prefetch: Literal["BACKWARD_PRE", "BACKWARD_POST", "none"] = "BACKWARD_PRE"
-    """When the next layer's parameters are gathered in the backward pass: before the current layer's gradients are
-    computed (fastest), after, or when they are needed (least memory)."""
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         """Report what FSDP1 cannot do as well."""

@@ -90,7 +90,7 @@ class ServedModel:
         }
         return {
             "model": self._service.model,
-            "messages": self._templates.with_system(messages, prompt.tag),
+            "messages": self._templates.with_system(messages),
             "n": count,
             "max_tokens": params.max_new_tokens,
             "temperature": params.temperature,

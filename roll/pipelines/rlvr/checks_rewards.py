@@ -110,8 +110,6 @@ def check_components(key: str, reward: RewardConfig, checks: Checks) -> None:
         check_reward_name(path, name, part.worker_cls, checks)
         if part.gate and part.weight != 1.0:
             checks.add(f"{path}.weight", part.weight, "has no meaning for a gate, which multiplies the sum", 1.0)
-        if part.gate_threshold is not None and not part.gate:
-            checks.add(f"{path}.gate_threshold", part.gate_threshold, "is for gates: set gate: true", "~")
     if all(part.gate for part in reward.components.values()):
         path = f"{key}.components.{next(reversed(reward.components))}.gate"
         checks.add(path, True, "at least one component must not be a gate: gates multiply the sum of the others", False)

@@ -110,7 +110,6 @@ class FsdpStrategy(ShardedStrategy):
             )
         else:
             kind = ShardingStrategy.FULL_SHARD if config.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
-        prefetch = None if config.backward_prefetch == "none" else BackwardPrefetch[config.backward_prefetch]
         with warnings.catch_warnings():
             # On one rank there is no other strategy.
             warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy", category=FutureWarning)
@@ -120,7 +119,7 @@ class FsdpStrategy(ShardedStrategy):
                 sharding_strategy=kind,
                 cpu_offload=CPUOffload(offload_params=True) if offload else None,
                 auto_wrap_policy=CustomPolicy(unit_options),
-                backward_prefetch=prefetch,
+                backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
                 mixed_precision=precision,
                 device_id=device,
                 use_orig_params=True,

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 SCALINGS = {"match_adamw_rms": "match_rms_adamw", "original": "original"}
 """PyTorch's names of ``optimizer.scaling``."""
+NS_STEPS = 5
+"""Newton-Schulz iterations: those that the coefficients of Muon's authors are made for, also PyTorch's default."""
 (MOMENTUM,) = MUON_MOMENTS
 
 
@@ -108,7 +110,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         own, average = local_tensor(parameter.detach()), local_tensor(state[MOMENTUM])
         gradient = torch.zeros_like(own) if parameter.grad is None else local_tensor(parameter.grad)
         average.lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(average, momentum) if self._options.nesterov else average
+        update = gradient.lerp(average, momentum)  # Nesterov's
         pieces = self._pieces.get(parameter)
         update = update.to(self._device, torch.bfloat16)
         change = self._change(update if pieces is None else self._whole(update, pieces), learning_rate)
@@ -142,7 +144,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
             weight_decay=0.0,
             momentum=0.0,
             nesterov=False,
-            ns_steps=self._options.ns_steps,
+            ns_steps=NS_STEPS,
             adjust_lr_fn=SCALINGS[self._options.scaling],
         ).step()
         return change
