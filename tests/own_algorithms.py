@@ -64,9 +64,5 @@ def by_score(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
     return 0.5 + scores
 
 
-def absolute_error(values: Tensor, returns: Tensor) -> Tensor:
-    return (values - returns).abs()
-
-
 def best_at_least(score: float) -> Callable[[np.ndarray], bool]:
     return lambda scores: bool(np.nanmax(scores) >= score)

@@ -39,7 +39,6 @@ class Family:
 
 
 def families() -> list[Family]:
-    from roll.algorithms import losses
     from roll.algorithms.advantages import advantage_estimators
     from roll.algorithms.aggregation import aggregation_modes
     from roll.algorithms.distillation import DIVERGENCES
@@ -58,7 +57,6 @@ def families() -> list[Family]:
         Family("Policy losses", "loss", f"{here}#policy-losses-loss", of(policy_losses)),
         Family("Aggregation", "loss_agg_mode", f"{here}#aggregation-loss_agg_mode", of(aggregation_modes)),
         Family("KL estimators", "kl_loss_type", f"{here}#kl", of(kl_estimators)),
-        Family("Value losses", "value_loss_type", here, of(losses.value_losses)),
         Family("Preference losses", "loss_type", "preferences.md", of(pair_losses)),
         Family("Divergences to a teacher", "kd_objective", "distillation.md", DIVERGENCES),
     ]

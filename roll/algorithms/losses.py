@@ -310,26 +310,6 @@ def _policy_metrics(inputs: LossInputs, metrics: MetricBuilder) -> None:
         metrics.max("actor/sample_weights_max", inputs.sample_weights, everything)
 
 
-ErrorFunction = Callable[[Tensor, Tensor], Tensor]
-"""``(values, returns) -> loss`` of each token, all float (B, L)."""
-
-value_losses: Registry[ErrorFunction] = Registry("value_loss_type")
-register_value_loss = value_losses.decorator
-"""Decorator ``(name)``: make an error function selectable as ``value_loss_type: name``."""
-
-
-@register_value_loss("mse")
-def mse(values: Tensor, returns: Tensor) -> Tensor:
-    """Half the squared error."""
-    return 0.5 * (values - returns).square()
-
-
-@register_value_loss("huber")
-def huber(values: Tensor, returns: Tensor) -> Tensor:
-    """Half the squared error up to an error of 1, linear beyond: outliers pull no harder than that (Huber 1964)."""
-    return torch.nn.functional.huber_loss(values, returns, reduction="none")
-
-
 def value_loss(
     values: Tensor,
     old_values: Tensor,
@@ -338,7 +318,6 @@ def value_loss(
     value_clip: float | None,
     denominators: LossDenominators,
     loss_agg_mode: str = "token-mean",
-    value_loss_type: str = "mse",
     group_ids: Tensor | None = None,
     sequence_tokens: Tensor | None = None,
 ) -> LossOutputs:
@@ -354,17 +333,15 @@ def value_loss(
         value_clip: c; None: no clipping.
         denominators: of the whole optimizer step; the result is this micro-batch's share of the global loss.
         loss_agg_mode: one of :data:`roll.algorithms.aggregation.AGGREGATION_MODES`.
-        value_loss_type: name of another e (:data:`value_losses`), or the dotted path of one.
         group_ids: int64 (B,), for modes that need groups.
         sequence_tokens: int64 (B,), tokens of the loss in all rows of a row's trajectory.
     """
     metrics = MetricBuilder()
-    error_of = value_losses.resolve(value_loss_type)
-    loss = error = error_of(values, returns)
+    loss = error = 0.5 * (values - returns).square()
     clipped_count: Tensor | float = 0.0
     if value_clip is not None:
         near = old_values + (values - old_values).clamp(-value_clip, value_clip)
-        clipped_error = error_of(near, returns)
+        clipped_error = 0.5 * (near - returns).square()
         # The larger error: clipping may only take away the gain of a step beyond the range, never hide an error that
         # has grown.
         loss = torch.maximum(error, clipped_error)

@@ -229,9 +229,7 @@ def m2po(inputs: LossInputs, options: M2poOptions, metrics: MetricBuilder) -> Te
     tokens are dropped depends on the rest of their micro-batch.
     """
     log_ratio = inputs.log_ratio.detach()
-    bounded = inputs.mask
-    if not options.all_tokens:
-        bounded = bounded & (inputs.advantages * log_ratio > 0)
+    bounded = inputs.mask & (inputs.advantages * log_ratio > 0)
     # -1, below every square, sorts the tokens that are not bounded to the front: they have the ranks up to `outside`.
     moments, order = torch.where(bounded, log_ratio.double().square(), -1.0).flatten().sort()
     rank = torch.arange(1, len(moments) + 1, device=moments.device)

@@ -22,7 +22,6 @@ LOSS_AGG_MODES = (
     *("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     *("prompt-mean", "token-sum"),
 )
-VALUE_LOSSES = ("mse", "huber")
 NORM_TYPES = ("batch", "group", "running")
 
 ESTIMATOR = rules(
@@ -59,8 +58,6 @@ class PPOConfig:
     """Policy loss: its name, or a section with ``name`` and the options that it has."""
     value_clip: float | None = setting(None, gt=0, read_if={"critic": ()})
     """Clip range of the critic's new values around the old ones; null: not clipped."""
-    value_loss_type: str = setting("mse", choices=VALUE_LOSSES, dotted_path=True, read_if={"critic": ()})
-    """The critic's error: half its square, or the Huber loss."""
     loss_agg_mode: str = setting("seq-mean-token-mean", choices=LOSS_AGG_MODES, dotted_path=True)
     """Aggregation of token losses to one number. Denominators are always those of the whole optimizer step."""
     kl_loss_agg_mode: str | None = setting(

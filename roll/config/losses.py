@@ -69,8 +69,6 @@ class PreferenceLossConfig:
     """Weight of responses whose label is true."""
     undesirable_weight: float = setting(1.0, ge=0, read_if=UNPAIRED)
     """Weight of the others; KTO wants (weight x number) of both kinds within a factor of 4/3."""
-    rpo_alpha: float = setting(0.0, ge=0)
-    """Weight of the negative log-likelihood of the chosen responses, added to the loss (RPO); 0: none."""
 
 
 def loss_names(config: PreferenceLossConfig) -> tuple[str, ...]:
@@ -85,10 +83,9 @@ def loss_rows(config: PreferenceLossConfig) -> tuple[PreferenceLoss, ...]:
 
 
 def weighted_losses(config: PreferenceLossConfig) -> tuple[tuple[str, float], ...]:
-    """Name and weight of every term, that of ``rpo_alpha`` included."""
+    """Name and weight of every term."""
     names = loss_names(config)
-    terms = tuple(zip(names, config.loss_weights or [1.0] * len(names), strict=True))
-    return (*terms, ("sft", config.rpo_alpha)) if config.rpo_alpha else terms
+    return tuple(zip(names, config.loss_weights or [1.0] * len(names), strict=True))
 
 
 def needs_reference(config: PreferenceLossConfig) -> bool:
@@ -116,11 +113,9 @@ def preference_problems(config: PreferenceLossConfig) -> list[tuple[str, Any, st
         found.append(("loss_weights", weights, f"has {len(weights)} entries for {len(rows)} losses of loss_type"))
     if is_unpaired(config):
         name = loss_names(config)[0]
-        alone = (
-            (len(rows) > 1, "loss_type", f"{name} is a loss of single responses and cannot be combined"),
-            (config.rpo_alpha > 0, "rpo_alpha", f"is a term of pairs, of which {name} has none: leave it out"),
-        )
-        found += [(key, getattr(config, key), rule) for broken, key, rule in alone if broken]
+        if len(rows) > 1:
+            rule = f"{name} is a loss of single responses and cannot be combined"
+            found.append(("loss_type", config.loss_type, rule))
     if "exo_pair" in loss_names(config) and not config.label_smoothing:
         rule = "exo_pair takes the logarithm of it: give it a small value such as 0.001"
         found.append(("label_smoothing", config.label_smoothing, rule))

@@ -83,8 +83,6 @@ class M2poOptions:
 
     threshold: float = setting(0.04, gt=0)
     """Greatest mean squared log-ratio of the tokens that stay; those of the largest are dropped."""
-    all_tokens: bool = False
-    """Bound and drop all tokens, not only those whose update leads further from the policy that sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)

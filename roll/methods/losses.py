@@ -130,7 +130,6 @@ class ValueLoss(SampledLoss):
 
     value_clip: float | None = None
     """Bound of the change of a value in one update."""
-    value_loss_type: str = "mse"
     loss_agg_mode: str = "token-mean"
     prefix: str = field(default="critic/", kw_only=True)
     columns = (*MODEL_COLUMNS, "loss_mask", "values", "returns", "group_ids", "sequence_tokens")
@@ -150,7 +149,6 @@ class ValueLoss(SampledLoss):
             returns=batch["returns"],
             mask=batch["loss_mask"],
             value_clip=self.value_clip,
-            value_loss_type=self.value_loss_type,
             loss_agg_mode=self.loss_agg_mode,
             denominators=denominators_from(totals["rows"], self.norm_length, totals.get("groups")),
             group_ids=batch.get("group_ids"),

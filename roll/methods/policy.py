@@ -135,7 +135,6 @@ class PolicyMethod:
             losses["critic"] = ValueLoss(
                 norm_length=norm_length,
                 value_clip=config.value_clip,
-                value_loss_type=config.value_loss_type,
                 loss_agg_mode=config.value_loss_agg_mode,
             )
         actor = PolicyLoss(

@@ -144,8 +144,6 @@ class DPO(RowMethod[DPOConfig, JudgedRow]):
             parts = [torch.from_numpy(part) for row in rows for part in cache[row.row_id]]
             column[batch.batch["response_mask"]] = torch.cat(parts)
             batch.batch["ref_log_probs"] = column
-            if not self.config.cache_reference:
-                cache.clear()
             return {}
 
         return complete

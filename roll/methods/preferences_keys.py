@@ -28,8 +28,6 @@ class DPOConfig(PreferenceLossConfig, SupervisedConfig):
     """``kto``: column of a single response; rows without it are pairs, of which both responses are used."""
     label_key: str = "label"
     """``kto``: column that says whether that response is desirable."""
-    cache_reference: bool = True
-    """Keep the reference's log-probs of each pair (4 bytes a response token, in the driver) for later epochs."""
     actor_train: WorkerConfig = field(default_factory=WorkerConfig)
     """The model that learns; its ``data_args`` name the pairs. ``per_device_train_batch_size`` counts pairs."""
     reference: ReferenceWorkerConfig | None = None

@@ -125,7 +125,7 @@ def service_problems(options: RemoteStrategyConfig, student: str, wanted: int, l
     prompt = probe_ids(len(tokenizer), tokenizer.added_tokens_encoder.values(), min(PROBED, longest))
     try:
         # No waiting for a service that is down: a check reports that; a run in progress retries.
-        service = PromptLogProbs(replace(options, max_retries=1, total_timeout=options.request_timeout))
+        service = PromptLogProbs(replace(options, max_retries=1))
     except ServiceRefused as error:
         yield f"does not answer: {error}"
         return

@@ -51,7 +51,6 @@ OWN_FUNCTION_KEYS = (
     "sample_weighting",
     "train_infer_correction",
     "value_loss_agg_mode",
-    "value_loss_type",
 )
 """Keys at the top that take the dotted path of a function; losses, estimators and filters bring options along."""
 CHOICES = {

@@ -258,26 +258,23 @@ def test_dro_uses_the_reference_where_there_is_one() -> None:
     assert_close(with_reference, as_old)
 
 
-@pytest.mark.parametrize("all_tokens", [False, True])
 @pytest.mark.parametrize("threshold", [1e-6, 0.02, 0.04, 0.1, 10.0])
 @given(batch=batches)
-def test_m2po_drops_the_largest_until_the_mean_of_the_rest_is_in_bounds(
-    all_tokens: bool, threshold: float, batch: Batch
-) -> None:
+def test_m2po_drops_the_largest_until_the_mean_of_the_rest_is_in_bounds(threshold: float, batch: Batch) -> None:
     """One token after the other, as in the paper."""
     rows = [Row(batch, i) for i in range(len(batch.mask))]
     stays = {
         (i, t): row.log_ratio[position] ** 2
         for i, row in enumerate(rows)
         for position, t in enumerate(row.kept)
-        if all_tokens or row.advantage[position] * row.log_ratio[position] > 0
+        if row.advantage[position] * row.log_ratio[position] > 0
     }
     bounded = set(stays)
     while stays and mean(list(stays.values())) > threshold:
         stays.pop(max(stays, key=stays.__getitem__))
     log_probs = batch.log_probs.clone().requires_grad_()
     inputs = inputs_of(batch, log_probs=log_probs)
-    loss = per_token("m2po", inputs, m2po_threshold=threshold, m2po_all_tokens=all_tokens)
+    loss = per_token("m2po", inputs, m2po_threshold=threshold)
     (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
     for i, row in enumerate(rows):
         for position, t in enumerate(row.kept):

@@ -146,7 +146,7 @@ def test_weighted_losses_add_up() -> None:
     parts = [np.array(plain_losses(pairs, name, mixed)) for name in ("sigmoid", "bco_pair", "sft")]
     losses = preference_loss(pair_sums(policy, mask, reference), mixed)
     assert losses.numpy() == pytest.approx(0.8 * parts[0] + 0.2 * parts[1] + parts[2], rel=1e-12)
-    rpo = PreferenceLossConfig(rpo_alpha=0.5, beta=0.2)
+    rpo = PreferenceLossConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.5], beta=0.2)
     losses = preference_loss(pair_sums(policy, mask, reference), rpo)
     assert losses.numpy() == pytest.approx(parts[0] + 0.5 * parts[2], rel=1e-12)
 
@@ -219,9 +219,8 @@ def test_kto_is_a_plain_loop(z0: float) -> None:
 
 
 def test_single_responses_stand_alone() -> None:
-    mixed = PreferenceLossConfig(loss_type=["kto", "sft"], rpo_alpha=0.1)
-    found = {key for key, _, _ in preference_problems(mixed)}
-    assert found == {"loss_type", "rpo_alpha"}
+    mixed = PreferenceLossConfig(loss_type=["kto", "sft"])
+    assert {key for key, _, _ in preference_problems(mixed)} == {"loss_type"}
     assert not preference_problems(PreferenceLossConfig(loss_type="kto"))
 
 

@@ -38,13 +38,11 @@ def test_advantage_estimators() -> None:
 def test_norms_kl_and_aggregation() -> None:
     from roll.algorithms.aggregation import AGGREGATION_MODES
     from roll.algorithms.kl import KL_ESTIMATORS
-    from roll.algorithms.losses import value_losses
     from roll.algorithms.samples import NORM_TYPES
 
     assert set(algorithm.NORM_TYPES) | {None} == set(NORM_TYPES)
     assert set(algorithm.KL_PENALTIES) == set(KL_ESTIMATORS)
     assert set(algorithm.LOSS_AGG_MODES) == set(AGGREGATION_MODES)
-    assert set(algorithm.VALUE_LOSSES) == set(value_losses.names)
 
 
 def test_templates() -> None:

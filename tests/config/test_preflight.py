@@ -28,7 +28,6 @@ ALL_KINDS = {
     "value_loss_agg_mode": f"{OWN}.row_sum",
     "sample_weighting": f"{OWN}.by_score",
     "train_infer_correction": f"{OWN}.halved_where_unlikely",
-    "value_loss_type": f"{OWN}.absolute_error",
     "actor_train.data_args.dataset_filter": "tests.datasets.test_options.short_and_even",
     "rewards.math.query_filter_config": {"type": f"{OWN}.best_at_least", "filter_args": {"score": 0.5}},
     "router_args": {"router_name": "tests.rollout.test_engines.ByFirstToken", "router_config": {"shift": 1}},

@@ -32,7 +32,7 @@ EXPECTED: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "gspo": (("grpo", GROUP, "gspo", MEAN, 2), {"clip_low": 3e-4, "clip_high": 4e-4}),
     "gspo_token": (("grpo", GROUP, "gspo_token", MEAN, 2), {"clip_low": 3e-4, "clip_high": 4e-4}),
     "cispo": (("grpo", GROUP, "cispo", TOKEN, 2), {"epsilon_low": 1.0, "epsilon_high": 2.0}),
-    "m2po": (("grpo", GROUP, "m2po", TOKEN, 2), {"threshold": 0.04, "all_tokens": False}),
+    "m2po": (("grpo", GROUP, "m2po", TOKEN, 2), {"threshold": 0.04}),
     "vespo": (
         ("grpo", GROUP, "vespo", TOKEN, 2),
         {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},

@@ -77,7 +77,6 @@ def test_the_first_step_comes_before_the_first_validation(run: Run) -> None:
 FAULTY = LETTERS | {
     "custom_envs.letters.env_type": f"{HERE}.Faulty",
     "custom_envs.letters.step_timeout": 2.0,
-    "custom_envs.letters.reset_retries": 0,
     "train_env_manager.max_env_num_per_worker": 4,
     "rpc_timeout": 300,
 }

@@ -211,5 +211,5 @@ def test_kto_does_not_depend_on_the_layout(run: Run, world: TinyWorld) -> None:
 
 
 def test_a_reference_of_its_own_device(run: Run, whole: FinishedRun) -> None:
-    changes = {"reference": role("fsdp2_infer", [1], infer_batch_size=8), "cache_reference": False}
+    changes = {"reference": role("fsdp2_infer", [1], infer_batch_size=8)}
     assert_same(run(changes, pipeline="dpo"), whole.steps, rel=1e-6)

@@ -44,8 +44,6 @@ class RemoteStrategyConfig(StrategyConfig):
     """Requests that one worker has in flight at a time; a request is one sequence."""
     request_timeout: float = setting(120.0, gt=0)
     """Seconds that one try of a request may take."""
-    total_timeout: float = setting(900.0, gt=0)
-    """Seconds that a request may take with all its tries; the run ends where a sequence has no answer by then."""
     max_retries: int = setting(8, ge=0)
     """Tries beyond the first, with growing pauses: a service may be started again meanwhile."""
 

@@ -148,8 +148,6 @@ class CustomEnvConfig:
     """Seconds that ``reset`` may take."""
     step_timeout: float = setting(60.0, gt=0)
     """Seconds that ``step`` may take."""
-    reset_retries: int = setting(1, ge=0)
-    """Further attempts at a ``reset`` that failed, each in a new environment."""
     thinking: Literal["keep", "new_sample"] = "keep"
     """Where the chat template drops thoughts of earlier turns: ``keep`` them in the ids, or begin a ``new_sample``."""
     tool_wrapper: ToolWrapperConfig | None = None

@@ -140,7 +140,6 @@ def environment_agent(
         max_tokens=entry.new_tokens,
         reset_seconds=section.reset_timeout,
         step_seconds=section.step_timeout,
-        retries=section.reset_retries,
         concurrent=entry.concurrent,
     )
     assert section.env_type is not None, "the checks ask for it"

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from roll.checkpoint.contents import STATE_NAME
 from roll.config.checks.base import Checks
@@ -50,8 +50,6 @@ class EvaluationConfig:
     succeeded."""
     select_by: str = "score"
     """The number by which ``chosen@k`` chooses the best of k samples: ``score``, or another that the reward returns."""
-    interval: Literal["wilson", "bootstrap"] = "wilson"
-    """Intervals of 95% of accuracies: Wilson's, or percentiles of resampled prompts, which mean rewards always have."""
     baseline: str | None = None
     """The model that the others are compared with, prompt by prompt; null: the first."""
     thresholds: dict[str, float] = field(default_factory=dict)

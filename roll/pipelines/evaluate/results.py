@@ -52,7 +52,7 @@ class Results:
                 answers[way.name] = answers_of(records, self._config.correct_from, self._config.select_by)
             except KeyError as error:
                 raise DataError(f"evaluate.select_by: {error.args[0]}") from error
-            metrics |= pass_metrics(answers[way.name], way.name, way.is_primary, self._config.interval)
+            metrics |= pass_metrics(answers[way.name], way.name, way.is_primary)
         primary = {way.set_name: answers[way.name] for way in self._plan.passes if way.is_primary}
         metrics |= overall(primary) if len(primary) > 1 else {}
         self._answers[model], self.metrics[model] = answers, metrics

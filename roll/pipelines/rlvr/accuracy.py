@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
@@ -98,9 +98,6 @@ class Estimate:
     high: float
 
 
-Intervals = Callable[[Sequence[float]], Estimate]
-
-
 @dataclass(frozen=True, eq=False)
 class Answers:
     """All samples of one prompt in one pass."""
@@ -186,7 +183,7 @@ def is_graded(answers: Sequence[Answers]) -> bool:
 
 
 def pass_metrics(
-    answers: Sequence[Answers], name: str, is_primary: bool, interval: str = "wilson", in_training: bool = False
+    answers: Sequence[Answers], name: str, is_primary: bool, in_training: bool = False
 ) -> dict[str, float]:
     """The metrics of one pass over a set, whose names begin with ``val/<name>/``; by tag under ``val/<name>/<tag>/``,
     lengths excepted.
@@ -198,8 +195,7 @@ def pass_metrics(
     by_tag: dict[str, list[Answers]] = defaultdict(list)
     for one in answers:
         by_tag[one.tag].append(one)
-    ends = estimate if interval == "wilson" else bootstrap
-    of = partial(quality, interval=ends, in_training=in_training, graded=graded)
+    of = partial(quality, in_training=in_training, graded=graded)
     metrics = {f"val/{name}/{key}": value for key, value in of(answers).items()}
     for tag, members in by_tag.items():
         metrics |= {f"val/{name}/{tag}/{key}": value for key, value in of(members).items()}
@@ -214,9 +210,7 @@ def pass_metrics(
     return metrics
 
 
-def quality(
-    answers: Sequence[Answers], interval: Intervals = estimate, in_training: bool = False, graded: bool = False
-) -> dict[str, float]:
+def quality(answers: Sequence[Answers], in_training: bool = False, graded: bool = False) -> dict[str, float]:
     """Accuracy and mean reward with their intervals; for several samples a prompt, what k = 1, 2, 4 ... of them reach,
     and all of them.
 
@@ -227,7 +221,7 @@ def quality(
         in_training: leave out ``chosen@k`` and a number of samples that is no power of two.
         graded: leave out what asks whether a response is correct.
     """
-    metrics = {} if graded else with_ends("accuracy", interval([one.accuracy for one in answers]))
+    metrics = {} if graded else with_ends("accuracy", estimate([one.accuracy for one in answers]))
     means = [float(np.nanmean(one.scores)) for one in answers if not np.isnan(one.scores).all()]
     metrics |= with_ends("reward", bootstrap(means)) if means else {}
     failed = float(np.isnan(np.concatenate([one.scores for one in answers])).mean())
@@ -239,7 +233,7 @@ def quality(
     powers = [2**power for power in range(num_samples.bit_length())]
     for k in powers if in_training else dict.fromkeys((*powers, num_samples)):
         if not graded:
-            metrics |= with_ends(f"pass@{k}", interval([pass_at_k(one.correct, k) for one in answers]))
+            metrics |= with_ends(f"pass@{k}", estimate([pass_at_k(one.correct, k) for one in answers]))
         if has_votes and not graded:
             metrics[f"maj@{k}"] = float(np.mean([majority_at_k(one.votes, one.correct, k) for one in answers]))
         metrics[f"best@{k}"] = float(np.mean([best_at_k(one.scores, k) for one in answers]))
