@@ -32,8 +32,8 @@ def main(words: Sequence[str]) -> int:
     overrides = [*arguments.overrides, *rest]
     if arguments.harness is not None:
         return evaluate_by(arguments, overrides)
-    if arguments.tasks or arguments.include or arguments.chat or arguments.harness_argument:
-        parser.error("--tasks, --include, --chat and --harness-argument are read with --harness only")
+    if arguments.tasks or arguments.chat or arguments.harness_argument:
+        parser.error("--tasks, --chat and --harness-argument are read with --harness only")
     return evaluate(arguments.config, None, overrides, keys_of(arguments))
 
 
@@ -51,8 +51,6 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not arguments.tasks:
         example = "my_task" if arguments.harness == "lm_eval" else "my_task.py"
         raise ConfigError([Problem("--tasks", None, "is needed with --harness", example, has_value=False)])
-    if arguments.include and not Path(arguments.include).is_dir():
-        raise ConfigError([Problem("--include", arguments.include, "no such folder of task files")])
     keys = keys_of(arguments) | {"resume": False}  # it keeps no samples that could be taken up
     loaded = ready(partial(load_evaluation, arguments.config, None, overrides, keys))
     if loaded.pipeline.name != EVALUATE:
@@ -62,7 +60,7 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         rule = "has no place with --harness, whose program asks this run's engines"
         raise ConfigError([Problem(key, loaded.config.evaluate.against, rule)])
     tasks = [name for names in arguments.tasks for name in names.split(",")]
-    options = HarnessConfig(arguments.harness, tasks, arguments.include, arguments.harness_argument, arguments.chat)
+    options = HarnessConfig(arguments.harness, tasks, arguments.harness_argument, arguments.chat)
     return run(loaded, lambda: HarnessRun(loaded, options).run())
 
 
@@ -137,14 +135,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--harness", choices=("lm_eval", "inspect"), help="lm-eval or Inspect, asking the engines by HTTP"
     )
     group.add_argument("--tasks", action="append", default=[], help="lm-eval: names; Inspect: files; several")
-    group.add_argument("--include", metavar="DIR", help="lm-eval: a folder of task files")
     group.add_argument("--chat", action="store_true", help="lm-eval: chat completions (no log-likelihoods)")
     group.add_argument(
         "--harness-argument",
         action="append",
         default=[],
         metavar="WORD",
-        help="a word for the program, such as --limit=5",
+        help="a word for the program, such as --limit=5 or lm-eval's --include_path=tasks",
     )
     return parser
 

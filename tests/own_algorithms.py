@@ -60,9 +60,5 @@ def halved_where_unlikely(inputs: LossInputs, metrics: MetricBuilder) -> Correct
     return Correction(torch.where(unlikely, 0.5, 1.0).to(inputs.log_probs), torch.ones_like(inputs.mask))
 
 
-def by_score(scores: Tensor, lengths: Tensor, group_ids: Tensor) -> Tensor:
-    return 0.5 + scores
-
-
 def best_at_least(score: float) -> Callable[[np.ndarray], bool]:
     return lambda scores: bool(np.nanmax(scores) >= score)

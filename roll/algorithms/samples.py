@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import Groups
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.registry import Registry
 from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import Metrics
 
@@ -190,12 +188,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
     return -factor * excess.clamp(0.0, 1.0)
 
 
-WeightFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(scores, lengths, group_ids) -> weights``, each (B,); a weight of 0 leaves the response out of the policy loss."""
-
-weight_functions: Registry[WeightFunction] = Registry("sample_weighting")
-
-
 def sample_mask(
     options: PPOConfig,
     scores: Tensor,
@@ -248,7 +240,7 @@ def sample_weights(options: PPOConfig, scores: Tensor, lengths: Tensor, group_id
 
     ``scores`` float (B,) in [0, 1] (others are clamped for the difficulty), ``lengths`` int64 (B,) response tokens.
     """
-    if not (options.difficulty_loss_weight or options.length_loss_weight or options.sample_weighting):
+    if not (options.difficulty_loss_weight or options.length_loss_weight):
         return None
     weights = torch.ones_like(scores, dtype=torch.float32)
     if options.difficulty_loss_weight:
@@ -258,8 +250,6 @@ def sample_weights(options: PPOConfig, scores: Tensor, lengths: Tensor, group_id
     if options.length_loss_weight and lengths.numel():
         low, high = lengths.min(), lengths.max()
         weights = weights * (1.5 - (lengths - low) / (high - low).clamp(min=1))
-    if options.sample_weighting is not None:
-        weights = weights * weight_functions.resolve(options.sample_weighting)(scores, lengths, group_ids).float()
     return weights
 
 

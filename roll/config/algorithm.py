@@ -11,7 +11,7 @@ from typing import Any
 from roll.config.corrections import parse_correction
 from roll.config.estimators import ADV_ESTIMATORS, GaeOptions
 from roll.config.policy_losses import POLICY_LOSSES, PpoOptions
-from roll.config.reading.fields import Choice, parse_dotted_path, rules, setting
+from roll.config.reading.fields import Choice, rules, setting
 
 KL_PENALTIES = (
     *("kl", "k1", "k2", "k3", "abs", "mse", "low_var_kl"),
@@ -152,5 +152,3 @@ class PPOConfig:
     """Weigh samples by the difficulty of their prompt."""
     length_loss_weight: bool = False
     """Weigh samples by the length of their response, short ones more."""
-    sample_weighting: str | None = field(default=None, metadata=rules(parse=parse_dotted_path, example="~"))
-    """Dotted path of your own function of scores, lengths and groups that gives each sample its weight."""

@@ -48,7 +48,6 @@ OWN_FUNCTION_KEYS = (
     "kl_loss_type",
     "kl_penalty",
     "loss_agg_mode",
-    "sample_weighting",
     "train_infer_correction",
     "value_loss_agg_mode",
 )

@@ -27,7 +27,6 @@ from roll.rollout.batches import Row, response_columns
 from roll.rollout.episodes import EpisodeGroup
 
 SampleRule = Literal["trajectory", "step"]
-OnError = Literal["drop", "zero", "keep"]
 TRUNCATED = ("truncated", "turn_limit", "context_limit", "time_limit")
 """Outcomes of an episode that a limit ended, not the task's own rules."""
 
@@ -57,7 +56,6 @@ def build_episode_batch(
     pad_token_id: int,
     *,
     roles: Collection[str] | None = None,
-    on_error: OnError = "drop",
     bootstrap: bool = False,
 ) -> DataProto:
     """One row a sample, right-padded to the longest of the batch; episodes in order, their rows adjacent.
@@ -68,8 +66,6 @@ def build_episode_batch(
     Args:
         rule: for all episodes, or by the tag of their task.
         roles: roles whose calls are trained; None: all. Calls of other roles are context.
-        on_error: an episode that failed by a fault of environment or agent has no score (``drop``), the score 0
-            (``zero``, its turns' rewards too), or what it has earned before (``keep``).
         bootstrap: add ``bootstrap_mask`` bool (B, L), the position after the last turn of a truncated trajectory: the
             value there is that of the state in which it was left. It may lie one past the longest row.
 
@@ -82,13 +78,13 @@ def build_episode_batch(
         ``trajectory_ids``, ``task_ids`` and ``step_index`` (first trained turn of the row) int64, ``terminated`` and
         ``truncated`` bool; objects ``role`` and ``outcome``, and ``images`` where a row has some.
     """
-    rows = list(_rows(groups, rule, roles, on_error))
+    rows = list(_rows(groups, rule, roles))
     left_at = _left_at(rows) if bootstrap else np.full(len(rows), -1)
     calls = [call for row in rows for call in row.trained]
     sizes = np.array([len(call.response_ids) for call in calls], dtype=np.int64)
     # A turn's reward is due on its last token.
     rewards = np.zeros(sizes.sum(), np.float32)
-    rewards[np.cumsum(sizes) - 1] = [reward for row in rows for reward in _turn_rewards(row, on_error)]
+    rewards[np.cumsum(sizes) - 1] = [reward for row in rows for reward in _turn_rewards(row)]
     tensors = response_columns(
         rows,
         pad_token_id,
@@ -110,12 +106,11 @@ def build_episode_batch(
     return DataProto.from_dict(tensors, non_tensors=_object_columns(rows, groups))
 
 
-def episode_score(episode: Episode, on_error: OnError = "drop", role: str | None = None) -> float:
-    """The reward of an episode (of one role's calls in it); NaN where it has none, see :func:`build_episode_batch`."""
-    if not any(call.response_ids for call in episode.calls if role in (None, call.role)):
+def episode_score(episode: Episode, role: str | None = None) -> float:
+    """The reward of an episode (of one role's calls in it); NaN where it has none: nothing was said, or a fault of its
+    environment or agent has ended it."""
+    if episode.failed or not any(call.response_ids for call in episode.calls if role in (None, call.role)):
         return float("nan")
-    if episode.failed and on_error != "keep":
-        return float("nan") if on_error == "drop" else 0.0
     return float(episode.reward_of(role))
 
 
@@ -123,7 +118,6 @@ def _rows(
     groups: Sequence[EpisodeGroup],
     rule: SampleRule | Mapping[str, SampleRule],
     roles: Collection[str] | None,
-    on_error: OnError,
 ) -> Iterator[_Row]:
     tasks: dict[str, int] = {}
     episodes = trajectories = 0
@@ -137,7 +131,7 @@ def _rows(
             seen = dict.fromkeys(role for role, *_ in found)
             index = {role: trajectories + place for place, role in enumerate(seen)}
             for role, is_trained, branch in found:
-                score = episode_score(episode, on_error, role) if is_trained else float("nan")
+                score = episode_score(episode, role) if is_trained else float("nan")
                 source = number, episodes, index[role], task, role, episode
                 yield _Row(branch.calls, is_trained, *source, score)
             trajectories += len(seen)
@@ -170,12 +164,12 @@ def _left_at(rows: Sequence[_Row]) -> NDArray[np.int64]:
     return left_at
 
 
-def _turn_rewards(row: _Row, on_error: OnError) -> list[float]:
+def _turn_rewards(row: _Row) -> list[float]:
     """The rewards of the row's turns.
 
     The reward of a call in which nothing was sampled counts for the turn before it, or for the first one.
     """
-    if row.source.failed and on_error != "keep":
+    if row.source.failed:
         return [0.0] * len(row.trained)
     earned: dict[int, float] = {}
     own = [call for call in row.source.calls if call.role == row.role]

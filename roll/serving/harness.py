@@ -40,10 +40,9 @@ class HarnessConfig:
     """The program (``pip install -e '.[harness]'``)."""
     tasks: list[str] = field(default_factory=list)
     """lm-eval: names of tasks; Inspect: task files."""
-    include: str | None = None
-    """lm-eval: a folder of task files."""
     arguments: list[str] = field(default_factory=list)
-    """Further words of the program's own command line, such as ``--limit=50``."""
+    """Further words of the program's own command line, such as ``--limit=50`` or lm-eval's
+    ``--include_path=tasks``."""
     chat: bool = False
     """lm-eval: ask by chat completions, which knows no log-likelihoods."""
 
@@ -66,8 +65,7 @@ def lm_eval_command(options: HarnessConfig, base_url: str, model: str, tokenizer
     words += ["--model_args", ",".join(f"{key}={value}" for key, value in arguments.items())]
     words += ["--output_path", str(output), "--log_samples", "--batch_size", "1"]
     words += ["--apply_chat_template"] if options.chat else []
-    include = ["--include_path", os.path.expanduser(options.include)] if options.include else []
-    return [*words, *include, *options.arguments]
+    return [*words, *options.arguments]
 
 
 def inspect_command(options: HarnessConfig, base_url: str, model: str, tokenizer: str, output: Path) -> list[str]:

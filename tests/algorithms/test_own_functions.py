@@ -24,8 +24,6 @@ from roll.algorithms.kl import KLOptions, kl_estimate
 from roll.algorithms.losses import actor_loss
 from roll.algorithms.metrics import Correlation, MetricBuilder
 from roll.algorithms.registry import Registry
-from roll.algorithms.samples import sample_weights
-from roll.config.algorithm import PPOConfig
 from roll.protocol.metrics import to_floats
 from tests.algorithms.reference import inputs_of, make_batch, whole
 from tests.support.keys import algorithm, loss_options
@@ -123,14 +121,6 @@ def test_correction() -> None:
     assert 0 < metrics["actor/unlikely"] < 1
 
 
-def test_sample_weights() -> None:
-    scores, lengths = torch.tensor([0.0, 1.0]), torch.tensor([4, 2])
-    options = PPOConfig(length_loss_weight=True, sample_weighting=f"{OWN}.by_score")
-    weights = sample_weights(options, scores, lengths, torch.tensor([0, 1]))
-    assert weights is not None
-    assert weights.tolist() == [0.5 * 0.5, 1.5 * 1.5], "it multiplies the built-in weights"
-
-
 @pytest.mark.usefixtures("own_registrations")
 def test_the_functions_of_the_documentation_work(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs/algorithms.md").read_text(encoding="utf-8")
@@ -144,7 +134,6 @@ def test_the_functions_of_the_documentation_work(tmp_path: Path) -> None:
     assert_close(weights[0], 1 / (batch.mask[0].sum().double().sqrt() * 2))
     correction = own.drop_surprises(inputs_of(batch), MetricBuilder())
     assert correction.weights.shape == correction.keep.shape == batch.mask.shape
-    assert own.prefer_short(None, torch.tensor([0, 1000]), None).tolist() == [1.0, 0.5]
     metrics = MetricBuilder()
     assert own.my_loss(inputs_of(batch), own.MyOptions(), metrics).shape == batch.mask.shape
     advantages = AdvantageInputs(batch.rewards, batch.mask, batch.group_ids)

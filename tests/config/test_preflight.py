@@ -26,7 +26,6 @@ ALL_KINDS = {
     "kl_loss_agg_mode": f"{OWN}.row_sum",
     "entropy_loss_agg_mode": f"{OWN}.row_sum",
     "value_loss_agg_mode": f"{OWN}.row_sum",
-    "sample_weighting": f"{OWN}.by_score",
     "train_infer_correction": f"{OWN}.halved_where_unlikely",
     "actor_train.data_args.dataset_filter": "tests.datasets.test_options.short_and_even",
     "rewards.math.query_filter_config": {"type": f"{OWN}.best_at_least", "filter_args": {"score": 0.5}},

@@ -228,7 +228,7 @@ def test_tasks_of_lm_eval_inside_training(run: Run, world: TinyWorld, tmp_path: 
         "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
     }
     (tasks / "eggs.yaml").write_text(yaml.safe_dump(task))
-    harness = {"name": "lm_eval", "tasks": ["tiny_eggs"], "include": str(tasks)}
+    harness = {"name": "lm_eval", "tasks": ["tiny_eggs"], "arguments": [f"--include_path={tasks}"]}
     data = {"file_name": [str(world.validation)], "messages": "messages"}
     validation = {"data_args": data, **VALIDATION, "before_train": False}
     changes = {"eval_steps": 1, "validation": validation, "actor_train.training_args": training_args(8, 2, 1e-2)}

@@ -107,7 +107,7 @@ def test_lm_eval_generates_and_compares_likelihoods(make_serving: Any, tmp_path:
     tasks.mkdir()
     for name, text in (("tiny_generate", GENERATE), ("tiny_choose", CHOOSE)):
         (tasks / f"{name}.yaml").write_text(text.format(file=data))
-    options = HarnessConfig("lm_eval", ["tiny_generate", "tiny_choose"], str(tasks))
+    options = HarnessConfig("lm_eval", ["tiny_generate", "tiny_choose"], [f"--include_path={tasks}"])
     found = program(serving, options, tmp_path / "out")
     assert found["tiny_generate/exact_match"] == pytest.approx(3 / 4)
     assert found["tiny_choose/acc"] == pytest.approx(3 / 4)

@@ -190,9 +190,6 @@ class AgenticConfig(PolicyConfig):
     train_roles: list[str] = field(default_factory=list)
     """Roles of agents that speak in several (``model.as_(role)``) whose calls are trained; empty: all. What others say
     is context."""
-    failed_episodes: Literal["drop", "zero", "keep"] = "drop"
-    """Episodes that a fault of their environment or agent has ended: ``drop`` them, count them with reward ``zero``, or
-    ``keep`` what they have earned."""
     bootstrap_truncated: bool = setting(True, read_if={"critic": ()})
     """Episodes that a limit has ended are bootstrapped with the critic's value of their last state; false: they count
     as ended."""

@@ -113,7 +113,6 @@ class EpisodeSource(RolloutSource):
             {tag: entry.samples for tag, entry in self._plan.entries.items()},
             pad_token_id(self._tokenizer),
             roles=self._config.train_roles or None,
-            on_error=self._config.failed_episodes,
             bootstrap=self._config.bootstraps,
         )
         metrics = episode_metrics(groups) | token_checks(batch, groups)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 
 from roll.config.checks.base import (
     Checks,
@@ -207,8 +206,6 @@ def check_harness(config: RLVRConfig, harness: HarnessConfig, checks: Checks) ->
     if not harness.tasks:
         rule = "is needed: names of tasks (lm_eval) or task files (inspect)"
         checks.missing(f"{key}.tasks", rule, "[my_task]")
-    if harness.include is not None and not Path(harness.include).expanduser().is_dir():
-        checks.add(f"{key}.include", harness.include, "no such folder of task files")
     if is_async(config):
         rule = (
             "has the engines to itself, and with async_generation_ratio they always work on samples; leave it out "
