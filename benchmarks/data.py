@@ -78,25 +78,26 @@ def nothing(folder: Path, file: Path) -> int:
 
 def with_roll(folder: Path, file: Path) -> int:
     """Up to the first batch of prompts."""
-    return first_batch(folder, file, use_cache=True, cache_dir=str(folder / "cache"))
+    return first_batch(folder, file, cache=folder / "cache")
 
 
 def with_processes(folder: Path, file: Path) -> int:
     """The same, shared out among as many processes as there are cores."""
     cores = len(os.sched_getaffinity(0))
-    return first_batch(folder, file, use_cache=True, cache_dir=str(folder / "shared"), preprocessing_num_workers=cores)
+    return first_batch(folder, file, cache=folder / "shared", preprocessing_num_workers=cores)
 
 
 def uncached(folder: Path, file: Path) -> int:
     """The same, kept in memory."""
-    return first_batch(folder, file, use_cache=False)
+    return first_batch(folder, file)
 
 
-def first_batch(folder: Path, file: Path, **options: Any) -> int:
+def first_batch(folder: Path, file: Path, cache: Path | None = None, **options: Any) -> int:
     from roll.config.roles import DataArguments
     from roll.datasets import DomainSampler, PromptDataset
 
-    data_args = DataArguments(file_name=str(file), **options)
+    os.environ["ROLL_CACHE_DIR"] = str(cache)
+    data_args = DataArguments(file_name=str(file), use_cache=cache is not None, **options)
     dataset = PromptDataset.build(data_args, load_tokenizer(folder), LENGTH, {"math": ["math"]})
     DomainSampler(dataset.by_domain()).next_batch(128)
     return len(dataset)

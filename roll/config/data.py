@@ -95,9 +95,8 @@ class DataArguments:
     streaming_window: int = setting(8192, ge=1, read_if={"streaming": (True,)})
     """Rows that a stream prepares at a time, and shuffles among themselves."""
     use_cache: bool | None = None
-    """Keep the prepared rows on disk; null: those of files of 4 MiB and more."""
-    cache_dir: str | None = None
-    """Folder of prepared rows; null: ``$ROLL_CACHE_DIR``, else ``~/.cache/roll``, in the folder ``datasets``."""
+    """Keep the prepared rows on disk, in ``datasets`` under ``$ROLL_CACHE_DIR`` (``~/.cache/roll``); null: those of
+    files of 4 MiB and more."""
     domain_interleave_probs: dict[str, float] | None = None
     """Share of each domain (a name under ``rewards``) in a rollout batch; the shares are divided by their sum. null: by
     data size."""

@@ -208,7 +208,8 @@ class ImageReader:
         found, placeholders = sum(vision.num_tokens) if vision is not None else 0, self.placeholders
         if found != sum(token in placeholders for token in token_ids):
             raise DataError(
-                f"{source.place}: its images have changed since it was prepared; delete data_args.cache_dir"
+                f"{source.place}: its images have changed since it was prepared; delete the folder datasets "
+                "of $ROLL_CACHE_DIR (~/.cache/roll)"
             )
         return vision
 

@@ -39,7 +39,7 @@ FORMAT = 4
 SMALLEST = 4 * 2**20
 """Bytes of data files from which rows are kept by default."""
 KEYS_OF_NO_ROW = (
-    *("on_bad_row", "use_cache", "cache_dir"),
+    *("on_bad_row", "use_cache"),
     *("shuffle", "domain_interleave_probs", "preprocessing_num_workers"),
 )
 """Keys of a data section that change no prepared row."""
@@ -72,8 +72,7 @@ def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
     settings = cache_settings(maker) if is_wanted(data_args, paths) else None
     if settings is None:
         return build_store(maker, paths, None), paths
-    root = cache_home() if data_args.cache_dir is None else Path(data_args.cache_dir).expanduser()
-    folder = root / "datasets" / cache_key(paths, settings)
+    folder = cache_home() / "datasets" / cache_key(paths, settings)
     if folder.is_dir():
         try:
             found = RowStore.open(folder)

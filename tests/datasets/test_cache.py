@@ -32,12 +32,15 @@ def rows(count: int) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLL_CACHE_DIR", str(tmp_path / "cache"))
+
+
 @pytest.fixture
-def build(tokenizer: Any, tmp_path: Path) -> Callable[..., PromptDataset]:
+def build(tokenizer: Any) -> Callable[..., PromptDataset]:
     def build(files: Any, prompt_length: int = 100, tags: tuple[str, ...] = ("t",), **options: Any) -> PromptDataset:
-        data_args = DataArguments(
-            file_name=files, **{"use_cache": True, "cache_dir": str(tmp_path / "cache")} | options
-        )
+        data_args = DataArguments(file_name=files, **{"use_cache": True} | options)
         return PromptDataset.build(data_args, tokenizer, prompt_length, {"d": list(tags)})
 
     return build
@@ -134,7 +137,7 @@ def test_a_damaged_entry_is_named(build: Any, write_jsonl: Write, tmp_path: Path
 
 
 def test_demonstrations_are_cached_too(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
-    data_args = DataArguments(file_name=write_jsonl(rows(5)), use_cache=True, cache_dir=str(tmp_path / "cache"))
+    data_args = DataArguments(file_name=write_jsonl(rows(5)), use_cache=True)
     first, second = (SftDataset.build(data_args, tokenizer, 100) for _ in range(2))
     assert list(first) == list(second)
     assert len(entries(tmp_path)) == 1

@@ -231,11 +231,12 @@ def test_too_long_prompts_are_counted_and_never_cut_inside_an_image(
 
 
 def test_rows_from_the_cache_have_their_images(
-    words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel
+    words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ROLL_CACHE_DIR", str(tmp_path / "cache"))
     (tmp_path / "a.png").write_bytes(png())
     files = write_jsonl([{"prompt": "<image>x", "images": ["a.png"]}])
-    options = {"use_cache": True, "cache_dir": str(tmp_path / "cache")}
+    options = {"use_cache": True}
     first, again = (build(words, files, vision, **options)[0] for _ in range(2))
     assert first.token_ids == again.token_ids
     assert torch.equal(first.vision.pixel_values(), again.vision.pixel_values())
@@ -323,7 +324,7 @@ def test_judged_responses_to_images(
     ]
     for kept, number in ((rows[:1], 1), (rows[1:2], 1), (rows[::2], 2), ([rows[0], rows[3]], 1)):
         for _ in range(2):
-            options = {"cache_dir": str(tmp_path / "cache"), "on_bad_row": "skip", "filter_overlong_prompts": False}
+            options = {"on_bad_row": "skip", "filter_overlong_prompts": False}
             data_args = DataArguments(file_name=write_jsonl(kept), truncation="left", **options)
             built = JudgedDataset.build(
                 data_args, words, 100, JudgedColumns(), "pairs", score_input=score_input, vision=vision

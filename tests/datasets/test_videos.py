@@ -207,12 +207,13 @@ def test_seconds_that_an_engine_rounds(models: dict[str, VisionModel]) -> None:
 
 
 def test_demonstrations_and_the_cache(
-    words: Any, write_jsonl: Write, folder: Path, models: dict[str, VisionModel]
+    words: Any, write_jsonl: Write, folder: Path, models: dict[str, VisionModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every turn's mask is widened by what stands before it; rows from the cache have their frames."""
+    monkeypatch.setenv("ROLL_CACHE_DIR", str(folder / "cache"))
     turns = [("user", "<video>x"), ("assistant", "b"), ("user", "y"), ("assistant", "#### 12")]
     row = {"messages": [dict(zip(("role", "content"), one, strict=True)) for one in turns], "videos": [names(5)]}
-    options: dict[str, Any] = {"use_cache": True, "cache_dir": str(folder / "cache"), "messages": "messages"}
+    options: dict[str, Any] = {"use_cache": True, "messages": "messages"}
     data_args = DataArguments(file_name=write_jsonl([row]), **options)
     for _ in range(2):
         (seen,) = SftDataset.build(data_args, words, 200, vision=models["qwen3_vl"], train_on="assistant")
