@@ -18,8 +18,11 @@ from roll.config.pipelines import GENERATES, SCORES
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
+from roll.config.roles import WorkerConfig
+from roll.config.strategies.fsdp import frees_gathered
 from roll.config.strategies.registry import backend_of, generation_strategies
 from roll.datasets import DataError, PromptRow, SftRow
+from roll.models.build import DTYPES
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.rehearsal.catalog import GIB, KNOWN, RUN_BYTES, WORKER_BYTES, Hardware, find_config
@@ -166,6 +169,7 @@ def rehearse_recipe(
             continue
         here = hardware.clock is not None
         task = replace(_task(loaded, name, lengths), cache=hardware.gpu.cache, on_cpu=here, on_host=here)
+        task = replace(task, role=settled(task.role, shapes[name], hardware.gpu.memory))
         key = (repr(task), json.dumps(configs[name], sort_keys=True))
         if key not in known:
             say(f"rehearsing {name} ({role.strategy_name}, {role.world_size} ranks)")
@@ -281,6 +285,17 @@ def _task(loaded: LoadedConfig[Any], name: str, lengths: tuple[int, int] | None)
         compared_tokens=compared,
         top_tokens=given,
     )
+
+
+def settled(section: WorkerConfig, shape: ModelShape | None, memory: int) -> WorkerConfig:
+    """The section with what ``reshard_after_forward: auto`` means on the rehearsed device in its place."""
+    arguments = section.strategy_args
+    if shape is None or arguments.strategy_config.get("reshard_after_forward") != "auto":
+        return section
+    compute = str(arguments.strategy_config.get("param_dtype") or section.model_args.dtype)
+    frees = frees_gathered(shape.total * DTYPES[compute].itemsize, memory)
+    settled = {**arguments.strategy_config, "reshard_after_forward": frees}
+    return replace(section, strategy_args=replace(arguments, strategy_config=settled))
 
 
 class _RecordingCluster:

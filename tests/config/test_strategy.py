@@ -61,6 +61,8 @@ def test_values_are_read_as_their_types() -> None:
     assert options.wrap_policy.wrap_lm_output and not options.wrap_policy.wrap_embeddings
     no_reshard = typed_strategy_config(StrategyArguments("fsdp2_train", {"reshard_after_forward": False}))
     assert isinstance(no_reshard, Fsdp2StrategyConfig) and no_reshard.reshard_after_forward is False
+    chosen = typed_strategy_config(StrategyArguments("fsdp2_train", {"reshard_after_forward": "auto"}))
+    assert isinstance(chosen, Fsdp2StrategyConfig) and chosen.reshard_after_forward == "auto"
 
 
 def test_options_of_other_strategies_are_left_out() -> None:

@@ -13,7 +13,9 @@ import torch
 
 from roll.cli import main
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.rehearsal.formulas import model_shape
 from roll.rehearsal.memory_traffic import MemoryTraffic
+from roll.rehearsal.recipe import settled
 from roll.rehearsal.simulate import Task, fake_world, rehearse
 from roll.rehearsal.tracker import Kind, Tracker
 from roll.strategies.base import StateKind
@@ -182,11 +184,25 @@ def test_a_model_that_is_not_known_is_asked_for(capsys: pytest.CaptureFixture[st
     assert "--model-config" in capsys.readouterr().err
 
 
+KEY = "reshard_after_forward"
+
+
 @pytest.mark.parametrize("freed", [True, False])
 def test_what_stays_gathered_is_gathered_once_a_step(tmp_path: Path, freed: bool) -> None:
     """Two updates of four micro-batches, each with a forward and a backward pass."""
     task = task_of(tmp_path, forward_rows=0, sends=False)
-    strategy = StrategyArguments("fsdp2_train", {"reshard_after_forward": freed})
+    strategy = StrategyArguments("fsdp2_train", {KEY: freed})
     work = rehearse(replace(task, role=replace(task.role, strategy_args=strategy))).works["train"]
     gathers = sum(times for one, times in work.collectives.items() if one.name == "all_gather")
     assert gathers == 2 * (LAYERS + 1) * (2 * ROWS if freed else 1)
+
+
+@pytest.mark.parametrize(("memory", "frees"), [(19, True), (20, False)])
+def test_what_stays_gathered_is_chosen_by_the_memory_of_the_rehearsed_device(
+    tmp_path: Path, memory: int, frees: bool
+) -> None:
+    role = replace(task_of(tmp_path).role, strategy_args=StrategyArguments("fsdp2_train", {KEY: "auto"}))
+    shape = model_shape(CONFIG)
+    assert shape is not None
+    found = settled(role, shape, memory * shape.total).strategy_args.strategy_config
+    assert found == {KEY: frees}

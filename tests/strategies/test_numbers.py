@@ -619,9 +619,9 @@ def test_what_stays_gathered_is_gathered_once_a_step(run, world):
     options = {"micro_batch": 3, "model_args": {"dtype": "bf16"}}
     found = [
         run(jobs.unit_gathers, world, "fsdp2", "tied", config={"reshard_after_forward": freed}, **options)
-        for freed in (False, True)
+        for freed in (False, "auto", True)
     ]
-    for (units, kept, weights), (_, freed, same) in zip(*found, strict=True):
-        assert kept == [units] * 3 and min(freed) > 3 * units
+    for (units, kept, weights), (_, chosen, alike), (_, freed, same) in zip(*found, strict=True):
+        assert kept == chosen == [units] * 3 and min(freed) > 3 * units
         for name, weight in weights.items():
-            assert torch.equal(weight, same[name]), name
+            assert torch.equal(weight, same[name]) and torch.equal(weight, alike[name]), name

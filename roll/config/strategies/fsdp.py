@@ -112,13 +112,19 @@ class ShardedStrategyConfig(StrategyConfig):
                     yield f"{path}.wrap_policy.{key}", written, rule, f"[{layers[0]}]" if layers else None
 
 
+def frees_gathered(size: int, memory: int) -> bool:
+    """``reshard_after_forward: auto``, for a model of ``size`` bytes in the compute type on devices of ``memory``."""
+    return 10 * size > memory
+
+
 @dataclass(frozen=True)
 class Fsdp2StrategyConfig(ShardedStrategyConfig):
     """``fsdp2_train`` and ``fsdp2_infer``: PyTorch's ``fully_shard``."""
 
-    reshard_after_forward: bool | int = True
+    reshard_after_forward: bool | int | Literal["auto"] = True
     """Free gathered parameters after the forward pass; false: keep them until the step's last backward pass (one gather
-    and cast a step in place of two a micro-batch); a number: reshard to groups of that many ranks."""
+    and cast a step in place of two a micro-batch); ``auto``: keep them where they take at most a tenth of a device; a
+    number: reshard to groups of that many ranks."""
     apply_tiled_mlp: bool = False
     """Compute MLP layers a tile of tokens at a time, and again in the backward pass: less memory (Qwen2, Qwen3,
     Llama)."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from roll.config.strategies.fsdp import Fsdp2StrategyConfig
+from roll.config.strategies.fsdp import Fsdp2StrategyConfig, frees_gathered
 from roll.models.build import DTYPES, tile_mlp_layers
 from roll.models.expert_parallel import ExpertMesh, row_runs
 from roll.models.log_probs import output_matrices
@@ -58,10 +58,13 @@ class Fsdp2Strategy(ShardedStrategy):
         model, mesh, config = self.model, self.mesh, self.config
         if mesh.size() == 1 and self.compute_dtype is torch.float32 and not config.offload_policy:
             return None
+        self._frees = config.reshard_after_forward
+        if self._frees == "auto":
+            self._frees = self._frees_gathered()
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=DTYPES[config.reduce_dtype])
         options: dict[str, Any] = {
             "mesh": mesh,
-            "reshard_after_forward": config.reshard_after_forward,
+            "reshard_after_forward": self._frees,
             "mp_policy": precision,
         }
         if config.offload_policy:
@@ -93,6 +96,14 @@ class Fsdp2Strategy(ShardedStrategy):
                 module.set_force_sum_reduction_for_comms(True)
         return root
 
+    def _frees_gathered(self) -> bool:
+        """Collective. What ``auto`` means here: the same on all ranks, whose devices may differ."""
+        size = sum(parameter.numel() for parameter in self.model.parameters()) * self.compute_dtype.itemsize
+        memory = self.platform.free_memory()[1]
+        if self.device.type == "cpu":  # of which all ranks have a part
+            memory //= self.world_size
+        return bool(self._max_over_ranks(frees_gathered(size, memory)))
+
     def _reshard(self) -> None:
         """After a forward pass without a backward pass the root stays gathered, and under ``reshard_after_forward:
         false`` every unit does; what comes next expects shards."""
@@ -107,7 +118,7 @@ class Fsdp2Strategy(ShardedStrategy):
         """
         if self.root is None:
             return
-        if self.config.reshard_after_forward is False:
+        if self._frees is False:
             self.root.set_reshard_after_backward(last)
         if self.world_size == 1:
             return
