@@ -204,7 +204,9 @@ class Tracker(TorchDispatchMode):
         if inputs:
             moved = self._traffic.move(*operands(func, args, kwargs, inputs, outputs))
             flops = flops_of(func._schema.name, args, kwargs)
-            kernel = kernel_of(func, args, kwargs) if self.on_host and not func.is_view else None
+            # Views and questions (``prim.device``) are none.
+            is_kernel = self.on_host and not func.is_view and func.namespace != "prim"
+            kernel = kernel_of(func, args, kwargs) if is_kernel else None
             if moved or flops or kernel:
                 self.tally.operations[Operation(flops, moved, inputs[-1].dtype, kernel)] += 1
         for tensor in outputs:

@@ -81,6 +81,8 @@ def test_a_later_step_finds_the_memory_of_the_first(tmp_path: Path) -> None:
     assert sum(peaks[1].values()) == pytest.approx(sum(peaks[0].values()), rel=0.05)
     assert here.works["train"].flops == plain.works["train"].flops
     assert all(one.kernel is None for one in plain.works["train"].operations)
+    kernels = [one.kernel.operator for one in here.works["train"].operations if one.kernel]
+    assert kernels and "prim" not in {kernel.namespace for kernel in kernels}, "what is asked of a tensor takes no time"
 
 
 def test_a_whole_recipe_counts_every_process_and_takes_time(tmp_path: Path) -> None:
