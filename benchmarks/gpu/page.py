@@ -92,6 +92,7 @@ def page(results: list[dict[str, Any]]) -> str:
                     *("| " + " | ".join(row.values()) + " |" for row in table),
                     "",
                 ]
+                lines += [f"{stages[name]['note']}\n"] if "note" in stages[name] else []
         lines += ["| stage | seconds | |", "|---|---|---|"]
         for name, figures in stages.items():
             said = figures.get("error", "").strip().splitlines()[-1:] or [figures.get("summary", "")]
