@@ -79,6 +79,28 @@ def test_what_was_measured_is_kept_and_not_measured_again(tmp_path: Path, monkey
     assert set(json.loads((tmp_path / "result.json").read_text())["stages"]) == {"tests", "train_step", "generation"}
 
 
+def test_a_call_leaves_what_it_has_no_time_for_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+
+    def measured(name: str) -> dict[str, object]:
+        calls.append(name)
+        return {"seconds": 1.0}
+
+    chosen = {name: stages.Stage(stages.tests, seconds, 1, name) for name, seconds in (("slow", 200), ("quick", 2))}
+    monkeypatch.setattr(run, "STAGES", chosen)
+    monkeypatch.setattr(run, "RESULT", tmp_path / "result.json")
+    monkeypatch.setattr(run, "run_stage", measured)
+    monkeypatch.setattr(run, "machine", lambda: {"gpu": "none"})
+    monkeypatch.setattr(sys, "argv", ["run"])
+    for seconds in (100, 300):
+        monkeypatch.setattr(run, "SECONDS", seconds)
+        run.main()
+    assert calls == ["quick", "slow"]
+    assert "for the next call: slow\n" in capsys.readouterr().out
+
+
 def test_a_stage_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys, time, pathlib; pathlib.Path(sys.argv[2]).write_text('{\"steps\": 3}'); time.sleep(60)"
     started = subprocess.Popen
@@ -88,7 +110,7 @@ def test_a_stage_ends_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(run, "WORK", tmp_path)
     monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setitem(run.STAGES, "tests", stages.Stage(stages.tests, 2, "a stage that hangs"))
+    monkeypatch.setitem(run.STAGES, "tests", stages.Stage(stages.tests, 1, 2, "a stage that hangs"))
     monkeypatch.setattr(subprocess, "run", lambda *words, **options: None)
     figures = run.run_stage("tests")
     assert (figures["steps"], figures["error"]) == (3, "ended after its limit of 2 s")

@@ -24,8 +24,8 @@ PYTHONPATH=/opt/site:$PWD GPU_SITE=/opt/site benchmarks/gpu/run.sh
 ```
 
 `packages.txt` is `pip list --format freeze` of that host: what it has, its torch above all, stays as it is. Stages run
-in order of value, each with a time limit; `result.json` is replaced after each, and a second call goes on with what is
-missing. `ROLL_PLATFORM=cpu benchmarks/gpu/run.sh` rehearses the whole without a GPU.
+in order of value, for nine minutes (`GPU_SECONDS`), each with a time limit; `result.json` is replaced after each, and
+a second call goes on with what is missing. `ROLL_PLATFORM=cpu benchmarks/gpu/run.sh` rehearses the whole without a GPU.
 """
 
 STEP = "A training step of Qwen2.5-1.5B's shape, 65,000 tokens packed, bf16 (`benchmarks/train_step.py`)"

@@ -1,7 +1,9 @@
 """Run the stages on this machine's GPU, most valuable first: ``python -m benchmarks.gpu.run [STAGE ...]``.
 
-Each stage has a time limit; ``result.json`` is replaced after each, so that an end at any second keeps what was
-measured.  A second call leaves out what is measured already.  ``ROLL_PLATFORM=cpu`` rehearses on a host without a GPU.
+A call takes nine minutes (``GPU_SECONDS``): a stage that would not be done by then, as estimated, is left to the next
+call, which leaves out what is measured already.  Stages that are named run however long they take.  Each has a time
+limit; ``result.json`` is replaced after each, so that an end at any second keeps what was measured.
+``ROLL_PLATFORM=cpu`` rehearses on a host without a GPU.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 from benchmarks.gpu.stages import ON_GPU, ROOT, STAGES, WORK
 
+SECONDS = float(os.environ.get("GPU_SECONDS", 540 if ON_GPU else "inf"))
 RESULT = Path(os.environ.get("GPU_RESULT", WORK / "result.json"))
 
 
@@ -76,9 +79,14 @@ def run_stage(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    until, named = time.monotonic() + SECONDS, sys.argv[1:]
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"machine": machine(), "stages": {}}
-    for name in sys.argv[1:] or STAGES:
+    left = []
+    for name in named or STAGES:
         if "seconds" in (known := result["stages"].get(name, {})) and "error" not in known:
+            continue
+        if not named and time.monotonic() + STAGES[name].estimate_s > until:
+            left.append(name)
             continue
         result["stages"][name] = figures = run_stage(name)
         RESULT.parent.mkdir(parents=True, exist_ok=True)
@@ -87,6 +95,8 @@ def main() -> None:
         partial.replace(RESULT)
         said = figures.get("error", "done").strip().splitlines()[-1]
         print(f"{figures['seconds']:7.1f} s  {name}: {said[:300]}", flush=True)
+    if left:
+        print(f"for the next call: {', '.join(left)}")
 
 
 if __name__ == "__main__":

@@ -291,26 +291,28 @@ def peak_tflops() -> int:
 @dataclass(frozen=True)
 class Stage:
     run: Callable[[], Figures]
+    estimate_s: int
+    """Measured on an H200, or guessed by what is like it."""
     limit_s: int
     """It is killed after so many seconds; what it had written until then is kept."""
     title: str
 
 
 STAGES = {
-    "doctor": Stage(doctor, 90, "`roll doctor --gpu`"),
-    "tests": Stage(tests, 60, "`pytest -m gpu`"),
-    "grpo_hf": Stage(grpo_hf, 180, "SmolLM2-135M, GRPO, fsdp2 + hf_infer"),
-    "train_step": Stage(train_step, 240, "a training step of 1.5B weights"),
-    "grpo_vllm": Stage(grpo_vllm, 150, "SmolLM2-135M, GRPO, fsdp2 + vLLM with CUDA graphs"),
-    "colocated": Stage(colocated, 180, "1.5B weights, whole steps, trainer and vLLM on one device"),
-    "generation": Stage(generation, 90, "vLLM, 1.5B weights, 256 responses of 1,024 tokens"),
-    "fits": Stage(fits, 200, "7B weights: LoRA, and ZeRO-3 with offload"),
-    "backends": Stage(backends, 120, "a training step of 1.5B weights under DeepSpeed and Megatron"),
-    "grpo_trl": Stage(grpo_trl, 60, "SmolLM2-135M, GRPO in TRL"),
-    "grpo_asynchronous": Stage(grpo_asynchronous, 120, "SmolLM2-135M, GRPO, generation one step ahead"),
-    "grpo_sglang": Stage(grpo_sglang, 150, "SmolLM2-135M, GRPO, fsdp2 + SGLang"),
-    "grpo_vllm_eager": Stage(grpo_vllm_eager, 70, "the same without graphs"),
-    "grpo_large_batch": Stage(grpo_large_batch, 60, "SmolLM2-135M, 1,024 samples a step, hf_infer"),
+    "doctor": Stage(doctor, 60, 90, "`roll doctor --gpu`"),
+    "tests": Stage(tests, 35, 60, "`pytest -m gpu`"),
+    "grpo_hf": Stage(grpo_hf, 110, 180, "SmolLM2-135M, GRPO, fsdp2 + hf_infer"),
+    "train_step": Stage(train_step, 120, 240, "a training step of 1.5B weights"),
+    "grpo_vllm": Stage(grpo_vllm, 120, 150, "SmolLM2-135M, GRPO, fsdp2 + vLLM with CUDA graphs"),
+    "colocated": Stage(colocated, 130, 180, "1.5B weights, whole steps, trainer and vLLM on one device"),
+    "generation": Stage(generation, 40, 90, "vLLM, 1.5B weights, 256 responses of 1,024 tokens"),
+    "fits": Stage(fits, 150, 200, "7B weights: LoRA, and ZeRO-3 with offload"),
+    "backends": Stage(backends, 90, 120, "a training step of 1.5B weights under DeepSpeed and Megatron"),
+    "grpo_trl": Stage(grpo_trl, 45, 60, "SmolLM2-135M, GRPO in TRL"),
+    "grpo_asynchronous": Stage(grpo_asynchronous, 80, 120, "SmolLM2-135M, GRPO, generation one step ahead"),
+    "grpo_sglang": Stage(grpo_sglang, 100, 150, "SmolLM2-135M, GRPO, fsdp2 + SGLang"),
+    "grpo_vllm_eager": Stage(grpo_vllm_eager, 50, 70, "the same without graphs"),
+    "grpo_large_batch": Stage(grpo_large_batch, 50, 60, "SmolLM2-135M, 1,024 samples a step, hf_infer"),
 }
 
 
