@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.config.losses import BoundedDivergence, DivergenceConfig
+from roll.config.losses import DivergenceConfig
 from roll.protocol.metrics import Mean, Metrics
 
 
@@ -46,14 +46,13 @@ def divergence(student: Tensor, teacher: Tensor, options: DivergenceConfig, has_
         if not is_partial:
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         has_tail = False
-    bounds = options if isinstance(options, BoundedDivergence) else BoundedDivergence()
-    if bounds.log_prob_floor is not None:
-        student, teacher = student.clamp(min=bounds.log_prob_floor), teacher.clamp(min=bounds.log_prob_floor)
+    if options.log_prob_floor is not None:
+        student, teacher = student.clamp(min=options.log_prob_floor), teacher.clamp(min=options.log_prob_floor)
     value = DIVERGENCES[options.kd_objective](student, teacher, options, has_tail)
     if is_partial:
         value = value.clamp(min=0.0)  # masses that do not add up to 1 may have a sum below 0
-    if bounds.clamp is not None:
-        value = value.clamp(-bounds.clamp, bounds.clamp)
+    if options.divergence_clamp is not None:
+        value = value.clamp(-options.divergence_clamp, options.divergence_clamp)
     # Gradients of soft targets shrink as 1 / T^2 (arXiv 1503.02531, section 2): the factor keeps their scale.
     return value * options.kd_temperature**2 if options.kd_temperature_squared else value
 

@@ -180,6 +180,10 @@ class DivergenceConfig:
     topk_tail: TopkTail = "bucket"
     """The rest of the vocabulary: ``bucket`` compares its mass as one further token; ``renormalised`` ignores it on
     both sides, as ROLL does; ``ignored`` leaves it out of the sum, which is at least 0, as verl does."""
+    log_prob_floor: float | None = setting(None, lt=0)
+    """Log-probs of both sides that are compared are this at least; null: as they are."""
+    divergence_clamp: float | None = setting(None, gt=0)
+    """The divergence of a token is held within +- this bound; null: as it is."""
     kd_temperature: float = setting(1.0, gt=0)
     """Divides the logits of both sides before they are compared."""
     teacher_temperature: float = setting(1.0, gt=0)
@@ -194,13 +198,3 @@ class DivergenceConfig:
     js_beta: float = setting(0.5, gt=0, lt=1, read_if={"kd_objective": ("js_divergence",)})
     """``js_divergence``: weight of the teacher in the mixture (GKD's beta). For b near 0 it is b times the forward KL,
     near 1 it is 1 - b times the reverse KL."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BoundedDivergence(DivergenceConfig):
-    """A divergence with the bounds of on-policy distillation."""
-
-    log_prob_floor: float | None = None
-    """Log-probs of both sides that are compared are this at least."""
-    clamp: float | None = None
-    """The divergence of a token is held within +- this bound."""

@@ -12,7 +12,7 @@ from string import Formatter
 from typing import Any, Literal
 
 from roll.config.checks.base import Checks
-from roll.config.losses import KD_OBJECTIVES, TOPK_TAILS, BoundedDivergence
+from roll.config.losses import KD_OBJECTIVES, TOPK_TAILS, DivergenceConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import closest
 from roll.config.reading.fields import rules, setting
@@ -110,17 +110,17 @@ def coefficients(config: TaughtConfig) -> dict[str, float]:
     }
 
 
-def opd_divergence(config: TaughtConfig) -> BoundedDivergence:
+def opd_divergence(config: TaughtConfig) -> DivergenceConfig:
     """The divergence of ``opd_form: topk`` and ``full_vocabulary``."""
     count = config.opd_topk if config.opd_form == "topk" else 0
     objective: Any = config.opd_objective
     tail: Any = config.opd_topk_tail
-    return BoundedDivergence(
+    return DivergenceConfig(
         kd_objective=objective,
         logits_topk=count,
         topk_tail=tail,
         log_prob_floor=config.opd_log_prob_floor,
-        clamp=config.opd_clamp,
+        divergence_clamp=config.opd_clamp,
     )
 
 

@@ -86,9 +86,9 @@ def _all_at_once(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, sc
 
 
 MOST_PARTS, LONG = 2, 32
-"""Up to so many responses to each prompt (those of a pair), runs of so many tokens on average, and those of a deeper
-tree a CPU computes one after another. Without padding and with fewer copies, forward and backward pass take a third
-less time than all at once for 256 tokens, and as long for 32; for 16 twice as long."""
+"""A CPU computes runs all at once only where prompts have more than ``MOST_PARTS`` responses and runs average fewer
+than ``LONG`` tokens. One after another there is no padding and less copying: forward and backward pass take a third
+less time for runs of 256 tokens, as long for 32, and twice as long for 16."""
 
 
 def _run_by_run(
@@ -247,7 +247,8 @@ def layout_attention(
         attend: computes attention of queries, keys, values and pattern, with this scaling and window; None: torch's
             kernels.
         sliding_window: a token sees itself and this number of tokens less one before it; None: all before it.
-        others: what transformers hands down to every layer. What only some layers have would change the result.
+        others: keywords that transformers passes to every layer have no effect; any other one, which would change the
+            result, is refused.
 
     Returns:
         (S, T, heads, head_dim), and None for the weights.
@@ -259,7 +260,11 @@ def layout_attention(
             f"{_WITHOUT}"
         )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    faults = {"a mask of its own": attention_mask is not None, f"dropout of {dropout}": dropout, "no order": not causal}
+    faults = {
+        "a mask of its own": attention_mask is not None,
+        f"dropout of {dropout}": dropout,
+        "no causal mask": not causal,
+    }
     added = {name for name, given in others.items() if given is not None and given is not False} - _passed_down()
     faults |= dict.fromkeys(sorted(added), True)
     if found := [what for what, holds in faults.items() if holds]:

@@ -169,7 +169,8 @@ def rehearse_recipe(
             continue
         here = hardware.clock is not None
         task = replace(_task(loaded, name, lengths), cache=hardware.gpu.cache, on_cpu=here, on_host=here)
-        task = replace(task, role=settled(task.role, shapes[name], hardware.gpu.memory))
+        memory = hardware.gpu.memory // (task.world_size if here else 1)  # ranks share the memory of a host
+        task = replace(task, role=with_reshard_settled(task.role, shapes[name], memory))
         key = (repr(task), json.dumps(configs[name], sort_keys=True))
         if key not in known:
             say(f"rehearsing {name} ({role.strategy_name}, {role.world_size} ranks)")
@@ -287,15 +288,15 @@ def _task(loaded: LoadedConfig[Any], name: str, lengths: tuple[int, int] | None)
     )
 
 
-def settled(section: WorkerConfig, shape: ModelShape | None, memory: int) -> WorkerConfig:
-    """The section with what ``reshard_after_forward: auto`` means on the rehearsed device in its place."""
+def with_reshard_settled(section: WorkerConfig, shape: ModelShape | None, memory: int) -> WorkerConfig:
+    """Replace ``reshard_after_forward: auto`` by what it means on devices of so much memory."""
     arguments = section.strategy_args
     if shape is None or arguments.strategy_config.get("reshard_after_forward") != "auto":
         return section
     compute = str(arguments.strategy_config.get("param_dtype") or section.model_args.dtype)
     frees = frees_gathered(shape.total * DTYPES[compute].itemsize, memory)
-    settled = {**arguments.strategy_config, "reshard_after_forward": frees}
-    return replace(section, strategy_args=replace(arguments, strategy_config=settled))
+    config = {**arguments.strategy_config, "reshard_after_forward": frees}
+    return replace(section, strategy_args=replace(arguments, strategy_config=config))
 
 
 class _RecordingCluster:

@@ -204,7 +204,7 @@ class Tracker(TorchDispatchMode):
         if inputs:
             moved = self._traffic.move(*operands(func, args, kwargs, inputs, outputs))
             flops = flops_of(func._schema.name, args, kwargs)
-            # Views and questions (``prim.device``) are none.
+            # Views and queries such as ``prim.device`` take no time.
             is_kernel = self.on_host and not func.is_view and func.namespace != "prim"
             kernel = kernel_of(func, args, kwargs) if is_kernel else None
             if moved or flops or kernel:

@@ -182,7 +182,7 @@ def test_an_own_run_without_context_and_padding_have_sequences() -> None:
     [
         ({"softcap": 50.0}, "softcap"),
         ({"s_aux": torch.ones(4)}, "s_aux"),
-        ({"is_causal": False}, "no order"),
+        ({"is_causal": False}, "no causal mask"),
         ({"position_bias": torch.ones(4, 8, 8), "softcap": 3.0}, "position_bias, softcap"),
     ],
 )

@@ -15,7 +15,7 @@ from roll.cli import main
 from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.rehearsal.formulas import model_shape
 from roll.rehearsal.memory_traffic import MemoryTraffic
-from roll.rehearsal.recipe import settled
+from roll.rehearsal.recipe import with_reshard_settled
 from roll.rehearsal.simulate import Task, fake_world, rehearse
 from roll.rehearsal.tracker import Kind, Tracker
 from roll.strategies.base import StateKind
@@ -204,5 +204,5 @@ def test_what_stays_gathered_is_chosen_by_the_memory_of_the_rehearsed_device(
     role = replace(task_of(tmp_path).role, strategy_args=StrategyArguments("fsdp2_train", {KEY: "auto"}))
     shape = model_shape(CONFIG)
     assert shape is not None
-    found = settled(role, shape, memory * shape.total).strategy_args.strategy_config
+    found = with_reshard_settled(role, shape, memory * shape.total).strategy_args.strategy_config
     assert found == {KEY: frees}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -17,7 +18,7 @@ from tests.conftest import ROOT
 from tests.strategies.samples import plain_model
 
 EXAMPLE = ROOT / "examples/smollm2/prepare.py"
-NEW_TOKENS = 48
+NEW_TOKENS, PROMPTS = 48, 100
 _AT_ONCE, _COMPARED = 50, 20
 
 
@@ -121,3 +122,10 @@ def compare_answers(folder: Path, prompts: list[list[int]], found: list[list[int
             logits = model(torch.tensor([prompt + answer[:place]]), logits_to_keep=1).logits[0, 0]
             gaps.append(float(logits.max() - logits[own[place]]))
     return Comparison(len(prompts) - len(gaps), logit_noise(model, prompts[:_COMPARED]), gaps)
+
+
+def check_answers(folder: Path, answers: Callable[[Path, list[list[int]]], list[list[int]]]) -> None:
+    """An engine's greedy answers are those of ``generate``, but where rounding explains the difference."""
+    prompts = chat_prompts(folder, PROMPTS)
+    compared = compare_answers(folder, prompts, answers(folder, prompts))
+    assert compared.unexplained() == [], str(compared)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.strategies import engine_cases
-from tests.strategies.greedy_answers import chat_prompts, compare_answers, engine_answers
+from tests.strategies.greedy_answers import PROMPTS, check_answers, engine_answers
 from tests.strategies.vllm import cases
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
-PROMPTS = 100
 
 
 def greedy_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -21,7 +21,4 @@ def greedy_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_greedy_answers_are_those_of_generate(in_engine_process, smollm2):
-    prompts = chat_prompts(smollm2, PROMPTS)
-    found = in_engine_process(greedy_answers, smollm2, prompts)
-    compared = compare_answers(smollm2, prompts, found)
-    assert compared.unexplained() == [], str(compared)
+    check_answers(smollm2, partial(in_engine_process, greedy_answers))
