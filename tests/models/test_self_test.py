@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from roll.config.roles import ModelArguments, WorkerConfig
-from roll.models import small, vision
+from roll.models import self_test, small, vision
 from roll.models.attention import use_layout_attention
 from roll.models.layouts import packed_layout, row_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise
 from roll.models.self_test import check_role, plain_values, rows_of
 from roll.models.small import ORIGINAL_LENGTH, small_model
+from roll.platforms import current_platform
 from tests import vision_models
 
 SIZES: dict[str, Any] = {
@@ -274,3 +276,26 @@ def test_a_small_copy_of_a_published_size_sees(kind: Any) -> None:
     rows = rows_of(model)
     values, gradient = plain_values(model, rows, "causal_lm")
     assert rows.images is not None and values.isfinite().all() and gradient is not None
+
+
+@pytest.mark.parametrize("liger", [True, False])
+def test_kernels_of_a_device_are_tested_on_it(liger: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy is built on the host, where Triton has none."""
+    compute, devices = self_test._in_layout, list[torch.device | None]()
+
+    def recorded(*args: Any, **keywords: Any) -> Any:
+        devices.append(args[-1])
+        return compute(*args, **keywords)
+
+    monkeypatch.setattr(self_test, "_in_layout", recorded)
+    monkeypatch.setattr(self_test, "use_liger", lambda model: None)
+    role = role_of(tmp_path, config_of("Llama"))
+    check_role(replace(role, model_args=replace(role.model_args, use_liger_kernel=liger)), "causal_lm", trains=True)
+    assert devices == [current_platform().device() if liger else None]
+
+
+@pytest.mark.gpu
+def test_ligers_kernels_pass_on_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("liger_kernel")
+    role = role_of(tmp_path, config_of("Llama"))
+    check_role(replace(role, model_args=replace(role.model_args, use_liger_kernel=True)), "causal_lm", trains=True)
