@@ -10,7 +10,8 @@ driver, workers and all of Ray's own processes).  Contestants take turns for ``-
 memory is the largest sum of the tree's proportional set sizes, looked at once a second.
 
 ``smollm2`` is the recipe of ``examples/smollm2`` (8 prompts x 8 samples, at most 48 tokens, bf16 over float32 weights,
-activations computed again), which ``prepare.py`` there makes ready.
+activations computed again), which ``prepare.py`` there makes ready; ``smollm2_sft`` and ``smollm2_dpo`` are its recipes
+of given rows (16 answers or 8 pairs a step), compared with TRL's SFTTrainer and DPOTrainer.
 
 Needs the warm start (``make run`` makes it) and, for TRL, ``pip install trl==1.16.0``.
 """
@@ -54,11 +55,12 @@ class Recipe:
 
 
 SMOLLM2 = ROOT / "examples/smollm2"
+SMOLLM2_MODEL = SMOLLM2 / "artifacts/SmolLM2-135M-Instruct.gguf"
 RECIPES = {
     "tiny": Recipe(ROOT / "examples/tiny", MODEL, TRAIN, 256, 5),
-    "smollm2": Recipe(
-        SMOLLM2, SMOLLM2 / "artifacts/SmolLM2-135M-Instruct.gguf", SMOLLM2 / "artifacts/instructions_train.jsonl", 64, 1
-    ),
+    "smollm2": Recipe(SMOLLM2, SMOLLM2_MODEL, SMOLLM2 / "artifacts/instructions_train.jsonl", 64, 1),
+    "smollm2_sft": Recipe(SMOLLM2, SMOLLM2_MODEL, SMOLLM2 / "artifacts/sums_train.jsonl", 16, 2),
+    "smollm2_dpo": Recipe(SMOLLM2, SMOLLM2_MODEL, SMOLLM2 / "artifacts/instructions_train.jsonl", 16, 2),
 }
 
 
@@ -81,16 +83,20 @@ def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[st
 
     def trl(threads: int) -> Contestant:
         words = [dequantised_path(str(model)), *own, "--threads", str(threads), "--recipe", name]
-        command = [sys.executable, str(scripts / "trl_grpo.py"), *words]
-        return Contestant(f"TRL GRPOTrainer, {threads} thread{'s'[: threads - 1]}", command)
+        script, trainer = {
+            "smollm2_sft": ("trl_rows.py", "SFTTrainer"),
+            "smollm2_dpo": ("trl_rows.py", "DPOTrainer"),
+        }.get(name, ("trl_grpo.py", "GRPOTrainer"))
+        command = [sys.executable, str(scripts / script), *words]
+        return Contestant(f"TRL {trainer}, {threads} thread{'s'[: threads - 1]}", command)
 
-    def roll(title: str, *overrides: str, config: str = "rlvr_config") -> Contestant:
+    def roll(title: str, *overrides: str, pipeline: str = "rlvr", config: str = "rlvr_config") -> Contestant:
         output = folder / title.replace(" ", "-").replace(",", "")
         command = [
-            *(sys.executable, str(ROOT / "examples/start_rlvr_pipeline.py")),
+            *(sys.executable, str(ROOT / f"examples/start_{pipeline}_pipeline.py")),
             *("--config_path", str(recipe.config), "--config_name", config),
             *(f"max_steps={steps}", f"output_dir={output}", f"pretrain={model}", "eval_steps=0", "track_with=[jsonl]"),
-            "use_kl_loss=false",
+            *(["use_kl_loss=false"] if pipeline == "rlvr" else []),
             *overrides,
             *extra,
         ]
@@ -105,6 +111,9 @@ def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[st
             roll("roll, asynchronous", config="async_config"),
             *([trl(2)] if has_trl else []),
         ]
+    if name in ("smollm2_sft", "smollm2_dpo"):
+        pipeline = name.removeprefix("smollm2_")
+        return [roll("roll", pipeline=pipeline, config=f"{pipeline}_config"), *([trl(2)] if has_trl else [])]
     one_device = [
         "num_gpus_per_node=1",
         "actor_train.device_mapping=[0]",

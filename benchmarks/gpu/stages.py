@@ -259,6 +259,14 @@ def grpo_asynchronous() -> Figures:
     return smollm2("grpo_asynchronous", 20, config="async_config")
 
 
+def bisect() -> Figures:
+    """Where engine and trainer part in bf16, by the first operation: `strict_on_policy` is for CPUs."""
+    prepared()
+    command = (sys.executable, "-m", "roll.cli", "bisect-logprobs", "examples/smollm2/rlvr_config")
+    output = call(*command, accepted=(0, 1))
+    return {"summary": "; ".join(line for line in output.splitlines() if " log-probs" in line or "they part" in line)}
+
+
 def grpo_trl() -> Figures:
     """The recipe of ``grpo_hf`` in TRL's trainer."""
     if importlib.util.find_spec("trl") is None:
@@ -310,6 +318,7 @@ STAGES = {
     "backends": Stage(backends, 90, 120, "a training step of 1.5B weights under DeepSpeed and Megatron"),
     "grpo_trl": Stage(grpo_trl, 45, 60, "SmolLM2-135M, GRPO in TRL"),
     "grpo_asynchronous": Stage(grpo_asynchronous, 80, 120, "SmolLM2-135M, GRPO, generation one step ahead"),
+    "bisect": Stage(bisect, 30, 60, "`roll bisect-logprobs`: hf_infer and fsdp2, SmolLM2-135M, bf16"),
     "grpo_sglang": Stage(grpo_sglang, 100, 150, "SmolLM2-135M, GRPO, fsdp2 + SGLang"),
     "grpo_vllm_eager": Stage(grpo_vllm_eager, 50, 70, "the same without graphs"),
     "grpo_large_batch": Stage(grpo_large_batch, 50, 60, "SmolLM2-135M, 1,024 samples a step, hf_infer"),

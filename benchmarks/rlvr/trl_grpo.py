@@ -46,8 +46,22 @@ class Markers(TrainerCallback):
         mark_step(0)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "reward" in logs:
-            mark_step(state.global_step, reward=float(logs["reward"]))
+        named = {name: float(logs[name]) for name in ("reward", "loss") if name in (logs or {})}
+        if named:
+            mark_step(state.global_step, **named)
+
+
+class SavedModels(TrainerCallback):
+    """A model folder every ``every`` steps, named by the step."""
+
+    def __init__(self, folder: Path, every: int = 10) -> None:
+        self._folder, self._every = folder, every
+
+    def on_step_end(self, args, state, control, model=None, processing_class=None, **kwargs):
+        if state.global_step % self._every == 0:
+            folder = self._folder / str(state.global_step)
+            model.save_pretrained(folder)
+            processing_class.save_pretrained(folder)
 
 
 def score(completions, truth, **_):
@@ -74,7 +88,7 @@ def main() -> None:
     parser.add_argument("--recipe", choices=RECIPES, default="tiny")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gpu", action="store_true", help="on the first GPU")
-    parser.add_argument("--save", help="folder for the trained model")
+    parser.add_argument("--save", type=Path, help="folder for the model after every 10 steps")
     arguments = parser.parse_args()
     recipe = RECIPES[arguments.recipe]
     torch.set_num_threads(arguments.threads)
@@ -116,11 +130,9 @@ def main() -> None:
             args=config,
             train_dataset=questions,
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
-            callbacks=[Markers()],
+            callbacks=[Markers(), *([SavedModels(arguments.save)] if arguments.save else [])],
         )
         trainer.train()
-        if arguments.save:
-            trainer.save_model(arguments.save)
 
 
 if __name__ == "__main__":

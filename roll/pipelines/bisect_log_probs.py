@@ -208,15 +208,21 @@ class Pair:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone, as backends need one."""
+    """A process group of this process alone, on the first device, as backends need one."""
     import torch.distributed as dist
+
+    from roll.platforms import current_platform
 
     if dist.is_initialized():
         yield
         return
+    platform = current_platform()
+    if platform.device_type != "cpu":
+        platform.set_device(0)
     own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with tempfile.TemporaryDirectory() as folder, environment(own):
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        store = f"file://{folder}/store"
+        dist.init_process_group(platform.process_group_backend, init_method=store, rank=0, world_size=1)
         try:
             yield
         finally:
