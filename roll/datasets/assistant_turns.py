@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from roll.config.names import TEMPLATE_ENDINGS
 from roll.datasets.columns import Columns, Message
 from roll.datasets.reading import TOOLS, SourceRow
-from roll.datasets.templates import Conversation, TemplateChoice
+from roll.datasets.templates import Conversation, TemplateChoice, tokenize
 from roll.datasets.types import DataError
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def plain_message(source: SourceRow, message: Message) -> Message:
         function = dict(call["function"] if isinstance(call.get("function"), Mapping) else call)
         if isinstance(function.get("arguments"), str):
             function["arguments"] = parsed(source, "tool_calls.arguments", function["arguments"] or "{}")
-        calls.append(
-            {**call, "function": function} if "function" in call else {"type": "function", "function": function}
-        )
+        # A call without the wrapper of OpenAI's interface is given one: templates look for it.
+        rest = call if "function" in call else {"type": "function"}
+        calls.append({**rest, "function": function})
     return kept | {"tool_calls": calls}
 
 
@@ -86,11 +86,7 @@ def parsed(source: SourceRow, column: str, text: str) -> Any:
 
 
 class AssistantTurns:
-    """Renders, tokenises and masks conversations with one tokenizer and one choice of templates.
-
-    Raises:
-        DataError: a template that does not render turn by turn.
-    """
+    """Renders, tokenises and masks conversations; ``DataError`` for a template that does not render turn by turn."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, templates: TemplateChoice) -> None:
         for name in templates.renders:
@@ -145,7 +141,13 @@ class AssistantTurns:
                         "use train_on: last, or a template with {% generation %} marks"
                     )
                 beginnings.append(beginning)
-        whole, edges = self._tokens(text, beginnings)
+        # Where a token would span the end of a beginning, the parts are tokenised apart, as when the model generates.
+        whole, *parts = tokenize(self._tokenizer, [text, *beginnings])
+        edges = [len(part) for part in parts]
+        if not all(whole[: len(part)] == part for part in parts):
+            places = [0, *map(len, beginnings), len(text)]
+            pieces = tokenize(self._tokenizer, [text[begin:end] for begin, end in pairwise(places)])
+            whole, edges = [token for piece in pieces for token in piece], list(accumulate(map(len, pieces[:-1])))
         mask = [False] * len(whole)
         for begin, end in zip(edges[::2], edges[1::2], strict=True):
             # A turn ends with its last special token, if only space follows it.
@@ -158,32 +160,13 @@ class AssistantTurns:
             whole, mask = [*whole, self._tokenizer.eos_token_id], [*mask, True]
         return Masked(whole, mask)
 
-    def _tokens(self, text: str, beginnings: Sequence[str]) -> tuple[list[int], list[int]]:
-        """The ids of ``text``, and how many of them each of its ``beginnings`` has.
-
-        Where a token would span the end of one, the parts are tokenised apart, as they are when the model generates.
-        """
-        whole, *parts = self._encoded([text, *beginnings])
-        if all(whole[: len(part)] == part for part in parts):
-            return whole, [len(part) for part in parts]
-        places = [0, *map(len, beginnings), len(text)]
-        pieces = self._encoded([text[begin:end] for begin, end in pairwise(places)])
-        return [token for piece in pieces for token in piece], list(accumulate(map(len, pieces[:-1])))
-
-    def _encoded(self, texts: list[str]) -> list[list[int]]:
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
-
     def _render(self, one: Conversation, name: str, count: int, opens: bool) -> str:
         """The first ``count`` messages, with the opening of the assistant's turn or without."""
-        options: dict[str, Any] = {} if one.tools is None else {"tools": one.tools}
         if count == 0:
             return ""
-        variables = self._templates.variables
-        return self._templates.renders[name](
-            self._tokenizer, one.messages[:count], add_generation_prompt=opens, **options, **variables
-        )
+        tools: dict[str, Any] = {} if one.tools is None else {"tools": one.tools}
+        render, variables = self._templates.renders[name], self._templates.variables
+        return render(self._tokenizer, one.messages[:count], add_generation_prompt=opens, **tools, **variables)
 
 
 def spans_of(mask: Sequence[bool]) -> list[int]:

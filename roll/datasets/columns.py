@@ -14,8 +14,7 @@ from roll.datasets.reading import SourceRow, whole_characters
 from roll.datasets.types import DataError
 
 Message = dict[str, Any]
-SOURCE = "data_source"
-"""verl's column of the data set that a row comes from, which its rewards go by."""
+SOURCE = "data_source"  # verl's column of the data set that a row comes from, which its rewards go by
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -28,8 +27,7 @@ class Columns:
     messages: str | None
     prompt: str | None
     response: str
-    source: str | None = None
-    """The column that verl's data sets route by, for rows without a tag."""
+    source: str | None = None  # the column that verl's data sets route by, for rows without a tag
 
     @classmethod
     def of(cls, data_args: DataArguments, first: SourceRow) -> Columns:
@@ -209,11 +207,7 @@ def build_filter(setting: str | Mapping[str, Any] | None) -> Keep | None:
 
 
 def holds(source: SourceRow, column: str, condition: object) -> bool:
-    """The value is equal, one of a list, or within ``{min, max}`` (both included).
-
-    Raises:
-        DataError: no such column, or no number where the condition is a range.
-    """
+    """The value is equal, one of a list, or within ``{min, max}`` (both included)."""
     if column not in source.row:
         found = sorted(source.row)
         raise DataError(f"{source.place}: dataset_filter asks for the column {column!r}, found only {found}")
@@ -226,11 +220,7 @@ def holds(source: SourceRow, column: str, condition: object) -> bool:
 
 
 def as_number(source: SourceRow, column: str, wanted_by: str) -> float:
-    """The row's value in ``column`` as a number (CSV files hold texts).
-
-    Raises:
-        DataError: no such column, or no number in it.
-    """
+    """The row's value in ``column`` as a number (CSV files hold texts)."""
     value = source.row.get(column)
     try:
         # float(True) is 1.0, but a flag is no number.
@@ -252,11 +242,7 @@ def import_function(path: str) -> Callable[..., Any]:
 
 
 def filter_source(setting: str | Mapping[str, Any] | None) -> Any:
-    """Source of the filter's result, for a cache key: the conditions, or the module that holds the function.
-
-    Raises:
-        OSError: the function's source is not there, so nobody can tell whether it changed.
-    """
+    """Source of the filter's result, for a cache key: the conditions, or the module that holds the function."""
     if not isinstance(setting, str):
         return None if setting is None else dict(setting)
     module = inspect.getmodule(import_function(setting))

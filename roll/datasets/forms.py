@@ -50,28 +50,18 @@ MAX_BOXES = 16
 class RowForm:
     """Columns of a file by their meaning."""
 
-    dialogue: str | None = None
-    """Column that becomes ``messages``."""
+    dialogue: str | None = None  # column that becomes `messages`
     question: str | None = None
     """Column that becomes ``prompt``; :data:`ALPACA` becomes ``messages``, with ``input``, ``system``, ``history``."""
-    response: tuple[str, str] | None = None
-    """Column of the response, and the name it gets."""
-    completion: str | None = None
-    """Column of messages that continue those of ``prompt``."""
-    truth: str | None = None
-    """Column of the ground truth."""
+    response: tuple[str, str] | None = None  # column of the response, and the name it gets
+    completion: str | None = None  # column of messages that continue those of `prompt`
+    truth: str | None = None  # column of the ground truth
     pattern: str | None = None
     """Regular expression that finds the ground truth in it; None: the text after ``####``, the last box, or all."""
     entries: tuple[str, ...] = ()
     """Dotted names of entries of columns, such as ``extra_info.question``, which become columns."""
 
     def __call__(self, source: SourceRow) -> SourceRow:
-        """The row with the columns of the form.
-
-        Raises:
-            DataError: a row that lacks a column of the form, a turn of an unknown speaker, or a ground truth that the
-                pattern does not find.
-        """
         row = {name: turns(source, value) for name, value in source.row.items()}
         source = replace(source, row=row)
         row.update((name, entry_of(source, name)) for name in self.entries)
@@ -92,7 +82,6 @@ class RowForm:
         return source
 
     def __str__(self) -> str:
-        """Where each column comes from."""
         parts = []
         if self.dialogue is not None:
             parts.append(f"messages from {self.dialogue}")
@@ -143,11 +132,7 @@ def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
 
 
 def entry_of(source: SourceRow, name: str) -> Any:
-    """The entry of a column that a dotted name leads to; the column may be the JSON text of a section.
-
-    Raises:
-        DataError: a row without that entry.
-    """
+    """The entry of a column that a dotted name leads to; the column may be the JSON text of a section."""
     column, *path = name.split(".")
     value = require(source, column)
     value = parsed(source, column, value) if isinstance(value, str) else value
@@ -190,7 +175,6 @@ def truth_column(data_args: DataArguments, first: SourceRow) -> tuple[str | None
 
 
 def found_truth(source: SourceRow, column: str, value: object, pattern: str | None) -> Any:
-    """The ground truth in a column's value."""
     if not isinstance(value, str):
         return value
     if pattern is None:
@@ -266,12 +250,7 @@ def turns(source: SourceRow, value: Any) -> Any:
 
 
 def alpaca_messages(source: SourceRow) -> list[dict[str, Any]]:
-    """The conversation of Alpaca's columns, as LLaMA-Factory documents them: ``history`` has earlier pairs of question
-    and answer, ``input`` follows the instruction after a line break.
-
-    Raises:
-        DataError: no instruction, or a history that is no list of pairs.
-    """
+    """As LLaMA-Factory documents it: ``history`` has earlier pairs, ``input`` follows on a line of its own."""
     row, asked = source.row, require(source, ALPACA)
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     for pair in row.get("history") or ():

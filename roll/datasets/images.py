@@ -19,18 +19,13 @@ if TYPE_CHECKING:
     from roll.protocol.images import EncodedImage, EncodedVideo, Seen
     from roll.protocol.vision import VisionInputs  # they import torch
 
-IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"
-"""Marks of images and videos in a text."""
-FLAG = "image_flag"
-"""Column of mixed sets: false for rows of text."""
-FRAMES_KEYS = ("video", "frames")
-"""Keys of a video's mapping with its frames."""
-RATE_KEYS = ("fps", "sample_fps")
-"""Keys of a video's mapping with its frames per second."""
+IMAGE_MARK, VIDEO_MARK = "<image>", "<video>"  # marks of images and videos in a text
+FLAG = "image_flag"  # column of mixed sets: false for rows of text
+FRAMES_KEYS = ("video", "frames")  # keys of a video's mapping with its frames
+RATE_KEYS = ("fps", "sample_fps")  # keys of a video's mapping with its frames per second
 _MARKS = re.compile(f"({IMAGE_MARK}|{VIDEO_MARK})")
 PLACED_ALIKE = "take fewer seconds, larger frames (video_min_pixels), Qwen3-VL, or strategy_name: hf_infer"
 """Remedies for a video whose positions differ between engine and trainer."""
-"""Most that a URL may give."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +38,9 @@ class ImageReader:
 
     model: VisionModel | None
     column: str = "images"
-    folder: Path | None = None
-    """Folder searched first for relative paths."""
+    folder: Path | None = None  # folder searched first for relative paths
     video_column: str = "videos"
-    video_folder: Path | None = None
-    """Folder searched first for relative paths of frames; None: that of images."""
+    video_folder: Path | None = None  # folder searched first for relative paths of frames; None: that of images
 
     @classmethod
     def of(cls, data_args: DataArguments, model: VisionModel | None) -> ImageReader:
@@ -86,12 +79,15 @@ class ImageReader:
         """
         from roll.protocol.images import EncodedVideo
 
-        row, images = source.row, self._images(source.row)
+        row, model = source.row, self.model
+        # A vision-language model's images may also be in the column ``image``.
+        is_usual = row.get(self.column) is None and self.column == DataArguments().images and model is not None
+        images = [] if row.get(FLAG) is False else listed(row.get("image" if is_usual else self.column))
         columns = {
             IMAGE_MARK: ("images", self.column, images),
             VIDEO_MARK: ("videos", self.video_column, listed(row.get(self.video_column))),
         }
-        if self.model is None:
+        if model is None:
             for what, name, values in columns.values():
                 if values:
                     raise DataError(
@@ -113,16 +109,13 @@ class ImageReader:
                 if part.mark == VIDEO_MARK:
                     video = read_video(self, source, value, number)
                     seen.append(video)
-                    text += self.model.video_placeholder(video)
+                    text += model.video_placeholder(video)
                 else:
                     seen.append(self.encoded(source, value, number))
-                    text += self.model.placeholder
+                    text += model.placeholder
             rendered.append({**message, "content": text if one else message["content"]})
         num_videos = sum(isinstance(one, EncodedVideo) for one in seen)
-        limits = (
-            ("image", len(seen) - num_videos, self.model.most_images),
-            ("video", num_videos, self.model.most_videos),
-        )
+        limits = (("image", len(seen) - num_videos, model.most_images), ("video", num_videos, model.most_videos))
         for what, number, most in limits:
             if most is not None and number > most:
                 raise DataError(
@@ -178,10 +171,6 @@ class ImageReader:
         runs, placeholders = iter(vision.runs if vision is not None else ()), self.placeholders
         return ((token, next(runs)[1] if token in placeholders else 1) for token in token_ids)
 
-    def is_seen(self, token_ids: Sequence[int]) -> bool:
-        """True for a prompt with images or videos."""
-        return not self.placeholders.isdisjoint(token_ids)
-
     def restore(
         self,
         files: Sequence[Path],
@@ -191,16 +180,11 @@ class ImageReader:
         file: int,
         number: int,
     ) -> VisionInputs | None:
-        """The images of a prepared row, read again; None: it has none.
+        """The images of a prepared row, read again from row ``number`` of ``file``; None: it has none.
 
-        Args:
-            messages: gives the row's conversation.
-            file, number: where the row was read.
-
-        Raises:
-            DataError: an image that is gone, or has another size than when the row was prepared.
+        ``messages`` gives the row's conversation. ``DataError``: an image that is gone or has another size.
         """
-        if not self.is_seen(token_ids):
+        if self.placeholders.isdisjoint(token_ids):
             return None
         source = SourceRow(files[file], number, row)
         _, images = self.read(source, messages(source))
@@ -213,23 +197,10 @@ class ImageReader:
             )
         return vision
 
-    def _images(self, row: Row) -> list[Any]:
-        """The images of a row; a vision-language model's may also be in the column ``image``."""
-        if row.get(FLAG) is False:
-            return []
-        is_usual = self.column == DataArguments().images and self.model is not None
-        name = "image" if row.get(self.column) is None and is_usual else self.column
-        return listed(row.get(name))
-
     def _all_parts(
         self, source: SourceRow, messages: list[Message], columns: Mapping[str, tuple[str, str, list[Any]]]
     ) -> list[list[str | _Place]]:
-        """The parts of all messages, with the columns' images and videos in front of the first user message where the
-        conversation does not mark them.
-
-        Raises:
-            DataError: as many marks as there are no values in a column; videos that the model does not take.
-        """
+        """The parts of all messages; images and videos without marks go in front of the first user message's."""
         assert self.model is not None
         parts = [self._parts(source, message["content"]) for message in messages]
         places = [part for one in parts for part in one if isinstance(part, _Place)]
@@ -252,7 +223,6 @@ class ImageReader:
         return parts
 
     def _parts(self, source: SourceRow, content: object) -> list[str | _Place]:
-        """The parts of a message: texts, and places of images and videos."""
         if isinstance(content, str):
             pieces = _MARKS.split(content)
             return [_Place(piece) if place % 2 else piece for place, piece in enumerate(pieces) if place % 2 or piece]
@@ -263,23 +233,23 @@ class ImageReader:
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind == "text":
                 parts += self._parts(source, part.get("text") or "")
-            elif kind == "image":
-                own = next((part[key] for key in ("image", "path", "url", "bytes") if part.get(key) is not None), None)
-                parts.append(self._image_place(source, own))
-            elif kind == "image_url":
-                value = part.get("image_url")
-                parts.append(self._image_place(source, value.get("url") if isinstance(value, Mapping) else value))
+            elif kind in ("image", "image_url"):
+                own = part.get("image_url")
+                own = own.get("url") if isinstance(own, Mapping) else own
+                if kind == "image":
+                    keys = ("image", "path", "url", "bytes")
+                    own = next((part[key] for key in keys if part.get(key) is not None), None)
+                if _is_url(own):
+                    raise DataError(
+                        f"{source.place}: {own!r} in a message; URLs of images go into column {self.column!r}"
+                    )
+                parts.append(_Place(IMAGE_MARK, own))
             elif kind == "video":
-                own = any(part.get(key) is not None for key in FRAMES_KEYS)
-                parts.append(_Place(VIDEO_MARK, part if own else None))
+                has_own = any(part.get(key) is not None for key in FRAMES_KEYS)
+                parts.append(_Place(VIDEO_MARK, part if has_own else None))
             else:
                 raise DataError(f"{source.place}: a part of type {kind!r} in a message; expected text, image or video")
         return parts
-
-    def _image_place(self, source: SourceRow, value: object) -> _Place:
-        if _is_url(value):
-            raise DataError(f"{source.place}: {value!r} in a message; URLs of images go into column {self.column!r}")
-        return _Place(IMAGE_MARK, value)
 
     def encoded(self, source: SourceRow, value: object, number: int, video: int | None = None) -> EncodedImage:
         """One image, from bytes, a path, a data URI, a URL, an image of PIL, or ``{"bytes": ..., "path": ...}``.
@@ -329,19 +299,11 @@ class _Place:
     """The place of an image or a video in a message."""
 
     mark: str
-    own: Any = None
-    """Value that the message brings along; None: the next one of the column."""
+    own: Any = None  # value that the message brings along; None: the next one of the column
 
 
 def read_video(reader: ImageReader, source: SourceRow, value: object, number: int) -> EncodedVideo:
-    """One video, from a list of frames or ``{"video": [...], "fps": ...}``; frames as :meth:`ImageReader.encoded`.
-
-    Args:
-        number: of the video in its row, from 0.
-
-    Raises:
-        DataError: a file, frames that cannot be read, or a rate that is no number.
-    """
+    """The row's video ``number``, from a list of frames or ``{"video": [...], "fps": ...}``."""
     from roll.protocol.images import VideoError
 
     assert reader.model is not None

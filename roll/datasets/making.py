@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-BYTES_PER_PROCESS = 8 * 2**20
-"""Bytes of data files that make a further process worth its imports."""
-CHUNKS_AHEAD = 2
-"""Chunks in flight per process: in work, ready for it, or finished and waiting for their turn."""
+BYTES_PER_PROCESS = 8 * 2**20  # bytes of data files that make a further process worth its imports
+CHUNKS_AHEAD = 2  # chunks in flight per process: in work, ready for it, or finished and waiting for their turn
 
 
 @dataclass
@@ -43,8 +41,7 @@ class Tally:
     truncated: Counter[str] = field(default_factory=Counter)
     without_truth: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)
-    shortest: float = math.inf
-    """Tokens of the shortest row that was left out as too long; infinite: none was."""
+    shortest: float = math.inf  # tokens of the shortest row that was left out as too long; infinite: none was
 
     def leave_out(self, domain: str, length: int) -> None:
         self.too_long[domain] += 1
@@ -62,8 +59,7 @@ class Tally:
 class Draft(Conversation):
     """A row whose prompt has been read and not yet tokenised."""
 
-    content: Any
-    """The rest of the row, as :meth:`RowMaker.read` returns it."""
+    content: Any  # the rest of the row, as `RowMaker.read` returns it
     difficulty: float | None
     vision: VisionInputs | None
 
@@ -73,26 +69,17 @@ TokensT = TypeVar("TokensT")
 
 @dataclass(eq=False)
 class RowMaker(ABC, Generic[TokensT]):
-    """Turns rows as read into prepared rows of one kind (prompts, demonstrations).
+    """Turns rows as read into prepared rows of one kind (prompts, demonstrations)."""
 
-    Raises:
-        DataError: no file is named.
-    """
-
-    limit_key: ClassVar[str]
-    """The key that limits the tokens of a row."""
-    example: ClassVar[str]
-    """A file name, for error messages."""
-    what: str = field(init=False, default="rows")
-    """Rows of this kind, in the plural."""
+    limit_key: ClassVar[str]  # the key that limits the tokens of a row
+    example: ClassVar[str]  # a file name, for error messages
+    what: str = field(init=False, default="rows")  # rows of this kind, in the plural
     data_args: DataArguments
     renderer: Renderer
-    limit: int
-    """Most tokens of a row."""
+    limit: int  # most tokens of a row
     images: ImageReader = field(default_factory=lambda: ImageReader(None))
     columns: Columns = field(init=False)
-    tally: Tally = field(init=False, default_factory=Tally)
-    """The counts of the present chunk."""
+    tally: Tally = field(init=False, default_factory=Tally)  # the counts of the present chunk
 
     def __post_init__(self) -> None:
         if self.data_args.file_name is None:
@@ -104,11 +91,7 @@ class RowMaker(ABC, Generic[TokensT]):
 
     @abstractmethod
     def read(self, source: SourceRow) -> tuple[list[Message], Any]:
-        """The messages of a row's prompt, and the rest of the row (:attr:`Draft.content`).
-
-        Raises:
-            DataError: a row that cannot be used.
-        """
+        """The messages of a row's prompt, and the rest of the row (:attr:`Draft.content`)."""
 
     @abstractmethod
     def tokenize(self, drafts: Sequence[Draft]) -> Sequence[TokensT | DataError]:
@@ -116,11 +99,7 @@ class RowMaker(ABC, Generic[TokensT]):
 
     @abstractmethod
     def expand(self, draft: Draft, tokens: TokensT) -> TokensT:
-        """The tokens with as many placeholders for each image as it takes.
-
-        Raises:
-            DataError: placeholders in the row's own text.
-        """
+        """The tokens with as many placeholders for each image as it takes."""
 
     @abstractmethod
     def finish(self, draft: Draft, tokens: TokensT) -> StoredRow | None:
@@ -166,12 +145,7 @@ class RowMaker(ABC, Generic[TokensT]):
         text: str = "",
         spans: Sequence[int] = (),
     ) -> StoredRow:
-        """A prepared row.
-
-        Args:
-            row: columns kept besides the tokens.
-            text, spans: as :class:`~roll.datasets.store.StoredRow` has them.
-        """
+        """A prepared row; ``row``, ``text`` and ``spans`` as :class:`~roll.datasets.store.StoredRow` has them."""
         from roll.datasets.store import StoredRow
 
         row_id = draft.source.row.get(self.columns.id)
@@ -190,11 +164,9 @@ class RowMaker(ABC, Generic[TokensT]):
         )
 
     def in_order(self, counts: LoadCounts) -> LoadCounts:
-        """The counts as they are shown."""
         return counts
 
     def columns_of(self, first: SourceRow) -> Columns:
-        """The columns of the set that begins with ``first``."""
         return Columns.of(self.data_args, first)
 
     def conversation(self, source: SourceRow) -> list[Message]:
@@ -208,18 +180,11 @@ class Made:
 
     rows: EncodedRows
     tally: Tally
-    bad: list[DataError]
-    """Rows that cannot be used, in order."""
+    bad: list[DataError]  # rows that cannot be used, in order
 
 
 def make_all(maker: RowMaker[Any], chunks: Iterable[list[SourceRow]], processes: int) -> Iterator[Made]:
-    """Outcomes of all chunks, in order, from ``processes`` worker processes; 1: from this process.
-
-    Few chunks are in memory at a time.
-
-    Raises:
-        DataError: a row that ends the loading, or a process that has died.
-    """
+    """Outcomes of all chunks, in order, from ``processes`` worker processes (1: this one); few chunks are in memory."""
     if processes <= 1:
         yield from (make(maker, chunk) for chunk in chunks)
         return
@@ -261,8 +226,7 @@ def num_processes(data_args: DataArguments, paths: Sequence[Path]) -> int:
     return processes
 
 
-_maker: RowMaker[Any] | None = None
-"""The maker of this process, if it is one of a pool."""
+_maker: RowMaker[Any] | None = None  # the maker of this process, if it is one of a pool
 
 
 def _begin(maker: RowMaker[Any], own_objects: Mapping[str, bytes]) -> None:

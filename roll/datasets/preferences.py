@@ -47,12 +47,9 @@ class JudgedRow:
     scores: list[float]
     """(K,): the higher the better; of labels 1 and 0; of steps the labels of the only response's steps. Empty of pairs:
     the first response is the preferred one."""
-    step_ends: list[int]
-    """End of each step, in tokens from the first of the response; empty unless steps are judged."""
-    margin: float | None
-    """Margin of the chosen response, where the row says it."""
-    vision: VisionInputs | None = None
-    """The images of the prompt, which all responses have in common."""
+    step_ends: list[int]  # end of each step, in tokens from the first of the response; empty unless steps are judged
+    margin: float | None  # margin of the chosen response, where the row says it
+    vision: VisionInputs | None = None  # the images of the prompt, which all responses have in common
 
     @property
     def sides(self) -> list[list[int]]:
@@ -60,8 +57,7 @@ class JudgedRow:
         return [self.prompt_ids + response for response in self.responses]
 
 
-STEP_END = "\n"
-"""Added after every step but the last: the separator of TRL's PRM trainer."""
+STEP_END = "\n"  # added after every step but the last: the separator of TRL's PRM trainer
 
 
 @dataclass(frozen=True)
@@ -71,8 +67,7 @@ class JudgedColumns:
     chosen: str = "chosen"
     rejected: str = "rejected"
     margin: str | None = None
-    responses: str = "responses"
-    """A response or a list of them; of steps a list of the steps of one response."""
+    responses: str = "responses"  # a response or a list of them; of steps a list of the steps of one response
     scores: str = "scores"
     """A number (a label) or a list of as many as there are responses or steps; of rankings it may be missing: the
     responses are then in order, the best first."""
@@ -134,8 +129,7 @@ class JudgedDataset(PreparedRows[JudgedRow]):
 class Judged:
     """The responses of a row as texts, and their judgement."""
 
-    responses: list[str]
-    """For ``steps``: the steps of the only response."""
+    responses: list[str]  # for `steps`: the steps of the only response
     scores: list[float]
     margin: float | None
 
@@ -151,11 +145,7 @@ class JudgedTokens:
 
 @dataclass(eq=False, kw_only=True)
 class JudgedMaker(RowMaker[JudgedTokens]):
-    """Makes judged rows; the content of a draft is a :class:`Judged`.
-
-    Args:
-        judgement, score_input: as :meth:`JudgedDataset.build` has them.
-    """
+    """Makes judged rows; the content of a draft is a :class:`Judged`."""
 
     limit_key, example = "sequence_length", "data/preferences.jsonl"
     names: JudgedColumns
@@ -192,7 +182,7 @@ class JudgedMaker(RowMaker[JudgedTokens]):
             parts = draft.content.responses
             behind = STEP_END if self.judgement == "steps" else self._end
             texts += [f"{part}{behind}" for part in parts[:-1]] + [f"{parts[-1]}{self._end}"]
-        ids = iter(tokenize(self.renderer.tokenizer, texts, [False] * len(texts)))
+        ids = iter(tokenize(self.renderer.tokenizer, texts))
         found: list[JudgedTokens | DataError] = []
         for draft, rendered in zip(drafts, self.renderer(drafts), strict=True):
             own = [next(ids) for _ in draft.content.responses]
@@ -207,14 +197,21 @@ class JudgedMaker(RowMaker[JudgedTokens]):
 
     def expand(self, draft: Draft, tokens: JudgedTokens) -> JudgedTokens:
         prompt = self.images.expand(draft.source, tokens.prompt, draft.vision)
-        if any(map(self.images.is_seen, tokens.responses)):
+        if not self.images.placeholders.isdisjoint(chain.from_iterable(tokens.responses)):
             raise DataError(f"{draft.source.place}: a response spells an image's placeholder; only prompts have images")
         return replace(tokens, prompt=prompt)
 
     def finish(self, draft: Draft, tokens: JudgedTokens) -> StoredRow | None:
-        longest, prompt = max(map(len, tokens.responses)), tokens.prompt
-        if self.score_input == "tokens" and draft.vision is None:  # a cut could go through an image
-            prompt = self._cut(draft, prompt, self.limit - longest)
+        longest, prompt, side = max(map(len, tokens.responses)), tokens.prompt, self.data_args.truncation
+        may_cut = self.score_input == "tokens" and draft.vision is None  # a cut could go through an image
+        if may_cut and not self.data_args.filter_overlong_prompts and side != "error":
+            # A response is never cut, since its end is judged.
+            room = self.limit - longest
+            whole = Rendered("", prompt)
+            shortened = truncate(draft, whole, room, side, self.renderer) if len(prompt) > room else None
+            if shortened is not None:
+                self.tally.truncated[self._domain] += 1
+                prompt = shortened.token_ids
         length = len(prompt) + longest
         if length > self.limit:
             self.tally.leave_out(self._domain, length)
@@ -227,20 +224,6 @@ class JudgedMaker(RowMaker[JudgedTokens]):
             row["source"] = draft.source.row
         return self.stored(draft, self._domain, ids, len(prompt), row)
 
-    def _cut(self, draft: Draft, prompt: list[int], room: int) -> list[int]:
-        """The prompt; with ``filter_overlong_prompts: false`` cut to ``room`` tokens, where that is possible.
-
-        A response is never cut, since its end is judged.
-        """
-        side = self.data_args.truncation
-        if self.data_args.filter_overlong_prompts or side == "error" or len(prompt) <= room:
-            return prompt
-        shortened = truncate(draft, Rendered("", prompt), room, side, self.renderer)
-        if shortened is None:
-            return prompt
-        self.tally.truncated[self._domain] += 1
-        return shortened.token_ids
-
     def _chat(self, draft: Draft) -> JudgedTokens | DataError:
         from jinja2 import TemplateError
 
@@ -249,7 +232,7 @@ class JudgedMaker(RowMaker[JudgedTokens]):
             texts = [chat_text(tokenizer, draft.messages, response) for response in draft.content.responses]
         except (TemplateError, TypeError) as error:
             return DataError(f"{draft.source.place}: the chat template cannot render this conversation: {error}")
-        whole = tokenize(tokenizer, texts, [False] * len(texts))
+        whole = tokenize(tokenizer, texts)
         # At least the last token of each is its own: where one is the beginning of another, its end is scored too.
         together = takewhile(lambda ids: len(set(ids)) == 1, zip(*(ids[:-1] for ids in whole), strict=False))
         shared = sum(1 for _ in together)
@@ -260,12 +243,7 @@ class JudgedMaker(RowMaker[JudgedTokens]):
         return self.read(source)[0]
 
     def read(self, source: SourceRow) -> tuple[list[Message], Judged]:
-        """The prompt's messages; the responses and their judgement.
-
-        Raises:
-            DataError: a column that is missing or holds something else; responses to different prompts; a ranking
-                without two different responses of different rank.
-        """
+        """The prompt's messages; the responses and their judgement."""
         names = self.names
         if self.judgement == "steps":
             steps = source.row.get(names.responses)
@@ -341,11 +319,7 @@ class JudgedMaker(RowMaker[JudgedTokens]):
 
 
 def response_of(source: SourceRow, column: str, value: object) -> tuple[str, list[Message] | None]:
-    """The text of a response, and the messages before it where the ``value`` is a conversation.
-
-    Raises:
-        DataError: it is neither a text nor a conversation that ends with one.
-    """
+    """The text of a response, and the messages before it where the ``value`` is a conversation."""
     before: list[Message] | None = None
     if isinstance(value, Mapping):
         value = [value]

@@ -16,7 +16,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.config.data import DataArguments
 from roll.config.model_files import cache_home
 from roll.datasets.columns import build_filter, filter_source
 from roll.datasets.forms import RowForm, form_of
@@ -32,25 +31,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-CHUNK = 1024
-"""Rows that are rendered and tokenised together; what is in memory at a time."""
+CHUNK = 1024  # rows that are rendered and tokenised together; what is in memory at a time
 FORMAT = 4
 """Version of a cache entry, its rows and their counts; increased when the same settings give other rows or files."""
-SMALLEST = 4 * 2**20
-"""Bytes of data files from which rows are kept by default."""
-KEYS_OF_NO_ROW = (
-    *("on_bad_row", "use_cache"),
-    *("shuffle", "domain_interleave_probs", "preprocessing_num_workers"),
-)
+SMALLEST = 4 * 2**20  # bytes of data files from which rows are kept by default
+KEYS_OF_NO_ROW = ("on_bad_row", "use_cache", "shuffle", "domain_interleave_probs", "preprocessing_num_workers")
 """Keys of a data section that change no prepared row."""
 
 
 def load_rows(maker: RowMaker[Any]) -> tuple[RowStore, Callable[..., VisionInputs | None] | None]:
-    """The prepared rows of ``data_args.file_name``, and what reads their images again where the model sees any.
-
-    Raises:
-        DataError: a file or row that cannot be used, or no row left.
-    """
+    """The prepared rows of ``data_args.file_name``, and what reads their images again where the model sees any."""
     store, paths = prepare(maker)
     store.counts = maker.in_order(store.counts)
     files = ", ".join(str(path) for path in paths)
@@ -61,7 +51,6 @@ def load_rows(maker: RowMaker[Any]) -> tuple[RowStore, Callable[..., VisionInput
 
 
 def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
-    """The prepared rows of ``data_args.file_name``, and its files."""
     import pyarrow
 
     from roll.datasets.store import RowStore
@@ -69,7 +58,10 @@ def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
     data_args = maker.data_args
     assert data_args.file_name is not None, "checked by the maker"
     paths = data_files(data_args.file_name)
-    settings = cache_settings(maker) if is_wanted(data_args, paths) else None
+    is_wanted = data_args.use_cache
+    if is_wanted is None:  # large files are worth it
+        is_wanted = sum(path.stat().st_size for path in paths) >= SMALLEST
+    settings = cache_settings(maker) if is_wanted else None
     if settings is None:
         return build_store(maker, paths, None), paths
     folder = cache_home() / "datasets" / cache_key(paths, settings)
@@ -99,7 +91,6 @@ def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
 
 
 def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None) -> RowStore:
-    """Read, prepare and write all rows."""
     from roll.datasets.store import RowStoreWriter, unique_ids
 
     policy = maker.data_args.on_bad_row
@@ -136,7 +127,6 @@ def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None
 
 
 def nothing_left(maker: RowMaker[Any], tally: Tally, counts: LoadCounts) -> str:
-    """The reason why no row is left."""
     if not counts.too_long:
         return f"no row is left: {counts}"
     limit, what = maker.limit, maker.what
@@ -146,10 +136,7 @@ def nothing_left(maker: RowMaker[Any], tally: Tally, counts: LoadCounts) -> str:
 
 @dataclass
 class Selection:
-    """Rows that ``dataset_filter`` lets through, counted, in the columns of their file's form.
-
-    The first of them chooses the maker's columns.
-    """
+    """Rows that ``dataset_filter`` lets through, in the columns of their file's form; the first chooses the maker's."""
 
     maker: RowMaker[Any]
     bad_rows: BadRows
@@ -179,13 +166,6 @@ class Selection:
                 self.filtered += 1
 
 
-def is_wanted(data_args: DataArguments, paths: Sequence[Path]) -> bool:
-    """``use_cache``; where it is open, large files are worth it."""
-    if data_args.use_cache is not None:
-        return data_args.use_cache
-    return sum(path.stat().st_size for path in paths) >= SMALLEST
-
-
 def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
     """Everything that the rows depend on besides the files; None where that is not known."""
     tokenizer = maker.renderer.tokenizer
@@ -206,14 +186,8 @@ def cache_settings(maker: RowMaker[Any]) -> dict[str, Any] | None:
     templates = {name: "" if name in TEMPLATES else template_text(name) for name in names}
     choice = [maker.renderer.templates.common, dict(maker.renderer.templates.by_tag or {})]
     kind = [type(maker).__name__, maker.limit, maker.settings()]
-    return {
-        "kind": kind,
-        "data": section,
-        "tokenizer": fingerprint,
-        "choice": choice,
-        "templates": templates,
-        **maker.images.settings(),
-    }
+    found = {"kind": kind, "data": section, "tokenizer": fingerprint, "choice": choice, "templates": templates}
+    return found | maker.images.settings()
 
 
 def cache_key(paths: Sequence[Path], settings: Mapping[str, Any]) -> str:

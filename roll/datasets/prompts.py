@@ -88,11 +88,7 @@ class PromptDataset(PreparedRows[PromptRow]):
 
 @dataclass(eq=False)
 class PromptMaker(RowMaker[Rendered]):
-    """Makes prompts; the content of a draft is its domain.
-
-    Args:
-        domains: ``tag_included`` of each reward section.
-    """
+    """Makes prompts; the content of a draft is its domain; ``domains``: ``tag_included`` of each reward section."""
 
     limit_key, example = "prompt_length", "data/train.jsonl"
     what: str = field(init=False, default="prompts")

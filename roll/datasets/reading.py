@@ -21,12 +21,9 @@ T = TypeVar("T")
 Row = dict[str, Any]
 Numbered = Iterator[tuple[int, Row | DataError]]
 """Row numbers, each with its row, or with the error of a row that cannot be read."""
-TOOLS = "tools"
-"""Column of the schemas of the tools that a conversation has."""
-MESSAGE_KEYS = frozenset({"role", "from"})
-"""Keys of which every message has one (the second in ShareGPT's form)."""
-ROWS_AT_A_TIME = 4096
-"""Rows of a Parquet file that are decoded together."""
+TOOLS = "tools"  # column of the schemas of the tools that a conversation has
+MESSAGE_KEYS = frozenset({"role", "from"})  # keys of which every message has one (the second in ShareGPT's form)
+ROWS_AT_A_TIME = 4096  # rows of a Parquet file that are decoded together
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +31,9 @@ class SourceRow:
     """A row and where it was read."""
 
     path: Path
-    number: int
-    """Line number in files made of lines (counted from 1), else the row's position counted from 1."""
+    number: int  # line number in files made of lines (counted from 1), else the row's position counted from 1
     row: Row
-    file: int = 0
-    """Position of the file among those that are read."""
+    file: int = 0  # position of the file among those that are read
 
     @property
     def place(self) -> str:
@@ -185,9 +180,6 @@ def read_json(path: Path) -> Numbered:
 def whole_characters(value: T, text: str) -> T:
     """The value that was read from JSON ``text``, of whole characters only: JSON can write half a surrogate pair, which
     neither tokenizers nor files take.
-
-    Raises:
-        UnicodeEncodeError: half a character.
     """
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
@@ -225,8 +217,7 @@ def expect_object(path: Path, number: int, row: object, text: str) -> Row | Data
     return row
 
 
-LONGEST_FIELD = 1 << 27
-"""Characters of a field of a CSV file."""
+LONGEST_FIELD = 1 << 27  # characters of a field of a CSV file
 
 
 def read_csv(path: Path) -> Numbered:
@@ -255,8 +246,7 @@ def read_text(path: Path) -> Numbered:
 
 
 def numbered(batches: Iterable[Any]) -> Numbered:
-    """The rows of Arrow record batches, without the nulls that such files have in place of missing keys of messages,
-    tool calls and schemas of tools."""
+    """Rows of Arrow record batches, without the nulls in place of missing keys of messages, calls and schemas."""
     import pyarrow.types as types
 
     numbers = itertools.count(1)

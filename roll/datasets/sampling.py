@@ -34,10 +34,7 @@ class PreparedRows(Sequence[T]):
     """
 
     def __init__(
-        self,
-        store: RowStore,
-        images: Callable[..., VisionInputs | None] | None,
-        positions: np.ndarray | None = None,
+        self, store: RowStore, images: Callable[..., VisionInputs | None] | None, positions: np.ndarray | None = None
     ) -> None:
         import numpy as np
 
@@ -51,7 +48,6 @@ class PreparedRows(Sequence[T]):
         """The row at this position of the store."""
 
     def _vision(self, position: int, row: dict[str, Any], prompt_ids: Sequence[int]) -> VisionInputs | None:
-        """The images of the row at this position; ``row``: its columns."""
         if self._images is None:
             return None
         store = self._store
@@ -100,8 +96,7 @@ class EpochOrder:
     name: str = ""
     shuffle: bool = True
     curriculum: CurriculumArguments | None = None
-    difficulties: Sequence[float] | np.ndarray | None = None
-    """(num_rows,), with a curriculum."""
+    difficulties: Sequence[float] | np.ndarray | None = None  # (num_rows,), with a curriculum
 
     @classmethod
     def of(
@@ -153,11 +148,9 @@ class ShuffledEpochs(Generic[T]):
         )
         self._name = name
         self._epochs = order or EpochOrder(len(rows), seed, name, shuffle)
-        self.num_drawn = 0
-        """Rows drawn so far, over all epochs."""
+        self.num_drawn = 0  # rows drawn so far, over all epochs
         self._num_rows = len(rows)
-        self.epoch = -1
-        """The epoch of the last row, counted from 0."""
+        self.epoch = -1  # the epoch of the last row, counted from 0
         self._order: list[int] = []
 
     def next_row(self) -> T:

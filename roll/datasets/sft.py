@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from roll.datasets.store import StoredRow
 
 TrainOn = Literal["last", "assistant"]
-DOMAIN = "sft"
-"""Domain that demonstrations are counted under."""
+DOMAIN = "sft"  # domain that demonstrations are counted under
 
 
 class SftDataset(PreparedRows[SftRow]):
@@ -120,7 +119,7 @@ class SftMaker(RowMaker[Masked]):
         if self._turns is not None:
             return [self._turns(replace(draft, tools=draft.content)) for draft in drafts]
         texts = [f"{draft.content}{self._end}" for draft in drafts]
-        responses = tokenize(self.renderer.tokenizer, texts, [False] * len(texts))
+        responses = tokenize(self.renderer.tokenizer, texts)
         found: list[Masked | DataError] = []
         for prompt, response in zip(self.renderer(drafts), responses, strict=True):
             if isinstance(prompt, Rendered):

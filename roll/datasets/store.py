@@ -19,8 +19,7 @@ import xxhash
 from roll.datasets.reading import unique_names
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
-MARK = "\x00roll"
-"""Key of an object that encodes a value of another type."""
+MARK = "\x00roll"  # key of an object that encodes a value of another type
 _ESCAPED_MARK = json.dumps(MARK)[1:-1]
 
 
@@ -88,21 +87,15 @@ INDEX = pa.schema(
 class StoredRow:
     """A row on its way into a store."""
 
-    id: str | None
-    """The row's id in its file; None: it has none."""
-    file: int
-    """Position of its file among the set's."""
-    number: int
-    """Number of the row in its file."""
+    id: str | None  # the row's id in its file; None: it has none
+    file: int  # position of its file among the set's
+    number: int  # number of the row in its file
     tag: str
     domain: str
     token_ids: list[int]
-    prompt_length: int
-    """Tokens of the prompt: all of them, unless a response follows."""
-    text: str
-    """The prompt as the model sees it; empty where it is not needed."""
-    row: dict[str, Any] | None
-    """The columns as read; None where they are not needed."""
+    prompt_length: int  # tokens of the prompt: all of them, unless a response follows
+    text: str  # the prompt as the model sees it; empty where it is not needed
+    row: dict[str, Any] | None  # the columns as read; None where they are not needed
     difficulty: float | None
     spans: list[int] = field(default_factory=list)
     """Begin and end of every run of tokens that carry the loss, in a demonstration; empty: all after the prompt."""
@@ -116,7 +109,6 @@ def encode_rows(rows: Sequence[StoredRow]) -> EncodedRows:
     without_position = INDEX.remove(INDEX.get_field_index("position"))
 
     def batch(schema: pa.Schema, **made: list[Any]) -> pa.RecordBatch:
-        """The fields of the rows, and the columns made of them."""
         columns = {name: made.get(name) or [getattr(row, name) for row in rows] for name in schema.names}
         return pa.record_batch(columns, schema=schema)
 
@@ -143,11 +135,7 @@ class RowStore:
 
     @classmethod
     def open(cls, folder: Path) -> RowStore:
-        """Map the files of a folder that :class:`RowStoreWriter` wrote.
-
-        Raises:
-            OSError, pyarrow.ArrowException: the files are not there or not whole.
-        """
+        """Map the files of a folder that :class:`RowStoreWriter` wrote."""
         rows, index = (pa.ipc.open_file(pa.memory_map(str(folder / name))) for name in (ROWS_FILE, INDEX_FILE))
         return cls(rows.read_all(), index.read_all())
 
@@ -155,11 +143,9 @@ class RowStore:
         return len(self._positions)
 
     def column(self, name: str) -> np.ndarray:
-        """An index column as a whole, (rows,)."""
         return self.index[name].to_numpy()
 
     def value(self, name: str, index: int) -> Any:
-        """One value of an index column."""
         return self.index[name][index].as_py()
 
     def token_ids(self, index: int) -> list[int]:
@@ -174,11 +160,7 @@ class RowStore:
 
 
 class RowStoreWriter:
-    """Collects rows as they come; :meth:`finish` makes a store of them.
-
-    Args:
-        folder: where the two files go; None: they stay in memory.
-    """
+    """Collects rows for two files in ``folder`` (None: in memory); :meth:`finish` makes a store of them."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -216,7 +198,6 @@ class RowStoreWriter:
         return RowStore.open(self._folder)
 
     def abandon(self) -> None:
-        """Close the files; they make no store."""
         self._writer.close()
         self._sink.close()
 
@@ -225,9 +206,6 @@ def unique_ids(index: pa.Table, paths: Sequence[Path], id_column: str, bad_rows:
     """The index with its final ids. Rows without an id get ``<file>:<row>``; equal ids in different files get the
     file's name in front; a row whose id its file has already is reported to ``bad_rows`` and left out. Files of equal
     names in different folders go by their paths.
-
-    Raises:
-        DataError: an id twice in one file, unless bad rows are skipped.
     """
     ids = index["id"]
     # Candidates are found in Arrow: usually there are none, and a million ids never become Python strings.

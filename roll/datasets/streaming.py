@@ -43,13 +43,11 @@ class StreamedEpochs:
         self._names = unique_names(self._paths, [path.name for path in self._paths])
         self._size = data_args.streaming_window
         self._files = [[path.name, blocks_hash(path)] for path in self._paths]
-        self._epoch, self._window, self._taken = 0, -1, 0
-        """Place of the next row; window -1: none is open."""
+        self._epoch, self._window, self._taken = 0, -1, 0  # place of the next row; window -1: none is open
         self._sources: Iterator[SourceRow] | None = None
         self._stream: Generator[SourceRow, None, None] | None = None
         self._rows: deque[StoredRow] = deque()
-        self._kept = 0
-        """Rows that this epoch has made."""
+        self._kept = 0  # rows that this epoch has made
         self._tally = Tally()
         self._bad = BadRows(data_args.on_bad_row)
         self._selection = Selection(maker, self._bad)

@@ -117,8 +117,7 @@ class TemplateChoice:
 
     common: str
     by_tag: Mapping[str, str] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    """For the tokenizer's template or the Jinja file."""
+    variables: Mapping[str, Any] = field(default_factory=dict)  # for the tokenizer's template or the Jinja file
     system: str | None = None
     renders: dict[str, Render] = field(init=False, repr=False, default_factory=dict)
 
@@ -161,8 +160,7 @@ class Conversation:
     source: SourceRow
     tag: str
     messages: list[Message]
-    tools: list[Any] | None = None
-    """Schemas of the tools that a training template is given."""
+    tools: list[Any] | None = None  # schemas of the tools that a training template is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,8 +179,7 @@ class Renderer:
     templates: TemplateChoice
 
     def __call__(self, conversations: Sequence[Conversation]) -> list[Rendered | DataError]:
-        """Text and token ids of each conversation, or what is wrong with it. Equal conversations share one list of
-        ids."""
+        """Text and token ids of each conversation, or what is wrong with it; equal ones share one list of ids."""
         # Sets with several rows a prompt are common (demonstrations, samples of one question): each is rendered once.
         keys = [(self.templates.of(one.tag), repr(one.messages)) for one in conversations]
         texts: dict[tuple[str, str], str | DataError] = {}
@@ -219,24 +216,20 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
 
 
 def end_of_response(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that closes a response.
-
-    Raises:
-        DataError: the tokenizer has none.
-    """
     if tokenizer.eos_token is None:
         raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
     return str(tokenizer.eos_token)
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: Sequence[bool]
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], add_special_tokens: Sequence[bool] = ()
 ) -> list[list[int]]:
     """Token ids of each text, on all cores where the tokenizer is a fast one; a text whose template has written the
-    special tokens itself gets no others."""
+    special tokens itself gets no others (so all texts, where ``add_special_tokens`` is empty)."""
+    wanted = list(add_special_tokens) or [False] * len(texts)
     result: list[list[int]] = [[] for _ in texts]
-    for special in sorted(set(add_special_tokens)):
-        where = [i for i, wanted in enumerate(add_special_tokens) if wanted == special]
+    for special in sorted(set(wanted)):
+        where = [i for i, one in enumerate(wanted) if one == special]
         encoded = tokenizer([texts[i] for i in where], add_special_tokens=special, return_attention_mask=False)
         for i, ids in zip(where, encoded["input_ids"], strict=True):
             result[i] = ids
@@ -244,31 +237,25 @@ def tokenize(
 
 
 Side = Literal["left", "right", "middle"]
-MAX_ATTEMPTS = 4
-"""Most attempts: a cut text may take another token or two at the seam, and is then cut a little more."""
+MAX_ATTEMPTS = 4  # a cut text may take another token or two at the seam, and is then cut a little more
 
 
 def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer: Renderer) -> Rendered | None:
-    """The conversation cut so that its prompt has at most ``limit`` tokens.
-
-    Args:
-        long: the prompt as it is.
-        side: which part of the last user message goes: its beginning, its end, or its middle.
-
-    Returns:
-        None where even an empty message would leave the prompt too long.
-    """
+    """The conversation cut so that its prompt (now ``long``) has at most ``limit`` tokens; None where even an empty
+    message would leave it too long. ``side``: which part of the last user message goes."""
     users = [i for i, message in enumerate(one.messages) if message["role"] == "user"]
     if not users:
         return None
-    position = users[-1]
-    content = str(one.messages[position]["content"])
-    ids = renderer.tokenizer(content, add_special_tokens=False)["input_ids"]
+    position, decode = users[-1], renderer.tokenizer.decode
+    ids = renderer.tokenizer(str(one.messages[position]["content"]), add_special_tokens=False)["input_ids"]
     excess = len(long.token_ids) - limit
     for _ in range(MAX_ATTEMPTS):
         if excess >= len(ids):
             return None
-        text = cut(renderer, ids, excess, side)
+        keep = len(ids) - excess
+        head = {"left": 0, "right": keep, "middle": (keep + 1) // 2}[side]
+        parts = [part for part in (ids[:head], ids[head + excess :]) if part]
+        text = "".join(str(decode(part, skip_special_tokens=False)) for part in parts)
         messages = list(one.messages)
         messages[position] = {**messages[position], "content": text}
         (result,) = renderer([Conversation(one.source, one.tag, messages)])
@@ -278,16 +265,3 @@ def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer
             return result
         excess += len(result.token_ids) - limit
     return None
-
-
-def cut(renderer: Renderer, ids: list[int], excess: int, side: Side) -> str:
-    """The text of ``ids`` less ``excess`` of them."""
-    keep = len(ids) - excess
-    if side == "left":
-        parts = [ids[excess:]]
-    elif side == "right":
-        parts = [ids[:keep]]
-    else:
-        head = (keep + 1) // 2
-        parts = [ids[:head], ids[head + excess :]]
-    return "".join(str(renderer.tokenizer.decode(part, skip_special_tokens=False)) for part in parts)

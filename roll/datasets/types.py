@@ -21,15 +21,12 @@ class PromptRow:
     prompt_id: str
     """Unique over a run: a prompt drawn again in a later epoch carries ``@<epoch>`` after its id, so that groups
     found by this id never mix two draws."""
-    domain: str
-    """The ``rewards.<domain>`` section that scores it."""
+    domain: str  # the `rewards.<domain>` section that scores it
     tag: str
     token_ids: list[int]
-    prompt_text: str
-    """The prompt as the model sees it, template applied."""
+    prompt_text: str  # the prompt as the model sees it, template applied
     ground_truth: Any
-    row: dict[str, Any] = field(repr=False)
-    """All columns of the row as read, for reward functions."""
+    row: dict[str, Any] = field(repr=False)  # all columns of the row as read, for reward functions
     vision: VisionInputs | None = field(default=None, repr=False)
     """Images of the prompt, whose placeholders ``token_ids`` has, expanded."""
 
@@ -45,10 +42,8 @@ class SftRow:
     row_id: str
     tag: str
     input_ids: list[int]
-    prompt_length: int
-    """Tokens in front of the first that carries the loss."""
-    vision: VisionInputs | None = field(default=None, repr=False)
-    """Images of the prompt."""
+    prompt_length: int  # tokens in front of the first that carries the loss
+    vision: VisionInputs | None = field(default=None, repr=False)  # images of the prompt
     spans: list[int] = field(default_factory=list)
     """Begin and end of every run of tokens that carry the loss, in turn; empty: all after the prompt, which is the
     response with its end-of-turn token."""
@@ -68,16 +63,11 @@ class LoadCounts:
     """Numbers of rows read, kept and left out."""
 
     read: int
-    kept: dict[str, int]
-    """By domain."""
-    too_long: dict[str, int] = field(default_factory=dict)
-    """By domain: rows above the length limit, left out."""
-    truncated: dict[str, int] = field(default_factory=dict)
-    """By domain: rows above the length limit, cut and kept."""
-    filtered: int = 0
-    """Left out by ``dataset_filter``."""
-    bad: int = 0
-    """Left out because they could not be used (``on_bad_row: skip``)."""
+    kept: dict[str, int]  # by domain
+    too_long: dict[str, int] = field(default_factory=dict)  # by domain: rows above the length limit, left out
+    truncated: dict[str, int] = field(default_factory=dict)  # by domain: rows above the length limit, cut and kept
+    filtered: int = 0  # left out by `dataset_filter`
+    bad: int = 0  # left out because they could not be used (`on_bad_row: skip`)
     without_truth: dict[str, int] = field(default_factory=dict)
     """By domain: rows that are kept and have no ground truth."""
     answered: dict[str, int] = field(default_factory=dict)
@@ -93,20 +83,19 @@ class LoadCounts:
 
 logger = logging.getLogger(__name__)
 
-SHOWN = 5
-"""Skipped rows that the log names one by one."""
+SHOWN = 5  # skipped rows that the log names one by one
 
 
+@dataclass(eq=False)
 class BadRows:
     """Policy for each: ``on_bad_row``."""
 
-    def __init__(self, policy: Literal["raise", "skip"] = "raise") -> None:
-        self._policy = policy
-        self.count = 0
+    policy: Literal["raise", "skip"] = "raise"
+    count: int = 0
 
     def report(self, error: DataError) -> None:
         """Count the row, or raise ``error`` itself unless bad rows are skipped."""
-        if self._policy == "raise":
+        if self.policy == "raise":
             raise error
         self.count += 1
         if self.count <= SHOWN:

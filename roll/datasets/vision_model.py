@@ -23,18 +23,14 @@ class VisionModel:
 
     processing: ImageProcessing
     image_token_id: int
-    placeholder: str
-    """Text of one image in a prompt: what opens it, one token, what closes it."""
+    placeholder: str  # text of one image in a prompt: what opens it, one token, what closes it
     video: VideoProcessing
     video_token_id: int
     video_tokens: tuple[str, str, str]
     """Texts of the tokens that open a video or a grid of it, hold its place, and close it."""
-    tokens_per_second: float = 0.0
-    """Positions that a second of a video takes; unused where the prompt has time stamps."""
-    without_videos: str | None = None
-    """Why rows with videos are bad ones; None: they are read."""
-    most_images: int | None = None
-    """Most images of a prompt that the engine keeps room for; None: any number."""
+    tokens_per_second: float = 0.0  # positions that a second of a video takes; unused where the prompt has time stamps
+    without_videos: str | None = None  # why rows with videos are bad ones; None: they are read
+    most_images: int | None = None  # most images of a prompt that the engine keeps room for; None: any number
     most_videos: int | None = None
     engine_time: EngineTime | None = None
     """Positions of videos in the engine: a video that it places otherwise than the trainer is refused."""
@@ -87,11 +83,6 @@ class VisionModel:
 
 
 def load_processing(model_path: str) -> ImageProcessing:
-    """The settings of a model's image processor.
-
-    Raises:
-        DataError: no image processor, or one of another kind.
-    """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     from roll.protocol.images import ImageProcessing
@@ -120,14 +111,7 @@ def load_processing(model_path: str) -> ImageProcessing:
 
 
 def load_video_processing(model_path: str, images: ImageProcessing, timed: bool) -> VideoProcessing:
-    """The settings of a model's video processor: those of its image processor's file where it has none of its own.
-
-    Args:
-        timed: as :class:`~roll.protocol.video.VideoProcessing` has it.
-
-    Raises:
-        DataError: other patches or another normalisation than for images.
-    """
+    """The settings of a model's video processor: those of its image processor's file where it has none of its own."""
     from transformers.utils.hub import cached_file
 
     from roll.protocol.video import VideoProcessing

@@ -18,7 +18,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from pkgutil import resolve_name
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -63,8 +63,7 @@ class _Wrapped:
             observation, reward, terminated, truncated, info = self.inner.step(action)
         return self._shown(observation, info), float(reward), bool(terminated), bool(truncated), dict(info)
 
-    def _shown(self, observation: Any, info: Mapping[str, Any]) -> Any:
-        """The observation as the policy sees it."""
+    def _shown(self, observation: object, info: Mapping[str, Any]) -> Any:
         return f"{observation}{info.get('suffix', '')}"
 
     def close(self) -> None:
@@ -102,7 +101,7 @@ class GymnasiumEnvironment(_Wrapped):
         *turn, info = super().step(chosen)
         return (*turn, {"valid": True, **info})
 
-    def _shown(self, observation: Any, info: Mapping[str, Any]) -> Any:
+    def _shown(self, observation: object, info: Mapping[str, Any]) -> Any:
         self._last = [self.inner.render()] if self._pictures else str(_plain(observation))
         return self._last
 
@@ -138,9 +137,6 @@ def _kind(space: object) -> str | None:
 def member_of(space: Any, literal: Any) -> Any:
     """``literal`` with the types of the space's own samples: arrays where its numbers have a shape, else a number. No
     number is rounded: 1.0 is no whole number.
-
-    Raises:
-        ValueError, LookupError, TypeError, AttributeError, OverflowError: numbers of another kind, another structure.
     """
     parts: Any = getattr(space, "spaces", None)
     kind, shape = _kind(space), getattr(space, "shape", None)
@@ -194,11 +190,7 @@ _REGISTRIES = {
 
 
 def check_name(prefix: str, identifier: str) -> None:
-    """Check that the library of ``prefix`` has this environment; nothing where it is not installed.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that the library of ``prefix`` has this environment; nothing where it is not installed."""
     with contextlib.suppress(ImportError):
         if prefix == "gymnasium":
             module, _, name = identifier.rpartition(":")
@@ -211,10 +203,10 @@ def check_name(prefix: str, identifier: str) -> None:
         elif prefix in _REGISTRIES:
             registering, module, attribute = _REGISTRIES[prefix]
             importlib.import_module(registering)
-            _check_known(prefix, identifier, getattr(importlib.import_module(module), attribute))
+            check_known(prefix, identifier, getattr(importlib.import_module(module), attribute))
 
 
-def _check_known(library: str, identifier: str, known: Collection[str]) -> None:
+def check_known(library: str, identifier: str, known: Collection[str]) -> None:
     if identifier not in known:
         hint = did_you_mean(identifier, known, "; did you mean {!r}?")
         raise ValueError(f"the installed {library} has no environment {identifier!r}{hint}")
@@ -242,12 +234,8 @@ class GemEnvironment(_Wrapped):
 
 class SkyRLEnvironment(_Wrapped):
     """``skyrl:ID``, an environment of SkyRL-Gym: ``init(prompt)`` and ``step(text)``. Each task gets a new instance,
-    which is given every column but ``prompt`` as ``extras`` (``reward_spec``, ``db_id`` ...), as in SkyRL's generator.
-
-    Args:
-        env_config: its section of SkyRL's ``environment.skyrl_gym``.
-        extras: go to it with the columns of each task (``max_turns``).
-    """
+    which is given every column but ``prompt`` as ``extras`` (``reward_spec``, ``db_id`` ...), as in SkyRL's generator,
+    and the option ``extras``; ``env_config`` is its section of SkyRL's ``environment.skyrl_gym``."""
 
     def __init__(
         self, identifier: str, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None
@@ -291,12 +279,8 @@ class SkyRLEnvironment(_Wrapped):
 
 
 class TextArenaEnvironment(_Wrapped):
-    """``textarena:ID``, a game for one policy; its reward of the policy's player is given at the end.
-
-    Args:
-        opponent: plays the other players: a function from observation to action, or its dotted path.
-        config: of ``textarena.make``.
-    """
+    """``textarena:ID``, a game for one policy; its reward of the policy's player is given at the end. ``opponent`` (a
+    function from observation to action, or its dotted path) plays the others; ``config`` is of ``textarena.make``."""
 
     def __init__(
         self, identifier: str, num_players: int = 1, player: int = 0, opponent: Any = None, **config: object
@@ -349,43 +333,6 @@ class TextArenaEnvironment(_Wrapped):
 
     def close(self) -> None:
         """Nothing to close: a game closes itself at its end, and holds nothing before."""
-
-
-class ReasoningGymEnvironment:
-    """``reasoning_gym:NAME``: one task of a procedural data set, drawn by the seed; the answer ends the episode.
-
-    The reward is the data set's own score between 0 and 1 for the text in ``<answer>`` tags, or for the whole response
-    without them. Options are those of the data set's configuration, except ``seed`` and ``size``.
-    """
-
-    built_to_check: ClassVar[bool] = True
-    """It needs neither services nor data: its name and options are checked by building one."""
-
-    def __init__(self, name: str, **config: object) -> None:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-
-        _check_known("reasoning-gym", name, DATASETS)
-        for key in ("seed", "size"):
-            if key in config:
-                raise ValueError(f"env_config.{key} has no effect: the seed of an episode draws its task; remove it")
-        self._make = lambda seed: reasoning_gym.create_dataset(name, seed=seed, size=1, **config)
-        try:
-            self._make(0)
-        except AssertionError as error:  # how its configurations reject values
-            raise ValueError(f"env_config: {error}") from error
-
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        self._dataset = self._make(seed % 2**31)
-        self._entry = self._dataset[0]
-        return self._entry["question"], {"state": self._entry["question"]}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        from reasoning_gym.utils import extract_answer
-
-        answer = extract_answer(action)
-        score = float(self._dataset.score_answer(action.strip() if answer is None else answer, self._entry))
-        return "", score, True, False, {"success": score == 1.0}
 
 
 class OpenEnvEnvironment:

@@ -65,10 +65,8 @@ class Turn:
 
     observation: list[Message]
     reward: float = 0.0
-    terminated: bool = False
-    """The task has ended by its own rules."""
-    truncated: bool = False
-    """The environment stopped at a limit of its own before the task had ended."""
+    terminated: bool = False  # the task has ended by its own rules
+    truncated: bool = False  # the environment stopped at a limit of its own before the task had ended
     info: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -44,12 +44,10 @@ class FrozenLake(GridGame):
     sprites: ClassVar[Mapping[int, Sprite]] = _SPRITES
     gap: ClassVar[str] = " "
     size: int = 4
-    p: float = 0.8
-    """Probability that a cell is ice."""
+    p: float = 0.8  # probability that a cell is ice
     is_slippery: bool = False
     """Every move goes to one of its two sides with probability 1/3 each, as in gymnasium's FrozenLake."""
-    min_distance: int = 1
-    """Fewest moves from start to goal."""
+    min_distance: int = 1  # fewest moves from start to goal
     grid_lookup: Mapping[int | str, str] = field(default_factory=lambda: dict(_SYMBOLS))
     """Symbols by code: 0 player, 1 ice, 2 hole, 3 goal, 4 player in a hole, 5 player on the goal."""
 

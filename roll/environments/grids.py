@@ -55,8 +55,7 @@ def moved(position: tuple[int, int], move: str) -> tuple[int, int]:
     return position[0] + change[0], position[1] + change[1]
 
 
-RENDER_MODES = ("text", "rgb_array")
-"""ROLL's names, which are gymnasium's."""
+RENDER_MODES = ("text", "rgb_array")  # ROLL's names, which are gymnasium's
 Shape = Literal["none", "disc", "square", "cross"]
 Colour = tuple[int, int, int]
 Pixels = NDArray[np.uint8]
@@ -94,21 +93,14 @@ class GridGame(ABC):
 
     instant: ClassVar[bool] = True
     name: ClassVar[str]
-    sprites: ClassVar[Mapping[int, Sprite]]
-    """Look of a cell by its code; the codes are 0, 1, ..."""
-    gap: ClassVar[str] = ""
-    """Text in front of every symbol."""
+    sprites: ClassVar[Mapping[int, Sprite]]  # look of a cell by its code; the codes are 0, 1, ...
+    gap: ClassVar[str] = ""  # text in front of every symbol
     max_steps: int = 10
-    format_penalty: float = 0.0
-    """Added to the reward of a step without a legal action."""
-    action_pattern: str | None = None
-    """Regular expression that finds the action in a response, see :class:`ActionPattern`."""
-    show_instruction: bool = True
-    """Put the rules of the game before the first observation."""
-    render_mode: str = "text"
-    """``rgb_array``: observations are pictures, for policies that see images."""
-    cell_pixels: int = 32
-    """Side of a cell of a picture."""
+    format_penalty: float = 0.0  # added to the reward of a step without a legal action
+    action_pattern: str | None = None  # regular expression that finds the action in a response, see `ActionPattern`
+    show_instruction: bool = True  # put the rules of the game before the first observation
+    render_mode: str = "text"  # `rgb_array`: observations are pictures, for policies that see images
+    cell_pixels: int = 32  # side of a cell of a picture
 
     def _check_options(self, symbols: Mapping[int | str, str]) -> None:
         """Raise ``ValueError`` for options that the game cannot be rendered with."""

@@ -20,10 +20,8 @@ from typing import Any
 from roll.config import objects
 from roll.environments.base import reset_arguments, resolved
 
-MOST_THREADS = 1024
-"""Calls at a time; one that hangs keeps its thread."""
-STOP_SECONDS = 1.0
-"""For a process to end by itself."""
+MOST_THREADS = 1024  # calls at a time; one that hangs keeps its thread
+STOP_SECONDS = 1.0  # for a process to end by itself
 
 
 class _DaemonThreads:
@@ -123,8 +121,7 @@ class EnvironmentProcesses:
         self._make = make
         self._per_process = per_process
         self._processes: list[_Process] = []
-        self.num_deaths = 0
-        """Processes that died, or were killed because a call hung."""
+        self.num_deaths = 0  # processes that died, or were killed because a call hung
 
     def make(self) -> RemoteEnvironment:
         """An environment in one of the processes with room."""
@@ -185,20 +182,14 @@ class _Process:
         theirs.close()
         self._calls: dict[int, Future[Any]] = {}
         self.numbers = itertools.count()
-        self.environments: set[int] = set()
-        """The numbers of those that live in it."""
+        self.environments: set[int] = set()  # the numbers of those that live in it
         self._lock = threading.Lock()
-        self.room = 1
-        """Most environments at a time."""
+        self.room = 1  # most environments at a time
         self.has_ended = False
         threading.Thread(target=self._listen, daemon=True, name="roll-environment-pipe").start()
 
     async def call(self, environment: int, method: str, *args: object) -> Any:
-        """Call a method and return its answer; where this is cancelled at a deadline, the process is killed.
-
-        Raises:
-            EnvironmentProcessDied: the process has ended, or ends during the call.
-        """
+        """Call a method and return its answer; where this is cancelled at a deadline, the process is killed."""
         answer: Future[Any] = Future()
         answer.set_running_or_notify_cancel()  # it will be settled, also where its caller is cancelled
         number = next(self.numbers)

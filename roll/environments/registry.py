@@ -27,7 +27,7 @@ _ADAPTERS: dict[str, tuple[str, str]] = {
     "gymnasium": ("roll.environments.adapters", "gymnasium_environment"),
     "gem": ("roll.environments.adapters", "GemEnvironment"),
     "textarena": ("roll.environments.adapters", "TextArenaEnvironment"),
-    "reasoning_gym": ("roll.environments.adapters", "ReasoningGymEnvironment"),
+    "reasoning_gym": ("roll.environments.questions", "ReasoningGymEnvironment"),
     "skyrl": ("roll.environments.adapters", "SkyRLEnvironment"),
     "openenv": ("roll.environments.adapters", "OpenEnvEnvironment"),
 }
@@ -110,11 +110,6 @@ def is_instant(env_type: str) -> bool:
 
 
 def load_environment_class(env_type: str) -> Callable[..., Environment]:
-    """The class or function of a name or dotted path.
-
-    Raises:
-        EnvironmentOptionError: there is none.
-    """
     if env_type in BUILT_IN:
         return _load(*BUILT_IN[env_type])
     module, _, attribute = dotted_path("environments", env_type).replace(":", ".").rpartition(".")

@@ -9,13 +9,11 @@ from typing import ClassVar
 
 from roll.environments.grids import MOVES, Cell, GridGame, Sprite, moved
 
-Position = tuple[Cell, frozenset[Cell]]
-"""Player and boxes."""
+Position = tuple[Cell, frozenset[Cell]]  # player and boxes
 
 WALL, FLOOR, TARGET, BOX_ON_TARGET, BOX, PLAYER, PLAYER_ON_TARGET = range(7)
 _SYMBOLS: dict[int | str, str] = {0: "#", 1: "_", 2: "O", 3: "√", 4: "X", 5: "P", 6: "S"}
-_NAMES = ("wall", "empty", "target", "box on target", "box", "player", "player on target")
-"""By code."""
+_NAMES = ("wall", "empty", "target", "box on target", "box", "player", "player on target")  # by code
 _WALL, _FLOOR, _TARGET = (90, 80, 70), (235, 230, 215), (240, 160, 170)
 _BOX, _DONE, _PLAYER = (150, 100, 40), (40, 150, 60), (40, 90, 200)
 _SPRITES = {
@@ -34,8 +32,7 @@ _PICTURE_LEGEND = (
 _STEP_REWARD, _BOX_REWARD, _SUCCESS_REWARD = -0.1, 1.0, 10.0
 """Rewards of gym-sokoban: a move, a box onto (or, negated, off) its target, all boxes on targets."""
 _MAX_TRIES = 100
-_WALK_TURN = 0.35
-"""Probability that the random walk which carves the room turns."""
+_WALK_TURN = 0.35  # probability that the random walk which carves the room turns
 
 
 @dataclass
@@ -48,15 +45,13 @@ class Sokoban(GridGame):
     instant: ClassVar[bool] = False
     name: ClassVar[str] = "sokoban"
     sprites: ClassVar[Mapping[int, Sprite]] = _SPRITES
-    dim_room: Sequence[int] = (6, 6)
-    """Rows and columns, walls included."""
+    dim_room: Sequence[int] = (6, 6)  # rows and columns, walls included
     num_boxes: int = 1
     search_depth: int = 300
     """Number of positions that the backward search visits; the game begins with the hardest of them."""
     grid_lookup: Mapping[int | str, str] = field(default_factory=lambda: dict(_SYMBOLS))
     """Symbols by code: 0 wall, 1 floor, 2 target, 3 box on target, 4 box, 5 player, 6 player on target."""
-    grid_vocab: Mapping[str, str] | None = None
-    """Symbols to words for the rules."""
+    grid_vocab: Mapping[str, str] | None = None  # symbols to words for the rules
 
     def __post_init__(self) -> None:
         self._check_options(self.grid_lookup)
@@ -74,8 +69,20 @@ class Sokoban(GridGame):
         self.boxes: frozenset[Cell] = frozenset()
 
     def _draw(self, rng: random.Random) -> None:
+        """Carve a room, put boxes on targets, and pull them away as far as that goes."""
         for _ in range(_MAX_TRIES):
-            if self._draw_room(rng):
+            self.floor = self._carve(rng)
+            if len(self.floor) < 2 * self.num_boxes + 2:
+                continue
+            # Sorted, since the order of a set is not the seed's: equal seeds must draw equal rooms in every process.
+            cells = rng.sample(sorted(self.floor), self.num_boxes + 1)
+            self.targets = frozenset(cells[1:])
+            found = self._pulled((cells[0], self.targets))
+            deepest = max(found.values())
+            ends = sorted((player, sorted(boxes)) for (player, boxes), pulls in found.items() if pulls == deepest)
+            self.player, pulled = rng.choice(ends)
+            self.boxes = frozenset(pulled)
+            if deepest > 0 and not self.boxes <= self.targets:
                 return
         raise ValueError(f"no room {list(self.dim_room)} with {self.num_boxes} boxes in {_MAX_TRIES} draws")
 
@@ -121,22 +128,6 @@ class Sokoban(GridGame):
             "You are solving a Sokoban puzzle: push every box onto a target. Boxes can be pushed, not pulled. "
             f"{legend}. The actions are Up, Down, Left and Right."
         )
-
-    def _draw_room(self, rng: random.Random) -> bool:
-        """Carve a room, put boxes on targets, pull them away; false where nothing can be pulled."""
-        self.floor = self._carve(rng)
-        if len(self.floor) < 2 * self.num_boxes + 2:
-            return False
-        # Sorted, since the order of a set is not the seed's: equal seeds must draw equal rooms in every process.
-        cells = rng.sample(sorted(self.floor), self.num_boxes + 1)
-        self.targets = frozenset(cells[1:])
-        solved: Position = (cells[0], self.targets)
-        found = self._pulled(solved)
-        deepest = max(found.values())
-        ends = sorted((player, sorted(boxes)) for (player, boxes), pulls in found.items() if pulls == deepest)
-        start, pulled = rng.choice(ends)
-        self.player, self.boxes = start, frozenset(pulled)
-        return deepest > 0 and not self.boxes <= self.targets
 
     def _carve(self, rng: random.Random) -> frozenset[Cell]:
         """Floor cells of a random walk through the room, three cells wide here and there."""

@@ -27,8 +27,7 @@ def tagged_answer(text: str) -> str | None:
     return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
 
 
-MAX_LENGTH = 60
-"""Longer numerals are not answers, and exact arithmetic on them would only cost time."""
+MAX_LENGTH = 60  # longer numerals are not answers, and exact arithmetic on them would only cost time
 
 _SIGN = r"[-+−–]?"
 CURRENCIES = "".join(sign for sign in map(chr, range(128, 0x2100)) if unicodedata.category(sign) == "Sc")
@@ -112,8 +111,7 @@ _UNITS |= {
     f"{ten}-{_SMALL[digit]}": 10 * value + digit for value, ten in enumerate(_TENS, start=2) for digit in range(1, 10)
 }
 _SCALES = {"thousand": 1000, "million": 10**6}
-_LONGEST = 120
-"""Characters of a number in words."""
+_LONGEST = 120  # characters of a number in words
 
 
 def value_in_base(expression: str) -> tuple[int, int] | None:
@@ -128,10 +126,7 @@ def value_in_base(expression: str) -> tuple[int, int] | None:
 
 
 def other_notation(expression: str) -> int | None:
-    """Value of ``1011_2``, ``0b101``, ``0o17``, ``0x1F`` or ``twenty-one``; None for anything else.
-
-    A letter in front of an index, as in ``A_{12}``, is a name.
-    """
+    """Value of ``1011_2``, ``0b101``, ``0o17``, ``0x1F`` or ``twenty-one``; None for others (``A_{12}`` is a name)."""
     text = _TEXT.sub(r"\1", expression).strip()
     if _PREFIXED.fullmatch(text):
         return int(text, 0)
@@ -165,12 +160,10 @@ def in_words(text: str) -> int | None:
     return -(total + group) if negative else total + group
 
 
-TAIL = 2000
-"""Characters at the end of a text in which the answer is looked for."""
+TAIL = 2000  # characters at the end of a text in which the answer is looked for
 MAX_FORMULA = 1000
 _FIRST = 0xE000
-_MASK = "[\ue000-\uf8ff]"
-"""One formula; Unicode's private use area."""
+_MASK = "[\ue000-\uf8ff]"  # one formula; Unicode's private use area
 
 _DELIMITED = re.compile(
     r"(?<!\\)\$\$(?P<display>[^$]+)\$\$"
@@ -253,11 +246,7 @@ def isolated_number(text: str) -> str | None:
 
 @lru_cache(maxsize=16)
 def mask(text: str) -> tuple[str, list[str]]:
-    """Put one private character in the place of each formula, and drop bold type.
-
-    Returns:
-        The text, and its formulas by the code point of their character, from ``_FIRST`` on.
-    """
+    """One private character in the place of each formula, bold type dropped; and the formulas, from ``_FIRST`` on."""
     formulas: list[str] = []
     if not text.isascii():
         text = re.sub(_MASK, " ", text)
@@ -342,8 +331,7 @@ def _with_unit(value: str, rest: str) -> str:
 
 
 def _looks_like_mathematics(value: str) -> bool:
-    """True if there are digits, commands or operators, and no words but those of mathematics; or a number and its
-    unit."""
+    """Digits, commands or operators, and no words but those of mathematics; or a number and its unit."""
     value = value.strip()
     if not re.search(r"[0-9\\]", value):
         return False

@@ -55,19 +55,13 @@ class RewardResult:
 class RewardSample:
     """One finished response with its prompt and data row."""
 
-    prompt: str
-    """The prompt as the model saw it, template applied."""
-    response: str
-    """The decoded response, without special tokens."""
+    prompt: str  # the prompt as the model saw it, template applied
+    response: str  # the decoded response, without special tokens
     ground_truth: Any = None
-    finish_reason: str = "stop"
-    """``stop``, ``length`` (cut off) or ``abort``."""
-    row: dict[str, Any] = field(default_factory=dict)
-    """All columns of the data row."""
-    num_tokens: int = 0
-    """Length of the response as the model wrote it, end token included."""
-    model_result: RewardResult | None = None
-    """Result of the role ``reward_model``; None where the domain does not use it."""
+    finish_reason: str = "stop"  # `stop`, `length` (cut off) or `abort`
+    row: dict[str, Any] = field(default_factory=dict)  # all columns of the data row
+    num_tokens: int = 0  # length of the response as the model wrote it, end token included
+    model_result: RewardResult | None = None  # result of the role `reward_model`; None where the domain does not use it
 
 
 class RewardFunction(ABC):
@@ -99,8 +93,7 @@ class RewardFunction(ABC):
 class RewardRule(RewardFunction):
     """A reward that judges one sample at a time. Subclasses are dataclasses: their fields are the rule's options."""
 
-    numbers: ClassVar[tuple[str, ...]] = ()
-    """Names in the ``metrics`` of every result; empty: unknown."""
+    numbers: ClassVar[tuple[str, ...]] = ()  # names in the `metrics` of every result; empty: unknown
     concurrent_calls: ClassVar[int] = 1
     """Calls in flight at a time, in as many threads: more than one for rewards that wait for others."""
     client_options: ClassVar[tuple[str, ...]] = ()
@@ -121,10 +114,8 @@ def failure(error: str) -> RewardResult:
 class RewardOptionError(ValueError):
     """A reward that does not exist, or an option that it does not have or cannot use."""
 
-    component: str | None = None
-    """The component of the domain that it is about; None: the domain has none."""
-    key = "reward_kwargs"
-    """The key at fault, of the domain or the component."""
+    component: str | None = None  # the component of the domain that it is about; None: the domain has none
+    key = "reward_kwargs"  # the key at fault, of the domain or the component
 
 
 class RewardNameError(RewardOptionError):
@@ -133,8 +124,7 @@ class RewardNameError(RewardOptionError):
     key = "worker_cls"
 
 
-TIMEOUT_MARK = "timeout:"
-"""Marks the error of a sample whose scoring took too long."""
+TIMEOUT_MARK = "timeout:"  # marks the error of a sample whose scoring took too long
 
 
 logger = logging.getLogger(__name__)

@@ -94,12 +94,9 @@ def opening_fence(line: str) -> tuple[str, str, str] | None:
     return before, rest[: len(rest) - len(info)], info
 
 
-MAX_PARALLEL = 8
-"""Samples at a time in one reward worker: more workers (``world_size``) take more."""
-SERVICE_REQUESTS = 64
-"""Requests to a service in flight at a time from one reward worker."""
-SERVICE_PATIENCE = 10
-"""Times ``timeout`` that a request to a service may take, its wait for a free sandbox included."""
+MAX_PARALLEL = 8  # samples at a time in one reward worker: more workers (`world_size`) take more
+SERVICE_REQUESTS = 64  # requests to a service in flight at a time from one reward worker
+SERVICE_PATIENCE = 10  # times `timeout` that a request to a service may take, its wait for a free sandbox included
 
 logger = logging.getLogger(__name__)
 
@@ -114,14 +111,10 @@ class CodeSandbox(JudgingOptions, RewardRule):
         *("command", "file_name", "languages", "object_operators", "require"),
     )
     score: float = 1.0
-    timeout: float = 30.0
-    """Seconds for all cases of a sample."""
-    memory_mb: int = 1024
-    """Address space of each process."""
-    output_mb: int = 16
-    """Size of the output and of any file."""
-    processes: int = 1
-    """Processes at a time, threads not counted; a command gets 32 where this says 1."""
+    timeout: float = 30.0  # seconds for all cases of a sample
+    memory_mb: int = 1024  # address space of each process
+    output_mb: int = 16  # size of the output and of any file
+    processes: int = 1  # processes at a time, threads not counted; a command gets 32 where this says 1
     languages: list[str] = field(default_factory=lambda: list(PYTHON))
     """Languages of the fenced blocks that count as programs; '' is a block without a language."""
     preload: list[str] = field(default_factory=list)
@@ -132,12 +125,9 @@ class CodeSandbox(JudgingOptions, RewardRule):
     """Protections without which nothing runs: ``limits``, ``network``, ``files``, ``private``, ``signals``,
     ``syscalls``, ``ends`` (the default), ``scratch``, ``user``. With fewer, programs that the model writes may do what
     the others would keep them from; with ``[]``, whatever this user may."""
-    parallel: int = 2
-    """Samples at a time in one reward worker."""
-    service_url: str = ""
-    """A service on another host that runs the programs in place of this one; empty: none."""
-    api_key_env: str = ""
-    """Environment variable with the service's token."""
+    parallel: int = 2  # samples at a time in one reward worker
+    service_url: str = ""  # a service on another host that runs the programs in place of this one; empty: none
+    api_key_env: str = ""  # environment variable with the service's token
 
     def __post_init__(self) -> None:
         for name in ("timeout", "case_timeout", "memory_mb", "output_mb", "processes", "parallel"):
@@ -178,12 +168,7 @@ class CodeSandbox(JudgingOptions, RewardRule):
             raise RewardOptionError(f"code_sandbox: {error}") from error
 
     def prepare(self) -> str:
-        """Start the sandbox and say what it gives; a service has its own.
-
-        Raises:
-            MissingProtection: this host lacks a protection that ``require`` names.
-            SandboxError: it does not start.
-        """
+        """Start the sandbox and say what it gives; a service has its own."""
         if self._service is not None:
             return ""
         report = self._sandbox.start()

@@ -7,14 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll.config.rewards import RewardComponentConfig, RewardConfig, judge_sampling
-from roll.rewards.base import (
-    TIMEOUT_MARK,
-    GuardedReward,
-    RewardFunction,
-    RewardOptionError,
-    RewardResult,
-    RewardSample,
-)
+from roll.rewards.base import TIMEOUT_MARK, GuardedReward, RewardFunction, RewardOptionError, RewardResult, RewardSample
 from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward, load_target, option_names, resolve_name
 

@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -22,10 +22,8 @@ from roll.rewards.base import RewardFunction, RewardOptionError, RewardResult, R
 
 logger = logging.getLogger(__name__)
 
-BATCH_ARGUMENT = "samples"
-"""A function with an argument of this name is given a whole batch."""
-CLOSING_SECONDS = 5.0
-"""Wait for the event loop's thread, which a coroutine that blocks it would keep for ever."""
+BATCH_ARGUMENT = "samples"  # a function with an argument of this name is given a whole batch
+CLOSING_SECONDS = 5.0  # wait for the event loop's thread, which a coroutine that blocks it would keep for ever
 
 T = TypeVar("T")
 
@@ -39,9 +37,6 @@ class CustomReward(RewardFunction):
     that names ``samples`` gets the batch as :class:`RewardSample`s, with its options, and returns a result for each.
     ``async`` functions run concurrently in an event loop.  An exception is logged with its traceback the first time and
     becomes the error of the sample (of all samples of a batch), and so does a call that takes too long.
-
-    Raises:
-        RewardOptionError: an option that the function does not take.
     """
 
     def __init__(
@@ -88,7 +83,6 @@ class CustomReward(RewardFunction):
         return [self._result(score) for score in scores]
 
     def _outcomes(self, calls: Sequence[Callable[[], Any]], limit: float | None) -> list[Any]:
-        """Each call's result or exception, in order."""
         if self._loop is not None:
 
             async def all_of_them() -> list[Any]:
@@ -142,10 +136,8 @@ class CustomReward(RewardFunction):
 class Limits:
     """Limits on time and concurrency."""
 
-    timeout: float | None = None
-    """Seconds for one sample; None: no limit."""
-    concurrency: int = 32
-    """Samples in flight at a time, where scoring them means waiting."""
+    timeout: float | None = None  # seconds for one sample; None: no limit
+    concurrency: int = 32  # samples in flight at a time, where scoring them means waiting
 
 
 class Overdue(BaseException):
@@ -183,15 +175,15 @@ def deadline(seconds: float | None) -> Iterator[None]:
         raise Overdue
 
 
+@dataclass(eq=False)
 class LoopThread:
     """An event loop in a thread of its own, started by the first coroutine; any number of threads may run coroutines on
     it concurrently."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+    name: str
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Wait for a coroutine, from any thread but the loop's own."""
@@ -199,7 +191,7 @@ class LoopThread:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 # A daemon: a reward that nobody closed does not keep its process alive.
-                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=self._loop.run_forever, name=self.name, daemon=True)
                 self._thread.start()
             # Under the lock: if close() stopped the loop in between, the caller would wait for ever.
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -23,8 +23,7 @@ _LABEL_TAG = re.compile(r"<(?:ref|label|\|object_ref_start\|)>([^<]{1,200})<[^>]
 _FENCE = re.compile(r"```(?:json)?\s*(.*?)```", re.DOTALL)
 BOX_KEYS = ("bbox_2d", "bbox", "box_2d", "box", "bounding_box", "Position")
 LABEL_KEYS = ("label", "category", "name", "class")
-MAX_BOXES = 300
-"""Boxes of a response that are looked at: matching costs their product with the true ones."""
+MAX_BOXES = 300  # boxes of a response that are looked at: matching costs their product with the true ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +162,7 @@ class Detection(RewardRule):
     """``mean_iou``: IoUs of the matched pairs over the greater number of boxes, so that missing and surplus boxes cost
     the same; the others count pairs from ``iou_threshold`` on."""
     iou_threshold: float = 0.5
-    match_labels: bool = True
-    """Pair only boxes of one label (in any case), where the truth has labels."""
+    match_labels: bool = True  # pair only boxes of one label (in any case), where the truth has labels
     score: float = 1.0
 
     def __post_init__(self) -> None:

@@ -19,10 +19,8 @@ logger = logging.getLogger(__name__)
 
 RETRIED_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses worth a retry; others, such as 401 and 404, are permanent."""
-SHOWN_BODY = 300
-"""Characters of an error's body that are quoted."""
-MAX_REPLY = 16 * 2**20
-"""Bytes of an answer. Compressed answers are refused: a few bytes could expand to gigabytes."""
+SHOWN_BODY = 300  # characters of an error's body that are quoted
+MAX_REPLY = 16 * 2**20  # bytes of an answer. Compressed answers are refused: a few bytes could expand to gigabytes.
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -32,17 +30,13 @@ class ServiceOptions:
 
     timeout: float = 30.0
     """Seconds for a request with all its tries and the pauses between them; waiting for a free slot does not count."""
-    request_timeout: float | None = None
-    """Seconds for one try, from connecting to the last byte; null: ``timeout``."""
-    max_retries: int = 4
-    """Tries beyond the first."""
+    request_timeout: float | None = None  # seconds for one try, from connecting to the last byte; null: `timeout`
+    max_retries: int = 4  # tries beyond the first
     backoff: float = 0.5
     """Upper end of the first pause in seconds; it doubles from try to try. The pause is drawn evenly from below it, so
     that many workers do not come back at the same moment."""
-    max_backoff: float = 20.0
-    """Longest pause in seconds, also of those that the service asks for by ``Retry-After``."""
-    concurrency: int = 32
-    """Requests that one worker has in flight at a time."""
+    max_backoff: float = 20.0  # longest pause in seconds, also of those that the service asks for by `Retry-After`
+    concurrency: int = 32  # requests that one worker has in flight at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +44,12 @@ class Reply:
     """Outcome of one request: exactly one of ``body`` and ``error`` is there."""
 
     body: Any = None
-    error: str | None = None
-    """Begins with ``timeout:`` where time ran out."""
+    error: str | None = None  # begins with `timeout:` where time ran out
     tries: int = 1
 
 
 class ServiceError(Exception):
-    """One try failed.
-
-    Args:
-        retry_after: seconds that the service asks to be left alone.
-    """
+    """One try failed; ``retry_after``: seconds that the service asks to be left alone."""
 
     def __init__(self, message: str, is_transient: bool, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -141,7 +130,6 @@ class JsonClient:
         return Reply(answer, tries=tries)
 
     def _pause(self, state: RetryCallState) -> float:
-        """Seconds until the next try."""
         longest = self._options.max_backoff
         drawn = float(wait_random_exponential(multiplier=self._options.backoff, max=longest)(state))
         error = state.outcome.exception() if state.outcome is not None else None

@@ -14,8 +14,7 @@ from roll.config.losses import SCORE_INPUT_DEFAULT, SCORE_MEAN, SCORE_STD, Score
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.http_client import JsonClient, Reply, ServiceOptions
 
-MAX_SHOWN = 500
-"""Characters of a service's words in an error."""
+MAX_SHOWN = 500  # characters of a service's words in an error
 
 
 @dataclass
@@ -24,16 +23,11 @@ class HttpReward(ServiceOptions, RewardRule):
 
     concurrent_calls: ClassVar[int] = 16
 
-    url: str = ""
-    """Address that samples are posted to."""
-    api_key_env: str = ""
-    """Environment variable with the token that is sent as ``Authorization: Bearer ...``."""
-    batch_size: int = 64
-    """Most samples of one request."""
-    columns: list[str] | None = None
-    """Columns of the data row that are sent; null: all."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Sent along with every request, for the service."""
+    url: str = ""  # address that samples are posted to
+    api_key_env: str = ""  # environment variable with the token that is sent as `Authorization: Bearer ...`
+    batch_size: int = 64  # most samples of one request
+    columns: list[str] | None = None  # columns of the data row that are sent; null: all
+    options: dict[str, Any] = field(default_factory=dict)  # sent along with every request, for the service
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -108,12 +102,10 @@ class RewardModelScore(RewardRule):
     ``tokens``: the tokens of prompt and response as the policy has them, for a model with the same vocabulary."""
     scale: float = 1.0
     shift: float = 0.0
-    squash: Literal["none", "sigmoid", "tanh"] = "none"
-    """Applied last; ``sigmoid`` gives 0..1."""
+    squash: Literal["none", "sigmoid", "tanh"] = "none"  # applied last; `sigmoid` gives 0..1
     normalize: bool = False
     """Subtract the mean and divide by the standard deviation that the ``rm`` pipeline saved with the model."""
-    clip: float | None = None
-    """Raw scores (normalised, if they are) are clipped to plus and minus this."""
+    clip: float | None = None  # raw scores (normalised, if they are) are clipped to plus and minus this
 
     def __post_init__(self) -> None:
         if self.clip is not None and self.clip <= 0:

@@ -16,11 +16,9 @@ from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, Rewar
 from roll.rewards.ifeval_instructions import CHECKS
 from roll.rewards.rlvr_ifeval import FUNCTIONS
 
-MAX_LENGTH = 200_000
-"""Characters that are looked at; no instruction needs more."""
+MAX_LENGTH = 200_000  # characters that are looked at; no instruction needs more
 Instruction = tuple[str, dict[str, Any]]
-RULES = {**CHECKS, **FUNCTIONS}
-"""IFEval's by the instruction's id, RLVR-IFeval's by the function's name."""
+RULES = {**CHECKS, **FUNCTIONS}  # IFEval's by the instruction's id, RLVR-IFeval's by the function's name
 
 
 @dataclass
@@ -37,10 +35,8 @@ class IFEval(RewardRule):
     mode: Literal["strict", "loose"] = "strict"
     """``loose``: an instruction also counts as followed if it is without markdown stars, or without the first line (an
     introduction), the last (a farewell), or both."""
-    partial: bool = False
-    """Score the share of the instructions."""
-    score: float = 1.0
-    """Score of a response that follows all."""
+    partial: bool = False  # score the share of the instructions
+    score: float = 1.0  # score of a response that follows all
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("langdetect") is None:
@@ -83,12 +79,7 @@ def loosened(text: str) -> Iterator[str]:
 
 
 def read_instructions(sample: RewardSample) -> list[Instruction]:
-    """Types and arguments of a row's instructions, without the arguments that are null: published rows carry those of
-    all other types.
-
-    Raises:
-        ValueError: there are none, no such type, or an argument that it lacks.
-    """
+    """Types and arguments of a row's instructions, without null ones: published rows carry those of other types."""
     source = sample.row if sample.row.get("instruction_id_list") is not None else as_mapping(sample.ground_truth)
     if "func_name" in source:
         found = [(source["func_name"], source)]

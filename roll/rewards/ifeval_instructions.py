@@ -50,17 +50,8 @@ def postscript(text: str, *, postscript_marker: str) -> bool:
     return re.search(pattern, text.lower()) is not None
 
 
-def number_bullet_lists(text: str, *, num_bullets: int) -> bool:
-    stars = re.findall(r"^[^\S\n]*\*[^*].*$", text, re.MULTILINE)
-    dashes = re.findall(r"^[^\S\n]*-.*$", text, re.MULTILINE)
-    return len(stars) + len(dashes) == int(num_bullets)
-
-
-def number_highlighted_sections(text: str, *, num_highlights: int) -> bool:
-    single = re.findall(r"\*[^\n*]*\*", text)
-    double = re.findall(r"\*\*[^\n*]*\*\*", text)
-    found = [section for section in single + double if section.strip("*").strip()]
-    return len(found) >= int(num_highlights)
+_BULLETS = (r"^[^\S\n]*\*[^*].*$", r"^[^\S\n]*-.*$")
+_HIGHLIGHTS = (r"\*[^\n*]*\*", r"\*\*[^\n*]*\*\*")
 
 
 def is_json(text: str) -> bool:
@@ -69,17 +60,6 @@ def is_json(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return True
-
-
-def title(text: str) -> bool:
-    """Something between ``<<`` and ``>>`` on one line."""
-    spans = ((line, line.find("<<"), line.rfind(">>")) for line in text.split("\n"))
-    return any(0 <= begin < end and line[begin:end].lstrip("<").rstrip(">").strip() for line, begin, end in spans)
-
-
-def two_responses(text: str) -> bool:
-    answers = parts(text, r"\*\*\*\*\*\*")
-    return answers is not None and len(answers) == 2 and answers[0] != answers[1]
 
 
 ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
@@ -175,11 +155,17 @@ CHECKS: dict[str, Callable[..., bool]] = {
         len(re.findall(r"\[[^\[\]\n]*\]", text)) >= int(num_placeholders)
     ),
     "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullet_lists,
+    # Searched for one after the other: a star alone on its line goes on to the next one, which may be a bullet itself.
+    "detectable_format:number_bullet_lists": lambda text, *, num_bullets: (
+        sum(len(re.findall(bullet, text, re.MULTILINE)) for bullet in _BULLETS) == int(num_bullets)
+    ),
     "detectable_format:constrained_response": lambda text, *, options=ANSWERS: any(
         option in text for option in options
     ),
-    "detectable_format:number_highlighted_sections": number_highlighted_sections,
+    "detectable_format:number_highlighted_sections": lambda text, *, num_highlights: (
+        sum(bool(found.strip("*").strip()) for mark in _HIGHLIGHTS for found in re.findall(mark, text))
+        >= int(num_highlights)
+    ),
     "detectable_format:multiple_sections": lambda text, *, section_spliter, num_sections: (
         len(re.findall(rf"\s?{re.escape(section_spliter.strip())}\s?\d+\s?", text)) >= int(num_sections)
     ),
@@ -187,8 +173,14 @@ CHECKS: dict[str, Callable[..., bool]] = {
     "detectable_format:json_format": lambda text: is_json(
         _FENCE_END.sub("", _FENCE_START.sub("", text.strip())).strip()
     ),
-    "detectable_format:title": title,
-    "combination:two_responses": two_responses,
+    # Something between the marks on one line.
+    "detectable_format:title": lambda text: any(
+        0 <= (begin := line.find("<<")) < (end := line.rfind(">>")) and line[begin:end].lstrip("<").rstrip(">").strip()
+        for line in text.split("\n")
+    ),
+    "combination:two_responses": lambda text: (
+        (found := parts(text, r"\*\*\*\*\*\*")) is not None and len(found) == 2 and found[0] != found[1]
+    ),
     "combination:repeat_prompt": lambda text, *, prompt_to_repeat: (
         text.strip().lower().startswith(prompt_to_repeat.strip().lower())
     ),

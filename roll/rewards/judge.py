@@ -21,10 +21,8 @@ from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, Rewar
 from roll.rewards.http_client import JsonClient, Reply, ServiceOptions
 from roll.rewards.judge_reading import Extract, NoScore, ScoreReader
 
-MAX_ANSWERS = 100_000
-"""Answers that are kept in memory."""
-TOP_LOG_PROBS = 20
-"""The most that OpenAI's interface gives."""
+MAX_ANSWERS = 100_000  # answers that are kept in memory
+TOP_LOG_PROBS = 20  # the most that OpenAI's interface gives
 
 
 @dataclass
@@ -40,31 +38,22 @@ class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
     model_type: Literal["api", "cluster", "inference"] = "api"
     """``api``: the service at ``base_url``; ``cluster``: the run's own role ``reward_model``; ``inference``: engines on
     the devices of the reward's own section."""
-    base_url: str = ""
-    """Address of the service up to and with ``/v1``."""
-    model: str = ""
-    """The model's name at the service."""
-    api_key: str = field(default="", repr=False)
-    """The key itself; better ``api_key_env``."""
-    api_key_env: str = ""
-    """Environment variable that holds the key."""
+    base_url: str = ""  # address of the service up to and with `/v1`
+    model: str = ""  # the model's name at the service
+    api_key: str = field(default="", repr=False)  # the key itself; better `api_key_env`
+    api_key_env: str = ""  # environment variable that holds the key
     prompt: str = "correctness"
     """``correctness``, ``score_1_to_10``, ``yes_or_no``, a file with a Jinja template, or the template itself."""
-    system_prompt: str = ""
-    """The system message; empty: none."""
-    unanswered_score: float = 0.0
-    """Score of a response whose thought never ended; the judge is not called."""
+    system_prompt: str = ""  # the system message; empty: none
+    unanswered_score: float = 0.0  # score of a response whose thought never ended; the judge is not called
     temperature: float = 0.0
     top_p: float = 1.0
-    max_tokens: int = 1024
-    """Most tokens of the judge's answer; 1 with ``extract: logprob``."""
+    max_tokens: int = 1024  # most tokens of the judge's answer; 1 with `extract: logprob`
     seed: int | None = None
-    top_logprobs: int = TOP_LOG_PROBS
-    """Most probable tokens requested with ``extract: logprob``."""
+    top_logprobs: int = TOP_LOG_PROBS  # most probable tokens requested with `extract: logprob`
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Further fields of the request, such as ``chat_template_kwargs: {enable_thinking: false}``."""
-    cache: bool = True
-    """Do not ask the same twice."""
+    cache: bool = True  # do not ask the same twice
 
     def __post_init__(self) -> None:
         if self.model_type == "api" and not self.base_url:
@@ -189,11 +178,7 @@ BUILT_IN: dict[str, tuple[str, Extract, float | None, float | None]] = {
 
 
 def load_template(prompt: str) -> Template:
-    """The template that the option ``prompt`` means: a built-in name, a file, or the text itself.
-
-    Raises:
-        RewardOptionError: no such name or file, a mistake in the template, or a variable that it is not given.
-    """
+    """The template that the option ``prompt`` means: a built-in name, a file, or the text itself."""
     text = prompt
     if prompt in BUILT_IN:
         template = resources.files(__package__) / "judge_templates" / BUILT_IN[prompt][0]

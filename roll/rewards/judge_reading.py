@@ -16,15 +16,13 @@ from roll.datasets.forms import last_boxed
 from roll.rewards.answers import after_thought, parse_number
 from roll.rewards.base import RewardOptionError
 
-MAX_ANSWER = 50_000
-"""Characters at the end of an answer that are looked at."""
-MAX_OBJECTS = 1_000
-"""Braces tried as the beginning of a JSON object."""
+MAX_ANSWER = 50_000  # characters at the end of an answer that are looked at
+MAX_OBJECTS = 1_000  # braces tried as the beginning of a JSON object
+MAX_SHOWN = 200  # characters of an answer without a score
 PATTERN_SECONDS = 1.0
 _NARROW = {code + 0xFEE0: code for code in range(0x21, 0x7F)}
 """Full-width characters, as in ``Score：7``, to those of ASCII."""
-CUT = frozenset({"length", "content_filter", "abort"})
-"""Finish reasons of answers that did not come to their end."""
+CUT = frozenset({"length", "content_filter", "abort"})  # finish reasons of answers that did not come to their end
 
 
 class NoScore(ValueError):
@@ -38,22 +36,14 @@ Extract = Literal["yes_no", "number", "boxed", "json", "regex", "logprob"]
 class ScoreReader:
     """Options by which the score is found in a judge's answer."""
 
-    extract: Extract | None = None
-    """Rule that finds the score in the answer; null: as the built-in prompt asks for it."""
-    score_pattern: str = ""
-    """``extract: regex``: a regular expression with a group named ``score``; the last match counts."""
-    json_field: str = "score"
-    """``extract: json``: the field, with dots for nested objects."""
-    positive: str = "Yes"
-    """Counts as 1."""
-    negative: str = "No"
-    """Counts as 0."""
-    min_score: float | None = None
-    """The judge's lowest score; a lower one is an error."""
-    max_score: float | None = None
-    """The judge's highest score; a higher one is an error."""
-    rescale: bool = True
-    """With both bounds: bring scores to 0..1."""
+    extract: Extract | None = None  # rule that finds the score in the answer; null: as the built-in prompt asks for it
+    score_pattern: str = ""  # `extract: regex`: a regular expression with a group named `score`; the last match counts
+    json_field: str = "score"  # `extract: json`: the field, with dots for nested objects
+    positive: str = "Yes"  # counts as 1
+    negative: str = "No"  # counts as 0
+    min_score: float | None = None  # the judge's lowest score; a lower one is an error
+    max_score: float | None = None  # the judge's highest score; a higher one is an error
+    rescale: bool = True  # with both bounds: bring scores to 0..1
 
     def check_reading(self) -> None:
         """Raise ``RewardOptionError`` for options that contradict each other, or a pattern that cannot be used."""
@@ -73,14 +63,7 @@ class ScoreReader:
             raise RewardOptionError(f"score_pattern belongs to extract: regex, not to {self.extract}")
 
     def read(self, choice: Mapping[str, Any]) -> tuple[float, float]:
-        """The score, and the number as the judge wrote it.
-
-        Args:
-            choice: one of the ``choices`` of a chat completion.
-
-        Raises:
-            NoScore: none is found, or it is out of bounds.
-        """
+        """The score of one of a chat completion's ``choices``, and the number as the judge wrote it."""
         if self.extract == "logprob":
             raw = probability(choice, self.positive, self.negative)
         else:
@@ -103,7 +86,10 @@ class ScoreReader:
         }[self.extract]()
         if found is None:
             why = "; it was cut off: give it more max_tokens" if is_cut else ""
-            raise NoScore(f"no score ({self.extract}) in the judge's answer {shortened(text)!r}{why}")
+            # The end of the text, where the verdict should have been.
+            shown = " ".join(text.split())
+            shown = shown if len(shown) <= MAX_SHOWN else f"... {shown[-MAX_SHOWN:]}"
+            raise NoScore(f"no score ({self.extract}) in the judge's answer {shown!r}{why}")
         return float(found)
 
     def _on_scale(self, match: re.Match[str] | None) -> float | None:
@@ -138,11 +124,7 @@ class ScoreReader:
 
 
 def answer_text(choice: Mapping[str, Any]) -> str:
-    """The end of the judge's answer, without its thought.
-
-    Raises:
-        NoScore: there is none, or the thought never ended.
-    """
+    """The end of the judge's answer, without its thought."""
     message = choice.get("message")
     content = message.get("content") if isinstance(message, Mapping) else choice.get("text")
     if not isinstance(content, str):
@@ -154,11 +136,7 @@ def answer_text(choice: Mapping[str, Any]) -> str:
 
 
 def last_match(pattern: str, text: str, is_cut: bool) -> str | None:
-    """The group ``score`` of the last match; one at the very end of a text that was cut off could have gone on.
-
-    Raises:
-        NoScore: the pattern takes too long.
-    """
+    """The group ``score`` of the last match; one at the very end of a text that was cut off could have gone on."""
     try:
         matches = list(regex.finditer(pattern, text, timeout=PATTERN_SECONDS))
     except TimeoutError:
@@ -187,11 +165,7 @@ def json_value(text: str, field: str) -> Any:
 
 
 def probability(choice: Mapping[str, Any], positive: str, negative: str) -> float:
-    """P(positive) / (P(positive) + P(negative)) of the first token, over all spellings (case, leading space).
-
-    Raises:
-        NoScore: the service gave no log-probs, or neither word is among the most probable tokens.
-    """
+    """P(positive) / (P(positive) + P(negative)) of the first token, over all spellings (case, leading space)."""
     try:
         first = choice["logprobs"]["content"][0]
         listed: Sequence[Mapping[str, Any]] = first.get("top_logprobs") or [first]
@@ -205,12 +179,6 @@ def probability(choice: Mapping[str, Any], positive: str, negative: str) -> floa
         top = ", ".join(repr(token) for token, _ in weights[:5])
         raise NoScore(f"neither {positive!r} nor {negative!r} is among the most probable first tokens ({top} ...)")
     return yes / (yes + no)
-
-
-def shortened(text: str, length: int = 200) -> str:
-    """The end of a text, where the verdict should have been."""
-    text = " ".join(text.split())
-    return text if len(text) <= length else f"... {text[-length:]}"
 
 
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s?\{([^{}]*)\}")

@@ -36,8 +36,7 @@ from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.notation import canonical, choice_in_front, plain, top_level_items
 from roll.rewards.units import quantity
 
-MAX_ANSWER = 1000
-"""Characters; no answer to a question is longer, and algebra on it would only cost time."""
+MAX_ANSWER = 1000  # characters; no answer to a question is longer, and algebra on it would only cost time
 
 _SOURCES: dict[str, Callable[[str], str | None]] = {
     "boxed": last_boxed,
@@ -61,13 +60,11 @@ class MathRule(RewardRule):
     numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
     client_options: ClassVar[tuple[str, ...]] = ("*",)
     score: float = 1.0
-    format_score: float = 0.0
-    """Score of an answer that is found but wrong."""
+    format_score: float = 0.0  # score of an answer that is found but wrong
     sources: list[Source] = field(default_factory=lambda: ["boxed", "marked", "stated", "number"])
     """``boxed`` (``\boxed{}``), ``marked`` (``####``), ``tagged`` (``<answer>``), ``stated`` (``The answer is $3$.``),
     ``number`` (the last one of a sentence without formulas, where the ground truth is a number)."""
-    timeout: float = 5.0
-    """Seconds for one comparison."""
+    timeout: float = 5.0  # seconds for one comparison
 
     def __post_init__(self) -> None:
         self._verifier = MathVerifier(self.timeout)
@@ -261,10 +258,8 @@ _PERCENT_SIGN = re.compile(r"\s*\\?%\s*$")
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT = 120.0
-"""Seconds that the process may take to start; loading the algebra packages takes about one."""
-KILL_GRACE = 1.0
-"""Seconds beyond the limit before a process that does not interrupt itself is killed."""
+START_TIMEOUT = 120.0  # seconds that the process may take to start; loading the algebra packages takes about one
+KILL_GRACE = 1.0  # seconds beyond the limit before a process that does not interrupt itself is killed
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +308,13 @@ class MathVerifier:
         request = json.dumps({"gold": gold, "answer": answer, "timeout": self._timeout}) + "\n"
         with self._lock:
             try:
-                process = self._running()
+                process = self._process
+                if process is None or process.poll() is not None:
+                    self._stop()
+                    process = self._launch()
+                if not self._is_ready:
+                    self._read_line(process, START_TIMEOUT)
+                    self._is_ready = True
                 assert process.stdin is not None
                 process.stdin.write(request.encode())
                 process.stdin.flush()
@@ -329,16 +330,6 @@ class MathVerifier:
         if reply.get("timeout"):
             return Verdict(error=f"timeout: no verdict within {self._timeout:g} s"), False
         return Verdict(reply.get("equal"), reply.get("error")), False
-
-    def _running(self) -> subprocess.Popen[bytes]:
-        process = self._process
-        if process is None or process.poll() is not None:
-            self._stop()
-            process = self._launch()
-        if not self._is_ready:
-            self._read_line(process, START_TIMEOUT)
-            self._is_ready = True
-        return process
 
     def _launch(self) -> subprocess.Popen[bytes]:
         self._is_ready = False

@@ -24,10 +24,8 @@ class MultipleChoice(RewardRule):
     client_options: ClassVar[tuple[str, ...]] = ("*",)
     score: float = 1.0
     format_score: float = 0.0
-    choices: str = "ABCDEFGHIJ"
-    """The letters that can be chosen."""
-    boxed_only: bool = False
-    """Accept only an answer in a box."""
+    choices: str = "ABCDEFGHIJ"  # the letters that can be chosen
+    boxed_only: bool = False  # accept only an answer in a box
 
     def __post_init__(self) -> None:
         if not self.choices.isalpha() or len(set(self.choices.upper())) != len(self.choices):
@@ -93,8 +91,7 @@ REWARDS = {
 }
 """Score by reward type, of (correct, boxed)."""
 REPETITION_N = 3
-SHORTEST, LONG_ENOUGH = 100, 400
-"""Tokens: the length term is at its lowest up to the first and gone from the second on."""
+SHORTEST, LONG_ENOUGH = 100, 400  # tokens: the length term is at its lowest up to the first and gone from the second on
 
 
 @dataclass
@@ -111,8 +108,7 @@ class CrossThinkQA(RewardRule):
     """``loose``: the box does not count; ``soft``: half for a correct answer without it; ``strict``: nothing."""
     repetition_penalty: float = 0.5
     length_penalty_coef: float = 0.0
-    choices: str = "ABCDEFGHIJ"
-    """The letters that can be chosen."""
+    choices: str = "ABCDEFGHIJ"  # the letters that can be chosen
 
     def __post_init__(self) -> None:
         self._choice = MultipleChoice(choices=self.choices)

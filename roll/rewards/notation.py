@@ -22,8 +22,7 @@ _ROOTS = {"√": "\\sqrt", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]"}
 _ROOT = re.compile(r"([√∛∜])\s*(\{[^{}]*\}|\([^()]*\)|[0-9]+(?:\.[0-9]+)?|[A-Za-zα-ω]|\\pi)?")
 _TAGGED = {"<super>": "^", "<sub>": "_"}
 _WHOLE = re.compile(r"([0-9]{1,15})\s*$")
-_GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-"""Contents of braces, with two further levels of them."""
+_GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"  # contents of braces, with two further levels of them
 _SEPARATE = re.compile(r"[0-9]+(?:\s+[0-9]+)+")
 _GROUPS = re.compile(r"[0-9]{1,3}(?:\s[0-9]{3})+")
 _BUILDER = re.compile(

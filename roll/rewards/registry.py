@@ -83,11 +83,7 @@ def build_reward(
 
 
 def option_names(worker_cls: str) -> set[str]:
-    """The options of a rule; empty for a user's own function.
-
-    Raises:
-        RewardOptionError: the reward does not exist.
-    """
+    """The options of a rule; empty for a user's own function."""
     target = load_target(resolve_name(worker_cls))
     return {field.name for field in dataclasses.fields(target) if field.init} if isinstance(target, type) else set()
 

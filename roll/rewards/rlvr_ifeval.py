@@ -45,11 +45,6 @@ def letter_frequency(text: str, *, letter: str, N: int) -> bool:
     return text.count(letter) == int(N)
 
 
-def paragraph_count(text: str, *, N: int) -> bool:
-    paragraphs = "\n".join(map(str.strip, text.splitlines())).split(DIVIDER)
-    return len(paragraphs) == int(N) and all(map(str.strip, paragraphs))
-
-
 def first_word_of_paragraph(text: str, *, N: int, first_word: str, i: int) -> bool:
     paragraphs = text.split("\n\n")
     if not 1 <= int(i) <= int(N):
@@ -57,22 +52,11 @@ def first_word_of_paragraph(text: str, *, N: int, first_word: str, i: int) -> bo
     return len(paragraphs) == int(N) and paragraphs[int(i) - 1].strip().startswith(first_word)
 
 
-def postscript(text: str, *, postscript_marker: str) -> bool:
-    """Something follows the first marker."""
-    _, marker, rest = text.partition(postscript_marker)
-    return bool(marker and rest.strip())
-
-
 def choice(text: str, *, options: Sequence[str] | str) -> bool:
     """Published rows also hold the options as one text, ``(yes, no)``."""
     if isinstance(options, str):
         options = [option.strip().strip("\"'") for option in options.strip("[]()").split(",")]
     return any(option in text for option in options)
-
-
-def two_responses(text: str) -> bool:
-    answers = text.split("******")
-    return len(answers) == 2 and answers[0].strip() != answers[1].strip()
 
 
 FUNCTIONS: dict[str, Callable[..., bool]] = {
@@ -84,13 +68,17 @@ FUNCTIONS: dict[str, Callable[..., bool]] = {
     ),
     "verify_letter_frequency": letter_frequency,
     "validate_response_language": lambda text, *, language: language_of(text) == language,
-    "verify_paragraph_count": paragraph_count,
+    "verify_paragraph_count": lambda text, *, N: (
+        len(found := "\n".join(map(str.strip, text.splitlines())).split(DIVIDER)) == int(N)
+        and all(map(str.strip, found))
+    ),
     "validate_word_constraint": lambda text, *, N, quantifier: _enough(len(text.split()), quantifier, int(N)),
     "verify_sentence_constraint": lambda text, *, N, quantifier: _enough(
         len(_SENTENCE_END.split(text)), quantifier, int(N), 1
     ),
     "validate_paragraphs": first_word_of_paragraph,
-    "verify_postscript": postscript,
+    # Something follows the first marker.
+    "verify_postscript": lambda text, *, postscript_marker: bool(text.partition(postscript_marker)[2].strip()),
     "validate_placeholders": lambda text, *, N: _spans(text, "[", "]") >= int(N),
     "verify_bullet_points": lambda text, *, N: (
         sum(line.strip().startswith(("*", "-")) for line in text.split("\n")) == int(N)
@@ -104,7 +92,9 @@ FUNCTIONS: dict[str, Callable[..., bool]] = {
     ),
     "validate_json_format": is_json,
     "validate_repeat_prompt": lambda text, *, original_prompt: text.startswith(original_prompt),
-    "validate_two_responses": two_responses,
+    "validate_two_responses": lambda text: (
+        len(found := text.split("******")) == 2 and found[0].strip() != found[1].strip()
+    ),
     "validate_uppercase": lambda text: text == text.upper(),
     "validate_lowercase": lambda text: text == text.lower(),
     "validate_frequency_capital_words": lambda text, *, N, quantifier: _enough(

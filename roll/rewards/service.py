@@ -27,8 +27,7 @@ from roll.serving.http import BadRequest, HttpServer, answered, check_key, read_
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY = 64 * 2**20
-"""Bytes of a request."""
+MAX_BODY = 64 * 2**20  # bytes of a request
 MAX_SAMPLES = 4096
 MAX_SHOWN = 1000
 TOKEN_VARIABLE = "ROLL_REWARD_TOKEN"
@@ -46,9 +45,6 @@ class RewardPool:
         instances: most at a time; further requests wait.
         own: the service's own options.
         allowed: names that clients may set, ``*`` for all; None: the rule's ``client_options``.
-
-    Raises:
-        RewardOptionError: options that the reward does not have or cannot use.
     """
 
     def __init__(
@@ -72,15 +68,9 @@ class RewardPool:
         """Runs :meth:`score`: as many requests at a time as there are instances."""
         self._instances = instances
         self._lock = threading.Lock()
-        self._idle: list[tuple[str, GuardedReward]] = []
-        """The longest unused first, each after its options as JSON."""
+        self._idle: list[tuple[str, GuardedReward]] = []  # the longest unused first, each after its options as JSON
 
     def merged(self, options: object) -> dict[str, Any]:
-        """The service's options with those of a request.
-
-        Raises:
-            RewardOptionError: an option that is not for clients to choose.
-        """
         if not isinstance(options, Mapping):
             raise RewardOptionError("options: must be an object")
         for name, value in options.items():
@@ -100,12 +90,6 @@ class RewardPool:
         return {**self._own, **options}
 
     def score(self, content: bytes) -> list[dict[str, Any]]:
-        """The results of a request, as they are sent back.
-
-        Raises:
-            RewardOptionError, KeyError, TypeError, ValueError, AttributeError, RecursionError: a request that cannot be
-                understood.
-        """
         body = json.loads(content)
         if len(body["samples"]) > MAX_SAMPLES:
             raise ValueError(f"samples: at most {MAX_SAMPLES} a request")

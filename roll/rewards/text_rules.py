@@ -21,8 +21,7 @@ from roll.rewards.thoughts import opened_thought, split_thought
 TAIL = 300
 """Characters at the end of a response in which the answer is looked for: it comes last, and searching is then quick."""
 
-WINDOW, MARGIN = 70, 12
-"""The last number is looked for in so many characters first; what begins in the margin may have been cut."""
+MARGIN = 12  # characters in front of a number that show it to be a part of a formula
 
 # What follows a numeral may not continue it: in "3.5.2" and "2e9" there is no answer 3.5 or 2.
 _END = r"(?![0-9]|[.,][0-9]|[eE][-+]?[0-9]|\s?/)"
@@ -48,8 +47,7 @@ class Gsm8kRule(RewardRule):
     method: Literal["strict", "flexible"] = "strict"
     """``strict``: the number must follow ``####``. ``flexible``: without that mark, the last number counts."""
     score: float = 1.0
-    format_score: float = 0.0
-    """Score of an answer that is found but wrong."""
+    format_score: float = 0.0  # score of an answer that is found but wrong
     compare: Literal["number", "string"] = "number"
     """``string``: compare the characters after removing commas and dollar signs, as verl does, so ``72.`` is not 72."""
 
@@ -71,29 +69,18 @@ class Gsm8kRule(RewardRule):
 
 
 def extract_number(response: str, method: str) -> Fraction | None:
-    """The answer of a response, or None.
-
-    The last ``####`` that is followed by a number decides; only ``flexible`` looks further, for the last number.
-    """
+    """The number after the last ``####`` that one follows; ``flexible`` looks further, for the last number."""
     tail = response[-TAIL:]
     marked = _STRICT.findall(tail) if _MARK in tail else []
     if marked:
         return parse_number(marked[-1])
     if method == "strict":
         return None
-    last = last_numeral(tail)
-    return parse_number(last) if last is not None else None
-
-
-def last_numeral(text: str) -> str | None:
-    """The last numeral of ``text``, looked for in its last characters first; None where it is part of a formula."""
-    for begin in (max(0, len(text) - WINDOW), 0):
-        matches = list(_ANYWHERE.finditer(text, begin))
-        # A match near the cut might be the end of a longer numeral: then the whole text decides.
-        if matches and (begin == 0 or matches[-1].start() >= begin + MARGIN):
-            last = matches[-1]
-            return None if _IN_FORMULA.search(text, max(0, last.start() - MARGIN), last.start()) else last.group(1)
-    return None
+    numerals = list(_ANYWHERE.finditer(tail))
+    begin = numerals[-1].start() if numerals else 0
+    if not numerals or _IN_FORMULA.search(tail, max(0, begin - MARGIN), begin):
+        return None
+    return parse_number(numerals[-1].group(1))
 
 
 def extract_text(response: str, method: str) -> str | None:
@@ -162,8 +149,7 @@ class ExactMatch(_AgainstTexts):
     name: ClassVar[str] = "exact_match"
     numbers: ClassVar[tuple[str, ...]] = ("correct", "answered")
     client_options: ClassVar[tuple[str, ...]] = ("*",)
-    normalize: bool = True
-    """Compare without case, punctuation, articles and spacing; false: character by character."""
+    normalize: bool = True  # compare without case, punctuation, articles and spacing; false: character by character
 
     def compare(self, answer: str, truth: str) -> float:
         return float(normalized(answer) == normalized(truth) if self.normalize else answer == truth)
@@ -193,8 +179,7 @@ class FormatRule(RewardRule):
     pattern: str | None = None
     """Regular expression; ``.`` matches line ends too. null: a thought, in the marks of the model's family (the prompt
     may open it), and then ``<answer>``."""
-    mode: Literal["full", "search"] = "full"
-    """``full``: the whole response must match; ``search``: some part of it."""
+    mode: Literal["full", "search"] = "full"  # `full`: the whole response must match; `search`: some part of it
     score: float = 1.0
     miss_score: float = 0.0
     timeout: float = 1.0
@@ -238,14 +223,10 @@ class RepetitionPenalty(RewardRule):
 
     numbers: ClassVar[tuple[str, ...]] = ("repeated",)
     client_options: ClassVar[tuple[str, ...]] = ("*",)
-    n: int = 20
-    """Length of an n-gram; short ones repeat in any text."""
-    unit: Literal["word", "character"] = "word"
-    """Unit of n; languages without spaces need ``character``."""
-    tolerated: float = 0.0
-    """Share that costs nothing."""
-    max_penalty: float = 1.0
-    """Loss of a response of nothing but repetition."""
+    n: int = 20  # length of an n-gram; short ones repeat in any text
+    unit: Literal["word", "character"] = "word"  # unit of n; languages without spaces need `character`
+    tolerated: float = 0.0  # share that costs nothing
+    max_penalty: float = 1.0  # loss of a response of nothing but repetition
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -266,10 +247,8 @@ class LengthPenalty(RewardRule):
 
     numbers: ClassVar[tuple[str, ...]] = ("over_length",)
     client_options: ClassVar[tuple[str, ...]] = ("*",)
-    limit: int
-    """Tokens of a response that loses all of ``max_penalty``; longer ones lose no more."""
-    free: int = 0
-    """Tokens that cost nothing."""
+    limit: int  # tokens of a response that loses all of `max_penalty`; longer ones lose no more
+    free: int = 0  # tokens that cost nothing
     max_penalty: float = 1.0
 
     def __post_init__(self) -> None:

@@ -88,8 +88,7 @@ def said_by(response: str, opened: str = "") -> str:
 
 
 def _pieces(response: str, wanted: str) -> tuple[list[str], list[str]]:
-    """The pieces of a response that are thought, and those that are said; ``wanted``: the end mark of a thought that is
-    open at its beginning, or empty."""
+    """Pieces that are thought, and those that are said; ``wanted``: the end of a thought that is open at first."""
     thoughts: list[str] = []
     said: list[str] = []
     begin = answer = 0

@@ -28,10 +28,8 @@ class Unit:
 
     dimension: Dimension
     size: Fraction
-    count: Fraction = Fraction(1)
-    """Number words among them: a dozen, a million."""
-    is_sure: bool = True
-    """False for a short symbol without ``\\text`` around it, whose letters may be variables."""
+    count: Fraction = Fraction(1)  # number words among them: a dozen, a million
+    is_sure: bool = True  # false for a short symbol without `\text` around it, whose letters may be variables
 
 
 _WITH_PREFIX: dict[str, Unit] = {}
@@ -64,8 +62,7 @@ _POWERS = (
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*"), "°"),
     (re.compile(r"(?:°|\bdegrees?)\s*(C|F)(?:elsius|ahrenheit)?\b"), r"°\1"),
 )
-LONGEST = 60
-"""Characters of a unit."""
+LONGEST = 60  # characters of a unit
 
 
 def _named(name: str) -> Unit | None:

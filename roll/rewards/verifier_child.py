@@ -15,21 +15,19 @@ import resource
 import signal
 import sys
 import types
-from itertools import accumulate
-from typing import IO, Any
+from itertools import accumulate, chain
+from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from sympy.functions.combinatorial.numbers import bell, catalan, fibonacci, harmonic, lucas  # type: ignore[import-untyped]
 
-MEMORY_LIMIT = 4 * 2**30
-"""Bytes of address space."""
+MEMORY_LIMIT = 4 * 2**30  # bytes of address space
 ANSWER_SECONDS = 1.0
 """CPU seconds for reading an answer and comparing it, whatever else the machine is doing: right answers take a few
 hundredths."""
 CPU_GRACE = 5
 """CPU seconds beyond a request's limit after which the kernel ends this process, should nobody be left to do so."""
-ANSWER_GRACE = 1
-"""The same while an answer is evaluated."""
+ANSWER_GRACE = 1  # the same while an answer is evaluated
 _RELATION = r"\s*(?:\\neq?\b|<=?|>=?|\\leq?(?:slant)?|\\geq?(?:slant)?|\\lt|\\gt|≤|≥)\s*"
 _CONSTANT = r"(?:[-+]?(?:[0-9.,/^_{}()+\- ]|\\[dt]?frac|\\sqrt|\\pi|\\infty|\\cdot|\\left|\\right)+)"
 _SOLVED = re.compile(
@@ -70,14 +68,10 @@ def main() -> None:
     grader.sympy_numeric_eq = equal_numbers
     # Much is loaded at the first comparison: made here, so that no request pays for it out of its own time.
     equivalent("x^2", "x*x", 60.0)
-    reply(replies, {"ready": True})
-    for line in sys.stdin:
-        reply(replies, answer(json.loads(line)))
-
-
-def reply(stream: IO[str], message: dict[str, Any]) -> None:
-    stream.write(json.dumps(message) + "\n")
-    stream.flush()
+    ready: dict[str, Any] = {"ready": True}
+    for message in chain([ready], map(answer, map(json.loads, sys.stdin))):
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
@@ -142,11 +136,6 @@ def is_solved_inequality(expression: str) -> bool:
 
 
 def says_the_same(truth: list[Any], given: str) -> bool:
-    """Compare an answer with the forms of a truth.
-
-    Raises:
-        TooLarge: parsing the answer would take too long, or evaluating it make numbers far beyond those of the truth.
-    """
     from math_verify import parse, verify
 
     depths = accumulate((character in "([{") - (character in ")]}") for character in given)
@@ -205,8 +194,7 @@ POINTS = [
 """Values of a first letter, and factors for each further one. Two functions without jumps that agree at all of them are
 the same: branches of roots and logarithms differ at one."""
 _JUMPING = (sympy.floor, sympy.ceiling, sympy.sign, sympy.Max, sympy.Min, sympy.Piecewise, sympy.Mod)
-DIGITS = 100
-"""Digits in which numbers that are no fractions are compared."""
+DIGITS = 100  # digits in which numbers that are no fractions are compared
 
 
 def equal_numbers(gold: Any, given: Any, *_: int) -> bool:
@@ -266,18 +254,12 @@ def boxed(expression: str) -> str:
     return f"\\boxed{{{expression}}}"
 
 
-MAX_BITS = 200_000.0
-"""Most of one number: 2^200000, 10^60000, or 17000!."""
-BITS_OF_A_TERM = 50.0
-"""A term of a power that is multiplied out costs as much: 4,000 of them are the bound."""
-MAX_TERMS = 10_000
-"""Most terms of a sum or product with numbers as limits."""
-MAX_ENTRIES = 400
-"""Most entries of a matrix."""
-MAX_DEPTH = 30
-"""Brackets in brackets: parsing takes exponential time in them."""
-_EVALUATED_AT_ONCE = re.compile(r"\\[dt]?binom\s*\{?\s*[0-9]{7}")
-"""Types that the parser does not leave as a tree."""
+MAX_BITS = 200_000.0  # most of one number: 2^200000, 10^60000, or 17000!
+BITS_OF_A_TERM = 50.0  # a term of a power that is multiplied out costs as much: 4,000 of them are the bound
+MAX_TERMS = 10_000  # most terms of a sum or product with numbers as limits
+MAX_ENTRIES = 400  # most entries of a matrix
+MAX_DEPTH = 30  # brackets in brackets: parsing takes exponential time in them
+_EVALUATED_AT_ONCE = re.compile(r"\\[dt]?binom\s*\{?\s*[0-9]{7}")  # types that the parser does not leave as a tree
 
 _GROWING = (
     sympy.factorial,
@@ -299,13 +281,7 @@ class TooLarge(Exception):
 
 
 def height(expression: object, limit: float = MAX_BITS) -> float:
-    """An upper bound in bits on numerator and denominator of every number in the value of ``expression``.
-
-    A symbol counts 0 bits, a function such as sine what its argument counts.
-
-    Raises:
-        TooLarge: a part is beyond ``limit``.
-    """
+    """An upper bound in bits on numerator and denominator of every number in the value; at most ``limit``."""
     bits = _height(expression, limit)
     if bits > limit:
         raise TooLarge
@@ -348,7 +324,6 @@ def _height(node: object, limit: float) -> float:
 
 
 def _magnitude(node: sympy.Basic, bits: float) -> float:
-    """An upper bound on the absolute value."""
     if isinstance(node, sympy.Rational):
         return abs(node.p) / node.q
     # Symbols count as small numbers.

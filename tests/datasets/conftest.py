@@ -39,3 +39,9 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
         return str(path)
 
     return write
+
+
+def rows_of(file: str, kind: str) -> list[list[Any]]:
+    """Cases of a kind in ``FILE.jsonl``, without their kind."""
+    lines = Path(__file__).with_name(f"{file}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [case[1:] for case in map(json.loads, lines) if case[0] == kind]

@@ -13,6 +13,7 @@ import pytest
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, SftDataset
 from roll.datasets.assistant_turns import spans_of
+from tests.datasets.conftest import rows_of
 
 Write = Callable[..., str]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
@@ -133,14 +134,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any, write
     assert sum(row.response_mask) > 3
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"messages": TALK[:2]}, "row 1: no assistant's turn in the conversation"),
-        ({"messages": TALK, "tools": "{"}, "row 1: tools is a text but not JSON"),
-        ({"messages": TALK, "tools": {"a": 1}}, "row 1: tools must be a list of schemas, found dict"),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), rows_of("bad_rows", "dialogues"))
 def test_rows_that_teach_nothing_say_so(
     tokenizer: Any, write_jsonl: Write, tmp_path: Any, row: dict[str, Any], message: str
 ) -> None:

@@ -17,9 +17,8 @@ import pyarrow.parquet
 import pytest
 
 from roll.config.roles import DataArguments
-from roll.datasets import DataError, DomainSampler, PromptDataset, SftDataset, preparation
+from roll.datasets import DataError, DomainSampler, PromptDataset, preparation
 from roll.datasets.making import BYTES_PER_PROCESS, num_processes
-from roll.datasets.preparation import SMALLEST, is_wanted
 from roll.datasets.store import MARK, from_json, to_json
 
 Write = Callable[..., str]
@@ -67,7 +66,9 @@ def test_cached_rows_equal_prepared_ones(
     assert entries(tmp_path) == [entry]
 
 
-def test_another_content_or_setting_is_another_entry(build: Any, write_jsonl: Write, tmp_path: Path) -> None:
+def test_another_content_setting_or_format_is_another_entry(
+    build: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages[0].content }}")
     files = write_jsonl(rows(3))
@@ -87,17 +88,9 @@ def test_another_content_or_setting_is_another_entry(build: Any, write_jsonl: Wr
     assert texts(template=str(template))[0] == "Q: 0 eggs é?"
     write_jsonl([{**row, "prompt": "2 hens"} for row in rows(3)])
     assert "2 hens" in texts()[0]
-    assert len(entries(tmp_path)) == 7
-
-
-def test_entries_of_another_format_are_not_used(
-    build: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = write_jsonl(rows(3))
-    build(files)
     monkeypatch.setattr(preparation, "FORMAT", preparation.FORMAT - 1)
-    build(files)
-    assert len(entries(tmp_path)) == 2
+    texts()
+    assert len(entries(tmp_path)) == 8
 
 
 def test_ids_with_folders_in_them_are_those_of_the_present_folders(
@@ -136,20 +129,14 @@ def test_a_damaged_entry_is_named(build: Any, write_jsonl: Write, tmp_path: Path
         build(files)
 
 
-def test_demonstrations_are_cached_too(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
-    data_args = DataArguments(file_name=write_jsonl(rows(5)), use_cache=True)
-    first, second = (SftDataset.build(data_args, tokenizer, 100) for _ in range(2))
-    assert list(first) == list(second)
-    assert len(entries(tmp_path)) == 1
-
-
-def test_small_files_are_not_worth_a_cache(tmp_path: Path) -> None:
-    small, large = tmp_path / "small", tmp_path / "large"
-    small.write_bytes(b"x")
-    large.write_bytes(bytes(SMALLEST))
-    assert not is_wanted(DataArguments(), [small])
-    assert is_wanted(DataArguments(), [small, large])
-    assert not is_wanted(DataArguments(use_cache=False), [large])
+def test_small_files_are_not_worth_a_cache(
+    build: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = write_jsonl(rows(3))
+    for smallest, use_cache, entries_then in ((4 * 2**20, None, 0), (1, False, 0), (1, None, 1)):
+        monkeypatch.setattr(preparation, "SMALLEST", smallest)
+        build(files, use_cache=use_cache)
+        assert len(list((tmp_path / "cache").rglob("rows.arrow"))) == entries_then
 
 
 def test_values_that_json_lacks_keep_their_type(build: Any, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from roll.datasets.forms import form_of, last_boxed, read_ground_truth
 from roll.datasets.reading import SourceRow
 from roll.datasets.sft import read_demonstration
 from roll.datasets.types import DataError
+from tests.datasets.conftest import rows_of
 
 QUESTION = [{"role": "user", "content": "2 + 3?"}]
 
@@ -25,24 +26,8 @@ def read(row: dict[str, Any], **data_args: Any) -> tuple[Columns, SourceRow]:
     return Columns.of(arguments, converted), converted
 
 
-PROMPTS = {
-    "gsm8k": ({"question": "2 + 3?", "answer": "2+3=<<2+3=5>>5\n#### 1,005"}, "1005"),
-    "math": (
-        {"problem": "2 + 3?", "solution": r"So \boxed{1}, no: $\boxed{\frac{1}{2}}$.", "level": "1"},
-        r"\frac{1}{2}",
-    ),
-    "math with braces": ({"problem": "2 + 3?", "solution": r"So $\boxed{\left\{ 5 \right.}$"}, r"\left\{ 5 \right."),
-    "math with answer": ({"problem": "2 + 3?", "solution": r"So \boxed{5}.", "answer": "5"}, "5"),
-    "question and number": ({"question": "2 + 3?", "answer": 5}, 5),
-    "alpaca": ({"instruction": "2 + 3?", "input": "", "output": "5"}, None),
-    "sharegpt": ({"conversations": [{"from": "human", "value": "2 + 3?"}]}, None),
-    "verl": ({"prompt": QUESTION, "reward_model": {"ground_truth": "5"}, "answer": "something else"}, "5"),
-    "own": ({"messages": QUESTION, "ground_truth": "5", "answer": "#### 6"}, "5"),
-}
-
-
-@pytest.mark.parametrize(("row", "truth"), PROMPTS.values(), ids=PROMPTS)
-def test_prompts_and_ground_truths(row: dict[str, Any], truth: Any) -> None:
+@pytest.mark.parametrize(("name", "row", "truth"), rows_of("published_rows", "prompts"))
+def test_prompts_and_ground_truths(name: str, row: dict[str, Any], truth: Any) -> None:
     columns, source = read(row)
     assert columns.read_messages(source) == QUESTION
     assert read_ground_truth(source.row) == truth
@@ -59,22 +44,8 @@ def test_entries_of_a_column_have_dotted_names() -> None:
     assert read({"extra_info.question": "2 + 3?"}, prompt="extra_info.question")[0].prompt == "extra_info.question"
 
 
-DEMONSTRATIONS = {
-    "gsm8k": {"question": "2 + 3?", "answer": "It is 5"},
-    "alpaca": {"instruction": "2 + 3?", "output": "It is 5"},
-    "prompt and completion": {"prompt": "2 + 3?", "completion": "It is 5"},
-    "prompt and completion of messages": {
-        "prompt": QUESTION,
-        "completion": [{"role": "assistant", "content": "It is 5"}],
-    },
-    "sharegpt": {"conversations": [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "It is 5"}]},
-    "openai": {"messages": [*QUESTION, {"role": "assistant", "content": "It is 5"}], "answer": "not this"},
-    "query and response": {"query": "2 + 3?", "response": "It is 5"},
-}
-
-
-@pytest.mark.parametrize("row", DEMONSTRATIONS.values(), ids=DEMONSTRATIONS)
-def test_demonstrations(row: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("name", "row"), rows_of("published_rows", "demonstrations"))
+def test_demonstrations(name: str, row: dict[str, Any]) -> None:
     assert read_demonstration(*read(row)) == (QUESTION, "It is 5")
 
 

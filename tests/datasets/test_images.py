@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +23,9 @@ from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.datasets.reading import SourceRow
 from roll.datasets.vision_model import VisionModel, load_processing
 from roll.protocol.images import EncodedImage, ImageError, ImageProcessing
-from roll.protocol.vision import VisionInputs, num_processed, vision_inputs
+from roll.protocol.vision import vision_inputs
 from tests import vision_models
+from tests.datasets.conftest import rows_of
 
 Write = Callable[..., str]
 QUESTION = "How many shapes are there?"
@@ -167,31 +167,7 @@ def test_where_images_stand(words: Any, write_jsonl: Write, tmp_path: Path, visi
     assert two.vision.grid_thw.tolist() == [[1, 6, 6], [1, 8, 4]]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "<image>x", "images": ["gone.png"]}, "'gone.png' does not exist"),
-        ({"prompt": "<image>x", "images": ["broken.png"]}, "not a readable image"),
-        ({"prompt": "<image>x", "images": ["cut.png"]}, "not a readable image"),
-        ({"prompt": "<image><image>x", "images": ["ok.png"]}, "2 times <image> in the conversation, and 1 images"),
-        ({"prompt": "<image>x"}, "1 times <image> in the conversation, and 0 images"),
-        ({"prompt": f"{PAD} x"}, "the text spells a placeholder itself"),
-        ({"prompt": "<image>x", "images": ["http://127.0.0.1:9/a.png"]}, "is a URL; download the files"),
-        ({"prompt": "<video>x", "videos": ["a.mp4"]}, "files of videos are not decoded: take their frames out"),
-        (
-            {"prompt": "<video>x", "videos": [["ok.png", "gone.png"]]},
-            "frame 2 of video 1 of column 'videos': 'gone.png'",
-        ),
-        ({"prompt": "<video>x", "videos": [["cut.png", "cut.png"]]}, "column 'videos': not a readable video: frame 1"),
-        ({"prompt": "<video>x", "videos": [["ok.png"]]}, "1 frames; a video has 2 or more"),
-        ({"prompt": "<video>x", "videos": [["ok.png", "cut.png"]]}, "frame 2 has .90, 90. pixels"),
-        ({"prompt": "<video>x", "videos": [{"video": ["ok.png", "ok.png"], "fps": 0}]}, "fps 0; expected frames"),
-        ({"prompt": "<video>x"}, "1 times <video> in the conversation, and 0 videos"),
-        ({"prompt": "<image>x", "images": [3]}, "expected bytes or a path, found int"),
-        ({"prompt": "<image>x", "images": [""]}, "expected bytes or a path, found an empty text"),
-        ({"prompt": "<image>x", "images": ["strip.png"]}, "more than 200 times"),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), rows_of("bad_rows", "images"))
 def test_an_unreadable_image_is_a_counted_bad_row(
     row: dict[str, Any], message: str, words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel
 ) -> None:
@@ -282,19 +258,6 @@ def test_every_turn_of_the_assistant_between_images(
     ]
     assert [piece.replace("<|im_end|>", "").strip() for piece in pieces] == ["b", "#### 12"]
     assert not any(flag for flag, token in zip(seen.response_mask, seen.input_ids, strict=True) if token == pad)
-
-
-def test_a_group_of_rows_carries_its_images_once_and_each_is_processed_once() -> None:
-    vision = vision_inputs([EncodedImage.of(png(77, (200, 200)))], vision_models.PROCESSING)
-    buffers: list[pickle.PickleBuffer] = []
-    frame = pickle.dumps([vision] * 8, protocol=5, buffer_callback=buffers.append)
-    assert sum(len(one.raw()) for one in buffers) < 1.1 * len(vision.images[0].data)
-    rows = pickle.loads(frame, buffers=buffers)
-    assert all(row is rows[0] for row in rows)
-    before = num_processed()
-    for one in (vision, *rows, VisionInputs.from_plain(vision.to_plain())):
-        assert torch.equal(one.pixel_values(), vision.pixel_values())
-    assert num_processed() == before + 1
 
 
 def test_images_that_are_refused_or_laid_on_white(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.rewards.base import RewardResult
 from roll.rollout.rewarding import ModelInput
 from roll.workers.model import RewardModelWorker
+from tests.datasets.conftest import rows_of
 
 Write = Callable[..., str]
 ASK = "How many eggs?"
@@ -31,35 +32,13 @@ def build(tokenizer: Any, file: str, judgement: str = "ranking", limit: int = 10
     return JudgedDataset.build(data, tokenizer, limit, columns, judgement, score_input=score_input)  # type: ignore[arg-type]
 
 
-BOTH = {"chosen": [USER, answer("12")], "rejected": [USER, answer("21")]}
 PAIR = {"prompt": ASK, "chosen": "12", "rejected": "21"}
-SHAPES: dict[str, tuple[str, dict[str, Any], list[str], list[float]]] = {
-    "a pair": ("ranking", PAIR, ["12", "21"], [1, 0]),
-    "conversations": ("ranking", BOTH, ["12", "21"], [1, 0]),
-    "best first": ("ranking", {"prompt": ASK, "responses": ["12", "21", "no"]}, ["12", "21", "no"], [3, 2, 1]),
-    "scores": ("ranking", {"messages": [USER], "responses": ["21", "12"], "scores": [1, 4.5]}, ["21", "12"], [1, 4.5]),
-    "ranked conversations": (
-        *("ranking", {"responses": [[USER, answer("12")], [USER, answer("2")]]}),
-        *(["12", "2"], [2, 1]),
-    ),
-    "roll": ("pairs", {"instruction": ASK, "chosen": "12", "rejected": "21"}, ["12", "21"], []),
-    "text prompt": ("pairs", PAIR, ["12", "21"], []),
-    "pair of conversations": ("pairs", BOTH, ["12", "21"], []),
-    "ultrafeedback": ("pairs", {"prompt": ASK, **BOTH, "score_chosen": 8.5}, ["12", "21"], []),
-    "prompt messages": (
-        *("pairs", {"prompt": [USER], "chosen": [answer("12")], "rejected": [answer("21")]}),
-        *(["12", "21"], []),
-    ),
-    "objects": (
-        *("pairs", {"messages": [USER], "chosen": answer("12"), "rejected": answer("21")}),
-        *(["12", "21"], []),
-    ),
-}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes_of_rows(tokenizer: Any, write_jsonl: Write, shape: str) -> None:
-    judgement, row, responses, scores = SHAPES[shape]
+@pytest.mark.parametrize(("name", "judgement", "row", "responses", "scores"), rows_of("published_rows", "judged"))
+def test_shapes_of_rows(
+    tokenizer: Any, write_jsonl: Write, name: str, judgement: str, row: Any, responses: list[str], scores: list[float]
+) -> None:
     (found,) = build(tokenizer, write_jsonl([row]), judgement)
     assert tokenizer.decode(found.prompt_ids) == PROMPT
     assert [tokenizer.decode(ids) for ids in found.responses] == [f"{text}<|im_end|>" for text in responses]
@@ -96,26 +75,7 @@ def test_points_labels_and_steps(tokenizer: Any, write_jsonl: Write) -> None:
     assert second == len(response) and judged.scores == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("row", "judgement", "message"),
-    [
-        ({"prompt": "a", "responses": []}, "ranking", "empty list"),
-        ({"prompt": "a", "responses": ["b"]}, "ranking", "no two responses of different rank"),
-        ({"prompt": "a", "responses": ["b", "c"], "scores": [1, 1]}, "ranking", "no two responses of different rank"),
-        ({"prompt": "a", "responses": ["b", "b"]}, "ranking", "the same text"),
-        ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "points", "must be 2 numbers"),
-        ({"prompt": "a", "responses": [], "scores": []}, "points", "responses is an empty list"),
-        ({"prompt": "a", "responses": "b", "scores": 3}, "labels", "true or false"),
-        ({"chosen": "b", "rejected": "c"}, "ranking", "no prompt"),
-        ({"prompt": "a", "responses": "b", "scores": 1}, "steps", "list of steps"),
-        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "pairs", "are the same text"),
-        ({"prompt": "a", "chosen": "", "rejected": "b"}, "pairs", "chosen must be a non-empty text"),
-        ({"prompt": "a", "chosen": "b"}, "pairs", "column 'rejected' expected"),
-        ({"chosen": "b", "rejected": "c"}, "pairs", "no prompt"),
-        (BOTH | {"rejected": [answer("x"), answer("1")]}, "pairs", "differ before their last messages"),
-        ({"prompt": "a", "chosen": [USER], "rejected": "c"}, "pairs", "ends with a message of user"),
-    ],
-)
+@pytest.mark.parametrize(("row", "judgement", "message"), rows_of("bad_rows", "judged"))
 def test_rows_that_say_nothing(tokenizer: Any, write_jsonl: Write, row: Any, judgement: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         build(tokenizer, write_jsonl([row]), judgement)

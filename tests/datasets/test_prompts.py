@@ -15,6 +15,7 @@ import pytest
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, PromptDataset, SftDataset, ShuffledEpochs
 from roll.datasets.templates import TEMPLATES
+from tests.datasets.conftest import rows_of
 
 Write = Callable[..., str]
 
@@ -193,21 +194,7 @@ def test_one_domain_without_tags_takes_every_row(tokenizer: Any, write_jsonl: Wr
         build(tokenizer, write_jsonl([row("1")]), {"a": ["t"], "b": ["t"]})
 
 
-@pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        ({"id": "2", "tag": "easy"}, r"column 'messages' expected, found only \['id', 'tag'\]"),
-        ({"tag": "easy", "messages": None}, r"column 'messages' expected, it is null"),
-        ({"tag": "easy", "messages": "How many?"}, r"messages is a text but not the JSON .* data_args\.prompt"),
-        ({"tag": "easy", "messages": []}, "messages must be a non-empty list"),
-        ({"tag": "easy", "messages": [{"role": "user"}]}, r"messages\[0\] needs role and content"),
-        (
-            {"tag": "easy", "messages": [{"role": "usr", "content": ""}]},
-            r"messages\[0\]\.role is 'usr'; expected one of",
-        ),
-        (row("1"), r"duplicate id '1', already in row 1"),
-    ],
-)
+@pytest.mark.parametrize(("bad", "message"), rows_of("bad_rows", "prompts"))
 def test_bad_rows_say_where_and_what(tokenizer: Any, write_jsonl: Write, bad: object, message: str) -> None:
     with pytest.raises(DataError, match=rf"data\.jsonl, row 2: {message}"):
         build(tokenizer, write_jsonl([row("1"), bad]))

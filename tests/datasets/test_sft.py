@@ -11,6 +11,7 @@ from roll.datasets import DataError, SftDataset
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.sft import read_demonstration
+from tests.datasets.conftest import rows_of
 
 Write = Callable[..., str]
 USER = {"role": "user", "content": "How many eggs?"}
@@ -110,15 +111,7 @@ def test_long_rows_are_left_out_and_counted(tokenizer: Any, write_jsonl: Write) 
         build(tokenizer, write_jsonl(rows), sequence_length=2)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"messages": [USER]}, "row 1: no response: neither a column 'solution'"),
-        ({"messages": [USER], "solution": ""}, "row 1: the response must be a non-empty text"),
-        ({"messages": [USER], "solution": None}, "row 1: column 'solution' expected, it is null"),
-        ({"messages": [{"role": "assistant", "content": "12"}]}, "row 1: the conversation has only an answer"),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), rows_of("bad_rows", "demonstrations"))
 def test_rows_without_a_response_say_so(tokenizer: Any, write_jsonl: Write, row: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         build(tokenizer, write_jsonl([row]))

@@ -168,9 +168,7 @@ def test_what_engines_generate_from(
 ) -> None:
     options: dict[str, Any] = {"limit_mm_per_prompt": most} if most else {}
     role = WorkerConfig(
-        name="actor_infer",
-        model_args=ModelArguments(dtype="bf16"),
-        strategy_args=StrategyArguments(engine, options),
+        name="actor_infer", model_args=ModelArguments(dtype="bf16"), strategy_args=StrategyArguments(engine, options)
     )
     seen = seen_by_engine(models[kind], role)
     assert seen.engine_time == time

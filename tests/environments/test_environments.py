@@ -16,8 +16,7 @@ from roll.environments.registry import BUILT_IN, EnvironmentOptionError, make_en
 from roll.environments.sokoban import Sokoban
 from tests.support.environments import check_environment
 
-WITH_DATA = {"questions", "roll_math", "roll_qa"}
-"""Tested in ``tests/agents/test_text_tools.py``."""
+WITH_DATA = {"questions", "roll_math", "roll_qa"}  # tested in `tests/agents/test_text_tools.py`
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN.keys() - WITH_DATA))
@@ -196,15 +195,7 @@ def test_wrong_names_and_options() -> None:
         make_environment("gem:game:GuessTheNumber-v0")
 
 
-class Unseeded:
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        return f"number {random.random()}", {}
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "done", 1.0, True, False, {}
-
-
-class Drifting(Unseeded):
+class Drifting:
     """Starts alike, goes on otherwise."""
 
     def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
@@ -214,18 +205,5 @@ class Drifting(Unseeded):
         return "done", random.random(), True, False, {}
 
 
-class WithoutNumbers(Drifting):
-    def step(self, action: str) -> Any:
-        return "done", "much", True, False, {}
-
-
-@pytest.mark.parametrize(
-    ("kind", "fault"),
-    [
-        (Unseeded, "another episode from turn [0]"),
-        (Drifting, "another episode from turn [1]"),
-        (WithoutNumbers, "not a number"),
-    ],
-)
-def test_check_finds_faults(kind: type, fault: str) -> None:
-    assert fault in check_environment(f"{__name__}.{kind.__name__}", {}, episodes=1).faults[0]
+def test_check_finds_faults() -> None:
+    assert "another episode from turn [1]" in check_environment(f"{__name__}.Drifting", {}, episodes=1).faults[0]

@@ -18,12 +18,9 @@ class Answer:
     body: Any = None
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
-    raw: bytes | None = None
-    """Sent instead of ``body`` as JSON."""
-    stall: bool = False
-    """Say nothing until the server ends."""
-    hang_up: bool = False
-    """Close the connection in the middle of the answer."""
+    raw: bytes | None = None  # sent instead of `body` as JSON
+    stall: bool = False  # say nothing until the server ends
+    hang_up: bool = False  # close the connection in the middle of the answer
 
 
 def completion(text: str, **choice: Any) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from roll.rewards.composition import concurrent_calls
 from roll.rewards.judge_reading import NoScore, ScoreReader, stated_word
 from roll.workers.reward import RewardWorker
 from tests.rewards.http_service import Answer, Service, completion, in_turn, serving
-from tests.rewards.judge_cases import CUT, VERDICTS
 
 QUICK: dict[str, Any] = {"backoff": 0.001, "max_backoff": 0.01, "max_retries": 1}
 SAMPLE = RewardSample(
@@ -63,11 +63,19 @@ def test_scores_between_bounds_are_rescaled(written: float, rescale: bool, score
     assert reader.read({"message": {"content": f"Score: {written}"}}) == (score, written)
 
 
-@pytest.mark.parametrize(
-    ("extract", "options", "text", "score", "finish_reason"),
-    [(*case, "stop") for case in VERDICTS] + [(*case, "length") for case in CUT],
-)
-def test_verdicts(extract: Any, options: dict[str, Any], text: str, score: float | None, finish_reason: str) -> None:
+LINES = Path(__file__).with_name("judge_cases.jsonl").read_text(encoding="utf-8").splitlines()
+NINES = "9" * 5000
+VERDICTS = [
+    *(json.loads(line) for line in LINES if not line.startswith("#")),
+    *(["stop", "json", {}, f'{{"score": {NINES[:digits]}}}', None] for digits in (400, 5000)),
+    ["stop", "number", {}, f"Score: {NINES[:400]}", None],
+    ["stop", "json", {}, "{" * 5000, None],
+]
+"""Finish reason, ``extract``, options, the judge's text, and the score; None: no verdict."""
+
+
+@pytest.mark.parametrize(("finish_reason", "extract", "options", "text", "score"), VERDICTS)
+def test_verdicts(finish_reason: str, extract: Any, options: Any, text: str, score: float | None) -> None:
     reader = ScoreReader(extract=extract, **options)
     choice = {"message": {"content": text}, "finish_reason": finish_reason}
     if score is None:

@@ -31,106 +31,14 @@ def verdict(rule: RewardFunction, response: str, ground_truth: object, prompt: s
     return result
 
 
-@pytest.mark.parametrize(
-    ("response", "truth", "right"),
-    [
-        (r"so \boxed{\frac{1}{2}}", "0.5", True),
-        (r"\boxed{ 7 }", "$7$", True),
-        (r"first \boxed{3}, no: \boxed{4}", "4", True),
-        ("it follows that\n#### 1,234", "1234", True),
-        ("So the answer is 7.", "7", True),
-        ("<think> \\boxed{3}, or not </think> \\boxed{4}", "4", True),
-        (r"\boxed{4}, since \boxed{} was asked for", "4", True),
-        (r"$x = \boxed{2}$ or $x = \boxed{-3}$", "-3, 2", True),
-        (r"\boxed{1}, or \boxed{2} and \boxed{3}.", "1, 2, 3", True),
-        (r"\boxed{1} is wrong: \boxed{2} and \boxed{3}", "2, 3", True),
-        (r"\boxed{2} and \boxed{3}", "2, 4", False),
-        (r"\boxed{3} or \boxed{4}", "3", False),
-        ("The answer is 7, not 8.", "7", True),
-        ("The answer is 7, not 8.", "8", False),
-        ("It is not 5: it is 7.", "7", True),
-        (r"\boxed{4}", r"We find \boxed{4}", True),
-        (r"\boxed{3}", "4", False),
-        (r"\boxed{4} and then \boxed{3}", "4", False),
-        ("The first is 4, the second 5", "4", False),
-    ],
-)
-def test_right_and_wrong_answers(rule: RewardFunction, response: str, truth: str, right: bool) -> None:
-    expected = RewardResult(1.0 if right else 0.1, {"correct": float(right), "answered": 1.0})
-    assert verdict(rule, response, truth) == expected
-
-
-@pytest.mark.parametrize(
-    ("response", "prompt"),
-    [
-        ("I do not know", ""),
-        ("<think> it is \\boxed{4}", ""),
-        ("it is \\boxed{4}", "<|im_start|>assistant\n<think>\n"),
-        ("\\boxed{" + "4" * 2000 + "}", ""),
-        ("It is 2 + 2, so the answer is \\boxed{4", ""),
-        ("We get \\boxed{4", ""),
-        ("", ""),
-    ],
-)
-def test_no_answer_scores_zero(rule: RewardFunction, response: str, prompt: str) -> None:
-    assert verdict(rule, response, "4", prompt) == RewardResult(0.0, {"correct": 0.0, "answered": 0.0})
-
-
-def test_a_missing_or_meaningless_ground_truth_is_an_error(rule: RewardFunction) -> None:
-    assert "no ground_truth" in (verdict(rule, "\\boxed{4}", None).error or "")
-    assert "not a mathematical expression" in (verdict(rule, "\\boxed{4}", "}{").error or "")
-
-
 HOSTILE: list[str] = [
-    # towers, powers, roots, logarithms
-    r"(x+y+z)^{4000}",
-    r"(x+1)^{5000}(y+1)^{5000}",
-    r"9^{9^{9^{9^9}}}",
-    r"9^{9^9}",
-    r"10^{10^{10}}",
-    r"(9^9)^{9^9}",
-    r"2^{2^{2^{2^{2^2}}}}",
-    r"(1/3)^{10^{11}}",
-    r"0.1^{-10^{9}}",
-    r"1.5^{10^{12}}",
-    r"10^{-10^{10}}",
-    r"10^{9999999999}",
-    r"12345678^{1234567}",
-    r"(2+3i)^{10^{8}}",
-    r"\sqrt{9^{9^{9}}}",
-    r"\log(9^{9^{9}})",
-    r"\sin(10^{10^{9}})",
-    r"\lfloor 9^{9^9} \rfloor",
-    r"9^{9^9} \mod 7",
-    r"7\pmod{9^{9^9}}",
-    r"e^{e^{e^{e^{9}}}}",
-    r"x = 9^{9^{9^9}}",
-    r"\{1, 9^{9^{9^9}}\}",
-    r"(9^{9^9}, 9^{9^9}]",
-    r"\frac{9^{9^9}}{9^{9^9}}",
-    # combinatorial numbers, sums, products
-    r"99999999!",
-    r"((5!)!)!",
-    r"\Gamma(10^8)",
-    r"\binom{10^9}{5\cdot 10^8}",
-    r"\binom{99999999}{44444444}",
-    r"\sum_{i=1}^{10^9} i!",
-    r"\sum_{i=1}^{1000000000} \frac{1}{i}",
-    r"\prod_{i=1}^{10^7} i",
-    # matrices
-    r"\left(\begin{matrix}1&1\\1&0\end{matrix}\right)^{10^{10}}",
+    *Path(__file__).with_name("hostile_answers.txt").read_text(encoding="utf-8").splitlines(),
     r"\begin{pmatrix}" + r"\\".join("&".join("1" * 22) for _ in range(22)) + r"\end{pmatrix}",
-    # nesting
     "(" * 200 + "1" + ")" * 200,
     "{" * 300 + "1" + "}" * 300,
     r"\sqrt{2+" * 40 + "2" + "}" * 40,
     r"\frac{1}{1+" * 60 + "x" + "}" * 60,
     "-" * 500 + "1",
-    # no huge number, but endless algebra
-    r"(1+\sqrt2+\sqrt3+\sqrt5+\sqrt7)^{60}",
-    r"(x+y+z+w)^{200}-(x+y+z+w)^{199}",
-    r"\sum_{n=1}^{\infty}\frac{\sin(n^2)}{n^3}",
-    r"\gcd(9^{9^9}, 3)",
 ]
 """Answers that a naive evaluation does not survive."""
 
@@ -158,23 +66,6 @@ def test_hostile_answers_are_wrong_at_once_and_keep_the_helper(rule: RewardFunct
     assert len(slow) <= 6, f"a bound on size should refuse these before they are evaluated: {slow}"
     assert max(spent) < ANSWER_SECONDS + 0.5
     assert verdict(rule, "\\boxed{\\sqrt{8}}", "2\\sqrt{2}").score == 1.0
-
-
-@pytest.mark.parametrize(
-    ("truth", "answer", "right"),
-    [
-        ("2^{2000}", "4^{1000}", True),
-        ("2^{1000000}", "4^{500000}", True),  # bounds are relative to the truth's own size
-        ("20!", "2432902008176640000", True),
-        (r"\binom{100}{50}", r"\frac{100!}{50!50!}", True),
-        (r"\sum_{i=1}^{10} i", "55", True),
-        ("(x+1)^{2023}", "(1+x)^{2023}", True),
-        ("9^{9^{9^9}}", "7", False),
-    ],
-)
-def test_large_but_honest_answers(rule: RewardFunction, truth: str, answer: str, right: bool) -> None:
-    result = verdict(rule, rf"\boxed{{{answer}}}", truth)
-    assert result.metrics == {"correct": float(right), "answered": 1.0}, result.error
 
 
 def test_an_answer_that_takes_all_cpu_time_is_wrong() -> None:
@@ -286,27 +177,6 @@ def test_answers_stated_outside_a_box(rule: RewardFunction) -> None:
     # What remains: 5! without formula signs, where a sentence may end with an exclamation mark.
     assert misjudged(rule, RIGHT, True) == [("Answer: 5!", "120")]
     assert misjudged(rule, WRONG, False) == []
-
-
-@pytest.mark.parametrize(
-    ("response", "truth", "right"),
-    [
-        ("The answer is 5 m.", "500 cm", True),
-        ("The answer is 5 m.", "5 cm", False),
-        ("The answer is $5$ m.", "5 cm", False),
-        ("The answer is 5 m.", "5", True),
-        ("The answer is 12 apples.", "12", True),
-        ("It takes 3 hours.", "3", True),
-        ("Thus it is $\\sqrt{2}$ hours.", "60\\sqrt{2} minutes", True),
-        ("The answer is ½.", "0.5", True),
-        ("Answer: 1½", "1.5", True),
-        ("The final answer is 2π.", "2\\pi", True),
-        ("The answer is 1.6e-19 C.", "9.1e-31", False),
-        ("#### 3e8", "3\\times10^8", True),
-    ],
-)
-def test_units_and_characters_outside_a_box(rule: RewardFunction, response: str, truth: str, right: bool) -> None:
-    assert verdict(rule, response, truth).metrics == {"correct": float(right), "answered": 1.0}
 
 
 def last_numeral(text: str) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -41,46 +44,12 @@ def test_the_answer_is_read_after_the_thought(mark: str) -> None:
         assert after_thought(thought, f"question {mark}\n") is None
 
 
-CALL = '<tool_call>\n{"name": "calc", "arguments": {"text": "a %s b"}}\n</tool_call>'
+LINES = Path(__file__).with_name("thoughts.jsonl").read_text(encoding="utf-8").splitlines()
+CASES = [json.loads(line) for line in LINES if not line.startswith("#")]
 ANALYSIS = "<|channel|>analysis<|message|>"
 
 
-@pytest.mark.parametrize(
-    ("response", "opened", "thought", "answer"),
-    [
-        # The first end mark, as in vLLM's parsers.
-        ("<think>a</think>b</think>c", "", "a", "b</think>c"),
-        ("a</think>b</think>c", "<think>", "a", "b</think>c"),
-        ("a</think>b</think>c", "", "a", "b</think>c"),
-        ("<think>a</think>b <think>c</think>d", "", "a\nc", "b d"),
-        ("<think>a</think>b <think>c", "", "a\nc", None),
-        ("<think></think>\n<think>a</think>b", "", "\na", "\nb"),
-        ("<think>a</think>b", "<think>", "a", "b"),
-        ("x <think>a</think>b", "", "x <think>a", "b"),
-        ("[THINK]a</think>b", "", "a</think>b", None),
-        ("[THINK]a</think>b[/THINK]c", "", "a</think>b", "c"),
-        ("<think>a", "", "a", None),
-        ("a", "<think>", "a", None),
-        ("a", "", None, "a"),
-        # Mentioned, not meant.
-        ("Write `</think>` last.", "", None, "Write `</think>` last."),
-        ('x = "<think>(.*)"', "", None, 'x = "<think>(.*)"'),
-        ('<think>a</think>x = "<think>"', "", "a", 'x = "<think>"'),
-        ('<think>"a"</think>"b"', "", '"a"', '"b"'),
-        # Arguments of calls.
-        (CALL % "</think>", "", None, CALL % "</think>"),
-        (CALL % "<think>", "", None, CALL % "<think>"),
-        ("<think>a</think>" + CALL % "<think>", "", "a", CALL % "<think>"),
-        ("<think>" + CALL % "x" + "</think>b", "", CALL % "x", "b"),
-        (CALL % "x", "<think>", CALL % "x", None),
-        ("<think>a</think>b <think>" + CALL % "x", "", "a\n" + CALL % "x", None),
-        # Channels.
-        (f"{ANALYSIS}a<|end|><|start|>assistant<|channel|>commentary<|message|>b<|end|>", "", "a", "b"),
-        (f"{ANALYSIS}a", "", "a", None),
-        ("a<|end|><|start|>assistant<|channel|>final<|message|>b", ANALYSIS, "a", "b"),
-        ("a", ANALYSIS, "a", None),
-    ],
-)
+@pytest.mark.parametrize(("response", "opened", "thought", "answer"), CASES)
 def test_every_reader_finds_the_same(response: str, opened: str, thought: str | None, answer: str | None) -> None:
     prompt = f"question\n{opened}\n"
     assert opened_thought(prompt) == opened
@@ -89,7 +58,7 @@ def test_every_reader_finds_the_same(response: str, opened: str, thought: str | 
     for tool_format in ("hermes", "gpt_oss"):
         parsed = parse_response(response, tool_format, opened=opened)
         assert parsed.reasoning == (thought or "")
-        assert (not parsed.calls) or (answer is not None and CALL[:11] in answer)
+        assert (not parsed.calls) or (answer is not None and "<tool_call>" in answer)
         if not parsed.calls:
             assert parsed.content == (answer or "").strip()
     assert said_by(response, opened) == (answer or "") or "<|channel|>" in opened + response

@@ -24,8 +24,7 @@ from roll.rewards.sandbox import harness, prelude
 from roll.rewards.sandbox.values import Channel, ChannelClosed, Encoded, MessageTooLarge, Side
 
 MODULE = "solution"
-MAX_TEXT = 2000
-"""Characters of an error's text."""
+MAX_TEXT = 2000  # characters of an error's text
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset)
 _EXACT: dict[Any, Callable[[Any], Any]] = {int: int.__index__, float: float.__float__, str: str.__str__}
 _MUTABLE = (list, dict, set, bytearray, deque, defaultdict, Counter, OrderedDict)
@@ -77,8 +76,7 @@ class Server(Side):
 
         super().__init__("r", classes, find)
         self._channel = channel
-        self.classes: dict[str, Any] = dict.fromkeys(classes)
-        """The tests' data classes by name."""
+        self.classes: dict[str, Any] = dict.fromkeys(classes)  # the tests' data classes by name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._output = {"out": io.StringIO(), "err": io.StringIO()}
         sys.stdout, sys.stderr = self._output.values()
@@ -242,8 +240,7 @@ def as_plain(value: object) -> Any:
 
 COMPILE_STATUS = 121
 """Exit status of a script that is not valid Python. Others may exit with it too: it only feeds a metric."""
-SOURCE, CHANNEL, VERDICTS = 3, 4, 5
-"""Descriptors after those of the standard streams."""
+SOURCE, CHANNEL, VERDICTS = 3, 4, 5  # descriptors after those of the standard streams
 MAX_SOURCE = 4 * 2**20
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",

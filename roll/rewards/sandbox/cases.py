@@ -35,13 +35,10 @@ class Cases:
     """The cases of one row."""
 
     kind: Kind
-    texts: list[str] = field(default_factory=list)
-    """``tests``: one source per case. ``pytest``: the text of the file."""
+    texts: list[str] = field(default_factory=list)  # `tests`: one source per case. `pytest`: the text of the file.
     setup: str = ""
-    entry_point: str = ""
-    """Argument of a test's ``check(candidate)``."""
-    streams: list[tuple[str, str]] = field(default_factory=list)
-    """``io``: input and expected output of each case."""
+    entry_point: str = ""  # argument of a test's `check(candidate)`
+    streams: list[tuple[str, str]] = field(default_factory=list)  # `io`: input and expected output of each case
     fn_name: str = ""
     calls: list[dict[str, list[Any]]] = field(default_factory=list)
     """``arguments``, and ``accepted``: each of these results is right; a data set's notation may be ambiguous."""
@@ -58,9 +55,6 @@ def read_cases(ground_truth: object, row: Mapping[str, Any]) -> Cases:
     """The cases of a row: its column ``test_cases``, else ``ground_truth``, else its columns themselves.
 
     What tests only define is called.
-
-    Raises:
-        CaseError: there are none, they have no known shape, test nothing, or cannot work.
     """
     given = row.get("test_cases") or ground_truth
     source = read_json(given) if given else row
@@ -124,7 +118,9 @@ def _from_pairs(pairs: Sequence[tuple[Any, Any]], columns: Mapping[str, Any], wr
     that element, as in TACO and APPS."""
     name, calls = fn_name_of(columns), []
     if not name:
-        return Cases("io", streams=[(as_stream(given), as_stream(wanted)) for given, wanted in pairs])
+        # A list of lines is joined.
+        texts = [["\n".join(map(str, one)) if isinstance(one, list) else str(one) for one in pair] for pair in pairs]
+        return Cases("io", streams=[(given, wanted) for given, wanted in texts])
     for given, wanted in pairs:
         arguments = [literal(line) for line in given.strip().splitlines()] if isinstance(given, str) else list(given)
         expected = literal(wanted) if isinstance(given, str) and isinstance(wanted, str) else wanted
@@ -151,8 +147,3 @@ def first(item: Mapping[str, Any], keys: Sequence[str]) -> Any:
         if key in item:
             return item[key]
     raise KeyError(f"a case needs {' or '.join(keys)}")
-
-
-def as_stream(value: object) -> str:
-    """A text; a list of lines is joined."""
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

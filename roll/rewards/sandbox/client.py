@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,8 @@ from roll.rewards.sandbox.protections import PROTECTIONS, Ended, Limits, Report,
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 60.0
-END_GRACE = 10.0
-"""Seconds beyond a process's wall time limit within which its end must have been reported."""
-CLOSE_TIMEOUT = 5.0
-"""Seconds that the zygote may take to end its processes."""
+END_GRACE = 10.0  # seconds beyond a process's wall time limit within which its end must have been reported
+CLOSE_TIMEOUT = 5.0  # seconds that the zygote may take to end its processes
 
 
 class SandboxError(RuntimeError):
@@ -38,37 +36,27 @@ class SandboxError(RuntimeError):
 class Settings:
     """Settings common to all processes of a sandbox."""
 
-    preload: tuple[str, ...] = ()
-    """Modules loaded once, so that programs import them for free."""
-    readable: tuple[str, ...] = ()
-    """Further paths that programs may read."""
-    require: tuple[str, ...] = ()
-    """Protections without which nothing runs."""
-    without: tuple[str, ...] = ()
-    """Means that are left unused, for tests of less permissive hosts."""
+    preload: tuple[str, ...] = ()  # modules loaded once, so that programs import them for free
+    readable: tuple[str, ...] = ()  # further paths that programs may read
+    require: tuple[str, ...] = ()  # protections without which nothing runs
+    without: tuple[str, ...] = ()  # means that are left unused, for tests of less permissive hosts
     landlock_abi: int | None = None
     """The highest version of Landlock that is used, for the same purpose; None: the kernel's."""
-    launcher: tuple[str, ...] = ()
-    """A command that starts the zygote, for the same purpose."""
+    launcher: tuple[str, ...] = ()  # a command that starts the zygote, for the same purpose
 
 
+@dataclass(eq=False)
 class Process:
     """A sandboxed process."""
 
-    def __init__(self, sandbox: Sandbox, number: int, wall: float) -> None:
-        self._sandbox = sandbox
-        self._number = number
-        self._wall = wall
-        self.end: Future[Ended] = Future()
+    sandbox: Sandbox
+    number: int
+    wall: float
+    end: Future[Ended] = field(default_factory=Future)
 
     def wait(self) -> Ended:
-        """Wait for the process to end.
-
-        Raises:
-            SandboxError: the host could not run it.
-        """
         try:
-            ended = self.end.result(self._wall + END_GRACE)
+            ended = self.end.result(self.wall + END_GRACE)
         except TimeoutError:
             raise SandboxError("the end of a process was not reported: the sandbox does not respond") from None
         if ended.error is not None:
@@ -76,7 +64,7 @@ class Process:
         return ended
 
     def kill(self) -> None:
-        self._sandbox.ask({"kill": self._number})
+        self.sandbox.ask({"kill": self.number})
 
 
 class Sandbox:

@@ -24,11 +24,9 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 SCRATCH = "/tmp"
 _SHARED_MEMORY = "/dev/shm"
 _MAX_SCRATCH_FILES = 4096
-_MAX_DEPTH = 32
-"""Deepest nesting that is measured; a deeper folder counts as too large."""
+_MAX_DEPTH = 32  # deepest nesting that is measured; a deeper folder counts as too large
 _NEW_ROOT = "/tmp"
-_HELD = "/.held"
-"""Keeps readable paths that the private folders would hide, for a process that mounts those."""
+_HELD = "/.held"  # keeps readable paths that the private folders would hide, for a process that mounts those
 _OLD_ROOT = "/old-root"
 _PASSWD = "root:x:0:0::/:/bin/sh\nnobody:x:65534:65534::/tmp:/bin/sh\n"
 
@@ -45,11 +43,7 @@ def readable_paths(extra: Sequence[str] = ()) -> list[str]:
 
 
 def enter_view(readable: Sequence[str]) -> None:
-    """Make the calling process's own mount namespace contain ``readable``, a few devices and an empty ``/tmp``.
-
-    Raises:
-        OSError: this host does not let the process mount.
-    """
+    """Make the calling process's own mount namespace contain ``readable``, a few devices and an empty ``/tmp``."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     # The mount of the new root may hide a source: hold them all before.
     sources = {path: os.open(path, os.O_PATH) for path in (*readable, *DEVICES) if not os.path.islink(path)}
@@ -68,11 +62,7 @@ def enter_view(readable: Sequence[str]) -> None:
         os.makedirs(f"{_NEW_ROOT}{folder}", mode=0o755, exist_ok=True)
     with open(f"{_NEW_ROOT}/etc/passwd", "w", encoding="utf-8") as file:
         file.write(_PASSWD)
-    kernel.pivot_root(_NEW_ROOT, f"{_NEW_ROOT}{_OLD_ROOT}")
-    os.chdir("/")
-    kernel.detach_mount(_OLD_ROOT)
-    os.rmdir(_OLD_ROOT)
-    kernel.make_read_only("/")
+    kernel.enter_root(_NEW_ROOT, _OLD_ROOT)
 
 
 def hidden_paths(readable: Sequence[str]) -> list[tuple[str, str]]:
@@ -101,8 +91,7 @@ def mount_scratch(size: int, readable: Sequence[str]) -> None:
 
 
 _OWNERS_RIGHTS = 0o700
-_AT_ONCE = 1000
-"""Entries of a folder that are read at a time."""
+_AT_ONCE = 1000  # entries of a folder that are read at a time
 
 
 class OutOfBudget(Exception):
@@ -126,10 +115,6 @@ def remove_tree(path: str, budget: int | None = None) -> None:
 
     Args:
         budget: entries to remove at most; None: all.
-
-    Raises:
-        OutOfBudget: some are left.
-        OSError: it cannot be removed.
     """
     steps = itertools.count()
     mark = secrets.token_hex(8)
@@ -164,10 +149,7 @@ def remove_tree(path: str, budget: int | None = None) -> None:
 
 
 def holds_too_much(path: str, size: int) -> bool:
-    """True if a folder takes more than ``size`` bytes of its disk, or has more entries than a mounted one may have.
-
-    The folder may change while it is measured.
-    """
+    """True if a folder (it may change meanwhile) has more than ``size`` bytes or more entries than a mounted one."""
     try:
         with opened(path) as top:
             sizes = list(itertools.islice(sizes_below(top), _MAX_SCRATCH_FILES + 1))
@@ -177,11 +159,6 @@ def holds_too_much(path: str, size: int) -> bool:
 
 
 def sizes_below(folder: int, depth: int = 0) -> Iterator[int]:
-    """Bytes of each entry.
-
-    Raises:
-        OutOfBudget: it is too deep.
-    """
     if depth > _MAX_DEPTH:
         raise OutOfBudget
     with os.scandir(folder) as entries:
@@ -201,11 +178,7 @@ def listed(folder: int) -> list[tuple[str, bool]]:
 
 @contextlib.contextmanager
 def opened(path: str, parent: int | None = None) -> Iterator[int]:
-    """Open a folder, after restoring all rights to its owner. Symbolic links are not followed.
-
-    Raises:
-        OSError: it is no folder, or someone else's.
-    """
+    """Open a folder, after restoring all rights to its owner. Symbolic links are not followed."""
     flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         folder = os.open(path, os.O_RDONLY | flags, dir_fd=parent)
@@ -225,8 +198,7 @@ def opened(path: str, parent: int | None = None) -> Iterator[int]:
         os.close(folder)
 
 
-UIDS = 16
-"""User ids of one sandbox; a process has one of its own."""
+UIDS = 16  # user ids of one sandbox; a process has one of its own
 _FIRST_UID, _BLOCKS, _BLOCK = 60578, 35, UIDS + 1
 """A range that distributions leave unassigned; the last id of a block kills the processes of the others."""
 LATEST_ABI = 99
@@ -278,8 +250,7 @@ def find_means(without: Set[str], landlock_abi: int | None = None) -> tuple[Mean
 
 MAX_THREADS = 32
 MAX_OPEN_FILES = 64
-STACK = 128 * 2**20
-"""Bytes; programs of contests recurse deeply."""
+STACK = 128 * 2**20  # bytes; programs of contests recurse deeply
 SHARERS = 8
 """Processes that may share a user id, and its process count, on hosts where the sandbox has no ids of its own."""
 
@@ -292,9 +263,6 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
         scratch: the folder that stays writable; the working folder afterwards.
         readable: paths that stay readable.
         proc: whether programs need ``/proc``, as other languages' do.
-
-    Raises:
-        OSError: a means that the host had at the start failed; nothing may run then.
     """
     os.setsid()
     if means.mounts:

@@ -38,10 +38,8 @@ from roll.rewards.sandbox.names import (
 _ELEMENT, _ELEMENTS, _HOLDER = "#", "*", "!"
 """After an object's name: one of its elements, with its place where that is known; another object that has all of its
 elements; an object that holds it."""
-_DEEPEST = 3
-"""Elements of elements that are told apart."""
-_MANY = 40
-"""Names from which on elements are not told apart: the search must end soon for any test."""
+_DEEPEST = 3  # elements of elements that are told apart
+_MANY = 40  # names from which on elements are not told apart: the search must end soon for any test
 _WITHOUT_OBJECTS = ("len", "sum", "str", "repr", "int", "float", "bool", "hash", "all", "any", "range", "deepcopy")
 _COPIES = ("sorted", "list", "tuple", "set", "frozenset", "dict", "copy", "Counter", "deque")
 """Functions and methods whose results hold no given object, or none but the elements of those given."""
@@ -49,15 +47,8 @@ _NAMESPACES = frozenset(("globals", "locals", "vars"))
 
 
 def lines_with_copies(trees: Sequence[ast.Module], own: Set[str]) -> list[list[int]]:
-    """Lines on which the response must get copies of its arguments.
-
-    Args:
-        trees: the test code of a row, in the order in which it runs.
-        own: names that the tests bind or import themselves, the response's aside.
-
-    Returns:
-        For each source the lines on which the response gets copies of its arguments.
-    """
+    """For each source (``trees``: in the order in which they run) the lines on which the response must get copies of
+    its arguments; ``own``: names that the tests bind or import themselves, the response's aside."""
     callables = Callables(own | set(dir(builtins)), trees)
     module_level = Scope(callables, list(enumerate(trees)))
     functions = [(number, node) for number, tree in enumerate(trees) for node in outermost_functions(tree)]
@@ -85,8 +76,7 @@ class Scope:
         self._parts = parts
         self.results: set[str] = set()
         self.instances: set[str] = set()
-        self.aliases: dict[str, set[str]] = {}
-        """Name to the objects that it may be, hold, or read when it is used."""
+        self.aliases: dict[str, set[str]] = {}  # name to the objects that it may be, hold, or read when it is used
         for other in around:
             self.results |= other.results
             self.instances |= other.instances

@@ -22,6 +22,7 @@ import types
 import typing
 import unittest
 from collections.abc import Iterator, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from roll.rewards.sandbox.prelude import usual_names
@@ -36,18 +37,17 @@ if TYPE_CHECKING:
 USUAL_ALIASES = {"np": "numpy", "pd": "pandas", "plt": "matplotlib.pyplot"}
 """Names under which tests use modules that they leave to the response to import."""
 PYTEST_FILE = "test_solution.py"
-MAX_NOTE = 400
-"""Characters of the reason why a case failed."""
+MAX_NOTE = 400  # characters of the reason why a case failed
 
 
+@dataclass(frozen=True)
 class Verdicts:
     """Writes lines of JSON to a file that only this process and the reward worker hold."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    descriptor: int
 
     def send(self, **message: object) -> None:
-        os.write(self._descriptor, json.dumps(message).encode() + b"\n")
+        os.write(self.descriptor, json.dumps(message).encode() + b"\n")
 
     def case(self, number: int, error: BaseException | None) -> None:
         note = None if error is None else f"{type(error).__name__}: {text_of(error)}"[:MAX_NOTE]
@@ -62,14 +62,8 @@ def text_of(error: BaseException) -> str:
 
 
 def run(job: bytes, channel: Channel, verdicts: int) -> None:
-    """Run the tests of a job.
-
-    Args:
-        job: JSON with ``case_timeout``, ``object_operators``, the result of
-            :func:`~roll.rewards.sandbox.snippets.preparation`, and one of ``tests`` (sources, each a case), ``calls``
-            or ``pytest`` (the text of a file).
-        channel: to the response's process.
-        verdicts: the descriptor that verdicts go to.
+    """Run the tests of a job and write verdicts: JSON with ``case_timeout``, ``object_operators``, the ``preparation``
+    (:func:`~roll.rewards.sandbox.snippets.preparation`), and one of ``tests``, ``calls`` or ``pytest`` (a file's text).
     """
     settings = json.loads(job)
     report = Verdicts(verdicts)
@@ -116,10 +110,8 @@ def run(job: bytes, channel: Channel, verdicts: int) -> None:
 
 
 def run_calls(settings: dict[str, Any], remote: Remote, report: Verdicts) -> None:
-    """For each case, call a function (or method of the class ``Solution``) and compare its result.
-
-    The result of a function that returns nothing is its first argument, changed in place.
-    """
+    """Call a function (or method of ``Solution``) for each case and compare its result: its first argument, changed in
+    place, where it returns nothing."""
     right_unchanged: list[int] = []
     works_in_place = False
     for number, case in enumerate(settings["calls"]):
@@ -204,11 +196,8 @@ def run_snippets(settings: dict[str, Any], remote: Remote, report: Verdicts, nam
 
 
 def bind_names(source: str, namespace: dict[str, Any], remote: Remote, entry_point: str = "") -> None:
-    """Bind what the source names but does not define: standard modules, and proxies of the response's objects.
-
-    Args:
-        entry_point: what the row says is the response's, whatever else has that name.
-    """
+    """Bind what the source names but does not define: standard modules, and proxies of the response's objects;
+    ``entry_point`` is the response's, whatever else has that name."""
     tree = ast.parse(source)
     offered = remote.ask("names")
     own = set(offered) if isinstance(offered, list) else set()
@@ -242,12 +231,7 @@ def offer_response(remote: Remote, tests: str) -> None:
 
 
 def response_module(name: str, remote: Remote, hidden: Set[str], wanted: Set[str] | None) -> types.ModuleType:
-    """A module whose attributes are the response's.
-
-    Args:
-        hidden: names that ``import *`` does not bring.
-        wanted: those that the tests use; None: unknown.
-    """
+    """A module of the response's names; ``import *`` brings those ``wanted`` (None: unknown) and not ``hidden``."""
     module = types.ModuleType(name)
 
     def look_up(attribute: str) -> Any:

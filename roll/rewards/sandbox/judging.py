@@ -19,26 +19,21 @@ from roll.rewards.sandbox.protections import Limits
 from roll.rewards.sandbox.snippets import CaseError, preparation
 from roll.rewards.sandbox.values import equal_output
 
-COMMAND_PROCESSES = 32
-"""Processes at a time of a command: a shell and what it starts."""
+COMMAND_PROCESSES = 32  # processes at a time of a command: a shell and what it starts
 
 
 @dataclass(kw_only=True)
 class JudgingOptions:
     """Options of a reward that runs and judges programs."""
 
-    limits: Limits = field(init=False)
-    """``wall``: seconds for all cases of a source."""
-    partial: bool = True
-    """Count the share of passed cases; false: all or nothing."""
-    case_timeout: float = 6.0
-    """Seconds for one case; after one that takes longer the rest count as failed."""
+    limits: Limits = field(init=False)  # `wall`: seconds for all cases of a source
+    partial: bool = True  # count the share of passed cases; false: all or nothing
+    case_timeout: float = 6.0  # seconds for one case; after one that takes longer the rest count as failed
     tolerance: float = 1e-6
     """Relative or absolute difference within which decimal fractions are equal; whole numbers must be exact."""
     command: list[str] = field(default_factory=list)
     """Runs the program, such as ``[node, main.js]``, with input and output as cases; empty: this Python."""
-    file_name: str = "solution.py"
-    """Name under which the command finds the program."""
+    file_name: str = "solution.py"  # name under which the command finds the program
     object_operators: bool = False
     """Let tests apply operators between an object of the response's own class and a plain value: then the response's
     code sees the value and decides on the result."""
@@ -52,8 +47,7 @@ class Outcome:
     passed: int = 0
     compile_error: bool = False
     timed_out: bool = False
-    note: str = ""
-    """Why the first failed case failed."""
+    note: str = ""  # why the first failed case failed
 
     @property
     def pass_rate(self) -> float:
@@ -64,12 +58,7 @@ class Outcome:
 
 
 def judge(sandbox: Sandbox, source: str, cases: Cases, options: JudgingOptions) -> Outcome:
-    """Run a source against its cases. Whatever the source does is an outcome, not an error.
-
-    Raises:
-        SandboxError: the host could not run it.
-        CaseError: the tests want what the sandbox cannot do.
-    """
+    """Run a source against its cases. Whatever the source does is an outcome, not an error."""
     outcome = Outcome(total=cases.count)
     deadline = time.monotonic() + options.limits.wall
     # A lone surrogate has no UTF-8; a source that holds one would not be read anyway.

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 CLONE_THREAD = 0x00010000
-CLONE_NEW_ANY = 0x7E020080
-"""All flags that make a namespace."""
+CLONE_NEW_ANY = 0x7E020080  # all flags that make a namespace
 
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 MNT_DETACH = 2
@@ -57,18 +56,16 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
     checked(_libc.mount(*arguments, options.encode() or None), f"mount {target}")
 
 
-def detach_mount(target: str) -> None:
-    checked(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
-
-
-def pivot_root(new: str, old: str) -> None:
-    syscall(_PIVOT_ROOT[ARCHITECTURE], new.encode(), old.encode(), what="pivot_root")
-
-
-def make_read_only(path: str) -> None:
-    """The mount at ``path`` and all below it become read-only, without set-uid programs (Linux 5.12)."""
+def enter_root(root: str, old: str) -> None:
+    """Make ``root`` the root of this mount namespace, read-only and without set-uid programs (Linux 5.12); ``old``: an
+    empty folder in it, on which the former root lies meanwhile."""
+    syscall(_PIVOT_ROOT[ARCHITECTURE], root.encode(), f"{root}{old}".encode(), what="pivot_root")
+    os.chdir("/")
+    checked(_libc.umount2(old.encode(), MNT_DETACH), f"umount {old}")
+    os.rmdir(old)
+    # Last: the folder could not be removed any more.
     attributes = (ctypes.c_uint64 * 4)(_ATTR_RDONLY | _ATTR_NOSUID, 0, 0, 0)
-    arguments = (_AT_FDCWD, path.encode(), _AT_RECURSIVE, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)))
+    arguments = (_AT_FDCWD, b"/", _AT_RECURSIVE, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)))
     syscall(_MOUNT_SETATTR, *arguments, what="mount_setattr")
 
 
@@ -106,8 +103,7 @@ _READ = _EXECUTE | _READ_FILE | _READ_DIR
 _TCP = 0b11
 _ABSTRACT_SOCKETS, _SIGNALS = 1, 2
 _SIGNAL_ABI = 6
-TRUNCATE_ABI = 3
-"""The first version that decides on who may cut off a file."""
+TRUNCATE_ABI = 3  # the first version that decides on who may cut off a file
 
 
 def landlock_abi() -> int:
@@ -124,9 +120,6 @@ def restrict_files(readable: Sequence[str], writable: Sequence[str], version: in
 
     Args:
         version: of Landlock's interface, 1 to :func:`landlock_abi`.
-
-    Raises:
-        OSError: the kernel has no Landlock.
     """
     # Each version knows more kinds of access; a kind that is not named here would stay allowed.
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1

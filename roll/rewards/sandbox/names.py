@@ -6,8 +6,7 @@ import ast
 import sys
 from collections.abc import Iterator, Sequence, Set
 
-Place = tuple[int, int, int]
-"""Number of a source, line and column."""
+Place = tuple[int, int, int]  # number of a source, line and column
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 LOOPS = (ast.For, ast.AsyncFor, ast.comprehension)
 
@@ -37,8 +36,7 @@ def root(node: ast.AST) -> str:
 
 
 class Callables:
-    """Names by which tests call the response: its own, those of helpers that call it, and those that may hold one of
-    its functions (arguments that are called, ``for f in (add, plus)``)."""
+    """Names by which tests call the response: its own, its callers', and those that may hold one of its functions."""
 
     def __init__(self, known: Set[str], trees: Sequence[ast.Module]) -> None:
         self._known = known

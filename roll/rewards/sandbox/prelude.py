@@ -20,8 +20,7 @@ MODULES = """
 """
 """Imported, after all their public names have been, in this order; those of ``typing`` come last."""
 _installed: list[str] = []
-RECURSION_LIMIT = 50_000
-"""LiveCodeBench's; recursion through C functions fits into the stack this often."""
+RECURSION_LIMIT = 50_000  # LiveCodeBench's; recursion through C functions fits into the stack this often
 
 
 def public(module: ModuleType) -> dict[str, Any]:

@@ -19,28 +19,20 @@ MEBIBYTE = 2**20
 class Limits:
     """Exceeding one ends or fails the process, never the run."""
 
-    wall: float = 10.0
-    """Seconds until all its processes are killed."""
-    memory: int = 1024 * MEBIBYTE
-    """Bytes of address space, of each of its processes."""
-    file_size: int = 16 * MEBIBYTE
-    """Bytes of one file, its output included."""
-    scratch: int = 64 * MEBIBYTE
-    """Bytes of its private folder, where mounts are possible."""
-    processes: int = 1
-    """Processes at a time; 1: it cannot start another. Threads do not count."""
+    wall: float = 10.0  # seconds until all its processes are killed
+    memory: int = 1024 * MEBIBYTE  # bytes of address space, of each of its processes
+    file_size: int = 16 * MEBIBYTE  # bytes of one file, its output included
+    scratch: int = 64 * MEBIBYTE  # bytes of its private folder, where mounts are possible
+    processes: int = 1  # processes at a time; 1: it cannot start another. Threads do not count.
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
     """End of a sandboxed process."""
 
-    code: int
-    """Exit status, or minus the signal that killed it."""
-    timed_out: bool = False
-    """Killed at the wall time limit."""
-    error: str | None = None
-    """Why the host could not run it; the other fields then mean nothing."""
+    code: int  # exit status, or minus the signal that killed it
+    timed_out: bool = False  # killed at the wall time limit
+    error: str | None = None  # why the host could not run it; the other fields then mean nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +43,12 @@ class Means:
     process_namespace: bool = False
     network_namespace: bool = False
     mounts: bool = False
-    first_uid: int | None = None
-    """A block of user ids of the sandbox's own."""
-    landlock: int = 0
-    """The version of its interface that is used; 0: none."""
+    first_uid: int | None = None  # a block of user ids of the sandbox's own
+    landlock: int = 0  # the version of its interface that is used; 0: none
     seccomp: bool = False
 
 
-MEANS = ("namespaces", "mounts", "uid", "landlock", "seccomp")
-"""Names of the means that tests can disable."""
+MEANS = ("namespaces", "mounts", "uid", "landlock", "seccomp")  # names of the means that tests can disable
 
 
 PROTECTIONS = {
@@ -98,17 +87,14 @@ class MissingProtection(RuntimeError):
 class Report:
     """Findings of the trial at the sandbox's start."""
 
-    given: dict[str, bool]
-    """Protection to whether this host gives it."""
-    means: tuple[str, ...] = field(default=())
-    """The means: namespaces, mounts, user ids, Landlock, seccomp."""
+    given: dict[str, bool]  # protection to whether this host gives it
+    means: tuple[str, ...] = field(default=())  # the means: namespaces, mounts, user ids, Landlock, seccomp
 
     @property
     def missing(self) -> list[str]:
         return [name for name, held in self.given.items() if not held]
 
     def line(self) -> str:
-        """One line for the log."""
         given = ", ".join(name for name, held in self.given.items() if held)
         lacking = f"; this host does not give: {', '.join(self.missing)}" if self.missing else ""
         return f"{given} (by {', '.join(self.means) or 'nothing'}){lacking}"

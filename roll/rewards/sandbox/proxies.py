@@ -23,8 +23,7 @@ _READABLE = frozenset(
 class Proxy:
     """An object of the response's process."""
 
-    _roll_remote: Any
-    """The :class:`~roll.rewards.sandbox.remote.Remote`, whose module imports this one."""
+    _roll_remote: Any  # the `roll.rewards.sandbox.remote.Remote`, whose module imports this one
     _roll_number: int
     _roll_plain: bool
     _roll_class: bool

@@ -18,8 +18,7 @@ from roll.rewards.sandbox.values import Channel, ChannelClosed, Encoded, Message
 
 _ENDS_OF_ITERATION = (StopIteration, StopAsyncIteration)
 _INPUT = builtins.input
-TEST_MODULES = ("tests", "test_solution")
-"""Names of the modules that tests run in."""
+TEST_MODULES = ("tests", "test_solution")  # names of the modules that tests run in
 
 
 class ResponseGone(BaseException):
@@ -43,15 +42,13 @@ class NotHandedOver(TypeError):
 
 
 class Remote(Side):
-    """The response's process.
+    """The response's process, at the other end of ``channel``.
 
     Args:
-        channel: to it.
         object_operators: whether plain values may be handed to its operators.
         ends_iterations: whether a call may raise ``StopIteration``, which ``map`` takes for the end of its input: only
             for tests that expect it by name.
-        classes: the tests' classes that only hold data.
-        find_class: finds them by name.
+        classes: the tests' classes that only hold data, found by ``find_class``.
         copies: name of a source to the lines on which the response gets copies of its arguments.
     """
 
@@ -83,12 +80,7 @@ class Remote(Side):
         self._channel.deadline = time.monotonic() + seconds
 
     def ask(self, operation: str, *args: object, **kwargs: object) -> Any:
-        """Perform an operation of :class:`roll.rewards.sandbox.candidate.Server` over there.
-
-        Raises:
-            ResponseGone: no answer.
-            Exception: what the response raised, as the built-in exception that it derives from.
-        """
+        """Perform an operation of :class:`roll.rewards.sandbox.candidate.Server` over there."""
         try:
             request: dict[str, Any] = {"do": operation, "args": [self.encode(item) for item in args]}
             if kwargs:
@@ -159,8 +151,7 @@ class Remote(Side):
         self.update(sent)
 
     def require_answers(self) -> None:
-        """Raise ``ResponseGone`` where a request had no answer, whatever the tests did about it: a late answer would be
-        read as the answer to the next request."""
+        """Raise ``ResponseGone`` where a request had no answer: a late one would be read as that to the next."""
         if self.gone is not None:
             raise self.gone
 
@@ -169,11 +160,7 @@ class Remote(Side):
         return self.gone
 
     def exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request (the first is the tests' preparation), serve callbacks, and return the answer.
-
-        Raises:
-            ResponseGone: no answer.
-        """
+        """Send a request (the first is the tests' preparation), serve callbacks, and return the answer."""
         self.require_answers()
         try:
             with self._turn:
@@ -241,11 +228,7 @@ class Remote(Side):
             return base
         number = int(data["id"])
         if number not in self._proxies:
-            members = {
-                "_roll_number": number,
-                "__init__": lambda self, *args: None,
-                "__getattr__": attribute_of_error,
-            }
+            members = {"_roll_number": number, "__init__": lambda self, *args: None, "__getattr__": attribute_of_error}
             parents = dict.fromkeys(self._exception_class(parent) for parent in data["parents"])
             self._proxies[number] = type(str(data["name"]), tuple(parents) or (base,), members)
         found = self._proxies[number]
@@ -278,11 +261,7 @@ def restore(argument: object, after: Any) -> None:
 
 
 def read_input(prompt: str) -> str:
-    """The answer of the tests' own ``input``, if they have replaced it, else a line of their standard input.
-
-    Raises:
-        EOFError: there is no more.
-    """
+    """The answer of the tests' own ``input``, if they have replaced it, else a line of their standard input."""
     if builtins.input is not _INPUT:
         return str(builtins.input(prompt))
     sys.stdout.write(prompt)

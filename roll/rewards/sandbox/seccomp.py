@@ -21,8 +21,7 @@ Numbers = dict[str, tuple[int | None, int | None]]
 """Name to the number on x86-64 and on aarch64; None: that architecture has no such call."""
 
 FIRST_UNKNOWN = 448
-GAP = ((335, 424), (295, 424))
-"""First number and end of the range without calls, on both architectures."""
+GAP = ((335, 424), (295, 424))  # first number and end of the range without calls, on both architectures
 
 
 def calls(table: str) -> Numbers:
@@ -75,8 +74,7 @@ OWNERS = calls("""
 """Refused where other files than the program's own can be named."""
 MODES = calls("chmod:90:- fchmodat:268:53 utime:132:- utimes:235:- futimesat:261:- utimensat:280:88")
 """Without effect in the same case, but reported as successful: ``shutil.copy`` and ``Path.touch`` use them."""
-WITHOUT_EFFECT = calls("fchmod:91:52 sync:162:81")
-"""Without effect on every host, and reported as successful."""
+WITHOUT_EFFECT = calls("fchmod:91:52 sync:162:81")  # without effect on every host, and reported as successful
 ON_A_PROCESS = calls("""
     kill:62:129 tkill:200:130 tgkill:234:131 rt_sigqueueinfo:129:138 rt_tgsigqueueinfo:297:240 prlimit64:302:261
     sched_setaffinity:203:122 sched_setscheduler:144:119 sched_setparam:142:118 sched_setattr:314:274
@@ -97,8 +95,7 @@ _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _REFUSE, _ABSENT, _NOTHING = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS, _ERRNO
 _UNSUPPORTED = _ERRNO | errno.EOPNOTSUPP
 _AT_NUMBER, _AT_ARCHITECTURE = 0, 4
-_OWN_ID = 0x7FFFFFF1
-"""Placeholder for the process's own id until the filter is installed."""
+_OWN_ID = 0x7FFFFFF1  # placeholder for the process's own id until the filter is installed
 
 _CLONE_PARENT = 0x00008000
 _PR_SCHED_CORE = 62
@@ -124,9 +121,6 @@ def install(new_processes: bool, only_process: int | None, own_files: bool = Fal
         only_process: the one process id that signals may go to; None: any.
         own_files: whether all files that it could change are its own, so that it may change modes, owners and times.
         truncate: whether something else decides on which files may be cut off by their name.
-
-    Raises:
-        OSError: the kernel takes no filter.
     """
     own_id = struct.pack("<I", 0 if only_process is None else only_process)
     code = build_program(new_processes, only_process is not None, own_files, truncate)
@@ -145,10 +139,7 @@ def prepare() -> None:
 
 @functools.cache
 def build_program(new_processes: bool, only_itself: bool, own_files: bool, truncate: bool) -> bytes:
-    """The filter as the kernel takes it.
-
-    Each rule is a run of instructions that falls through to the next where it does not apply.
-    """
+    """The filter as the kernel takes it; a rule falls through to the next where it does not apply."""
     first_of_gap, end_of_gap = GAP[COLUMN]
     program: list[Instruction] = [
         (_LOAD, 0, 0, _AT_ARCHITECTURE),
@@ -203,7 +194,6 @@ def always(answer: int) -> list[Instruction]:
 
 
 def _argument(index: int, upper: bool = False) -> Instruction:
-    """Load half an argument."""
     return (_LOAD, 0, 0, 16 + 8 * index + 4 * upper)
 
 

@@ -17,8 +17,7 @@ from typing import Any
 
 from roll.rewards.sandbox.expectations import lines_with_copies
 
-MODULE_NAMES = ("solution", "main", "candidate", "answer", "submission")
-"""Names under which tests import the response."""
+MODULE_NAMES = ("solution", "main", "candidate", "answer", "submission")  # names under which tests import the response
 FORWARDED = ("builtins.input", "sys.stdin", "sys.stdout", "sys.stderr")
 """Replaceable by tests for the response: its input is read in the tests' process, its output is handed to it."""
 _FIXTURES_WITH_FILES = {"tmp_path", "tmpdir", "tmp_path_factory", "tmpdir_factory"}
@@ -35,24 +34,14 @@ class CaseError(ValueError):
     """A row whose cases cannot be read."""
 
 
-Method = tuple[str, str]
-"""A class and one of its methods."""
+Method = tuple[str, str]  # a class and one of its methods
 
 
 @functools.lru_cache(maxsize=512)
 def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> str | tuple[tuple[str, Method | None], ...]:
-    """Make cases of the tests of a row.
+    """One source per case, with the method of a unittest class that runs after it; or the text of a pytest file.
 
-    Args:
-        texts: the tests, executed one after the other in one namespace.
-        setup: executed before them.
-        entry_point: what a ``check(candidate)`` is called with; empty: none named.
-
-    Returns:
-        One source per case, with the method of a unittest class that runs after it; or the text of a pytest file.
-
-    Raises:
-        CaseError: they are no Python, test nothing, or need what the sandbox does not have.
+    ``texts`` run one after the other in one namespace; ``entry_point``: what ``check(candidate)`` is called with.
     """
     pieces = [Piece(f"test {number}", text, entry_point) for number, text in enumerate(texts)]
     whole = [Piece("the set-up", setup, entry_point), *pieces]
@@ -129,11 +118,7 @@ class Piece:
         )
 
     def calls(self, only_checks: bool = False) -> list[tuple[str, Method | None]]:
-        """A source or a method for each test that is defined and not called; ``only_checks``: of ``check(candidate)``.
-
-        Raises:
-            CaseError: a ``check(candidate)`` without an entry point.
-        """
+        """A source or a method for each test that nothing calls; ``only_checks``: of ``check(candidate)`` alone."""
         calls: list[tuple[str, Method | None]] = []
         for node in self._functions:
             takes = takes_candidate(node)
@@ -161,8 +146,7 @@ class Piece:
         return any(takes_candidate(node) for node in self._functions)
 
     def check_supported(self, bound: Set[str]) -> None:
-        """Raise ``CaseError`` for tests that would fail whatever the response is; ``bound``: every name that is not the
-        response's."""
+        """Raise ``CaseError`` for tests that fail for any response; ``bound``: names that are not the response's."""
         for node in ast.walk(self.tree):
             reason = unsupported(node, self.mocks)
             if isinstance(node, ast.ClassDef) and any(
@@ -174,7 +158,6 @@ class Piece:
 
 
 def names_in(*nodes: ast.AST) -> set[str]:
-    """Names anywhere in the nodes."""
     return {node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name)}
 
 
@@ -221,11 +204,7 @@ def star_names(tree: ast.AST) -> set[str]:
 
 
 def as_pytest_file(setup: str, pieces: Iterable[Piece]) -> str:
-    """One file; what a piece executes at its top becomes a test of its own.
-
-    Raises:
-        CaseError: this Python has no pytest.
-    """
+    """One file; what a piece executes at its top becomes a test of its own."""
     if importlib.util.find_spec("pytest") is None:
         raise CaseError("the tests have fixtures or parameters of pytest, which is not installed here")
     parts = [setup]
@@ -260,7 +239,6 @@ def takes_candidate(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def required(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """Arguments without a default value."""
     positional = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
     named = [
         argument.arg

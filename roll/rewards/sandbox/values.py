@@ -41,8 +41,7 @@ _AS_TEXT: dict[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 }
 _SHARED_MODULES = ("builtins", "abc", "collections", "collections.abc", "enum", "numbers", "typing")
 """Classes of these are the same in both processes, and travel by their names."""
-_ARRAY_KINDS = "biufcU"
-"""Kinds of NumPy arrays that travel by value; arrays of objects do not."""
+_ARRAY_KINDS = "biufcU"  # kinds of NumPy arrays that travel by value; arrays of objects do not
 
 
 def encode(value: Any, other: Callable[[Any], Encoded]) -> Encoded:
@@ -92,15 +91,7 @@ def shared_class(module: str, name: str) -> type:
 
 
 def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:
-    """The value of what :func:`encode` gave.
-
-    Args:
-        data: what :func:`encode` gave, or what a hostile process pretends that it gave.
-        other: decodes what ``other`` of :func:`encode` encoded.
-
-    Raises:
-        ValueError, TypeError, KeyError, RecursionError, ...: it is not such data.
-    """
+    """The value of what :func:`encode` gave, or what a hostile process pretends that it gave."""
     if isinstance(data, list):
         return [decode(item, other) for item in data]
     if not isinstance(data, dict):
@@ -167,7 +158,7 @@ class Side:
             key = self._keys.get(id(value))
             if key is None:
                 key = f"{self._mark}{len(self._by_key)}"
-                self._add(key, value)
+                self._by_key[key], self._keys[id(value)] = value, key
             self._reached.append(key)
             return {"t": "instance", "key": key}
         if isinstance(value, type) and (shared := encode_class(value)) is not None:
@@ -180,10 +171,6 @@ class Side:
         if data["t"] == "type":
             return shared_class(data["module"], data["name"])
         return self.decode_foreign(data)
-
-    def _add(self, key: str, value: object) -> None:
-        self._by_key[key] = value
-        self._keys[id(value)] = key
 
     def attributes(self, also: Sequence[str] = ()) -> dict[str, Any]:
         """Class and attributes of all objects that were encoded since the last call, and of what they refer to."""
@@ -216,17 +203,14 @@ class Side:
         return with_suffix(encoded, suffix)
 
     def update(self, sent: Mapping[str, Any]) -> None:
-        """Make the objects of a message, and give them and the known ones their attributes.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not such a message.
-        """
+        """Make the objects of a message, and give them and the known ones their attributes."""
         for key, item in sent.items():
             if key not in self._by_key:
                 if item["class"] not in self._names:
                     raise ValueError(f"no class {item['class']!r}")
                 kind = self._find_class(item["class"])
-                self._add(str(key), kind.__new__(kind))
+                made = kind.__new__(kind)
+                self._by_key[str(key)], self._keys[id(made)] = made, str(key)
         for key, item in sent.items():
             value = self._by_key[key]
             for name, encoded in item["state"]:
@@ -265,8 +249,7 @@ class Channel:
     def __init__(self, descriptor: int, max_message: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._max_message = max_message
-        self.deadline: float | None = None
-        """Monotonic time after which sending and receiving raise ``TimeoutError``."""
+        self.deadline: float | None = None  # monotonic time after which sending and receiving raise `TimeoutError`
 
     def _limit_time(self) -> None:
         if self.deadline is None:
@@ -320,8 +303,7 @@ class Channel:
         return b"".join(parts)
 
 
-MAX_NUMERAL = 40
-"""Characters; nobody expects a longer decimal fraction."""
+MAX_NUMERAL = 40  # characters; nobody expects a longer decimal fraction
 
 
 def equal_output(printed: str, expected: str, tolerance: float) -> bool:

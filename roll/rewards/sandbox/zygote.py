@@ -31,12 +31,9 @@ from roll.rewards.sandbox.protections import TRIAL_LIMITS, TRIAL_SLOT, Limits, M
 MAX_MESSAGE = 65536
 MAX_DESCRIPTORS = 8
 CONFINED = b"confined"
-REMOVED_AT_ONCE = 200
-"""Entries of a private folder; what holds more is removed by a process of its own."""
-LOOK_AT_FOLDERS = 0.05
-"""Seconds between looks at what programs have written."""
-REMOVAL_SECONDS = 120.0
-"""Time limit of such a process; what is left is removed with the sandbox."""
+REMOVED_AT_ONCE = 200  # entries of a private folder; what holds more is removed by a process of its own
+LOOK_AT_FOLDERS = 0.05  # seconds between looks at what programs have written
+REMOVAL_SECONDS = 120.0  # time limit of such a process; what is left is removed with the sandbox
 WARM = """
     abc array asyncio bisect calendar cmath collections copy ctypes dataclasses datetime decimal enum fractions
     functools heapq inspect io itertools json math numbers operator queue random re statistics string textwrap
@@ -55,10 +52,8 @@ class Child:
     deadline: float
     slot: int
     folder: str | None
-    confined: int
-    """Descriptor to read ``CONFINED`` from; what the process runs afterwards cannot take it back."""
-    scratch: int
-    """Bytes that its folder may hold."""
+    confined: int  # descriptor to read `CONFINED` from; what the process runs afterwards cannot take it back
+    scratch: int  # bytes that its folder may hold
     timed_out: bool = False
 
 
@@ -76,16 +71,13 @@ class Zygote:
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
         self._own_namespace = own_namespace
-        self.folder = folder
-        """Parent of private folders; None: each process mounts its own."""
+        self.folder = folder  # parent of private folders; None: each process mounts its own
         self._to_remove: deque[str] = deque()
-        self._remover: tuple[int, int, float] | None = None
-        """Descriptor, process and deadline."""
+        self._remover: tuple[int, int, float] | None = None  # descriptor, process and deadline
         self._next_look = 0.0
         seccomp.prepare()
 
     def serve(self) -> None:
-        """Answer requests until the other side closes the socket."""
         is_open = True
         while is_open:
             waiting = [child.deadline for child in self._children.values() if not child.timed_out]
@@ -173,11 +165,8 @@ class Zygote:
         descriptors: list[int],
         proc: bool = False,
     ) -> tuple[int, int]:
-        """A new process confines itself and then runs ``program`` on descriptors 0, 1, 2, ...
-
-        Returns:
-            Its id, and a descriptor from which ``CONFINED`` can be read, or why it has run nothing.
-        """
+        """A new process confines itself and then runs ``program`` on descriptors 0, 1, 2, ...: its id, and a descriptor
+        from which ``CONFINED`` can be read, or why it has run nothing."""
         self._enter_next_namespace()
         # Non-blocking: a process that was killed before it wrote must not hold up all others here.
         reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,10 +77,7 @@ HOSTS = {
         *DISK, "user", settings=Settings(launcher=SAME_USER, without=("namespaces", "mounts"), landlock_abi=4)
     ),
     "container_same_user_without_landlock": host(
-        *DISK,
-        "user",
-        *NO_LANDLOCK,
-        settings=Settings(launcher=SAME_USER, without=("namespaces", "mounts", "landlock")),
+        *DISK, "user", *NO_LANDLOCK, settings=Settings(launcher=SAME_USER, without=("namespaces", "mounts", "landlock"))
     ),
 }
 """Name to host: the superuser or a user, alone or in a container that forbids namespaces, on kernels with the newest
@@ -88,6 +86,29 @@ DEFAULT_HOSTS = {"root", "container_user", "container_root_without_landlock"}
 """Those of ``make test``: everything, no namespaces, and neither they nor Landlock."""
 
 QUICK = CodeSandbox(timeout=10.0, case_timeout=5.0)
+
+
+def cases_of(name: str) -> dict[str, dict[str, Any]]:
+    """The cases of ``NAME.txt``: ``=== name``, and parts behind ``--- key``; of ``tests`` there may be several, and a
+    part ``KEY.json`` is read as JSON."""
+    found: dict[str, dict[str, Any]] = {}
+    for block in Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8").split("\n=== ")[1:]:
+        title, _, rest = block.rstrip("\n").partition("\n")
+        case: dict[str, Any] = {}
+        for part in f"\n{rest}".split("\n--- ")[1:]:
+            key, _, text = part.partition("\n")
+            if key == "tests":
+                case.setdefault(key, []).append(text)
+            else:
+                case[key.removesuffix(".json")] = json.loads(text) if key.endswith(".json") else text
+        found[title] = case
+    return found
+
+
+def truth_of(case: dict[str, Any]) -> Any:
+    """The ground truth of a case; None: its row has the tests."""
+    return {"pytest": case["pytest"]} if "pytest" in case else case.get("tests")
+
 
 Verdict = Callable[..., Outcome]
 

@@ -15,78 +15,11 @@ from roll.rewards.code_sandbox import last_code_block
 from roll.rewards.sandbox.cases import read_cases
 from roll.rewards.sandbox.client import Sandbox, Settings
 from roll.rewards.sandbox.snippets import CaseError
-from tests.rewards.sandbox.conftest import Verdict
+from tests.rewards.sandbox.conftest import Verdict, cases_of
 
-SOURCE = textwrap.dedent("""
-    import math
-    from collections import Counter, namedtuple, deque
-    from enum import IntEnum
-
-    class Color(IntEnum):
-        RED = 1
-
-    class Empty(ValueError): pass
-
-    Pair = namedtuple("Pair", "x y")
-
-    class Stack:
-        def __init__(self, items=()): self.items = list(items)
-        def push(self, item): self.items.append(item)
-        def pop(self):
-            if not self.items: raise Empty("nothing there")
-            return self.items.pop()
-        def __len__(self): return len(self.items)
-        def __eq__(self, other): return self.items == other.items
-        def __add__(self, other): return Stack(self.items + other.items)
-        def __iter__(self): return iter(self.items)
-        def __repr__(self): return f"Stack({self.items})"
-        def __enter__(self): return self
-        def __exit__(self, *details): self.items.clear()
-
-    class Child(Stack): pass
-
-    def add(a, b): return a + b
-    def counts(text): return Counter(text)
-    def pair(): return Pair(1, 2)
-    def red(): return Color.RED
-    def sort_in_place(items): items.sort()
-    def twice(function, value): return function(function(value))
-    def numbers(n):
-        for i in range(n): yield i
-    def kinds(): return (1, 2.5, "x", None, True, b"\\x00", {1, 2}, frozenset("a"), deque([1]), 1 << 80, 2 + 1j)
-    def fail(): raise ZeroDivisionError("by zero")
-    """)
-
-PASSING = [
-    "assert add(2, 3) == 5 and add('a', 'b') == 'ab' and add([1], [2]) == [1, 2]",
-    "assert counts('aab') == {'a': 2, 'b': 1}",
-    "assert pair() == (1, 2) and pair().x == 1 and (1, 2) == pair() and list(pair()) == [1, 2]",
-    "assert red() == 1 and red() + 1 == 2 and red() in [1]",
-    "items = [3, 1, 2]\nsort_in_place(items)\nassert items == [1, 2, 3]",
-    "assert twice(lambda x: x * 3, 2) == 18",
-    "assert list(numbers(3)) == [0, 1, 2] and sum(numbers(4)) == 6 and 2 in numbers(3)",
-    "assert kinds() == (1, 2.5, 'x', None, True, b'\\0', {1, 2}, frozenset('a'), __import__('collections').deque([1]),"
-    " 1 << 80, 2 + 1j)",
-    "s = Stack([1])\ns.push(2)\nassert len(s) == 2 and s.pop() == 2 and s.items == [1] and str(s) == 'Stack([1])'",
-    "assert Stack([1]) == Stack([1]) and Stack([1]) != Stack([2]) and Stack([1]) + Stack([2]) == Stack([1, 2])",
-    "assert isinstance(Child(), Stack) and not isinstance(3, Stack) and isinstance(add(1, 2), int)",
-    "try:\n    Stack().pop()\n    raise SystemError\nexcept Empty as error:\n    assert str(error) == 'nothing there'",
-    "try:\n    Stack().pop()\n    raise SystemError\nexcept ValueError:\n    pass",
-    "try:\n    fail()\n    raise SystemError\nexcept ZeroDivisionError:\n    pass",
-    "with Stack([1]) as s:\n    assert len(s) == 1\nassert len(s) == 0",
-    "s = Stack([1])\ns.items = [4]\nassert list(s) == [4] and [x for x in s] == [4]",
-    "from solution import add as plus\nimport solution\nassert plus(1, 1) == solution.add(1, 1) == 2",
-    "assert abs(math.sqrt(add(1, 3)) - 2) < 1e-9",
-    "def helper(n): return add(n, 1)\nassert helper(2) == 3",
-]
-FAILING = [
-    "assert add(2, 2) == 5",
-    "assert absent(1) == 1",
-    "assert Stack([1]) == [1]",
-    "assert Stack([1]) == 1",
-    "raise SystemExit(0)",
-    "fail()",
-]
+PROGRAMS = cases_of("judging")
+SOURCE, OWN_ERRORS = PROGRAMS["stack"]["source"], PROGRAMS["own_errors"]["source"]
+PASSING, FAILING = PROGRAMS["passing"]["tests"], PROGRAMS["failing"]["tests"]
 
 
 def test_asserts(verdict: Verdict) -> None:
@@ -95,19 +28,6 @@ def test_asserts(verdict: Verdict) -> None:
     outcome = verdict(SOURCE, FAILING)
     assert outcome.passed == 0, outcome
     assert outcome.note.startswith("AssertionError")
-
-
-OWN_ERRORS = """
-class Failure(Exception): pass
-class Missing(Failure, KeyError):
-    def __init__(self, key):
-        super().__init__(f"no {key}")
-        self.key = key
-class VeryMissing(Missing): pass
-class Fatal(BaseException): pass
-def find(key): raise VeryMissing(key)
-def stop(): raise Fatal("end")
-"""
 
 
 @pytest.mark.parametrize(
@@ -140,25 +60,7 @@ def test_published_shapes_of_tests(verdict: Verdict) -> None:
 
 
 def test_pytest_files(verdict: Verdict) -> None:
-    text = textwrap.dedent("""
-        import pytest
-        from solution import *
-
-        @pytest.mark.parametrize(("a", "b", "c"), [(1, 2, 3), (1, 1, 3)])
-        def test_add(a, b, c):
-            assert add(a, b) == c
-
-        class TestStack:
-            def test_errors(self):
-                with pytest.raises(Empty, match="nothing"):
-                    Stack().pop()
-
-            def test_close(self):
-                assert add(0.1, 0.2) == pytest.approx(0.3)
-
-        def test_skipped():
-            pytest.skip("not a pass")
-        """)
+    text = PROGRAMS["pytest_file"]["pytest"]
     outcome = verdict(SOURCE, {"pytest": text}, wall=30.0, case_timeout=20.0)
     assert (outcome.passed, outcome.total) == (3, 5), outcome
     assert verdict("import os\nos._exit(0)", {"pytest": text}).passed == 0
@@ -191,33 +93,10 @@ def test_calls_with_large_arguments(verdict: Verdict) -> None:
     assert verdict("def length(text): return len(text)", cases).passed == 1
 
 
-SLOW_ONCE = """
-import time
-def double(n):
-    if n == 1: time.sleep(2.5)
-    return 2 * n
-"""
-AFTER_A_TIMEOUT = {
-    "unittest": """
-import unittest
-class TestDouble(unittest.TestCase):
-    def test_first(self): self.assertEqual(double(1), 2)
-    def test_second(self): self.assertEqual(double(3), 2)
-    def test_third(self): self.assertEqual(double(3), 6)
-""",
-    "pytest": """
-from solution import double
-def test_first(): assert double(1) == 2
-def test_second(): assert double(3) == 2
-def test_third(): assert double(3) == 6
-""",
-}
-
-
-@pytest.mark.parametrize("kind", AFTER_A_TIMEOUT)
+@pytest.mark.parametrize("kind", ["unittest", "pytest"])
 def test_a_late_answer_is_not_taken_for_that_to_the_next_question(verdict: Verdict, kind: str) -> None:
-    text = AFTER_A_TIMEOUT[kind]
-    outcome = verdict(SLOW_ONCE, {"pytest": text} if kind == "pytest" else [text], case_timeout=2.0)
+    case = PROGRAMS["a_late_answer"]
+    outcome = verdict(case["source"], {"pytest": case[kind]} if kind == "pytest" else [case[kind]], case_timeout=2.0)
     assert outcome.passed == 0 and outcome.timed_out, outcome
 
 

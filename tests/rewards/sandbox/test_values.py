@@ -13,15 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.rewards.sandbox.values import (
-    Side,
-    decode,
-    encode,
-    encode_class,
-    equal_output,
-    equal_values,
-    shared_class,
-)
+from roll.rewards.sandbox.values import Side, decode, encode, encode_class, equal_output, equal_values, shared_class
 
 
 def refuse(value: Any) -> Any:
