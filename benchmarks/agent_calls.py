@@ -22,9 +22,8 @@ from rich.table import Table
 from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.call_formats import ToolCall
 from roll.agents.chat_ids import ChatTemplate
-from roll.agents.endpoint import AgentEndpoint
+from roll.agents.endpoint import AgentEndpoint, Session
 from roll.agents.episode import Limits, Model, Task
-from roll.agents.session import Session
 from roll.agents.tools import McpServer, ToolBox
 from roll.rollout.groups import FinishedGroup
 from roll.strategies.engines.requests import GenerationOutput

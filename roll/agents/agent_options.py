@@ -17,16 +17,15 @@ from roll.config.reading.schema import Mismatch, convert
 from roll.config.rewards import CLUSTER, LLM_JUDGE
 
 T = TypeVar("T")
-AGENTS = ("tools", "black_box", "verl")
-"""Names of the built-in agents."""
+AGENTS = ("tools", "black_box", "verl")  # names of the built-in agents
+# Contents of an environment's next prompt: everything so far; the current observation with the last turns in a
+# template; the current observation after the last turns as messages; the environment's messages and nothing else;
+# everything so far, observations raw within the one message that the policy writes.
 Context = Literal["append", "observation", "last", "own", "response"]
-"""Contents of an environment's next prompt: everything so far; the current observation with the last turns in a
-template; the current observation after the last turns as messages; the environment's messages and nothing else;
-everything so far, observations raw within the one message that the policy writes."""
+# Treatment of a request that sets a temperature or another sampling parameter: ignore it, or refuse the request.
 Sampling = Literal["run", "refuse"]
-"""Treatment of a request that sets a temperature or another sampling parameter: ignore it, or refuse the request."""
+# Treatment of a request that demands a tool call: begin the response with one, or let the policy decide.
 ToolChoice = Literal["enforce", "auto"]
-"""Treatment of a request that demands a tool call: begin the response with one, or let the policy decide."""
 
 
 def uses_tools(agent: str | None) -> bool:
@@ -42,41 +41,32 @@ class AgentOptionError(ValueError):
 class VerifierOptions:
     """``agent_config.verifier``: the reward of an episode, by a reward of roll's or of one's own, or by a command."""
 
+    # A reward's short name, or the dotted path of a function `(prompt, response, ground_truth, **row)`.
     worker_cls: str | None = None
-    """A reward's short name, or the dotted path of a function ``(prompt, response, ground_truth, **row)``."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the reward."""
-    answer_key: str = "ground_truth"
-    """Column of the row with the right answer."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)  # options of the reward
+    answer_key: str = "ground_truth"  # column of the row with the right answer
+    # The response that a reward sees: the last one (`answer`); all that was said from the first one on, by the policy
+    # and to it, without thoughts (`episode`); the text of all tokens after the first prompt without special ones, which
+    # is verl's `solution_str` (`solution`). null: of an environment the episode, of verl's agent the solution, else the
+    # answer.
     scores: Literal["answer", "episode", "solution"] | None = None
-    """The response that a reward sees: the last one (``answer``); all that was said from the first one on, by
-    the policy and to it, without thoughts (``episode``); the text of all tokens after the first prompt without special
-    ones, which is verl's ``solution_str`` (``solution``). null: of an environment the episode, of verl's agent the
-    solution, else the answer."""
+    # In place of a reward: a program that prints the reward as its last line, or leaves with status 0 or 1.
     command: list[str] = field(default_factory=list)
-    """In place of a reward: a program that prints the reward as its last line, or leaves with status 0 or 1."""
-    timeout: float = 60.0
-    """Seconds of one verdict."""
+    timeout: float = 60.0  # seconds of one verdict
 
 
 @dataclass(frozen=True)
 class ToolAgentOptions:
     """``agent_config`` of ``agent: tools``."""
 
+    # Each `python`, `search`, `mcp` with its options, or the dotted path of a function.
     tools: list[Any] = field(default_factory=list)
-    """Each ``python``, ``search``, ``mcp`` with its options, or the dotted path of a function."""
-    verifier: dict[str, Any] = field(default_factory=dict)
-    """The reward of the last answer."""
-    timeout: float = 30.0
-    """Seconds of a tool call."""
-    max_result: int = 20_000
-    """Characters of a tool's result."""
-    tool_reward: float = 0.0
-    """Added for every response that calls a tool."""
-    tool_success_reward: float = 0.0
-    """Added once to an episode that succeeds and has used a tool."""
-    max_tool_uses: int | None = None
-    """Tool calls of an episode; null: no limit."""
+    verifier: dict[str, Any] = field(default_factory=dict)  # the reward of the last answer
+    timeout: float = 30.0  # seconds of a tool call
+    max_result: int = 20_000  # characters of a tool's result
+    tool_reward: float = 0.0  # added for every response that calls a tool
+    tool_success_reward: float = 0.0  # added once to an episode that succeeds and has used a tool
+    max_tool_uses: int | None = None  # tool calls of an episode; null: no limit
 
 
 @dataclass(frozen=True)
@@ -95,34 +85,22 @@ class ToolWrapperArguments:
 class VerlOptions:
     """``agent_config`` of ``agent: verl``; names and defaults are those of verl's ``rollout.multi_turn``."""
 
-    response_length: int = 0
-    """Tokens after the first prompt, of all turns and tool results together; needed."""
-    tool_config_path: str | None = None
-    """verl's file of tools: ``class_name``, ``config`` and ``tool_schema`` each."""
-    interaction_config_path: str | None = None
-    """verl's file of interactions, which give the next user message."""
+    response_length: int = 0  # tokens after the first prompt, of all turns and tool results together; needed
+    tool_config_path: str | None = None  # verl's file of tools: `class_name`, `config` and `tool_schema` each
+    interaction_config_path: str | None = None  # verl's file of interactions, which give the next user message
+    # Loop of rows without a column `agent_name`.
     default_agent_loop: Literal["single_turn_agent", "tool_agent"] = "single_turn_agent"
-    """Loop of rows without a column ``agent_name``."""
-    max_assistant_turns: int | None = None
-    """Responses of an episode; null: no limit."""
-    max_user_turns: int | None = None
-    """Results and user messages of an episode; null: no limit."""
-    max_parallel_calls: int = 1
-    """Calls of a response that are made; further ones are not answered."""
-    max_tool_response_length: int = 256
-    """Characters of a result."""
+    max_assistant_turns: int | None = None  # responses of an episode; null: no limit
+    max_user_turns: int | None = None  # results and user messages of an episode; null: no limit
+    max_parallel_calls: int = 1  # calls of a response that are made; further ones are not answered
+    max_tool_response_length: int = 256  # characters of a result
+    # `left`: its beginning stays, `right`: its end, `middle`: both.
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
-    """``left``: its beginning stays, ``right``: its end, ``middle``: both."""
-    prompt_key: str = "prompt"
-    """Column of the conversation."""
-    image_key: str = "images"
-    """Column of the images that replace each ``<image>`` of the conversation, in order."""
-    prompt_length: int | None = None
-    """Longest prompt in tokens, tools included, with ``filter_overlong_prompts``."""
-    filter_overlong_prompts: bool = False
-    """Leave out rows with longer prompts."""
-    verifier: dict[str, Any] = field(default_factory=dict)
-    """The reward of an episode."""
+    prompt_key: str = "prompt"  # column of the conversation
+    image_key: str = "images"  # column of the images that replace each `<image>` of the conversation, in order
+    prompt_length: int | None = None  # longest prompt in tokens, tools included, with `filter_overlong_prompts`
+    filter_overlong_prompts: bool = False  # leave out rows with longer prompts
+    verifier: dict[str, Any] = field(default_factory=dict)  # the reward of an episode
 
     def check(self) -> None:
         """Raise ``AgentOptionError`` where there is no room for a response, or no reward."""
@@ -138,37 +116,28 @@ class VerlOptions:
 class BlackBoxOptions:
     """``agent_config`` of ``agent: black_box``."""
 
+    # Program and arguments, `{name}` a field of the task; empty: agents from elsewhere take the episodes.
     command: list[str] = field(default_factory=list)
-    """Program and arguments, ``{name}`` a field of the task; empty: agents from elsewhere take the episodes."""
+    # Number of processes of `command` for the whole run: programs that take one episode after another by `POST
+    # /episodes`. 0: a program of its own for every episode.
     processes: int = 0
-    """Number of processes of ``command`` for the whole run: programs that take one episode after another by
-    ``POST /episodes``. 0: a program of its own for every episode."""
-    env: dict[str, str] = field(default_factory=dict)
-    """Further environment variables of the program."""
+    env: dict[str, str] = field(default_factory=dict)  # further environment variables of the program
+    # Variables that it gets of this process, besides `PATH` and its like.
     inherit_env: list[str] = field(default_factory=list)
-    """Variables that it gets of this process, besides ``PATH`` and its like."""
-    folder: str | None = None
-    """Its working folder; null: the run's."""
-    reward: Literal["post", "exit", "verifier"] = "post"
-    """Where the reward comes from."""
-    verifier: dict[str, Any] = field(default_factory=dict)
-    """For ``reward: verifier``."""
-    sampling: Sampling = "run"
-    """Treatment of a request that sets a temperature or another sampling parameter."""
+    folder: str | None = None  # its working folder; null: the run's
+    reward: Literal["post", "exit", "verifier"] = "post"  # where the reward comes from
+    verifier: dict[str, Any] = field(default_factory=dict)  # for `reward: verifier`
+    sampling: Sampling = "run"  # treatment of a request that sets a temperature or another sampling parameter
+    # Treatment of a request that demands a tool call: `enforce`: the response begins with one; `auto`: the policy may
+    # call or not, and learns to.
     tool_choice: ToolChoice = "enforce"
-    """Treatment of a request that demands a tool call: ``enforce``: the response begins with one; ``auto``: the
-    policy may call or not, and learns to."""
+    # Parts that the policy plays in an episode, by the `model` of a request, each with rewards and baselines of its
+    # own; empty: a single part, under any name.
     roles: list[str] = field(default_factory=list)
-    """Parts that the policy plays in an episode, by the ``model`` of a request, each with rewards and baselines of its
-    own; empty: a single part, under any name."""
-    host: str = "127.0.0.1"
-    """Address of the endpoint."""
-    port: int = 0
-    """Its port; 0: a free one."""
-    public_url: str = ""
-    """Its address as agents from elsewhere reach it; empty: host and port."""
-    api_key_env: str = ""
-    """Environment variable with the key that agents from elsewhere send for ``POST /episodes``."""
+    host: str = "127.0.0.1"  # address of the endpoint
+    port: int = 0  # its port; 0: a free one
+    public_url: str = ""  # its address as agents from elsewhere reach it; empty: host and port
+    api_key_env: str = ""  # environment variable with the key that agents from elsewhere send for `POST /episodes`
 
     @property
     def worker_key(self) -> str:
@@ -202,11 +171,7 @@ def asks_the_run(verifier: Mapping[str, Any]) -> bool:
 
 
 def read_options(kind: type[T], options: Mapping[str, Any], key: str = "agent_config") -> T:
-    """Read a dataclass of options from a section.
-
-    Raises:
-        AgentOptionError: an unknown name or a wrong type.
-    """
+    """Read a dataclass of options from a section. Raises ``AgentOptionError``: an unknown name or a wrong type."""
     hints = typing.get_type_hints(kind)
     names = [one.name for one in dataclasses.fields(kind)]  # type: ignore[arg-type]
     checked = {}

@@ -8,25 +8,22 @@ import logging
 import os
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll.agents.agent_options import BlackBoxOptions
-from roll.agents.endpoint import AgentEndpoint
+from roll.agents.endpoint import AgentEndpoint, Session
 from roll.agents.episode import EngineFault, Episode, EpisodeOver, Model, Task
 from roll.agents.programs import Exit, ProgramError, filled_command, program_environment, running
-from roll.agents.session import Session
 from roll.agents.verifiers import Verifier
 
 logger = logging.getLogger(__name__)
 
+# Time to exit for a program whose episode is over: it has posted its reward, or no turn is left.
 _FAREWELL_SECONDS = 10.0
-"""Time to exit for a program whose episode is over: it has posted its reward, or no turn is left."""
-_COMMON = {
-    # It would send every conversation to OpenAI, with the episode's key.
-    "OPENAI_AGENTS_DISABLE_TRACING": "1",
-}
-_MOST_FAILURES = 5
-"""Most consecutive exits of a program that serves the whole run without an episode in between."""
+# Tracing would send every conversation to OpenAI, with the episode's key.
+_COMMON = {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
+_MOST_FAILURES = 5  # most consecutive exits of a program that serves the whole run without an episode in between
 
 
 class BlackBoxAgent:
@@ -48,12 +45,8 @@ class BlackBoxAgent:
         return self._endpoint.url
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
-        """Answer the agent's calls until it is done; returns its reward.
-
-        Raises:
-            EngineFault: an engine failed during a call.
-            EpisodeOver: the agent has not done its part: no program took the episode, or it failed.
-        """
+        """Answer the agent's calls until it is done; returns its reward. ``EngineFault`` where an engine failed during
+        a call, ``EpisodeOver`` where the agent has not done its part."""
         self._endpoint.start()
         options = self._options
         session = Session(task, model, options.sampling, options.tool_choice, tuple(options.roles))
@@ -79,7 +72,8 @@ class BlackBoxAgent:
             reward = await self._reward(session, ended, episode, scratch)
         if isinstance(reward, float) and not session.roles:
             return reward
-        session.earn(reward)
+        for role in session.roles:  # a single number goes to all of them
+            model.as_(role).reward(reward.get(role, 0.0) if isinstance(reward, dict) else reward)
         return 0.0
 
     async def close(self) -> None:
@@ -108,7 +102,7 @@ class BlackBoxAgent:
         }
         command = filled_command(options.command, fields)
         environment = program_environment(_COMMON | own | options.env, options.inherit_env)
-        session.begin()
+        session.began = time.perf_counter()
         async with running(command, environment, fields, options.folder or os.getcwd()) as program:
             ending = asyncio.create_task(program.wait())
             over = asyncio.create_task(session.done.wait())
@@ -156,20 +150,18 @@ class BlackBoxAgent:
         return EpisodeOver("agent_error")
 
 
+@dataclass(eq=False)
 class _Workers:
     """Programs that serve the whole run; one that ends is restarted."""
 
-    def __init__(self, endpoint: AgentEndpoint, options: BlackBoxOptions) -> None:
-        self._endpoint, self._options = endpoint, options
-        self._tasks: list[asyncio.Task[None]] = []
-        self._fault: EngineFault | None = None
+    _endpoint: AgentEndpoint
+    _options: BlackBoxOptions
+    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    _fault: EngineFault | None = None
 
     def start(self) -> None:
-        """Start the programs; a second call does nothing.
-
-        Raises:
-            EngineFault: they ended too often without serving an episode.
-        """
+        """Start the programs; a second call does nothing. ``EngineFault`` once they ended too often without serving an
+        episode."""
         if self._fault is not None:
             raise self._fault
         if not self._tasks:
@@ -200,6 +192,6 @@ class _Workers:
             logger.warning("an agent's program has ended and is started again: %s", ended)
         self._fault = EngineFault()
         self._fault.__cause__ = ProgramError(f"{options.command[0]} ends again and again: {ended}")
-        for session in self._endpoint.waiting():
+        for session in list(self._endpoint.waiting):
             session.fault = self._fault
             session.done.set()

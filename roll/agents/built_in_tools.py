@@ -103,7 +103,7 @@ class SearchIndex:
         self._postings: dict[str, list[tuple[int, int]]] = defaultdict(list)
         lengths = []
         for number, text in enumerate(texts):
-            counts = Counter(_terms(text))
+            counts = Counter(re.findall(r"\w+", text.lower()))
             lengths.append(sum(counts.values()))
             for term, count in counts.items():
                 self._postings[term].append((number, count))
@@ -113,7 +113,7 @@ class SearchIndex:
     def best(self, query: str, count: int) -> list[int]:
         """Indices of the texts with the highest scores above 0, best first; ties in the order of the texts."""
         scores: dict[int, float] = defaultdict(float)
-        for term in _terms(query):
+        for term in re.findall(r"\w+", query.lower()):
             found = self._postings.get(term, ())
             idf = math.log(1 + (len(self._norms) - len(found) + 0.5) / (len(found) + 0.5))
             for number, times in found:
@@ -121,16 +121,9 @@ class SearchIndex:
         return heapq.nsmallest(count, scores, key=lambda number: (-scores[number], number))
 
 
-def _terms(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
-
-
 def search_tool(path: str, top_k: int = 3, title_key: str = "title", text_key: str = "text") -> Tool:
-    """The tool ``search`` over the rows of a JSONL file.
-
-    Raises:
-        ToolError: the file cannot be read, or a row has no text.
-    """
+    """The tool ``search`` over the rows of a JSONL file. Raises ``ToolError``: the file cannot be read, or a row has no
+    text."""
     rows, index = _read_index(str(Path(path).resolve()), title_key, text_key)
 
     async def search(query: str) -> str:
@@ -163,8 +156,8 @@ def _read_index(path: str, title_key: str, text_key: str) -> tuple[list[str], Se
     return texts, SearchIndex(texts)
 
 
+# Name in a configuration to the class or function whose arguments are its options.
 KINDS: dict[str, Callable[..., Any]] = {"python": PythonTool, "search": search_tool, "mcp": McpServer}
-"""Name in a configuration to the class or function whose arguments are its options."""
 
 
 class ToolSet:
@@ -244,11 +237,8 @@ class ToolSet:
 
 
 def load_function(path: object, key: str) -> Callable[..., Any]:
-    """Import the function or class at a dotted path.
-
-    Raises:
-        ToolError: there is none; the message begins with ``key``.
-    """
+    """Import the function or class at a dotted path. Raises ``ToolError``: there is none; the message begins with
+    ``key``."""
     try:
         found = resolve_name(str(path).replace(":", "."))
     except (ImportError, AttributeError, ValueError) as error:

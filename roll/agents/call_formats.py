@@ -25,12 +25,10 @@ class BadCall(ValueError):
     """A call that cannot be read."""
 
 
-Schemas = Mapping[str, Mapping[str, Any]]
-"""Tool to the JSON schema of its arguments."""
+Schemas = Mapping[str, Mapping[str, Any]]  # tool to the JSON schema of its arguments
+# Begin and end of calls in a text, and a function that parses them or raises `BadCall`.
 Found = Iterator[tuple[int, int, Callable[[], list[ToolCall]]]]
-"""Begin and end of calls in a text, and a function that parses them or raises ``BadCall``."""
 
-_CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"(?:<tool_call>\s*)?<function=(?P<name>[^>\n]{1,256})>")
 _FUNCTION_END = re.compile(r"(?:</parameter>|\A)\s*(?P<end></function>(?:\s*</tool_call>)?)")
 _INVOKE = re.compile(r'(?:<minimax:tool_call>\s*)?<invoke name="(?P<name>[^"\n]+)">')
@@ -53,8 +51,7 @@ _KIMI = re.compile(
 )
 _KIMI_END = re.compile(r"<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?")
 _PYTHON_TAG = "<|python_tag|>"
-_MOST_BROKEN = 256
-"""Braces without JSON after which the search stops: a text of braces must not take quadratic time."""
+_MOST_BROKEN = 256  # braces without JSON after which the search stops: a text of braces must not take quadratic time
 _BETWEEN = re.compile(r"[;\s]*")
 _LLAMA, _LINE_GOES_ON = re.compile(r"\[\s*(?=\{)|\{"), re.compile(r"[^\S\n]*[^;\s<{]")
 _JSON_NAME = re.compile(r'\{\s*"name"\s*:\s*"([^"]*)"')
@@ -79,19 +76,6 @@ def _json_end(text: str, start: int) -> int:
 def _after(pattern: re.Pattern[str], text: str, start: int) -> int:
     match = pattern.match(text, start)
     return start if match is None else match.end()
-
-
-def _hermes(text: str, schemas: Schemas | None) -> Found:
-    """``<tool_call>{...}</tool_call>``, or a list of calls between the marks; the call ends after the JSON."""
-    begin = text.find(_CALL_BEGIN)
-    while begin >= 0:
-        start = begin + len(_CALL_BEGIN)
-        # From the end of the JSON on: its strings may hold the end mark.
-        closing = text.find(_CALL_END, _json_end(text, start))
-        stop = len(text) if closing < 0 else closing + len(_CALL_END)
-        body = text[start : len(text) if closing < 0 else closing]
-        yield begin, stop, functools.partial(_calls_of, body if closing >= 0 else _unended(body))
-        begin = text.find(_CALL_BEGIN, stop)
 
 
 def _unquoted(
@@ -130,11 +114,8 @@ def _unquoted(
 def _arguments(
     body: str, between: re.Pattern[str], pair: re.Pattern[str], end: str, begin: re.Pattern[str]
 ) -> Iterator[list[str]]:
-    """Names and texts of arguments; each text reaches to the last end mark before the next argument.
-
-    Args:
-        begin: beginning of an argument, of which a text has none without an end mark.
-    """
+    """Names and texts of arguments; each text reaches to the last end mark before the next argument. ``begin``:
+    beginning of an argument, of which a text has none without an end mark."""
     pieces = between.split(body) if body.strip() else []
     for number, piece in enumerate(pieces, 1):
         match = pair.fullmatch(piece)
@@ -203,29 +184,29 @@ def _mistral_calls(named: re.Match[str] | None, body: str) -> list[ToolCall]:
 
 
 def _sections(
-    opening: re.Pattern[str], ending: re.Pattern[str], read: Callable[[re.Match[str], str], tuple[str, str]]
+    opening: re.Pattern[str], ending: re.Pattern[str], read: Callable[[re.Match[str], str], object]
 ) -> Callable[[str, Schemas | None], Found]:
-    """A finder of calls between marks; ``read`` takes name and JSON from the opening and what follows it."""
+    """A finder of calls between marks; ``read`` makes a call, or its JSON, of the opening and what follows it."""
 
     def find(text: str, schemas: Schemas | None) -> Found:
         begun = opening.search(text)
         while begun is not None:
+            # From the end of the JSON on: its strings may hold the end mark.
             closing = ending.search(text, _json_end(text, begun.end()))
             stop = len(text) if closing is None else closing.end()
             body = text[begun.end() : len(text) if closing is None else closing.start()]
-            name, arguments = read(begun, body)
-            call = _unended(body) if closing is None else {"name": name.strip(), "arguments": arguments}
+            call = _unended(body) if closing is None else read(begun, body)
             yield begun.start(), stop, functools.partial(_calls_of, call)
             begun = opening.search(text, stop)
 
     return find
 
 
-def _deepseek(begun: re.Match[str], body: str) -> tuple[str, str]:
+def _deepseek(begun: re.Match[str], body: str) -> object:
     """V3 and R1: ``function<sep>name`` and a fenced JSON; V3.1: ``name<sep>{...}``."""
     if begun["name"] is None:
-        return begun["before"], body
-    return begun["name"], body.rstrip().removesuffix("```")
+        return {"name": begun["before"].strip(), "arguments": body}
+    return {"name": begun["name"].strip(), "arguments": body.rstrip().removesuffix("```")}
 
 
 def _llama3(text: str, schemas: Schemas | None) -> Found:
@@ -276,8 +257,7 @@ class HarmonyMessage:
     """A message of gpt-oss."""
 
     channel: str
-    recipient: str | None
-    """Name of the tool that is called, without ``functions.``; None: the message calls none."""
+    recipient: str | None  # name of the tool that is called, without `functions.`; None: the message calls none
     body: str
     begin: int
     end: int
@@ -303,18 +283,19 @@ def _gpt_oss(text: str, schemas: Schemas | None) -> Found:
             yield message.begin, message.end, functools.partial(_calls_of, call)
 
 
+# Name to the finder of calls.
 TOOL_FORMATS: dict[str, Callable[[str, Schemas | None], Found]] = {
-    "hermes": _hermes,
+    # `<tool_call>{...}</tool_call>`, or a list of calls between the marks.
+    "hermes": _sections(re.compile("<tool_call>"), re.compile("</tool_call>"), lambda _, body: body),
     "qwen_xml": _unquoted(_FUNCTION, _FUNCTION_END, _parameters("<parameter={}>")),
     "minimax": _unquoted(_INVOKE, _INVOKE_END, _parameters('<parameter name="{}">')),
     "glm": _unquoted(_GLM, _GLM_END, _glm),
     "mistral": _mistral,
     "deepseek": _sections(_DEEPSEEK, _DEEPSEEK_END, _deepseek),
-    "kimi": _sections(_KIMI, _KIMI_END, lambda begun, body: (begun["name"], body)),
+    "kimi": _sections(_KIMI, _KIMI_END, lambda begun, body: {"name": begun["name"], "arguments": body}),
     "llama3": _llama3,
     "gpt_oss": _gpt_oss,
 }
-"""Name to the finder of calls."""
 
 
 def call_spans(text: str) -> list[tuple[int, int]]:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+# Replaces a response: plain ASCII, so that neither JSON nor a template's `trim` changes it.
 _MARKER = "Zq7Response{}Zq7"
-"""Replaces a response: plain ASCII, so that neither JSON nor a template's ``trim`` changes it."""
 
 
 class TemplateError(ValueError):
@@ -37,13 +37,12 @@ class Bridge:
     """The tokens between a sampled response and the next one."""
 
     token_ids: list[int]
+    # The first of `token_ids` where the template ends a turn with a token; not repeated after a response that was
+    # sampled up to its end.
     end_token: int | None
-    """The first of ``token_ids`` where the template ends a turn with a token; not repeated after a response that was
-    sampled up to its end."""
+    # The first text that differs, where the template renders earlier turns differently than before.
     moved: str | None = None
-    """The first text that differs, where the template renders earlier turns differently than before."""
-    only_thoughts: bool = False
-    """The difference is thinking of earlier responses, which the template drops."""
+    only_thoughts: bool = False  # the difference is thinking of earlier responses, which the template drops
 
 
 class ChatTemplate:
@@ -73,13 +72,12 @@ class ChatTemplate:
         self.tools: list[Any] = list(tools or ())
         self._arguments = dict(arguments or {})
         self.images = images
-        self.eos_token: int | None = tokenizer.eos_token_id
-        """The tokenizer's own token for the end of a text."""
+        self.eos_token: int | None = tokenizer.eos_token_id  # the tokenizer's own token for the end of a text
         ends = list(end_tokens) or ([] if self.eos_token is None else [self.eos_token])
         self._ends = {str(tokenizer.convert_ids_to_tokens(token)): token for token in ends}
         self.end_tokens, self.end_texts = frozenset(ends), tuple(self._ends)
+        # Tool arguments are a JSON text (True) or a mapping; None until a call was rendered.
         self._json_arguments: bool | None = None
-        """Tool arguments are a JSON text (True) or a mapping; None until a call was rendered."""
 
     def with_tools(self, tools: Sequence[Message]) -> ChatTemplate:
         """The same template for conversations that are offered ``tools`` in place of this one's."""
@@ -112,27 +110,24 @@ class ChatTemplate:
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:
         """The mark, of one or several tokens, with which a prompt opens a thought; empty: it opens none."""
-        return opened_thought(self.decode(prompt_ids[-16:]))
+        return opened_thought(self.decode(prompt_ids[-16:]))  # no mark has more tokens
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids of messages with the generation prompt."""
         return self.encode(self.render(messages))
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
-        """The text of ``messages``, with arguments of tool calls in the form that the template takes.
-
-        Raises:
-            TemplateError: with the template's error message.
-        """
-        messages = self._as_text(messages)
-        known = self._json_arguments
+        """The text of ``messages``, with arguments of tool calls in the form that the template takes; a
+        ``TemplateError`` has the template's message."""
+        messages = messages if self.images is None else list(map(self.images.as_text, messages))
+        known, has_calls = self._json_arguments, any(message.get("tool_calls") for message in messages)
         try:
             text = self._render(_with_json_arguments(messages) if known else messages, generation_prompt)
         except TemplateError:
-            if known is not None or not any(message.get("tool_calls") for message in messages):
+            if known is not None or not has_calls:
                 raise
             text, known = self._render(_with_json_arguments(messages), generation_prompt), True
-        if any(message.get("tool_calls") for message in messages):
+        if has_calls:
             self._json_arguments = bool(known)
         return text
 
@@ -153,18 +148,12 @@ class ChatTemplate:
             raise TemplateError(f"the chat template cannot render the roles {roles}: {error}") from error
 
     def bridge(self, history: Sequence[Message], new: Sequence[Message]) -> Bridge:
-        """The ids between the last response of ``history`` and the generation prompt after ``new``.
-
-        Args:
-            history: all messages so far; the last one is the response.
-            new: the messages that answer it; none of an assistant.
-
-        Raises:
-            TemplateError: the template refuses the conversation, or leaves out a response.
-        """
+        """The ids between the last response of ``history`` and the generation prompt after ``new``. ``history``: all
+        messages so far; the last one is the response; ``new``: the messages that answer it; none of an assistant.
+        Raises ``TemplateError``: the template refuses the conversation, or leaves out a response."""
         assert history and history[-1]["role"] == "assistant"
         assert new and all(message["role"] != "assistant" for message in new)
-        new = self._as_text(new)
+        new = new if self.images is None else list(map(self.images.as_text, new))
         text = self.render(self._with_markers([*history, *new]))
         # From the right: the text of a response and each of its tool calls hold the same marker.
         _, found, tail = text.rpartition(_MARKER.format(len(history) - 1))
@@ -206,10 +195,6 @@ class ChatTemplate:
         text = str(response.get("content") or "")
         return not followed.startswith(alone) and without_thoughts(text) != text
 
-    def _as_text(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """``messages`` with placeholders in place of images."""
-        return messages if self.images is None else [self.images.as_text(message) for message in messages]
-
     def _with_markers(self, messages: Sequence[Message]) -> list[Message]:
         """``messages`` with a marker as the text of every response, and a tool call for every tool message after it."""
         marked: list[Message] = []
@@ -250,9 +235,10 @@ def common_prefix(texts: Sequence[str]) -> str:
     return commonprefix(texts)  # noqa: RUF071  (texts, not paths)
 
 
+# Where a template drops the thinking of earlier turns: keep its ids anyway, or start a new sample there.
 Thinking = Literal["keep", "new_sample"]
-"""Where a template drops the thinking of earlier turns: keep its ids anyway, or start a new sample there."""
 
+# Name of a boundary between turns to the roles before and after it.
 BOUNDARIES: dict[str, tuple[list[str], list[str]]] = {
     "user": (["user", "assistant"], ["user"]),
     "user, twice": (["user", "assistant", "user", "assistant"], ["user"]),
@@ -261,15 +247,10 @@ BOUNDARIES: dict[str, tuple[list[str], list[str]]] = {
     "two tools": (["user", "assistant"], ["tool", "tool"]),
     "user after tool": (["user", "assistant", "tool", "assistant"], ["user"]),
 }
-"""Name of a boundary between turns to the roles before and after it."""
 
 
 def probe_boundary(template: ChatTemplate, name: str) -> Bridge:
-    """Render a short conversation with one of :data:`BOUNDARIES`.
-
-    Raises:
-        TemplateError: the template cannot render it.
-    """
+    """Render a short conversation with one of :data:`BOUNDARIES`; ``TemplateError`` where the template cannot."""
     before, after = BOUNDARIES[name]
     messages: list[Message] = []
     for index, role in enumerate([*before, *after]):

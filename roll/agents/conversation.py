@@ -29,28 +29,18 @@ class Call:
     index: int
     parent: int | None
     new_ids: list[int]
-    messages: list[Message]
-    """The whole conversation up to the response; images in it by their digests."""
-    tools: list[Message] = field(default_factory=list)
-    """Schemas of the tools offered."""
+    messages: list[Message]  # the whole conversation up to the response; images in it by their digests
+    tools: list[Message] = field(default_factory=list)  # schemas of the tools offered
     response_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    """Log-probs of ``response_ids``, by the engine."""
-    versions: list[int] = field(default_factory=list)
-    """Weight version of every sampled id."""
-    finish_reason: str = ""
-    """``stop``, ``length`` or ``abort``; empty while the call is in flight."""
+    log_probs: list[float] = field(default_factory=list)  # log-probs of `response_ids`, by the engine
+    versions: list[int] = field(default_factory=list)  # weight version of every sampled id
+    finish_reason: str = ""  # `stop`, `length` or `abort`; empty while the call is in flight
     reward: float = 0.0
-    message: Message = field(default_factory=dict)
-    """The response as it was given to the agent."""
-    state: str = ""
-    """Identifies the state of the environment that the call acted in, for step-level advantages."""
-    opening: int = 0
-    """Ids at the end of ``new_ids`` that force a tool call (:func:`~roll.agents.tool_calls.call_opening`)."""
-    role: str = ""
-    """Role that the policy plays, where there are several: each has rewards and baselines of its own."""
-    images: tuple[EncodedImage, ...] = ()
-    """Images of ``new_ids``, in the order of their placeholders."""
+    message: Message = field(default_factory=dict)  # the response as it was given to the agent
+    state: str = ""  # identifies the state of the environment that the call acted in, for step-level advantages
+    opening: int = 0  # ids at the end of `new_ids` that force a tool call (`call_opening`)
+    role: str = ""  # role that the policy plays, where there are several: each has rewards and baselines of its own
+    images: tuple[EncodedImage, ...] = ()  # images of `new_ids`, in the order of their placeholders
 
     @property
     def finished(self) -> bool:
@@ -67,20 +57,16 @@ class Branch:
     """A sample of an episode: the tokens from the first prompt to the last response of a chain of calls."""
 
     calls: list[Call]
-    is_trained: list[bool]
-    """By call: something was sampled in it, and it is in no earlier branch."""
+    is_trained: list[bool]  # by call: something was sampled in it, and it is in no earlier branch
 
 
 @dataclass
 class ConversationCounts:
     """Statistics of the ids of an episode's conversations."""
 
-    breaks: int = 0
-    """Calls that follow an earlier response but do not extend its ids."""
-    kept_thoughts: int = 0
-    """Boundaries at which the template would have dropped thinking that was kept."""
-    foreign_responses: int = 0
-    """Responses in conversations that no call produced: context, never trained."""
+    breaks: int = 0  # calls that follow an earlier response but do not extend its ids
+    kept_thoughts: int = 0  # boundaries at which the template would have dropped thinking that was kept
+    foreign_responses: int = 0  # responses in conversations that no call produced: context, never trained
 
 
 _ARRAYS = {"new_ids": np.int32, "response_ids": np.int32, "log_probs": np.float64, "versions": np.int32}
@@ -99,13 +85,10 @@ class Conversations:
         self._thinking = thinking
         self.calls: list[Call] = []
         self.counts = ConversationCounts()
+        # Digest of a conversation that ends with the response of a call, to the index of the newest such call; with the
+        # name of a role in front, to that of the newest of that role.
         self._answered: dict[str, int] = {}
-        """Digest of a conversation that ends with the response of a call, to the index of the newest such call; with
-        the name of a role in front, to that of the newest of that role."""
-        self.images: dict[str, EncodedImage] = {}
-        """The images of all messages by digest."""
-        self._templates: dict[str, ChatTemplate] = {}
-        """JSON of tools to the template with them."""
+        self.images: dict[str, EncodedImage] = {}  # the images of all messages by digest
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, role: str = "") -> Call:
         """Add a call whose prompt is ``messages``, which extends the ids of an earlier call where it continues one.
@@ -120,12 +103,12 @@ class Conversations:
             BlindPolicyError: an image, and the policy is a text model.
         """
         messages = self._with_digests(messages)
-        template = self._with_tools(tools)
+        template = self._template if tools is None else self._template.with_tools(tools)
         parent, new_ids = self._extend(messages, template, tools or (), role)
         if parent is None:
             new_ids = template.prompt(messages)
         # After the extension, for the new messages alone: the parent's ids already have their placeholders repeated.
-        new_ids, images = self._expanded(new_ids, messages if parent is None else self._behind(parent, messages))
+        new_ids, images = self._expanded(new_ids, self._behind(parent, messages))
         call = Call(len(self.calls), parent, new_ids, messages, list(tools or ()), role=role, images=images)
         self.calls.append(call)
         return call
@@ -160,13 +143,10 @@ class Conversations:
         return self._template.images is None
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> int:
-        """The tokens of ``messages`` as a prompt of their own.
-
-        Raises:
-            see :meth:`ask`.
-        """
+        """The tokens of ``messages`` as a prompt of their own; raises as :meth:`ask`."""
         messages = self._with_digests(messages)
-        return len(self._expanded(self._with_tools(tools).prompt(messages), messages)[0])
+        template = self._template if tools is None else self._template.with_tools(tools)
+        return len(self._expanded(template.prompt(messages), messages)[0])
 
     def _with_digests(self, messages: Sequence[Message]) -> list[Message]:
         """Copies of ``messages`` with digests in place of their images, which go to ``images``."""
@@ -175,9 +155,9 @@ class Conversations:
             refuse_unseen(messages, self.is_blind)
             return [dict(one) if images is None else images.take(one, self.images) for one in messages]
 
-    def _behind(self, parent: int, messages: list[Message]) -> list[Message]:
-        """The part of ``messages`` that follows the response of ``parent``."""
-        return messages[len(self.calls[parent].messages) + 1 :]
+    def _behind(self, parent: int | None, messages: list[Message]) -> list[Message]:
+        """The part of ``messages`` that follows the response of ``parent``; None: all."""
+        return messages if parent is None else messages[len(self.calls[parent].messages) + 1 :]
 
     def _expanded(self, token_ids: list[int], messages: list[Message]) -> tuple[list[int], tuple[EncodedImage, ...]]:
         """The ids of ``messages`` with all placeholders, and the images that belong to them."""
@@ -211,8 +191,7 @@ class Conversations:
         images = [EncodedImage.of(data.tobytes()) for data in state["images"]]
         self.images = {image.digest: image for image in images}
         for call in self.calls:
-            fresh = call.messages if call.parent is None else self._behind(call.parent, call.messages)
-            call.images = tuple(self.images[digest] for digest in digests(fresh))
+            call.images = tuple(self.images[digest] for digest in digests(self._behind(call.parent, call.messages)))
 
     def answer(
         self,
@@ -234,14 +213,6 @@ class Conversations:
         digest = _digest([*call.messages, message])
         # Under both names: equal texts of two roles are two calls, and one of the same role is to be continued.
         self._answered[digest] = self._answered[call.role + digest] = call.index
-
-    def _with_tools(self, tools: Sequence[Message] | None) -> ChatTemplate:
-        if tools is None:
-            return self._template
-        key = json.dumps(list(tools), sort_keys=True, default=str)
-        if key not in self._templates:
-            self._templates[key] = self._template.with_tools(tools)
-        return self._templates[key]
 
     def prompt_ids(self, call: Call) -> list[int]:
         """The ids that the engine is given for ``call``."""
@@ -268,14 +239,15 @@ class Conversations:
         for call in self.calls:
             if call.finished and call.index not in parents:
                 chain = self._chain(call)
-                found.append(_branch(chain, {one.index for one in chain} - seen))
                 # A shared beginning is trained once: else it would weigh as often as it has continuations.
+                found.append(Branch(chain, [one.index not in seen and bool(one.response_ids) for one in chain]))
                 seen |= {one.index for one in chain}
         return found
 
     def steps(self) -> list[Branch]:
         """One sample a call: its prompt as context, its response trained."""
-        return [_branch(self._chain(call), {call.index}) for call in self.calls if call.finished]
+        chains = (self._chain(call) for call in self.calls if call.finished)
+        return [Branch(chain, [False] * (len(chain) - 1) + [bool(chain[-1].response_ids)]) for chain in chains]
 
     def _chain(self, call: Call) -> list[Call]:
         chain = [call]
@@ -328,17 +300,7 @@ def _as_template_error() -> Iterator[None]:
 
 
 def _ids(calls: Sequence[Call]) -> list[int]:
-    """The ids of calls in order, those of their responses included."""
-    ids: list[int] = []
-    for call in calls:
-        ids += call.new_ids
-        ids += call.response_ids
-    return ids
-
-
-def _branch(chain: list[Call], trained: set[int]) -> Branch:
-    """The sample of a chain of calls; ``trained``: indices of the calls whose responses are trained in it."""
-    return Branch(chain, [call.index in trained and bool(call.response_ids) for call in chain])
+    return [token for call in calls for token in (*call.new_ids, *call.response_ids)]
 
 
 def _digest(messages: Sequence[Message]) -> str:

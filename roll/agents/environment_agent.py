@@ -24,24 +24,20 @@ from roll.environments.off_loop import call_off_loop, in_own_process
 class EnvironmentOptions:
     """Settings of playing an environment."""
 
-    system: str | None = None
-    """System message."""
+    system: str | None = None  # system message
+    # Text of a turn. With `context: append` and `last`: `{observation} {turn_idx} {suffix} {actions_left}
+    # {max_response_length}`; with `observation`: `{env_instruction} {history} {step_count} {history_length}
+    # {current_step} {current_observation}`.
     template: str = "{observation}"
-    """Text of a turn. With ``context: append`` and ``last``: ``{observation} {turn_idx} {suffix} {actions_left}
-    {max_response_length}``; with ``observation``: ``{env_instruction} {history} {step_count} {history_length}
-    {current_step} {current_observation}``."""
     context: Context = "append"
-    history_length: int = 5
-    """Turns that ``observation`` and ``last`` remember."""
+    history_length: int = 5  # turns that `observation` and `last` remember
     max_steps: int = 10
-    max_tokens: int = 128
-    """Most tokens of a response; shown to the policy."""
+    max_tokens: int = 128  # most tokens of a response; shown to the policy
     reset_seconds: float = 60.0
     step_seconds: float = 60.0
-    retries: int = 1
-    """Further attempts at a ``reset`` that failed, each in a new environment."""
+    retries: int = 1  # further attempts at a `reset` that failed, each in a new environment
+    # Most calls of `reset`, `step` and `close` at a time, over all episodes; None: no limit.
     concurrent: int | None = None
-    """Most calls of ``reset``, ``step`` and ``close`` at a time, over all episodes; None: no limit."""
 
 
 class EnvironmentAgent:

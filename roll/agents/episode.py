@@ -8,7 +8,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -22,23 +22,20 @@ if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs
     from roll.rollout.groups import FinishedGroup
 
+# End of an episode: by the task's own rules, at the environment's limit, at one of the episode's limits, or by a fault
+# of the environment or of the agent's code.
 Outcome = Literal[
     "terminated", "truncated", "turn_limit", "context_limit", "time_limit", "environment_error", "agent_error"
 ]
-"""End of an episode: by the task's own rules, at the environment's limit, at one of the episode's limits, or by a
-fault of the environment or of the agent's code."""
 
 
 @dataclass(frozen=True)
 class Task:
     """A task to work on."""
 
-    tag: str
-    """Name of the configured environment or agent."""
-    seed: int
-    """Equal for all members of a group."""
-    row: Mapping[str, Any] = field(default_factory=dict)
-    """Row of a data set; empty for environments that need none."""
+    tag: str  # name of the configured environment or agent
+    seed: int  # equal for all members of a group
+    row: Mapping[str, Any] = field(default_factory=dict)  # row of a data set; empty for environments that need none
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -59,33 +56,16 @@ class Task:
 class Limits:
     """Limits of one episode."""
 
-    turns: int = 10
-    """Model calls."""
-    new_tokens: int = 128
-    """Tokens of a response."""
-    context: int = 2048
-    """Tokens of a call's prompt and response together."""
-    seconds: float | None = None
-    """Duration of the whole episode; None: unlimited."""
+    turns: int = 10  # model calls
+    new_tokens: int = 128  # tokens of a response
+    context: int = 2048  # tokens of a call's prompt and response together
+    seconds: float | None = None  # duration of the whole episode; None: unlimited
 
 
-class Sampler(Protocol):
-    """An engine, as :class:`Model` calls it."""
-
-    def __call__(
-        self,
-        prompt_ids: list[int],
-        max_new_tokens: int,
-        options: Mapping[str, Any],
-        vision: VisionInputs | None = None,
-    ) -> Awaitable[FinishedGroup]:
-        """The response to a prompt, as the group of one sample.
-
-        Args:
-            options: sampling parameters of the agent's request, such as ``temperature``.
-            vision: images of the prompt.
-        """
-        ...
+# An engine, as `Model` calls it: the response to a prompt, as the group of one sample, from `prompt_ids`,
+# `max_new_tokens`, `options` (sampling parameters of the agent's request, such as `temperature`), and `vision` where
+# the prompt has images.
+Sampler = Callable[..., Awaitable["FinishedGroup"]]
 
 
 class EpisodeOver(BaseException):
@@ -107,15 +87,12 @@ class EngineFault(BaseException):
 class Response:
     """A model call's result, as an agent sees it."""
 
-    message: Message
-    """Put it into the conversation unchanged."""
+    message: Message  # put it into the conversation unchanged
     parsed: ParsedResponse
-    text: str
-    """The text as sampled, without the token that ended the turn."""
+    text: str  # the text as sampled, without the token that ended the turn
     finish_reason: str
     call: Call
-    opened: str = ""
-    """The mark with which the prompt opened a thought; empty: it opened none."""
+    opened: str = ""  # the mark with which the prompt opened a thought; empty: it opened none
 
 
 @dataclass
@@ -134,13 +111,12 @@ class Episode:
     task: Task
     conversations: Conversations
     outcome: Outcome = "agent_error"
-    reward: float = 0.0
-    """Sum of all rewards of its calls."""
+    reward: float = 0.0  # sum of all rewards of its calls
     success: bool | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    # Names of `metrics` that are sums over turns and reported as means over turns; the others are numbers of the whole
+    # episode.
     over_turns: set[str] = field(default_factory=set)
-    """Names of ``metrics`` that are sums over turns and reported as means over turns; the others are numbers of the
-    whole episode."""
     error: str | None = None
     seconds: Seconds = field(default_factory=Seconds)
 
@@ -254,9 +230,9 @@ class Model:
             call = self.conversations.ask(messages, tools, self.role)
         except BlindPolicyError as error:
             raise EngineFault(str(error)) from error
-        prompt_ids, vision = self.conversations.prompt_ids(call), self.conversations.vision(call)
         demanded = None
         if openings:
+            prompt_ids, vision = self.conversations.prompt_ids(call), self.conversations.vision(call)
             ids = [template.encode(text) for text in openings]
             # The longest opening has to fit: the choice is known only after draws, which cost engine time.
             if len(prompt_ids) + max(map(len, ids)) >= self._limits.context:
@@ -267,29 +243,44 @@ class Model:
 
             chosen = await choose_opening(ids, prompt_ids, draw)
             call.new_ids, call.opening, demanded = [*call.new_ids, *ids[chosen]], len(ids[chosen]), must_call[chosen]
-            prompt_ids += ids[chosen]
         wanted = int(options.pop("max_new_tokens", self._limits.new_tokens))
-        room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
         if most_behind_prompt is not None:
-            room = min(room, most_behind_prompt - len(self.conversations.ids_behind_prompt(call)))
-        if room <= 0:
-            raise EpisodeOver("context_limit")
-        return self._answered(call, await self._sampled(prompt_ids, room, options, vision), demanded)
+            wanted = min(wanted, most_behind_prompt - len(self.conversations.ids_behind_prompt(call)))
+        return await self._response(call, wanted, options, demanded)
 
     async def go_on(self, call: Call, texts: Sequence[str]) -> Response:
         """Continue the message that ``call`` began, after ``texts``, which are inserted into it without a template.
-
-        Raises:
-            EpisodeOver: no turn is left, or no room for a response.
-        """
+        ``EpisodeOver`` where no turn is left, or no room for a response."""
         if self.turns_left <= 0:
             raise EpisodeOver("turn_limit")
-        grown = self.conversations.go_on(call, texts)
-        prompt_ids, vision = self.conversations.prompt_ids(grown), self.conversations.vision(grown)
-        room = min(self._limits.new_tokens, self._limits.context - len(prompt_ids))
+        return await self._response(self.conversations.go_on(call, texts), self._limits.new_tokens, {})
+
+    async def _response(
+        self, call: Call, wanted: int, options: Mapping[str, Any], demanded: str | None = None
+    ) -> Response:
+        """Sample and record the response; ``demanded`` is the tool whose call it was forced to begin."""
+        prompt_ids, vision = self.conversations.prompt_ids(call), self.conversations.vision(call)
+        room = min(wanted, self._limits.new_tokens, self._limits.context - len(prompt_ids))
         if room <= 0:
             raise EpisodeOver("context_limit")
-        return self._answered(grown, await self._sampled(prompt_ids, room, {}, vision))
+        sampled = await self._sampled(prompt_ids, room, options, vision)
+        ids: list[int] = sampled.token_ids.tolist()
+        versions = [version for version, start, end in sampled.weight_versions[0] for _ in range(start, end)]
+        reason = sampled.finish_reasons[0]
+        text = self.text_of([*call.whole_response, *ids], ended=True)
+        # Without the ids of a forced opening, which may close the thought itself: `text` has them already.
+        opened = self._template.opened_thought(prompt_ids[: len(prompt_ids) - call.opening])
+        forced = None if demanded is None else (demanded, self.text_of(ids, ended=True))
+        parsed = parse_response(text, self._tool_format, call.tools or self._template.tools, opened, forced)
+        message: Message = {"role": "assistant", "content": text}
+        if parsed.functions:
+            message["content"] = parsed.content
+            message["tool_calls"] = [
+                {"id": f"call{call.index:04d}{number:02d}", "type": "function", "function": function}
+                for number, function in enumerate(parsed.functions)
+            ]
+        self.conversations.answer(call, ids, sampled.log_probs.tolist(), versions, reason, message)
+        return Response(message, parsed, text, reason, call, opened)
 
     async def _sampled(
         self, prompt_ids: list[int], room: int, options: Mapping[str, Any], vision: VisionInputs | None
@@ -304,12 +295,7 @@ class Model:
             self._seconds.model += time.perf_counter() - begin
 
     def text_of(self, token_ids: Sequence[int], ended: bool = False, special: bool = True) -> str:
-        """The text of ids.
-
-        Args:
-            ended: leave out the token that ended a response's turn.
-            special: include special tokens.
-        """
+        """The text of ids, with or without ``special`` tokens; ``ended``: and without the one that ended the turn."""
         ids = list(token_ids)
         cut = ids[:-1] if ended and ids and ids[-1] in self._template.end_tokens else ids
         return self._template.decode(cut, special)
@@ -320,27 +306,6 @@ class Model:
         target = call or next((one for one in finished if self.role in ("", one.role)), None)
         if target is not None:
             target.reward += value
-
-    def _answered(self, call: Call, sampled: FinishedGroup, demanded: str | None = None) -> Response:
-        """Record the response; ``demanded`` is the tool whose call it was forced to begin."""
-        ids: list[int] = sampled.token_ids.tolist()
-        versions = [version for version, start, end in sampled.weight_versions[0] for _ in range(start, end)]
-        reason = sampled.finish_reasons[0]
-        text = self.text_of([*call.whole_response, *ids], ended=True)
-        prompt = self.conversations.prompt_ids(call)
-        # Without the ids of a forced opening, which may close the thought itself: `text` has them already.
-        opened = self._template.opened_thought(prompt[: len(prompt) - call.opening])
-        forced = None if demanded is None else (demanded, self.text_of(ids, ended=True))
-        parsed = parse_response(text, self._tool_format, call.tools or self._template.tools, opened, forced)
-        message: Message = {"role": "assistant", "content": text}
-        if parsed.functions:
-            message["content"] = parsed.content
-            message["tool_calls"] = [
-                {"id": f"call{call.index:04d}{number:02d}", "type": "function", "function": function}
-                for number, function in enumerate(parsed.functions)
-            ]
-        self.conversations.answer(call, ids, sampled.log_probs.tolist(), versions, reason, message)
-        return Response(message, parsed, text, reason, call, opened)
 
 
 class Agent(Protocol):
@@ -355,11 +320,7 @@ class Agent(Protocol):
 
 
 async def run_episode(task: Task, agent: Agent, model: Model, limits: Limits) -> Episode:
-    """Let ``agent`` work on ``task``; an error in its code is an outcome of the episode.
-
-    Raises:
-        Exception: errors of the engines; none of the agent or its environment.
-    """
+    """Let ``agent`` work on ``task``; errors in its code are an outcome of the episode, those of engines are raised."""
     episode = Episode(task, model.conversations, outcome="terminated")
     begin = time.perf_counter()
     try:

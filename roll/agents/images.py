@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs
 
 Message = dict[str, Any]
-IMAGE_NAMED = "(image)"
-"""Replaces an image in a text for people."""
+IMAGE_NAMED = "(image)"  # replaces an image in a text for people
 
 
 class BlindPolicyError(ValueError):
@@ -26,11 +25,8 @@ class BlindPolicyError(ValueError):
 
 
 class ChatImages:
-    """The images of conversations as a vision-language policy sees them.
-
-    Args:
-        model: its properties as the data layer reads them, with the run's pixel limits.
-    """
+    """The images of conversations as a vision-language policy sees them. ``model``: its properties as the data layer
+    reads them, with the run's pixel limits."""
 
     def __init__(self, model: VisionModel) -> None:
         self._model = model
@@ -38,11 +34,8 @@ class ChatImages:
         self._known: WeakValueDictionary[str, EncodedImage] = WeakValueDictionary()
 
     def take(self, message: Mapping[str, Any], held: dict[str, EncodedImage]) -> Message:
-        """The message with digests in place of its images, which are added to ``held``.
-
-        Raises:
-            ImageError: an image that cannot be read, or of another form (a path, a URL).
-        """
+        """The message with digests in place of its images, which are added to ``held``. Raises ``ImageError``: an image
+        that cannot be read, or of another form (a path, a URL)."""
         from roll.protocol.images import encoded_image
 
         content: Any = message.get("content")
@@ -77,11 +70,8 @@ class ChatImages:
         return {**message, "content": content_text(content, self._model.placeholder)}
 
     def expanded(self, token_ids: Sequence[int], images: Sequence[EncodedImage]) -> list[int]:
-        """The ids with as many placeholders for each image as it takes.
-
-        Raises:
-            ImageError: another number of placeholders than images: a text spells one.
-        """
+        """The ids with as many placeholders for each image as it takes. Raises ``ImageError``: another number of
+        placeholders than images: a text spells one."""
         from roll.protocol.images import ImageError
 
         placeholder = self._model.image_token_id
@@ -134,15 +124,9 @@ def content_text(content: object, image: str = IMAGE_NAMED) -> str:
 
 
 def refuse_unseen(messages: Iterable[Mapping[str, Any]], is_blind: bool) -> None:
-    """Refuse parts that would silently not be shown to the policy.
-
-    Args:
-        is_blind: the policy is a text model.
-
-    Raises:
-        BlindPolicyError: an image for a text model.
-        ImageError: a part that is neither a text nor an image, such as a video.
-    """
+    """Refuse parts that would silently not be shown to the policy. ``is_blind``: the policy is a text model. Raises
+    ``BlindPolicyError``: an image for a text model; ``ImageError``: a part that is neither a text nor an image, such as
+    a video."""
     contents = (message.get("content") for message in messages)
     for part in (part for content in contents if isinstance(content, list | tuple) for part in content):
         if is_image(part) and is_blind:

@@ -14,26 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_KEPT_OUTPUT = 64 * 1024
-"""Bytes of each of a program's streams that are kept: the last ones."""
-_TERM_SECONDS = 2.0
-"""Between the request to end and the end."""
+_KEPT_OUTPUT = 64 * 1024  # bytes of each of a program's streams that are kept: the last ones
+_TERM_SECONDS = 2.0  # between the request to end and the end
+# The variables that a program inherits by default: the others may hold keys of other services.
 _INHERITED = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "USER", "VIRTUAL_ENV")
-"""The variables that a program inherits by default: the others may hold keys of other services."""
-_SHOWN = 2000
-"""Characters of output in an error."""
+_SHOWN = 2000  # characters of output in an error
 
 
 @dataclass(frozen=True)
 class Exit:
     """End of a program."""
 
-    status: int
-    """Exit status, or minus the signal that ended it."""
-    output: str
-    """The end of its standard output."""
-    errors: str
-    """The end of its standard error."""
+    status: int  # exit status, or minus the signal that ended it
+    output: str  # the end of its standard output
+    errors: str  # the end of its standard error
 
     def __str__(self) -> str:
         text = (self.errors.strip() or self.output.strip())[-_SHOWN:]
@@ -114,14 +108,8 @@ class Program:
 async def running(
     command: Sequence[str], environment: Mapping[str, str], given: object = None, folder: str | None = None
 ) -> AsyncIterator[Program]:
-    """Run a program in its own process group, and end the group with the block.
-
-    Args:
-        given: written to its standard input as JSON; None: its standard input is empty.
-
-    Raises:
-        ProgramError: it does not start.
-    """
+    """Run a program in its own process group, and end the group with the block; ``ProgramError`` where it does not
+    start. ``given`` is written to its standard input as JSON (None: nothing)."""
     pipe = asyncio.subprocess.PIPE
     stdin = b"" if given is None else json.dumps(given, ensure_ascii=False, default=str).encode()
     try:

@@ -30,11 +30,8 @@ from roll.rewards.registry import resolve_name
 
 
 def check_agent(agent: str, config: Mapping[str, Any] | None = None) -> None:
-    """Check an agent and its options before a run starts, without importing torch or Ray.
-
-    Raises:
-        AgentOptionError: the message begins with the key.
-    """
+    """Check an agent and its options before a run starts, without importing torch or Ray. Raises ``AgentOptionError``:
+    the message begins with the key."""
     if agent != "black_box":
         make_agent(agent, config)
         return
@@ -103,16 +100,9 @@ def make_verifier(
     key: str = "agent_config.verifier",
     of_environment: bool = False,
 ) -> Verifier:
-    """Build the verifier of a section ``verifier``.
-
-    Args:
-        judge: options of a judge on the run's own role ``reward`` (``base_url``, ``api_key``, ``model``), which are
-            known only while it runs.
-        of_environment: score whole episodes by default.
-
-    Raises:
-        AgentOptionError: a reward or option that does not exist; the message begins with ``key``.
-    """
+    """Build the verifier of a section ``verifier``. ``judge``: options of a judge on the run's own role ``reward``
+    (``base_url``, ``api_key``, ``model``), which are known only while it runs; ``of_environment``: score whole episodes
+    by default. Raises ``AgentOptionError``: a reward or option that does not exist; the message begins with ``key``."""
     options = read_options(VerifierOptions, section, key)
     if bool(options.worker_cls) == bool(options.command):
         raise AgentOptionError(f"{key}: has either worker_cls (a reward) or command (a program)")

@@ -98,16 +98,9 @@ async def tool_result(servers: Any, names: Mapping[str, Any], function: Any) -> 
 
 
 class Played:
-    """An environment with its tasks, and the seat that the policy has in it.
-
-    Args:
-        options: ``id`` of the taskset, most ``turns`` of the policy, ``select`` and ``env`` as the package's
-            configuration files have them.
-
-    Raises:
-        OptionError: it cannot be played so.
-        ValidationError: options that the package rejects.
-    """
+    """An environment with its tasks, and the seat that the policy has in it. ``options``: ``id`` of the taskset, most
+    ``turns`` of the policy, ``select`` and ``env`` as the package's configuration files have them. Raises
+    ``OptionError``: it cannot be played so; ``ValidationError``: options that the package rejects."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         section = json.loads(json.dumps(options["env"]))

@@ -35,12 +35,8 @@ def is_taskset(env_type: str | None) -> bool:
 
 
 def taskset_options(env_type: str, env_config: Mapping[str, Any], turns: int) -> dict[str, Any]:
-    """``agent_config`` of the black box that plays ``verifiers:ID``.
-
-    Args:
-        env_config: ``python`` (the interpreter), ``select`` (which tasks), and the package's section ``env``.
-        turns: most model calls of an episode.
-    """
+    """``agent_config`` of the black box that plays ``verifiers:ID``. ``env_config``: ``python`` (the interpreter),
+    ``select`` (which tasks), and the package's section ``env``; ``turns``: most model calls of an episode."""
     section = dict(env_config)
     python = os.path.expanduser(str(section.pop("python", sys.executable)))
     if os.sep in python:  # a link to an interpreter is a virtual environment: it is not followed
@@ -52,14 +48,8 @@ def taskset_options(env_type: str, env_config: Mapping[str, Any], turns: int) ->
 
 
 def number_of_tasks(options: Mapping[str, Any]) -> int:
-    """The number of tasks of a taskset, by its program, which loads them.
-
-    Args:
-        options: of the black box.
-
-    Raises:
-        TasksetError: no such interpreter, package, taskset or option, or no tasks.
-    """
+    """The number of tasks of a taskset, by its program, which loads them. ``options``: of the black box. Raises
+    ``TasksetError``: no such interpreter, package, taskset or option, or no tasks."""
     variables = program_environment(options.get("env", {}), options.get("inherit_env", ()))
     return _described(tuple(options["command"]), options.get("folder"), tuple(sorted(variables.items())))
 

@@ -24,14 +24,8 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cl
 
 
 class TemplateFiles:
-    """A tokenizer's chat template and special tokens, by the names under which a tokenizer has them.
-
-    Args:
-        folder: the model's, with ``tokenizer_config.json``.
-
-    Raises:
-        ValueError: the file is no JSON object.
-    """
+    """A tokenizer's chat template and special tokens, by the names under which a tokenizer has them. ``folder``: the
+    model's, with ``tokenizer_config.json``. Raises ``ValueError``: the file is no JSON object."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

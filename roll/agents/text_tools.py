@@ -20,8 +20,7 @@ from roll.agents.tools import ToolError, ToolResult
 from roll.environments.base import Environment, reset_arguments
 from roll.environments.off_loop import call_off_loop
 
-_MAX_BODY = 4 * 2**20
-"""Bytes of a search service's answer."""
+_MAX_BODY = 4 * 2**20  # bytes of a search service's answer
 _PROGRAM = re.compile(r"<code>(.*?)(?:</code>|$)|<python>(.*?)(?:</python>|$)|```python\s(.*?)(?:```|$)", re.DOTALL)
 _QUERY = re.compile(r"<search>\s*(.*?)\s*(?:</search>|$)", re.DOTALL)
 _NO_MORE = "\n\nThat was the last use of a tool. Give the final answer."
@@ -31,14 +30,10 @@ _NO_MORE = "\n\nThat was the last use of a tool. Give the final answer."
 class TextTool:
     """A tool that is called in the text of a response."""
 
-    instruction: str
-    """Text that tells the policy how to call the tool."""
-    find: Callable[[str], str | None]
-    """The call in a response; None: no call."""
-    call: Callable[[str], Awaitable[ToolResult]]
-    """Makes a call."""
-    close: Callable[[], Awaitable[None]] | None = None
-    """Releases what the tool holds."""
+    instruction: str  # text that tells the policy how to call the tool
+    find: Callable[[str], str | None]  # the call in a response; None: no call
+    call: Callable[[str], Awaitable[ToolResult]]  # makes a call
+    close: Callable[[], Awaitable[None]] | None = None  # releases what the tool holds
 
 
 def _content(pattern: re.Pattern[str], text: str) -> str | None:
@@ -48,12 +43,8 @@ def _content(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def python_text(timeout: float = 5.0, keep_error_last_line: bool = False) -> TextTool:
-    """Programs between ``<code>`` and ``</code>``, ``<python>`` tags or fences, run in the sandbox.
-
-    Args:
-        timeout: seconds of a program.
-        keep_error_last_line: show only the last line of the error of a program that fails.
-    """
+    """Programs between ``<code>`` and ``</code>``, ``<python>`` tags or fences, run in the sandbox. ``timeout``:
+    seconds of a program; ``keep_error_last_line``: show only the last line of the error of a program that fails."""
     tool = PythonTool(timeout=timeout)
 
     async def call(program: str) -> ToolResult:
@@ -126,16 +117,12 @@ def _mcp(server_url: str, tool_names_subset: Sequence[str] = (), custom_prompt: 
     return call_text({"mcp": {"url": server_url, "names": list(tool_names_subset)}}, custom_prompt)
 
 
+# `tool_id` to what builds the tool from its options.
 KINDS: dict[str, Callable[..., TextTool]] = {"python_code": python_text, "search": search_text, "mcp": _mcp}
-"""``tool_id`` to what builds the tool from its options."""
 
 
 def text_tool(tool_id: str, tool_args: Mapping[str, Any]) -> TextTool:
-    """Build the tool of an entry of ``tool_configs``.
-
-    Raises:
-        ToolError: it does not exist, or has no such option.
-    """
+    """Build the tool of an entry of ``tool_configs``. Raises ``ToolError``: there is none, or it has no such option."""
     options = dict(tool_args)
     if tool_id == "python_code":
         # Programs of a model always run in the sandbox.
@@ -146,59 +133,59 @@ def text_tool(tool_id: str, tool_args: Mapping[str, Any]) -> TextTool:
         raise ToolError(f"tool_args of {tool_id}: {error}") from error
 
 
+@dataclass(eq=False)
 class TextTools:
     """Puts tools around environments; shared by all episodes of an entry."""
 
-    def __init__(self, tools: Sequence[TextTool], options: ToolWrapperArguments) -> None:
-        self._tools, self._options = list(tools), options
+    tools: Sequence[TextTool]
+    options: ToolWrapperArguments
 
     def around(self, make: Callable[[], Environment]) -> Environment:
         """Build an environment with the tools."""
-        return ToolEnvironment(make(), self._tools, self._options)
+        return ToolEnvironment(make(), self.tools, self.options)
 
     async def close(self) -> None:
-        for tool in self._tools:
+        for tool in self.tools:
             if tool.close is not None:
                 await tool.close()
 
 
+@dataclass(eq=False)
 class ToolEnvironment:
     """An environment, with tools in front of it."""
 
-    def __init__(self, inner: Environment, tools: Sequence[TextTool], options: ToolWrapperArguments) -> None:
-        self._inner, self._tools, self._options = inner, tools, options
-        self._uses = 0
+    inner: Environment
+    tools: Sequence[TextTool]
+    options: ToolWrapperArguments
+    uses: int = 0  # calls of tools in this episode
 
     async def reset(self, seed: int, task: Mapping[str, Any] | None = None) -> Any:
-        args, options = reset_arguments(self._inner, seed, task)
-        observation, info = await call_off_loop(self._inner.reset, *args, **options)
-        self._uses = 0
-        instructions = "\n".join(tool.instruction for tool in self._tools)
+        args, options = reset_arguments(self.inner, seed, task)
+        observation, info = await call_off_loop(self.inner.reset, *args, **options)
+        self.uses = 0
+        instructions = "\n".join(tool.instruction for tool in self.tools)
         if isinstance(observation, str):
             return f"{observation}\n\n{instructions}", info
         return [{"role": "system", "content": instructions}, *observation], info
 
     async def step(self, action: str, opened: str = "") -> Any:
-        """Call a tool, or take a step of the environment.
-
-        Args:
-            opened: the mark with which the prompt opened a thought; the action begins within it.
-        """
-        options = self._options
-        for tool in self._tools if self._uses < options.max_tool_uses else ():
+        """Call a tool, or take a step of the environment. ``opened``: the mark with which the prompt opened a thought;
+        the action begins within it."""
+        options = self.options
+        for tool in self.tools if self.uses < options.max_tool_uses else ():
             found = tool.find(opened + action)
             if found is not None:
-                self._uses += 1
+                self.uses += 1
                 result = await tool.call(found)
-                text = result.text + (_NO_MORE if self._uses == options.max_tool_uses else "")
+                text = result.text + (_NO_MORE if self.uses == options.max_tool_uses else "")
                 metrics = {"tool_calls": 1.0, "failed_tool_calls": float(result.failed)}
                 return text, options.tool_reward, False, False, {"metrics": metrics}
-        observation, reward, terminated, truncated, info = await call_off_loop(self._inner.step, action)
+        observation, reward, terminated, truncated, info = await call_off_loop(self.inner.step, action)
         succeeded = bool(info.get("success", reward > 0))
-        if (terminated or truncated) and self._uses and succeeded:
+        if (terminated or truncated) and self.uses and succeeded:
             reward = float(reward) + options.tool_success_reward
         return observation, reward, terminated, truncated, info
 
     async def close(self) -> None:
-        if (close := getattr(self._inner, "close", None)) is not None:
+        if (close := getattr(self.inner, "close", None)) is not None:
             await call_off_loop(close)

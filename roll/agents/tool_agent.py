@@ -38,11 +38,8 @@ class ToolAgent:
         self._system, self._template = system, template
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
-        """Work until there is an answer; returns the verifier's score.
-
-        Raises:
-            EpisodeOver: a limit, or a tool's server that is lost.
-        """
+        """Work until there is an answer; returns the verifier's score. Raises ``EpisodeOver``: a limit, or a tool's
+        server that is lost."""
         episode.success = False
         for name in ("tool_calls", "failed_tool_calls", "unreadable_calls"):
             episode.count(name, 0)
@@ -93,11 +90,8 @@ class ToolAgent:
 
 
 def first_messages(task: Task, system: str | None, template: str | None) -> list[Message]:
-    """The first messages of a task's conversation.
-
-    Raises:
-        ValueError: the row lacks a column of the template, or has no question at all.
-    """
+    """The first messages of a task's conversation. Raises ``ValueError``: the row lacks a column of the template, or
+    has no question at all."""
     row = task.row
     start: list[Message] = [{"role": "system", "content": system}] if system else []
     if template is not None:

@@ -15,8 +15,8 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "null": (type(None),),
     "string": (str,),
 }
+# Words that templates write for values, to the JSON type and its word.
 _PYTHON_WORDS = {"True": ("boolean", "true"), "False": ("boolean", "false"), "None": ("null", "null")}
-"""Words that templates write for values, to the JSON type and its word."""
 
 
 def parameters_of(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:

@@ -23,10 +23,10 @@ class ParsedResponse:
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
+    # Reasons why calls that were begun cannot be parsed; their text stays in `content`.
     errors: list[str] = field(default_factory=list)
-    """Reasons why calls that were begun cannot be parsed; their text stays in ``content``."""
+    # The calls as messages have them: each a `name` and `arguments`.
     functions: list[dict[str, Any]] = field(default_factory=list)
-    """The calls as messages have them: each a ``name`` and ``arguments``."""
 
 
 def parse_response(
@@ -75,6 +75,7 @@ def detect_format(chat_template: str) -> str:
     return "hermes"
 
 
+# Text that only the template of one format has, the most specific first.
 _MARKS = (
     ("<|channel|>", "gpt_oss"),
     ("<arg_key>", "glm"),
@@ -86,15 +87,12 @@ _MARKS = (
     ("tool▁call", "deepseek"),
     ("<|python_tag|>", "llama3"),
 )
-"""Text that only the template of one format has, the most specific first."""
 
 
-DrawToken = Callable[[list[int]], Awaitable[int]]
-"""The policy's next token after these ids."""
-MOST_DRAWS = 8
-"""Draws at a token where openings differ; after them the first tool that is offered is called."""
+DrawToken = Callable[[list[int]], Awaitable[int]]  # the policy's next token after these ids
+MOST_DRAWS = 8  # draws at a token where openings differ; after them the first tool that is offered is called
+# Arguments of calls that share their opening in every format, and nothing after it.
 _ARGUMENTS: tuple[dict[str, str], ...] = ({"Zq7A": "1"}, {"Bq7Z": "2"}, {})
-"""Arguments of calls that share their opening in every format, and nothing after it."""
 _HERMES_OPENING = '<tool_call>\n{{"name": "{}", "arguments":'
 _THINK, _THOUGHT = "<think>", "\n</think>\n\n"
 

@@ -14,8 +14,7 @@ from roll.agents.chat_ids import Message
 from roll.agents.programs import program_environment
 from roll.environments.off_loop import call_off_loop
 
-_CONNECTION_CLOSED = -32000
-"""MCP's error code for a closed connection."""
+_CONNECTION_CLOSED = -32000  # MCP's error code for a closed connection
 
 
 class ToolError(ValueError):
@@ -28,10 +27,10 @@ class Tool:
 
     name: str
     description: str
-    parameters: Mapping[str, Any]
-    """JSON schema of an object."""
+    parameters: Mapping[str, Any]  # JSON schema of an object
+    # Called with the arguments as keywords; plain functions run in a thread, coroutines on the event loop.
     function: Callable[..., Any]
-    """Called with the arguments as keywords; plain functions run in a thread, coroutines on the event loop."""
+    is_checked: bool = False  # the function checks its arguments itself
 
     @property
     def schema(self) -> Message:
@@ -45,16 +44,12 @@ class ToolResult:
     """Result of a call."""
 
     text: str
-    failed: bool = False
-    """The call could not be made, raised, or took too long; ``text`` says which."""
+    failed: bool = False  # the call could not be made, raised, or took too long; `text` says which
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
-    """Build the tool of a function, with a schema from its type hints and its docstring in Google's style.
-
-    Raises:
-        ToolError: an argument without a type hint or a description.
-    """
+    """Build the tool of a function, with a schema from its type hints and its docstring in Google's style;
+    ``ToolError`` for an argument without a type hint or a description."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -71,15 +66,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
 
 
 class ToolBox:
-    """The tools of a task.
-
-    Args:
-        timeout: seconds of one call.
-        max_result: characters of a result; longer ones lose their middle.
-
-    Raises:
-        ToolError: two tools of one name.
-    """
+    """The tools of a task, none of the same name (else ``ToolError``). ``timeout``: seconds of one call;
+    ``max_result``: characters of a result; longer ones lose their middle."""
 
     def __init__(self, tools: Sequence[Tool], timeout: float = 30.0, max_result: int = 20_000) -> None:
         self._tools = {tool.name: tool for tool in tools}
@@ -97,11 +85,7 @@ class ToolBox:
         return list(await asyncio.gather(*map(self.call, calls)))
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Make one call; errors become results that the policy reads.
-
-        Raises:
-            ToolError: a server is lost and cannot be restarted.
-        """
+        """Make one call; errors become results that the policy reads. ``ToolError`` where a server is lost for good."""
         tool = self._tools.get(call.name)
         if tool is None:
             return ToolResult(f"Error: no tool {call.name!r}; there are {', '.join(self._tools) or 'none'}.", True)
@@ -182,17 +166,19 @@ class McpServer:
     async def tools(self) -> list[Tool]:
         """The tools that are offered; ``ToolError`` where the server does not start, or lacks a name."""
         return [
-            Tool(tool.name, tool.description or "", tool.input_schema, _McpCall(self, tool.name))
+            Tool(tool.name, tool.description or "", tool.input_schema, self._caller(tool.name), is_checked=True)
             for tool in (await self._open()).tools
             if not self._names or tool.name in self._names
         ]
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Make a call; where the connection is lost, restart the server and repeat it.
+    def _caller(self, name: str) -> Callable[..., Any]:
+        async def call(**arguments: object) -> ToolResult:
+            return await self.call_tool(name, arguments)
 
-        Raises:
-            ToolError: the server cannot be restarted.
-        """
+        return call
+
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Make a call; where the connection is lost, restart the server (else ``ToolError``) and repeat it."""
         from mcp.shared.exceptions import MCPError
 
         run = await self._open()
@@ -278,17 +264,6 @@ class McpServer:
         return await stack.enter_async_context(Client(program))
 
 
-@dataclass(frozen=True)
-class _McpCall:
-    """The function of a server's tool; the server checks the arguments itself."""
-
-    server: McpServer
-    name: str
-
-    async def __call__(self, /, **arguments: object) -> ToolResult:
-        return await self.server.call_tool(self.name, arguments)
-
-
 def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
     """The most relevant violation of the tool's schema."""
     import jsonschema
@@ -300,6 +275,6 @@ def _argument_problem(tool: Tool, arguments: Mapping[str, Any]) -> str | None:
         return f"{tool.name}{'.' + where if where else ''}: {error.message}"
     # JSON schemas allow unknown names unless they say otherwise; the function would raise a TypeError for them.
     unknown = set(arguments) - set(tool.parameters.get("properties", {}))
-    if unknown and tool.parameters.get("additionalProperties") is not True and not isinstance(tool.function, _McpCall):
+    if unknown and tool.parameters.get("additionalProperties") is not True and not tool.is_checked:
         return f"{tool.name} has no argument {', '.join(sorted(unknown))}"
     return None

@@ -6,7 +6,8 @@ import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from roll.agents.conversation import Call
 from roll.agents.episode import Agent, Episode, EpisodeOver, Model, Task
@@ -17,31 +18,15 @@ from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward
 from roll.rewards.thoughts import opened_thought, said_by
 
+# The column with the right answer; without it, the columns of verl's and SkyRL's data sets are looked up.
 TRUTH = "ground_truth"
-"""The column with the right answer; without it, the columns of verl's and SkyRL's data sets are looked up."""
-
-
-class Verifier(Protocol):
-    """Judges an episode."""
-
-    async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
-        """The reward.
-
-        Args:
-            folder: working folder of the agent, if it has one of its own.
-
-        Raises:
-            EpisodeOver: ``environment_error``, with the reason in ``episode.error``: the verifier itself has failed.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release what it holds."""
-        ...
 
 
 class RewardVerifier:
     """Scores an episode by a reward of ``roll.rewards``, or a user's function.
+
+    A call raises ``EpisodeOver`` (``environment_error``, the reason in ``episode.error``) where the verifier itself has
+    failed, as that of a :class:`CommandVerifier` does.
 
     Args:
         worker_cls: a short name, or the dotted path of a function
@@ -117,6 +102,7 @@ class RewardVerifier:
         self._reward.close()
 
 
+@dataclass(eq=False)
 class CommandVerifier:
     """A command whose last line of output is the reward; without output, exit status 0 is 1 and status 1 is 0.
 
@@ -124,8 +110,8 @@ class CommandVerifier:
     environment variable ``ROLL_SCRATCH``.
     """
 
-    def __init__(self, command: Sequence[str], timeout: float = 60.0) -> None:
-        self._command, self._timeout = list(command), timeout
+    command: Sequence[str]
+    timeout: float = 60.0  # seconds
 
     async def __call__(self, task: Task, model: Model, episode: Episode, folder: str | None = None) -> float:
         call = episode.calls[-1] if episode.calls else None
@@ -136,10 +122,10 @@ class CommandVerifier:
         }
         environment = program_environment({"ROLL_SEED": str(task.seed), "ROLL_SCRATCH": folder or ""})
         try:
-            async with running(self._command, environment, stdin, os.getcwd()) as program:
-                ended = await asyncio.wait_for(program.wait(), self._timeout)
+            async with running(self.command, environment, stdin, os.getcwd()) as program:
+                ended = await asyncio.wait_for(program.wait(), self.timeout)
         except TimeoutError:
-            raise episode.fault(f"verifier {self._command[0]} took more than {self._timeout:g} s") from None
+            raise episode.fault(f"verifier {self.command[0]} took more than {self.timeout:g} s") from None
         except ProgramError as error:
             raise episode.fault(f"verifier {error}") from error
         lines = ended.output.strip().splitlines()
@@ -151,12 +137,16 @@ class CommandVerifier:
                 raise ValueError
             return reward
         except (ValueError, IndexError):
-            raise episode.fault(f"verifier {self._command[0]} gives no reward: {ended}") from None
+            raise episode.fault(f"verifier {self.command[0]} gives no reward: {ended}") from None
 
     def close(self) -> None:
         """Nothing to release."""
 
 
+Verifier = RewardVerifier | CommandVerifier
+
+
+@dataclass(eq=False)
 class ScoredAgent:
     """Adds a verifier's score of the whole episode to the reward of an agent's last turn.
 
@@ -164,20 +154,20 @@ class ScoredAgent:
     score.
     """
 
-    def __init__(self, agent: Agent, verifier: Verifier) -> None:
-        self._agent, self._verifier = agent, verifier
+    agent: Agent
+    verifier: Verifier
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
         """Run the agent; ``EpisodeOver`` as it raises that, ``environment_error`` where the verifier has failed."""
         ended: EpisodeOver | None = None
         earned: float | None = None
         try:
-            earned = await self._agent.run(task, model, episode)
+            earned = await self.agent.run(task, model, episode)
         except EpisodeOver as over:
             if over.outcome in ("environment_error", "agent_error") or not episode.calls:
                 raise
             ended = over
-        score = await self._verifier(task, model, episode)
+        score = await self.verifier(task, model, episode)
         episode.metrics["verifier_score"] = score
         if ended is not None:
             model.reward(score)

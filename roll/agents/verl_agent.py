@@ -33,9 +33,10 @@ from roll.agents.verifiers import Verifier
 from roll.datasets.images import IMAGE_MARK, ImageReader
 from roll.datasets.reading import SourceRow
 
+# verl's loops, as the column `agent_name` of a row and `default_agent_loop` name them.
 SINGLE_TURN, TOOL_AGENT = "single_turn_agent", "tool_agent"
-"""verl's loops, as the column ``agent_name`` of a row and ``default_agent_loop`` name them."""
 
+# Modules of verl's registries (which one exists depends on the version), and the function that builds from a file.
 REGISTRIES = {
     "tool_config_path": (
         ("verl.tools.utils.tool_registry", "verl.tools.tool_registry"),
@@ -46,7 +47,6 @@ REGISTRIES = {
         "initialize_interactions_from_config",
     ),
 }
-"""Modules of verl's registries (which one exists depends on the version), and the function that builds from a file."""
 
 
 @dataclass
@@ -86,11 +86,8 @@ class VerlAgent:
         self._interactions = interactions
 
     def check_host(self) -> None:
-        """Build tools and interactions.
-
-        Raises:
-            AgentOptionError: verl is missing, or its registries refuse the file.
-        """
+        """Build tools and interactions. Raises ``AgentOptionError``: verl is missing, or its registries refuse the
+        file."""
         options = self._options
         if self._tools is None:
             found = _built("tool_config_path", options.tool_config_path) or ()
@@ -108,11 +105,8 @@ class VerlAgent:
         return Conversations(template).count_tokens(self._first_messages(row), schemas) <= options.prompt_length
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
-        """Play an episode; returns the verifier's score.
-
-        Raises:
-            EpisodeOver: a limit, after the episode has been scored; or the verifier has failed.
-        """
+        """Play an episode; returns the verifier's score. Raises ``EpisodeOver``: a limit, after the episode has been
+        scored; or the verifier has failed."""
         self.check_host()
         row = task.row
         loop = row.get("agent_name") or self._options.default_agent_loop

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
 
 R = TypeVar("R")
-Needs = Mapping[str, frozenset[StateKind]]
-"""By role, the states that a call must find on its devices."""
+Needs = Mapping[str, frozenset[StateKind]]  # by role, the states that a call must find on its devices
 
 
 class Future(Generic[R]):

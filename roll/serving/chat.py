@@ -22,16 +22,12 @@ from roll.models.gguf_reading import dequantised_path
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams, check_sampling_params
 from roll.strategies.hf_infer import HfInferStrategy
 
-LONGEST = 8192
-"""Most tokens of a conversation, for which the KV cache is made."""
+LONGEST = 8192  # most tokens of a conversation, for which the KV cache is made
 
 
 class Chat:
     """A model and the conversation with it; ``system`` None: the chat template's own message, if it has one.
-
-    Raises:
-        ValueError: a model that cannot be read or computed. OSError: no such model.
-    """
+    ``ValueError`` or ``OSError`` for a model that cannot be read or computed."""
 
     def __init__(
         self, path: str, system: str | None, params: SamplingParams, dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
@@ -46,11 +42,8 @@ class Chat:
         self.messages = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, question: str) -> Iterator[str]:
-        """Pieces of the answer. Question and answer, as far as it got, become part of the conversation.
-
-        Raises:
-            ValueError: no room is left for an answer. DataError: the model has no chat template.
-        """
+        """Pieces of the answer. Question and answer, as far as it got, become part of the conversation. ``ValueError``
+        where no room is left for an answer, ``DataError`` where the model has no chat template."""
         asked = [*self.messages, {"role": "user", "content": question}]
         prompt = self._tokenizer(render_native(self._tokenizer, asked), add_special_tokens=False)["input_ids"]
         self._engine.add_requests([GenerationRequest("answer", prompt, self._params)])
@@ -101,14 +94,9 @@ def main(words: Sequence[str]) -> int:
 def engine_section(
     path: str, strategy: str, options: Mapping[str, object], dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
 ) -> GenerationWorkerConfig:
-    """The section of an engine, on device 0, with the weights of a model folder, GGUF file or hub name.
-
-    Args:
-        options: of the strategy, besides ``max_model_len``: the model's longest sequence, at most :data:`LONGEST`.
-
-    Raises:
-        ValueError: no model, or one that cannot be read.
-    """
+    """The section of an engine, on device 0, with the weights of a model folder, GGUF file or hub name; ``ValueError``
+    for one that cannot be read. ``options`` of the strategy get ``max_model_len``: the model's longest sequence, at
+    most :data:`LONGEST`."""
     require_model(path)
     folder = dequantised_path(path)
     longest = min(LONGEST, model_number(folder, "max_position_embeddings") or LONGEST)

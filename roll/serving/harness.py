@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KEY = "unused"
-"""Their clients need some API key; the server listens on the loopback address only and needs none."""
+KEY = "unused"  # their clients need some API key; the server listens on the loopback address only and needs none
 SHOWN_LINES = 15
 INSTALL = install_command("harness")
 
@@ -99,11 +98,7 @@ def lm_eval_metrics(output: Path) -> dict[str, float]:
 
 
 def inspect_metrics(output: Path) -> dict[str, float]:
-    """``<task>/<scorer>/<metric>`` of every log.
-
-    Raises:
-        DataError: a task that did not succeed.
-    """
+    """``<task>/<scorer>/<metric>`` of every log; ``DataError`` for a task that did not succeed."""
     metrics: dict[str, float] = {}
     for file in sorted(output.glob("*.json"), key=lambda file: file.stat().st_mtime):
         log = json.loads(file.read_text(encoding="utf-8"))
@@ -123,12 +118,10 @@ class Harness:
     """An evaluation program."""
 
     name: str
-    module: str
-    """The Python package that it is."""
+    module: str  # the Python package that it is
+    # Its command line, for the options, the server's address, the model's name, a tokenizer and an output folder.
     command: Callable[[HarnessConfig, str, str, str, Path], list[str]]
-    """Its command line, for the options, the server's address, the model's name, a tokenizer and an output folder."""
-    metrics: Callable[[Path], dict[str, float]]
-    """Reads what it has left in the output folder."""
+    metrics: Callable[[Path], dict[str, float]]  # reads what it has left in the output folder
 
     def require(self, key: str, source: str = "") -> None:
         """Raise ``ConfigError`` where it is not installed; ``key`` names it, in ``source`` or on the command line."""
@@ -144,15 +137,9 @@ HARNESSES = {
 
 
 def run_program(options: HarnessConfig, front: HttpFront, tokenizer: str, output: Path) -> dict[str, float]:
-    """The metrics of the model that ``front`` serves under the harness's name.
-
-    Args:
-        tokenizer: folder or hub name.
-        output: a folder for the program's files and what it says, ``program.log``.
-
-    Raises:
-        DataError: the program has failed; with the end of what it said.
-    """
+    """The metrics of the model that ``front`` serves under the harness's name; ``DataError`` with the end of what the
+    program said where it has failed. ``tokenizer``: folder or hub name; ``output``: a folder for the program's files
+    and what it says, ``program.log``."""
     output.mkdir(parents=True, exist_ok=True)
     harness = HARNESSES[options.name]
     command = harness.command(options, front.base_url, options.name, tokenizer, output)

@@ -9,7 +9,8 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
@@ -21,23 +22,16 @@ from roll.agents.tool_arguments import no_constant
 
 
 class Refusal(Exception):
-    """A request that gets an error for a response.
-
-    Args:
-        kind: type of the error, by the names of OpenAI and Anthropic.
-        code: identifies the error to programs, where the type does not.
-        field: the field of the request that is wrong.
-        retry_after: seconds after which the client may try again; None: it need not.
-    """
+    """A request that gets an error for a response."""
 
     def __init__(
         self,
         status: int,
         message: str,
-        kind: str = "invalid_request_error",
-        code: str | None = None,
-        field: str | None = None,
-        retry_after: int | None = None,
+        kind: str = "invalid_request_error",  # by the names of OpenAI and Anthropic
+        code: str | None = None,  # identifies the error to programs, where the type does not
+        field: str | None = None,  # of the request, which is wrong
+        retry_after: int | None = None,  # seconds after which the client may try again; None: it need not
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.kind, self.code, self.field = status, message, kind, code, field
@@ -48,12 +42,6 @@ class Refusal(Exception):
         """The error in OpenAI's form."""
         return {"error": {"message": self.message, "type": self.kind, "param": self.field, "code": self.code}}
 
-    @property
-    def anthropic(self) -> dict[str, Any]:
-        """The error in Anthropic's form."""
-        kind = "api_error" if self.kind == "server_error" else self.kind
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
-
 
 class BadRequest(Refusal):
     """A body, or a part of it (``field``), that cannot be served, now or later."""
@@ -62,18 +50,10 @@ class BadRequest(Refusal):
         super().__init__(status, message, field=field)
 
 
-class Overloaded(Refusal):
-    """The limit on open requests is reached; the client may try again later."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(429, message, "rate_limit_error", retry_after=1)
-
-
-class Unavailable(Refusal):
-    """The engines have failed, or have dropped their requests for a pause."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(503, message, "server_error", retry_after=1)
+# The limit on open requests is reached; the client may try again later.
+Overloaded = partial(Refusal, 429, kind="rate_limit_error", retry_after=1)
+# The engines have failed, or have dropped their requests for a pause.
+Unavailable = partial(Refusal, 503, kind="server_error", retry_after=1)
 
 
 def wrong_key(of: str = "the API key") -> Refusal:
@@ -87,23 +67,17 @@ T = TypeVar("T")
 START_SECONDS = 30.0
 SHUTDOWN_SECONDS = 3
 DISCONNECT_POLL_SECONDS = 0.2
-CLIENT_HAS_GONE = 499
-"""Status for a client that has disconnected; it is not read."""
-MAX_BODY = 32 * 2**20
-"""Bytes; a million token ids take about seven."""
-MAX_DEPTH = 32
-"""Lists and objects inside each other."""
+CLIENT_HAS_GONE = 499  # status for a client that has disconnected; it is not read
+MAX_BODY = 32 * 2**20  # bytes; a million token ids take about seven
+MAX_DEPTH = 32  # lists and objects inside each other
+# Lists and objects of a body, and values: by the characters that begin and separate them, so texts count too. The
+# parser of Python keeps the interpreter to itself, for seconds where there are millions.
 MAX_CONTAINERS, MAX_VALUES = 1 << 18, 1 << 22
-"""Lists and objects of a body, and values: by the characters that begin and separate them, so texts count too. The
-parser of Python keeps the interpreter to itself, for seconds where there are millions."""
 
 
 class HttpServer:
-    """An HTTP server that binds its port when it is made, so that the address is known before there is an app.
-
-    Args:
-        port: 0: a free one.
-    """
+    """An HTTP server that binds its port (0: a free one) when it is made: the address is known before there is an
+    app."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -118,14 +92,8 @@ class HttpServer:
         self._thread: threading.Thread | None = None
 
     def start(self, make_app: Callable[[], Starlette]) -> None:
-        """Serve requests from now on.
-
-        Args:
-            make_app: called on the server's event loop.
-
-        Raises:
-            RuntimeError: the server does not start.
-        """
+        """Serve requests from now on; ``make_app`` is called on the server's event loop. ``RuntimeError`` where the
+        server does not start."""
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(make_app, ready), name="http-server", daemon=True)
         self._thread.start()
@@ -171,11 +139,8 @@ class HttpServer:
 def answered(
     handler: Callable[[Request, T], Awaitable[Response]], admit: Callable[[Request], T]
 ) -> Callable[[Request], Awaitable[Response]]:
-    """A handler whose errors become responses that clients of the interface understand.
-
-    Args:
-        admit: checks a request's key, and returns what it opens, the second argument of ``handler``.
-    """
+    """A handler whose errors become responses that clients of the interface understand; ``admit`` checks a request's
+    key, and returns what it opens, the second argument of ``handler``."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -187,8 +152,11 @@ def answered(
         except Exception:  # fails this request only; details go to the log, not to the client
             logger.exception("a request to %s has failed", request.url.path)
             refusal = Refusal(500, "the request has failed; see the server's log", "server_error")
-        is_anthropic = request.url.path.startswith("/v1/messages")
-        return JSONResponse(refusal.anthropic if is_anthropic else refusal.openai, refusal.status, refusal.headers)
+        body = refusal.openai
+        if request.url.path.startswith("/v1/messages"):  # Anthropic's interface
+            kind = "api_error" if refusal.kind == "server_error" else refusal.kind
+            body = {"type": "error", "error": {"type": kind, "message": refusal.message}}
+        return JSONResponse(body, refusal.status, refusal.headers)
 
     return answer
 
@@ -216,11 +184,8 @@ def models_response(names: Sequence[str], created: int) -> Response:
 
 
 async def while_connected(request: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
-    """Results of concurrent work, all of which is dropped when one fails.
-
-    Raises:
-        ClientDisconnect: the client has gone; the work is dropped.
-    """
+    """Results of concurrent work, all of which is dropped when one fails, or with ``ClientDisconnect`` when the client
+    has gone."""
     # Kept apart from the gathering: when one fails, gather() leaves the others running.
     tasks = [asyncio.ensure_future(one) for one in work]
     done = asyncio.gather(*tasks)
@@ -236,11 +201,7 @@ async def while_connected(request: Request, *work: Coroutine[Any, Any, T]) -> li
 
 
 async def read_bytes(request: Request, most: int = MAX_BODY) -> bytes:
-    """The body of a request, read no further than it may be long (``most`` bytes).
-
-    Raises:
-        BadRequest: it is too long (status 413).
-    """
+    """The body of a request; ``BadRequest`` of status 413 once it is longer than ``most`` bytes."""
     content = bytearray()
     async for piece in request.stream():
         content += piece
@@ -250,12 +211,8 @@ async def read_bytes(request: Request, most: int = MAX_BODY) -> bytes:
 
 
 async def read_json(request: Request, in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread) -> Any:
-    """The body of a request, read no further than it may be long, and parsed in another thread.
-
-    Raises:
-        BadRequest: it is too long (status 413), or has more parts than can be parsed in a moment; it is no JSON, nested
-            too deep, or has text that is no Unicode.
-    """
+    """The body of a request, parsed in another thread. Raises ``BadRequest``: it is too long (status 413), or has more
+    parts than can be parsed in a moment; it is no JSON, nested too deep, or has text that is no Unicode."""
     content = await read_bytes(request)
     # Counted in the bytes, in C, before the parser runs: it cannot be interrupted once it has begun.
     if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS or content.count(b",") > MAX_VALUES:
@@ -272,7 +229,7 @@ def _parse_json(content: bytes) -> Any:
     except ValueError as error:  # also what is no UTF-8, and integers of thousands of digits
         raise BadRequest(f"the body is not JSON: {error}") from error
     level, depth = [body], 0
-    while level:
+    while level:  # level by level, without recursion: the depth is what is being checked
         depth += 1
         if depth > MAX_DEPTH:
             raise BadRequest(f"the body is nested more than {MAX_DEPTH} deep")
@@ -298,6 +255,5 @@ def event(body: Mapping[str, Any], name: str = "") -> bytes:
     return f"{head}data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
 
 
-def event_stream(events: AsyncIterable[bytes] | Iterable[bytes]) -> Response:
-    """A response of :func:`event` after :func:`event`."""
-    return StreamingResponse(events, media_type="text/event-stream")
+# A response of `event` after `event`.
+event_stream = partial(StreamingResponse, media_type="text/event-stream")

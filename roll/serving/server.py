@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,8 +26,7 @@ from roll.distributed import Cluster
 from roll.models.build import load_config
 from roll.rollout.engines import EngineClient
 from roll.serving.dialects.chat import CompletionRequest, chat_events, read_chat, read_completion
-from roll.serving.dialects.fields import MAX_TOP_LOG_PROBS, ModelRequest
-from roll.serving.dialects.parts import ChatRequest
+from roll.serving.dialects.requests import MAX_TOP_LOG_PROBS, ChatRequest, ModelRequest
 from roll.serving.http import (
     BadRequest,
     HttpServer,
@@ -39,7 +38,7 @@ from roll.serving.http import (
     while_connected,
 )
 from roll.serving.service import EngineService
-from roll.serving.writing import Answers, CallReader, LiveResponse, Writer
+from roll.serving.writing import CallReader, LiveResponse, Writer
 from roll.strategies.engines.requests import PromptScore, longest_sequence
 
 if TYPE_CHECKING:
@@ -47,49 +46,38 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-InTurn = Callable[..., Awaitable[Any]]
-"""Runs a function in the thread that serves clients in turn."""
-MAX_PROMPT_LOG_PROBS = 1 << 20
-"""Log-probs of prompts in one response."""
-_MARGIN = 64
-"""Tokens by which a beginning of a text may have more than the text itself has there."""
+InTurn = Callable[..., Awaitable[Any]]  # runs a function in the thread that serves clients in turn
+MAX_PROMPT_LOG_PROBS = 1 << 20  # log-probs of prompts in one response
+_MARGIN = 64  # tokens by which a beginning of a text may have more than the text itself has there
 
 
+@dataclass(eq=False)
 class Endpoint:
-    """HTTP handlers on top of an engine service.
+    """HTTP handlers on top of an engine service."""
 
-    Args:
-        model: the name that the model is served under.
-        max_model_len: most tokens of prompt and response together; what cannot fit is not tokenised.
-        api_key: bearer token that requests must carry; empty: none.
-    """
-
-    def __init__(
-        self,
-        service: EngineService,
-        tokenizer: PreTrainedTokenizerBase,
-        model: str,
-        max_model_len: int,
-        api_key: str = "",
-    ) -> None:
-        self._service = service
-        self._tokenizer = tokenizer
-        self._model = model
-        self._max_model_len = max_model_len
-        self._api_key = api_key
-        self._began = int(time.time())
-        self._turns = ClientTurns()
-        self._reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
+    service: EngineService
+    tokenizer: PreTrainedTokenizerBase
+    model: str  # the name that the model is served under
+    max_model_len: int  # most tokens of prompt and response together; what cannot fit is not tokenised
+    api_key: str = ""  # bearer token that requests must carry; empty: none
+    turns: ClientTurns = field(default_factory=lambda: ClientTurns())
 
     def app(self) -> Starlette:
         """The routes; all but ``/health`` and ``/metrics`` need the key."""
-        models = answered(self.models, self._admit)
+        began = int(time.time())
+
+        async def metrics(_: Request) -> Response:
+            return Response(self.service.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+        async def models(_: Request, in_turn: InTurn) -> Response:
+            return models_response([self.model], began)
+
         completions, chat = answered(self.completions, self._admit), answered(self.chat_completions, self._admit)
         return Starlette(
             routes=[
                 Route("/health", self.health),
-                Route("/metrics", self.metrics),
-                Route("/v1/models", models),
+                Route("/metrics", metrics),
+                Route("/v1/models", answered(models, self._admit)),
                 Route("/v1/completions", completions, methods=["POST"]),
                 Route("/v1/chat/completions", chat, methods=["POST"]),
             ]
@@ -97,63 +85,68 @@ class Endpoint:
 
     def _admit(self, request: Request) -> InTurn:
         """Check the key; returns the function that runs work when it is the client's turn."""
-        check_key(request, self._api_key)
-        return partial(self._turns.run, request.client.host if request.client is not None else "")
+        check_key(request, self.api_key)
+        return partial(self.turns.run, request.client.host if request.client is not None else "")
 
     async def health(self, request: Request) -> Response:
         """200 while engines serve, else 503 with the reason."""
-        failure = self._service.failure
+        failure = self.service.failure
         state = {
             "status": "ok" if failure is None else "failed",
-            "engines": self._service.num_engines,
-            "open_requests": self._service.num_open,
-            **asdict(self._service.counts),
+            "engines": self.service.num_engines,
+            "open_requests": self.service.num_open,
+            **self.service.counts,
         }
         if failure is not None:
             state["reason"] = str(failure)
         return JSONResponse(state, 200 if failure is None else 503)
 
-    async def metrics(self, request: Request) -> Response:
-        """Counts and latencies for Prometheus."""
-        return Response(self._service.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def models(self, request: Request, in_turn: InTurn) -> Response:
-        return models_response([self._model], self._began)
-
     async def chat_completions(self, request: Request, in_turn: InTurn) -> Response:
-        parsed = read_chat(await read_json(request, in_turn), self._model)
+        """``POST /v1/chat/completions``."""
+        parsed = read_chat(await read_json(request, in_turn), self.model)
         prompt, calls = await in_turn(self._chat_prompt, parsed)
         params = replace(parsed.params, max_new_tokens=1, min_new_tokens=0, stop_strings=(), top_log_probs=0)
 
         async def draw(prompt_ids: list[int]) -> int:
-            return int((await self._service.generate(prompt_ids, params)).token_ids[0])
+            return int((await self.service.generate(prompt_ids, params)).token_ids[0])
 
         if calls is not None:
             (prompt,) = await while_connected(request, calls.demand(prompt, draw))
         return await self._respond(request, parsed, [prompt], in_turn, calls)
 
     async def completions(self, request: Request, in_turn: InTurn) -> Response:
-        parsed = read_completion(await read_json(request, in_turn), self._model)
+        """``POST /v1/completions``."""
+        parsed = read_completion(await read_json(request, in_turn), self.model)
         texts = parsed.prompts
         prompts: list[list[int]] = await in_turn(
             lambda: [self._encoded(one, "prompt") if isinstance(one, str) else list(one) for one in texts]
         )
-        if parsed.prompt_log_probs is not None:
-            self._check_prompt_scores(prompts, parsed.prompt_log_probs)
+        tops = [] if parsed.prompt_log_probs is None else [parsed.prompt_log_probs]
         if parsed.echo and parsed.log_probs:
-            self._check_prompt_scores(prompts, parsed.params.top_log_probs)
+            tops.append(parsed.params.top_log_probs)
+        for top in tops:
+            size = len(self.tokenizer)
+            if top < 0 and size > MAX_TOP_LOG_PROBS:
+                rule = f"prompt_logprobs: -1 is for vocabularies of up to {MAX_TOP_LOG_PROBS} tokens"
+                raise BadRequest(rule, "prompt_logprobs")
+            number = sum(map(len, prompts)) * (1 + (size if top < 0 else top))
+            if number > MAX_PROMPT_LOG_PROBS:
+                rule = f"{number} log-probs of prompts are more than the {MAX_PROMPT_LOG_PROBS} of one response"
+                raise BadRequest(f"{rule}: send fewer prompts, or name a number", "prompt_logprobs")
         return await self._respond(request, parsed, prompts, in_turn)
 
     def _chat_prompt(self, parsed: ChatRequest) -> tuple[list[int], CallReader | None]:
         """The prompt's ids; and what reads the calls of its responses, where there may be any."""
-        if not self._tokenizer.chat_template:
+        tokenizer = self.tokenizer
+        if not tokenizer.chat_template:
             raise BadRequest("messages: the model has no chat template; use /v1/completions", "messages")
+        reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, *tokenizer.special_tokens_map}
         for name in parsed.template_kwargs:
-            if name in self._reserved or not name.isidentifier():
+            if name in reserved or not name.isidentifier():
                 rule = "is not for clients to say; only variables of the model's own chat template are"
                 raise BadRequest(f"chat_template_kwargs: {name!r} {rule}"[:300], "chat_template_kwargs")
         try:
-            template = ChatTemplate(self._tokenizer, tools=parsed.tools, arguments=dict(parsed.template_kwargs))
+            template = ChatTemplate(tokenizer, tools=parsed.tools, arguments=dict(parsed.template_kwargs))
             text = template.render(parsed.messages, parsed.add_generation_prompt)
             # A template that ignores tools renders the same text: the model would never learn of them, and the client
             # never know.
@@ -161,7 +154,7 @@ class Endpoint:
                 raise BadRequest("tools: the model's chat template does not write any", "tools")
             prompt = self._encoded(text, "messages", add_special_tokens=False)
             offers = bool(parsed.tools) and parsed.parse_calls
-            return prompt, CallReader(self._tokenizer, template, parsed, prompt) if offers else None
+            return prompt, CallReader(tokenizer, template, parsed, prompt) if offers else None
         except BadRequest:
             raise
         except Exception as error:  # templates raise what they like for conversations that they do not support
@@ -169,13 +162,13 @@ class Endpoint:
             raise BadRequest(f"messages: {rule}", "messages") from error
 
     def _encoded(self, text: str, field: str, add_special_tokens: bool = True) -> list[int]:
-        encode = partial(self._tokenizer.encode, add_special_tokens=add_special_tokens)
+        encode = partial(self.tokenizer.encode, add_special_tokens=add_special_tokens)
         try:
-            token_ids = fits(encode, text, self._max_model_len)
+            token_ids = fits(encode, text, self.max_model_len)
         except Exception as error:  # whatever the tokenizer raises for a text that it cannot encode
             raise BadRequest(f"{field}: the tokenizer fails: {type(error).__name__}: {error}"[:300], field) from error
         if token_ids is None:
-            rule = f"a text of {len(text)} characters is more than max_model_len {self._max_model_len} holds"
+            rule = f"a text of {len(text)} characters is more than max_model_len {self.max_model_len} holds"
             raise BadRequest(f"{field}: {rule}", field)
         return token_ids
 
@@ -189,7 +182,7 @@ class Endpoint:
     ) -> Response:
         if parsed.stream and calls is None:
             # The head is sent once there are first tokens, so that what an engine refuses has the status for it.
-            live = LiveResponse(self._service, self._tokenizer, parsed, prompts)
+            live = LiveResponse(self.service, self.tokenizer, parsed, prompts)
             try:
                 await while_connected(request, live.wait())
             except BaseException:
@@ -197,9 +190,9 @@ class Endpoint:
                 raise
             return event_stream(live.events())
         groups = await while_connected(
-            request, *(self._service.generate(prompt, parsed.params, parsed.num_samples) for prompt in prompts)
+            request, *(self.service.generate(prompt, parsed.params, parsed.num_samples) for prompt in prompts)
         )
-        writer, echoed, scored = Writer(self._tokenizer, parsed, calls), None, None
+        writer, echoed, scored = Writer(self.tokenizer, parsed, calls), None, None
         # The engines have accepted these prompts: they refuse prompts that are too long or have unknown ids.
         if isinstance(parsed, CompletionRequest) and parsed.echo:
             echoed = [PromptScore([], [])] * len(prompts)
@@ -207,29 +200,18 @@ class Endpoint:
                 echoed = await self._prompt_scores(prompts, parsed.params.top_log_probs)
         if isinstance(parsed, CompletionRequest) and parsed.prompt_log_probs is not None:
             scored = await self._prompt_scores(prompts, parsed.prompt_log_probs)
-        answers = Answers(prompts, groups, echoed, scored)
+        body = partial(writer.body, prompts, groups, echoed, scored)
         if parsed.stream:  # what is a call shows at its end
-            return event_stream(chat_events(await in_turn(writer.body, answers), parsed.include_usage))
+            assert isinstance(parsed, ChatRequest)
+            return event_stream(chat_events(await in_turn(body), parsed))
         if scored is None and calls is None:
-            return JSONResponse(writer.body(answers))
+            return JSONResponse(body())
         # Calls to parse, or many log-probs at many positions: in a thread, so that other requests need not wait.
-        response: Response = await in_turn(lambda: JSONResponse(writer.body(answers)))
+        response: Response = await in_turn(lambda: JSONResponse(body()))
         return response
 
-    def _check_prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> None:
-        if top < 0 and len(self._tokenizer) > MAX_TOP_LOG_PROBS:
-            rule = f"prompt_logprobs: -1 is for vocabularies of up to {MAX_TOP_LOG_PROBS} tokens"
-            raise BadRequest(rule, "prompt_logprobs")
-        number = sum(map(len, prompts)) * (1 + (len(self._tokenizer) if top < 0 else top))
-        if number > MAX_PROMPT_LOG_PROBS:
-            rule = f"{number} log-probs of prompts are more than the {MAX_PROMPT_LOG_PROBS} of one response"
-            raise BadRequest(f"{rule}: send fewer prompts, or name a number", "prompt_logprobs")
-
     async def _prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
-        return list(await asyncio.gather(*(self._service.prompt_score(prompt, top) for prompt in prompts)))
-
-
-# Work on the texts of requests
+        return list(await asyncio.gather(*(self.service.prompt_score(prompt, top) for prompt in prompts)))
 
 
 class ClientTurns:
@@ -286,18 +268,14 @@ def fits(encode: Callable[[str], list[int]], text: str, limit: int) -> list[int]
 class FrontOptions:
     """Options of a served model."""
 
-    model: str
-    """The name that clients give."""
-    api_key: str = ""
-    """Bearer token that clients must send; empty: none."""
-    max_running_requests: int = 128
-    """Prompts that one engine works on at a time; further ones wait."""
+    model: str  # the name that clients give
+    api_key: str = ""  # bearer token that clients must send; empty: none
+    max_running_requests: int = 128  # prompts that one engine works on at a time; further ones wait
+    # Prompts in flight, those that wait included; further ones are turned away with status 429.
     max_open_requests: int = 1024
-    """Prompts in flight, those that wait included; further ones are turned away with status 429."""
-    slice_seconds: float = 0.05
-    """Seconds that an engine works before it reports finished prompts and takes new ones."""
+    slice_seconds: float = 0.05  # seconds that an engine works before it reports finished prompts and takes new ones
+    # Number of restarts of each engine that was lost, requests waiting meanwhile if there is no other.
     max_restarts: int = 0
-    """Number of restarts of each engine that was lost, requests waiting meanwhile if there is no other."""
 
 
 class HttpFront:
@@ -344,7 +322,7 @@ class HttpFront:
         return None if self._service is None else self._service.failure
 
     def check(self) -> None:
-        """Raise the failure that ended the engines."""
+        """Raise :attr:`failure`."""
         if self.failure is not None:
             raise self.failure
 

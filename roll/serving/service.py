@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from roll.distributed.failures import RemoteError
 from roll.rollout.engines import EngineClient, Generation, Listener
@@ -16,32 +15,16 @@ from roll.rollout.groups import FinishedGroup
 from roll.serving.http import BadRequest, Overloaded, Unavailable
 from roll.strategies.engines.requests import GenerationRequest, PromptScore, SamplingParams
 
+# Upper bounds of the buckets of latencies, in seconds.
 BOUNDS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
-"""Upper bounds of the buckets of latencies, in seconds."""
-
-
-@dataclass
-class ServiceCounts:
-    """Prompts since the start, by outcome, and the tokens of those that finished."""
-
-    finished: int = 0
-    refused: int = 0
-    turned_away: int = 0
-    """Prompts turned away for lack of room."""
-    cancelled: int = 0
-    """The client had disconnected."""
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
+# Of prompts: turned away for lack of room; cancelled because the client had disconnected.
+OUTCOMES = ("finished", "refused", "turned_away", "cancelled")
 
 
 class EngineService:
-    """Requests to an engine client, with a limit on those in flight, and a pause.
+    """Requests to an engine client with ``report_refusals``, with a limit on those in flight, and a pause.
 
     Everything happens on one event loop; engines compute in other processes meanwhile.
-
-    Args:
-        engines: with ``report_refusals``.
-        max_open_requests: requests in flight, those that wait for an engine included.
     """
 
     def __init__(self, engines: EngineClient, max_open_requests: int = 1024) -> None:
@@ -52,9 +35,9 @@ class EngineService:
         self._numbers = itertools.count()
         self._awake = asyncio.Event()
         self._awake.set()
-        self.counts = ServiceCounts()
-        self._latencies = [0] * (len(BOUNDS) + 1)
-        """Finished prompts by bucket; the last has those above all bounds."""
+        # Prompts since the start by outcome, and the tokens of those that finished.
+        self.counts = dict.fromkeys((*OUTCOMES, "prompt_tokens", "generation_tokens"), 0)
+        self._latencies = [0] * (len(BOUNDS) + 1)  # finished prompts by bucket; the last has those above all bounds
         self._seconds = 0.0
 
     @property
@@ -69,6 +52,7 @@ class EngineService:
 
     @property
     def num_engines(self) -> int:
+        """Engines that serve."""
         return 0 if self.failure is not None else self._engines.num_engines
 
     async def generate(
@@ -80,14 +64,11 @@ class EngineService:
     ) -> FinishedGroup:
         """Generate all samples of one prompt. Cancelling the call drops the request.
 
-        Args:
-            listener: receives the samples so far, about once a turn, from engines that keep such a record.
-
-        Raises:
-            Overloaded, Unavailable, BadRequest: see there.
+        ``listener`` receives the samples so far, about once a turn, from engines that keep such a record. Raises a
+        ``Refusal``: overloaded, unavailable or a bad request.
         """
         if self.num_open >= self._max_open_requests:
-            self.counts.turned_away += 1
+            self.counts["turned_away"] += 1
             raise Overloaded(f"{self.num_open} requests are in flight, which is the most")
         # Counted while it waits: a pause must not let the queue grow without a bound.
         self._num_held += 1
@@ -102,7 +83,7 @@ class EngineService:
         try:
             group = await generation
         except asyncio.CancelledError:
-            self.counts.cancelled += 1
+            self.counts["cancelled"] += 1
             raise
         except Exception as error:
             raise Unavailable(f"the engines have failed: {error}") from error
@@ -111,22 +92,18 @@ class EngineService:
         if group is None:
             raise Unavailable("the engines are needed for something else")
         if group.error is not None:
-            self.counts.refused += 1
+            self.counts["refused"] += 1
             raise BadRequest(group.error)
-        self.counts.finished += 1
-        self.counts.prompt_tokens += len(prompt_token_ids)
-        self.counts.generation_tokens += int(group.lengths.sum())
+        self.counts["finished"] += 1
+        self.counts["prompt_tokens"] += len(prompt_token_ids)
+        self.counts["generation_tokens"] += int(group.lengths.sum())
         seconds = time.perf_counter() - arrived
         self._latencies[bisect.bisect_left(BOUNDS, seconds)] += 1
         self._seconds += seconds
         return group
 
     async def prompt_score(self, prompt_token_ids: Sequence[int], top: int) -> PromptScore:
-        """Log-probs of the tokens of a prompt that :meth:`generate` has accepted.
-
-        Raises:
-            Unavailable, BadRequest: see there.
-        """
+        """Log-probs of the tokens of a prompt that :meth:`generate` has accepted; raises as that does."""
         await self._awake.wait()
         try:
             found = await self._engines.prompt_score(prompt_token_ids, top)
@@ -150,17 +127,14 @@ class EngineService:
     def exposition(self) -> str:
         """Counts and latencies for Prometheus (``GET /metrics``), in its text format 0.0.4."""
         counts, waiting = self.counts, self._engines.num_waiting + self._num_held
-        outcomes = ("finished", "refused", "turned_away", "cancelled")
         buckets = zip((*BOUNDS, "+Inf"), itertools.accumulate(self._latencies), strict=True)
         latency: dict[str, float] = {f'_bucket{{le="{bound}"}}': number for bound, number in buckets}
         latency |= {"_sum": self._seconds, "_count": sum(self._latencies)}
+        outcomes: dict[str, float] = {f'{{outcome="{outcome}"}}': counts[outcome] for outcome in OUTCOMES}
         metrics: list[tuple[str, str, str, dict[str, float]]] = [
-            (
-                *("requests_total", "counter", "Prompts by outcome."),
-                {f'{{outcome="{outcome}"}}': getattr(counts, outcome) for outcome in outcomes},
-            ),
-            ("prompt_tokens_total", "counter", "Tokens of prompts that finished.", {"": counts.prompt_tokens}),
-            ("generation_tokens_total", "counter", "Tokens of their responses.", {"": counts.generation_tokens}),
+            ("requests_total", "counter", "Prompts by outcome.", outcomes),
+            ("prompt_tokens_total", "counter", "Tokens of prompts that finished.", {"": counts["prompt_tokens"]}),
+            ("generation_tokens_total", "counter", "Tokens of their responses.", {"": counts["generation_tokens"]}),
             ("requests_running", "gauge", "Prompts that an engine works on.", {"": self.num_open - waiting}),
             ("requests_waiting", "gauge", "Prompts that wait for an engine.", {"": waiting}),
             ("engines", "gauge", "Engines that serve.", {"": self.num_engines}),

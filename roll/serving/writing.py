@@ -14,8 +14,7 @@ from roll.agents.chat_ids import ChatTemplate
 from roll.agents.tool_calls import DrawToken, call_opening, choose_opening, detect_format, parse_response
 from roll.rollout.groups import FinishedGroup
 from roll.serving.dialects.chat import chat_message, chunk, closing
-from roll.serving.dialects.fields import ModelRequest
-from roll.serving.dialects.parts import ChatRequest, head, usage_of
+from roll.serving.dialects.requests import ChatRequest, ModelRequest, head, usage_of
 from roll.serving.http import Refusal, event
 from roll.serving.service import EngineService
 from roll.strategies.engines.requests import GenerationOutput, PromptScore, SamplingParams, visible_text
@@ -26,14 +25,8 @@ if TYPE_CHECKING:
 
 class CallReader:
     """Finds the calls in the responses to one request that offers tools, in the format that the chat template writes.
-
-    Args:
-        template: with the request's tools.
-        prompt_ids: the prompt, without the opening of a demanded call.
-
-    Raises:
-        TemplateError: a call is demanded, and the chat template writes none.
-    """
+    ``template``: with the request's tools; ``prompt_ids``: the prompt, without the opening of a demanded call. Raises
+    ``TemplateError``: a call is demanded, and the chat template writes none."""
 
     def __init__(
         self,
@@ -52,11 +45,8 @@ class CallReader:
         self._demanded: str | None = None
 
     async def demand(self, prompt_ids: Sequence[int], draw: DrawToken) -> list[int]:
-        """The prompt's ids with the opening of the call that the request demands, if any.
-
-        Args:
-            draw: the model's next token, which chooses among several tools.
-        """
+        """The prompt's ids with the opening of the call that the request demands, if any; ``draw`` samples the next
+        token, which chooses among several tools."""
         if self._openings:
             chosen = await choose_opening(self._openings, prompt_ids, draw)
             self._opening, self._demanded = self._openings[chosen], self._request.must_call[chosen]
@@ -81,80 +71,69 @@ class CallReader:
 class Choice:
     """One sample, or the new piece of one that is streamed."""
 
-    index: int
+    index: int  # numbered on from one prompt to the next
     text: str
     finish_reason: str
     token_ids: list[int]
     log_probs: list[float]
     top_log_probs: list[list[tuple[int, float]]]
     prompt_token_ids: list[int]
-    text_offset: int = 0
-    """Position of the first token in the sample's text; 0 but for the later pieces of a stream."""
-    echoed: PromptScore | None = None
-    """Log-probs of the prompt, where the response begins with it (``echo``)."""
-    scored: PromptScore | None = None
-    """Log-probs of the prompt, where the request sets ``prompt_logprobs``."""
+    text_offset: int = 0  # position of the first token in the sample's text; 0 but for the later pieces of a stream
+    echoed: PromptScore | None = None  # log-probs of the prompt, where the response begins with it (`echo`)
+    scored: PromptScore | None = None  # log-probs of the prompt, where the request sets `prompt_logprobs`
 
 
-@dataclass(frozen=True)
-class Answers:
-    """The samples of every prompt of a request."""
+def choices_of(
+    prompt: Sequence[int], group: FinishedGroup, echoed: PromptScore | None = None, scored: PromptScore | None = None
+) -> Iterator[Choice]:
+    """The samples of one prompt."""
+    token_ids, log_probs = group.split(group.token_ids), group.split(group.log_probs)
+    for index in range(len(group.lengths)):
+        yield Choice(
+            index=index,
+            text=group.texts[index],
+            finish_reason=group.finish_reasons[index],
+            token_ids=token_ids[index].tolist(),
+            log_probs=log_probs[index].tolist(),
+            top_log_probs=group.top_log_probs[index] if group.top_log_probs else [],
+            prompt_token_ids=list(prompt),
+            echoed=echoed,
+            scored=scored,
+        )
 
-    prompts: Sequence[Sequence[int]]
-    groups: Sequence[FinishedGroup]
-    echoed: Sequence[PromptScore] | None = None
-    """With ``echo``: log-probs of each prompt."""
-    scored: Sequence[PromptScore] | None = None
-    """With ``prompt_logprobs``: log-probs of each prompt."""
 
-    def choices(self) -> Iterator[Choice]:
-        """The samples of all prompts, numbered on from one prompt to the next."""
-        index = itertools.count()
-        nothing: list[PromptScore | None] = [None] * len(self.prompts)
-        scores = zip(self.echoed or nothing, self.scored or nothing, strict=True)
-        for prompt, group, (echoed, scored) in zip(self.prompts, self.groups, scores, strict=True):
-            token_ids, log_probs = group.split(group.token_ids), group.split(group.log_probs)
-            for sample in range(len(group.lengths)):
-                yield Choice(
-                    index=next(index),
-                    text=group.texts[sample],
-                    finish_reason=group.finish_reasons[sample],
-                    token_ids=token_ids[sample].tolist(),
-                    log_probs=log_probs[sample].tolist(),
-                    top_log_probs=group.top_log_probs[sample] if group.top_log_probs else [],
-                    prompt_token_ids=list(prompt),
-                    echoed=echoed,
-                    scored=scored,
-                )
-
-    @property
-    def usage(self) -> dict[str, int]:
-        """Numbers of tokens."""
-        return usage_of(sum(map(len, self.prompts)), int(sum(group.lengths.sum() for group in self.groups)))
+def usage_of_groups(prompts: Sequence[Sequence[int]], groups: Sequence[FinishedGroup]) -> dict[str, int]:
+    """Numbers of tokens."""
+    return usage_of(sum(map(len, prompts)), int(sum(group.lengths.sum() for group in groups)))
 
 
 class Writer:
-    """The bodies and events of the response to one request.
-
-    Args:
-        calls: of a request that offers tools, whose response is not streamed token by token.
-    """
+    """The body of the response to one request; ``calls``: of one that offers tools, which is not streamed token by
+    token."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, request: ModelRequest, calls: CallReader | None = None
     ) -> None:
         self._tokenizer, self._request, self._calls = tokenizer, request, calls
-        self.chat = isinstance(request, ChatRequest)
-        """A chat completion; False: a completion."""
+        self.chat = isinstance(request, ChatRequest)  # a chat completion; False: a completion
         prefix, kind = ("chatcmpl-", "chat.completion") if self.chat else ("cmpl-", "text_completion")
         self._head = head(prefix, f"{kind}.chunk" if self.chat and request.stream else kind, request.model)
 
-    def body(self, answers: Answers) -> dict[str, Any]:
-        """Body of a response that is not streamed."""
-        choices = [self._choice(choice) for choice in answers.choices()]
+    def body(
+        self,
+        prompts: Sequence[Sequence[int]],
+        groups: Sequence[FinishedGroup],
+        echoed: Sequence[PromptScore] | None = None,
+        scored: Sequence[PromptScore] | None = None,
+    ) -> dict[str, Any]:
+        """Body of a response that is not streamed; ``echoed``, ``scored``: of each prompt, as in :class:`Choice`."""
+        none: list[PromptScore | None] = [None] * len(prompts)
+        found = zip(prompts, groups, echoed or none, scored or none, strict=True)
+        every = (choice for one in found for choice in choices_of(*one))
+        choices = [self._choice(replace(choice, index=index)) for index, choice in enumerate(every)]
         with_ids = self.chat and self._request.return_token_ids
-        ids = {"prompt_token_ids": list(answers.prompts[0])} if with_ids else {}
-        return self._head | {"choices": choices, "usage": answers.usage} | ids
+        ids = {"prompt_token_ids": list(prompts[0])} if with_ids else {}
+        return self._head | {"choices": choices, "usage": usage_of_groups(prompts, groups)} | ids
 
     def _choice(self, choice: Choice) -> dict[str, Any]:
         log_probs = self._chat_log_probs if self.chat else self._completion_log_probs
@@ -232,11 +211,8 @@ class Writer:
 
 
 def _finite(log_prob: float) -> float:
-    """The log-prob, or -9999 for the minus infinity of a token that cannot be sampled, which JSON does not have."""
+    # Minus infinity, of a token that cannot be sampled, is not in JSON.
     return max(log_prob, -9999.0)
-
-
-UNFINISHED_CHARACTER = "\ufffd"
 
 
 class LiveResponse(Writer):
@@ -252,12 +228,12 @@ class LiveResponse(Writer):
         super().__init__(tokenizer, request)
         self._prompts = prompts
         size = request.num_samples
+        # Samples of each prompt.
         self._samples = [
             [GrowingSample(tokenizer, request.params, first + index, list(prompt)) for index in range(size)]
             for first, prompt in zip(itertools.count(0, size), prompts)
         ]
-        """Samples of each prompt."""
-        self._grown: dict[int, Sequence[GenerationOutput]] = {}
+        self._grown: dict[int, Sequence[GenerationOutput]] = {}  # number of a prompt to its samples so far
         self._changed = asyncio.Event()
         self._tasks = [
             asyncio.create_task(service.generate(prompt, request.params, size, partial(self._record, number)))
@@ -271,11 +247,7 @@ class LiveResponse(Writer):
         self._changed.set()
 
     async def wait(self) -> None:
-        """Wait for something new.
-
-        Raises:
-            Refusal: one of the prompts is not served.
-        """
+        """Wait for something new; raises the ``Refusal`` of a prompt that is not served."""
         await self._changed.wait()
         for task in self._tasks:
             if task.done():
@@ -299,8 +271,8 @@ class LiveResponse(Writer):
                         if choice is not None:
                             yield self._piece(choice)
                 for number in ended:
-                    whole = Answers([self._prompts[number]], [self._tasks[number].result()])
-                    for sample, choice in zip(self._samples[number], whole.choices(), strict=True):
+                    choices = choices_of(self._prompts[number], self._tasks[number].result())
+                    for sample, choice in zip(self._samples[number], choices, strict=True):
                         last = sample.end(choice)
                         if not self.chat:
                             yield self._piece(last)
@@ -308,7 +280,7 @@ class LiveResponse(Writer):
                         if last.token_ids or last.text:
                             yield self._piece(replace(last, finish_reason=""))
                         yield chunk(self._head, {"index": last.index, "delta": {}}, last.finish_reason)
-            usage = Answers(self._prompts, [task.result() for task in self._tasks]).usage
+            usage = usage_of_groups(self._prompts, [task.result() for task in self._tasks])
             for ending in closing(self._head, usage if self._request.include_usage else None):
                 yield ending
         except Refusal as refusal:  # the status has been sent long since
@@ -340,8 +312,7 @@ class GrowingSample:
     prompt_token_ids: list[int]
     sent: str = ""
     num_tokens: int = 0
-    token_text: str = field(default="", repr=False)
-    """Text of the tokens that have been sent, each decoded by itself."""
+    token_text: str = field(default="", repr=False)  # text of the tokens that have been sent, each decoded by itself
 
     def grow(self, output: GenerationOutput) -> Choice | None:
         """New text and tokens since the last call; None: nothing that can be shown."""
@@ -377,7 +348,7 @@ def settled_text(tokenizer: PreTrainedTokenizerBase, params: SamplingParams, tok
     """The visible text of an unfinished response as far as no further token changes it: without a character of which
     bytes are missing, and without what may be the beginning of a stop string."""
     text = visible_text(str(tokenizer.decode(list(token_ids), skip_special_tokens=True)), params)
-    text = text.rstrip(UNFINISHED_CHARACTER)
+    text = text.rstrip("\ufffd")  # the replacement character: bytes are missing
     begun = (stop[:size] for stop in params.stop_strings for size in range(1, len(stop) + 1))
     longest = max((len(part) for part in begun if text.endswith(part)), default=0)
     return text[: len(text) - longest]

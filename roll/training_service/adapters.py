@@ -44,10 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LORA_ALPHA = 32
-"""The scale of an adapter is this divided by its rank."""
-MICRO_BATCH_TOKENS = 1024
-"""Tokens of a forward pass, padding included; a longer datum has a pass of its own."""
+LORA_ALPHA = 32  # the scale of an adapter is this divided by its rank
+MICRO_BATCH_TOKENS = 1024  # tokens of a forward pass, padding included; a longer datum has a pass of its own
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -89,15 +87,9 @@ class AdapterWeights:
 
 
 class Base:
-    """The base model, frozen; its output matrix is not the embeddings.
-
-    Args:
-        args: ``model_name_or_path`` and ``dtype`` of the weights.
-        max_length: most tokens of a datum.
-
-    Raises:
-        ValueError: see :func:`roll.models.build.build_model` and :func:`roll.models.self_test.check_role`.
-    """
+    """The base model, frozen; its output matrix is not the embeddings. ``args``: ``model_name_or_path`` and ``dtype``
+    of the weights; ``max_length``: most tokens of a datum. Raises ``ValueError``: see
+    :func:`roll.models.build.build_model` and :func:`roll.models.self_test.check_role`."""
 
     def __init__(self, args: ModelArguments, max_length: int) -> None:
         self.args, self.max_length = args, max_length
@@ -119,11 +111,7 @@ class Base:
         self.vocabulary: int = self.model.get_output_embeddings().weight.shape[0]
 
     def targets(self, options: LoraOptions) -> list[str]:
-        """Names of the linear layers that get an adapter.
-
-        Raises:
-            ValueError: none, or experts.
-        """
+        """Names of the linear layers that get an adapter. Raises ``ValueError``: none, or experts."""
         if options.train_mlp and sparse_layers(self.model):
             raise ValueError("lora_config.train_mlp: adapters of experts are not served; set it to False")
         head = self.model.get_output_embeddings()
@@ -140,12 +128,8 @@ class Base:
 
 
 class Tenant:
-    """One client's adapter and optimizer.
-
-    Raises:
-        ValueError: see :meth:`Base.targets`; a rank below 1.
-        ImportError: peft is not installed; the message names the extra.
-    """
+    """One client's adapter and optimizer. Raises ``ValueError``: see :meth:`Base.targets`; a rank below 1;
+    ``ImportError``: peft is not installed; the message names the extra."""
 
     def __init__(self, base: Base, options: LoraOptions) -> None:
         try:
@@ -170,7 +154,7 @@ class Tenant:
         for parameter in self._parameters:
             parameter.data = parameter.data.float()
         self._optimizer = adamw([{"params": self._parameters}], TrainingArguments())
-        self._lacks_a_pass = False
+        self.lacks_a_pass = False  # a backward pass since the last step has failed
 
     def forward_backward(
         self, data: Sequence[Datum], name: str, options: Mapping[str, float | str], backward: bool
@@ -221,24 +205,16 @@ class Tenant:
             for found, table, datum in zip(own, tables, batch, strict=True)
         ]
 
-    def miss_pass(self) -> None:
-        """A backward pass has failed: the next step, which may be on its way already, would lack its gradient."""
-        self._lacks_a_pass = True
-
     def optim_step(self, options: AdamOptions) -> dict[str, float]:
-        """AdamW on the sum of the gradients since the last step.
-
-        Raises:
-            ValueError: no gradient, or one that is not whole or not finite, which is dropped: the weights stay as they
-                are.
-        """
+        """AdamW on the sum of the gradients since the last step. Raises ``ValueError``: no gradient, or one that is not
+        whole or not finite, which is dropped: the weights stay as they are."""
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         norm = float(global_norm(gradients, None, self.base.device))
-        if not gradients and not self._lacks_a_pass:
+        if not gradients and not self.lacks_a_pass:
             raise ValueError("optim_step: there is no gradient; call forward_backward first")
-        if self._lacks_a_pass or not math.isfinite(norm):
+        if self.lacks_a_pass or not math.isfinite(norm):
             failed = "a forward_backward since the last step has failed"
-            why = failed if self._lacks_a_pass else f"the norm of the gradient is {norm}"
+            why = failed if self.lacks_a_pass else f"the norm of the gradient is {norm}"
             self._drop_gradients()
             raise ValueError(f"optim_step: {why}; the gradient is dropped, the weights are unchanged")
         clip_(gradients, 1.0, norm, options.grad_clip_norm or None)
@@ -251,7 +227,7 @@ class Tenant:
 
     def _drop_gradients(self) -> None:
         self._optimizer.zero_grad()
-        self._lacks_a_pass = False
+        self.lacks_a_pass = False
 
     def weights(self) -> AdapterWeights:
         """A copy of the adapter."""
@@ -273,11 +249,8 @@ class Tenant:
 
     @torch.no_grad()
     def load(self, folder: Path, optimizer: bool) -> None:
-        """Take over what :meth:`save` has written; gradients are dropped.
-
-        Raises:
-            ValueError: an adapter of other layers or another rank, or no state of an optimizer.
-        """
+        """Take over what :meth:`save` has written; gradients are dropped. Raises ``ValueError``: an adapter of other
+        layers or another rank, or no state of an optimizer."""
         from safetensors.torch import load_file
 
         tensors = load_file(folder / ADAPTER_FILE)

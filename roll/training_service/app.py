@@ -7,7 +7,9 @@ import hmac
 import inspect
 import shutil
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,13 +23,23 @@ from starlette.routing import Route
 from roll.serving.http import BadRequest, Refusal, answered, check_key, is_same, read_bytes, read_json, wrong_key
 from roll.training_service.adapters import LoraOptions
 from roll.training_service.checkpoints import SCHEME, expiry
-from roll.training_service.fields import SERVED_NOWHERE, Fields, check_optimizer, read_params, read_prompt
 from roll.training_service.queue import Failure
 from roll.training_service.sampling import MAX_SAMPLES, SampleRequest
-from roll.training_service.service import Service
-from roll.training_service.wire import MAX_DATA, PROTOBUF, decompressed, read_pass
+from roll.training_service.service import Service, Session
+from roll.training_service.wire import (
+    MAX_DATA,
+    PROTOBUF,
+    SERVED_NOWHERE,
+    Fields,
+    check_optimizer,
+    decompressed,
+    read_params,
+    read_pass,
+    read_prompt,
+)
 
 T = TypeVar("T")
+# Flags of the client: what it must not rely on is off. A queue of samples on a CPU may take long: none is stuck.
 CONFIG = {
     "proto_compress_fwdbwd": True,
     "fwdbwd_max_chunk_len": MAX_DATA // 4,
@@ -37,31 +49,26 @@ CONFIG = {
     "custom_loss_server_side": False,
     "pjwt_auth_enabled": False,
 }
-"""Flags of the client: what it must not rely on is off. A queue of samples on a CPU may take long: none is stuck."""
 URL_SECONDS = 3600
-MAX_TOP = 128
-"""Most probable tokens at a position, at most."""
+MAX_TOP = 128  # most probable tokens at a position, at most
 
 
+# Of a handler: a response, a JSON body, the id of a queued request, or nothing to say (status 204).
 Answer = Response | Mapping[str, Any] | str | None
-"""Of a handler: a response, a JSON body, the id of a queued request, or nothing to say (status 204)."""
 
 
+@dataclass(frozen=True, eq=False)
 class Endpoint:
-    """Routes to a service.
+    """Routes to a service."""
 
-    Args:
-        api_key: that clients must send; empty: none.
-        secret: signs the addresses of files.
-        tokenizer: folder or hub name, as clients find it.
-    """
-
-    def __init__(self, service: Service, api_key: str, secret: bytes, tokenizer: str) -> None:
-        self._service, self._api_key, self._secret, self._tokenizer = service, api_key, secret, tokenizer
+    service: Service
+    api_key: str  # that clients must send; empty: none
+    secret: bytes  # signs the addresses of files
+    tokenizer: str  # folder or hub name, as clients find it
 
     def app(self) -> Starlette:
-        service, store = self._service, self._service.store
-        runs, one = "/training_runs", "/training_runs/{run}/checkpoints/{kind}/{name}"
+        service, store = self.service, self.service.store
+        run, one = "/training_runs/{run}", "/training_runs/{run}/checkpoints/{kind}/{name}"
         dynamic = {"refresh_interval_sec": 3600, "sample_cancel_enabled": False}
         by_request: list[tuple[str, str, Callable[[Request], Answer | Awaitable[Answer]]]] = [
             ("GET", "/healthz", lambda _: {"status": "ok"}),
@@ -73,14 +80,11 @@ class Endpoint:
             ("POST", "/sessions/{session}/finish", self.finish_session),
             ("POST", "/forward_backward", self.forward_backward),
             ("GET", "/samplers/{sampler}", self.sampler),
-            ("GET", runs, lambda request: _page("training_runs", request, store.runs())),
-            ("GET", runs + "/{run}", lambda request: store.run(request.path_params["run"])),
-            (
-                *("GET", runs + "/{run}/checkpoints"),
-                lambda request: {"checkpoints": store.listed(request.path_params["run"])},
-            ),
+            ("GET", "/training_runs", lambda request: _page("training_runs", request, store.runs())),
+            ("GET", run, lambda request: store.run(request.path_params["run"])),
+            ("GET", run + "/checkpoints", lambda request: {"checkpoints": store.listed(request.path_params["run"])}),
             ("GET", "/checkpoints", lambda request: _page("checkpoints", request, store.listed())),
-            ("DELETE", one, lambda request: shutil.rmtree(store.folder(_path(request)))),
+            ("DELETE", one, lambda request: shutil.rmtree(store.find(_path(request))[0])),
             ("POST", one + "/publish", lambda request: store.change(_path(request), public=True)),
             ("DELETE", one + "/publish", lambda request: store.change(_path(request), public=False)),
             ("PUT", one + "/ttl", self.set_ttl),
@@ -114,7 +118,7 @@ class Endpoint:
                     return answer
                 return JSONResponse({"request_id": answer} if isinstance(answer, str) else answer)
 
-            return Route(path, answered(handle, partial(check_key, expected=self._api_key)), methods=method.split())
+            return Route(path, answered(handle, partial(check_key, expected=self.api_key)), methods=method.split())
 
         made = [route(method, f"/api/v1{path}", handler) for method, path, handler in by_request]
         made += [route("POST", f"/api/v1{path}", handler, of_body=True) for path, handler in by_body.items()]
@@ -126,28 +130,30 @@ class Endpoint:
     # The service and its clients
 
     def capabilities(self, request: Request) -> Answer:
-        model = {"model_name": self._service.name, "max_context_length": self._service.base.max_length}
+        model = {"model_name": self.service.name, "max_context_length": self.service.base.max_length}
         return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
 
     def create_session(self, fields: Fields) -> Answer:
         fields.get("tags", list)
         fields.get("sdk_version", str)
         fields.off("project_id")
-        session_id = self._service.create_session(fields.get("user_metadata", dict), fields.get("display_name", str))
+        metadata, name = fields.get("user_metadata", dict), fields.get("display_name", str)
         fields.end()
+        session_id = str(uuid.uuid4())
+        self.service.sessions[session_id] = Session(user_metadata=metadata, display_name=name)
         return {"type": "create_session", "session_id": session_id}
 
     def heartbeat(self, fields: Fields) -> Answer:
-        self._service.session(fields.need("session_id", str))
+        self.service.session(fields.need("session_id", str))
         return {"type": "session_heartbeat"}
 
     def session(self, request: Request) -> Answer:
-        found = self._service.session(request.path_params["session"])
+        found = self.service.session(request.path_params["session"])
         about = {"user_metadata": found.user_metadata, "display_name": found.display_name}
         return {"training_run_ids": found.models, "sampler_ids": found.samplers, **about}
 
     def finish_session(self, request: Request) -> Answer:
-        self._service.finish_session(request.path_params["session"])
+        self.service.finish_session(request.path_params["session"])
         return {}
 
     # Models
@@ -164,18 +170,18 @@ class Endpoint:
         made = (fields.need("session_id", str), fields.need("model_seq_id", int), fields.need("base_model", str))
         metadata = fields.get("user_metadata", dict)
         fields.end()
-        return self._service.create_model(*made, metadata, lora)
+        return self.service.create_model(*made, metadata, lora)
 
     def get_info(self, fields: Fields) -> Answer:
-        model_id, name = fields.need("model_id", str), self._service.name
-        rank = self._service.model(model_id).lora.rank
-        data = {"model_name": name, "tokenizer_id": self._tokenizer, "arch": self._service.base.model.config.model_type}
+        model_id, name = fields.need("model_id", str), self.service.name
+        rank = self.service.model(model_id).lora.rank
+        data = {"model_name": name, "tokenizer_id": self.tokenizer, "arch": self.service.base.model.config.model_type}
         info = {"is_lora": True, "lora_rank": rank, "model_name": name}
         return {"type": "get_info", "model_id": model_id, "model_data": data, **info}
 
     def unload_model(self, fields: Fields) -> Answer:
         model_id = fields.need("model_id", str)
-        self._service.unload(model_id)
+        self.service.unload(model_id)
         return {"type": "unload_model", "model_id": model_id, "request_id": f"{model_id}:0"}
 
     async def forward_backward(self, request: Request) -> Answer:
@@ -183,7 +189,7 @@ class Endpoint:
         if request.headers.get("content-type") != PROTOBUF or coding not in ("identity", "zstd"):
             raise BadRequest(f"the body must be {PROTOBUF}, as it is or in the coding zstd", status=415)
         parsed = await asyncio.to_thread(lambda: read_pass(decompressed(body) if coding == "zstd" else body))
-        return self._service.forward_backward(parsed)
+        return self.service.forward_backward(parsed)
 
     def _in_order(self, queue: Callable[[Fields, str, int], str]) -> Callable[[Fields], str]:
         """Have ``queue`` accept requests of a model; one that is refused counts, so that later ones can go on."""
@@ -193,7 +199,7 @@ class Endpoint:
             try:
                 return queue(fields, model_id, seq_id)
             except Exception:
-                self._service.queue.skip(model_id, seq_id)
+                self.service.queue.skip(model_id, seq_id)
                 raise
 
         return handle
@@ -208,7 +214,7 @@ class Endpoint:
         adam.end()
         fields.end()
         given = {key: value for key, value in values.items() if value is not None}
-        return self._service.optim_step(model_id, seq_id, given)
+        return self.service.optim_step(model_id, seq_id, given)
 
     # Checkpoints
 
@@ -220,10 +226,10 @@ class Endpoint:
         sampling_seq_id = fields.get("sampling_session_seq_id", int)
         fields.end()
         if name is None and kind == "sampler_weights" and sampling_seq_id is not None:
-            return self._service.snapshot(model_id, seq_id, sampling_seq_id)
+            return self.service.snapshot(model_id, seq_id, sampling_seq_id)
         if name is None:
             raise BadRequest("path is missing: the name of the checkpoint", "path")
-        return self._service.save(kind, model_id, seq_id, name, ttl, metadata, overwrite)
+        return self.service.save(kind, model_id, seq_id, name, ttl, metadata, overwrite)
 
     def load_weights(self, fields: Fields) -> Answer:
         fields.off("weights_access_token")
@@ -233,24 +239,24 @@ class Endpoint:
         if session_id is not None:
             made = (fields.need("model_seq_id", int), fields.get("base_model", str), fields.get("user_metadata", dict))
             fields.end()
-            return self._service.create_model(session_id, *made, None, path, optimizer)
+            return self.service.create_model(session_id, *made, None, path, optimizer)
         model_id, seq_id = fields.need("model_id", str), fields.need("seq_id", int)
         fields.end()
-        return self._service.load(model_id, seq_id, path, optimizer)
+        return self.service.load(model_id, seq_id, path, optimizer)
 
     def weights_info(self, fields: Fields) -> Answer:
-        meta = self._service.store.meta(fields.need("tinker_path", str))
+        meta = self.service.store.find(fields.need("tinker_path", str))[1]
         lora = meta["lora"]
         flags = {key: lora[key] for key in ("train_unembed", "train_mlp", "train_attn")}
         return {"base_model": meta["base_model"], "is_lora": True, "lora_rank": lora["rank"], **flags}
 
     async def set_ttl(self, request: Request) -> Answer:
         seconds = Fields(await read_json(request)).get("ttl_seconds", int)
-        self._service.store.change(_path(request), expires_at=expiry(seconds))
+        self.service.store.change(_path(request), expires_at=expiry(seconds))
         return None
 
     def weights_urls(self, request: Request) -> Answer:
-        folder, until = self._service.store.folder(_path(request)), int(time.time()) + URL_SECONDS
+        folder, until = self.service.store.find(_path(request))[0], int(time.time()) + URL_SECONDS
         run, name = request.path_params["run"], request.path_params["name"]
         if folder.parent.name != "external_weights":
             raise BadRequest("only weights of save_weights_external are downloaded")
@@ -262,13 +268,13 @@ class Endpoint:
 
     def _signature(self, parts: Mapping[str, Any]) -> str:
         signed = "/".join(str(parts[key]) for key in ("run", "name", "file", "until"))
-        return hmac.new(self._secret, signed.encode(), "sha256").hexdigest()
+        return hmac.new(self.secret, signed.encode(), "sha256").hexdigest()
 
     async def _file(self, request: Request, _: None) -> Response:
         given = request.path_params
         if not is_same(given["signature"], self._signature(given)) or given["until"] < time.time():
             raise wrong_key("the signature of the address")
-        folder = self._service.store.folder(f"{SCHEME}{given['run']}/external_weights/{given['name']}")
+        folder, _meta = self.service.store.find(f"{SCHEME}{given['run']}/external_weights/{given['name']}")
         return FileResponse(folder / Path(given["file"]).name)
 
     # Samples and results
@@ -279,13 +285,13 @@ class Endpoint:
         fields.end()
         if base_model is None and path is None:
             raise BadRequest("base_model or model_path must be given")
-        made = self._service.create_sampler(session_id, seq_id, base_model, path)
+        made = self.service.create_sampler(session_id, seq_id, base_model, path)
         return {"type": "create_sampling_session", "sampling_session_id": made}
 
     def sampler(self, request: Request) -> Answer:
         name = request.path_params["sampler"]
-        path = self._service.sampler(name).path
-        return {"sampler_id": name, "base_model": self._service.name, "model_path": path}
+        path = self.service.sampler(name).path
+        return {"sampler_id": name, "base_model": self.service.name, "model_path": path}
 
     def sample(self, fields: Fields) -> Answer:
         sampler_id, seq_id = fields.need("sampling_session_id", str), fields.need("seq_id", int)
@@ -299,7 +305,7 @@ class Endpoint:
         tops = [fields.get(key, int, 0) or 0 for key in ("topk_sample_logprobs", "topk_prompt_logprobs")]
         if not all(0 <= top <= MAX_TOP for top in tops):
             raise BadRequest(f"topk_sample_logprobs, topk_prompt_logprobs: {tops} must be in [0, {MAX_TOP}]")
-        longest = self._service.base.max_length
+        longest = self.service.base.max_length
         params = read_params(fields.need("sampling_params", dict), longest - len(prompt), tops[0])
         last_n = fields.get("prompt_logprobs_last_n", int)
         if last_n is not None and not 1 <= last_n < len(prompt):
@@ -307,18 +313,18 @@ class Endpoint:
             raise BadRequest(f"prompt_logprobs_last_n: {rule}", "prompt_logprobs_last_n")
         wants = fields.get("prompt_logprobs", bool) or False
         fields.end()
-        if not 1 <= len(prompt) < longest or not all(0 <= token < self._service.base.vocabulary for token in prompt):
-            rule = f"must have 1 to {longest - 1} token ids in [0, {self._service.base.vocabulary})"
+        if not 1 <= len(prompt) < longest or not all(0 <= token < self.service.base.vocabulary for token in prompt):
+            rule = f"must have 1 to {longest - 1} token ids in [0, {self.service.base.vocabulary})"
             raise BadRequest(f"prompt: {len(prompt)} token ids; it {rule}", "prompt")
         request_id = f"{sampler_id}:{seq_id}"
         queued = SampleRequest(request_id, prompt, params, count, wants, tops[1], last_n)
-        self._service.sample(sampler_id, queued)
+        self.service.sample(sampler_id, queued)
         ids = [f"{request_id}:{index}" for index in range(count)]
         return {"request_id": request_id, "sample_sequence_ids": ids}
 
     async def retrieve_future(self, fields: Fields) -> Answer:
         request_id = fields.need("request_id", str)
-        result = await self._service.queue.result(request_id)
+        result = await self.service.queue.result(request_id)
         if result is None:
             return {"type": "try_again", "request_id": request_id, "queue_state": "active"}
         if isinstance(result, Failure):  # ``RequestFailedResponse`` of the SDK

@@ -17,8 +17,8 @@ from typing import Any
 
 from roll.serving.http import BadRequest, Refusal
 
+# Folder to the SDK's type of a checkpoint.
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-"""Folder to the SDK's type of a checkpoint."""
 SCHEME = "tinker://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 _HOUR, _TEN_YEARS = 3600, 10 * 366 * 86400
@@ -55,20 +55,17 @@ class Store:
         for left in root.glob("*/*/.new-*"):
             shutil.rmtree(left)
 
-    def folder(self, path: str) -> Path:
-        """The folder of ``tinker://RUN/KIND/NAME``.
-
-        Raises:
-            BadRequest: no such path. Refusal: no such checkpoint, or one that has expired.
-        """
+    def find(self, path: str) -> tuple[Path, dict[str, Any]]:
+        """The folder of ``tinker://RUN/KIND/NAME``. Raises ``BadRequest``: no such path. Refusal: no such checkpoint,
+        or one that has expired."""
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
             raise BadRequest(f"path: {path[:200]!r} must be tinker://RUN/KIND/NAME, KIND one of {', '.join(KINDS)}")
         folder = self._place(*parts)
-        meta = self._read(folder / _META)
+        meta = _read(folder / _META)
         if meta is None or _is_over(meta):
             raise missing(f"checkpoint {path}")
-        return folder
+        return folder, meta
 
     def _place(self, run: str, kind: str, name: str) -> Path:
         return self.root / check_name(run, "path") / kind / check_name(name, "path")
@@ -76,11 +73,7 @@ class Store:
     def save(
         self, run: str, kind: str, name: str, write: Callable[[Path], None], meta: Mapping[str, Any], overwrite: bool
     ) -> str:
-        """Have ``write`` fill a checkpoint's folder; its path.
-
-        Raises:
-            ValueError: the name is taken.
-        """
+        """Have ``write`` fill a checkpoint's folder; its path. Raises ``ValueError``: the name is taken."""
         folder = self._place(run, kind, name)
         if folder.exists() and not overwrite:
             raise ValueError(f"{SCHEME}{run}/{kind}/{name} exists; choose another name, or overwrite=True")
@@ -99,19 +92,16 @@ class Store:
             raise
         return f"{SCHEME}{run}/{kind}/{name}"
 
-    def meta(self, path: str) -> dict[str, Any]:
-        """Read what :meth:`save` was given."""
-        return self._read(self.folder(path) / _META) or {}
-
     def change(self, path: str, **values: object) -> None:
-        """Change entries of :meth:`meta`."""
-        self._write(self.folder(path) / _META, {**self.meta(path), **values})
+        """Change entries of what :meth:`save` was given."""
+        folder, meta = self.find(path)
+        _write(folder / _META, {**meta, **values})
 
     def listed(self, run: str | None = None) -> list[dict[str, Any]]:
         """``Checkpoint`` of the SDK for each checkpoint (of a run), the newest first."""
         found = []
         for file in self.root.glob(f"{'*' if run is None else check_name(run, 'run')}/*/*/{_META}"):
-            meta = self._read(file)
+            meta = _read(file)
             owner, kind, name = file.parent.parts[-3:]
             if meta is not None and kind in KINDS and not _is_over(meta):
                 keys = ("time", "size_bytes", "public", "user_metadata", "expires_at")
@@ -129,17 +119,12 @@ class Store:
         """Note a new training run."""
         folder = self.root / check_name(run, "model_id")
         folder.mkdir(parents=True, exist_ok=True)
-        self._write(
-            folder / _RUN, {"training_run_id": run, "last_request_time": datetime.now(UTC).isoformat(), **values}
-        )
+        about = {"training_run_id": run, "last_request_time": datetime.now(UTC).isoformat()}
+        _write(folder / _RUN, {**about, **values})
 
     def run(self, run: str) -> dict[str, Any]:
-        """``TrainingRun`` of the SDK.
-
-        Raises:
-            Refusal: no such run.
-        """
-        found = self._read(self.root / check_name(run, "run") / _RUN)
+        """``TrainingRun`` of the SDK. Raises ``Refusal``: no such run."""
+        found = _read(self.root / check_name(run, "run") / _RUN)
         if found is None:
             raise missing(f"training run {run}")
         newest: dict[str, Any] = {}
@@ -160,19 +145,19 @@ class Store:
         found = [self.run(file.parent.name) for file in self.root.glob(f"*/{_RUN}")]
         return sorted(found, key=lambda one: str(one["last_request_time"]), reverse=True)
 
-    @staticmethod
-    def _read(file: Path) -> dict[str, Any] | None:
-        try:
-            content: dict[str, Any] = json.loads(file.read_text())
-        except (OSError, ValueError):
-            return None
-        return content
 
-    @staticmethod
-    def _write(file: Path, content: Mapping[str, Any]) -> None:
-        fresh = file.with_suffix(".new")
-        fresh.write_text(json.dumps(content))
-        fresh.replace(file)
+def _read(file: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+    return content
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    fresh = file.with_suffix(".new")  # a reader finds the old content or the new, never half of it
+    fresh.write_text(json.dumps(content))
+    fresh.replace(file)
 
 
 def _is_over(meta: Mapping[str, Any]) -> bool:

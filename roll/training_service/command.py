@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OUTPUT = "output/training-service"
+# Tokens of a datum, or of prompt and response, where the model has more positions and the command says nothing.
 DEFAULT_LENGTH = 4096
-"""Tokens of a datum, or of prompt and response, where the model has more positions and the command says nothing."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit status.
-
-    Raises:
-        ConfigError: every mistake of the command line.
-    """
+    """The exit status. Raises ``ConfigError``: every mistake of the command line."""
     from roll.cli import EXIT_FAILED, say, show_error
 
     options = read_options(build_parser().parse_args(words))
@@ -93,10 +89,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def read_options(arguments: argparse.Namespace) -> Options:
-    """
-    Raises:
-        ConfigError: every mistake.
-    """
+    """Check the command line. Raises ``ConfigError``: every mistake."""
     from roll.cli import server_key
 
     key = server_key(arguments.host, arguments.api_key_env, "train and sample")
@@ -117,11 +110,8 @@ def read_options(arguments: argparse.Namespace) -> Options:
 
 
 def read_model(model: str, overrides: Sequence[str]) -> tuple[ModelArguments, int | None]:
-    """The base model of a folder, a hub name or a YAML file, and the file's ``max_model_len``.
-
-    Raises:
-        ConfigError: a file that cannot be read, or whose engines are others; overrides without a file.
-    """
+    """The base model of a folder, a hub name or a YAML file, and the file's ``max_model_len``. Raises ``ConfigError``:
+    a file that cannot be read, or whose engines are others; overrides without a file."""
     from roll.config.roles import ModelArguments
 
     if not model.endswith((".yaml", ".yml")):
@@ -144,11 +134,8 @@ def read_model(model: str, overrides: Sequence[str]) -> tuple[ModelArguments, in
 
 
 def start(options: Options) -> HttpServer:
-    """Load the model and serve it.
-
-    Raises:
-        ValueError: a model that cannot be trained here. OSError: no such model, or the port is taken.
-    """
+    """Load the model and serve it. Raises ``ValueError``: a model that cannot be trained here. OSError: no such model,
+    or the port is taken."""
     from roll.models.build import load_config
     from roll.models.gguf_reading import dequantised_path
     from roll.serving.http import HttpServer

@@ -38,12 +38,9 @@ class Loss:
     """A policy loss, its options, and what the SDK gives it."""
 
     function: PolicyLossFunction
-    settings: Callable[..., Any]
-    """From the values of ``options``, (N, 1) each, to the options of ``function``."""
-    needs: tuple[str, ...] = _SAMPLES
-    """Tensors that each datum must have."""
-    takes: tuple[str, ...] = ()
-    """Tensors that a datum may have, in place of the options of these names."""
+    settings: Callable[..., Any]  # from the values of `options`, (N, 1) each, to the options of `function`
+    needs: tuple[str, ...] = _SAMPLES  # tensors that each datum must have
+    takes: tuple[str, ...] = ()  # tensors that a datum may have, in place of the options of these names
     options: tuple[str, ...] = ()
 
     def sum(self, log_probs: Sequence[Tensor], data: Sequence[Datum], options: Mapping[str, float]) -> Tensor:
@@ -98,8 +95,7 @@ def loss_of(name: str, options: Mapping[str, float | str]) -> Loss:
     return loss
 
 
-MAX_TARGETS = 1024
-"""Targets of a position: the columns of all data of a micro-batch are as many as those of the widest."""
+MAX_TARGETS = 1024  # targets of a position: the columns of all data of a micro-batch are as many as those of the widest
 
 
 def check_datum(loss: Loss, name: str, datum: Datum, where: str, vocabulary: int, longest: int) -> None:

@@ -26,14 +26,12 @@ from roll.training_service.checkpoints import missing
 
 logger = logging.getLogger(__name__)
 
+# Results that are kept for clients that ask again; the oldest leave first.
 MAX_RESULTS, MAX_RESULT_BYTES = 20_000, 1 << 30
-"""Results that are kept for clients that ask again; the oldest leave first."""
-WAIT_SECONDS = 30.0
-"""Most seconds that a question for a result waits; the limit of the client is 45."""
-MAX_GROUP = 64
-"""Requests of one sampling session that the engine works on together."""
+WAIT_SECONDS = 30.0  # most seconds that a question for a result waits; the limit of the client is 45
+MAX_GROUP = 64  # requests of one sampling session that the engine works on together
+# Seconds without a sign of life (the SDK gives one every 10) after which a client waits for all others.
 ABSENT_SECONDS = 60.0
-"""Seconds without a sign of life (the SDK gives one every 10) after which a client waits for all others."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +42,16 @@ class Failure:
     user: bool = True
 
 
-Result = bytes | dict[str, Any] | Failure
-"""A protobuf message, a JSON body, or a failure."""
-Slices = Generator[None, None, Result]
-"""A computation that lets others come first at every ``yield``."""
+Result = bytes | dict[str, Any] | Failure  # a protobuf message, a JSON body, or a failure
+Slices = Generator[None, None, Result]  # a computation that lets others come first at every `yield`
 
 
 @dataclass(eq=False)
 class Owner:
     """A client, between whose lines and those of other clients computing time is shared."""
 
-    used: float = 0.0
-    """Seconds of computing, on the queue's clock."""
-    seen: float = field(default_factory=time.monotonic)
-    """Its last sign of life."""
+    used: float = 0.0  # seconds of computing, on the queue's clock
+    seen: float = field(default_factory=time.monotonic)  # its last sign of life
 
 
 @dataclass(eq=False)
@@ -65,14 +59,13 @@ class Job:
     """A request under way or done."""
 
     request_id: str
-    compute: Callable[[], Result | Slices] | None
-    """Runs in the computing thread; None for a part of a group."""
+    compute: Callable[[], Result | Slices] | None  # runs in the computing thread; None for a part of a group
+    # A function that computes many such requests together, and this one's argument.
     group: tuple[Callable[[Sequence[Any]], dict[str, Result]], Any] | None = None
-    """A function that computes many such requests together, and this one's argument."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Result | None = None
-    slices: Slices | None = None
-    """Rest of a computation that has begun."""
+    size: int = 0  # of the result, in bytes
+    slices: Slices | None = None  # rest of a computation that has begun
 
 
 @dataclass
@@ -80,27 +73,21 @@ class _Line:
     """Requests of a model or a sampling session."""
 
     owner: Owner
-    next_seq: int | None = None
-    """Of a model, the number of the request that is next; None: any order."""
-    waiting: dict[int, Job | None] = field(default_factory=dict)
-    """By number; None: refused, and passed over."""
+    next_seq: int | None = None  # of a model, the number of the request that is next; None: any order
+    waiting: dict[int, Job | None] = field(default_factory=dict)  # by number; None: refused, and passed over
     ready: deque[Job] = field(default_factory=deque)
 
 
 class Queue:
-    """The lines of all models and sampling sessions.
-
-    Args:
-        max_open: requests of one line that wait; further ones are turned away with status 429.
-    """
+    """The lines of all models and sampling sessions. ``max_open``: requests of one line that wait; further ones are
+    turned away with status 429."""
 
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
         self._lines: OrderedDict[str, _Line] = OrderedDict()
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self.jobs: OrderedDict[str, Job] = OrderedDict()  # by request, those that are done too, the oldest first
         self._bytes = 0
-        self._clock = 0.0
-        """``used`` of the owner who was served last, as it was then."""
+        self._clock = 0.0  # `used` of the owner who was served last, as it was then
         self._wakes = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="computing")
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -116,22 +103,14 @@ class Queue:
             if job is not None:
                 self._finish(job, Failure(f"{name} has been unloaded"))
 
-    def find(self, request_id: str) -> Job | None:
-        """A request that was accepted before."""
-        return self._jobs.get(request_id)
-
     def add(self, line_name: str, seq_id: int | None, job: Job) -> None:
-        """Accept a request.
-
-        Raises:
-            Refusal: no such line. Overloaded: too many wait.
-        """
+        """Accept a request. Raises ``Refusal``: no such line, or too many wait."""
         line = self._lines.get(line_name)
         if line is None:
             raise missing(f"model or sampling session {line_name}: it was unloaded, or the service was started again")
         if len(line.waiting) + len(line.ready) >= self._max_open:
             raise Overloaded(f"{line_name}: {self._max_open} requests wait, which is the most")
-        self._jobs[job.request_id] = job
+        self.jobs[job.request_id] = job
         line.owner.seen = time.monotonic()
         if not any(other.ready for other in self._lines.values() if other.owner is line.owner):
             line.owner.used = max(line.owner.used, self._clock)
@@ -162,12 +141,9 @@ class Queue:
         self._wakes.set()
 
     async def result(self, request_id: str) -> Result | None:
-        """A result, waited for; None: not done yet.
-
-        Raises:
-            Refusal: an unknown request (404), or one whose result is no longer kept (410).
-        """
-        job = self._jobs.get(request_id)
+        """A result, waited for; None: not done yet. Raises ``Refusal``: an unknown request (404), or one whose result
+        is no longer kept (410)."""
+        job = self.jobs.get(request_id)
         if job is None:
             raise missing(f"request {request_id[:200]}: its result is no longer kept, or the service was started again")
         with suppress(TimeoutError):
@@ -212,18 +188,16 @@ class Queue:
         return name
 
     def _finish(self, job: Job, result: Result) -> None:
-        def size_of(one: Result) -> int:
-            return len(one) if isinstance(one, bytes) else 256
-
         job.result, job.compute, job.group, job.slices = result, None, None, None
         job.done.set()
-        self._bytes += size_of(result)
-        while len(self._jobs) > MAX_RESULTS or self._bytes > MAX_RESULT_BYTES:
-            name, old = next(iter(self._jobs.items()))
+        job.size = len(result) if isinstance(result, bytes) else 256
+        self._bytes += job.size
+        while len(self.jobs) > MAX_RESULTS or self._bytes > MAX_RESULT_BYTES:
+            name, old = next(iter(self.jobs.items()))
             if old.result is None or old is job:
                 break
-            self._bytes -= size_of(old.result)
-            del self._jobs[name]
+            self._bytes -= old.size
+            del self.jobs[name]
 
     async def close(self) -> None:
         """Compute nothing more."""

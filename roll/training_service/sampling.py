@@ -23,8 +23,7 @@ from roll.training_service.adapters import ADAPTER_FILE, AdapterWeights, Base
 from roll.training_service.wire import LENGTH, STOP, sample_output
 
 _PREFIX, _DOWN, _UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-MAX_SAMPLES = 1024
-"""Samples of one request."""
+MAX_SAMPLES = 1024  # samples of one request
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,12 @@ class SampleRequest:
     num_samples: int
     prompt_log_probs: bool
     prompt_top: int
-    last_n: int | None
-    """Prompt tokens that are scored; None: all but the first."""
+    last_n: int | None  # prompt tokens that are scored; None: all but the first
 
 
 class Sampler:
-    """The engine, and the adapter that is in it.
-
-    Args:
-        folder: where an engine's copy of a model with tied embeddings is written.
-    """
+    """The engine, and the adapter that is in it. ``folder``: where an engine's copy of a model with tied embeddings is
+    written."""
 
     def __init__(self, base: Base, max_seqs: int, folder: Path) -> None:
         from transformers import AutoTokenizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,10 +15,9 @@ from roll.training_service.queue import Failure, Job, Owner, Queue, Result, Slic
 from roll.training_service.sampling import Sampler, SampleRequest, read_adapter
 from roll.training_service.wire import PassRequest, pass_output
 
+# A session without a sign of life for so long may lose its models, when another needs the room.
 SESSION_SECONDS = 1800.0
-"""A session without a sign of life for so long may lose its models, when another needs the room."""
-KEPT_SAMPLERS = 8
-"""Unnamed sampler weights that are kept of each model."""
+KEPT_SAMPLERS = 8  # unnamed sampler weights that are kept of each model
 
 
 @dataclass(eq=False, kw_only=True)
@@ -39,28 +37,23 @@ class Model:
     session_id: str
     lora: LoraOptions
     tenant: Tenant | None = None
+    # Sampling sessions with weights that have no name, the oldest first.
     unnamed: list[str] = field(default_factory=list)
-    """Sampling sessions with weights that have no name, the oldest first."""
 
 
 @dataclass(frozen=True)
 class Source:
     """The weights of a sampling session."""
 
-    key: str | None
-    """Sessions with the same key have the same weights; None: the base model."""
+    key: str | None  # sessions with the same key have the same weights; None: the base model
     read: Callable[[], AdapterWeights] | None
     path: str | None = None
 
 
 class Service:
-    """Answers to requests whose fields have been read. Made on the event loop that it is used on.
-
-    Args:
-        name: of the base model, as clients give it.
-        max_models: models under training at a time.
-        max_open: requests of one model that wait.
-    """
+    """Answers to requests whose fields have been read. Made on the event loop that it is used on. ``name``: of the base
+    model, as clients give it; ``max_models``: models under training at a time; ``max_open``: requests of one model that
+    wait."""
 
     def __init__(self, base: Base, sampler: Sampler, store: Store, name: str, max_models: int, max_open: int) -> None:
         self.base, self.store, self.name = base, store, name
@@ -71,11 +64,6 @@ class Service:
         self._sources: dict[str, Source] = {}
 
     # Sessions
-
-    def create_session(self, user_metadata: dict[str, Any] | None, display_name: str | None) -> str:
-        session_id = str(uuid.uuid4())
-        self.sessions[session_id] = Session(user_metadata=user_metadata, display_name=display_name)
-        return session_id
 
     def session(self, session_id: str) -> Session:
         """The session of an id; ``Refusal`` where there is none."""
@@ -111,13 +99,12 @@ class Service:
         session = self.session(session_id)
         model_id = f"{session_id}:train:{model_seq_id}"
         request_id = f"{model_id}:0"
-        if self.queue.find(request_id) is not None:
+        if request_id in self.queue.jobs:
             return request_id
         if base_model is not None:
             self.check_base(base_model)
-        meta = self.store.meta(path) if path is not None else {}
         if path is not None:
-            lora = LoraOptions(**meta["lora"])
+            lora = LoraOptions(**self.store.find(path)[1]["lora"])
         assert lora is not None
         now = time.monotonic()
         for other, idle in list(self.sessions.items()):
@@ -133,7 +120,7 @@ class Service:
             try:
                 tenant = Tenant(self.base, lora)
                 if path is not None:
-                    tenant.load(self.store.folder(path), optimizer)
+                    tenant.load(self.store.find(path)[0], optimizer)
                 self.store.begin_run(
                     model_id, base_model=self.name, lora_rank=lora.rank, user_metadata=user_metadata or None
                 )
@@ -173,7 +160,7 @@ class Service:
 
     def _queue(self, model_id: str, seq_id: int, compute: Callable[[Tenant], Result | Slices]) -> str:
         request_id = f"{model_id}:{seq_id}"
-        if self.queue.find(request_id) is None:
+        if request_id not in self.queue.jobs:
             model = self.model(model_id)
 
             def computed() -> Result | Slices:
@@ -194,17 +181,15 @@ class Service:
                 found = yield from tenant.forward_backward(request.data, request.loss, request.options, backward)
                 return pass_output(*found)
             except Exception:
-                if backward:
-                    tenant.miss_pass()
+                # The next step, which may be on its way already, would lack this gradient.
+                tenant.lacks_a_pass |= backward
                 raise
 
         return self._queue(request.model_id, request.seq_id, computed)
 
     def optim_step(self, model_id: str, seq_id: int, options: Mapping[str, float]) -> str:
-        def stepped(tenant: Tenant) -> Result:
-            return {"metrics": tenant.optim_step(AdamOptions(**options))}
-
-        return self._queue(model_id, seq_id, stepped)
+        """Queue a step of AdamW."""
+        return self._queue(model_id, seq_id, lambda tenant: {"metrics": tenant.optim_step(AdamOptions(**options))})
 
     def save(
         self, kind: str, model_id: str, seq_id: int, name: str, ttl: int | None, metadata: object, overwrite: bool
@@ -225,7 +210,7 @@ class Service:
 
     def load(self, model_id: str, seq_id: int, path: str, optimizer: bool) -> str:
         def loaded(tenant: Tenant) -> Result:
-            tenant.load(self.store.folder(path), optimizer)
+            tenant.load(self.store.find(path)[0], optimizer)
             return {"type": "load_weights", "path": path, "model_id": model_id}
 
         return self._queue(model_id, seq_id, loaded)
@@ -241,7 +226,7 @@ class Service:
             return {"type": "save_weights_for_sampler", "sampling_session_id": sampler_id}
 
         request_id = f"{model_id}:{seq_id}"
-        if self.queue.find(request_id) is None:
+        if request_id not in self.queue.jobs:
             self._queue(model_id, seq_id, taken)
             self._open_sampler(model.session_id, sampler_id, Source(sampler_id, lambda: held[0]))
             model.unnamed.append(sampler_id)
@@ -261,7 +246,7 @@ class Service:
             self.check_base(base_model)
         source = Source(None, None)
         if path is not None:
-            folder, meta = self.store.folder(path), self.store.meta(path)
+            folder, meta = self.store.find(path)
             source = Source(f"{path}@{meta['time']}", partial(read_adapter, folder), path)
         self._open_sampler(session_id, sampler_id, source)
         return sampler_id
@@ -281,7 +266,7 @@ class Service:
         return found
 
     def sample(self, sampler_id: str, request: SampleRequest) -> str:
-        if self.queue.find(request.request_id) is None:
+        if request.request_id not in self.queue.jobs:
             source = self.sampler(sampler_id)
             job = Job(request.request_id, None, (partial(self._sampled, source), request))
             self.queue.add(sampler_id, None, job)

@@ -1,36 +1,143 @@
-"""Bodies of the ``tinker`` SDK (0.38): protobuf, optionally compressed by zstd, for passes and samples.
+"""Bodies of the ``tinker`` SDK (0.38): JSON, and protobuf, optionally compressed by zstd, for passes and samples.
 
-The schema is built here, so that the service does not need the SDK. It differs from the SDK's file in what the wire
-does not show: enumerations are int32, maps are repeated pairs, and members of a oneof are plain fields.
+Each field of a JSON body is read, or refused by its name; nothing is passed over. The schema of protobuf is built here,
+so that the service does not need the SDK. It differs from the SDK's file in what the wire does not show: enumerations
+are int32, maps are repeated pairs, and members of a oneof are plain fields.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from roll.serving.http import MAX_BODY, BadRequest
+from roll.strategies.engines.requests import SamplingParams, check_sampling_params
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
-MAX_DECODED = 8 * MAX_BODY
-"""Bytes of a request after decompression, or of its sparse tensors after they are made dense."""
-MAX_DATA = 4096
-"""Data of one request; the SDK sends 1,024."""
+T = TypeVar("T")
+MAX_DECODED = 8 * MAX_BODY  # bytes of a request after decompression, or of its sparse tensors after they are made dense
+MAX_DATA = 4096  # data of one request; the SDK sends 1,024
 PROTOBUF = "application/x-protobuf"
+
+_REFUSED = {
+    "kind": "inflight sampling clients are not served; use kind='snapshot'",
+    "record_stability_info": "stable_reinforce is not served, and so nothing is recorded for it",
+    "target_prompt_logprobs": "not served; topk_prompt_logprobs is",
+    "prompt_alt_tokens_k": "not served",
+    "weights_access_token": "not served: whoever has the service's key reads all its checkpoints",
+    "age_encryption_recipients": "not served; encrypt the downloaded files",
+    "project_id": "there are no projects here",
+}
+SERVED_NOWHERE = "is not served here; docs/training-service.md lists what is"
+
+
+class Fields:
+    """The fields of a JSON body, each read once; :meth:`end` refuses those that nobody has read."""
+
+    def __init__(self, body: object, where: str = "") -> None:
+        if not isinstance(body, dict):
+            raise BadRequest(f"{where or 'the body'} must be an object")
+        self._body = {key: value for key, value in body.items() if value is not None and key != "type"}
+        self._where = f"{where}." if where else ""
+
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
+        """The value of a field; ``BadRequest`` for one of another type."""
+        value = self._body.pop(key, default)
+        if value is None:
+            return None
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value) if abs(value) <= sys.float_info.max else math.inf
+        right = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not right or (isinstance(value, float) and not math.isfinite(value)):
+            raise BadRequest(f"{self._where}{key}: {value!r:.100} must be of type {kind.__name__}", key)
+        return value
+
+    def need(self, key: str, kind: type[T]) -> T:
+        """The value of a field that must be there; ``BadRequest`` where it is not, or of another type."""
+        value = self.get(key, kind)
+        if value is None:
+            raise BadRequest(f"{self._where}{key} is missing", key)
+        return value
+
+    def off(self, key: str, *harmless: object) -> None:
+        """Raise ``BadRequest`` for a feature that is not served, unless its value leaves it off."""
+        value = self._body.pop(key, None)
+        if value is not None and value not in harmless:
+            raise BadRequest(f"{self._where}{key}: {_REFUSED[key]}", key)
+
+    def end(self) -> None:
+        """Raise ``BadRequest`` for a field that was not read."""
+        for key in self._body:
+            raise BadRequest(f"{self._where}{key} {SERVED_NOWHERE}", key)
+
+
+def check_optimizer(fields: Fields) -> None:
+    """Raise ``BadRequest`` for another optimizer than AdamW."""
+    config = fields.get("optimizer_config", dict) or {}
+    if config.get("type", "adamw") != "adamw":
+        raise BadRequest(
+            f"optimizer_config.type: {config['type']!r:.100} is not served; 'adamw' is", "optimizer_config"
+        )
+
+
+def read_prompt(body: object) -> list[int]:
+    fields, tokens = Fields(body, "prompt"), []
+    for index, chunk in enumerate(fields.need("chunks", list)):
+        own = Fields(chunk, f"prompt.chunks[{index}]")
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            kind = f"{chunk['type']!r:.50}"
+            raise BadRequest(
+                f"prompt.chunks[{index}]: chunks of type {kind} are not served; send encoded text", "prompt"
+            )
+        part = own.need("tokens", list)
+        if not all(type(token) is int for token in part):
+            raise BadRequest(f"prompt.chunks[{index}].tokens: must be integers", "prompt")
+        tokens += part
+    return tokens
+
+
+def read_params(body: object, room: int, top: int) -> SamplingParams:
+    """Sampling parameters; ``max_tokens`` as many as there is room for, unless the body says less. Raises
+    ``BadRequest``: a value outside its range."""
+    fields = Fields(body, "sampling_params")
+    stop: Any = fields.get("stop", object)
+    if stop == []:
+        raise BadRequest("sampling_params.stop: [] (go on past the model's own end) is not served", "stop")
+    stops: Any = [stop] if isinstance(stop, str) else stop or []
+    kinds = {type(one) for one in stops} if isinstance(stops, list) else set()
+    if stop is not None and kinds not in ({str}, {int}):
+        raise BadRequest("sampling_params.stop: must be a text, texts, or token ids", "stop")
+    limit = fields.get("max_tokens", int)
+    values: dict[str, Any] = {key: fields.get(key, float) for key in ("temperature", "top_p")}
+    values |= {key: fields.get(key, int) for key in ("top_k", "seed")}
+    fields.end()
+    params = SamplingParams(
+        max_new_tokens=max(room, 1) if limit is None else limit,
+        stop_strings=tuple(stops) if kinds == {str} else (),
+        stop_token_ids=tuple(stops) if kinds == {int} else (),
+        top_log_probs=top,
+        **{key: value for key, value in values.items() if value is not None},
+    )
+    try:
+        check_sampling_params(params, "sampling_params")
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
+    return params
+
 
 _FLOAT32, _INT64 = 1, 2
 _DTYPES: dict[int, np.dtype[Any]] = {_FLOAT32: np.dtype(np.float32), _INT64: np.dtype(np.int64)}
-STOP, LENGTH = 0, 1
-"""Reasons why a sample ends."""
+STOP, LENGTH = 0, 1  # reasons why a sample ends
 
 _SCHEMA = """
 SparseCsr: values bytes 1, crow_indices bytes 2, col_indices bytes 3
@@ -86,10 +193,8 @@ def messages() -> dict[str, Any]:
 class Datum:
     """Input tokens and the named tensors of a loss."""
 
-    tokens: torch.Tensor
-    """int64 (T,)."""
-    inputs: Mapping[str, torch.Tensor]
-    """int64 or float32, (T,) or (T, K)."""
+    tokens: torch.Tensor  # int64 (T,)
+    inputs: Mapping[str, torch.Tensor]  # int64 or float32, (T,) or (T, K)
 
 
 @dataclass(frozen=True)
@@ -102,16 +207,11 @@ class PassRequest:
     loss: str
     options: Mapping[str, float | str]
     forward_only: bool
-    problem: str | None = None
-    """Why the request is refused, where its model and number could be read."""
+    problem: str | None = None  # why the request is refused, where its model and number could be read
 
 
 def decompressed(body: bytes) -> bytes:
-    """The content of a zstd frame.
-
-    Raises:
-        BadRequest: no zstd, or more than :data:`MAX_DECODED` bytes (status 413).
-    """
+    """The content of a zstd frame. Raises ``BadRequest``: no zstd, or (413) more than :data:`MAX_DECODED` bytes."""
     import pyarrow
 
     try:
@@ -125,11 +225,7 @@ def decompressed(body: bytes) -> bytes:
 
 
 def read_pass(body: bytes) -> PassRequest:
-    """Parse ``ForwardBackwardRequest``.
-
-    Raises:
-        BadRequest: no such message, or one without model and number.
-    """
+    """Parse ``ForwardBackwardRequest``. Raises ``BadRequest``: no such message, or one without model and number."""
     from google.protobuf.message import DecodeError
 
     message = messages()["ForwardBackwardRequest"]()
@@ -208,12 +304,8 @@ def _dense(csr: Message, shape: list[int], dtype: np.dtype[Any], where: str) -> 
 
 
 def pass_output(log_probs: Sequence[torch.Tensor], metrics: Mapping[str, float]) -> bytes:
-    """``ForwardBackwardOutput``.
-
-    Args:
-        log_probs: float32 (T,) or (T, K) of each datum's target tokens.
-        metrics: names end in ``:`` and the reduction over the requests of one pass.
-    """
+    """``ForwardBackwardOutput``. ``log_probs``: float32 (T,) or (T, K) of each datum's target tokens; ``metrics``:
+    names end in ``:`` and the reduction over the requests of one pass."""
     message = messages()["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for own in log_probs:
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
@@ -225,8 +317,8 @@ def pass_output(log_probs: Sequence[torch.Tensor], metrics: Mapping[str, float])
     return bytes(message.SerializeToString())
 
 
+# By position the most probable tokens with their log-probs; an empty position was not computed.
 Top = Sequence[Sequence[tuple[int, float]]]
-"""By position the most probable tokens with their log-probs; an empty position was not computed."""
 _NO_LOG_PROB = -99999.0
 
 
@@ -245,12 +337,8 @@ def sample_output(
     prompt_top: Top,
     prompt_k: int,
 ) -> bytes:
-    """``SampleResponse``.
-
-    Args:
-        samples: of each, :data:`STOP` or :data:`LENGTH`, tokens, their log-probs, and the most probable ones.
-        prompt_log_probs: float32 (length of the prompt,), NaN where not computed.
-    """
+    """``SampleResponse``. ``samples``: of each, :data:`STOP` or :data:`LENGTH`, tokens, their log-probs, and the most
+    probable ones; ``prompt_log_probs``: float32 (length of the prompt,), NaN where not computed."""
     message = messages()["SampleResponse"]()
     for reason, tokens, log_probs, top in samples:
         sequence = message.sequences.add(

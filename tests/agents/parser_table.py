@@ -23,13 +23,8 @@ TOOLS = [
 ]
 MARKS = (
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>"),
-    *(
-        "<｜tool▁calls▁begin｜>",
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-    ),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    "<｜tool▁calls▁end｜>",
 )
 Calls = list[tuple[str, Any]]
 Reader = Callable[["Family", str], tuple[Calls, str]]
@@ -39,20 +34,14 @@ Reader = Callable[["Family", str], tuple[Calls, str]]
 class Family:
     """A format, and who reads it."""
 
-    name: str
-    """Of our parser."""
-    form: str
-    """A call: name and arguments as JSON; where strings are written without quotes, name and pairs."""
-    end: str
-    """Text with which a call ends, or that begins another."""
-    tool_parser: str
-    """Name of vLLM's parser."""
+    name: str  # of our parser
+    form: str  # a call: name and arguments as JSON; where strings are written without quotes, name and pairs
+    end: str  # text with which a call ends, or that begins another
+    tool_parser: str  # name of vLLM's parser
     reasoning_parser: str | None = None
-    pair: str = ""
-    """An argument that is written without quotes."""
+    pair: str = ""  # an argument that is written without quotes
     marks: tuple[str, ...] = ()
-    closing: str = ""
-    """End of a call, which the length may cut; empty: the arguments end it."""
+    closing: str = ""  # end of a call, which the length may cut; empty: the arguments end it
     thought: tuple[str, str] = ("<think>", "</think>")
 
     def call(self, name: str, arguments: dict[str, Any] | str) -> str:
@@ -83,30 +72,17 @@ _XML_END = "</parameter>\n</function>\n</tool_call>"
 FAMILIES = {
     "hermes": Family("hermes", _HERMES, "</tool_call>", "hermes", "qwen3", closing="\n</tool_call>"),
     "qwen3_coder": Family(
-        "qwen_xml",
-        _QWEN,
-        _XML_END,
-        "qwen3_coder",
-        "qwen3",
-        "<parameter={}>\n{}\n</parameter>\n",
+        *("qwen_xml", _QWEN, _XML_END, "qwen3_coder", "qwen3", "<parameter={}>\n{}\n</parameter>\n"),
         closing="</function>\n</tool_call>",
     ),
     "glm": Family(
-        "glm",
-        "<tool_call>NAME\nARGUMENTS</tool_call>",
-        "</arg_value>\n</tool_call>",
-        "glm45",
-        "glm45",
-        "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
+        *("glm", "<tool_call>NAME\nARGUMENTS</tool_call>", "</arg_value>\n</tool_call>", "glm45", "glm45"),
+        *("<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",),
         closing="</tool_call>",
     ),
     "llama3_json": Family("llama3", '{"name": "NAME", "parameters": ARGUMENTS}', "}}; ", "llama3_json"),
     "mistral": Family(
-        "mistral",
-        "[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
-        "[TOOL_CALLS]",
-        "mistral",
-        "mistral",
+        *("mistral", "[TOOL_CALLS]NAME[ARGS]ARGUMENTS", "[TOOL_CALLS]", "mistral", "mistral"),
         marks=("[ARGS]",),
         thought=_M,
     ),
@@ -126,12 +102,10 @@ class Case:
     """A response in every format, and what it is to be read as."""
 
     title: str
-    response: Callable[[Family], str | None]
-    """None: the format cannot have it."""
+    response: Callable[[Family], str | None]  # None: the format cannot have it
     calls: Callable[[Family], Calls]
     decision: str
-    content: str | None = None
-    """Without quotes; ``END`` is the end mark of a thought. None: it is not looked at."""
+    content: str | None = None  # without quotes; `END` is the end mark of a thought. None: it is not looked at.
 
 
 def _said(family: Family, text: str) -> str:

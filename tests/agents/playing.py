@@ -10,9 +10,8 @@ from typing import Any
 
 from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.chat_ids import ChatTemplate
-from roll.agents.endpoint import AgentEndpoint
+from roll.agents.endpoint import AgentEndpoint, Session
 from roll.agents.episode import Agent, Episode, Limits, Model, Sampler, Task, run_episode
-from roll.agents.session import Session
 from roll.rollout.groups import FinishedGroup
 from roll.strategies.engines.requests import FinishReason
 from tests.support.episodes import ids_of, sampled, trained_ids

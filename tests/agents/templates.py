@@ -22,6 +22,7 @@ DROPS_THOUGHTS = (
     "{{ '<|im_start|>' + m.role + '\n' + c + '<|im_end|>\n' }}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
+# As Mistral's: no generation prompt, tools in front of the last user message.
 MISTRAL = (
     "{{ bos_token }}{%- for m in messages -%}{%- if m.role == 'user' -%}{%- if loop.last and tools -%}"
     "{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif -%}"
@@ -29,7 +30,6 @@ MISTRAL = (
     "{%- elif m.role == 'tool' -%}{{ '[TOOL_RESULTS]' + m.content + '[/TOOL_RESULTS]' }}"
     "{%- else -%}{{ ' ' + m.content + '</s>' }}{%- endif -%}{%- endfor -%}"
 )
-"""As Mistral's: no generation prompt, tools in front of the last user message."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,10 @@ class Family:
     name: str
     template: str
     ends: tuple[str, ...] = ("<|im_end|>",)
-    tools: bool = True
-    """Renders tool messages in turn after turn."""
+    tools: bool = True  # renders tool messages in turn after turn
+    # Writes a plain response as it was sampled: no thinking or channel is put in or left out around it.
     plain: bool = True
-    """Writes a plain response as it was sampled: no thinking or channel is put in or left out around it."""
-    two_tools: bool = True
-    """Renders two tool messages behind one response."""
+    two_tools: bool = True  # renders two tool messages behind one response
 
     def tokenizer(self) -> Any:
         tokenizer = make_tokenizer()

@@ -19,11 +19,10 @@ import pytest
 from roll.agents.agent_options import AgentOptionError
 from roll.agents.built_in_tools import SearchIndex, ToolSet
 from roll.agents.chat_ids import ChatTemplate
-from roll.agents.endpoint import AgentEndpoint
+from roll.agents.endpoint import AgentEndpoint, Session
 from roll.agents.episode import Episode, Limits, Model, Task
 from roll.agents.programs import ProgramError, program_environment
 from roll.agents.registry import check_agent, make_agent
-from roll.agents.session import Session
 from roll.agents.tool_calls import ToolCall
 from roll.agents.tools import ToolError
 from roll.agents.verifiers import RewardVerifier
@@ -435,7 +434,7 @@ async def test_a_dismissed_program_takes_no_episode(template: ChatTemplate, monk
         endpoint.dismiss_worker(key)
         endpoint.offer(session)
         assert (await waiting).status_code == 204
-        assert endpoint.waiting() == [session]
+        assert endpoint.waiting == [session]
 
 
 @pytest.mark.long
@@ -443,23 +442,6 @@ def test_programs_that_cannot_serve_end_the_run(template: ChatTemplate) -> None:
     agent = make_agent("black_box", {"command": [sys.executable, "-c", "raise SystemExit('no')"], "processes": 1})
     with pytest.raises(ProgramError, match=r"ends again and again: exit status 1: no"):
         played(agent, Recorded(template, lambda _: "x"), limits=Limits(seconds=60))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("family", [*WRITTEN_HERE, *published()], ids=lambda family: family.name)
-def test_byte_soup_with_tools(family: Family) -> None:
-    """Whatever a policy samples between its calls, ids only grow, and each is trained once."""
-    if not family.tools or family.name == "mistral":  # renders no tool messages, or moves its tools
-        pytest.skip("no place for tools")
-    chat = family.chat_template()
-    for seed in range(5):
-        written = called("add", a=1, b=seed), called("no_such"), "<tool_call>\n{"
-        engine = Recorded(chat, byte_soup(chat, seed, list(written)))
-        (episode,) = played(make_agent("tools", ADDING), engine, Task("t", 0, ROW), Limits(turns=8, context=100_000))
-        assert episode.outcome in ("terminated", "turn_limit"), episode.error
-        counts = episode.conversations.counts
-        assert counts.breaks == counts.foreign_responses == 0 and len(episode.conversations.branches()) == 1
-        assert_trained_as_sampled(engine, episode.conversations)
 
 
 class Closing:
@@ -480,3 +462,20 @@ async def test_all_agents_are_closed_whichever_raises() -> None:
     with pytest.raises(OSError, match="gone"):
         await close_agents(agents)
     assert all(agent.is_closed for agent in agents if isinstance(agent, Closing))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", [*WRITTEN_HERE, *published()], ids=lambda family: family.name)
+def test_byte_soup_with_tools(family: Family) -> None:
+    """Whatever a policy samples between its calls, ids only grow, and each is trained once."""
+    if not family.tools or family.name == "mistral":  # renders no tool messages, or moves its tools
+        pytest.skip("no place for tools")
+    chat = family.chat_template()
+    for seed in range(5):
+        written = called("add", a=1, b=seed), called("no_such"), "<tool_call>\n{"
+        engine = Recorded(chat, byte_soup(chat, seed, list(written)))
+        (episode,) = played(make_agent("tools", ADDING), engine, Task("t", 0, ROW), Limits(turns=8, context=100_000))
+        assert episode.outcome in ("terminated", "turn_limit"), episode.error
+        counts = episode.conversations.counts
+        assert counts.breaks == counts.foreign_responses == 0 and len(episode.conversations.branches()) == 1
+        assert_trained_as_sampled(engine, episode.conversations)

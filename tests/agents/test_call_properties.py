@@ -19,32 +19,9 @@ FAMILIES = {family.name: family for family in published() if family.name not in 
 MARKS = (
     *("<think>", "</think>", "[/THINK]", "<tool_call>", "</tool_call>", "</function>", "</parameter>", "<function=f>"),
     *("<parameter=a>", "</arg_value>", "<arg_key>", "[TOOL_CALLS]", "<|end|>", "<|call|>", "<|im_end|>", "<|eot_id|>"),
-    *(
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁sep｜>",
-        "<｜tool▁calls▁end｜>",
-        "<|channel|>analysis<|message|>",
-        "<|python_tag|>",
-    ),
-    *(
-        "\n",
-        "\n\n",
-        " ",
-        "{",
-        "}",
-        "};",
-        '"',
-        "\\",
-        "'",
-        "```",
-        "\n```json\n",
-        "null",
-        "True",
-        "1,000",
-        "é",
-        "☃",
-        "\x7f",
-    ),
+    *("<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>", "<|channel|>analysis<|message|>"),
+    *("<|python_tag|>", "\n", "\n\n", " ", "{", "}", "};", '"', "\\", "'", "```", "\n```json\n", "null", "True"),
+    *("1,000", "é", "☃", "\x7f"),
 )
 TEXTS = st.lists(
     st.one_of(st.sampled_from(MARKS), st.text(st.characters(exclude_categories=["Cs"]), max_size=6)), max_size=5

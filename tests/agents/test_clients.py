@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
@@ -35,12 +35,137 @@ CALC: dict[str, Any] = {
     "description": "Calculate.",
     "parameters": {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]},
 }
-CHAT_TOOLS = [{"type": "function", "function": CALC}]
-RESPONSES_TOOLS = [{"type": "function", **CALC}]
-MESSAGES_TOOLS = [{"name": "calc", "description": "Calculate.", "input_schema": CALC["parameters"]}]
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "1+1"}}\n</tool_call>'
 CHATML = WRITTEN_HERE[0]
 FAMILIES = [*WRITTEN_HERE, *published()]
+Calls = list[tuple[str, Any]]
+
+
+class Chat:
+    """A conversation through an interface, as its users have one: here OpenAI's chat completions."""
+
+    def __init__(self, client: Any, tools: Sequence[Any] = (CALC,), said: str = "hello", **options: Any) -> None:
+        self.client, self.ids, self.sent = client, [], [self.user(said)]
+        self.options: dict[str, Any] = {"model": "x"} | options
+        if tools:
+            self.options["tools"] = [self.offered(one) for one in tools]
+
+    @staticmethod
+    def offered(tool: Any) -> Any:
+        return {"type": "function", "function": tool}
+
+    @staticmethod
+    def choice(name: str | None) -> Any:
+        return "required" if name is None else {"type": "function", "function": {"name": name}}
+
+    def user(self, text: str) -> Any:
+        return {"role": "user", "content": text}
+
+    async def ask(self, stream: bool = False, **more: Any) -> tuple[str, Calls]:
+        """The response's text and calls, which become part of the conversation."""
+        options = {**self.options, **more, "messages": self.sent}
+        if stream:
+            usage = {"stream_options": {"include_usage": True}}
+            async with self.client.chat.completions.stream(**options, **usage) as events:
+                async for _ in events:
+                    pass
+                answer = await events.get_final_completion()
+        else:
+            answer = await self.client.chat.completions.create(**options, max_tokens=100)
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+        (choice,) = answer.choices
+        made = choice.message.tool_calls or []
+        assert not made or choice.finish_reason == "tool_calls"
+        self.ids = [one.id for one in made]
+        self.sent = [*self.sent, choice.message.model_dump(include={"role", "content", "tool_calls"})]
+        return choice.message.content or "", [(one.function.name, json.loads(one.function.arguments)) for one in made]
+
+    def tell(self, result: str) -> None:
+        """Give every call the result; without calls, say it."""
+        results = [{"role": "tool", "tool_call_id": identity, "content": result} for identity in self.ids]
+        self.sent = [*self.sent, *(results or [self.user(result)])]
+
+
+class Responses(Chat):
+    """OpenAI's responses: every request has the whole conversation."""
+
+    stateful = False
+
+    @staticmethod
+    def offered(tool: Any) -> Any:
+        return {"type": "function", **tool}
+
+    @staticmethod
+    def choice(name: str | None) -> Any:
+        return "required" if name is None else {"type": "function", "name": name}
+
+    async def ask(self, stream: bool = False, **more: Any) -> tuple[str, Calls]:
+        options = {**self.options, **more, "input": self.sent}
+        if stream:
+            async with self.client.responses.stream(**options) as events:
+                kinds = [event.type async for event in events]
+                answer = await events.get_final_response()
+            assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        else:
+            answer = await self.client.responses.create(**options)
+        assert answer.status in ("completed", "incomplete")
+        made = [item for item in answer.output if item.type == "function_call"]
+        self.ids = [one.call_id for one in made]
+        if self.stateful:
+            self.sent, self.options["previous_response_id"] = [], answer.id
+        else:
+            self.sent = [*self.sent, *(item.model_dump(exclude_none=True) for item in answer.output)]
+        return answer.output_text, [(one.name, json.loads(one.arguments)) for one in made]
+
+    def tell(self, result: str) -> None:
+        results = [{"type": "function_call_output", "call_id": one, "output": result} for one in self.ids]
+        self.sent = [*self.sent, *(results or [self.user(result)])]
+
+
+class Stateful(Responses):
+    """OpenAI's responses: a request names the response that it goes on from."""
+
+    stateful = True
+
+
+class Messages(Chat):
+    """Anthropic's messages."""
+
+    @staticmethod
+    def offered(tool: Any) -> Any:
+        return {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
+
+    @staticmethod
+    def choice(name: str | None) -> Any:
+        return {"type": "any"} if name is None else {"type": "tool", "name": name}
+
+    def user(self, text: str) -> Any:
+        return {"role": "user", "content": [{"type": "text", "text": text}]}
+
+    async def ask(self, stream: bool = False, **more: Any) -> tuple[str, Calls]:
+        options = {**self.options, **more, "messages": self.sent}
+        if stream:
+            async with self.client.messages.stream(**options, max_tokens=100) as events:
+                answer = await events.get_final_message()
+        else:
+            answer = await self.client.messages.create(**options, max_tokens=100)
+        made = [block for block in answer.content if block.type == "tool_use"]
+        assert (answer.stop_reason == "tool_use") == bool(made)
+        if len(self.sent) == 1 and not more:
+            counted = await self.client.messages.count_tokens(**options)
+            assert answer.usage.input_tokens == counted.input_tokens
+        self.ids = [block.id for block in made]
+        self.sent = [*self.sent, {"role": "assistant", "content": answer.content}]
+        text = "".join(block.text for block in answer.content if block.type == "text")
+        return text, [(block.name, block.input) for block in made]
+
+    def tell(self, result: str) -> None:
+        content = [{"type": "text", "text": result}]
+        results = [{"type": "tool_result", "tool_use_id": one, "content": content} for one in self.ids]
+        self.sent = [*self.sent, {"role": "user", "content": results} if results else self.user(result)]
+
+
+INTERFACES = [Chat, Responses, Stateful, Messages]
 
 
 def calls_then_answers(prompt: str) -> str:
@@ -48,170 +173,50 @@ def calls_then_answers(prompt: str) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", INTERFACES)
 @pytest.mark.asyncio
-async def test_chat_completions(stream: bool) -> None:
+async def test_a_conversation_with_a_tool(kind: type[Chat], stream: bool) -> None:
     engine = Recorded(CHATML.chat_template(), calls_then_answers)
-    async with opened(engine) as (endpoint, session), clients(endpoint.url, session.key) as (client, _):
-        messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1"}]
-        while True:
-            message, reason = await _chat(client, messages, stream)
-            if reason != "tool_calls":
-                break
-            assert message["content"] == "I calculate."
-            messages.append(message)
-            for call in message["tool_calls"]:
-                assert json.loads(call["function"]["arguments"]) == {"x": "1+1"}
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": "result 2"})
-        assert message["content"] == "It is 2"
+    system: dict[str, Any] = {Chat: {"temperature": 0.2, "stop": ["never"]}, Messages: {"system": "Be brief."}}.get(
+        kind, {"instructions": "Be brief."}
+    )
+    async with opened(engine) as (endpoint, session), clients(endpoint.url, session.key) as (one, other):
+        talk = kind(other if kind is Messages else one, said="1+1", **system)
+        assert await talk.ask(stream) == ("I calculate.", [("calc", {"x": "1+1"})])
+        talk.tell("result 2")
+        assert await talk.ask(stream) == ("It is 2", [])
         conversations = session.model.conversations
         assert [call.parent for call in conversations.calls] == [None, 0]
         assert conversations.counts.foreign_responses == conversations.counts.breaks == 0
-        assert engine.options[0]["stop"] == ("never",) and session.overridden == 2
+        assert kind is not Chat or (engine.options[0]["stop"] == ("never",) and session.overridden == 2)
+        assert kind is Chat or "Be brief." in engine.template.decode(engine.turns[1][0])
     assert_trained_as_sampled(engine, conversations)
 
 
-async def _chat(client: Any, messages: list[Any], stream: bool) -> tuple[dict[str, Any], str]:
-    options = {"model": "gpt-4o", "messages": messages, "tools": CHAT_TOOLS, "temperature": 0.2, "stop": ["never"]}
-    if not stream:
-        answer = await client.chat.completions.create(**options, max_tokens=100)
-        assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-        choice = answer.choices[0]
-        return choice.message.model_dump(), choice.finish_reason
-    async with client.chat.completions.stream(**options, stream_options={"include_usage": True}) as events:
-        async for _ in events:
-            pass
-        final = await events.get_final_completion()
-    assert final.usage is not None
-    message = {"role": "assistant", "content": final.choices[0].message.content}
-    calls = [
-        {"id": one.id, "type": "function", "function": {"name": one.function.name, "arguments": one.function.arguments}}
-        for one in final.choices[0].message.tool_calls or []
-    ]
-    return message | ({"tool_calls": calls} if calls else {}), final.choices[0].finish_reason
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.asyncio
-async def test_responses(stream: bool, stateful: bool) -> None:
-    engine = Recorded(CHATML.chat_template(), calls_then_answers)
-    async with opened(engine) as (endpoint, session), clients(endpoint.url, session.key) as (client, _):
-        items: list[Any] = [{"role": "user", "content": "1+1"}]
-        previous: dict[str, str] = {}
-        while True:
-            options = {"model": "x", "input": items, "tools": RESPONSES_TOOLS, "instructions": "Be brief.", **previous}
-            if stream:
-                async with client.responses.stream(**options) as events:
-                    kinds = [event.type async for event in events]
-                    answer = await events.get_final_response()
-                assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
-            else:
-                answer = await client.responses.create(**options)
-            calls = [item for item in answer.output if item.type == "function_call"]
-            if not calls:
-                break
-            results = [
-                {"type": "function_call_output", "call_id": call.call_id, "output": "result 2"} for call in calls
-            ]
-            if stateful:
-                items, previous = results, {"previous_response_id": answer.id}
-            else:
-                items += [*(item.model_dump(exclude_none=True) for item in answer.output), *results]
-        assert answer.output_text == "It is 2" and answer.status == "completed"
-        conversations = session.model.conversations
-        assert [call.parent for call in conversations.calls] == [None, 0]
-        assert conversations.counts.foreign_responses == conversations.counts.breaks == 0
-    assert_trained_as_sampled(engine, conversations)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.asyncio
-async def test_messages(stream: bool) -> None:
-    engine = Recorded(CHATML.chat_template(), calls_then_answers)
-    async with opened(engine) as (endpoint, session), clients(endpoint.url, session.key) as (_, client):
-        messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "1+1"}]}]
-        options: dict[str, Any] = {"model": "claude", "max_tokens": 100, "system": "Be brief.", "tools": MESSAGES_TOOLS}
-        counted = await client.messages.count_tokens(
-            model="claude", messages=messages, system="Be brief.", tools=MESSAGES_TOOLS
-        )
-        while True:
-            if stream:
-                async with client.messages.stream(messages=messages, **options) as events:
-                    answer = await events.get_final_message()
-            else:
-                answer = await client.messages.create(messages=messages, **options)
-            if len(messages) == 1:
-                assert answer.usage.input_tokens == counted.input_tokens
-            if answer.stop_reason != "tool_use":
-                break
-            results = [
-                {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "result 2"}]}
-                for block in answer.content
-                if block.type == "tool_use" and block.input == {"x": "1+1"}
-            ]
-            messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
-        assert answer.content[0].text == "It is 2" and answer.stop_reason == "end_turn"
-        conversations = session.model.conversations
-        assert [call.parent for call in conversations.calls] == [None, 0]
-        assert conversations.counts.foreign_responses == conversations.counts.breaks == 0
-    assert_trained_as_sampled(engine, conversations)
+async def goes_on(talk: Chat) -> None:
+    """Four turns, whatever is said in them."""
+    for turn in range(4):
+        await talk.ask()
+        talk.tell(f"result {turn}")
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.asyncio
 async def test_byte_soup_through_every_interface(family: Family) -> None:
     """Whatever a library makes of byte soup, nothing sampled is tokenised again, and each id is trained once."""
-    with_tools = family.tools and family.name not in ("mistral", "drops thoughts", "chatml")
+    tools = [CALC] if family.tools and family.name not in ("mistral", "drops thoughts", "chatml") else []
     template = family.chat_template()
-    for number, talk in enumerate((_talk_chat, _talk_responses, _talk_messages)):
-        engine = Recorded(template, byte_soup(template, number, [CALL] if with_tools else None))
+    for number, kind in enumerate((Chat, Responses, Messages)):
+        engine = Recorded(template, byte_soup(template, number, [CALL] if tools else None))
         async with opened(engine) as (endpoint, session):
             async with clients(endpoint.url, session.key) as (one, other):
                 for _ in range(4):
-                    await talk(other if talk is _talk_messages else one, with_tools)
+                    await goes_on(kind(other if kind is Messages else one, tools))
             conversations = session.model.conversations
         assert_trained_as_sampled(engine, conversations)
-        assert conversations.counts.foreign_responses == 0, talk.__name__
+        assert conversations.counts.foreign_responses == 0, kind.__name__
         assert len(conversations.calls) == 16
         assert conversations.counts.breaks == 0 and len(conversations.branches()) == 4
-
-
-async def _talk_chat(client: Any, with_tools: bool) -> None:
-    messages: list[Any] = [{"role": "user", "content": "hello"}]
-    tools = {"tools": CHAT_TOOLS} if with_tools else {}
-    for turn in range(4):
-        answer = await client.chat.completions.create(model="x", messages=messages, **tools)
-        message = answer.choices[0].message
-        messages.append(message)
-        for call in message.tool_calls or []:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": f"result {turn}"})
-        if not message.tool_calls:
-            messages.append({"role": "user", "content": f"go on {turn}"})
-
-
-async def _talk_responses(client: Any, with_tools: bool) -> None:
-    items: list[Any] = [{"role": "user", "content": "hello"}]
-    tools = {"tools": RESPONSES_TOOLS} if with_tools else {}
-    for turn in range(4):
-        answer = await client.responses.create(model="x", input=items, **tools)
-        items += answer.output
-        calls = [item for item in answer.output if item.type == "function_call"]
-        items += [{"type": "function_call_output", "call_id": one.call_id, "output": f"result {turn}"} for one in calls]
-        if not calls:
-            items.append({"role": "user", "content": f"go on {turn}"})
-
-
-async def _talk_messages(client: Any, with_tools: bool) -> None:
-    messages: list[Any] = [{"role": "user", "content": "hello"}]
-    tools = {"tools": MESSAGES_TOOLS} if with_tools else {}
-    for turn in range(4):
-        answer = await client.messages.create(model="x", max_tokens=50, messages=messages, **tools)
-        calls = [block for block in answer.content if block.type == "tool_use"]
-        results: Any = [{"type": "tool_result", "tool_use_id": one.id, "content": f"result {turn}"} for one in calls]
-        messages += [
-            {"role": "assistant", "content": answer.content},
-            {"role": "user", "content": results or f"go on {turn}"},
-        ]
 
 
 @pytest.mark.asyncio
@@ -288,8 +293,7 @@ async def test_a_hot_untrained_model_behind_the_clients() -> None:
         opened(recorded, sample=sample) as (endpoint, session),
         clients(endpoint.url, session.key) as (one, other),
     ):
-        talks = [_talk_chat(one, True), _talk_responses(one, True), _talk_messages(other, True)]
-        await asyncio.gather(*talks, _talk_chat(one, True))
+        await asyncio.gather(*map(goes_on, (Chat(one), Responses(one), Messages(other), Chat(one))))
         conversations = session.model.conversations
     assert_trained_as_sampled(recorded, conversations)
     changed = sum(template.encode(template.decode(ids)) != ids for _, ids in recorded.turns)
@@ -297,11 +301,10 @@ async def test_a_hot_untrained_model_behind_the_clients() -> None:
     assert conversations.counts.breaks == conversations.counts.foreign_responses == 0
 
 
-_WEATHER = {**CALC, "name": "weather"}
-"""A second tool."""
+WEATHER = {**CALC, "name": "weather"}
 
 
-def _opens_then_answers(prompt: str) -> str:
+def opens_then_answers(prompt: str) -> str:
     """Behind the opening of a call its arguments; where the choice is left, a token of ``weather``; else a text."""
     head = prompt.rpartition("<|im_start|>assistant\n")[2]
     if head.endswith('"arguments":'):
@@ -313,82 +316,22 @@ def _opens_then_answers(prompt: str) -> str:
 @pytest.mark.asyncio
 async def test_a_demanded_call_is_made(stream: bool) -> None:
     """A named tool, any tool, none: through the clients, in all three interfaces; the conversation then goes on."""
-    engine = Recorded(CHATML.chat_template(), _opens_then_answers)
+    engine = Recorded(CHATML.chat_template(), opens_then_answers)
     async with opened(engine) as (endpoint, session), clients(endpoint.url, session.key) as (one, other):
-        for name, tools in (("calc", [CALC]), ("calc", [CALC, _WEATHER]), ("weather", [CALC, _WEATHER])):
+        for name, tools in (("calc", [CALC]), ("calc", [CALC, WEATHER]), ("weather", [CALC, WEATHER])):
             some = len(tools) == 1 or name == "weather"
-            chat = await _demand_chat(one, tools, None if some else name, stream)
-            responses = await _demand_responses(one, tools, None if some else name, stream)
-            messages = await _demand_messages(other, tools, None if some else name, stream)
-            assert chat == responses == messages == (name, {"x": "1+1"}), (name, some)
+            for kind in (Chat, Responses, Messages):
+                talk = kind(other if kind is Messages else one, tools, "go")
+                _, calls = await talk.ask(stream, tool_choice=kind.choice(None if some else name))
+                assert calls == [(name, {"x": "1+1"})], (kind, name, some)
+                talk.tell("2")
+                assert await talk.ask() == ("just a text", [])
         conversations = session.model.conversations
         assert session.demanded == 9 and conversations.counts.breaks == conversations.counts.foreign_responses == 0
         assert sum(call.parent is not None for call in conversations.calls) == 9, "each conversation has gone on"
         with pytest.raises(openai.BadRequestError, match="offers no tools"):
-            await one.chat.completions.create(
-                model="x", messages=[{"role": "user", "content": "hi"}], tool_choice="required"
-            )
+            await Chat(one, ()).ask(tool_choice="required")
         with pytest.raises(anthropic.BadRequestError, match="'other' is not among"):
-            await _demand_messages(other, [CALC], "other", False)
+            await Messages(other).ask(tool_choice=Messages.choice("other"))
         session.tool_choice = "auto"
-        answer = await one.chat.completions.create(
-            model="x", messages=[{"role": "user", "content": "hi"}], tools=CHAT_TOOLS, tool_choice="required"
-        )
-        assert answer.choices[0].message.content == "just a text"
-
-
-async def _demand_chat(client: Any, tools: list[Any], name: str | None, stream: bool) -> tuple[str, Any]:
-    choice = "required" if name is None else {"type": "function", "function": {"name": name}}
-    offered = [{"type": "function", "function": one} for one in tools]
-    messages: list[Any] = [{"role": "user", "content": "go"}]
-    options = {"model": "x", "messages": messages, "tools": offered}
-    if stream:
-        async with client.chat.completions.stream(**options, tool_choice=choice) as events:
-            async for _ in events:
-                pass
-            choices = (await events.get_final_completion()).choices
-    else:
-        choices = (await client.chat.completions.create(**options, tool_choice=choice)).choices
-    assert choices[0].finish_reason == "tool_calls"
-    (call,) = choices[0].message.tool_calls
-    made = [{"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": "{}"}}]
-    made[0]["function"]["arguments"] = call.function.arguments  # type: ignore[index]
-    messages += [{"role": "assistant", "tool_calls": made}, {"role": "tool", "tool_call_id": call.id, "content": "2"}]
-    assert (await client.chat.completions.create(**options)).choices[0].message.content == "just a text"
-    return call.function.name, json.loads(call.function.arguments)
-
-
-async def _demand_responses(client: Any, tools: list[Any], name: str | None, stream: bool) -> tuple[str, Any]:
-    choice = "required" if name is None else {"type": "function", "name": name}
-    items: list[Any] = [{"role": "user", "content": "go"}]
-    options = {"model": "x", "input": items, "tools": [{"type": "function", **one} for one in tools]}
-    if stream:
-        async with client.responses.stream(**options, tool_choice=choice) as events:
-            async for _ in events:
-                pass
-            answer = await events.get_final_response()
-    else:
-        answer = await client.responses.create(**options, tool_choice=choice)
-    (call,) = answer.output
-    assert call.type == "function_call"
-    items += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
-    assert (await client.responses.create(**options)).output_text == "just a text"
-    return call.name, json.loads(call.arguments)
-
-
-async def _demand_messages(client: Any, tools: list[Any], name: str | None, stream: bool) -> tuple[str, Any]:
-    choice = {"type": "any"} if name is None else {"type": "tool", "name": name}
-    offered = [{"name": one["name"], "input_schema": one["parameters"]} for one in tools]
-    messages: list[Any] = [{"role": "user", "content": "go"}]
-    options = {"model": "x", "max_tokens": 100, "messages": messages, "tools": offered}
-    if stream:
-        async with client.messages.stream(**options, tool_choice=choice) as events:
-            answer = await events.get_final_message()
-    else:
-        answer = await client.messages.create(**options, tool_choice=choice)
-    (block,) = answer.content
-    assert answer.stop_reason == "tool_use" and block.type == "tool_use"
-    result = {"type": "tool_result", "tool_use_id": block.id, "content": "2"}
-    messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-    assert (await client.messages.create(**options)).content[0].text == "just a text"
-    return block.name, block.input
+        assert await Chat(one).ask(tool_choice="required") == ("just a text", [])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from roll.agents.chat_ids import TemplateError
+from roll.agents.endpoint import Session
 from roll.agents.episode import Limits, Model, Task
-from roll.agents.session import Session
 from roll.agents.tool_calls import call_opening, choose_opening, detect_format, parse_response
 from roll.serving.dialects.chat import read_chat
 from roll.serving.dialects.messages import messages_body, read_messages
@@ -30,6 +30,7 @@ def tool(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
 
 
+# Text of a policy behind an opening.
 _REST = {
     "hermes": ' {"x": "1"}}\n</tool_call>',
     "qwen_xml": "<parameter=x>\n1\n</parameter>\n</function>\n</tool_call>",
@@ -38,7 +39,6 @@ _REST = {
     "llama3": ' {"x": "1"}}',
     "gpt_oss": '{"x": "1"}<|call|>',
 }
-"""Text of a policy behind an opening."""
 
 
 @pytest.mark.parametrize("family", [*WRITTEN_HERE, *published()], ids=lambda family: family.name)
@@ -84,14 +84,6 @@ def test_several_tools_are_chosen_among_as_the_policy_would() -> None:
 
 async def _many(openings: list[list[int]], draw: Any, count: int) -> list[int]:
     return [await choose_opening(openings, [], draw) for _ in range(count)]
-
-
-def test_arguments_that_cannot_be_read_are_a_call_all_the_same() -> None:
-    engine = Recorded(CHATML.chat_template(), lambda _: " not json")
-    model = Model(engine, engine.template, "hermes", Limits(context=100_000))
-    response = asyncio.run(model.chat(HELLO, [tool("calc")], must_call=["calc"]))
-    assert response.message["tool_calls"][0]["function"] == {"name": "calc", "arguments": "not json"}
-    assert response.message["content"] == ""
 
 
 def test_a_form_that_the_template_does_not_write_is_refused() -> None:
@@ -153,3 +145,11 @@ def test_one_call_at_a_time_is_refused_not_ignored() -> None:
     assert read_messages({**body, "tool_choice": {"type": "auto", "disable_parallel_tool_use": False}}).tools
     with pytest.raises(BadRequest, match="disable_parallel_tool_use"):
         read_messages({**body, "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
+
+
+def test_arguments_that_cannot_be_read_are_a_call_all_the_same() -> None:
+    engine = Recorded(CHATML.chat_template(), lambda _: " not json")
+    model = Model(engine, engine.template, "hermes", Limits(context=100_000))
+    response = asyncio.run(model.chat(HELLO, [tool("calc")], must_call=["calc"]))
+    assert response.message["tool_calls"][0]["function"] == {"name": "calc", "arguments": "not json"}
+    assert response.message["content"] == ""

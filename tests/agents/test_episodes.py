@@ -14,7 +14,6 @@ from examples.tiny_agentic.games import GuessNumber
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, Limits, Model, Task, run_episode
-from roll.environments.frozen_lake import FrozenLake
 from roll.pipelines.agentic.metrics import episode_metrics
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeGroup
@@ -58,16 +57,6 @@ def test_an_episode_is_one_growing_sample(template: ChatTemplate) -> None:
     assert [call.reward for call in branch.calls] == [0.0] * (len(branch.calls) - 1) + [1.0]
     assert episode.calls[0].state == "1-20"
     assert episode.seconds.environment > 0 and episode.seconds.model > 0
-
-
-def test_rewards_sit_on_the_last_token_of_their_turn(template: ChatTemplate) -> None:
-    episode, _ = play(template, lambda: FrozenLake(format_penalty=-0.5, max_steps=3), lambda _: "nonsense")
-    (branch,) = episode.conversations.branches()
-    assert (episode.outcome, episode.reward) == ("truncated", -1.5)
-    columns = build_episode_batch([EpisodeGroup(0, episode.task, [episode])], "trajectory", 0).batch
-    turns, rewards = columns["turn_ids"][0].tolist(), columns["turn_rewards"][0]
-    ends = [max(i for i, turn in enumerate(turns) if turn == call.index) for call in branch.calls]
-    assert [rewards[i] for i in ends] == [-0.5] * 3 and rewards.sum() == -1.5
 
 
 def test_contexts(template: ChatTemplate) -> None:
@@ -216,6 +205,11 @@ class Hanging(GuessNumber):
         time.sleep(60)
 
 
+class Sleeping(GuessNumber):
+    def reset(self, seed: int) -> Any:
+        time.sleep(60)
+
+
 class Garbage(GuessNumber):
     def step(self, action: str) -> Any:
         return "x", None, True, False, {}
@@ -223,6 +217,10 @@ class Garbage(GuessNumber):
 
 class FailsOnce(GuessNumber):
     failed: ClassVar[list[int]] = []
+    closed: ClassVar[list[Any]] = []
+
+    def close(self) -> None:
+        self.closed.append(self)
 
     def reset(self, seed: int) -> Any:
         if not self.failed:
@@ -236,6 +234,7 @@ class FailsOnce(GuessNumber):
     [
         (Raising, "env.step: RuntimeError: broken"),
         (Hanging, "env.step: took more than 0.5 s"),
+        (Sleeping, "env.reset: took more than 0.5 s"),
         (Garbage, "env.step: BrokenContract"),
         (lambda: 1 / 0, "env.reset: ZeroDivisionError"),
     ],
@@ -245,23 +244,10 @@ def test_faults_of_environments_are_outcomes(template: ChatTemplate, make: Any, 
     assert episode.outcome == "environment_error" and episode.error is not None and episode.error.startswith(error)
 
 
-def test_a_reset_is_tried_again(template: ChatTemplate) -> None:
-    episode, _ = play(template, FailsOnce, bisect)
-    assert episode.success
-
-
-class Closing(FailsOnce):
-    closed: ClassVar[list[Any]] = []
-    failed: ClassVar[list[int]] = []
-
-    def close(self) -> None:
-        self.closed.append(self)
-
-
-def test_an_environment_whose_reset_fails_is_closed(template: ChatTemplate) -> None:
+def test_a_reset_that_fails_is_tried_again_and_its_environment_closed(template: ChatTemplate) -> None:
     """A place in a process would be taken for ever."""
-    episode, _ = play(template, Closing, bisect)
-    assert episode.success and len(set(map(id, Closing.closed))) == 2
+    episode, _ = play(template, FailsOnce, bisect)
+    assert episode.success and len(set(map(id, FailsOnce.closed))) == 2
 
 
 def test_faults_of_agents_are_outcomes_and_those_of_engines_are_not(template: ChatTemplate) -> None:

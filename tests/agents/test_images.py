@@ -15,11 +15,11 @@ import pytest
 from roll.agents.agent_options import VerlOptions
 from roll.agents.chat_ids import ChatTemplate, TemplateError
 from roll.agents.conversation import Conversations
+from roll.agents.endpoint import Session
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions, _filled_content
 from roll.agents.episode import Episode, Limits, Model, Task, run_episode
 from roll.agents.images import ChatImages
 from roll.agents.registry import make_verifier
-from roll.agents.session import Session
 from roll.agents.verl_agent import VerlAgent
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.vision_model import VisionModel
@@ -39,8 +39,7 @@ from tests.support.episodes import ids_of, sampled
 from tests.vision_models import PROCESSING, tokenizer, video_processing
 
 LAKE = {"size": 3, "p": 0.9, "max_steps": 4, "render_mode": "rgb_array", "cell_pixels": 16}
-TOKENS = 9
-"""Of a picture of 3 x 3 cells."""
+TOKENS = 9  # of a picture of 3 x 3 cells
 
 
 class Walker:
@@ -104,21 +103,6 @@ def test_every_prompt_has_the_images_that_its_context_shows(template: ChatTempla
         assert [image.digest for image in images] == [one.digest for one in engine.prompts[-1][1].images]  # type: ignore[union-attr]
     counts = [sum(len(call.images) for call in one.calls) for one in episode.conversations.steps()]
     assert counts == [len(vision.images) for _, vision in engine.prompts if vision]
-
-
-def test_templates_are_filled_with_pictures_as_with_texts() -> None:
-    image = {"type": "image", "image": "digest"}
-    template = "{{{turn_idx!r:>4}}} {observation}{observation} {{}}{suffix}"
-    text = _filled_content(template, turn_idx=1, observation="seen", suffix="")
-    assert text == "{ '1'} seenseen {}"
-    parts = _filled_content(template, turn_idx=1, observation=["a", image, {"type": "text", "text": "b"}], suffix="")
-    assert parts == [
-        {"type": "text", "text": "{ '1'} a"},
-        image,
-        {"type": "text", "text": "ba"},
-        image,
-        {"type": "text", "text": "b {}"},
-    ]
 
 
 def test_a_picture_is_the_state(template: ChatTemplate) -> None:
@@ -295,3 +279,18 @@ def test_programs_show_images_in_the_form_of_openai(template: ChatTemplate) -> N
     elsewhere = [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]
     with pytest.raises(BadRequest, match="only content of type text"):
         read_chat({"messages": [{"role": "user", "content": elsewhere}]})
+
+
+def test_templates_are_filled_with_pictures_as_with_texts() -> None:
+    image = {"type": "image", "image": "digest"}
+    template = "{{{turn_idx!r:>4}}} {observation}{observation} {{}}{suffix}"
+    text = _filled_content(template, turn_idx=1, observation="seen", suffix="")
+    assert text == "{ '1'} seenseen {}"
+    parts = _filled_content(template, turn_idx=1, observation=["a", image, {"type": "text", "text": "b"}], suffix="")
+    assert parts == [
+        {"type": "text", "text": "{ '1'} a"},
+        image,
+        {"type": "text", "text": "ba"},
+        image,
+        {"type": "text", "text": "b {}"},
+    ]

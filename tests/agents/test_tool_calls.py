@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll.agents.tool_calls import TOOL_FORMATS, ToolCall, detect_format, parse_response
-from tests.agents.templates import MISTRAL, published
+from tests.agents.templates import published
 
 CALL = ToolCall("calc", {"x": "1+2", "n": 3})
 WRITTEN = {
@@ -116,44 +116,13 @@ def test_thinking_is_set_apart() -> None:
     assert parse_response("<think>cut", "hermes").content == ""
 
 
-@pytest.mark.skipif(not published(), reason="trl, which packages published chat templates, is not installed")
-def test_a_template_s_own_calls_are_read_back() -> None:
-    expected = {
-        "qwen2_5": "hermes",
-        "qwen3": "hermes",
-        "qwen3_instruct_2507": "hermes",
-        "qwen3_5_think": "qwen_xml",
-        "llama3_1": "llama3",
-        "deepseekv3": "deepseek",
-        "glm4moe": "glm",
-        "gptoss": "gpt_oss",
-    }
-    assert detect_format(MISTRAL) == "mistral" or "[TOOL_CALLS]" not in MISTRAL
-    assert detect_format("{{ '<|tool_call_begin|>' }}") == "kimi" and detect_format("<minimax:tool_call>") == "minimax"
-    for family in published():
-        if family.name not in expected:
-            continue
-        tool_format = detect_format(family.template)
-        assert tool_format == expected[family.name], family.name
-        rendered = None
-        for arguments in (CALL.arguments, json.dumps(CALL.arguments)):
-            message: dict[str, Any] = {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"type": "function", "function": {"name": "calc", "arguments": arguments}}],
-            }
-            tokenizer = family.tokenizer()
-            try:
-                rendered = tokenizer.apply_chat_template([{"role": "user", "content": "q"}, message], tokenize=False)
-            except TypeError:
-                continue
-            break
-        assert rendered is not None
-        start = rendered.rindex("assistant" if tool_format in ("hermes", "llama3", "qwen_xml", "gpt_oss") else "q")
-        response = rendered[start:].removeprefix("assistant").removeprefix("<|end_header_id|>").removeprefix("q")
-        for end in family.ends:
-            response = response.replace(end, "")
-        assert parse_response(response, tool_format).calls == [CALL], (family.name, response)
+def test_formats_are_known_by_their_templates() -> None:
+    expected = {"qwen3": "hermes", "qwen3_5_think": "qwen_xml", "llama3_1": "llama3", "deepseekv3": "deepseek"}
+    expected |= {"glm4moe": "glm", "gptoss": "gpt_oss"}
+    found = {family.name: detect_format(family.template) for family in published() if family.name in expected}
+    assert found == (expected if published() else {})
+    written = ("[TOOL_CALLS]", "{{ '<|tool_call_begin|>' }}", "<minimax:tool_call>", "nothing")
+    assert [detect_format(one) for one in written] == ["mistral", "kimi", "minimax", "hermes"]
 
 
 SCHEMA = {
@@ -269,28 +238,15 @@ def test_no_argument_is_dropped_for_a_missing_mark(tool_format: str, text: str) 
     assert parsed.calls == [] and len(parsed.errors) == 1 and parsed.content == text
 
 
-@pytest.mark.parametrize("arguments", ["", "null", "{}"])
 @pytest.mark.parametrize(
     ("tool_format", "text"),
     [
-        ("mistral", "[TOOL_CALLS]write[ARGS]{}"),
-        ("deepseek", "<｜tool▁call▁begin｜>write<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
-        ("gpt_oss", "<|channel|>commentary to=functions.write<|message|>{}"),
-        ("hermes", '<tool_call>{{"name": "write", "arguments": {}}}</tool_call>'),
-        ("llama3", '{{"name": "write", "parameters": {}}}'),
+        ("hermes", '<tool_call>{"name": "write", "arguments": ""}</tool_call>'),
+        ("llama3", '{"name": "write", "parameters": ""}'),
     ],
 )
-def test_empty_arguments_are_an_empty_object(tool_format: str, text: str, arguments: str) -> None:
-    if tool_format in ("hermes", "llama3"):
-        text = text.format(arguments or '""')
-    elif tool_format != "mistral":
-        text = text.replace("{}", arguments)
+def test_an_empty_text_of_arguments_is_an_empty_object(tool_format: str, text: str) -> None:
     assert parse_response(text, tool_format, TOOLS).calls == [ToolCall("write", {})]
-
-
-def test_calls_without_arguments_are_read() -> None:
-    for text, tool_format in (("<tool_call>write\n</tool_call>", "glm"), ("<function=write>\n</function>", "qwen_xml")):
-        assert parse_response(text, tool_format, TOOLS).calls == [ToolCall("write", {})]
 
 
 @pytest.mark.parametrize("text", ['{"answer": 7}', '{"name": "Ada", "parameters": {}}', '{"name": 3'])

@@ -73,3 +73,8 @@ def make_serving(served_model: Path) -> Iterator[Any]:
     yield make
     for serving in made:
         serving.close()
+
+
+@pytest.fixture
+def serving(make_serving: Any) -> Serving:
+    return make_serving()  # type: ignore[no-any-return]

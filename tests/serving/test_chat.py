@@ -25,12 +25,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 LENGTH = 24
-PROGRAM = [
-    sys.executable,
-    "-c",
-    "import sys; from roll import cli; end = cli.main(sys.argv[1:]); assert 'ray' not in sys.modules; sys.exit(end)",
-    "chat",
-]
+GREEDY = f"--temperature 0 --dtype fp32 --max-new-tokens {LENGTH}".split()
+CODE = "import sys; from roll import cli; end = cli.main(sys.argv[1:]); assert 'ray' not in sys.modules; sys.exit(end)"
+PROGRAM = [sys.executable, "-c", CODE, "chat"]
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +93,7 @@ def environment() -> dict[str, str]:
 
 
 def test_every_line_of_a_pipe_is_a_question_of_its_own(model: Path) -> None:
-    words = [
-        str(model),
-        "--temperature",
-        "0",
-        "--dtype",
-        "fp32",
-        "--max-new-tokens",
-        str(LENGTH),
-        "--system",
-        "be brief",
-    ]
+    words = [str(model), *GREEDY, "--system", "be brief"]
     asked = ["the answer is", "stop here"]
     done = subprocess.run(
         [*PROGRAM, *words], input="\n".join(["", *asked]) + "\n", text=True, capture_output=True, env=environment()
@@ -128,8 +115,8 @@ def read_until(terminal: int, text: str, seconds: float = 90) -> str:
 @pytest.mark.long
 def test_a_conversation_in_a_terminal_ends_with_control_d(model: Path) -> None:
     terminal, other = pty.openpty()
-    words = [str(model), "--temperature", "0", "--dtype", "fp32", "--max-new-tokens", str(LENGTH)]
-    process = subprocess.Popen([*PROGRAM, *words], stdin=other, stdout=other, stderr=other, env=environment())
+    words = [*PROGRAM, str(model), *GREEDY]
+    process = subprocess.Popen(words, stdin=other, stdout=other, stderr=other, env=environment())
     os.close(other)
     plain, messages = Plain(model), []
     try:

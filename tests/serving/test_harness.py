@@ -86,8 +86,7 @@ def best_choice(model: Any, tokenizer: Any, question: str) -> int:
 
 
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed (the extra harness)")
-def test_lm_eval_generates_and_compares_likelihoods(make_serving: Any, tmp_path: Path) -> None:
-    serving = make_serving()
+def test_lm_eval_generates_and_compares_likelihoods(serving: Any, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(serving.tokenizer.name_or_path, dtype=torch.float32)
     answers = [serving.complete(prompt=q, max_tokens=8, temperature=0)["choices"][0]["text"] for q in QUESTIONS]
     # The second answer and the third choice are what the model does not say.
@@ -114,8 +113,7 @@ def test_lm_eval_generates_and_compares_likelihoods(make_serving: Any, tmp_path:
 
 
 @pytest.mark.skipif(find_spec("inspect_ai") is None, reason="inspect-ai is not installed (the extra harness)")
-def test_inspect_asks_in_chats(make_serving: Any, tmp_path: Path) -> None:
-    serving = make_serving()
+def test_inspect_asks_in_chats(serving: Any, tmp_path: Path) -> None:
     rows = []
     for number, question in enumerate(QUESTIONS):
         chat = serving.chat(messages=[{"role": "user", "content": question}], max_tokens=8, temperature=0)

@@ -128,12 +128,11 @@ def test_the_service_outlives_hostile_requests(make_serving: Any, stream: bool) 
 
 
 def test_what_an_engine_does_not_refuse_in_time_is_the_requests_own_failure(
-    make_serving: Any, monkeypatch: pytest.MonkeyPatch
+    serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = make_serving()
     expected = serving.complete(**HONEST)["choices"]
     # As if the bounds were missing: the engines meet such values, and 1e-40 makes logits infinite.
-    monkeypatch.setattr("roll.serving.dialects.fields.check_sampling_params", lambda *_: None)
+    monkeypatch.setattr("roll.serving.dialects.requests.check_sampling_params", lambda *_: None)
     monkeypatch.setattr("roll.strategies.engines.requests.check_sampling_params", lambda *_: None)
     with ThreadPoolExecutor(8) as threads:
         hostile = [{"temperature": 1e-40}, {"top_k": 2**63}, {"repetition_penalty": 1e-44}, {"temperature": 1e-40}]
@@ -147,8 +146,7 @@ def test_what_an_engine_does_not_refuse_in_time_is_the_requests_own_failure(
     assert serving.client.get("/health").json()["engines"] == 2
 
 
-def test_a_body_without_end_is_read_no_further_than_the_limit(make_serving: Any) -> None:
-    serving = make_serving()
+def test_a_body_without_end_is_read_no_further_than_the_limit(serving: Any) -> None:
     host, port = serving.server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -164,8 +162,7 @@ def test_a_body_without_end_is_read_no_further_than_the_limit(make_serving: Any)
     assert serving.complete(**HONEST)["choices"]
 
 
-def test_templates_belong_to_the_server(make_serving: Any) -> None:
-    serving = make_serving()
+def test_templates_belong_to_the_server(serving: Any) -> None:
     for body in ({"chat_template_kwargs": {"chat_template": "{{ 'x' }}"}}, {"chat_template": "{{ 'x' }}"}):
         answer = serving.post("chat/completions", **CHAT, **body)
         assert answer.status_code == 400
@@ -177,9 +174,8 @@ def test_templates_belong_to_the_server(make_serving: Any) -> None:
     )
 
 
-def test_what_cannot_fit_costs_others_little(make_serving: Any) -> None:
+def test_what_cannot_fit_costs_others_little(serving: Any) -> None:
     """Texts of 30 MB, millions of lists, log-probs of everything: refused in a moment, while others are served."""
-    serving = make_serving()
     wanted = serving.complete(**HONEST)["choices"]
     long = json.dumps({"model": "tiny", "prompt": "one two " * 3_500_000})
     lists = '{"model": "tiny", "prompt": [' + "[]," * 9_000_000 + "[]]}"

@@ -40,8 +40,7 @@ from roll.workers.model import ScoringWorker
 from tests.config.good import load, mistakes
 from tests.support.tiny_runs import write_untrained
 
-LENGTHS = ((9, 4), (6, 5))
-"""Tokens of a row, and those of its prompt."""
+LENGTHS = ((9, 4), (6, 5))  # tokens of a row, and those of its prompt
 LIMIT = 300
 
 
@@ -98,8 +97,7 @@ def test_columns_are_those_of_the_model_itself(make_serving: Any, count: int, li
 
 
 @pytest.mark.long
-def test_a_service_is_looked_at_before_anything_starts(make_serving: Any, tmp_path: Path, served_model: Path) -> None:
-    serving = make_serving()
+def test_a_service_is_looked_at_before_anything_starts(serving: Any, tmp_path: Path, served_model: Path) -> None:
     options = RemoteStrategyConfig(base_url=f"{serving.server.url}/v1", request_timeout=20)
     assert list(service_problems(options, str(served_model), 5, 100)) == []
     other = tmp_path / "other"

@@ -29,6 +29,12 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("calc", "now")
 ]
 LONG = "x" * 65_536
+
+
+def of_schema(**inside: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "a", **inside}}}
+
+
 ASKED: list[Any] = [{"role": "user", "content": "1+1?"}]
 RESPONSE = 'So: <tool_call>\n{"name": "calc", "arguments": {"x": "1+1"}}\n</tool_call>'
 
@@ -111,20 +117,9 @@ def test_whether_a_tool_is_called_is_the_requests_choice(client: openai.OpenAI) 
         ({"tools": [{"type": "web_search"}]}, "only tools of type function"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "b"}}}, "'b' is not among"),
         ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "goes without tools"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "b"}}}},
-            "not a JSON schema that can be followed",
-        ),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "a name and a schema"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "schema": {"const": "x" * 65_536}},
-                }
-            },
-            "at most 65536 are read",
-        ),
+        (of_schema(schema={"type": "b"}), "not a JSON schema that can be followed"),
+        (of_schema(), "a name and a schema"),
+        (of_schema(schema={"const": LONG}), "at most 65536 are read"),
         ({"response_format": {"type": "xml"}}, "text, json_object or json_schema"),
     ],
 )

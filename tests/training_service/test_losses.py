@@ -12,26 +12,7 @@ from roll.config.roles import ModelArguments
 from roll.training_service.adapters import Base, LoraOptions, Tenant
 from roll.training_service.losses import LOSSES
 from roll.training_service.wire import Datum
-
-LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
-
-
-def documented(name: str, log_probs: Tensor, inputs: dict[str, Tensor], options: dict[str, float]) -> Tensor:
-    """The equations that the SDK documents, token by token."""
-    if name == "cross_entropy":
-        return -inputs["weights"] * log_probs
-    advantages, distance = inputs["advantages"], log_probs - inputs["logprobs"]
-    if name == "dro":
-        return -(log_probs * advantages - options.get("beta", 0.05) / 2 * distance.square())
-    ratio = distance.exp()
-    low = inputs.get(LOW, torch.full_like(ratio, options.get(LOW, 0.8)))
-    high = inputs.get(HIGH, torch.full_like(ratio, options.get(HIGH, 1.2)))
-    clipped = ratio.maximum(low).minimum(high)
-    return {
-        "importance_sampling": -ratio * advantages,
-        "ppo": -torch.minimum(ratio * advantages, clipped * advantages),
-        "cispo": -clipped.detach() * log_probs * advantages,
-    }[name]
+from tests.training_service.batches import HIGH, LOW, documented
 
 
 @pytest.mark.parametrize(

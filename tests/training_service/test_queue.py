@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
+
+import pytest
 
 from roll.training_service.queue import Job, Owner, Queue, Result, Slices
+
+pytestmark = pytest.mark.asyncio
 
 
 class Work:
@@ -18,7 +21,7 @@ class Work:
 
     def add(self, line: str, owner: Owner, compute: Callable[[], Result | Slices]) -> Job:
         self.queue.open_line(line, owner, None)
-        job = Job(f"{line}:{len(self.order)}:{len(self.queue._jobs)}", compute)
+        job = Job(f"{line}:{len(self.order)}:{len(self.queue.jobs)}", compute)
         self.queue.add(line, None, job)
         return job
 
@@ -47,72 +50,55 @@ class Work:
         await self.queue.close()
 
 
-def run(test: Callable[[Work], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        await test(Work())
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_many_requests_of_one_client_delay_another_by_one() -> None:
-    async def test(work: Work) -> None:
-        greedy, modest = Owner(), Owner()
-        jobs = [work.plain(f"greedy {index % 4}", greedy) for index in range(20)]
-        await asyncio.sleep(0)  # The first is under way.
-        jobs.append(work.plain("modest", modest))
-        await work.finish(*jobs)
-        assert work.order.index("modest") == 1
-        assert work.order[2:6] == ["greedy 1", "greedy 2", "greedy 3", "greedy 0"]
-
-    run(test)
+async def test_many_requests_of_one_client_delay_another_by_one() -> None:
+    work = Work()
+    greedy, modest = Owner(), Owner()
+    jobs = [work.plain(f"greedy {index % 4}", greedy) for index in range(20)]
+    await asyncio.sleep(0)  # The first is under way.
+    jobs.append(work.plain("modest", modest))
+    await work.finish(*jobs)
+    assert work.order.index("modest") == 1
+    assert work.order[2:6] == ["greedy 1", "greedy 2", "greedy 3", "greedy 0"]
 
 
-def test_a_long_pass_delays_another_client_by_a_slice() -> None:
-    async def test(work: Work) -> None:
-        jobs = [work.sliced("long", Owner(), 5)]
-        await asyncio.sleep(0)
-        jobs.append(work.plain("short", Owner()))
-        await work.finish(*jobs)
-        assert work.order == ["long", "short", "long", "long", "long", "long"]
-
-    run(test)
+async def test_a_long_pass_delays_another_client_by_a_slice() -> None:
+    work = Work()
+    jobs = [work.sliced("long", Owner(), 5)]
+    await asyncio.sleep(0)
+    jobs.append(work.plain("short", Owner()))
+    await work.finish(*jobs)
+    assert work.order == ["long", "short", "long", "long", "long", "long"]
 
 
-def test_time_without_requests_earns_no_credit() -> None:
-    async def test(work: Work) -> None:
-        first, second = Owner(), Owner()
-        work.may_go.set()
-        await work.plain("first", first).done.wait()
-        await asyncio.sleep(0)
-        first.used = 1000.0
-        await work.plain("first", first).done.wait()
-        work.may_go.clear()
-        jobs = [work.plain("second", second)]
-        assert second.used == 1000.0
-        await work.finish(*jobs)
-
-    run(test)
+async def test_time_without_requests_earns_no_credit() -> None:
+    work = Work()
+    first, second = Owner(), Owner()
+    work.may_go.set()
+    await work.plain("first", first).done.wait()
+    await asyncio.sleep(0)
+    first.used = 1000.0
+    await work.plain("first", first).done.wait()
+    work.may_go.clear()
+    jobs = [work.plain("second", second)]
+    assert second.used == 1000.0
+    await work.finish(*jobs)
 
 
-def test_a_client_that_has_vanished_waits_for_all_others() -> None:
-    async def test(work: Work) -> None:
-        gone, here = Owner(), Owner(used=5.0)
-        jobs = [work.plain("gone", gone), work.plain("here", here), work.plain("here", here), work.plain("gone", gone)]
-        gone.seen -= 3600
-        await work.finish(*jobs)
-        assert work.order == ["here", "here", "gone", "gone"]
-        assert gone.used >= 5.0  # No credit for its absence: it would hold up the others when it comes back.
-
-    run(test)
+async def test_a_client_that_has_vanished_waits_for_all_others() -> None:
+    work = Work()
+    gone, here = Owner(), Owner(used=5.0)
+    jobs = [work.plain("gone", gone), work.plain("here", here), work.plain("here", here), work.plain("gone", gone)]
+    gone.seen -= 3600
+    await work.finish(*jobs)
+    assert work.order == ["here", "here", "gone", "gone"]
+    assert gone.used >= 5.0  # No credit for its absence: it would hold up the others when it comes back.
 
 
-def test_a_line_that_ends_ends_what_is_computed_in_slices() -> None:
-    async def test(work: Work) -> None:
-        job = work.sliced("pass", Owner(), 100)
-        await asyncio.sleep(0)
-        work.queue.close_line("pass")
-        await work.finish(job)
-        assert work.order == ["pass"]
-        assert job.result is not None and "has been unloaded" in str(job.result)
-
-    run(test)
+async def test_a_line_that_ends_ends_what_is_computed_in_slices() -> None:
+    work = Work()
+    job = work.sliced("pass", Owner(), 100)
+    await asyncio.sleep(0)
+    work.queue.close_line("pass")
+    await work.finish(job)
+    assert work.order == ["pass"]
+    assert job.result is not None and "has been unloaded" in str(job.result)

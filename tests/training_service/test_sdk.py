@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import runpy
 import urllib.error
 import urllib.request
@@ -18,16 +17,20 @@ from roll.config.roles import ModelArguments
 from roll.serving.http import BadRequest
 from roll.strategies.engines.requests import SamplingParams
 from roll.training_service.adapters import Base, LoraOptions, Tenant
-from roll.training_service.fields import Fields
 from roll.training_service.sampling import Sampler, SampleRequest
-from roll.training_service.wire import messages
-from tests.training_service.batches import data, sequences
+from roll.training_service.wire import Fields, messages
+from tests.training_service.batches import data, documented, sequences
 from tests.training_service.conftest import MAX_LENGTH, NAME
 
 tinker = pytest.importorskip("tinker", reason="needs the SDK: pip install tinker")
 types = tinker.types
 Connect = Callable[..., Any]
 RANK, SEED = 4, 7
+
+
+@pytest.fixture
+def client(connect: Connect) -> Any:
+    return connect().create_lora_training_client(NAME, rank=RANK, seed=SEED).result()
 
 
 class Reference:
@@ -54,27 +57,12 @@ class Reference:
             inputs = {key: value.to_torch() for key, value in datum.loss_fn_inputs.items()}
             table = self.model(input_ids=tokens).logits[0].log_softmax(-1)
             log_probs = table.gather(1, inputs["target_tokens"][:, None])[:, 0]
-            if name == "cross_entropy":
-                total = total - (log_probs * inputs["weights"]).sum()
-                continue
-            old, advantages = inputs["logprobs"], inputs["advantages"]
-            ratio = (log_probs - old).exp()
-            clipped = ratio.clamp(0.8, 1.2)
-            total = (
-                total
-                - {
-                    "importance_sampling": ratio * advantages,
-                    "ppo": torch.minimum(ratio * advantages, clipped * advantages),
-                    "cispo": clipped.detach() * log_probs * advantages,
-                    "dro": log_probs * advantages - 0.5 * 0.05 * (log_probs - old) ** 2,
-                }[name].sum()
-            )
+            total = total + documented(name, log_probs, inputs, {}).sum()
         return total
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
-def test_losses_and_steps_are_those_of_plain_torch(loss: str, connect: Connect, base_folder: Path) -> None:
-    client = connect().create_lora_training_client(NAME, rank=RANK, seed=SEED).result()
+def test_losses_and_steps_are_those_of_plain_torch(loss: str, client: Any, base_folder: Path) -> None:
     reference, batch = Reference(base_folder), data(loss)
     optimizer = torch.optim.AdamW(reference.parameters, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     params = types.AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=2.0)
@@ -99,8 +87,7 @@ def test_sums_of_two_passes_are_one_pass_of_all(connect: Connect) -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_a_forward_pass_leaves_no_gradient(connect: Connect) -> None:
-    client = connect().create_lora_training_client(NAME, rank=RANK).result()
+def test_a_forward_pass_leaves_no_gradient(client: Any) -> None:
     batch = data("cross_entropy")
     output = client.forward(batch, "cross_entropy").result()
     assert [len(one["logprobs"].data) for one in output.loss_fn_outputs] == [
@@ -128,8 +115,7 @@ def test_several_targets_a_position_sparse(connect: Connect) -> None:
     assert both[0].data == pytest.approx(both[1].data[::2], rel=1e-5)
 
 
-def test_a_custom_loss_by_two_passes(connect: Connect, base_folder: Path) -> None:
-    client = connect().create_lora_training_client(NAME, rank=RANK, seed=SEED).result()
+def test_a_custom_loss_by_two_passes(client: Any, base_folder: Path) -> None:
     batch = data("cross_entropy")
 
     def squares(_: Any, log_probs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
@@ -149,9 +135,8 @@ def test_a_custom_loss_by_two_passes(connect: Connect, base_folder: Path) -> Non
     assert norm == pytest.approx(expected.item(), rel=1e-3)
 
 
-def test_chunks_of_one_pass_in_any_order(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_one_pass_in_any_order(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client sends the first chunk last; the service computes them in their order."""
-    client = connect().create_lora_training_client(NAME, rank=RANK, seed=SEED).result()
     whole = client.forward(data("cross_entropy", 6), "cross_entropy").result()
     config = client.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 2})
     monkeypatch.setattr(client.holder, "_client_config", config)
@@ -280,9 +265,8 @@ def test_models_that_are_refused(change: dict[str, Any], message: str, connect: 
         ("importance_sampling", None, "needs logprobs"),
     ],
 )
-def test_losses_that_are_refused(loss: str, config: Any, message: str, connect: Connect) -> None:
+def test_losses_that_are_refused(loss: str, config: Any, message: str, client: Any) -> None:
     """By name, and the requests that follow go on."""
-    client = connect().create_lora_training_client(NAME, rank=RANK).result()
     refused = client.forward_backward(data("cross_entropy" if loss != "ppo" else "ppo"), loss, config)
     after = client.forward(data("cross_entropy"), "cross_entropy")
     with pytest.raises(tinker.RequestFailedError, match=message):
@@ -290,9 +274,8 @@ def test_losses_that_are_refused(loss: str, config: Any, message: str, connect: 
     assert after.result().metrics["loss:sum"] > 0
 
 
-def test_a_step_is_not_taken_without_a_pass_that_has_failed(connect: Connect) -> None:
+def test_a_step_is_not_taken_without_a_pass_that_has_failed(client: Any) -> None:
     """Nor where the others have a gradient; then training goes on, from the weights of before."""
-    client = connect().create_lora_training_client(NAME, rank=RANK, seed=SEED).result()
     before = client.forward(data("cross_entropy"), "cross_entropy").result().metrics["loss:sum"]
     client.forward_backward(data("cross_entropy"), "cross_entropy")
     refused = client.forward_backward(data("cross_entropy"), "importance_sampling")
@@ -312,8 +295,7 @@ def test_an_integer_that_no_float_holds_is_refused() -> None:
         Fields({"learning_rate": 10**400}).get("learning_rate", float)
 
 
-def test_requests_that_are_refused_at_once_do_not_hold_up_later_ones(connect: Connect) -> None:
-    client = connect().create_lora_training_client(NAME, rank=RANK).result()
+def test_requests_that_are_refused_at_once_do_not_hold_up_later_ones(client: Any) -> None:
     with pytest.raises(tinker.BadRequestError, match="inflight sampling clients are not served"):
         client.save_weights_and_get_sampling_client(kind="inflight").result()
     assert client.forward(data("cross_entropy"), "cross_entropy").result().loss_fn_outputs
@@ -351,23 +333,16 @@ def test_a_prompt_that_waits_several_times_is_computed_once(base_folder: Path, t
     assert sampler._engine.prompt_counts[0] == 4 * len(prompt)
 
 
-def test_images_are_refused(connect: Connect) -> None:
-    client = connect().create_lora_training_client(NAME, rank=RANK).result()
-    buffer = io.BytesIO(b"no image, which nobody looks at")
-    chunk = types.ImageChunk(data=buffer.getvalue(), format="png", expected_tokens=2)
-    tensors = {"target_tokens": [1, 2], "weights": [1.0, 1.0]}
-    datum = types.Datum(model_input=types.ModelInput(chunks=[chunk]), loss_fn_inputs=tensors)
-    with pytest.raises(tinker.RequestFailedError, match="image chunks are not served"):
-        client.forward_backward([datum], "cross_entropy").result()
-
-
-def test_a_datum_longer_than_the_limit(connect: Connect) -> None:
-    client = connect().create_lora_training_client(NAME, rank=RANK).result()
-    length = MAX_LENGTH + 1
-    tensors = {"target_tokens": [5] * length, "weights": [1.0] * length}
-    datum = types.Datum(model_input=types.ModelInput.from_ints([5] * length), loss_fn_inputs=tensors)
-    with pytest.raises(tinker.RequestFailedError, match="the model takes 1 to 256"):
-        client.forward_backward([datum], "cross_entropy").result()
+def test_images_and_data_longer_than_the_limit_are_refused(client: Any) -> None:
+    image = types.ImageChunk(data=b"no image, which nobody looks at", format="png", expected_tokens=2)
+    for model_input, length, message in (
+        (types.ModelInput(chunks=[image]), 2, "image chunks are not served"),
+        (types.ModelInput.from_ints([5] * (MAX_LENGTH + 1)), MAX_LENGTH + 1, "the model takes 1 to 256"),
+    ):
+        tensors = {"target_tokens": [5] * length, "weights": [1.0] * length}
+        datum = types.Datum(model_input=model_input, loss_fn_inputs=tensors)
+        with pytest.raises(tinker.RequestFailedError, match=message):
+            client.forward_backward([datum], "cross_entropy").result()
 
 
 def test_the_key(connect: Connect, options: Callable[..., Any], tmp_path: Path) -> None:

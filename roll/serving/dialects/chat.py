@@ -7,23 +7,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll.serving.dialects.fields import (
+from roll.serving.dialects.requests import (
     BASIC,
+    HINTS,
     LIMITS,
+    MAX_MESSAGES,
     MAX_NUMBER,
     MAX_TOP_LOG_PROBS,
     SERVED,
-    Fields,
-    ModelRequest,
-    is_id,
-)
-from roll.serving.dialects.parts import (
     ChatRequest,
+    Fields,
     Message,
+    ModelRequest,
     Reply,
     arguments_text,
     call_of,
     head,
+    is_id,
     joined_texts,
     named_tools,
     pieces,
@@ -34,29 +34,22 @@ from roll.serving.dialects.parts import (
 )
 from roll.serving.http import BadRequest, event
 
-MAX_MESSAGES = 4096
-MAX_TEMPLATE_KWARGS = 32
-MAX_TEMPLATE_TEXT = 1000
-MAX_SCHEMA_TEXT = 65_536
-HINTS = frozenset({"prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "verbosity"})
-"""Fields that closed agents send, which request nothing that a response could lack."""
+MAX_TEMPLATE_KWARGS, MAX_TEMPLATE_TEXT = 32, 1000  # variables for a chat template, and characters of each
+MAX_SCHEMA_TEXT = 65_536  # an engine compiles it between two steps of everybody's samples
+MAX_PROMPTS = 1024
 # Without parallel_tool_calls: a call that is left out would be missing in the conversation that is trained on.
 _IN_EPISODE = (*BASIC, *HINTS, "messages", "tool_choice", "tools")
 _SERVED = (
     *(*SERVED, "add_generation_prompt", "chat_template_kwargs", "logprobs", "messages", "parallel_tool_calls"),
     *("response_format", "tool_choice", "tools", "top_logprobs"),
 )
+_COMPLETION = (*SERVED, "echo", "logprobs", "prompt", "prompt_logprobs")
 
 
 def read_chat(body: object, model: str | None = None) -> ChatRequest:
-    """The body of ``POST /v1/chat/completions``.
-
-    Args:
-        model: the model that is served; None: the policy of an episode, under any name, which knows tools and images.
-
-    Raises:
-        BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
-    """
+    """The body of ``POST /v1/chat/completions``. ``model``: the model that is served; None: the policy of an episode,
+    under any name, which knows tools and images. Raises ``BadRequest``: a field that is missing, unknown, not
+    available, of a wrong type or out of range."""
     in_episode = model is None
     fields = Fields(body, _IN_EPISODE if in_episode else _SERVED, model)
     messages = [_read_message(message, in_episode) for message in fields.listed("messages", "messages", MAX_MESSAGES)]
@@ -92,13 +85,12 @@ def _json_schema(response_format: Mapping[str, Any]) -> str | None:
     if not isinstance(schema, Mapping):
         raise BadRequest(f"{name}: json_schema must be an object with a name and a schema", name)
     text = json.dumps(schema, ensure_ascii=False)
-    if len(text) > MAX_SCHEMA_TEXT:  # an engine compiles it between two steps of everybody's samples
+    if len(text) > MAX_SCHEMA_TEXT:
         raise BadRequest(f"{name}: the schema has {len(text)} characters, at most {MAX_SCHEMA_TEXT} are read", name)
     return text
 
 
 def _template_kwargs(fields: Fields) -> dict[str, Any]:
-    """Variables for the chat template: switches, numbers and short texts."""
     name = "chat_template_kwargs"
     kwargs: dict[str, Any] = fields.get(name, dict, {})
     plain = all(
@@ -153,7 +145,7 @@ def chat_message(content: str, reasoning: str, calls: Sequence[Message]) -> Mess
     return message | {"reasoning_content": reasoning} if reasoning else message
 
 
-def chat_body(reply: Reply) -> dict[str, Any]:
+def chat_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
     """A chat completion."""
     message = chat_message(reply.content, reply.reasoning, reply.calls)
     choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reply.finish_reason}
@@ -161,7 +153,7 @@ def chat_body(reply: Reply) -> dict[str, Any]:
     return head("chatcmpl-", "chat.completion", reply.model) | {"choices": [choice], "usage": usage}
 
 
-def chat_events(body: Mapping[str, Any], include_usage: bool) -> Iterator[bytes]:
+def chat_events(body: Mapping[str, Any], request: ChatRequest) -> Iterator[bytes]:
     """A chat completion as a stream."""
     begun = head("chatcmpl-", "chat.completion.chunk", body["model"])
     for choice in body["choices"]:
@@ -175,15 +167,11 @@ def chat_events(body: Mapping[str, Any], include_usage: bool) -> Iterator[bytes]
         # What a request may add to a sample comes with its end.
         added = {name: choice[name] for name in ("logprobs", "token_ids") if choice.get(name) is not None}
         yield chunk(begun, {**index, "delta": {}, **added}, choice["finish_reason"])
-    yield from closing(begun, body["usage"] if include_usage else None)
+    yield from closing(begun, body["usage"] if request.include_usage else None)
 
 
 def chunk(begun: Mapping[str, Any], choice: Mapping[str, Any], finish_reason: str | None = None) -> bytes:
-    """An event of a stream.
-
-    Args:
-        begun: the fields that all events of it share (:func:`~roll.serving.dialects.parts.head`).
-    """
+    """An event of a stream; ``begun``: the fields that all its events share (:func:`head`)."""
     return event({**begun, "choices": [{"index": 0, **choice, "finish_reason": finish_reason}]})
 
 
@@ -194,33 +182,30 @@ def closing(begun: Mapping[str, Any], usage: Mapping[str, int] | None) -> Iterat
     yield b"data: [DONE]\n\n"
 
 
-MAX_PROMPTS = 1024
-_KNOWN = (*SERVED, "echo", "logprobs", "prompt", "prompt_logprobs")
-_DEFAULT_TOKENS = 16
-"""OpenAI's default for completions; chats go on to the end of the context."""
-
-
 @dataclass(frozen=True)
 class CompletionRequest(ModelRequest):
     """A request for continuations of prompts."""
 
     prompts: Sequence[str | Sequence[int]]
-    echo: bool = False
-    """Responses begin with their prompt, and log-probs with those of the prompt."""
+    echo: bool = False  # responses begin with their prompt, and log-probs with those of the prompt
+    # Number of most probable tokens reported at each position of the prompt, besides its own (-1: all); None: no
+    # log-probs of the prompt.
     prompt_log_probs: int | None = None
-    """Number of most probable tokens reported at each position of the prompt, besides its own (-1: all); None: no
-    log-probs of the prompt."""
 
 
 def read_completion(body: object, model: str) -> CompletionRequest:
-    """The body of ``POST /v1/completions``; a prompt is a text or a list of token ids, or a list of either.
-
-    Raises:
-        BadRequest: a field that is missing, unknown, of a wrong type or out of range.
-    """
-    fields = Fields(body, _KNOWN, model)
+    """The body of ``POST /v1/completions``; a prompt is a text or a list of token ids, or a list of either. Raises
+    ``BadRequest``: a field that is missing, unknown, of a wrong type or out of range."""
+    fields = Fields(body, _COMPLETION, model)
     log_probs = fields.get("logprobs", int, None)
-    prompts = _prompts(fields.get("prompt", (str, list), None))
+    given = fields.get("prompt", (str, list), None)
+    prompts = [given] if isinstance(given, str) or (given and all(map(is_id, given))) else given
+    if not prompts or not all(
+        isinstance(one, str) or (isinstance(one, list) and all(map(is_id, one)) and one) for one in prompts
+    ):
+        raise BadRequest("prompt: is needed: a text, a list of token ids, or a list of either", "prompt")
+    if len(prompts) > MAX_PROMPTS:
+        raise BadRequest(f"prompt: a request may have {MAX_PROMPTS} prompts at most, not {len(prompts)}", "prompt")
     echo = fields.get("echo", bool, False)
     of_prompt = fields.get("prompt_logprobs", int, None)
     for name, is_set in (("echo", echo), ("prompt_logprobs", of_prompt is not None)):
@@ -230,20 +215,9 @@ def read_completion(body: object, model: str) -> CompletionRequest:
         raise BadRequest(f"prompt_logprobs: must be from -1 (all) to {MAX_TOP_LOG_PROBS}", "prompt_logprobs")
     shared = fields.shared(
         *LIMITS,
-        default_tokens=_DEFAULT_TOKENS,
+        default_tokens=16,  # OpenAI's; chats go on to the end of the context
         top_log_probs=log_probs or 0,
         top_field="logprobs",
         num_prompts=len(prompts),
     )
     return CompletionRequest(prompts, echo, of_prompt, log_probs=log_probs is not None, **shared)
-
-
-def _prompts(prompt: str | list[Any] | None) -> list[str | list[int]]:
-    if isinstance(prompt, str) or (prompt and all(map(is_id, prompt))):
-        return [prompt]
-    valid = prompt and all(isinstance(p, str) or (isinstance(p, list) and all(map(is_id, p)) and p) for p in prompt)
-    if prompt is None or not valid:
-        raise BadRequest("prompt: is needed: a text, a list of token ids, or a list of either", "prompt")
-    if len(prompt) > MAX_PROMPTS:
-        raise BadRequest(f"prompt: a request may have {MAX_PROMPTS} prompts at most, not {len(prompt)}", "prompt")
-    return list(prompt)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from roll.serving.dialects.chat import MAX_MESSAGES
-from roll.serving.dialects.fields import Fields
-from roll.serving.dialects.parts import (
+from roll.serving.dialects.requests import (
+    MAX_MESSAGES,
     ChatRequest,
+    Fields,
     Message,
     Reply,
     call_of,
-    identifier,
     joined_texts,
     named_tools,
     pieces,
@@ -26,25 +26,20 @@ _KNOWN = (
     *("max_tokens", "messages", "model", "stop_sequences", "stream", "system", "temperature", "tool_choice", "tools"),
     *("top_k", "top_p"),
 )
+# Fields that request nothing that a response could lack; how much to think is up to the policy.
 _HINTS = ("cache_control", "context_management", "diagnostics", "inference_geo", "speed", "thinking")
-"""Fields that request nothing that a response could lack; how much to think is up to the policy."""
 _CHOICES = ("auto", "any", "tool", "none")
+# Key under which Anthropic's documentation wraps arguments that are not an object, which inputs must be.
 _UNREADABLE = "INVALID_JSON"
-"""Key under which Anthropic's documentation wraps arguments that are not an object, which inputs must be."""
 
 
 def read_messages(body: object, counting: bool = False) -> ChatRequest:
-    """The body of ``POST /v1/messages``.
-
-    Args:
-        counting: of ``/v1/messages/count_tokens``, which needs no ``max_tokens``.
-
-    Raises:
-        BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
-    """
+    """The body of ``POST /v1/messages``, or ``counting``, of ``/v1/messages/count_tokens``, which needs no
+    ``max_tokens``. Raises ``BadRequest``: a field that is missing, unknown, not available, of a wrong type or out of
+    range."""
     fields = Fields(body, (*_KNOWN, *_HINTS))
     listed = fields.listed("messages", "messages", MAX_MESSAGES)
-    if not counting and not fields.given("max_tokens"):
+    if not counting and fields.get("max_tokens", int, None) is None:
         raise BadRequest("max_tokens: is needed, an integer", "max_tokens")
     system = joined_texts(fields.get("system", (str, list), None), field_name="system")
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
@@ -110,7 +105,7 @@ def messages_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     stops = request.params.stop_strings
     return {
-        "id": identifier("msg_"),
+        "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",
         "model": reply.model,
@@ -121,7 +116,7 @@ def messages_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
     }
 
 
-def messages_events(body: Mapping[str, Any]) -> Iterator[bytes]:
+def messages_events(body: Mapping[str, Any], request: ChatRequest) -> Iterator[bytes]:
     """A message as a stream of events."""
 
     def typed(kind: str, **fields: object) -> bytes:

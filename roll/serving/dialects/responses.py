@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from roll.serving.dialects.chat import HINTS
-from roll.serving.dialects.fields import Fields
-from roll.serving.dialects.parts import (
+from roll.serving.dialects.requests import (
+    HINTS,
     ChatRequest,
+    Fields,
     Message,
     Reply,
     arguments_text,
     call_of,
     head,
-    identifier,
     joined_texts,
     named_tools,
     pieces,
@@ -29,20 +30,15 @@ _KNOWN = (
     *("input", "instructions", "max_output_tokens", "model", "previous_response_id", "stream", "stream_options"),
     *("temperature", "tool_choice", "tools", "top_p"),
 )
+# Fields that agents always send; `text` may only request plain text.
 _HINTS = frozenset({*HINTS, "context_management", "include", "reasoning", "text", "truncation"})
-"""Fields that agents always send; ``text`` may only request plain text."""
 _TEXTS = ("input_text", "output_text", "text")
 
 
 def read_responses(body: object, earlier: Mapping[str, list[Message]]) -> ChatRequest:
-    """The body of ``POST /v1/responses``.
-
-    Args:
-        earlier: response id to the conversation up to it, for ``previous_response_id``.
-
-    Raises:
-        BadRequest: a field that is missing, unknown, not available, of a wrong type or out of range.
-    """
+    """The body of ``POST /v1/responses``. ``earlier``: response id to the conversation up to it, for
+    ``previous_response_id``. Raises ``BadRequest``: a field that is missing, unknown, not available, of a wrong type or
+    out of range."""
     fields = Fields(body, (*_KNOWN, *_HINTS))
     kind = (fields.get("text", dict, {}).get("format") or {"type": "text"}).get("type")
     if kind != "text":
@@ -104,10 +100,10 @@ def responses_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
     items: list[dict[str, Any]] = []
     if reply.content or not reply.calls:
         part = {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": []}
-        message = {"type": "message", "id": identifier("msg_"), "role": "assistant"}
+        message = {"type": "message", "id": f"msg_{uuid.uuid4().hex}", "role": "assistant"}
         items.append(message | {"status": status, "content": [part]})
     for call in reply.calls:
-        begun = {"type": "function_call", "id": identifier("fc_"), "call_id": call["id"], "status": status}
+        begun = {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}", "call_id": call["id"], "status": status}
         items.append(begun | {"name": call["function"]["name"], "arguments": arguments_text(call)})
     return head("resp_", "response", reply.model, created="created_at") | {
         "error": None,
@@ -128,14 +124,12 @@ def responses_body(reply: Reply, request: ChatRequest) -> dict[str, Any]:
     }
 
 
-def responses_events(body: Mapping[str, Any]) -> Iterator[bytes]:
+def responses_events(body: Mapping[str, Any], request: ChatRequest) -> Iterator[bytes]:
     """A response as a stream of events."""
-    number = 0
+    numbers = itertools.count()
 
     def numbered(kind: str, **fields: object) -> bytes:
-        nonlocal number
-        number += 1
-        return event({"type": kind, "sequence_number": number - 1, **fields}, kind)
+        return event({"type": kind, "sequence_number": next(numbers), **fields}, kind)
 
     begun = {**body, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     yield numbered("response.created", response=begun)
