@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,6 @@ class ModelContents:
     """``model_name_or_path`` of the role that wrote it."""
     optimizer: str = "adamw"
     """``training_args.optimizer.name`` of that role."""
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:

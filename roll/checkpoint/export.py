@@ -24,6 +24,7 @@ from torch import Tensor
 
 from roll.checkpoint.folders import atomic_folder
 from roll.checkpoint.hub import add_card, check_repository, push
+from roll.checkpoint.tensors import stored_tensors
 from roll.checkpoint.trained_model import TrainedModel, config_error, find_trained
 from roll.config.installation import install_command
 from roll.config.losses import SCORE_INPUT, SCORE_INPUT_DEFAULT
@@ -126,32 +127,28 @@ def write_peft(trained: TrainedModel, folder: Path) -> None:
         weight: contents.trained[adapter_names(weight)[0]][0] // (shape[0] if len(shape) == 3 else 1)
         for weight, shape in shapes.items()
     }
-    # The factor is alpha / rank, whichever formula the run had it from.
-    alphas = {weight: scaling * ranks[weight] for weight, scaling in contents.scalings.items()}
+    # The factor is alpha / rank, whichever formula the run had it from; peft writes an integer without a fraction.
+    exact = {weight: scaling * ranks[weight] for weight, scaling in contents.scalings.items()}
+    alphas: dict[str, Any] = {weight: int(a) if a == int(a) else a for weight, a in exact.items()}
     first = next(iter(ranks))
     modules = [weight.removesuffix(".weight") for weight in ranks if weight not in experts]
     whole = sorted({base_name(name).rpartition(".")[0] for name in contents.trained if not is_adapter(name)})
     config = LoraConfig(
         task_type={"causal_lm": "CAUSAL_LM", "value": "TOKEN_CLS", "score": "SEQ_CLS"}[trained.head],
         r=ranks[first],
-        lora_alpha=_whole_or_float(alphas[first]),
+        lora_alpha=alphas[first],
         rank_pattern={w.removesuffix(".weight"): r for w, r in ranks.items() if r != ranks[first]},
-        alpha_pattern={w.removesuffix(".weight"): _whole_or_float(a) for w, a in alphas.items() if a != alphas[first]},
+        alpha_pattern={w.removesuffix(".weight"): a for w, a in alphas.items() if a != alphas[first]},
         target_modules=modules or None,
         target_parameters=experts or None,
         modules_to_save=whole or None,
         base_model_name_or_path=trained.model,
         inference_mode=True,
     )
-    with trained.open_tensors() as stored:
+    with stored_tensors(trained.folder) as stored:
         tensors = {adapter_file_name(name): trained.read(stored, name) for name in contents.trained}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(str(folder))
-
-
-def _whole_or_float(number: float) -> Any:
-    """An int where the number has no fraction."""
-    return int(number) if number == int(number) else number
 
 
 # Comparison
@@ -186,7 +183,7 @@ def expected_model(trained: TrainedModel, rounding: Rounding) -> PreTrainedModel
     config = checked_config(trained.args, trained.head)
     model: Any = auto_class(config, trained.head).from_pretrained(trained.model, config=config, dtype=torch.float32)
     live = {base_name(name): parameter for name, parameter in model.named_parameters()}
-    with trained.open_tensors() as stored, torch.no_grad():
+    with stored_tensors(trained.folder) as stored, torch.no_grad():
         for name in trained.contents.trained:
             if not is_adapter(name):
                 live[base_name(name)].copy_(trained.read(stored, name))
@@ -282,7 +279,6 @@ def _write(
 
 
 def _dtype(options: argparse.Namespace, trained: TrainedModel) -> torch.dtype:
-    """Type of the weights in the file; in the comparison, of those in memory."""
     if options.to == "peft":
         return torch.float32
     if options.to == "gguf":

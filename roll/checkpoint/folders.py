@@ -175,7 +175,6 @@ def atomic_folder(final: Path) -> Iterator[Path]:
 
 
 def _new_lock(final: Path) -> tuple[int, Path]:
-    """A descriptor that holds the lock, and its file."""
     while True:
         descriptor, name = tempfile.mkstemp(prefix=f".{final.name}.", suffix=_LOCK_SUFFIX, dir=final.parent)
         lock = Path(name)

@@ -107,7 +107,6 @@ def _add_shape(writer: GGUFWriter, config: Any) -> None:
 
 
 def _add_tokenizer(gguf: ModuleType, writer: GGUFWriter, folder: Path, vocab_size: int, splitting: str) -> None:
-    """Tokens, merges, special tokens and the chat template."""
     file = folder / "tokenizer.json"
     described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     if described.get("model", {}).get("type") != "BPE":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -47,13 +46,8 @@ def check_repository(repository: str) -> None:
 
 
 def push(folder: Path, repository: str, public: bool) -> str:
-    """Upload a folder as one commit, to a repository that is made if need be.
-
-    Args:
-        public: of a new repository; one that exists keeps its visibility.
-
-    Returns:
-        URL of the repository.
+    """Upload a folder as one commit, to a repository that is made if need be (one that exists keeps its visibility);
+    its URL.
 
     Raises:
         OSError: the hub refuses, or cannot be reached.
@@ -80,16 +74,12 @@ def add_card(trained: TrainedModel, form: str, folder: Path, repository: str) ->
 
 
 def _name(choice: Any) -> Any:
-    """The name of a loss or an estimator, which may be a section."""
     return choice.get("name") if isinstance(choice, dict) else choice
 
 
 def model_card(trained: TrainedModel, form: str, repository: str, run: Path) -> str:
-    """The model card: base model, data, algorithm, the first and last values of the curves, and the command.
-
-    Args:
-        run: the run's folder; what it does not have (any more) is left out.
-    """
+    """The model card: base model, data, algorithm, the first and last values of the curves, and the command; what the
+    folder of the ``run`` does not have (any more) is left out."""
     config = _mapping(run / RESOLVED_CONFIG)
     about = _mapping(run / RECORD_FOLDER / "run.json")
     base = str(config.get("pretrain") or trained.contents.path or trained.model)
@@ -140,7 +130,6 @@ def _curves(about: Mapping[str, Any], run: Path) -> Iterator[str]:
 
 
 def _data_files(section: Mapping[str, Any]) -> Iterator[str]:
-    """The training files of a configuration."""
     for key, value in section.items():
         if key == "data_args" and isinstance(value, Mapping):
             names = value.get("file_name") or []
@@ -150,9 +139,7 @@ def _data_files(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file; {} without one."""
     if not path.is_file():
         return {}
-    text = path.read_text(encoding="utf-8")
-    found = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML too
     return found if isinstance(found, dict) else {}

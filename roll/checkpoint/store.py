@@ -12,7 +12,7 @@ import posixpath
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -84,16 +84,14 @@ class ObjectStore:
             fs.invalidate_cache()
             if not fs.exists(root):
                 return []
-            folders = [str(entry["name"]).rstrip("/") for entry in fs.ls(root, detail=True)]
-            return [posixpath.basename(one) for one in folders if self._is_whole(one)]
-
-    def _is_whole(self, folder: str) -> bool:
-        """Return whether the folder's manifest has been written: some stores (HDFS) make a file before its contents."""
-        fs, _ = self._opened
-        try:
-            return bool(fs.size(f"{folder}/{MANIFEST_NAME}"))
-        except FileNotFoundError:
-            return False
+            found = []
+            for entry in fs.ls(root, detail=True):
+                folder = str(entry["name"]).rstrip("/")
+                with suppress(FileNotFoundError):
+                    # Some stores (HDFS) make a file before its contents, so an empty manifest is none yet.
+                    if fs.size(f"{folder}/{MANIFEST_NAME}"):
+                        found.append(posixpath.basename(folder))
+            return found
 
     def put(self, folder: Path) -> None:
         """Copy a checkpoint, replacing one of its name.
@@ -104,22 +102,17 @@ class ObjectStore:
         """
         fs, root = self._opened
         target = f"{root}/{folder.name}"
-        files = {**read_manifest(folder).files}
+        files = read_manifest(folder).files
         with self._errors():
             if fs.exists(f"{target}/{MANIFEST_NAME}"):  # else a torn copy would have the manifest of the old one
                 fs.rm_file(f"{target}/{MANIFEST_NAME}")
-            for name, entry in files.items():
-                self._put(folder / name, f"{target}/{name}")
+            # The manifest last: names() counts a folder as a checkpoint once it is there.
+            for name in (*files, MANIFEST_NAME):
+                fs.makedirs(posixpath.dirname(f"{target}/{name}"), exist_ok=True)
+                fs.put_file(str(folder / name), f"{target}/{name}")
                 size = fs.size(f"{target}/{name}")
-                if size != entry.size:
-                    raise CheckpointDamagedError(f"{target}/{name} has {size} bytes instead of {entry.size}")
-            # Last: names() counts a folder as a checkpoint once its manifest is there.
-            self._put(folder / MANIFEST_NAME, f"{target}/{MANIFEST_NAME}")
-
-    def _put(self, source: Path, target: str) -> None:
-        fs, _ = self._opened
-        fs.makedirs(posixpath.dirname(target), exist_ok=True)
-        fs.put_file(str(source), target)
+                if name in files and size != files[name].size:
+                    raise CheckpointDamagedError(f"{target}/{name} has {size} bytes instead of {files[name].size}")
 
     def fetch(self, name: str, parent: Path) -> Path:
         """Copy a checkpoint into ``parent``, whole or not at all; the same one that is there already is used.
@@ -182,7 +175,7 @@ class ObjectStore:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise the errors of whichever client fsspec uses as ``OSError``, with the URL."""
+        """Whichever client fsspec uses, its errors are an ``OSError`` with the URL."""
         try:
             yield
         except CheckpointDamagedError:

@@ -61,24 +61,19 @@ class Pieces:
         self._tensors: dict[str, Tensor] = {}
         places: dict[str, list[int]] = {}
         counts: Counter[str] = Counter()
-        self._updates: dict[str, int] = {}
+        updates: dict[str, int] = {}
         for piece in pieces:
             # A rank may keep several runs of one parameter; tensors of a safetensors file need different names.
             key = f"{piece.name}#{counts[piece.name]}" if counts[piece.name] else piece.name
             counts[piece.name] += 1
             places[key] = [piece.start, piece.stride]
-            self._updates[piece.name] = piece.updates
+            updates[piece.name] = piece.updates
             for kind, tensor in piece.tensors.items():
                 # Copied: training continues, and changes the parameters, while the file is written in the background.
                 self._tensors[f"{kind}/{key}"] = tensor.detach().float().to("cpu", copy=True).contiguous()
         for name, buffer in (buffers or {}).items():
             self._tensors[f"{BUFFER}/{name}"] = buffer.detach().to("cpu", copy=True).contiguous()
-        self._metadata = {_PIECES: json.dumps(places), _UPDATES: json.dumps(self._updates)}
-
-    @property
-    def updates(self) -> int:
-        """The most updates of any parameter here."""
-        return max(self._updates.values(), default=0)
+        self._metadata = {_PIECES: json.dumps(places), _UPDATES: json.dumps(updates)}
 
     def write(self, path: Path, rank: int) -> None:
         """Write this rank's file below ``path``, a role's folder; none where the rank has nothing to write."""

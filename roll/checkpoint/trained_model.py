@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -64,20 +63,14 @@ class TrainedModel:
         """Names in the checkpoint of the parameters that are trained whole, by their names in the plain model."""
         return {base_name(name): name for name in self.contents.trained if not is_adapter(name)}
 
-    def open_tensors(self) -> AbstractContextManager[StoredTensors]:
-        return stored_tensors(self.folder)
-
     def read(self, stored: StoredTensors, name: str) -> Tensor:
         """float32, whole: a trained parameter, by its name in the checkpoint."""
         shape = torch.Size(self.contents.trained[name])
         return stored.read(WEIGHT, name, 0, shape.numel()).view(shape)
 
     def weight(self, stored: StoredTensors, name: str, base: Callable[[str], Tensor]) -> Tensor | None:
-        """float32: a parameter of the plain model as it was trained, its adapter merged; None: it is as it was.
-
-        Args:
-            base: gives the weight that an adapter was trained on.
-        """
+        """float32: a parameter of the plain model as it was trained, its adapter merged with ``base(name)``, the weight
+        that it was trained on; None: it is as it was."""
         if name in self.trained:
             return self.read(stored, self.trained[name])
         if name not in self.contents.scalings:
@@ -100,7 +93,7 @@ class TrainedModel:
         def base(name: str) -> Tensor:
             return layout.joined({part.name: layout.read(files, part.name) for part in layout.parts(name)})[name]
 
-        with self.open_tensors() as stored:
+        with stored_tensors(self.folder) as stored:
             buffers = {base_name(name): buffer for name, buffer in stored.buffers().items()}
             for name, parameter in skeleton.named_parameters():
                 whole = self.weight(stored, name, base)

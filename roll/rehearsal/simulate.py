@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -250,8 +250,9 @@ class RehearsedModule(_Rehearsed):
             self.model.requires_grad_(False)
         self.model.train(num_training_steps > 0)
 
-    def _gather(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [tensor.detach().to(self._wire_dtype(tensor)) for tensor in tensors]
+    def _gather(self, tensors: Sequence[Tensor], span: tuple[int, int] | None = None) -> list[Tensor]:
+        whole = [tensor.detach().to(self._wire_dtype(tensor)) for tensor in tensors]
+        return whole if span is None else [tensor.flatten()[slice(*span)] for tensor in whole]
 
     def _clip_and_step(self, learning_rate: float) -> float:
         self.model.zero_grad(set_to_none=True)

@@ -213,7 +213,7 @@ class ModelStrategy(ABC):
 
     @abstractmethod
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        """This rank's tensors of one kind that are on the device now."""
+        """This rank's tensors of a kind, those in host memory left out."""
 
     def offload_states(self, include: Collection[StateKind]) -> None:
         """Move states to host memory, until :meth:`load_states`; the model must not be computed in between.
@@ -242,12 +242,14 @@ class ModelStrategy(ABC):
 
     @contextmanager
     def _without_optimizer(self) -> Iterator[None]:
-        """Offload the optimizer's states during a step's forward and backward passes. They come back even if the block
-        raises, so that a checkpoint written on the way out has them."""
+        """Where the role asks for it, offload the optimizer's states for a step's forward and backward passes."""
+        if not self.offloads_optimizer_in_steps:
+            yield
+            return
         self.offload_states([StateKind.OPTIMIZER_STATES])
         try:
             yield
-        finally:
+        finally:  # also when the block raises: a checkpoint written on the way out has them
             self.load_states([StateKind.OPTIMIZER_STATES])
 
     @abstractmethod
@@ -325,25 +327,24 @@ class ModelStrategy(ABC):
             raise ValueError(f"{self.role.name}.strategy_args.strategy_name: {name} cannot train; use {use}")
 
     def _check_outputs(self, outputs: Outputs) -> None:
-        wants_values = Output.VALUES in outputs
-        assert wants_values == (self.head is not ModelHead.CAUSAL_LM) or not outputs, (self.head, outputs)
+        gives_values = self.head is not ModelHead.CAUSAL_LM
+        assert not outputs or (Output.VALUES in outputs) == gives_values, (self.head, outputs)
 
 
 class OffloadedStorages:
-    """Device storages of some tensors, with their contents in (page-locked) host memory."""
+    """Device storages of some tensors, with their contents in (page-locked) host memory.
+
+    Args:
+        keep_contents: False for what is rewritten before it is read (gradients); it comes back as zeros.
+    """
 
     def __init__(self, tensors: Iterable[Tensor], keep_contents: bool = True) -> None:
-        """
-        Args:
-            keep_contents: False for what is rewritten before it is read (gradients); it comes back as zeros.
-        """
-        # By storage, not by tensor: parameters that are views of one flat buffer share it, and a view frees nothing.
-        # Not resizable: a file mapped into host memory, as freshly loaded weights are. It occupies no device memory.
-        storages = {key: storage for key, storage in storages_of(tensors).items() if storage.resizable()}
         self._held: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
-        for storage in storages.values():
-            size = storage.nbytes()
-            copy = None
+        # By storage, not by tensor: parameters that are views of one flat buffer share it, and a view frees nothing.
+        for storage in storages_of(tensors).values():
+            if not storage.resizable():  # a file mapped into host memory, as freshly loaded weights are
+                continue
+            size, copy = storage.nbytes(), None
             if keep_contents:
                 copy = torch.empty(size, dtype=torch.uint8, pin_memory=current_platform().pin_memory)
                 copy.copy_(_as_bytes(storage))
@@ -351,13 +352,13 @@ class OffloadedStorages:
             self._held.append((storage, size, copy))
 
     def restore(self) -> None:
-        for storage, size, copy in self._held:
+        while self._held:
+            storage, size, copy = self._held.pop()
             storage.resize_(size)
             if copy is None:
                 _as_bytes(storage).zero_()
             else:
                 _as_bytes(storage).copy_(copy)
-        self._held = []
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -99,9 +99,7 @@ class BroadcastSender(Sender):
     """
 
     def __init__(self, backend: str, host: str) -> None:
-        self._host = host
-        self._backend = backend
-        self._device = group_device(backend)
+        self._host, self._backend, self._device = host, backend, group_device(backend)
         self._members: list[Any] | None = None
         self._links: list[BroadcastLink] = []
         self._store: TCPStore | None = None
@@ -114,7 +112,7 @@ class BroadcastSender(Sender):
         self._seconds = seconds
         if self._members != list(engines):
             # A process group's members are fixed: a lost or replaced engine means a new group.
-            self.abandon()
+            self.end(succeeded=False)
             size = len(engines) + 1
             # TCPStore has no authentication and would listen on every interface; this socket listens on one.
             listener = socket.create_server((self._host, 0), backlog=1024)
@@ -155,11 +153,12 @@ class BroadcastSender(Sender):
             work.wait(timedelta(seconds=self._seconds))
         self._works, self._messages = [], []
 
-    def abandon(self) -> None:
-        if self._group is not None:
-            self._group.abort()
-        self._group = self._store = self._members = None
-        self._works, self._messages = [], []
+    def end(self, succeeded: bool) -> None:
+        if not succeeded:
+            if self._group is not None:
+                self._group.abort()
+            self._group = self._store = self._members = None
+            self._works, self._messages = [], []
 
 
 def broadcasts(group: Group, messages: Sequence[torch.Tensor], seconds: float) -> Iterator[Any]:
@@ -183,7 +182,7 @@ def process_group(backend: str, store: Store, rank: int, size: int, seconds: flo
 
 
 def group_device(backend: str) -> torch.device:
-    """Return the device of a group's messages."""
+    """The device of a group's messages."""
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
@@ -206,9 +205,7 @@ class _CudaIpcReceiver(Receiver):
 
 class CudaIpcSender(Sender):
     receiver = _CudaIpcReceiver
-
-    def __init__(self) -> None:
-        self._bucket: WeightBucket | None = None
+    _bucket: WeightBucket | None = None
 
     def pack(self, tensors: Tensors) -> CudaIpcPayload:
         from torch.multiprocessing.reductions import reduce_tensor
@@ -222,5 +219,5 @@ class CudaIpcSender(Sender):
     def release(self) -> None:
         self._bucket = None
 
-    def abandon(self) -> None:
+    def end(self, succeeded: bool) -> None:
         self._bucket = None

@@ -166,28 +166,18 @@ class TensorEntry:
 
 @dataclass(frozen=True, eq=False)
 class WeightBucket:
-    """Named tensors in one buffer.
-
-    Attributes:
-        entries: the table of contents, in the order of packing.
-        buffer: uint8 (N,), contiguous.
-    """
+    """Named tensors in one ``buffer``, uint8 (N,); ``entries`` are in the order of packing."""
 
     entries: tuple[TensorEntry, ...]
     buffer: torch.Tensor
 
     @classmethod
     def pack(cls, named_tensors: NamedTensors, device: torch.device | str = "cpu") -> WeightBucket:
-        """Copy tensors (any device, dtype and layout) into a new buffer on ``device``.
-
-        Raises:
-            ValueError: a name that occurs twice.
-        """
+        """Copy tensors (any device, dtype and layout) of different names into a new buffer on ``device``."""
         tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
         entries, size = lay_out(tensors)
         # The gaps between tensors are zeroed, so that equal weights make equal buffers.
-        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        bucket = cls(entries, buffer)
+        bucket = cls(entries, torch.zeros(size, dtype=torch.uint8, device=device))
         for (_, source), target in zip(tensors, bucket.tensors().values(), strict=True):
             target.copy_(source)
         return bucket
@@ -197,8 +187,7 @@ class WeightBucket:
         views: dict[str, torch.Tensor] = {}
         for entry in self.entries:
             end = entry.offset + math.prod(entry.shape) * entry.dtype.itemsize
-            data = self.buffer[entry.offset : end]
-            views[entry.name] = data.view(entry.dtype).view(entry.shape)
+            views[entry.name] = self.buffer[entry.offset : end].view(entry.dtype).view(entry.shape)
         return views
 
 
@@ -206,12 +195,7 @@ def iter_buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[lis
     """Runs of consecutive tensors whose aligned sizes add up to at most ``bucket_bytes``; a larger tensor is alone.
 
     Tensors are taken from ``named_tensors`` one at a time, so gathered ones need not all exist at once.
-
-    Raises:
-        ValueError: ``bucket_bytes`` below 1.
     """
-    if bucket_bytes < 1:
-        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}; a usual value is {512 * 2**20}")
     return in_buckets(named_tensors, bucket_bytes, lambda named: _padded(named[1].nbytes))
 
 
@@ -231,19 +215,13 @@ def in_buckets(items: Iterable[T], bucket_bytes: int, num_bytes: Callable[[T], i
 
 
 def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorEntry, ...], int]:
-    """Return the place of each tensor in one buffer, and the bytes of the buffer.
-
-    Raises:
-        ValueError: a name that occurs twice.
-    """
-    entries: dict[str, TensorEntry] = {}
+    """The place of each tensor in one buffer, and the bytes of the buffer."""
+    entries: list[TensorEntry] = []
     offset = 0
     for name, tensor in tensors:
-        if name in entries:
-            raise ValueError(f"two tensors named {name!r} in one weight bucket: names must be unique")
-        entries[name] = TensorEntry(name, tensor.dtype, tuple(tensor.shape), offset)
+        entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape), offset))
         offset += _padded(tensor.nbytes)
-    return tuple(entries.values()), offset
+    return tuple(entries), offset
 
 
 def _padded(num_bytes: int) -> int:
@@ -264,10 +242,6 @@ class DeltaEncoder:
 
     def __init__(self) -> None:
         self._held: dict[str, torch.Tensor] = {}
-
-    def forget(self) -> None:
-        """Forget what was sent: the next tensors are sent whole."""
-        self._held.clear()
 
     def encode(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the parts that turn what was last sent under this name into ``tensor``: none if nothing changed, and
@@ -323,7 +297,7 @@ ChecksumKind = Literal["xxh3", "words"]
 
 
 def checksum_kind(device: torch.device) -> ChecksumKind:
-    """Return the kind that is computed on ``device`` itself, without a copy to the host."""
+    """The kind that is computed on ``device`` itself, without a copy to the host."""
     return "xxh3" if device.type == "cpu" else "words"
 
 
@@ -361,7 +335,7 @@ def _word_checksum(tensor: torch.Tensor) -> int:
 
 
 def _sum_words(data: torch.Tensor, seed: int, first_word: int) -> int:
-    """``sum_i h_i * (h_i >> 32)`` over ``data`` (uint8, a multiple of 8 bytes); ``first_word`` is the first i."""
+    """``sum_i h_i * (h_i >> 32)`` over ``data`` (uint8, a multiple of 8 bytes), i counted from ``first_word``."""
     num_words = data.numel() // _WORD_BYTES
     chunk_words = min(num_words, _CPU_CHUNK_WORDS if data.device.type == "cpu" else _DEVICE_CHUNK_WORDS)
     if not chunk_words:
@@ -391,5 +365,4 @@ def _seed(tensor: torch.Tensor) -> int:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits: torch has no wrapping uint64 arithmetic on every device."""
     return value - (1 << 64) if value >> 63 else value

@@ -72,16 +72,13 @@ def rounded(weight: Tensor, form: QuantizationFormat) -> Tensor:
             largest = blocks.abs().amax(2, keepdim=True) / (_E2M1_MAX * whole_scale)
             scale = largest.to(torch.float8_e4m3fn).float() * whole_scale
             # A block so small that its scale is 0 is all 0.
-            whole = (_e2m1(blocks / scale.where(scale > 0, 1.0)) * scale).flatten(1)
+            size = (blocks / scale.where(scale > 0, 1.0)).abs()
+            # The nearest of 0, .5, 1, 1.5, 2, 3, 4 and 6.
+            step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+            nearest = ((size / step).round() * step).clamp(max=_E2M1_MAX).copysign(blocks)
+            whole = (nearest * scale).flatten(1)
     return whole[:rows, :columns].to(weight.dtype)
 
 
 def _scale(largest: Tensor, limit: float) -> Tensor:
     return (largest / limit).where(largest > 0, 1.0)
-
-
-def _e2m1(values: Tensor) -> Tensor:
-    """The nearest of 0, .5, 1, 1.5, 2, 3, 4 and 6, with the sign."""
-    size = values.abs()
-    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
-    return ((size / step).round() * step).clamp(max=_E2M1_MAX).copysign(values)

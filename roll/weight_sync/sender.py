@@ -33,7 +33,6 @@ from roll.weight_sync.device_transports import BroadcastSender, CudaIpcSender
 from roll.weight_sync.encoding import (
     MIB,
     BucketHeader,
-    ChecksumKind,
     DeltaEncoder,
     LostEngines,
     SyncOptions,
@@ -43,13 +42,14 @@ from roll.weight_sync.encoding import (
     tensor_checksum,
     verify_checksums,
 )
-from roll.weight_sync.transports import FileSender, ObjectStoreSender, Sender, SharedMemorySender, Tensors
+from roll.weight_sync.storage_transports import FileSender, ObjectStoreSender
+from roll.weight_sync.transports import Sender, SharedMemorySender, Tensors
 
 logger = logging.getLogger(__name__)
 
 
 def sync_options(run: RunConfig, keys: WeightSyncConfig, engines: GenerationWorkerConfig, plan: Plan) -> SyncOptions:
-    """Return the settings of every weight update of a run, for hosts like this one."""
+    """The settings of every weight update of a run, for hosts like this one."""
     train, infer = (plan.roles[role].device_mapping for role in ("actor_train", "actor_infer"))
     return SyncOptions(
         buffer_bytes=run.model_update_buffer_size_mb * MIB,
@@ -75,8 +75,7 @@ class WeightSync:
     """Carries the weights of ``source`` to every engine of ``target``, verified."""
 
     def __init__(self, source: Cluster, target: Cluster, options: SyncOptions) -> None:
-        self._source = source
-        self._target = target
+        self._source, self._target = source, target
         nodes = {source.addresses[0].node_id, *(address.node_id for address in target.addresses)}
         if options.transport == "shared_memory" and len(nodes) > 1:
             # A memory file can be mapped on its own host only; Ray's object store copies to the others by itself.
@@ -115,7 +114,6 @@ class WeightSync:
         }
 
     def _try(self, version: int) -> SyncReport | None:
-        """Update the engines that are alive; None if one of them was lost on the way."""
         engines = {rank: self._target.workers[rank] for rank in self._target.live_ranks}
         can_build_on_it = self._options.mode != "full" and self._holders.issuperset(engines)
         base_version = self._held_version if can_build_on_it else None
@@ -127,18 +125,16 @@ class WeightSync:
         reports = call.result()
         report = next(report for report in reports if report is not None)  # rank 0's: the others only gather
         if isinstance(report, LostEngines):
-            self._lose(report, time.monotonic() - begin)
+            for rank in report.ranks:
+                address = self._target.addresses[rank]
+                where = f"pid {address.pid} on {address.node_ip}"
+                died = RankReport(rank, where, report.text, log_file=address.log_file)
+                seconds = time.monotonic() - begin
+                self._leave_out(rank, WorkerFailed(self._target.name, "update_weights", seconds, [died], []))
+            logger.warning("an engine is lost in a weight update, which is repeated with the others: %s", report.text)
             return None
         self._holders, self._held_version = set(engines), version
         return report
-
-    def _lose(self, lost: LostEngines, seconds: float) -> None:
-        """Continue without the engines that made an update fail."""
-        for rank in lost.ranks:
-            address = self._target.addresses[rank]
-            report = RankReport(rank, f"pid {address.pid} on {address.node_ip}", lost.text, log_file=address.log_file)
-            self._leave_out(rank, WorkerFailed(self._target.name, "update_weights", seconds, [report], []))
-        logger.warning("an engine is lost in a weight update, which is repeated with the others: %s", lost.text)
 
     def _leave_out(self, rank: int, loss: RemoteError) -> None:
         if self._target.live_ranks == [rank]:
@@ -266,7 +262,7 @@ class WeightSender:
         if update.base_version is None:
             self._checksums.clear()
             if self._delta is not None:
-                self._delta.forget()
+                self._delta = DeltaEncoder()  # the next tensors are sent whole
         name = f"weight update {update.version}"
         exchange = _Exchange(self._transport, engines, update, self._checksums, name, time.monotonic())
         encode = (lambda name, tensor: {name: tensor}) if self._delta is None else self._delta.encode
@@ -274,7 +270,7 @@ class WeightSender:
             return exchange.run(buckets, encode, self._bucket_bytes if self._delta is not None else 0)
         except BaseException:
             # Engines may be left reading a buffer or waiting in a collective of this update: reuse neither.
-            self._transport.abandon()
+            self._transport.end(succeeded=False)
             raise
 
     def try_send(self, buckets: NamedBuckets, engines: RayEngines, update: Update) -> SyncReport | LostEngines:
@@ -300,17 +296,11 @@ class _Exchange:
     checksums: dict[str, int]
     name: str
     begin: float
-    num_bytes: int = 0
-    num_buckets: int = 0
 
     def run(
         self, buckets: NamedBuckets, encode: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], collect_bytes: int
     ) -> SyncReport:
-        """
-        Args:
-            encode: from a tensor to what is sent of it; empty if the engines hold it already.
-            collect_bytes: what is sent of successive buckets is collected to this size.
-        """
+        """``encode``: from a tensor to what is sent of it, which is collected to ``collect_bytes``."""
         update = self.update
         links = self.transport.start(list(self.engines.workers.values()), update.version, self._seconds_left)
         question = self.engines.ask(
@@ -326,12 +316,15 @@ class _Exchange:
         in_flight: deque[Answers] = deque()
         hashing: Future[None] | None = None
         parts: dict[str, torch.Tensor] = {}
+        num_bytes = num_buckets = 0
         with ThreadPoolExecutor(1) as pool:
             for named in chain(buckets, [None]):
                 if hashing is not None:
                     hashing.result()  # a bucket's memory may be reused once the next but one is gathered
                 # In parallel with packing and sending: xxhash, torch and memcpy all release the GIL.
-                hashing = pool.submit(self._hash, named or [], kind)
+                # The tensors are hashed in the pool's thread, as update() takes them from this generator.
+                checksums = ((name, tensor_checksum(tensor, kind)) for name, tensor in named or ())
+                hashing = pool.submit(self.checksums.update, checksums)
                 for name, tensor in named or ():
                     if encoded := encode(name, tensor.detach()):
                         parts |= encoded
@@ -343,32 +336,25 @@ class _Exchange:
                     # Packing overwrites the oldest slot, so the engines must have copied out of it.
                     if len(in_flight) == self.transport.slots:
                         self._wait(in_flight.popleft())
-                    in_flight.append(self._hand_over(parts))
-                    self.num_bytes += size
-                    parts = {}
+                    in_flight.append(self._hand_over(BucketHeader(update.version, num_buckets), parts))
+                    num_bytes, num_buckets, parts = num_bytes + size, num_buckets + 1, {}
             while in_flight:
                 self._wait(in_flight.popleft())
         held_by_engine = self._answers(self.engines.ask("finish_weight_update", lambda _: (list(unsent),)))
         for rank, held in zip(self.engines.workers, held_by_engine, strict=True):
-            verify_checksums(self.checksums, held, engine=rank, version=self.update.version)
-        self.transport.finish()
+            verify_checksums(self.checksums, held, engine=rank, version=update.version)
+        self.transport.end(succeeded=True)
         seconds = time.monotonic() - self.begin
-        return SyncReport(self.update.version, len(self.checksums), self.num_bytes, self.num_buckets, seconds)
+        return SyncReport(update.version, len(self.checksums), num_bytes, num_buckets, seconds)
 
-    def _hash(self, named: list[tuple[str, torch.Tensor]], kind: ChecksumKind) -> None:
-        for name, tensor in named:
-            self.checksums[name] = tensor_checksum(tensor, kind)
-
-    def _hand_over(self, tensors: Tensors) -> Answers:
+    def _hand_over(self, header: BucketHeader, tensors: Tensors) -> Answers:
         payload = self.transport.pack(tensors)
-        header = BucketHeader(self.update.version, self.num_buckets)
         question = self.engines.ask("update_weights", lambda _: (header, payload))
         self._transporting(question, lambda: self.transport.deliver(self._seconds_left))
-        self.num_buckets += 1
         return question
 
     def _wait(self, question: Answers) -> None:
-        """Wait until the engines have copied a bucket, and free its slot."""
+        # The engines have copied the bucket, so its slot is free.
         self._answers(question)
         self._transporting(question, self.transport.release)
 
@@ -391,13 +377,8 @@ class _Exchange:
 
 
 def build_transport(name: TransportName, directory: str | None, backend: str, host: str) -> Sender:
-    """The sending rank's end of a transport.
-
-    Args:
-        directory: of ``safetensors``.
-        backend: the collective backend of its device.
-        host: its address.
-    """
+    """The sending rank's end of a transport: ``directory`` is that of ``safetensors``, ``backend`` the collective
+    backend of the rank's device, ``host`` its address."""
     match name:
         case "shared_memory":
             return SharedMemorySender()

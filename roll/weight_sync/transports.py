@@ -1,19 +1,14 @@
-"""Transports: how the bytes of a bucket get from the sending rank to the engines; through host memory and storage.
+"""Transports: how the bytes of a bucket get from the sending rank to the engines; and the engine's half of an update.
 
 An update is ``start(version) -> update(bucket)* -> finish(version)``. Control messages (versions, checksums, errors)
 are actor calls under every transport; a transport only decides what payload goes with a call and how an engine gets the
-tensors from it.
+tensors from it. The one here is ``shared_memory``: a bucket in memory that the processes of a host share, for engines
+on the sender's host. The sender keeps two anonymous memory files and fills one while the engines copy out of the other.
+They stay for the next update: page faults of fresh memory cost more than the copy into it. An engine maps a file once,
+through ``/proc``; the kernel frees it with its last user, so no crash leaves it behind.
 
-- ``object_store``: a bucket is written into Ray's object store once, and read there by every engine of the host. Ray
-  copies it to other hosts by itself. Tensors are pickled out of band (protocol 5), so the sender copies them once, into
-  shared memory, and an engine not at all.
-- ``safetensors``: a bucket is a file on storage that trainer and engines share. It is written under another name and
-  renamed once complete, so an engine never reads half of it. It is deleted when every engine has read it; the
-  folder of an update at its end, and those of unfinished updates when the next one starts.
-- ``shared_memory``: a bucket in memory that the processes of a host share, for engines on the sender's host. The sender
-  keeps two anonymous memory files and fills one while the engines copy out of the other. They stay for the next
-  update: page faults of fresh memory cost more than the copy into it. An engine maps a file once, through ``/proc``;
-  the kernel frees it with its last user, so no crash leaves it behind.
+If a LoRA model's base and adapters are sent separately, :class:`WeightReceiver` merges them, or hands them to an engine
+that computes with adapters itself.
 """
 
 from __future__ import annotations
@@ -21,22 +16,34 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
-import shutil
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import ray
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
-from roll.protocol.columns import copy_into, flat_view, tensor_over
-from roll.weight_sync.encoding import TensorEntry, WeightBucket, lay_out
+from roll.models.lora import DOWN_PART, UP_PART, merged_weight
+from roll.platforms import current_platform
+from roll.protocol.columns import copy_into, tensor_over
+from roll.weight_sync.encoding import (
+    INDICES_PART,
+    VALUES_PART,
+    BucketHeader,
+    Checksum,
+    ChecksumKind,
+    TensorEntry,
+    UpdateStart,
+    WeightBucket,
+    apply_delta,
+    checksum_kind,
+    lay_out,
+    tensor_checksum,
+)
+
+if TYPE_CHECKING:
+    from roll.strategies.engines.base import GenerationStrategy
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -50,7 +57,7 @@ class Receiver(ABC):
         valid until the actor call that brought them returns."""
 
     def settle(self) -> None:
-        """The engine has copied the tensors of the last bucket; called before it answers."""
+        """Called when the engine has copied the last bucket's tensors, before it answers."""
 
     def close(self) -> None:
         """Free what it holds; it is not used again."""
@@ -96,115 +103,8 @@ class Sender(ABC):
     def release(self) -> None:
         """Free the oldest packed bucket, which all engines have copied."""
 
-    def finish(self) -> None:
-        """The update has succeeded."""
-
-    def abandon(self) -> None:
-        """Close connections after a failed update: the other end may be at any message of it."""
-
-
-@dataclass(frozen=True, eq=False)
-class TensorBundle:
-    """Named tensors that pickle without copies. After unpickling from shared memory they must not be written to."""
-
-    tensors: dict[str, torch.Tensor]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        table = [(name, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-        # A numpy array is pickled as one out-of-band buffer; a tensor would go through torch.save.
-        arrays = [flat_view(tensor.cpu()).view(torch.uint8).numpy() for tensor in self.tensors.values()]
-        return _rebuild, (table, arrays)
-
-
-def _rebuild(table: list[tuple[str, str, tuple[int, ...]]], arrays: list[np.ndarray]) -> TensorBundle:
-    tensors = {}
-    for (name, dtype, shape), array in zip(table, arrays, strict=True):
-        flat = flat_view(tensor_over(array)).view(getattr(torch, dtype.removeprefix("torch.")))
-        tensors[name] = flat.view(shape)
-    return TensorBundle(tensors)
-
-
-class _ObjectStoreReceiver(Receiver):
-    def receive(self, payload: TensorBundle) -> dict[str, torch.Tensor]:
-        return payload.tensors  # Ray resolves a top-level ObjectRef argument before the call
-
-
-class ObjectStoreSender(Sender):
-    """Args:
-    put: puts a bundle where the engines can get at it, and returns what they are handed.
-    """
-
-    receiver = _ObjectStoreReceiver
-    slots = 2
-
-    def __init__(self, put: Callable[[TensorBundle], Any] = ray.put) -> None:
-        self._put = put
-        self._shared: deque[Any] = deque()
-
-    def pack(self, tensors: Tensors) -> Any:
-        self._shared.append(self._put(TensorBundle(dict(tensors))))
-        return self._shared[-1]
-
-    def release(self) -> None:
-        # The owner's last reference: only now may Ray evict the bucket.
-        self._shared.popleft()
-
-    def abandon(self) -> None:
-        self._shared.clear()
-
-
-_PREFIX = "update-"
-
-
-class _FileReceiver(Receiver):
-    def receive(self, payload: str) -> dict[str, torch.Tensor]:
-        # Views of an mmap, which stays valid after the sender has unlinked the file.
-        with safe_open(payload, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
-
-
-class FileSender(Sender):
-    """Args:
-    directory: on shared storage, of this run alone.
-    """
-
-    receiver = _FileReceiver
-    slots = 2
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._update = directory
-        self._index = 0
-        self._files: deque[Path] = deque()
-
-    def start(self, engines: Sequence[object], version: int, seconds: float) -> Sequence[Link]:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        # Left by a process that was killed in an update. Nobody reads them: the folder is this run's alone.
-        for stale in self._directory.glob(f"{_PREFIX}*"):
-            shutil.rmtree(stale)
-        self._update = self._directory / f"{_PREFIX}{version}"
-        self._update.mkdir()
-        self._index = 0
-        return super().start(engines, version, seconds)
-
-    def pack(self, tensors: Tensors) -> str:
-        file = self._update / f"bucket-{self._index:05}.safetensors"
-        self._index += 1
-        partial = file.with_suffix(".partial")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial)
-        partial.rename(file)
-        self._files.append(file)
-        return str(file)
-
-    def release(self) -> None:
-        self._files.popleft().unlink()
-
-    def finish(self) -> None:
-        self._update.rmdir()
-
-    def abandon(self) -> None:
-        self._files.clear()
-        shutil.rmtree(self._update, ignore_errors=True)
+    def end(self, succeeded: bool) -> None:
+        """The update is over. After one that failed, close connections: the other end may be at any message of it."""
 
 
 _GRAIN = 1 << 21
@@ -265,12 +165,10 @@ class SharedMemorySender(Sender):
             copy_into(target, source)
         return SharedPayload(file.path, file.serial, slot, file.size, entries, used)
 
-    def finish(self) -> None:
+    def end(self, succeeded: bool) -> None:
         self._next = 0  # a model of one bucket needs one file
-
-    def abandon(self) -> None:
-        # An engine may still be copying from them: the next update gets new files.
-        self._files, self._next = [None] * self.slots, 0
+        if not succeeded:  # an engine may still be copying from them: the next update gets new files
+            self._files = [None] * self.slots
 
 
 _serial = itertools.count()
@@ -279,19 +177,16 @@ _serial = itertools.count()
 class _MemoryFile:
     """Memory of this process that others on the host can map."""
 
+    _descriptor = -1
+
     def __init__(self, num_bytes: int) -> None:
         self.size = max(1, -(-num_bytes // _GRAIN)) * _GRAIN
         self.serial = next(_serial)
         self._descriptor = os.memfd_create(f"roll-weights-{self.serial}")
-        try:
-            # memfd pages are allocated on first write, and running out then is a SIGBUS. fallocate raises ENOSPC.
-            os.posix_fallocate(self._descriptor, 0, self.size)
-            self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-            self.memory = _mapped(self.path, self.size, writable=True)
-        except OSError:
-            os.close(self._descriptor)
-            self._descriptor = -1
-            raise
+        # memfd pages are allocated on first write, and running out then is a SIGBUS. fallocate raises ENOSPC.
+        os.posix_fallocate(self._descriptor, 0, self.size)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.memory = _mapped(self.path, self.size, writable=True)
 
     def __del__(self) -> None:
         if self._descriptor >= 0:
@@ -299,10 +194,135 @@ class _MemoryFile:
 
 
 def _mapped(path: str, size: int, writable: bool = False) -> np.ndarray:
-    """uint8 (size,): the bytes of a memory file."""
-    descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-    try:
-        memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
-    finally:
-        os.close(descriptor)
-    return np.frombuffer(memory, dtype=np.uint8)
+    with open(path, "r+b" if writable else "rb", buffering=0) as file:
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return np.frombuffer(mmap.mmap(file.fileno(), size, prot=access), dtype=np.uint8)
+
+
+class WeightReceiver:
+    """Lives in the engine's process, with a method for each message of an update."""
+
+    def __init__(self, engine: GenerationStrategy) -> None:
+        self._engine = engine
+        self._connections: dict[type[Receiver], tuple[Link, Receiver]] = {}
+        """By transport."""
+        self._receiver: Receiver | None = None
+        self._update: UpdateStart | None = None
+        self._checksum_kind = checksum_kind(current_platform().device())
+        self._held_version: int | None = None
+        """The last update that was finished."""
+        # Of a LoRA model whose base and adapters come separately: the factor of B A by weight, a copy of each part, and
+        # the checksums of the merged weights that this update has given to the engine.
+        self._scalings: Mapping[str, float] = {}
+        self._parts: dict[str, torch.Tensor] = {}
+        self._merged: dict[str, int] = {}
+
+    def start(self, start: UpdateStart) -> ChecksumKind:
+        """Begin an update and return the kind of checksum that the engine will report.
+
+        Raises:
+            ValueError: the update is a delta to a version that the engine does not hold.
+        """
+        if start.base_version not in (None, self._held_version):
+            raise ValueError(
+                f"weight update {start.version} changes version {start.base_version}; this engine holds "
+                f"{'none' if self._held_version is None else self._held_version}"
+            )
+        if self._update is not None:
+            # The last one was cut short by another engine's death. This one is full and overwrites what it brought,
+            # but the engine cannot start another reload inside an open one.
+            self._update = None
+            self._engine.finish_weight_update()
+        link = start.link
+        known, receiver = self._connections.get(link.receiver, (None, None))
+        if receiver is None or known != link:
+            if receiver is not None:
+                # Forgotten first: should connecting fail, a closed receiver must not be found again.
+                del self._connections[link.receiver]
+                receiver.close()
+            receiver = link.connect()
+            self._connections[link.receiver] = link, receiver
+        self._receiver = receiver
+        self._engine.start_weight_update(start.version)
+        self._update, self._held_version = start, None  # None until finished: half an update is no version
+        self._scalings, self._merged = start.scalings, {}
+        if start.base_version is None:  # else it brings changed tensors only, and the other parts remain valid
+            self._parts = {}
+        return self._checksum_kind
+
+    def update(self, header: BucketHeader, payload: object) -> None:
+        """Load one bucket.
+
+        Raises:
+            ValueError: a bucket of another update.
+        """
+        assert self._receiver is not None and self._update is not None, "no update has been started"
+        tensors = self._receiver.receive(payload)
+        if header.version != self._update.version:
+            raise ValueError(
+                f"bucket {header.index} with {next(iter(tensors))} belongs to weight update {header.version}, "
+                f"not to {self._update.version}"
+            )
+        if whole := dict(self._whole_tensors(tensors)):
+            self._engine.update_weights(whole)
+        del tensors, whole  # memory that is mapped for this call is unmapped with its last tensor
+        self._receiver.settle()
+
+    def _whole_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        for key, tensor in tensors.items():
+            name, separator, part = key.partition("#")
+            if separator + part == INDICES_PART:
+                weights = self._engine.held_weights()
+                assert weights is not None, "this engine takes whole models only"
+                # In place where it can be; an engine that stores the tensor strided gets the changed copy back.
+                held = weights[name].contiguous()
+                apply_delta(held, tensor, tensors[name + VALUES_PART])
+                yield name, held
+            elif self._takes(key):
+                # The base is kept too: subtracting B A from a merged bfloat16 weight does not restore its bits.
+                if key in self._parts:
+                    self._parts[key].copy_(tensor)
+                else:
+                    self._parts[key] = tensor.clone()  # the transport reuses the bucket's memory
+                if separator + part == UP_PART and {name, name + DOWN_PART} <= self._parts.keys():
+                    base, down, up = (self._parts[name + suffix] for suffix in ("", DOWN_PART, UP_PART))
+                    merged = merged_weight(base, down, up, self._scalings[name])
+                    self._merged[name] = tensor_checksum(merged)
+                    yield name, merged
+            elif not separator:
+                yield name, tensor
+
+    def _takes(self, key: str) -> bool:
+        """A or B of an adapted weight, or W where it is merged here."""
+        name, separator, _ = key.partition("#")
+        return name in self._scalings and (bool(separator) or not self._engine.takes_adapters)
+
+    def finish(self, unsent: Sequence[str] = ()) -> dict[str, Checksum]:
+        """Make the new weights current and return the checksum of each tensor that the engine now holds.
+
+        Args:
+            unsent: tensors that the update did not bring and that are verified too.
+        """
+        assert self._update is not None, "no update has been started"
+        if self._engine.takes_adapters:
+            # Only the whole adapter: if some of it is missing, the verification reports that.
+            wanted = {weight + part for weight in self._scalings for part in (DOWN_PART, UP_PART)}
+            if wanted and self._parts.keys() >= wanted:
+                self._engine.update_adapter(self._parts, self._scalings)
+            self._parts = {}
+        checksums = dict(self._engine.finish_weight_update())
+        others = [name for name in unsent if not self._takes(name)]
+        if others:
+            checksums |= self._engine.held_checksums(others)
+        # The sender never sees a merged weight, so that is verified here: if the engine's differs from the one given,
+        # its checksum takes the place of the base's, and the comparison fails.
+        wrong = {name: held for name, own in self._merged.items() if (held := checksums.get(name, 0)) != own}
+        checksums |= {key: tensor_checksum(tensor) for key, tensor in self._parts.items()}
+        checksums |= wrong
+        self._held_version, self._update = self._update.version, None
+        return checksums
+
+    def close(self) -> None:
+        for _, receiver in self._connections.values():
+            receiver.close()
+        self._connections.clear()

@@ -23,7 +23,7 @@ from roll.strategies.engines.requests import (
 )
 from roll.strategies.factory import create_generation_strategy
 from roll.weight_sync.encoding import BucketHeader, Checksum, ChecksumKind, UpdateStart
-from roll.weight_sync.receiver import WeightReceiver
+from roll.weight_sync.transports import WeightReceiver
 
 logger = logging.getLogger(__name__)
 

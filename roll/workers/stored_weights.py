@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from roll.checkpoint.contents import CheckpointMismatchError, read_contents, read_trainer_state
+from roll.checkpoint.tensors import stored_tensors
 from roll.checkpoint.trained_model import TrainedModel
 from roll.distributed import Dispatch, Worker, register
 from roll.models.build import DTYPES, build_model
@@ -86,7 +87,7 @@ def read_weights(arguments: ModelArguments, checkpoint: Path | None) -> dict[str
         def base(name: str) -> Tensor:
             return layout.joined({part.name: stored[part.name] for part in layout.parts(name)})[name]
 
-        with trained.open_tensors() as held:
+        with stored_tensors(trained.folder) as held:
             buffers = {base_name(name): buffer for name, buffer in held.buffers().items()}
             unknown = {*trained.trained, *trained.contents.scalings, *buffers} - tensors.keys()
             if unknown:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ ADAPTED = ModelContents(
 
 
 def adapted(**changes: Any) -> ModelContents:
-    return ModelContents(**{**ADAPTED.as_json(), **changes})
+    return ModelContents(**{**asdict(ADAPTED), **changes})
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_what_would_be_left_behind_is_named(written: ModelContents, present: Mod
 
 def test_the_same_goes_on() -> None:
     for contents in (PLAIN, FROZEN, ADAPTED):
-        again = ModelContents(**json.loads(json.dumps(contents.as_json())))
+        again = ModelContents(**json.loads(json.dumps(asdict(contents))))
         check_contents(again, contents, Path())
     for strategy in train_strategies():
         check_contents(PLAIN, ModelContents(strategy, PLAIN.trained), Path())

@@ -12,7 +12,7 @@ import torch
 from roll.protocol import DataProto
 from roll.protocol.columns import Packed
 from roll.weight_sync.encoding import tensor_checksum
-from roll.weight_sync.transports import TensorBundle
+from roll.weight_sync.storage_transports import TensorBundle
 
 
 @pytest.fixture(scope="module", autouse=True)

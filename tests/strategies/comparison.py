@@ -9,9 +9,17 @@ import pytest
 import torch
 
 from roll.checkpoint.contents import read_trainer_state
-from roll.checkpoint.tensors import MOMENTS, WEIGHT, stored_tensors
+from roll.checkpoint.tensors import MOMENTS, MUON_MOMENTS, WEIGHT, stored_tensors
 from roll.models.stored import StoredLayout
-from tests.strategies.samples import TensorBatch, make_batch, plain_model, plain_outputs, policy_loss, value_loss
+from tests.strategies.samples import (
+    TensorBatch,
+    make_batch,
+    plain_adamw,
+    plain_model,
+    plain_outputs,
+    policy_loss,
+    value_loss,
+)
 
 # float32 sums of a few hundred terms, taken in another order: a few units in the last place (6e-8) of the largest.
 RELATIVE = 2e-6
@@ -55,10 +63,7 @@ def plain_steps(folder: Path, max_grad_norm: float | None, frozen: tuple[str, ..
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen) if frozen else True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim == 2]
-    vectors = [parameter for parameter in trained if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, eps=1e-3, foreach=False)
+    optimizer = plain_adamw(trained, eps=1e-3)
     for rate in (0.5e-2, 1e-2, 1e-2):
         optimizer.zero_grad()
         policy_loss(plain_outputs(model, batch), batch)[0].backward()
@@ -168,7 +173,8 @@ def contents_of(path: Path) -> dict[str, torch.Tensor]:
     with stored_tensors(path) as stored:
         for name, shape in state["model"]["trained"].items():
             size = torch.Size(shape).numel()
-            for kind in (WEIGHT, *MOMENTS):
-                found[f"{kind}/{name}"] = stored.read(kind, name, 0, size).view(shape)
+            for kind in (WEIGHT, *MOMENTS, *MUON_MOMENTS):
+                if stored.has(kind, name):
+                    found[f"{kind}/{name}"] = stored.read(kind, name, 0, size).view(shape)
             found[f"updates/{name}"] = torch.tensor(stored.updates(name))
     return found

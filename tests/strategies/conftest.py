@@ -53,10 +53,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def family(
-    tied_model: Path,
-    untied_model: Path,
-    moe_folder: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    tied_model: Path, untied_model: Path, moe_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
     """``family(name, value=False)``: the folder of a small model of that family, with a random scalar head or not;
     ``tied`` and ``untied`` are those of the fixtures, ``name-2`` that of ``moe_folder``."""

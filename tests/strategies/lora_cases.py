@@ -15,7 +15,7 @@ from roll.strategies.base import WeightSelection
 from tests.strategies import jobs
 from tests.strategies.comparison import by_replica
 from tests.strategies.jobs import POLICY, weights_of
-from tests.strategies.samples import TensorBatch, plain_model, plain_outputs, policy_loss
+from tests.strategies.samples import TensorBatch, plain_adamw, plain_model, plain_outputs, policy_loss
 
 RANK, ALPHA = 4, 8
 TARGET = ["q_proj", "v_proj", "down_proj"]
@@ -65,10 +65,7 @@ def plain_training(model: Path, adapter: Path, batch: TensorBatch, steps: int) -
     """By the book, in one process: what :func:`train` gives, and the merged weights at the end."""
     adapted = plain_peft_model(model, adapter)
     trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
-    matrices = [p for p in trained.values() if p.dim() > 1]
-    vectors = [p for p in trained.values() if p.dim() == 1]  # which never decay
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, foreach=False)
+    optimizer = plain_adamw(trained.values(), lr=1e-2, eps=1e-3)
     for _ in range(steps):
         optimizer.zero_grad()
         outputs = plain_outputs(adapted, batch)

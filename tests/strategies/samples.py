@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,14 @@ def plain_outputs(model: Any, batch: TensorBatch, temperature: float = 1.0) -> T
         "entropy": pad(entropy, (1, 0)) * batch["response_mask"],
         "sum_of_squares": pad(table.exp().square().sum(-1), (1, 0)) * batch["response_mask"],
     }
+
+
+def plain_adamw(parameters: Iterable[torch.nn.Parameter], **options: Any) -> torch.optim.AdamW:
+    """By the book, with the roles' weight decay: vectors have none."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices, vectors = ([one for one in trained if (one.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, **({"foreach": False} | options))
 
 
 def plain_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,14 +42,6 @@ def payloads(mark: Path) -> dict[str, bytes]:
     return packed
 
 
-def rewritten(whole: Path, mark: Path) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """Every file of the checkpoint ``whole`` replaced by every payload."""
-    for file in sorted(path for path in whole.rglob("*") if path.is_file() and path.name != "manifest.json"):
-        place = file.relative_to(whole)
-        for name, payload in payloads(mark).items():
-            yield f"{place} is a {name}", lambda folder, p=place, b=payload: (folder / p).write_bytes(b)  # type: ignore[misc]
-
-
 def attack(role: WorkerConfig, batch: TensorBatch, root: Path) -> list[str]:
     """Load every rewritten checkpoint as a run does; the names of those that ran code."""
     strategy = started(role, 10)
@@ -61,10 +53,13 @@ def attack(role: WorkerConfig, batch: TensorBatch, root: Path) -> list[str]:
         save_state(folder / "pipeline", {"order": torch.arange(3), "step": 1})
     whole, mark = root / "checkpoint-1", root / "ran"
     tried, ran = 0, []
-    for name, rewrite in rewritten(whole, mark):
-        copy = root / "attacked" / "checkpoint-1"
+    files = [path.relative_to(whole) for path in sorted(whole.rglob("*")) if path.is_file()]
+    for file, (kind, payload) in product(files, payloads(mark).items()):
+        if file.name == "manifest.json":
+            continue
+        name, copy = f"{file} is a {kind}", root / "attacked" / "checkpoint-1"
         shutil.copytree(whole, copy)
-        rewrite(copy)
+        (copy / file).write_bytes(payload)
         write_manifest(copy, 1)
         found = manager.resolve(str(copy))
         assert found is not None, "its manifest is right"

@@ -17,14 +17,7 @@ from roll.protocol.metrics import Metrics, RankInfo
 from roll.strategies.base import Comparison, Output
 from tests.strategies import jobs
 from tests.strategies.comparison import assert_same_gradients
-from tests.strategies.samples import (
-    PACKING,
-    VOCABULARY,
-    TensorBatch,
-    make_batch,
-    plain_model,
-    write_model,
-)
+from tests.strategies.samples import PACKING, VOCABULARY, TensorBatch, make_batch, plain_model, write_model
 
 TOP = 8
 OPTIONS = DivergenceConfig(kd_objective="js_divergence", js_beta=0.3, kd_temperature=1.5, teacher_temperature=0.9)

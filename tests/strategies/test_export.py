@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def checkpoint_of(model: Path, root: Path, trained: dict[str, torch.Tensor], **c
         for rank in range(2):
             halves = {name: (t.flatten().chunk(2)[rank], rank * (-(-t.numel() // 2))) for name, t in trained.items()}
             Pieces([Piece(name, {WEIGHT: half}, start) for name, (half, start) in halves.items()]).write(role, rank)
-        state = {"format": FORMAT, "world_size": 2, "step": 7, "model": described.as_json()}
+        state = {"format": FORMAT, "world_size": 2, "step": 7, "model": asdict(described)}
         (role / STATE_NAME).write_text(json.dumps(state))
     return root / "checkpoint-7"
 

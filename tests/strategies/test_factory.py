@@ -17,17 +17,21 @@ def role(name: str, **config: Any) -> WorkerConfig:
     return WorkerConfig(name="actor_train", strategy_args=StrategyArguments(name, config))
 
 
-def test_names_give_strategies():
+def test_names_give_strategies(tied_model):
     trainer = create_strategy(role("fsdp2_train"), ModelHead.VALUE, max_grad_norm=0.5)
     assert type(trainer) is Fsdp2Strategy and trainer.trains
     assert (trainer.head, trainer.max_grad_norm) == (ModelHead.VALUE, 0.5)
     reference = create_strategy(role("fsdp2_infer"), max_grad_norm=1.0)
     assert type(reference) is Fsdp2Strategy and not reference.trains
-
-
-def test_the_roles_own_max_grad_norm_goes_first(tied_model):
     own = make_role(tied_model, training={"max_grad_norm": 0.25})
-    assert create_strategy(own, max_grad_norm=1.0).max_grad_norm == 0.25  # type: ignore[attr-defined]
+    assert create_strategy(own, max_grad_norm=1.0).max_grad_norm == 0.25, "the role's own goes first"
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "deepspeed", "replicated"])
+def test_a_forward_only_strategy_does_not_train(run_ranks, tied_model, name):
+    pytest.importorskip("deepspeed" if name == "deepspeed" else "torch")
+    (message,) = run_ranks(1, own_backend.forward_only, make_role(tied_model, f"{name}_infer"))
+    assert message.endswith(f"{name}_infer cannot train; use {name}_train")
 
 
 @pytest.mark.parametrize(
@@ -61,11 +65,6 @@ def test_options_that_cannot_work_are_refused(run_ranks, tied_model, options, me
     assert message in run_ranks(2, jobs.refused, make_role(tied_model, **options))[0]
 
 
-def test_a_forward_only_strategy_does_not_train(run_ranks, tied_model):
-    with pytest.raises(ValueError, match="fsdp2_infer cannot train; use fsdp2_train"):
-        create_strategy(make_role(tied_model, "fsdp2_infer")).initialize(num_training_steps=3)
-
-
 def test_a_backend_is_one_class_and_one_descriptor(run_ranks, tied_model):
     """Micro-batches, packing, metrics, exports come with it: its steps are those of FSDP2."""
     rows = split_rows(make_batch(), (5, 7))
@@ -80,8 +79,3 @@ def test_a_backend_is_one_class_and_one_descriptor(run_ranks, tied_model):
             assert own[kind].keys() == fsdp2[kind].keys()
             for name, expected in fsdp2[kind].items():
                 torch.testing.assert_close(own[kind][name], expected, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_a_backend_of_ones_own_only_computes_under_infer(run_ranks, tied_model):
-    (message,) = run_ranks(1, own_backend.forward_only, make_role(tied_model, "replicated_infer"))
-    assert message.endswith("replicated_infer cannot train; use replicated_train")

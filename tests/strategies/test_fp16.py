@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from roll.config.roles import TrainingArguments, WorkerConfig
+from roll.config.roles import WorkerConfig
 from roll.preflight import computes_in_fp16
 from roll.protocol.metrics import Metrics, to_floats
-from roll.strategies.training.optimizer import INITIAL_SCALE, DynamicLossScale, TrainingProgress
+from roll.strategies.training.optimizer import INITIAL_SCALE, DynamicLossScale
 from tests.strategies import jobs
 from tests.strategies.comparison import STEPS
 from tests.strategies.samples import TensorBatch, policy_loss
@@ -39,15 +39,6 @@ def test_the_scale_falls_at_once_and_rises_slowly():
         scale.adapt(finite)
         values.append(scale.value)
     assert values == [4.0, 4.0, 4.0, 8.0, 8.0, 8.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0]
-
-
-def test_a_restored_scale_goes_on_where_it_was():
-    first, second = (TrainingProgress(TrainingArguments(), 10, torch.float16) for _ in range(2))
-    assert first.loss_scale is not None
-    for finite in (False, True):
-        first.loss_scale.adapt(finite)
-    second.restore(first.state())
-    assert second.loss_scale == first.loss_scale == DynamicLossScale(INITIAL_SCALE / 2, good_updates=1)
 
 
 @pytest.fixture(scope="module")

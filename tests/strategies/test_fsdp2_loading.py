@@ -97,7 +97,7 @@ def load_by_parts(role: WorkerConfig) -> dict[str, Any]:
             return tensor
 
     refused = mock.patch("roll.strategies.training.data_parallel.build_model", side_effect=AssertionError("whole"))
-    names = [f"roll.{module}.TensorFiles" for module in ("models.loading", "strategies.megatron.strategy")]
+    names = [f"roll.{module}.TensorFiles" for module in ("models.loading", "strategies.megatron.parts")]
     with refused, mock.patch(names[0], Counting), mock.patch(names[1], Counting):
         strategy = create_strategy(role)
         strategy.initialize(num_training_steps=1)

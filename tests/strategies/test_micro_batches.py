@@ -23,7 +23,6 @@ from roll.strategies.training.micro_batches import (
     merged_floats,
     micro_batch,
     plan_micro_batches,
-    row_index,
 )
 from tests.strategies.samples import make_turns
 
@@ -189,11 +188,6 @@ def test_a_row_that_does_not_fit_is_named(removes_padding):
         plan_micro_batches(batch([4, 9]), rule, itself)
 
 
-def test_consecutive_rows_are_not_copied():
-    assert row_index(range(2, 5)) == slice(2, 5)
-    assert row_index([0, 3]) == [0, 3]
-
-
 def rows_of(lengths: list[int], width: int) -> dict[str, torch.Tensor]:
     columns = torch.arange(width)
     mask = columns < torch.tensor(lengths, dtype=torch.int64).reshape(-1, 1)
@@ -237,8 +231,3 @@ def test_tensors_in_metrics_become_floats_after_merging():
     )
     assert merged == {"loss": Mean(8.0, 4.0), "rows": Sum(3.0), "ratio": Max(1.5)}
     assert all(type(value) is float for value in (merged["loss"].total, merged["ratio"].maximum))  # type: ignore[attr-defined]
-
-
-def test_rows_per_micro_batch_must_be_positive():
-    with pytest.raises(AssertionError):
-        fixed_rows(1, 0)

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from roll.checkpoint.contents import CheckpointMismatchError, read_trainer_state
-from roll.checkpoint.tensors import MUON_MOMENTS, WEIGHT, stored_tensors
+from roll.checkpoint.contents import CheckpointMismatchError
 from roll.config.roles import OptimizerConfig, WorkerConfig
 from roll.strategies.fsdp.fsdp1 import clean_name
 from tests.strategies import jobs
-from tests.strategies.comparison import assert_same_bits
+from tests.strategies.comparison import assert_same_bits, contents_of
 from tests.strategies.jobs import POLICY, _whole, started, trainer
 from tests.strategies.samples import TensorBatch, policy_loss
 
@@ -32,10 +31,7 @@ LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "fsdp-hsdp": (4, "fsdp", "tied", {"config": {"fsdp_size": 2}}),
     "fsdp-experts": (2, "fsdp", "qwen3_moe", {}),
 }
-SETTINGS = {
-    "default": OptimizerConfig("muon"),
-    "original": OptimizerConfig("muon", momentum=0.8, scaling="original"),
-}
+SETTINGS = {"default": OptimizerConfig("muon"), "original": OptimizerConfig("muon", momentum=0.8, scaling="original")}
 
 
 def steps(role: WorkerConfig, batch: TensorBatch, max_grad_norm: float | None) -> dict[str, Any]:
@@ -137,17 +133,6 @@ def load_and_save(role: WorkerConfig, path: Path, out: Path) -> None:
     assert strategy.saved()
 
 
-def stored(path: Path) -> dict[str, torch.Tensor]:
-    """Every weight and every moment of Muon in a checkpoint, whole."""
-    found = {}
-    with stored_tensors(path) as tensors:
-        for name, shape in read_trainer_state(path)["model"]["trained"].items():
-            for kind in (WEIGHT, *MUON_MOMENTS):
-                if tensors.has(kind, name):
-                    found[f"{kind}/{name}"] = tensors.read(kind, name, 0, torch.Size(shape).numel()).view(shape)
-    return found
-
-
 @pytest.mark.default_rows("fsdp2-experts-fsdp-experts")
 @pytest.mark.parametrize(
     ("writer", "reader"),
@@ -160,9 +145,9 @@ def test_moments_go_from_one_strategy_to_another(run, tmp_path, writer, reader):
     world, strategy, model, role = LAYOUTS[reader]
     paths = tmp_path / "written", tmp_path / "read"
     run(load_and_save, world, strategy, model, *paths, training=training, batch=None, **role)
-    written = stored(paths[0])
+    written = contents_of(paths[0])
     assert any(name.startswith("momentum_buffer/") and tensor.any() for name, tensor in written.items())
-    assert_same_bits(stored(paths[1]), written)
+    assert_same_bits(contents_of(paths[1]), written)
 
 
 def refusal(role: WorkerConfig, path: Path) -> str:

@@ -33,13 +33,6 @@ def test_warm_up_ratio_is_a_share_of_all_steps_and_steps_go_first():
     assert rates("constant", warmup_ratio=0.5, warmup_steps=1)[0] == 2.0
 
 
-def test_cosine():
-    values = rates("cosine", warmup_steps=2)
-    assert values[6] == pytest.approx(1.0)
-    assert values[4] == pytest.approx(1.0 + math.cos(math.pi / 4))
-    assert values[10] == pytest.approx(0.0)
-
-
 @pytest.mark.parametrize(
     ("kind", "kwargs"),
     [

@@ -21,13 +21,7 @@ from roll.strategies.base import Output
 from tests.strategies import jobs, lora_cases
 from tests.strategies.comparison import by_replica
 from tests.strategies.greedy_answers import chat_prompts, token_ids
-from tests.strategies.samples import (
-    TensorBatch,
-    batch_of,
-    plain_model,
-    plain_outputs,
-    policy_loss,
-)
+from tests.strategies.samples import TensorBatch, batch_of, plain_adamw, plain_model, plain_outputs, policy_loss
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 RATE, EPSILON, UPDATES = 1e-4, 1e-3, 3
@@ -74,10 +68,7 @@ def plain_training(folder: Path, adapter: Path | None, batch: TensorBatch, dtype
     masters = lora_cases.plain_peft_model(folder, adapter) if adapter else plain_model(folder)
     model = plain_model(folder, dtype) if dtype == torch.bfloat16 else masters.to(dtype)
     trained = {name.removeprefix("base_model.model."): p for name, p in masters.named_parameters() if p.requires_grad}
-    matrices = [parameter for parameter in trained.values() if parameter.ndim == 2]
-    vectors = [parameter for parameter in trained.values() if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, eps=EPSILON, foreach=False)
+    optimizer = plain_adamw(trained.values(), lr=RATE, eps=EPSILON)
     figures: Figures = {}
     for _ in range(UPDATES):
         model.zero_grad()
@@ -138,10 +129,7 @@ def plain_distances(folder: Path, adapter: Path | None, batch: TensorBatch, dtyp
 
 @pytest.fixture(scope="module")
 def reference(
-    smollm2: Path,
-    adapter: Path,
-    batch: TensorBatch,
-    tmp_path_factory: pytest.TempPathFactory,
+    smollm2: Path, adapter: Path, batch: TensorBatch, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[str], tuple[Path, Figures]]]:
     """``reference(trained)``: the file of the steps in float64, and the distances of plain transformers from them."""
     root = tmp_path_factory.mktemp("references")

@@ -32,9 +32,7 @@ REPLAYED = {
     "shared-prompts": (1, "fsdp2", "mixtral", SHARED | PACKING),
     "dynamic": (1, "fsdp2", "olmoe", DYNAMIC),
     "recomputed-shared": (1, "fsdp2", "qwen2_moe", RECOMPUTE | SHARED),
-    "fsdp2-2-recomputed": (2, "fsdp2", "qwen3_moe", RECOMPUTE),
     "ulysses-shared": (2, "fsdp2", "qwen3_moe", ULYSSES | SHARED),
-    "fsdp-packed": (2, "fsdp", "mixtral", PACKING),
     "zero3-shared": (2, "zero3", "qwen2_moe", SHARED),
     **MEGATRON,
 }

@@ -39,8 +39,3 @@ def test_ranks_that_share_rows_compute_the_copy_together(run: Any, strategy: str
         assert len(found) == 1 and "passed in" in found[0]
     for text in run(refused_with_swapped_chunks, 2, strategy, "qwen2", model_args=arguments, batch=None, **options):
         assert "a small copy of this qwen2 model" in text and "off by up to" in text
-
-
-def test_one_that_cannot_be_divided_is_refused_as_before(run: Any) -> None:
-    for text in run(jobs.refused, 3, "fsdp2_infer", "qwen2", model_args={"ulysses_size": 3}, batch=None):
-        assert "ulysses_size: 3 does not divide the model's 4 attention heads" in text

@@ -10,17 +10,7 @@ import pytest
 
 from roll.config.loader import LoadedConfig
 from tests.config.good import changed, load, mistakes
-from tests.strategies.support_matrix import (
-    BEGIN,
-    END,
-    FEATURES,
-    PAGE,
-    STRATEGIES,
-    Noted,
-    Refused,
-    Yes,
-    table,
-)
+from tests.strategies.support_matrix import BEGIN, END, FEATURES, PAGE, STRATEGIES, Noted, Refused, Yes, table
 
 TESTS = Path(__file__).parents[1]
 CELLS = [

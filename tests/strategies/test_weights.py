@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from roll.strategies.factory import create_strategy
 from tests.strategies import jobs
-from tests.strategies.families import zero
-from tests.strategies.samples import make_batch, make_role, plain_model
+from tests.strategies.samples import make_batch, plain_model
 
 LIMIT = 8192
 WRAPPED = {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}
@@ -186,10 +184,3 @@ def test_a_layer_is_gathered_at_once(run):
         config = {"zero_optimization": section | modules}
         options = {"infer_batch_size": 12, "config": config, "batch": None}
         assert run(jobs.count_gathers, 2, "zero3_infer", "tied", make_batch(), **options) == [gathers] * 2
-
-
-def test_a_forward_only_strategy_does_not_train(tied_model):
-    pytest.importorskip("deepspeed")
-    role = make_role(tied_model, "deepspeed_infer", config=zero(3))
-    with pytest.raises(ValueError, match="deepspeed_infer cannot train; use deepspeed_train"):
-        create_strategy(role).initialize(num_training_steps=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import fsspec
@@ -20,7 +21,7 @@ def write_checkpoint(root: Path, roles: dict[str, ModelContents], step: int = 3,
     folder = root / f"checkpoint-{step}"
     for role, contents in roles.items():
         (folder / role).mkdir(parents=True)
-        state = {"format": FORMAT, "world_size": 2, "step": step, "model": contents.as_json()}
+        state = {"format": FORMAT, "world_size": 2, "step": step, "model": asdict(contents)}
         (folder / role / STATE_NAME).write_text(json.dumps(state))
     (folder / "pipeline").mkdir(parents=True)
     rollout = {"ahead": {"unfinished": [], "complete": [{"order": 1}]}} if ahead else {}

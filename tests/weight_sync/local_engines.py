@@ -14,9 +14,9 @@ import torch
 
 from roll.weight_sync.device_transports import BroadcastSender
 from roll.weight_sync.encoding import SyncReport, WeightSyncError, iter_buckets, tensor_checksum
-from roll.weight_sync.receiver import WeightReceiver
 from roll.weight_sync.sender import Answers, Update, WeightSender
-from roll.weight_sync.transports import FileSender, ObjectStoreSender, Sender, SharedMemorySender, TensorBundle
+from roll.weight_sync.storage_transports import FileSender, ObjectStoreSender, TensorBundle
+from roll.weight_sync.transports import Sender, SharedMemorySender, WeightReceiver
 
 METHODS = {"start_weight_update": "start", "update_weights": "update", "finish_weight_update": "finish"}
 TRANSPORTS = ("shared_memory", "object_store", "broadcast", "safetensors")

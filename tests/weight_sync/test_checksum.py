@@ -68,15 +68,10 @@ def test_independent_of_chunk_size_and_layout(kind: ChecksumKind, monkeypatch: p
     assert tensor_checksum(tensor.t().contiguous().t(), kind) == expected
     assert tensor_checksum(torch.cat([tensor, tensor], dim=1)[:, 77:], kind) == expected
     assert tensor_checksum(tensor.clone().requires_grad_(), kind) == expected
+    assert tensor_checksum(tensor[:1, ::77], kind) == tensor_checksum(tensor[:1, :1].clone(), kind)
     for words in (1, 13, 1 << 20):
         monkeypatch.setattr(encoding, "_CPU_CHUNK_WORDS", words)
         assert tensor_checksum(tensor, kind) == expected
-
-
-@KINDS
-def test_one_element_with_any_stride(kind: ChecksumKind) -> None:
-    tensor = make(torch.float32, 4, 6)
-    assert tensor_checksum(tensor[:1, ::6], kind) == tensor_checksum(tensor[:1, :1].clone(), kind)
 
 
 @KINDS
@@ -127,15 +122,6 @@ def test_changes_that_cancel_in_a_sum(kind: ChecksumKind) -> None:
     assert tensor_checksum(changed, kind) != tensor_checksum(tensor, kind)
     assert tensor_checksum(tensor.flip(0), kind) != tensor_checksum(tensor, kind)
     assert tensor_checksum(tensor.roll(1), kind) != tensor_checksum(tensor, kind)
-
-
-@KINDS
-def test_no_collisions_among_sparse_tensors(kind: ChecksumKind) -> None:
-    """All 64 x 100 tensors with one bit set, where weak hashes collide first."""
-    tensors = torch.zeros(6400, 100, dtype=torch.int64)
-    rows = torch.arange(6400)
-    tensors[rows, rows % 100] = torch.ones((), dtype=torch.int64) << (rows // 100)
-    assert len({tensor_checksum(row, kind) for row in tensors}) == 6400
 
 
 @pytest.mark.gpu

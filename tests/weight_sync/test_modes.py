@@ -153,7 +153,7 @@ def test_adapters_apart(transport: str, tmp_path: Path) -> None:
         report = world.send(parts, version, base=version - 1, scalings=SCALINGS)
         world.assert_held(merged)
         assert (report.num_tensors, report.num_bytes) == (7, sum(tensor.nbytes for tensor in parts.values()))
-    world.links.receivers[1]._adapted._parts["q.weight"][5] += 1
+    world.links.receivers[1]._parts["q.weight"][5] += 1
     with pytest.raises(WeightSyncError, match=r"weight update 3: engine 1 .* in 1 of 7 tensors \(q.weight\)$"):
         world.send(parts, 3, base=2, scalings=SCALINGS)
     world.links.close()

@@ -13,7 +13,8 @@ import torch
 
 from roll.weight_sync.encoding import BucketHeader, WeightSyncError, iter_buckets
 from roll.weight_sync.sender import Update, WeightSender
-from roll.weight_sync.transports import Receiver, TensorBundle
+from roll.weight_sync.storage_transports import ObjectStoreSender, TensorBundle
+from roll.weight_sync.transports import Link, Receiver
 from tests.weight_sync.local_engines import TRANSPORTS, LocalEngines, World, local_sender
 
 Weights = dict[str, torch.Tensor]
@@ -45,7 +46,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     made.links.close()
 
 
-def test_an_engine_has_let_go_of_a_bucket_when_the_transport_settles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_has_let_go_of_a_bucket_when_the_transport_settles() -> None:
     """A mapping of another process's memory ends with the last tensor in it, and must end before the answer."""
     world = make_world("object_store", Path())
     held: list[weakref.ref[torch.Tensor]] = []
@@ -60,7 +61,8 @@ def test_an_engine_has_let_go_of_a_bucket_when_the_transport_settles(monkeypatch
         def settle(self) -> None:
             assert [ref for ref in held if ref() is not None] == []
 
-    monkeypatch.setattr(first, "_connected", lambda link: Watched())
+    link = Link(ObjectStoreSender.receiver)
+    first._connections[ObjectStoreSender.receiver] = link, Watched()
     world.send(make_weights(1), version=0)
     world.assert_held(make_weights(1), 0)
     assert held

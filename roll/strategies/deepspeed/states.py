@@ -7,18 +7,15 @@ stage that wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.checkpoint.contents import ModelContents
-from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece
-from roll.strategies.training.checkpoint import resumed, save_training
+from roll.checkpoint.tensors import MOMENTS
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -113,11 +110,8 @@ class MasterStates:
 
     @torch.no_grad()
     def set_weight(self, run: Run, weight: Tensor) -> None:
-        """Give the parameter and its float32 master the values of ``weight``.
-
-        Args:
-            weight: float32, of the whole parameter where every rank has it, else of the run.
-        """
+        """Give the parameter and its float32 master the values of ``weight``: float32, of the whole parameter where
+        every rank has it, else of the run."""
         parameter = run.parameter
         if is_partitioned(parameter):
             self.set_master(run, weight)
@@ -172,18 +166,13 @@ class MasterStates:
 
 
 def _fitted(values: Tensor, partition: Tensor) -> Tensor:
-    """``values`` padded on the right with as many zeros as ZeRO-3 pads the last rank's part with."""
     return torch.nn.functional.pad(values, (0, partition.numel() - values.numel()))
 
 
 @torch.no_grad()
 def set_masters(engine: DeepSpeedEngine, elements: Callable[[str, torch.Size, int, int], Tensor]) -> None:
-    """Replace the float32 weights that DeepSpeed made of rounded ones.
-
-    Args:
-        elements: float32 elements ``begin:end`` of a parameter, flattened, from its Hugging Face name, its shape,
-            ``begin`` and ``end``.
-    """
+    """Replace the float32 weights that DeepSpeed made of rounded ones by ``elements(name, shape, begin, end)``: of each
+    parameter, flattened."""
     masters = MasterStates(engine)
     if engine.zero_optimization_stage() == 0:
         # DeepSpeed created the moments by a step with zero gradients, which AdamW counts in its bias correction.
@@ -192,51 +181,3 @@ def set_masters(engine: DeepSpeedEngine, elements: Callable[[str, torch.Size, in
         if run.length:
             shape = full_shape(run.parameter)
             masters.set_master(run, elements(run.name, shape, run.start, run.start + run.length))
-
-
-def save_states(
-    path: Path, engine: DeepSpeedEngine, contents: ModelContents, state: dict[str, Any], buffers: dict[str, Tensor]
-) -> None:
-    """Collective. Write trained parameters' float32 weights, moments, buffers, ``state`` (JSON values), RNG states."""
-    masters = MasterStates(engine)
-    updates = masters.updates
-
-    def pieces() -> Iterator[Piece]:
-        for run in masters.runs():
-            # Under ZeRO-0 all ranks have all of it.
-            if run.length and (engine.zero_optimization_stage() > 0 or dist.get_rank() == 0):
-                moments = {kind: masters.get(run, kind) for kind in (MOMENTS if updates else ())}
-                yield Piece(run.name, {WEIGHT: masters.get(run, None), **moments}, run.start, updates=updates)
-
-    save_training(path, contents, pieces(), {**state, "updates": updates}, buffers)
-
-
-def load_states(
-    path: Path, engine: DeepSpeedEngine, contents: ModelContents, buffers: dict[str, Tensor]
-) -> dict[str, Any]:
-    """Collective. Load what any strategy has saved, on any number of ranks and under any stage; return its ``state``.
-
-    Raises:
-        FileNotFoundError: ``path`` is no such checkpoint.
-        CheckpointMismatchError: a model with ``contents`` would not restore all of it.
-        CheckpointDamagedError: files are missing, or cannot be read.
-    """
-    masters = MasterStates(engine)
-    if engine.zero_optimization_stage() == 3:
-        # A pass, such as the self-test of experts, leaves small parameters gathered; later passes would use those.
-        engine.optimizer.empty_partition_cache()
-    with resumed(path, contents, buffers) as (state, stored):
-        runs = masters.runs()
-        # DeepSpeed's optimizers step all parameters together.
-        updates = max((stored.updates(run.name) for run in runs if stored.has(MOMENTS[0], run.name)), default=0)
-        if updates:
-            masters.make_moments(updates)
-        for run in runs:
-            # A parameter that is whole on this rank is its master rounded, also where another rank keeps the master.
-            begin, end = run.start, run.start + run.length
-            if not is_partitioned(run.parameter):
-                begin, end = 0, run.parameter.numel()
-            masters.set_weight(run, stored.read(WEIGHT, run.name, begin, end))
-            for moment in MOMENTS if updates and stored.has(MOMENTS[0], run.name) else ():
-                masters.set_moment(run, moment, stored.read(moment, run.name, run.start, run.start + run.length))
-    return state

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece
 from roll.config.installation import install_command
 from roll.config.strategies.deepspeed import ZeroPlan, numbers, plan_zero, switch
 from roll.config.strategies.registry import DeepSpeedStrategyConfig
@@ -24,27 +25,15 @@ from roll.models.loading import MetaModel, ModuleReader
 from roll.models.log_probs import run_head_when_called
 from roll.platforms import Platform
 from roll.strategies.base import StateKind
-from roll.strategies.deepspeed.states import (
-    full_shape,
-    is_partitioned,
-    load_states,
-    save_states,
-    set_masters,
-)
+from roll.strategies.deepspeed.states import MasterStates, full_shape, is_partitioned, set_masters
+from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
-from roll.strategies.training.optimizer import (
-    INITIAL_SCALE,
-    TrainingProgress,
-    adamw,
-    decay_groups,
-    state_tensors,
-)
+from roll.strategies.training.optimizer import INITIAL_SCALE, TrainingProgress, adamw, decay_groups, state_tensors
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-    from transformers import PreTrainedModel
 
 
 class DeepSpeedStrategy(DataParallelStrategy):
@@ -56,7 +45,8 @@ class DeepSpeedStrategy(DataParallelStrategy):
     config: DeepSpeedStrategyConfig
 
     def _configure(self) -> None:
-        self.compute_dtype = DTYPES[self.role.model_args.dtype]
+        # Float32 weights are read apart, into DeepSpeed's masters.
+        self.compute_dtype = self._meta_dtype = DTYPES[self.role.model_args.dtype]
         self.environ = {**os.environ, **self.role.system_envs}
         self.plan = self._plan(self.trains)
         self._clips_at, self._sums_in_fp32 = 0.0, False
@@ -112,8 +102,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
         self._check_experts(learns=self.progress.loss_scale is None)
 
     def _check_experts(self, learns: bool) -> None:
-        """Collective. The self-test of sparse layers where ranks gather parameters as they go: under ZeRO-3, on more
-        than one rank; see :func:`check_choices_may_differ`."""
+        """Collective. Under ZeRO-3 ranks gather parameters as they go; see :func:`check_choices_may_differ`."""
         if not self.sparse_layers or self.world_size == 1 or self.plan.stage < 3:
             return
         from deepspeed.utils import safe_get_local_grad
@@ -159,14 +148,8 @@ class DeepSpeedStrategy(DataParallelStrategy):
             for hook in hooks:
                 hook.remove()
 
-    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        """Without weights where they can be read later, in the compute type; float32 ones are read apart."""
-        model = self._build_without_weights(self.compute_dtype)
-        return model or super()._build_language_model(storage_dtype)
-
     def _read_model(self) -> MetaModel | None:
-        """Collective. Read the weights of a model without any: under ZeRO-3 module by module, each partitioned before
-        the next one is read. What they were read from; None where the model was loaded whole."""
+        """Collective. Read the weights of a model without any; what they were read from. None: it was loaded whole."""
         meta, self._meta = self._meta, None
         if meta is None:
             return None
@@ -196,11 +179,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
         return meta
 
     def _options(self) -> dict[str, Any]:
-        """DeepSpeed's configuration.
-
-        Batch sizes are nominal: the strategy says which micro-batch is the last of an optimizer step, because their
-        number may change from step to step.  It is above 1 because DeepSpeed leaves accumulation out for 1.
-        """
         config, dtype = self.config, self.compute_dtype
         options: dict[str, Any] = numbers(config.deepspeed_config)
         plan, pin_memory = self.plan, self.platform.pin_memory
@@ -215,7 +193,9 @@ class DeepSpeedStrategy(DataParallelStrategy):
             if not pin_memory and isinstance(section.get(name), dict):
                 section[name] = {**section[name], "pin_memory": False}
         options |= {
+            # Nominal: the strategy says which micro-batch is the last of a step, since their number may change.
             "train_micro_batch_size_per_gpu": self.role.training_args.per_device_train_batch_size,
+            # DeepSpeed leaves accumulation out for 1.
             "gradient_accumulation_steps": 2,
             "gradient_clipping": self._clips_at,
             # DeepSpeed takes the step modulo this number, so "never" cannot be 0.
@@ -243,11 +223,8 @@ class DeepSpeedStrategy(DataParallelStrategy):
         return self.called
 
     def _use_units(self, deepspeed: ModuleType) -> None:
-        """Gather a decoder layer's parameters together, and the output matrix when it is used.
-
-        DeepSpeed gathers what a module is about to use when the module is called; one gather for each small module of a
-        layer would be a dozen of them.
-        """
+        # DeepSpeed gathers what a module is about to use when that is called: for each small module of a layer that
+        # would be a dozen gathers, so a decoder layer's parameters come together, and the output matrix when used.
         language_model = self.model.language_model
         run_head_when_called(language_model)
         if self.trains and self.adapters is not None and self.adapters.adapt_experts:
@@ -299,10 +276,43 @@ class DeepSpeedStrategy(DataParallelStrategy):
         return norm / self.progress.scale if self.plan.stage == 0 else norm
 
     def save(self, path: Path) -> None:
-        save_states(path, self.engine, self.contents, self.progress.state(), self._buffers())
+        masters = MasterStates(self.engine)
+        updates = masters.updates
+        # Under ZeRO-0 all ranks have all of it.
+        runs = masters.runs() if self.plan.stage > 0 or self.rank == 0 else []
+        kinds = MOMENTS if updates else ()
+        pieces = (
+            Piece(
+                run.name,
+                {WEIGHT: masters.get(run, None), **{kind: masters.get(run, kind) for kind in kinds}},
+                run.start,
+                updates=updates,
+            )
+            for run in runs
+            if run.length
+        )
+        save_training(path, self.contents, pieces, {**self.progress.state(), "updates": updates}, self._buffers())
 
     def load(self, path: Path) -> None:
-        self.progress.restore(load_states(path, self.engine, self.contents, self._buffers()))
+        masters = MasterStates(self.engine)
+        if self.plan.stage == 3:
+            # A pass, such as the self-test of experts, leaves small parameters gathered; later passes would use those.
+            self.engine.optimizer.empty_partition_cache()
+        with resumed(path, self.contents, self._buffers()) as (state, stored):
+            runs = masters.runs()
+            # DeepSpeed's optimizers step all parameters together.
+            updates = max((stored.updates(run.name) for run in runs if stored.has(MOMENTS[0], run.name)), default=0)
+            if updates:
+                masters.make_moments(updates)
+            for run in runs:
+                # A parameter that is whole on this rank is its master rounded, also where another keeps the master.
+                begin, end = run.start, run.start + run.length
+                if not is_partitioned(run.parameter):
+                    begin, end = 0, run.parameter.numel()
+                masters.set_weight(run, stored.read(WEIGHT, run.name, begin, end))
+                for moment in MOMENTS if updates and stored.has(MOMENTS[0], run.name) else ():
+                    masters.set_moment(run, moment, stored.read(moment, run.name, run.start, run.start + run.length))
+        self.progress.restore(state)
 
     def _sharded(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Pieces] | None:
         # Rank r holds the r-th part of a flattened parameter in `ds_tensor`, the last part padded.

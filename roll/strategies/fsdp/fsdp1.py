@@ -66,16 +66,7 @@ class FsdpStrategy(ShardedStrategy):
     def _wrap_model(self, offload: bool) -> FullyShardedDataParallel:
         """Wrap the model and its units over the mesh; gradients become means over all ranks.
 
-        | mesh             | ``reshard_after_forward: true`` | ``false``            |
-        |------------------|---------------------------------|----------------------|
-        | ``(1,)``         | ``NO_SHARD``                    | ``NO_SHARD``         |
-        | ``(fsdp,)``      | ``FULL_SHARD``                  | ``SHARD_GRAD_OP``    |
-        | ``(ddp, fsdp)``  | ``HYBRID_SHARD``                | ``_HYBRID_SHARD_ZERO2`` |
-
         A model without weights reads those of each unit when it is wrapped.
-
-        Raises:
-            ValueError: a wrap policy that names no module of this model.
         """
         model, config, meta, device = self.model, self.config, self._meta, self.device
         units = {id(unit) for unit in wrapped_units(model, config.wrap_policy, self.sparse_layers)}
@@ -172,5 +163,4 @@ class FsdpStrategy(ShardedStrategy):
 
 
 def clean_name(name: str) -> str:
-    """The Hugging Face name of a parameter of a wrapped model."""
     return name.replace(WRAPPER, "")

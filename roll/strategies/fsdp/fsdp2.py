@@ -46,27 +46,20 @@ class Fsdp2Strategy(ShardedStrategy):
             self.model.to(self.device)
 
     def _shard_model(self) -> FSDPModule | None:
-        """Turn the model into an FSDP root, in place; gradients become plain sums over all ranks.
-
-        Returns:
-            The root, or None for one rank in float32 without offload: nothing is sharded, cast or moved there, so the
-            module stays as it is and pays for no hooks.
-
-        Raises:
-            ValueError: a wrap policy that names no module of this model.
-        """
+        """Turn the model into an FSDP root, in place; gradients become plain sums over ranks. None: left as it is."""
         model, mesh, config = self.model, self.mesh, self.config
         if mesh.size() == 1 and self.compute_dtype is torch.float32 and not config.offload_policy:
             return None
         self._frees = config.reshard_after_forward
         if self._frees == "auto":
-            self._frees = self._frees_gathered()
+            # The same on all ranks, whose devices may differ.
+            size = sum(parameter.numel() for parameter in model.parameters()) * self.compute_dtype.itemsize
+            memory = self.platform.free_memory()[1]
+            if self.device.type == "cpu":  # of which all ranks have a part
+                memory //= self.world_size
+            self._frees = bool(self._max_over_ranks(frees_gathered(size, memory)))
         precision = MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=DTYPES[config.reduce_dtype])
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "reshard_after_forward": self._frees,
-            "mp_policy": precision,
-        }
+        options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": self._frees, "mp_policy": precision}
         if config.offload_policy:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.platform.pin_memory)
         tower = vision_modules(model.language_model)
@@ -96,29 +89,19 @@ class Fsdp2Strategy(ShardedStrategy):
                 module.set_force_sum_reduction_for_comms(True)
         return root
 
-    def _frees_gathered(self) -> bool:
-        """Collective. What ``auto`` means here: the same on all ranks, whose devices may differ."""
-        size = sum(parameter.numel() for parameter in self.model.parameters()) * self.compute_dtype.itemsize
-        memory = self.platform.free_memory()[1]
-        if self.device.type == "cpu":  # of which all ranks have a part
-            memory //= self.world_size
-        return bool(self._max_over_ranks(frees_gathered(size, memory)))
-
     def _reshard(self) -> None:
-        """After a forward pass without a backward pass the root stays gathered, and under ``reshard_after_forward:
-        false`` every unit does; what comes next expects shards."""
+        # After a forward pass without a backward pass the root stays gathered, and under `reshard_after_forward: false`
+        # every unit does; what comes next expects shards.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _begin_micro_batch(self, last: bool) -> None:
-        """Sum gradients over shards at every micro-batch or at the last one only; over replicas at the last one.
-
-        What stays gathered for the backward pass stays so for the next micro-batch: weights change after the last.
-        """
+        """Sum gradients over shards at every micro-batch or at the last one only; over replicas at the last one."""
         if self.root is None:
             return
         if self._frees is False:
+            # Weights change after the last micro-batch only: until then, what is gathered stays so for the next.
             self.root.set_reshard_after_backward(last)
         if self.world_size == 1:
             return
@@ -128,8 +111,8 @@ class Fsdp2Strategy(ShardedStrategy):
             self.root.set_requires_all_reduce(last)
 
     def _decay_groups(self) -> list[dict[str, Any]]:
-        """Return groups whose parameters are on one mesh: a fused step refuses DTensors of two."""
         groups = super()._decay_groups()
+        # Each on one mesh: a fused step refuses DTensors of two.
         if self._expert_mesh is None:
             return groups
         experts = {id(one) for layer in self.sparse_layers for one in layer.experts.parameters()}

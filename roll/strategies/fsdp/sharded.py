@@ -20,13 +20,14 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from roll.config.roles import TrainingArguments
+from roll.checkpoint.tensors import MOMENTS, MUON_MOMENTS, WEIGHT, Piece
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings
 from roll.models.experts import EXPERTS, SparseLayer, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
-from roll.strategies.training.checkpoint import Shard, pieces_of, restore_shards, resumed, save_training
+from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.muon import MuonAndAdamW, hidden_matrices
@@ -114,7 +115,8 @@ class ShardedStrategy(DataParallelStrategy):
     def initialize(self, num_training_steps: int = 0) -> None:
         """Collective. Build and shard the model, and make its optimizer; see :meth:`ModelStrategy.initialize`."""
         self._refuse_steps(num_training_steps)
-        self._load_model(DTYPES[self.config.master_dtype] if self.trains else self.compute_dtype)
+        self._meta_dtype = DTYPES[self.config.master_dtype] if self.trains else self.compute_dtype
+        self._load_model(self._meta_dtype)
         # The ranks by copy of the parameters (where there are several) and shard.
         copies, shards = self.dims.dp_replicate, self.dims.dp_shard
         sizes, names = ((shards,), ("fsdp",)) if copies == 1 else ((copies, shards), ("ddp", "fsdp"))
@@ -126,20 +128,20 @@ class ShardedStrategy(DataParallelStrategy):
             args = self.role.training_args
             enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
             self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
-            self.optimizer = self._optimizer(args)
+            groups = self._decay_groups()
+            if args.optimizer.name == "adamw":
+                self.optimizer = adamw(groups, args)
+            else:
+                matrices = hidden_matrices(self.model.language_model, self.sparse_layers, self._num_dims)
+                matrices &= {parameter for group in groups for parameter in group["params"]}
+                shard_group = self.mesh.get_group("fsdp")
+                self.optimizer = MuonAndAdamW(groups, matrices, args, self._sharded, shard_group, self.device)
             self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             self._watch_balance()
         self.model.train(num_training_steps > 0)
         self._check_experts(learns=num_training_steps > 0)
 
-    def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        return self._build_without_weights(storage_dtype) or super()._build_language_model(storage_dtype)
-
     def _prepare_experts(self, language_model: PreTrainedModel) -> None:
-        """
-        Raises:
-            ValueError: experts that are modules, without ``apply_expert_patch``.
-        """
         layers, patch = self.sparse_layers, self.config.apply_expert_patch
         if not layers:
             return
@@ -160,7 +162,7 @@ class ShardedStrategy(DataParallelStrategy):
             run_every_expert(separate)
 
     def _check_experts(self, learns: bool) -> None:
-        """Collective. The self-test of sparse layers, on more than one rank; see :func:`check_choices_may_differ`."""
+        """Collective. See :func:`check_choices_may_differ`."""
         if not self.sparse_layers or self.world_size == 1:
             return
         policy = f"{self.role.name}.strategy_args.strategy_config"
@@ -179,8 +181,8 @@ class ShardedStrategy(DataParallelStrategy):
     def _shard(self) -> None:
         """Collective. Shard the model over :attr:`mesh`, and read its weights if they have not been."""
 
-    def _shards(self) -> Iterator[Shard]:
-        """This rank's parts of the trained parameters."""
+    def _shards(self) -> Iterator[tuple[str, nn.Parameter, int]]:
+        """This rank's part of each trained parameter, a run of elements: name, parameter, and the run's first one."""
         tensors = dict(self._named_tensors())
         for name in self._shapes:
             parameter = tensors[name]
@@ -189,28 +191,16 @@ class ShardedStrategy(DataParallelStrategy):
                 before = () if shard is None else shard[1].sizes[: self.mesh.get_local_rank("fsdp")]
                 yield name, parameter, sum(before)
 
-    def _optimizer(self, args: TrainingArguments) -> torch.optim.Optimizer:
-        groups = self._decay_groups()
-        if args.optimizer.name == "adamw":
-            return adamw(groups, args)
-        matrices = hidden_matrices(self.model.language_model, self.sparse_layers, self._num_dims)
-        trained = {parameter for group in groups for parameter in group["params"]}
-        return MuonAndAdamW(groups, matrices & trained, args, self._sharded, self.mesh.get_group("fsdp"), self.device)
-
     def _num_dims(self, parameter: torch.Tensor) -> int:
-        """Dimensions of the whole parameter."""
         return parameter.ndim
 
     def _decay_groups(self) -> list[dict[str, Any]]:
         return decay_groups(self.model, self.role.training_args.weight_decay, self._num_dims)
 
     def _shard_group(self) -> ProcessGroup | None:
-        return None if self._is_replica else self.mesh.get_group("fsdp")
-
-    @property
-    def _is_replica(self) -> bool:
-        """True on the ranks of any copy of the parameters but the first."""
-        return self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp") > 0
+        # None on the ranks of any copy of the parameters but the first.
+        is_copy = self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp") > 0
+        return None if is_copy else self.mesh.get_group("fsdp")
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
         return [] if self.optimizer is None else state_tensors(self.optimizer)
@@ -235,20 +225,24 @@ class ShardedStrategy(DataParallelStrategy):
         return norm
 
     def save(self, path: Path) -> None:
-        assert self.optimizer is not None
         self.saved()  # at most one checkpoint is held in host memory at a time
         if self.config.async_save_ckpt and self._background is None:
             self._background = ThreadPoolExecutor(1, "checkpoint")
-        with_moments = not self.config.save_only_model
-        shards = () if self._is_replica else self._shards()
-        self._writing = save_training(
-            path,
-            self.contents,
-            pieces_of(shards, self.optimizer, with_moments),
-            {**self.progress.state(), "has_optimizer": with_moments},
-            self._buffers(),
-            self._background,
-        )
+        has_moments = not self.config.save_only_model
+        state = {**self.progress.state(), "has_optimizer": has_moments}
+        pieces = self._written_pieces(has_moments)
+        self._writing = save_training(path, self.contents, pieces, state, self._buffers(), self._background)
+
+    def _written_pieces(self, has_moments: bool) -> Iterator[Piece]:
+        assert self.optimizer is not None
+        for name, parameter, start in self._shards() if self._shard_group() is not None else ():
+            local = local_tensor(parameter.detach())
+            if not local.numel():
+                continue
+            state = self.optimizer.state.get(parameter, {}) if has_moments else {}
+            moments = {kind: local_tensor(state[kind]).flatten() for kind in (*MOMENTS, *MUON_MOMENTS) if kind in state}
+            updates = int(state["step"]) if "step" in state else 0
+            yield Piece(name, {WEIGHT: local.flatten(), **moments}, start, updates=updates)
 
     def saved(self, wait: bool = True) -> bool:
         if self._writing is None:
@@ -259,9 +253,25 @@ class ShardedStrategy(DataParallelStrategy):
         writing.result()
         return True
 
+    @torch.no_grad()
     def load(self, path: Path) -> None:
         assert self.optimizer is not None
         self.saved()
         with resumed(path, self.contents, self._buffers()) as (state, stored):
-            restore_shards(self._shards(), self.optimizer, stored)
+            for name, parameter, begin in self._shards():
+                local = local_tensor(parameter.detach())
+                end = begin + local.numel()
+                local.copy_(stored.read(WEIGHT, name, begin, end).view(local.shape))
+                self.optimizer.state.pop(parameter, None)
+                is_absent = not local.numel() and not isinstance(parameter, DTensor)  # FSDP1 gives it no gradient
+                kinds = [kind for kind in (*MOMENTS, *MUON_MOMENTS) if stored.has(kind, name)]
+                if is_absent or not kinds:  # moments that the checkpoint lacks start new
+                    continue
+                own: dict[str, Any] = self.optimizer.state[parameter]
+                if MOMENTS[0] in kinds:
+                    # As AdamW makes them when it first steps; the fused one counts on the device.
+                    own["step"] = torch.full((), float(stored.updates(name)), device=parameter.device)
+                for kind in kinds:
+                    own[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    local_tensor(own[kind]).copy_(stored.read(kind, name, begin, end).view(local.shape))
         self.progress.restore(state)

@@ -69,28 +69,21 @@ class Adapter(nn.Module):
         self.scaling, self.dropout = scaling, dropout
 
     def low(self, input_: Tensor, sharded_dim: int | None, group: ProcessGroup) -> Tensor:
-        """``A dropout(x)`` of this rank's part of x.
-
-        Args:
-            sharded_dim: dimension along which the ranks of ``group`` have parts of x; None: each has all of it.
-        """
+        """``A dropout(x)`` of this rank's part of x along ``sharded_dim``; None: each rank of ``group`` has all of
+        it."""
         if self.training and self.dropout:
-            input_ = input_ * _own_mask(input_, self.dropout, sharded_dim, group)
+            shape = list(input_.shape)
+            if sharded_dim is not None:
+                shape[sharded_dim] *= group.size()
+            # Drawn for the whole tensor, on all ranks alike: Megatron's layers run in a random state that differs
+            # between tensor-parallel ranks; this one they share.
+            kept = torch.empty(shape, dtype=torch.bool, device=input_.device)
+            with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+                kept.bernoulli_(1.0 - self.dropout)
+            if sharded_dim is not None:
+                kept = kept.chunk(group.size(), sharded_dim)[group.rank()]
+            input_ = input_ * (kept.to(input_.dtype) / (1.0 - self.dropout))
         return linear(input_, self.down)
-
-
-def _own_mask(part: Tensor, probability: float, sharded_dim: int | None, group: ProcessGroup) -> Tensor:
-    """Zeros with that probability, else 1 / (1 - probability); drawn for the whole tensor, on all ranks alike."""
-    shape = list(part.shape)
-    if sharded_dim is not None:
-        shape[sharded_dim] *= group.size()
-    kept = torch.empty(shape, dtype=torch.bool, device=part.device)
-    # Megatron's layers run in a random state that differs between tensor-parallel ranks; this one they share.
-    with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
-        kept.bernoulli_(1.0 - probability)
-    if sharded_dim is not None:
-        kept = kept.chunk(group.size(), sharded_dim)[group.rank()]
-    return kept.to(part.dtype) / (1.0 - probability)
 
 
 class Adapted:
@@ -113,12 +106,8 @@ class AdaptedColumnLinear(Adapted, ColumnParallelLinear):
         widths: Mapping[str, int],
         groups: int,
     ) -> None:
-        """Add an adapter for each projection in ``ranks``.
-
-        Args:
-            widths: outputs of every projection on this rank, in order.
-            groups: of outputs, each with a part of every projection.
-        """
+        """Add an adapter for each projection in ``ranks``. ``widths`` are the outputs of every projection on this rank,
+        in order; of ``groups`` of them each has a part of every projection."""
         self._widths, self._groups = dict(widths), groups
         for name, rank in ranks.items():
             adapter = Adapter(self.input_size, widths[name], rank, scalings[name], dropout, self.weight)
@@ -186,19 +175,12 @@ class ExpertAdapter(nn.Module):
     def __init__(
         self, inputs: int, outputs: int, rank: int, experts: int, scaling: float, group: ProcessGroup, like: Tensor
     ) -> None:
-        """
-        Args:
-            inputs: of the whole tensor, as are ``outputs``; the ranks of ``group`` share its matrices.
-            experts: on this rank.
-        """
+        """``inputs`` and ``outputs`` are the whole tensor's, whose matrices the ranks of ``group`` share; ``experts``
+        are those on this rank."""
         super().__init__()
         self.down = nn.Parameter(like.new_empty(experts * rank, inputs // group.size()))
         self.up = nn.Parameter(like.new_empty(outputs * rank // group.size(), experts))
         self.scaling, self.experts, self.group = scaling, experts, group
-
-    def own_down(self) -> Tensor:
-        """(experts, r, in / ranks)."""
-        return self.down.unflatten(0, (self.experts, -1))
 
     def whole_up(self) -> Tensor:
         """(experts, out, r), scaled."""
@@ -258,7 +240,7 @@ class AdaptedExperts(Adapted, SequentialMLP):
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
         """See Megatron's own; ``hidden`` (T, in) are the tokens of each expert, one expert after the other."""
-        updates = self._updates() if self.uses_adapters and self.adapters else []
+        updates = list(self._updates()) if self.uses_adapters and self.adapters else []
         try:
             for layer, update in updates:
                 layer.update = update
@@ -268,20 +250,18 @@ class AdaptedExperts(Adapted, SequentialMLP):
                 layer.update = None
         return output
 
-    def _updates(self) -> list[tuple[_AdaptedLinear, tuple[Tensor, Tensor]]]:
-        """The two layers of each expert, and A and B as each needs them."""
+    def _updates(self) -> Iterator[tuple[_AdaptedLinear, tuple[Tensor, Tensor]]]:
         first, second = (self.adapters[name] for name in EXPERT_TENSORS)
         assert isinstance(first, ExpertAdapter) and isinstance(second, ExpertAdapter)
         ranks, rank = self.tp_group.size(), self.tp_group.rank()
         # Rows of gate, then rows of up: of each, this rank has a part.
         halves = first.whole_up().unflatten(1, (2, -1))
         own_rows = halves.chunk(ranks, 2)[rank].flatten(1, 2)
-        layers = [expert.linear_fc1 for expert in self.local_experts]
-        layers += [expert.linear_fc2 for expert in self.local_experts]
         columns = gather_from_sequence_parallel_region(first.down.t().contiguous(), group=first.group)
-        parts = [*zip(columns.t().unflatten(0, (first.experts, -1)), own_rows, strict=True)]
-        parts += zip(second.own_down(), second.whole_up(), strict=True)
-        return list(zip(layers, parts, strict=True))
+        downs = columns.t().unflatten(0, (first.experts, -1)), second.down.unflatten(0, (second.experts, -1))
+        for expert, *parts in zip(self.local_experts, downs[0], own_rows, downs[1], second.whole_up(), strict=True):
+            yield expert.linear_fc1, (parts[0], parts[1])
+            yield expert.linear_fc2, (parts[2], parts[3])
 
 
 def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dtype: torch.dtype) -> Adapters:
@@ -325,15 +305,8 @@ def add_to_chunk(
     dropout: float,
     stored: StoredLayout,
 ) -> None:
-    """Give a model chunk this rank's parts of the adapters, not yet filled.
-
-    Args:
-        shapes: of whole tensors, A and B among them.
-        scalings: by the Hugging Face name of an adapted weight.
-
-    Raises:
-        ValueError: expert-tensor-parallel ranks that do not divide the experts' adapters.
-    """
+    """Give a model chunk this rank's parts of the adapters, not yet filled; ``shapes`` are those of whole tensors, A
+    and B among them, ``scalings`` by the Hugging Face name of an adapted weight."""
     tensor_size = chunk.config.tensor_model_parallel_size
     for layer in chunk.decoder.layers:
         is_sparse = not hasattr(layer.mlp, "linear_fc1")
@@ -365,7 +338,6 @@ def add_to_chunk(
 
 @contextmanager
 def disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Compute without adapters, in a block without gradients."""
     modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapted)]
     for module in modules:
         module.uses_adapters = False

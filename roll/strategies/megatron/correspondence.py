@@ -7,7 +7,6 @@ parameters into whole tensors again; both only move numbers, so they serve for a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ SHARED_LINEARS = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc
 """Those of the expert that every token visits."""
 
 _ADAPTERS = ".adapters."
-
+_EXPERTS, _EXPERT_ADAPTERS = "mlp.experts.local_experts.", "mlp.experts.adapters."
 
 Region = tuple[slice, slice]
 """Rows and columns of a tensor; of a vector, all of whose elements are rows, the columns are all."""
@@ -39,20 +38,21 @@ Region = tuple[slice, slice]
 _ALL = slice(None)
 
 
-class Layout(ABC):
-    """Conversion between one parameter and one or more Hugging Face tensors."""
+@dataclass(frozen=True)
+class Layout:
+    """Conversion between one parameter and one or more Hugging Face tensors.
 
-    def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """The parameter of tensor-parallel rank ``rank`` of ``size``, from whole tensors."""
-        parts = []
-        for tensor in tensors:
-            rows, columns = self.region(tensor.shape, rank, size)
-            parts.append(tensor[rows] if tensor.ndim < 2 or columns == _ALL else tensor[rows, columns])
-        return self.fuse(parts, size)
+    They are sharded into equal parts along ``dim`` (as ``torch.chunk`` makes them), or (None) the same on all ranks.
+    """
 
-    @abstractmethod
+    dim: int | None = None
+
     def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
         """Part of a tensor of this shape on tensor-parallel rank ``rank`` of ``size``."""
+        if self.dim is None or size == 1:
+            return _ALL, _ALL
+        own = _share(shape[self.dim], rank, size)
+        return (own, _ALL) if self.dim == 0 else (_ALL, own)
 
     def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
         """A rank's parameter, from its :meth:`region` of each tensor."""
@@ -62,50 +62,36 @@ class Layout(ABC):
         """The inverse of :meth:`fuse`."""
         return [parameter]
 
-    @abstractmethod
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """The whole tensors, from the parameters of all tensor-parallel ranks in order."""
+    def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """The parameter of tensor-parallel rank ``rank`` of ``size``, from whole tensors."""
+        regions = [self.region(tensor.shape, rank, size) for tensor in tensors]
+        return self.fuse([tensor[_index(tensor, own)] for tensor, own in zip(tensors, regions, strict=True)], size)
+
+    def join(self, shards: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+        """New tensors of these shapes, from the parameters of all tensor-parallel ranks in order."""
+        wholes = [shards[0].new_empty(*shape) for shape in shapes]
+        for rank, shard in enumerate(shards):
+            for whole, part in zip(wholes, self.unfuse(shard, rank, len(shards)), strict=True):
+                whole[_index(whole, self.region(whole.shape, rank, len(shards)))] = part
+        return wholes
 
 
 def _share(count: int, rank: int, size: int) -> slice:
-    """Parts as ``torch.chunk`` makes them."""
     each = -(-count // size)
     return slice(min(rank * each, count), min((rank + 1) * each, count))
 
 
-@dataclass(frozen=True)
-class Replicated(Layout):
-    """The same on all ranks."""
-
-    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
-        return _ALL, _ALL
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [shards[0]]
-
-
-@dataclass(frozen=True)
-class Sharded(Layout):
-    """Sharded into equal parts along one dimension."""
-
-    dim: int
-
-    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
-        own = _share(shape[self.dim], rank, size) if size > 1 else _ALL
-        return (own, _ALL) if self.dim == 0 else (_ALL, own)
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(shards), self.dim)]
+def _index(tensor: Tensor, region: Region) -> Region | slice:
+    # A vector has rows only.
+    return region[0] if tensor.ndim < 2 else region
 
 
 @dataclass(frozen=True)
 class ShardedVocabulary(Layout):
     """Rows of the vocabulary, padded with zeros to a multiple of the ranks."""
 
-    vocab_size: int
-
-    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
-        return _share(self.vocab_size, rank, size), _ALL
+    dim: int | None = 0
+    vocab_size: int = 0
 
     def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
         (own,) = parts
@@ -116,18 +102,13 @@ class ShardedVocabulary(Layout):
         own = _share(self.vocab_size, rank, size)
         return [parameter[: own.stop - own.start]]
 
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        return [torch.cat(list(shards))[: self.vocab_size]]
-
 
 @dataclass(frozen=True)
 class FusedRows(Layout):
-    """Several tensors, each sharded along its rows, a rank's parts one below the other (gate and up)."""
+    """``count`` tensors, each sharded along its rows, a rank's parts one below the other (gate and up)."""
 
-    count: int
-
-    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
-        return _share(shape[0], rank, size), _ALL
+    dim: int | None = 0
+    count: int = 2
 
     def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
         return torch.cat(list(parts))
@@ -135,55 +116,38 @@ class FusedRows(Layout):
     def unfuse(self, parameter: Tensor, rank: int, size: int) -> list[Tensor]:
         return list(parameter.chunk(self.count))
 
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        parts = zip(*(shard.chunk(self.count) for shard in shards), strict=True)
-        return [torch.cat(part) for part in parts]
-
 
 @dataclass(frozen=True)
 class FusedHeads(Layout):
     """Queries, keys and values: for each group, its query heads, its key and value head; sharded over groups."""
 
-    groups: int
-    head_dim: int
-
-    def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
-        own, rows = _share(self.groups, rank, size), shape[0] // self.groups
-        return slice(own.start * rows, own.stop * rows), _ALL
+    dim: int | None = 0
+    groups: int = 1
+    head_dim: int = 1
 
     def fuse(self, parts: Sequence[Tensor], size: int) -> Tensor:
         groups = self.groups // size
         return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 1)
 
     def unfuse(self, parameter: Tensor, rank: int, size: int) -> list[Tensor]:
-        return FusedHeads(self.groups // size, self.head_dim).join([parameter])
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        fused = torch.cat(list(shards))
-        fused = fused.reshape(self.groups, -1, *fused.shape[1:])
+        fused = parameter.reshape(self.groups // size, -1, *parameter.shape[1:])
         queries = fused.shape[1] - 2 * self.head_dim
-        parts = fused.split([queries, self.head_dim, self.head_dim], 1)
-        return [part.flatten(0, 1).contiguous() for part in parts]
+        return [part.flatten(0, 1) for part in fused.split([queries, self.head_dim, self.head_dim], 1)]
 
 
 @dataclass(frozen=True)
 class ShardedExperts(Layout):
-    """A matrix of all experts of a layer: its experts, along one dimension, are sharded over expert-parallel ranks, and
-    the other dimension over the ``tensor_size`` ranks, next to each other, that share an expert."""
+    """A matrix of all experts of a layer: its experts, along ``dim``, are sharded over expert-parallel ranks, and the
+    other dimension over the ``tensor_size`` ranks, next to each other, that share an expert."""
 
-    experts_dim: int
-    tensor_size: int
+    dim: int = 0
+    tensor_size: int = 1
 
     def region(self, shape: Sequence[int], rank: int, size: int) -> Region:
         expert, tensor = divmod(rank, self.tensor_size)
-        experts = _share(shape[self.experts_dim], expert, size // self.tensor_size)
-        others = _share(shape[1 - self.experts_dim], tensor, self.tensor_size)
-        return (others, experts) if self.experts_dim else (experts, others)
-
-    def join(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        each = self.tensor_size
-        of_experts = [torch.cat(list(shards[i : i + each]), 1 - self.experts_dim) for i in range(0, len(shards), each)]
-        return [torch.cat(of_experts, self.experts_dim)]
+        experts = _share(shape[self.dim], expert, size // self.tensor_size)
+        others = _share(shape[1 - self.dim], tensor, self.tensor_size)
+        return (others, experts) if self.dim else (experts, others)
 
 
 @dataclass(frozen=True)
@@ -204,7 +168,6 @@ def parameters_of(
 ) -> Iterator[tuple[Correspondence, nn.Parameter]]:
     """Every parameter of a model chunk with its correspondence; sources are stored tensors."""
     for name, parameter in chunk.named_parameters():
-        layout: Layout
         if name.startswith("decoder.layers."):
             index, _, inner = name.removeprefix("decoder.layers.").partition(".")
             layer = chunk.decoder.layers[int(index)].layer_number - 1
@@ -216,7 +179,7 @@ def parameters_of(
                 parts = stored.parts(f"{prefix}mlp.experts.{'gate_up_proj' if is_first else 'down_proj'}")
                 count = len(parts) // num_experts(hf)
                 own = tuple(one.name for one in parts[expert * count : (expert + 1) * count])
-                layout = FusedRows(count) if is_first else Sharded(1)
+                layout = FusedRows(count=count) if is_first else Layout(1)
                 yield Correspondence(f"{path}.mlp.experts.{expert}.{part}", own, layout, of_expert=True), parameter
             elif inner.startswith(_EXPERT_ADAPTERS):
                 part = inner.removeprefix(_EXPERT_ADAPTERS)
@@ -232,20 +195,16 @@ def parameters_of(
                 yield Correspondence(f"{path}.{inner}", own, layout), parameter
         else:
             is_copy, source = bool(getattr(parameter, "shared", False)), "model.embed_tokens.weight"
-            layout = ShardedVocabulary(hf.vocab_size)
+            layout = ShardedVocabulary(vocab_size=hf.vocab_size)
             if name == "decoder.final_layernorm.weight":
-                source, layout = "model.norm.weight", Replicated()
+                source, layout = "model.norm.weight", Layout()
             elif name != "embedding.word_embeddings.weight":
                 assert name in ("output_layer.weight", "output_layer.bias"), name
                 if head is ModelHead.VALUE:
-                    source, layout = f"score.{name.rpartition('.')[2]}", Replicated()
+                    source, layout = f"score.{name.rpartition('.')[2]}", Layout()
                 elif not is_copy:
                     source = "lm_head.weight"
             yield Correspondence(name, (source,), layout, is_copy), parameter
-
-
-_EXPERTS = "mlp.experts.local_experts."
-_EXPERT_ADAPTERS = "mlp.experts.adapters."
 
 
 def in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
@@ -256,29 +215,29 @@ def in_layer(name: str, hf: PretrainedConfig) -> tuple[tuple[str, ...], Layout]:
         projection, _, part = rest.partition(".")
         weights, layout = in_layer(f"{path}.weight", hf)
         (weight,) = (one for one in weights if one.endswith(f".{projection}.weight"))
-        is_sharded = isinstance(layout, Sharded) == (part == "down")
-        own: Layout = (Sharded(1) if part == "down" else Sharded(0)) if is_sharded else Replicated()
+        is_sharded = (layout.dim == 1) == (part == "down")
+        own = Layout(1 if part == "down" else 0) if is_sharded else Layout()
         return (adapter_names(weight)[part != "down"],), own
     if name == "mlp.shared_experts.gate_weight":
-        return ("mlp.shared_expert_gate.weight",), Replicated()
+        return ("mlp.shared_expert_gate.weight",), Layout()
     kind = name.rpartition(".")[2]
     # OLMoE normalises the queries of all heads together, others those of each head alone.
-    of_heads: Layout = Sharded(0) if hf.model_type == "olmoe" else Replicated()
+    of_heads = Layout(0 if hf.model_type == "olmoe" else None)
     table: dict[str, tuple[tuple[str, ...], Layout]] = {
-        "input_layernorm": (("input_layernorm",), Replicated()),
+        "input_layernorm": (("input_layernorm",), Layout()),
         "self_attention.linear_qkv": (
             ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            FusedHeads(hf.num_key_value_heads, head_dim(hf)),
+            FusedHeads(groups=hf.num_key_value_heads, head_dim=head_dim(hf)),
         ),
         "self_attention.q_layernorm": (("self_attn.q_norm",), of_heads),
         "self_attention.k_layernorm": (("self_attn.k_norm",), of_heads),
-        "self_attention.linear_proj": (("self_attn.o_proj",), Sharded(1)),
-        "pre_mlp_layernorm": (("post_attention_layernorm",), Replicated()),
-        "mlp.router": (("mlp.gate",), Replicated()),
-        "mlp.shared_experts.linear_fc1": (("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), FusedRows(2)),
-        "mlp.shared_experts.linear_fc2": (("mlp.shared_expert.down_proj",), Sharded(1)),
-        "mlp.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"), FusedRows(2)),
-        "mlp.linear_fc2": (("mlp.down_proj",), Sharded(1)),
+        "self_attention.linear_proj": (("self_attn.o_proj",), Layout(1)),
+        "pre_mlp_layernorm": (("post_attention_layernorm",), Layout()),
+        "mlp.router": (("mlp.gate",), Layout()),
+        "mlp.shared_experts.linear_fc1": (("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), FusedRows()),
+        "mlp.shared_experts.linear_fc2": (("mlp.shared_expert.down_proj",), Layout(1)),
+        "mlp.linear_fc1": (("mlp.gate_proj", "mlp.up_proj"), FusedRows()),
+        "mlp.linear_fc2": (("mlp.down_proj",), Layout(1)),
     }
     sources, layout = table[name.rpartition(".")[0]]
     return tuple(f"{source}.{kind}" for source in sources), layout

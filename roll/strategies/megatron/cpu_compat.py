@@ -49,7 +49,10 @@ def install() -> None:
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    token_dispatcher.maybe_move_tensor_to_cpu = _on_host
+    # Megatron's own returns a CPU tensor unchanged even if an array is requested.
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, as_numpy=False, record_stream=False: (
+        tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+    )
 
 
 @contextmanager
@@ -70,11 +73,6 @@ def construction() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.cuda, torch.Tensor.type = to_cuda, type_of  # type: ignore[method-assign]
-
-
-def _on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replace Megatron's function, which returns a CPU tensor unchanged even if an array is requested."""
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 class _Stream:

@@ -10,13 +10,17 @@ came in between.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -25,7 +29,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from roll.models.attention import layout_attention
 from roll.models.routes import MISSING
@@ -48,56 +51,34 @@ class RMSNorm(nn.Module):
     """Root-mean-square normalisation (Zhang & Sennrich, 2019, arXiv:1910.07467), in float32 inside.
 
     Megatron's own runs with sequence parallelism only where Transformer Engine is installed.
+
+    Args:
+        heads: queries (or keys) of all heads are normalised together, as OLMoE has it, over tensor-parallel ranks.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, heads: int | None = None, **_: object
+    ) -> None:
         super().__init__()
         device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        own = hidden_size if heads is None else heads * hidden_size // config.tensor_model_parallel_size
+        self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype, device=device))
         # With sequence parallelism each rank normalises a part of the sequence only, so its gradient is a partial sum:
         # Megatron all-reduces those of parameters with this mark.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.eps = eps
+        self.weight.sequence_parallel = config.sequence_parallel and heads is None  # type: ignore[attr-defined]
+        self.eps, self.width = eps, None if heads is None else heads * hidden_size
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """(..., dim); or (s, b, heads, dim), this rank's heads."""
         wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden.dtype)
-
-
-class AllHeadsRMSNorm(nn.Module):
-    """:class:`RMSNorm` of the queries (or keys) of all heads together, as OLMoE has it, over tensor-parallel ranks."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-5, **_: object) -> None:
-        super().__init__()
-        device = torch.device("cpu") if config.use_cpu_initialization else torch.device("cuda")
-        own = heads * hidden_size // config.tensor_model_parallel_size
-        self.weight = nn.Parameter(torch.ones(own, dtype=config.params_dtype, device=device))
-        self.eps, self.width = eps, heads * hidden_size
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """(s, b, heads, dim), this rank's heads."""
-        wide = hidden.float().flatten(-2)
-        squares = _SumOverRanks.apply(
-            wide.square().sum(-1, keepdim=True), parallel_state.get_tensor_model_parallel_group()
-        )
-        wide = wide * torch.rsqrt(squares / self.width + self.eps)
+        if self.width is None:
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+            return self.weight * wide.to(hidden.dtype)
+        wide = wide.flatten(-2)
+        squares = reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True))
+        # Each rank uses the sum for its own heads: the gradient is summed over ranks as well.
+        wide = wide * torch.rsqrt(copy_to_tensor_model_parallel_region(squares) / self.width + self.eps)
         return (self.weight * wide.to(hidden.dtype)).view(hidden.shape)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """A sum over ranks that each rank uses for its own heads: the gradient is the sum over ranks as well."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, total = group, value.clone()
-        if group.size() > 1:
-            dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _SumOverRanks.apply(gradient, ctx.group), None
 
 
 class RotaryAngles(nn.Module):
@@ -140,7 +121,6 @@ class RotaryAngles(nn.Module):
 
 
 def block(config: TransformerConfig, hf: PretrainedConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of one model chunk."""
     first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)
     layers = [_layer(config, hf, is_sparse) for is_sparse in sparse_layers(hf)[first : first + count]]
@@ -169,8 +149,8 @@ def _layer(config: TransformerConfig, hf: PretrainedConfig, is_sparse: bool) -> 
     else:
         parts.mlp.submodules.linear_fc1, parts.mlp.submodules.linear_fc2 = AdaptedColumnLinear, AdaptedRowLinear
     if hf.model_type == "olmoe":
-        attention.q_layernorm = ModuleSpec(AllHeadsRMSNorm, {"heads": hf.num_attention_heads})
-        attention.k_layernorm = ModuleSpec(AllHeadsRMSNorm, {"heads": hf.num_key_value_heads})
+        attention.q_layernorm = ModuleSpec(RMSNorm, {"heads": hf.num_attention_heads})
+        attention.k_layernorm = ModuleSpec(RMSNorm, {"heads": hf.num_key_value_heads})
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
@@ -233,15 +213,16 @@ class RoutedLayer(TransformerLayer):
         return super().forward(*args, **kwargs)
 
 
+@dataclass(eq=False)
 class Choices:
     """The choice of experts in one pass of a router: replayed where routes are known, and recorded on request.
 
     Megatron calls an object of this form and uses the scores of the experts it returns: weights are always live.
     """
 
-    def __init__(self, routes: Tensor | None, note: Callable[[Tensor], None] | None) -> None:
-        self._routes, self._note = routes, note
-        self.counts: Tensor | None = None
+    routes: Tensor | None
+    note: Callable[[Tensor], None] | None
+    counts: Tensor | None = None
 
     def get_replay_topk(
         self,
@@ -253,14 +234,14 @@ class Choices:
     ) -> tuple[Tensor, Tensor]:
         """Scores and indices (T, k)."""
         best, chosen = choose(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self._routes is not None:
-            known = (self._routes >= 0).all(-1, keepdim=True)
-            live, chosen = chosen, torch.where(known, self._routes, chosen)
+        if self.routes is not None:
+            known = (self.routes >= 0).all(-1, keepdim=True)
+            live, chosen = chosen, torch.where(known, self.routes, chosen)
             best = scores.gather(1, chosen)
             changed = (chosen.sort(-1).values != live.sort(-1).values).any(-1)
-            self.counts = torch.stack([known.sum(), (self._routes == MISSING).any(-1).sum(), changed.sum()])
-        if self._note is not None:
-            self._note(chosen)
+            self.counts = torch.stack([known.sum(), (self.routes == MISSING).any(-1).sum(), changed.sum()])
+        if self.note is not None:
+            self.note(chosen)
         return best, chosen
 
 
@@ -279,7 +260,7 @@ class Router(TopKRouter):
         arrangement.recorded[self.index] = (self._own(arrangement.sources).flatten(), chosen)
 
     def _own(self, tokens: Tensor) -> Tensor:
-        """(s, b, ...): with sequence parallelism, this rank's part along s."""
+        """With sequence parallelism, this rank's part along the first dimension."""
         if not self.config.sequence_parallel:
             return tokens
         group = parallel_state.get_tensor_model_parallel_group()

@@ -130,25 +130,22 @@ class Chunking:
             shapes = [(max(rows for rows, _ in shapes), max(width for _, width in shapes))] * len(shapes)
         if self.peers_share_shapes:
             shapes = [(rows, width) for rows, width in self._largest(shapes).tolist()]
-        share = self._share(parts) if self.balances else 0.0
+        share = 0.0
+        if self.balances:  # 1 / the number of micro-batches of all replicas that are not empty
+            count = torch.tensor(float(sum(not is_empty(part) for part in parts)), device=self.device)
+            dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
+            share = 1.0 / max(1.0, float(count))
         return [self._build(*arguments, share) for arguments in zip(plan, parts, layouts, shapes, strict=True)]
 
-    def _share(self, parts: list[TensorBatch]) -> float:
-        """Collective over data-parallel ranks. Return 1 / the number of their micro-batches that are not empty."""
-        count = torch.tensor(float(sum(not is_empty(part) for part in parts)), device=self.device)
-        dist.all_reduce(count, group=parallel_state.get_data_parallel_group())
-        return 1.0 / max(1.0, float(count))
-
     def _largest(self, value: int | list[tuple[int, int]]) -> Tensor:
-        """Collective over peers."""
         largest = torch.tensor(value, device=self.device)
         if self.peers is not None:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.peers)
         return largest
 
     def _count(self, count: int) -> int:
-        """Replicas may make different numbers of passes, since gradients are summed after the last one, unless they
-        exchange tokens for experts. Megatron's interleaved schedule refuses a last group smaller than the pipeline."""
+        # Replicas may make different numbers of passes, since gradients are summed after the last one, unless they
+        # exchange tokens for experts. The interleaved schedule refuses a last group smaller than the pipeline.
         count = max(1, count if self.peers is None else int(self._largest(count)))
         return count + -count % self.count_divisor if self.same_shape else count
 

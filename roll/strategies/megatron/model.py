@@ -109,15 +109,12 @@ class ResponseGPT(GPTModel):
         )
 
     def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:
-        """Megatron would compute logits here."""
         return hidden_states
 
 
 def _start_of_gradients(module: nn.Module, inputs: tuple[Any, ...], hidden: Tensor) -> Tensor:
-    """Let gradients flow back to the embeddings even if they are frozen.
-
-    Megatron gives a recomputed layer no gradient, and a pipeline stage no backward pass, unless its input requires one.
-    """
+    # Also to frozen embeddings: Megatron gives a recomputed layer no gradient, and a pipeline stage no backward pass,
+    # unless its input requires one.
     return hidden.requires_grad_() if torch.is_grad_enabled() and not hidden.requires_grad else hidden
 
 
@@ -228,7 +225,6 @@ def vocab_parallel_log_probs(
 
 
 def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """float32 (n, own) logits of one chunk."""
     logits = torch.nn.functional.linear(hidden, weight).float()
     return logits.div_(temperature) if temperature != 1.0 else logits
 
@@ -236,13 +232,7 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        tokens: OwnTokens,
-        temperature: float,
-        chunk: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, tokens: OwnTokens, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         own, group = tokens.count, tokens.group
         log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)

@@ -1,18 +1,13 @@
-"""AdamW under Megatron, plain or distributed over data-parallel ranks, its states by parameter, and their checkpoints.
+"""AdamW under Megatron, plain or distributed over data-parallel ranks, and its states by parameter.
 
 With the distributed optimizer a rank holds float32 weights and moments of an interval of each parameter (ZeRO stage 1);
 with parameters of 16 bits there are float32 master weights as well.  :class:`MasterStates` hides both: what it hands
 out and takes is always a parameter's whole float32 tensor on this tensor- and pipeline-parallel rank.
-
-Of each parameter one of the ranks that hold the same writes its part, taken apart into the tensors of the Hugging Face
-model (:mod:`roll.checkpoint.tensors`); a reader takes its own part of each of them, and fuses those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +17,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor, nn
 
-from roll.checkpoint.contents import ModelContents
-from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece, StoredTensors
+from roll.checkpoint.tensors import MOMENTS
 from roll.config.roles import TrainingArguments
-from roll.platforms import current_platform
-from roll.strategies.megatron.correspondence import Region, Replicated
+from roll.strategies.megatron.correspondence import Region
 from roll.strategies.megatron.cpu_compat import construction
 from roll.strategies.megatron.weights import OwnParameter
-from roll.strategies.training.checkpoint import resumed, save_training
 
 
 def build_optimizer(
@@ -169,85 +161,3 @@ class Named:
         first, last, _ = rows.indices(height)
         left, right, _ = columns.indices(self.width)
         return self.begin + first, self.begin + last, left, right
-
-
-Naming = Callable[[str], Named]
-"""From a source of a correspondence to the checkpoint's tensor."""
-
-
-def save_states(
-    path: Path,
-    parameters: list[OwnParameter],
-    masters: MasterStates,
-    naming: Naming,
-    contents: ModelContents,
-    state: dict[str, Any],
-) -> None:
-    """Collective. Write weights, moments, ``state`` (JSON values) and RNG states."""
-    # A rank or stage may train nothing and count 0 updates, but must take part in the same collectives below.
-    newest = torch.tensor(masters.step, device=current_platform().device())
-    dist.all_reduce(newest, op=dist.ReduceOp.MAX)
-    updates = int(newest)
-
-    def pieces() -> Iterator[Piece]:
-        for own in parameters:
-            if not own.parameter.requires_grad:
-                continue
-            kinds = (WEIGHT, *MOMENTS) if updates else (WEIGHT,)
-            held = {kind: masters.get(own.parameter, kind) for kind in kinds}
-            is_shared = isinstance(own.correspondence.layout, Replicated) and own.shards.rank() > 0
-            if not own.replicas.rank() and not own.correspondence.is_copy and not is_shared:
-                layout, rank, size = own.correspondence.layout, own.shards.rank(), own.shards.size()
-                by_kind = {kind: layout.unfuse(tensor, rank, size) for kind, tensor in held.items()}
-                for index, source in enumerate(own.correspondence.sources):
-                    named = naming(source)
-                    first, last, left, right = named.place(layout.region(named.shape, rank, size))
-                    stride = 0 if right - left == named.width else named.width
-                    shape = (last - first, right - left) if stride else (-1,)
-                    tensors = {kind: parts[index].reshape(shape) for kind, parts in by_kind.items()}
-                    if last > first:
-                        yield Piece(named.name, tensors, first * named.width + left, stride, updates)
-
-    save_training(path, contents, pieces(), {**state, "updates": updates})
-
-
-def load_states(
-    path: Path, parameters: list[OwnParameter], masters: MasterStates, naming: Naming, contents: ModelContents
-) -> dict[str, Any]:
-    """Collective. Put back what any strategy has saved, under any parallel sizes; returns its ``state``.
-
-    Frozen parameters are not in a checkpoint: they are as the model folder has them.
-
-    Raises:
-        FileNotFoundError: ``path`` is no such checkpoint.
-        CheckpointMismatchError: something of it would be left over by a model with ``contents``.
-        CheckpointDamagedError: the files lack something that it should have.
-    """
-    with resumed(path, contents) as (state, stored):
-        trained = [own for own in parameters if own.parameter.requires_grad]
-        for own in trained:
-            names = [naming(source) for source in own.correspondence.sources]
-            updates = max(stored.updates(named.name) for named in names)
-            kinds = MOMENTS if any(stored.has(MOMENTS[0], named.name) for named in names) else ()
-            values = {kind: _read(own, names, stored, kind) for kind in (WEIGHT, *kinds)}
-            values = {kind: value.to(own.parameter.device) for kind, value in values.items()}
-            masters.set_weight(own.parameter, values.pop(WEIGHT))
-            if updates and values:
-                masters.set_moments(own.parameter, values, updates)
-    return state
-
-
-def _read(own: OwnParameter, names: list[Named], stored: StoredTensors, kind: str) -> Tensor:
-    """This rank's part of a parameter's weight or moment, float32."""
-    layout, rank, size = own.correspondence.layout, own.shards.rank(), own.shards.size()
-    parts = []
-    for named in names:
-        region = layout.region(named.shape, rank, size)
-        first, last, left, right = named.place(region)
-        if kind != WEIGHT and not stored.has(kind, named.name):
-            rows = torch.zeros((last - first) * named.width)  # of a module that had no gradient yet
-        else:
-            rows = stored.read(kind, named.name, first * named.width, last * named.width)
-        own_rows = rows.view(last - first, named.width)[:, left:right]
-        parts.append(own_rows if len(named.shape) > 1 else own_rows.flatten())
-    return layout.fuse(parts, size)

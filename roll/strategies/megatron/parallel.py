@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 def build_transformer_config(
-    hf: PretrainedConfig,
-    args: ModelArguments,
-    options: MegatronStrategyConfig,
-    dims: ParallelDims,
-    dtype: torch.dtype,
+    hf: PretrainedConfig, args: ModelArguments, options: MegatronStrategyConfig, dims: ParallelDims, dtype: torch.dtype
 ) -> TransformerConfig:
     """
     Raises:

@@ -64,9 +64,6 @@ def check_megatron(
 ) -> None:
     """Collective. Compare a small copy of the role's model with transformers. Random states stay as they are.
 
-    Args:
-        config: of the model itself.
-
     Raises:
         ValueError: it is computed otherwise; the message says in which layout, by how much, and what would work.
     """
@@ -98,11 +95,7 @@ def _difference(
     build: Build,
     folder: Path,
 ) -> str | None:
-    """Collective. The copy's difference from transformers and its remedy, in words; None where there is none.
-
-    Raises:
-        _Uncomputed: there is no copy, or none that these ranks can compute.
-    """
+    """Collective. The copy's difference from transformers and its remedy, in words; None where there is none."""
     setting = _of_copy(role, options, str(folder))
     # Made on rank 0 alone and broadcast: save_pretrained writes nothing on other ranks.
     dims = options.parallel_dims(role, dist.get_world_size())
@@ -111,20 +104,19 @@ def _difference(
     copied = made[0]
     if copied is None:
         raise _Uncomputed(f"no small copy of a {config.model_type} model works")
-    fault = _fault(_built(setting, build, copied, folder), copied)
+    fault = _fault(setting, build, copied, folder)
     if fault is None:
         return None
     remedy = _OTHERS
     for text, other in _other_settings(*setting):
         with suppress(_Uncomputed):
-            if _fault(_built(other, build, copied, folder), copied) is None:
+            if _fault(other, build, copied, folder) is None:
                 remedy = text
                 break
     return f"{fault}, compared with transformers row by row; {remedy}"
 
 
 def _small_copy(config: PretrainedConfig, head: ModelHead, dims: ParallelDims) -> _Copy | None:
-    """A small copy that the role's ranks can divide; None where there is none."""
     heads, experts = dims.tp * dims.cp, dims.ep * dims.etp
     # The copy has 4 heads, 2 of keys, and 4 experts for each unit of its width.
     widths = (width for width in count(1) if not (4 * width % heads or 2 * width % dims.tp or 4 * width % experts))
@@ -145,8 +137,7 @@ def _small_copy(config: PretrainedConfig, head: ModelHead, dims: ParallelDims) -
 
 
 def _of_copy(role: WorkerConfig, options: MegatronStrategyConfig, folder: str) -> _Setting:
-    """Role and options for the copy: float32 weights of the folder, all rows in one micro-batch, and nothing that
-    names layers of the model itself."""
+    """Role and options for the copy: float32, all rows in one micro-batch, nothing that names layers of the model."""
     args = ModelArguments(
         model_name_or_path=folder,
         dtype="fp32",
@@ -156,11 +147,7 @@ def _of_copy(role: WorkerConfig, options: MegatronStrategyConfig, folder: str) -
         role.sequence_packing_args, max_packed_sequence_length_forward=1024, min_num_micro_batches_forward=1
     )
     role = replace(
-        role,
-        model_args=args,
-        infer_batch_size=8,
-        use_dynamic_batching_in_infer=False,
-        sequence_packing_args=packing,
+        role, model_args=args, infer_batch_size=8, use_dynamic_batching_in_infer=False, sequence_packing_args=packing
     )
     return role, replace(
         options,
@@ -171,40 +158,26 @@ def _of_copy(role: WorkerConfig, options: MegatronStrategyConfig, folder: str) -
     )
 
 
-def _built(setting: _Setting, build: Build, copied: _Copy, folder: Path) -> ModelStrategy:
-    """Collective. This rank's part of the copy.
-
-    Raises:
-        _Uncomputed: some rank cannot build its own.
-    """
-    part: ModelStrategy | None = None
-    problem = "another rank cannot build its part of a small copy"
+def _fault(setting: _Setting, build: Build, copied: _Copy, folder: Path) -> str | None:
+    """Collective. Difference of the copy's outputs under a setting, in words; None: they are right on every rank."""
+    rows, part, problem, fault = copied.rows, None, None, None
     try:
         for name, data in copied.files.items():
             (folder / name).write_bytes(data)
         part = build(*setting)
     except Exception as error:  # of Megatron's own checks, in many types, or of a full disk
         problem = f"no part of a small copy can be built: {error!r}"
+    # Agreed upon before the pass, whose collectives would wait for a rank that has no part.
     if not agreed(part is not None, dist.group.WORLD) or part is None:
-        raise _Uncomputed(problem)
-    return part
-
-
-def _fault(part: ModelStrategy, copied: _Copy) -> str | None:
-    """Collective. Difference of the outputs, in words; None where they are right on every rank.
-
-    Raises:
-        _Uncomputed: some rank cannot compute them, such as by a kernel that wants half precision.
-    """
-    rows, output = copied.rows, Output.VALUES if part.head is ModelHead.VALUE else Output.LOG_PROBS
+        raise _Uncomputed(problem or "another rank cannot build its part of a small copy")
+    output = Output.VALUES if part.head is ModelHead.VALUE else Output.LOG_PROBS
     batch = {"input_ids": rows.ids, "attention_mask": rows.attended, "response_mask": rows.mask}
-    fault, problem = None, None
     try:
         fault = difference_of(part.forward(batch, [output])[output], copied.wanted, str(output))
-    except Exception as error:  # of kernels and of Megatron's own checks, in many types
-        problem = error
+    except Exception as error:  # of kernels (some want half precision) and of Megatron's own checks, in many types
+        problem = repr(error)
     if not agreed(problem is None, dist.group.WORLD):
-        raise _Uncomputed(f"a small copy cannot be computed: {problem or 'on another rank'!r}")
+        raise _Uncomputed(f"a small copy cannot be computed: {problem or 'on another rank'}")
     return None if agreed(fault is None, dist.group.WORLD) else fault or f"gives other {output} on another rank"
 
 

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig
-from torch import nn
 
-from roll.checkpoint.contents import ModelContents
-from roll.config.lora import uses_lora
 from roll.config.plan.plan import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import MegatronStrategyConfig
-from roll.models.build import DTYPES, freeze_modules, has_tied_embeddings
+from roll.models.build import DTYPES, has_tied_embeddings
 from roll.models.distributions import COMPARED
 from roll.models.layouts import TopTokens
-from roll.models.loading import TensorFiles
-from roll.models.lora import adapter_names, is_trained_whole, source_name
+from roll.models.lora import source_name
 from roll.models.routes import encoded, with_shared_routes
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
@@ -39,8 +29,6 @@ from roll.strategies.base import (
     ALL_WEIGHTS,
     Comparisons,
     LossFunction,
-    ModelHead,
-    ModelStrategy,
     Output,
     Outputs,
     StateKind,
@@ -49,37 +37,24 @@ from roll.strategies.base import (
 )
 from roll.strategies.megatron import adapters as megatron_adapters
 from roll.strategies.megatron import cpu_compat
-from roll.strategies.megatron.correspondence import Replicated, parameters_of
-from roll.strategies.megatron.layers import Router
 from roll.strategies.megatron.micro_batches import Chunking, MicroBatch, run
-from roll.strategies.megatron.model import ResponseGPT
-from roll.strategies.megatron.optimizer import MasterStates, Named, build_optimizer, load_states, save_states
-from roll.strategies.megatron.parallel import (
-    build_transformer_config,
-    num_experts,
-    rotary_frequencies,
-    skeleton,
-    sparse_layers,
-)
+from roll.strategies.megatron.optimizer import MasterStates, build_optimizer
+from roll.strategies.megatron.parallel import skeleton, sparse_layers
+from roll.strategies.megatron.parts import OwnPart
 from roll.strategies.megatron.self_test import check_megatron
-from roll.strategies.megatron.weights import FullWeights, OwnParameter, read_parameter
-from roll.strategies.training.checkpoint import describe_model
+from roll.strategies.megatron.weights import FullWeights
 from roll.strategies.training.gather import ADAPTER_FOLDER, EXPORT_BUCKET_BYTES
 from roll.strategies.training.micro_batches import keys_of, merged_floats, replay_metrics, row_index
 from roll.strategies.training.optimizer import TrainingProgress, clip_
 
 
-class MegatronStrategy(ModelStrategy):
+class MegatronStrategy(OwnPart):
     """A model-parallel model in the compute dtype; where it trains, float32 gradients, master weights and moments.
 
     One process holds one such strategy: Megatron keeps its process groups in global variables.
     """
 
     config: MegatronStrategyConfig
-    masters: MasterStates | None = None
-    chunks: list[nn.Module]
-    parameters: list[OwnParameter]
-    progress: TrainingProgress
 
     def _configure(self) -> None:
         self.compute_dtype = DTYPES[self.role.model_args.dtype]
@@ -153,7 +128,7 @@ class MegatronStrategy(ModelStrategy):
         )
         model_parallel_cuda_manual_seed(self.seed)
         self.platform.synchronize()
-        self.transformer_config = self._own_config()
+        self._read_config()
         check_megatron(self.role, self.head, self._skeleton.config, self.config, self._of_copy)
         torch.manual_seed(self.seed + self._info.dp_rank)
         self._build_chunks()
@@ -162,96 +137,12 @@ class MegatronStrategy(ModelStrategy):
         )
 
     def _of_copy(self, role: WorkerConfig, options: MegatronStrategyConfig) -> MegatronStrategy:
-        """This rank's part of a small copy for the self-test, in the process groups of the model itself."""
         part = MegatronStrategy(role, self.head, self.seed)
         part.config, part.dims, part._info = options, self.dims, self._info
         part._read_skeleton()
-        part.transformer_config = part._own_config()
+        part._read_config()
         part._build_chunks()
         return part
-
-    def _own_config(self) -> TransformerConfig:
-        return build_transformer_config(
-            self._skeleton.config, self.role.model_args, self.config, self.dims, self.compute_dtype
-        )
-
-    def _read_skeleton(self) -> None:
-        args = self.role.model_args
-        self._skeleton = skeleton(args, self.head)
-        freeze_modules(self._skeleton, args.freeze_module_prefix)
-        self._live = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
-        self._stored = StoredLayout(self._skeleton, self._live)
-        self._shapes = self._stored.stored_shapes()
-        self._adapter_tensors: dict[str, torch.Tensor] = {}
-        if uses_lora(args):
-            self.adapters = megatron_adapters.adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
-            # Whole on every rank: they are small.
-            tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
-            experts = num_experts(self._skeleton.config)
-            ups = {adapter_names(weight)[1] for weight in self.adapters.scalings if not weight.endswith(".weight")}
-            # peft's B (out, r E) as (out r, E), in which the experts of a rank are some of the columns.
-            named = {name: own.reshape(-1, experts) if name in ups else own for name, own in tensors.items()}
-            self._shapes |= {source_name(name): tensor.shape for name, tensor in named.items()}
-            # A critic's head is the model folder's, unless it continues from an adapter that has one.
-            from_adapter = args.adapter_name_or_path is not None
-            self._adapter_tensors = {
-                source_name(name): tensor for name, tensor in named.items() if from_adapter or source_name(name) == name
-            }
-
-    def _build_chunks(self) -> None:
-        """This rank's part of the model, with its weights."""
-        with cpu_compat.construction():
-            self.gpt_chunks = [self._build_chunk(index) for index in range(self.dims.vpp)]
-        self.chunks = list(self.gpt_chunks)
-        self._experts = num_experts(self._skeleton.config)
-        self.parameters = [
-            OwnParameter(correspondence, parameter)
-            for chunk in self.gpt_chunks
-            for correspondence, parameter in parameters_of(chunk, self._skeleton.config, self.head, self._stored)
-        ]
-        for own in self.parameters:
-            # Megatron marks only what its own initialisation shards. A parameter without the mark counts as a copy, and
-            # the gradient norm takes it from one tensor-parallel rank.
-            own.parameter.tensor_model_parallel = not isinstance(own.correspondence.layout, Replicated)  # type: ignore[attr-defined]
-            if own.correspondence.of_expert:
-                # Megatron marks an expert's own process groups with several expert-parallel ranks only.
-                own.parameter.allreduce = not self.dims.has_expert_groups  # type: ignore[attr-defined]
-        trained = {source_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
-        for own in self.parameters:
-            sources = own.correspondence.sources
-            frozen = [name for name in sources if self._stored.live_name(name) not in trained]
-            if frozen and len(frozen) < len(sources):
-                raise ValueError(
-                    f"model_args.freeze_module_prefix: {self.role.model_args.freeze_module_prefix!r} freezes "
-                    f"{', '.join(frozen)} but not all of {', '.join(sources)}, which Megatron keeps as one; name the "
-                    "module above"
-                )
-            own.parameter.requires_grad_(not frozen)
-        self._read_weights()
-
-    def _build_chunk(self, index: int) -> ResponseGPT:
-        hf = self._skeleton.config
-        chunk = ResponseGPT(
-            self.transformer_config,
-            hf,
-            head=self.head,
-            inverse_frequencies=rotary_frequencies(self._skeleton).to(self.device),
-            virtual_stage=index if self.dims.vpp > 1 else None,
-        )
-        if self.adapters is not None:
-            dropout = self.role.model_args.lora_dropout
-            megatron_adapters.add_to_chunk(chunk, hf, self._shapes, self.adapters.scalings, dropout, self._stored)
-        return chunk.to(self.device)
-
-    @torch.no_grad()
-    def _read_weights(self) -> None:
-        files = TensorFiles(str(self.role.model_args.model_name_or_path))
-        for own in self.parameters:
-            weight = read_parameter(own, files, self._adapter_tensors, self._stored)
-            if self.masters is None:
-                own.parameter.copy_(weight)
-            else:
-                self.masters.set_weight(own.parameter, weight.to(self.device))
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -264,19 +155,6 @@ class MegatronStrategy(ModelStrategy):
             finally:
                 for parameter, trained in held:
                     parameter.copy_(trained)
-
-    @cached_property
-    def _originals(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        """Parameters trained in full alongside adapters, and this rank's part of the base's own, in host memory."""
-        if self.adapters is None or self.head is not ModelHead.CAUSAL_LM:
-            return []
-        files = TensorFiles(str(self.role.model_args.model_name_or_path))
-        whole = {source_name(name) for name, _ in self._skeleton.named_parameters() if is_trained_whole(name)}
-        return [
-            (own.parameter, read_parameter(own, files, {}, self._stored).to(self.compute_dtype))
-            for own in self.parameters
-            if own.correspondence.sources[0] in whole
-        ]
 
     def _chunking(self) -> Chunking:
         return Chunking(
@@ -356,12 +234,7 @@ class MegatronStrategy(ModelStrategy):
         results: TensorBatch,
         tensors: list[torch.Tensor],
     ) -> list[MicroBatch]:
-        """Collective. Compute all rows without gradient; return the micro-batches.
-
-        Args:
-            results: tensors (B, L, ...) on the device, filled in on every rank.
-            tensors: the memory of ``results``, sent from the last stage to the others.
-        """
+        """Collective. Fill in ``results``, whose memory (``tensors``) goes from the last stage to the others."""
         modes = [chunk.training for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.eval()
@@ -379,10 +252,6 @@ class MegatronStrategy(ModelStrategy):
             for tensor in tensors:
                 dist.broadcast(tensor, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
         return parts
-
-    @property
-    def _routers(self) -> list[Router]:
-        return [router for chunk in self.gpt_chunks for router in chunk.routers]
 
     def named_full_weights(
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
@@ -450,7 +319,7 @@ class MegatronStrategy(ModelStrategy):
         for router in self._routers:
             router.counts = None
         names = [str(name) for name in outputs]
-        with self._without_optimizer() if self.offloads_optimizer_in_steps else nullcontext():
+        with self._without_optimizer():
             metrics: list[Metrics] = run(self.chunks, parts, names, temperature, loss_fn)
         counts = [router.counts for router in self._routers if router.counts is not None]
         if counts and metrics:
@@ -476,35 +345,6 @@ class MegatronStrategy(ModelStrategy):
         if self._info.dp_size > 1:
             dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
         return total.to(value.device)
-
-    def save(self, path: Path) -> None:
-        assert self.masters is not None
-        save_states(path, self.parameters, self.masters, self._named, self.contents, self.progress.state())
-
-    def load(self, path: Path) -> None:
-        assert self.masters is not None
-        self.progress.restore(load_states(path, self.parameters, self.masters, self._named, self.contents))
-
-    def _named(self, source: str) -> Named:
-        """The tensor of a checkpoint that holds a source: experts are fused there, and what is trained alongside
-        adapters has the name that peft gives it."""
-        part = self._stored.part(source)
-        assert not part.is_transposed, source
-        live = self._stored.live_name(source)
-        return Named(self._live_names.get(live, live), part.begin, torch.Size(self._shapes[source]))
-
-    @cached_property
-    def _live_names(self) -> dict[str, str]:
-        named = self._skeleton.named_parameters()
-        return {source_name(name): name for name, parameter in named if parameter.requires_grad}
-
-    @cached_property
-    def contents(self) -> ModelContents:
-        """Description of the model in a checkpoint."""
-        named = dict(self._skeleton.named_parameters())
-        trained = {name for name, parameter in named.items() if parameter.requires_grad}
-        shapes = {name: parameter.shape for name, parameter in named.items()}
-        return describe_model(self.role, shapes, trained, self.adapter_scalings())
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         if kind is StateKind.OTHER_PARAMS and self.masters is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -81,17 +81,10 @@ class FullWeights:
         stored: StoredLayout,
         scalings: Mapping[str, float] | None = None,
     ) -> None:
-        """Collective over pipeline stages.
-
-        Args:
-            shapes: of the whole tensors, by Hugging Face name.
-            scalings: of the adapters that are merged, by the name of the weight; without them A and B are tensors like
-                any other.
-        """
+        """Collective over pipeline stages. ``shapes`` are those of the whole tensors; ``scalings`` those of the
+        adapters to be merged, by weight: without them A and B are tensors like any other."""
         self._own = {own.correspondence.name: own for own in parameters}
-        self._info = info
-        self._shapes = shapes
-        self._dtype = dtype
+        self._info, self._shapes, self._dtype = info, shapes, dtype
         self._stored = stored
         self._scalings = dict(scalings or {})
         self._device = current_platform().device()
@@ -115,7 +108,7 @@ class FullWeights:
         """Stage and parameter of every A and B that is merged."""
 
     def _experts_of_stages(self, parameters: list[OwnParameter]) -> list[list[Correspondence]]:
-        """Collective over all ranks where there are experts: those of each stage, by expert, on whichever rank."""
+        """Collective where there are experts: those of each stage, by expert, on whichever rank."""
         own = [one for one in parameters if one.correspondence.of_expert]
         stages: list[list[Correspondence]] = [[] for _ in range(self._info.pp_size)]
         most = torch.tensor(len(own), device=self._device)
@@ -140,7 +133,9 @@ class FullWeights:
         self, bucket_bytes: int, selection: WeightSelection = ALL_WEIGHTS
     ) -> Iterator[list[tuple[str, Tensor]]]:
         """Collective. See :meth:`roll.strategies.base.ModelStrategy.named_full_weights`."""
-        for bucket in in_buckets(self._selected(selection), bucket_bytes, lambda weight: weight.num_bytes):
+        weights = self._weights(selection.adapters_apart)
+        selected = (weight for weight in weights if weight.is_trained or not selection.trained_only)
+        for bucket in in_buckets(selected, bucket_bytes, lambda weight: weight.num_bytes):
             whole: list[tuple[str, Tensor]] = []
             while bucket:
                 weight = bucket.pop(0)  # drops its cache of gathered tensors, or a bucket would hold them all
@@ -149,64 +144,47 @@ class FullWeights:
                     whole.append((weight.name, tensor))
             yield whole
 
-    def _selected(self, selection: WeightSelection) -> Iterator[_Weight]:
-        for parts, scaling in self._weights():
-            for weight in parts if selection.adapters_apart else [_merged(parts, scaling)]:
-                if weight.is_trained or not selection.trained_only:
-                    yield weight
-
-    def _weights(self) -> Iterator[tuple[list[_Weight], float]]:
-        """Every tensor of the model without adapters, in the same order on all ranks: itself, or W, A and B.
+    def _weights(self, adapters_apart: bool) -> Iterator[_Weight]:
+        """Every tensor of the model, in the same order on all ranks, with its adapter merged, or followed by A and B.
 
         Matrices of experts come merged: A and B are of all experts of a layer, and are kept until the next layer.
         """
-        layer, of_experts = "", dict[str, list[Collect]]()
+        layer, of_experts = "", dict[str, list[_Weight]]()
         for stage, entry in self._all:
             if entry.sources[0] in self._of_adapters:
                 continue
             whole = cache(partial(self._collect, stage, entry))
             for index, name in enumerate(entry.sources):
-                parts = [self._weight(name, stage, entry, whole, index)]
-                live = self._stored.live_name(name)
+                weight, live = self._weight(name, stage, entry, whole, index), self._stored.live_name(name)
                 if entry.of_expert and live in self._scalings:
                     if layer != live.rpartition(".")[0]:
                         layer, of_experts = live.rpartition(".")[0], {}
                     if live not in of_experts:
-                        places = [self._of_adapters[part] for part in adapter_names(live)]
-                        of_experts[live] = [cache(partial(self._collect, *place)) for place in places]
-                    parts = [self._merged_expert(parts[0], live, of_experts[live])]
-                elif name in self._scalings:
-                    for suffix, part in zip((DOWN_PART, UP_PART), adapter_names(name), strict=True):
-                        place = self._of_adapters[part]
-                        parts.append(self._weight(name + suffix, *place, partial(self._collect, *place), 0))
-                yield parts, self._scalings.get(name, 1.0)
+                        of_experts[live] = self._adapter(live, keeps=True)
+                    begin, shape = self._stored.part(name).begin, self._stored.live_shape(live)
+                    merged = weight.merged(of_experts[live], partial(_merged_rows, begin, shape, self._scalings[live]))
+                    yield replace(merged, num_bytes=weight.num_bytes)
+                elif name not in self._scalings:
+                    yield weight
+                elif adapters_apart:
+                    yield from (weight, *self._adapter(name))
+                else:
+                    yield weight.merged(self._adapter(name), partial(merged_weight, scaling=self._scalings[name]))
 
-    def _merged_expert(self, weight: _Weight, live: str, adapters: Sequence[Collect]) -> _Weight:
-        """Some rows of the live tensor of all experts, with their adapters."""
-        begin, shape = self._stored.part(weight.name).begin, self._stored.live_shape(live)
-        adapted = [self._of_adapters[part] for part in adapter_names(live)]
-        is_trained = any(entry.name not in self._frozen[stage] for stage, entry in adapted)
-
-        def read() -> Tensor | None:
-            rows, parts = weight.read(), [part for collect in adapters for part in collect()]
-            if rows is None:
-                return None
-            down, up = parts
-            return merged_rows(rows, begin, shape, down, up.view(shape[1], -1), self._scalings[live])
-
-        return _Weight(weight.name, weight.num_bytes, weight.is_trained or is_trained, read)
+    def _adapter(self, weight: str, keeps: bool = False) -> list[_Weight]:
+        """A and B of a weight; ``keeps``: gathered once, however often they are read."""
+        found = []
+        for suffix, part in zip((DOWN_PART, UP_PART), adapter_names(weight), strict=True):
+            stage, entry = self._of_adapters[part]
+            collect = partial(self._collect, stage, entry)
+            found.append(self._weight(weight + suffix, stage, entry, cache(collect) if keeps else collect, 0))
+        return found
 
     def _weight(self, name: str, stage: int, entry: Correspondence, collect: Collect, index: int) -> _Weight:
         num_bytes = self._shapes[entry.sources[index]].numel() * self._dtype.itemsize
-
-        def read() -> Tensor | None:
-            tensors = collect()
-            return tensors[index] if tensors else None
-
-        return _Weight(name, num_bytes, entry.name not in self._frozen[stage], read)
+        return _Weight(name, num_bytes, entry.name not in self._frozen[stage], ((collect, index),))
 
     def _collect(self, stage: int, entry: Correspondence) -> list[Tensor]:
-        """The tensors of one parameter on rank 0; nothing elsewhere. One replica does the work."""
         info, group = self._info, None
         if entry.of_expert:  # its owner may be outside rank 0's pipeline group, so this goes over the world
             own, owner = self._own.get(entry.name), self._owners[entry.name]
@@ -233,31 +211,46 @@ class FullWeights:
     def _joined(self, entry: Correspondence) -> list[Tensor]:
         own = self._own[entry.name]
         shard, group = own.parameter.detach(), own.shards
+        shapes = [self._shapes[name] for name in entry.sources]
         if group.size() == 1:
-            return [tensor.clone() for tensor in entry.layout.join([shard])]
+            return entry.layout.join([shard], shapes)
         shards = [torch.empty_like(shard) for _ in range(group.size())] if not group.rank() else None
         dist.gather(shard.contiguous(), shards, dst=dist.get_global_rank(group, 0), group=group)
-        return [] if shards is None else entry.layout.join(shards)
+        return [] if shards is None else entry.layout.join(shards, shapes)
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A tensor that can be read; reading it is collective."""
+    """A tensor that can be read from others, which are collected."""
 
     name: str
     num_bytes: int
     is_trained: bool
-    read: Callable[[], Tensor | None]
-    """Gives None on the ranks that do not get it."""
+    parts: tuple[tuple[Collect, int], ...]
+    """What collects a part, and which of its tensors the part is."""
+    merge: Callable[..., Tensor] | None = None
+    """Makes one tensor of several parts."""
+
+    def read(self) -> Tensor | None:
+        """Collective. None on the ranks that do not get it."""
+        collected = [(collect(), index) for collect, index in self.parts]
+        tensors = [found[index] for found, index in collected if found]
+        if len(tensors) < len(self.parts):
+            return None
+        return tensors[0] if self.merge is None else self.merge(*tensors)
+
+    def merged(self, adapter: Sequence[_Weight], merge: Callable[..., Tensor]) -> _Weight:
+        """With A and B, which ``merge`` adds to it."""
+        all_parts = [self, *adapter]
+        return _Weight(
+            self.name,
+            sum(one.num_bytes for one in all_parts),
+            any(one.is_trained for one in all_parts),
+            tuple(part for one in all_parts for part in one.parts),
+            merge,
+        )
 
 
-def _merged(parts: Sequence[_Weight], scaling: float) -> _Weight:
-    """``W + scaling * B A`` from W, A and B; W itself where it has no adapter."""
-    if len(parts) == 1:
-        return parts[0]
-
-    def read() -> Tensor | None:
-        weight, down, up = (part.read() for part in parts)
-        return None if weight is None or down is None or up is None else merged_weight(weight, down, up, scaling)
-
-    return _Weight(parts[0].name, sum(part.num_bytes for part in parts), any(p.is_trained for p in parts), read)
+def _merged_rows(begin: int, shape: Sequence[int], scaling: float, rows: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    # B is collected as (out r, E), in which the experts of a rank are some of the columns.
+    return merged_rows(rows, begin, shape, down, up.view(shape[1], -1), scaling)

@@ -13,15 +13,13 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch import Tensor
 
 from roll.checkpoint.contents import (
     FORMAT,
@@ -32,10 +30,9 @@ from roll.checkpoint.contents import (
     read_trainer_state,
 )
 from roll.checkpoint.state import capture_rng_state, load_state, restore_rng_state, save_state
-from roll.checkpoint.tensors import MOMENTS, MUON_MOMENTS, WEIGHT, Piece, Pieces, StoredTensors, stored_tensors
+from roll.checkpoint.tensors import Piece, Pieces, StoredTensors, stored_tensors
 from roll.config.roles import WorkerConfig
 from roll.models.loading import fingerprint
-from roll.strategies.training.optimizer import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +40,8 @@ logger = logging.getLogger(__name__)
 def describe_model(
     role: WorkerConfig, shapes: Mapping[str, Sequence[int]], trained: Collection[str], scalings: dict[str, float]
 ) -> ModelContents:
-    """Description of a model in a checkpoint.
-
-    Args:
-        shapes: of all parameters, whole, by name.
-        trained: names of those that training changes.
-        scalings: see :attr:`ModelContents.scalings`.
-    """
+    """Description of a model in a checkpoint: ``shapes`` of all parameters, whole; which of them training changes; and
+    ``scalings`` as of :class:`ModelContents`."""
     frozen = [name for name in shapes if name not in trained]
     return ModelContents(
         strategy=role.strategy_args.strategy_name,
@@ -70,14 +62,10 @@ def save_training(
     buffers: Mapping[str, Tensor] | None = None,
     background: ThreadPoolExecutor | None = None,
 ) -> Future[None] | None:
-    """Collective. Write this rank's ``pieces``, RNG states and ``state`` (JSON values).
+    """Collective. Write this rank's ``pieces``, RNG states, ``state`` (JSON values) and, on rank 0, persistent buffers.
 
-    Args:
-        buffers: persistent buffers of the model, whole; those of rank 0 are written.
-        background: copy all tensors to host memory, and write them from there in this thread.
-
-    Returns:
-        With ``background``: done when this rank's part is on disk.
+    With ``background`` all tensors are copied to host memory, and written from there in that thread; the result is then
+    done when this rank's part is on disk.
 
     Raises:
         OSError: on all ranks, if one could not write its part (its disk is full, say), so that none waits for another.
@@ -87,9 +75,9 @@ def save_training(
     held = Pieces(pieces, buffers if rank == 0 else None)
     failure = ""
     try:
-        save_state(path / f"rng_rank{dist.get_rank()}", capture_rng_state())
-        if dist.get_rank() == 0:
-            whole = {**state, "format": FORMAT, "world_size": dist.get_world_size(), "model": contents.as_json()}
+        save_state(path / f"rng_rank{rank}", capture_rng_state())
+        if rank == 0:
+            whole = {**state, "format": FORMAT, "world_size": dist.get_world_size(), "model": asdict(contents)}
             (path / STATE_NAME).write_text(json.dumps(whole), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         failure = str(error)
@@ -109,11 +97,8 @@ def save_training(
 def resumed(
     path: Path, contents: ModelContents, buffers: Mapping[str, Tensor] | None = None
 ) -> Iterator[tuple[dict[str, Any], StoredTensors]]:
-    """The state and the tensors that :func:`save_training` wrote, under whatever strategy and on however many ranks;
-    the RNG states are restored at the end of the block, and the log says what could not be restored.
-
-    Args:
-        buffers: persistent buffers of the model, set at the end of the block too where the checkpoint has them.
+    """The state and the tensors that :func:`save_training` wrote, under whatever strategy and on however many ranks. At
+    the end of the block persistent ``buffers`` and RNG states are restored; the log says what could not be.
 
     Raises:
         FileNotFoundError: ``path`` is no such checkpoint.
@@ -144,41 +129,3 @@ def resumed(
             dist.get_world_size(),
             contents.strategy,
         )
-
-
-Shard = tuple[str, nn.Parameter, int]
-"""This rank's part of a trained parameter under FSDP, consecutive elements of it: its name in the Hugging Face model,
-the parameter, and the first element of the part in the whole parameter, flattened."""
-
-
-def pieces_of(shards: Iterable[Shard], optimizer: Optimizer, with_moments: bool) -> Iterator[Piece]:
-    """The part of ``shards`` that this rank writes."""
-    for name, parameter, start in shards:
-        local = local_tensor(parameter.detach())
-        if not local.numel():
-            continue
-        state = optimizer.state.get(parameter, {}) if with_moments else {}
-        moments = {kind: local_tensor(state[kind]).flatten() for kind in (*MOMENTS, *MUON_MOMENTS) if kind in state}
-        updates = int(state["step"]) if "step" in state else 0
-        yield Piece(name, {WEIGHT: local.flatten(), **moments}, start, updates=updates)
-
-
-@torch.no_grad()
-def restore_shards(shards: Iterable[Shard], optimizer: Optimizer, stored: StoredTensors) -> None:
-    """Load parameters and the optimizer's moments from a checkpoint; moments that it lacks start new."""
-    for name, parameter, begin in shards:
-        local = local_tensor(parameter.detach())
-        end = begin + local.numel()
-        local.copy_(stored.read(WEIGHT, name, begin, end).view(local.shape))
-        optimizer.state.pop(parameter, None)
-        is_absent = not local.numel() and not isinstance(parameter, DTensor)  # FSDP1 gives it no gradient
-        kinds = [kind for kind in (*MOMENTS, *MUON_MOMENTS) if stored.has(kind, name)]
-        if is_absent or not kinds:
-            continue
-        state: dict[str, Any] = optimizer.state[parameter]
-        if MOMENTS[0] in kinds:
-            # As AdamW makes them when it first steps; the fused one counts on the device.
-            state["step"] = torch.full((), float(stored.updates(name)), device=parameter.device)
-        for kind in kinds:
-            state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            local_tensor(state[kind]).copy_(stored.read(kind, name, begin, end).view(local.shape))

@@ -68,6 +68,8 @@ class DataParallelStrategy(GatheredWeights):
     sparse_layers: Sequence[SparseLayer] = ()
     """Layers with experts; none of a dense model."""
     balance: ExpertBalance | None = None
+    _meta_dtype: torch.dtype | None = None
+    """Type of a model that is built without weights; None: it is loaded whole."""
     _meta: MetaModel | None = None
     """The weights still to be read; None once they have been."""
     mixes_types = True
@@ -78,19 +80,14 @@ class DataParallelStrategy(GatheredWeights):
         """Hook before each micro-batch of a training step; ``last``: the optimizer step comes after it."""
 
     def _differentiate(self, loss: torch.Tensor) -> None:
-        """Collective. Accumulate the gradient of ``loss``."""
+        """Collective."""
         loss.backward()
 
     def _clip_and_step(self, learning_rate: float) -> float:
-        """Collective. Clip the gradient, step unless it is not finite, and clear it.
-
-        Returns:
-            The norm of the gradient, unscaled, before clipping.
-        """
+        """Collective. Clip the gradient, step unless it is not finite, clear it; its unscaled norm before clipping."""
         raise self._takes_no_steps()
 
     def _load_model(self, storage_dtype: torch.dtype) -> None:
-        """Build the response model on the host, not yet sharded, and seed this rank's random numbers."""
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         context_group = None
         if self.dims.cp > 1:
@@ -122,8 +119,7 @@ class DataParallelStrategy(GatheredWeights):
             self.model.routing = RoutingRecorder(self.sparse_layers)
 
     def _self_test(self, context_group: ProcessGroup | None) -> Noise:
-        """Collective over ranks that share rows. Return the parts of the model to switch off; see
-        :func:`~roll.models.self_test.check_role`."""
+        """Collective over ranks that share rows. The parts of the model to switch off."""
         return check_role(self.role, self.head.value, self.trains, context_group)
 
     def _prepare_experts(self, language_model: PreTrainedModel) -> None:
@@ -132,7 +128,6 @@ class DataParallelStrategy(GatheredWeights):
             run_every_expert(self.sparse_layers)
 
     def _watch_balance(self) -> None:
-        """Add the balance loss and the gauges of the experts' load, for a role that trains."""
         if self.sparse_layers:
             args, config = self.role.model_args, self.model.language_model.config
             coefficient = args.moe_aux_loss_coef
@@ -144,26 +139,21 @@ class DataParallelStrategy(GatheredWeights):
             )
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
-        """Load the language model, with adapters if the role has them. Their base is frozen and held in the compute
-        dtype: float32 copies of weights that never change would only be rounded to it in every pass."""
         args = self.role.model_args
-        if not uses_lora(args):
-            language_model = build_model(args, self.head.value, storage_dtype, self.seed)
-            self.sparse_layers = sparse_layers(language_model)
-            return language_model
-        base_dtype = self.compute_dtype if self.mixes_types else storage_dtype
-        language_model = build_model(args, self.head.value, base_dtype, self.seed)
+        if self._meta_dtype is not None:
+            # Without weights, where that is possible: each rank later reads its own part of them.
+            self._meta = build_on_meta(args, self.head.value, self._meta_dtype, self.seed)
+            if self._meta is not None:
+                self.sparse_layers = sparse_layers(self._meta.language_model)
+                return self._meta.language_model
+        # The base of adapters is frozen: float32 copies of it would only be rounded in every pass.
+        is_rounded = uses_lora(args) and self.mixes_types
+        dtype = self.compute_dtype if is_rounded else storage_dtype
+        language_model = build_model(args, self.head.value, dtype, self.seed)
         self.sparse_layers = sparse_layers(language_model)  # before adapters wrap some of it
-        self.adapters = add_adapters(language_model, args, self.seed, storage_dtype)
+        if uses_lora(args):
+            self.adapters = add_adapters(language_model, args, self.seed, storage_dtype)
         return language_model
-
-    def _build_without_weights(self, dtype: torch.dtype) -> PreTrainedModel | None:
-        """Build a model in ``_meta`` of which each rank later reads its own part; None if it must be loaded whole."""
-        self._meta = build_on_meta(self.role.model_args, self.head.value, dtype, self.seed)
-        if self._meta is None:
-            return None
-        self.sparse_layers = sparse_layers(self._meta.language_model)
-        return self._meta.language_model
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -202,12 +192,11 @@ class DataParallelStrategy(GatheredWeights):
         comparisons: Comparisons = (),
         top_tokens: TopTokens | None = None,
     ) -> None:
-        """Collective. Compute all rows without gradient and write the outputs into ``results``, (B, L, ...) each;
-        missing ones are added."""
+        """Collective. Write the outputs of all rows into ``results``, (B, L, ...) each; missing ones are added."""
         batch, images = self._with_images(batch)
         was_training = self.model.training
         self.model.eval()
-        rule, ids = self.rules[False], batch["input_ids"]
+        rule, ids = micro_batching(self.role, trains=False), batch["input_ids"]
         for rows in plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing):
             part = micro_batch(batch, rows)
             shape = part["input_ids"].shape
@@ -238,10 +227,8 @@ class DataParallelStrategy(GatheredWeights):
         self.model.train(was_training)
 
     def _with_images(self, batch: TensorBatch) -> tuple[TensorBatch, ImagePool | None]:
-        """Return the batch with columns of numbers in place of its images; a text model's batch unchanged."""
-        if self.model.reads_images or IMAGES in batch:
-            return with_images(batch, self.model.language_model.config)
-        return batch, None
+        reads = self.model.reads_images or IMAGES in batch
+        return with_images(batch, self.model.language_model.config) if reads else (batch, None)
 
     def _outputs(
         self, layout: TokenLayout, outputs: Collection[str], temperature: float, shape: torch.Size
@@ -276,8 +263,7 @@ class DataParallelStrategy(GatheredWeights):
             layout = replace(layout, comparisons=targets_of(layout, part, comparisons))
         if Output.ROUTES not in part:
             return layout
-        recorded, own = part[Output.ROUTES].shape[2], len(self.sparse_layers)
-        if recorded != own:
+        if (recorded := part[Output.ROUTES].shape[2]) != (own := len(self.sparse_layers)):
             raise ValueError(
                 f"{self.role.name}.router_replay: the engine has recorded {recorded} layers, and the model has {own} "
                 "with experts; set router_replay.mode: R2 or disabled"
@@ -293,13 +279,7 @@ class DataParallelStrategy(GatheredWeights):
         return int(largest)
 
     @cached_property
-    def rules(self) -> dict[bool, MicroBatching]:
-        """The rules of micro-batches: True, of those that are differentiated; False, of the others."""
-        return {trains: micro_batching(self.role, trains) for trains in (False, True)}
-
-    @cached_property
     def contents(self) -> ModelContents:
-        """Description of the model in a checkpoint."""
         return describe_model(self.role, self._shapes, self._trained_names, self.adapter_scalings())
 
     def optimizer_step(self) -> Metrics:
@@ -314,13 +294,12 @@ class DataParallelStrategy(GatheredWeights):
         temperature: float = 1.0,
         comparisons: Comparisons = (),
     ) -> Metrics:
-        """Collective. Forward and backward passes over all micro-batches."""
         self._check_outputs(outputs)
         batch, images = self._with_images(batch)
-        rule, balance = self.rules[True], self.balance
+        rule, balance = micro_batching(self.role, trains=True), self.balance
         plan = plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
         metrics: list[Metrics] = []
-        with self._without_optimizer() if self.offloads_optimizer_in_steps else nullcontext():
+        with self._without_optimizer():
             if balance is not None:
                 balance.begin(sum(not is_empty(micro_batch(batch, rows)) for rows in plan))
                 if balance.coefficient and balance.is_global and len(plan) > 1:
@@ -342,8 +321,7 @@ class DataParallelStrategy(GatheredWeights):
         rule: MicroBatching,
         images: ImagePool | None,
     ) -> None:
-        """Collective. A forward pass over all micro-batches: the balance loss needs the choices of all of them before
-        the first is differentiated."""
+        # Collective. The balance loss needs the choices of all micro-batches before the first is differentiated.
         self.model.eval()
         for index, rows in enumerate(plan):
             part = micro_batch(batch, rows)
@@ -384,7 +362,6 @@ class DataParallelStrategy(GatheredWeights):
         return [metrics, layout_metrics(layout), {} if replayed is None else replay_metrics(replayed)]
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
-        """None of what the backend keeps in host memory."""
         if kind is StateKind.OPTIMIZER_STATES:
             return self._on_device(self._optimizer_tensors())
         if kind is not StateKind.MODEL_PARAMS:
@@ -393,11 +370,9 @@ class DataParallelStrategy(GatheredWeights):
         return self._on_device([*self.model.parameters(), *self.model.buffers()])
 
     def _optimizer_tensors(self) -> list[torch.Tensor]:
-        """Moments and master weights of this rank."""
         return []
 
     def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's parts of the tensors that are not in host memory."""
         local = [local_tensor(tensor.detach()) for tensor in tensors]
         return [tensor for tensor in local if tensor.device.type == self.device.type]
 
@@ -411,5 +386,5 @@ class DataParallelStrategy(GatheredWeights):
 
 
 def _zero_loss(outputs: TensorBatch) -> torch.Tensor:
-    """Return 0 with a gradient of zeros for every parameter that the outputs depend on."""
+    """0, with a gradient of zeros for every parameter that the outputs depend on."""
     return sum((values.sum() for values in outputs.values()), start=torch.zeros(())) * 0.0

@@ -139,17 +139,14 @@ def check_choices_may_differ(
 
     Two rows of a few tokens: even ranks compute the first, by the first experts, while odd ranks compute the second, by
     the last.  Then all ranks compute the first, and all the second, which is right under every layout.  Results and
-    gradients must agree.
+    ``gradients`` (this rank's shards) must agree.
 
     Args:
-        compute: the strategy's forward pass of a layout.
-        differentiate: its backward pass; None where nothing is trained (or gradients cannot be read).
-        gradients: this rank's shards.
+        differentiate: None where nothing is trained (or gradients cannot be read).
         clear: drops all gradients. It may raise a RuntimeError, on all ranks, if the ranks called different modules.
-        advice: the end of the message.
 
     Raises:
-        ValueError: they do not agree, so this sharding is wrong for the model.
+        ValueError: they do not agree, so this sharding is wrong for the model; the message ends with ``advice``.
     """
     assert model.routing is not None
     layer, rank, ranks = model.routing.layers[0], dist.get_rank(), dist.get_world_size()
@@ -194,7 +191,6 @@ _WRONG = "this model computes something else when ranks choose different experts
 
 
 def _relative_error(actual: Sequence[Tensor | None], wanted: Sequence[Tensor | None], device: torch.device) -> float:
-    """Collective. 2-norm of the difference over that of what is wanted, over all ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for one, other in zip(actual, wanted, strict=True):
         # Gradients may be in host memory, and missing on one side or on both.

@@ -7,7 +7,7 @@ without an intermediate copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -66,14 +66,11 @@ def gather_to_rank0(
     device: torch.device,
     span: tuple[int, int] | None = None,
 ) -> list[torch.Tensor]:
-    """Collective over ``group``, which rank 0 of the world is in. The tensors whole, by messages all in flight at once.
+    """Collective over ``group``, which rank 0 of the world is in. There the tensors whole, or ``span`` of each,
+    flattened, by messages all in flight at once; empty ones on the other ranks.
 
     Args:
         parts: this rank's elements of each tensor, flat or not; more than the rank's share are ignored.
-        span: gather these elements of each, flattened, and no others.
-
-    Returns:
-        On rank 0 the tensors, of ``dtype`` on ``device``; empty ones on the others.
     """
     rank = dist.get_rank(group)
     if span is not None:
@@ -89,27 +86,20 @@ def gather_to_rank0(
             work.wait()
         return [torch.empty(0, dtype=dtype, device=device) for _ in parts]
     whole = [torch.empty(piece.shape, dtype=dtype, device=device) for piece in pieces]
-    arriving = []
-    for tag, (tensor, piece) in enumerate(zip(whole, pieces, strict=True)):
-        runs = _runs(tensor, piece)
-        senders = [dist.get_global_rank(group, peer) for peer in range(len(runs))]
-        from_others = list(zip(runs, senders, strict=True))[1:]
-        arriving += [dist.P2POp(dist.irecv, run, peer, group, tag) for run, peer in from_others if run.numel()]
+    runs = [tensor.view(-1).split(list(piece.sizes)) for tensor, piece in zip(whole, pieces, strict=True)]
+    arriving = [
+        dist.P2POp(dist.irecv, run, dist.get_global_rank(group, peer), group, tag)
+        for tag, of_ranks in enumerate(runs)
+        for peer, run in enumerate(of_ranks)
+        if peer and run.numel()
+    ]
     works = dist.batch_isend_irecv(arriving) if arriving else []
     # Rank 0's own runs are copied while the others' arrive.
-    for tensor, part, piece in zip(whole, held, pieces, strict=True):
-        run = _runs(tensor, piece)[0]
+    for (run, *_), part in zip(runs, held, strict=True):
         copy_into(run, flat_view(part)[: run.numel()])
     for work in works:
         work.wait()
     return whole
-
-
-def _runs(tensor: torch.Tensor, piece: Pieces) -> list[torch.Tensor]:
-    """The parts of the flattened ``tensor``, one a rank."""
-    ends = list(accumulate(piece.sizes))
-    flat = tensor.view(-1)
-    return [flat[end - size : end] for end, size in zip(ends, piece.sizes, strict=True)]
 
 
 class GatheredWeights(ModelStrategy):
@@ -125,41 +115,30 @@ class GatheredWeights(ModelStrategy):
         return None
 
     def _shard_group(self) -> ProcessGroup | None:
-        """The ranks that hold the pieces of a tensor between them; None on a rank of another copy than rank 0's."""
+        """The ranks with a tensor's pieces between them; None on a rank of another copy than rank 0's."""
         return None
 
-    def _gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Collective. The tensors whole, on the device, in :meth:`_wire_dtype` (other ranks may return empty ones)."""
+    def _gather(self, tensors: Sequence[torch.Tensor], span: tuple[int, int] | None = None) -> list[torch.Tensor]:
+        """Collective. The tensors whole, or ``span`` of each, flattened, on the device, in :meth:`_wire_dtype`. Other
+        ranks may return empty ones."""
         # An exchange for each dtype: weights travel in the compute dtype, buffers in their own.
-        by_dtype: dict[torch.dtype, list[tuple[int, tuple[torch.Tensor, Pieces]]]] = {}
-        whole: dict[int, torch.Tensor] = {}
+        by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor, Pieces]]] = {}
+        found: dict[int, torch.Tensor] = {}
         for index, tensor in enumerate(tensors):
-            shard = self._sharded(tensor)
+            dtype, shard = self._wire_dtype(tensor), self._sharded(tensor)
             if shard is None:
-                whole[index] = tensor.detach().to(self.device, self._wire_dtype(tensor))
+                held = tensor.detach() if span is None else flat_view(tensor)[slice(*span)]
+                found[index] = held.to(self.device, dtype)
             else:
-                by_dtype.setdefault(self._wire_dtype(tensor), []).append((index, shard))
+                by_dtype.setdefault(dtype, []).append((index, *shard))
+        group = self._shard_group() if by_dtype else None
         for dtype, shards in by_dtype.items():
-            gathered = self._gather_shards([shard for _, shard in shards], dtype)
-            whole |= {index: tensor for (index, _), tensor in zip(shards, gathered, strict=True)}
-        return [whole[index] for index in range(len(tensors))]
-
-    def _gather_span(self, tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-        """Collective. ``tensor.flatten()[begin:end]`` on the device of rank 0, in :meth:`_wire_dtype`, without the rest
-        of it (other ranks may return an empty one)."""
-        shard, dtype = self._sharded(tensor), self._wire_dtype(tensor)
-        if shard is None:
-            return flat_view(tensor)[begin:end].to(self.device, dtype)
-        return self._gather_shards([shard], dtype, (begin, end))[0]
-
-    def _gather_shards(
-        self, shards: list[tuple[torch.Tensor, Pieces]], dtype: torch.dtype, span: tuple[int, int] | None = None
-    ) -> list[torch.Tensor]:
-        group = self._shard_group()
-        if group is None:
-            return [torch.empty(0, dtype=dtype, device=self.device) for _ in shards]
-        parts, pieces = [part for part, _ in shards], [piece for _, piece in shards]
-        return gather_to_rank0(parts, pieces, group, dtype, self.device, span)
+            parts, pieces = [part for _, part, _ in shards], [piece for _, _, piece in shards]
+            gathered = [torch.empty(0, dtype=dtype, device=self.device) for _ in shards]
+            if group is not None:
+                gathered = gather_to_rank0(parts, pieces, group, dtype, self.device, span)
+            found |= {index: tensor for (index, _, _), tensor in zip(shards, gathered, strict=True)}
+        return [found[index] for index in range(len(tensors))]
 
     def _reshard(self) -> None:
         """Free gathered parameters, if the backend keeps some after a forward pass."""
@@ -169,18 +148,16 @@ class GatheredWeights(ModelStrategy):
     ) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Collective. Full tensors in the compute dtype (float32 master weights stay here); tied weights come once.
 
-        At most a bucket is gathered at a time, or a single tensor (as engines name it) that is larger. The experts of a
-        layer, one tensor here, are gathered in stretches of as many matrices as fit.
+        At most a bucket is gathered at a time, or one larger tensor (as engines name it).
         """
         for bucket in in_buckets(self._selected_weights(selection), bucket_bytes, self._num_bytes):
             first = bucket[0]
-            # The live tensor is several stored ones (experts, fused here), each of which needs a stretch of it only.
+            # The live tensor is several stored ones (experts, fused here), gathered as many at a time as fit.
             is_divided = len(self._on_the_way.parts(first.name)) > 1
             if len(bucket) == 1 and is_divided and self._num_bytes(first) > bucket_bytes:
                 yield from self._stretches(first, bucket_bytes)
                 continue
-            weights = self._whole_weights(bucket)
-            parts = [part for name, tensor in weights for part in self._on_the_way.split(name, tensor)]
+            parts = (part for named in self._whole_weights(bucket) for part in self._on_the_way.split(*named))
             whole = [(name, part.contiguous()) for name, part in parts]
             # A layer's experts, gathered as two tensors, become hundreds of matrices: sent in buckets of their own.
             yield from (
@@ -188,25 +165,23 @@ class GatheredWeights(ModelStrategy):
             )
 
     def _stretches(self, weight: MergedWeight, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Collective. The stored tensors of a weight that is larger than a bucket, in runs that are not, one gather
-        each; adapters, which are small, come whole."""
+        """Collective. The stored tensors of a weight larger than a bucket, in runs that are not, one gather each."""
         tensor, *adapter = weight.parts
         itemsize = self._wire_dtype(tensor).itemsize
         down_up = self._gather(adapter)
         for stretch in self._on_the_way.stretches(weight.name, bucket_bytes // itemsize):
-            flat = self._gather_span(tensor, stretch.begin, stretch.end)
+            (flat,) = self._gather([tensor], (stretch.begin, stretch.end))
             found = list(stretch.of(flat)) if self.rank == 0 else []
             if found and down_up:
                 (down, up), shape = down_up, self._on_the_way.live_shape(weight.name)
-                firsts = [begin // shape[-1] for _, begin, _ in stretch.parts]
                 found = [
-                    (name, merged_rows(part, first, shape, down, up, weight.scaling))
-                    for (name, part), first in zip(found, firsts, strict=True)
+                    (name, merged_rows(part, begin // shape[-1], shape, down, up, weight.scaling))
+                    for (name, part), (_, begin, _) in zip(found, stretch.parts, strict=True)
                 ]
             yield found
 
     def _whole_weights(self, bucket: list[MergedWeight]) -> list[tuple[str, torch.Tensor]]:
-        """Collective. Nothing on other ranks than 0."""
+        """Collective. On rank 0, the weights with their adapters merged."""
         whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
         parts = [[next(whole) for _ in weight.parts] for weight in bucket]
         return [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if self.rank == 0 else []
@@ -284,7 +259,6 @@ class GatheredWeights(ModelStrategy):
         yield from ((name, buffer) for name, buffer in language_model.named_buffers() if name in persistent)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers, by Hugging Face name."""
         tensors = self._named_tensors()
         return {name: tensor for name, tensor in tensors if not isinstance(tensor, torch.nn.Parameter)}
 

@@ -16,13 +16,7 @@ import numpy as np
 import torch
 
 from roll.config.plan.plan import MicroBatching
-from roll.models.layouts import (
-    TargetDistributions,
-    TokenLayout,
-    packed_layout,
-    row_layout,
-    tree_layout,
-)
+from roll.models.layouts import TargetDistributions, TokenLayout, packed_layout, row_layout, tree_layout
 from roll.models.partitions import balance_packs, pack_sequences
 from roll.models.patterns import common_beginnings, ends_of_responses, sharers
 from roll.models.vision import PROMPT_KEYS
@@ -37,7 +31,6 @@ Rows = Sequence[int]
 
 def fixed_rows(num_rows: int, rows_per_micro_batch: int) -> list[Rows]:
     """Consecutive rows, ``rows_per_micro_batch`` at a time."""
-    assert rows_per_micro_batch > 0, rows_per_micro_batch
     starts = range(0, num_rows, rows_per_micro_batch)
     return [range(start, min(start + rows_per_micro_batch, num_rows)) for start in starts]
 
@@ -134,8 +127,7 @@ def rows_of_like_lengths(
 
 
 def _families(batch: TensorBatch, lengths: np.ndarray, capacity: int) -> list[tuple[list[int], int]]:
-    """Rows of which one continues the whole prompt of another, with their tokens (common beginnings once), split where
-    they exceed ``capacity``."""
+    """Rows of which one continues another's whole prompt, and their tokens; split where they exceed ``capacity``."""
     mask = batch["response_mask"].cpu().numpy().astype(bool)
     common, (first, last) = common_beginnings(keys_of(batch), batch["response_mask"]), ends_of_responses(mask)
     # Other common beginnings, such as a system prompt, would make one family of all rows, which no pack holds.
@@ -163,11 +155,8 @@ def _filled(plan: list[Rows], count: int) -> list[Rows]:
 
 
 def micro_batch(batch: TensorBatch, rows: Rows) -> TensorBatch:
-    """Select rows, truncated to the longest of them; without rows an empty micro-batch.
-
-    An empty micro-batch is one row of one token with nothing to predict: it lets a rank take part in the others'
-    collectives and adds nothing to any sum.
-    """
+    """Select rows, truncated to the longest of them. Without rows: one row of one token with nothing to predict, with
+    which a rank takes part in the others' collectives and adds nothing to any sum."""
     if not len(rows):
         nothing = torch.zeros(1, 1, dtype=torch.bool, device=batch["input_ids"].device)
         return {"input_ids": nothing.long(), "attention_mask": nothing, "response_mask": nothing}
@@ -225,18 +214,12 @@ def layout_metrics(layout: TokenLayout) -> Metrics:
 
 
 def replay_metrics(counts: torch.Tensor) -> Metrics:
-    """
-    Args:
-        counts: tokens, of each layer with experts, that took recorded routes, that had none, and that went elsewhere
-            than they would have.
-    """
+    """``counts``: tokens, of each layer with experts, that took recorded routes, that had none, and that went elsewhere
+    than they would have."""
     replayed, missing, changed = counts.tolist()
     if missing:
         _warn_once("router_replay: some tokens have no recorded route and choose anew; see moe_replay_missing")
-    return {
-        "moe_replay_missing": Mean(missing, replayed + missing),
-        "moe_replay_changed": Mean(changed, replayed),
-    }
+    return {"moe_replay_missing": Mean(missing, replayed + missing), "moe_replay_changed": Mean(changed, replayed)}
 
 
 @cache

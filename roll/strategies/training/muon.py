@@ -68,12 +68,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
         group: ProcessGroup,
         device: torch.device,
     ) -> None:
-        """
-        Args:
-            groups: parameters with their weight decay.
-            sharded: the pieces of a parameter over ``group``; None: every rank has all of it.
-            device: where matrices are gathered and made orthogonal (shards may be in host memory).
-        """
+        """``groups`` have their weight decay; ``sharded`` gives the pieces of a parameter over ``group`` (None: every
+        rank has all of it); on ``device`` matrices are gathered and made orthogonal (shards may be in host memory)."""
         split = [
             {**one, "params": [p for p in one["params"] if (p in matrices) == is_matrix], "is_muon": is_matrix}
             for one in groups
@@ -121,7 +117,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
         own.mul_(1 - learning_rate * weight_decay).add_(change.to(own.device))
 
     def _whole(self, part: Tensor, pieces: Pieces) -> Tensor:
-        """Collective. The tensor of which this rank has ``part``."""
         # Of one size: gloo gathers no other.
         longest = max(pieces.sizes)
         sent = nn.functional.pad(part.flatten(), (0, longest - part.numel()))
@@ -132,7 +127,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return torch.cat(runs).view(pieces.shape)
 
     def _change(self, update: Tensor, learning_rate: float) -> Tensor:
-        """float32: what PyTorch's Muon adds to the matrix, or to each of a stack, for this update."""
+        """What PyTorch's Muon adds to the matrix, or to each of a stack; float32."""
         change = torch.zeros(update.shape, device=update.device)
         matrices = list(change.view(-1, *change.shape[-2:]).unbind())
         for matrix, gradient in zip(matrices, update.float().view(-1, *update.shape[-2:]).unbind(), strict=True):

@@ -79,7 +79,6 @@ class LearningRateSchedule:
         return self.peak * (low + (1.0 - low) * shape)
 
     def _minimum(self) -> float:
-        """The lowest fraction of ``peak``: ``min_lr``, ``min_lr_rate`` or ``min_lr_ratio``, whichever is set."""
         if "min_lr" in self.options:
             return float(self.options["min_lr"]) / self.peak if self.peak else 0.0
         return float(self.options.get("min_lr_rate", self.options.get("min_lr_ratio", self.min_ratio)))
@@ -154,16 +153,11 @@ def adamw(groups: list[dict[str, Any]], args: TrainingArguments) -> torch.optim.
     The fused kernel does a step in one pass over memory, on CPU as on CUDA.
     """
     return torch.optim.AdamW(
-        groups,
-        lr=args.learning_rate,
-        betas=(args.adam_beta1, args.adam_beta2),
-        eps=args.adam_epsilon,
-        fused=True,
+        groups, lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, fused=True
     )
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The moments and step counts that the optimizer holds."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
 
 
@@ -173,12 +167,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def global_norm(gradients: list[Tensor], shard_group: ProcessGroup | None, device: torch.device) -> Tensor:
-    """float32 scalar: the 2-norm of the whole gradient, of which ``gradients`` are this rank's shards.
-
-    Args:
-        shard_group: the ranks that hold the other shards; None when there are none.
-        device: where the collective runs (gradients may be in host memory).
-    """
+    """float32 scalar: the 2-norm of the whole gradient, of which ``gradients`` are this rank's shards, perhaps in host
+    memory; the collective over ``shard_group``, which holds the others, runs on ``device``."""
     if gradients:
         norms = torch._foreach_norm(gradients)
         # float32 before squaring: an fp16 norm of 256 squared is already infinite.

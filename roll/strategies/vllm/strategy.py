@@ -346,7 +346,7 @@ class VllmStrategy(PackagedEngine):
             self._checksums |= joined_checksums(self._ask_ranks("roll_finish_reload"))
             self._is_reloading = False
         if self._num_ranks > 1:
-            self._memory.abandon()
+            self._memory.end(succeeded=False)
             self._ask_ranks("roll_close_memory")
         engine.reset_encoder_cache()  # of the vision tower as it was
         if self._config.in_flight_update == "recompute":
@@ -381,7 +381,7 @@ class VllmStrategy(PackagedEngine):
             return
         self._watch.close()
         self._engine.engine_core.shutdown()
-        self._memory.abandon()
+        self._memory.end(succeeded=False)
         del self._engine
         self._samples.clear()
         self._unfinished.clear()

@@ -13,29 +13,19 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from roll.config.plan.plan import MicroBatching
 from roll.strategies.megatron import cpu_compat
-from roll.strategies.megatron.correspondence import (
-    FusedHeads,
-    FusedRows,
-    Layout,
-    Replicated,
-    Sharded,
-    ShardedVocabulary,
-)
+from roll.strategies.megatron.correspondence import FusedHeads, FusedRows, Layout, ShardedExperts, ShardedVocabulary
 from roll.strategies.megatron.micro_batches import Chunking
 from tests.strategies.samples import make_batch
 
-
-def numbered(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    return [torch.randn(shape) for shape in shapes]
-
-
 LAYOUTS: list[tuple[Layout, list[tuple[int, ...]]]] = [
-    (Replicated(), [(6,)]),
-    (Sharded(0), [(8, 3)]),
-    (Sharded(1), [(3, 8)]),
-    (ShardedVocabulary(7), [(7, 3)]),
-    (ShardedVocabulary(5), [(5, 3)]),
-    (FusedRows(2), [(8, 3), (8, 3)]),
+    (Layout(), [(6,)]),
+    (Layout(0), [(8, 3)]),
+    (Layout(1), [(3, 8)]),
+    (ShardedVocabulary(vocab_size=7), [(7, 3)]),
+    (ShardedVocabulary(vocab_size=5), [(5, 3)]),
+    (FusedRows(), [(8, 3), (8, 3)]),
+    (ShardedExperts(0), [(8, 3)]),
+    (ShardedExperts(1), [(3, 8)]),
     (FusedHeads(groups=4, head_dim=2), [(16, 3), (8, 3), (8, 3)]),
     (FusedHeads(groups=4, head_dim=2), [(16,), (8,), (8,)]),
 ]
@@ -44,10 +34,10 @@ LAYOUTS: list[tuple[Layout, list[tuple[int, ...]]]] = [
 @pytest.mark.parametrize(("layout", "shapes"), LAYOUTS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_joined_parts_are_the_whole(layout, shapes, size):
-    tensors = numbered(*shapes)
+    tensors = [torch.randn(shape) for shape in shapes]
     parts = [layout.split(tensors, rank, size) for rank in range(size)]
     assert len({part.shape for part in parts}) == 1
-    joined = layout.join(parts)
+    joined = layout.join(parts, shapes)
     assert all(torch.equal(one, other) for one, other in zip(joined, tensors, strict=True))
 
 
