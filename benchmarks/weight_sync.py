@@ -39,7 +39,7 @@ from roll.weight_sync.encoding import DeltaEncoder, SyncOptions, iter_buckets
 from roll.weight_sync.sender import RayEngines, Update, WeightSender, WeightSync, build_transport
 from roll.workers import GENERATION_WORKER, TRAIN_WORKER
 from roll.workers.generation import GenerationWorker
-from roll.workers.training import TrainWorker
+from roll.workers.model import TrainWorker
 
 MIB = 2**20
 SHAPES = {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roll.workers.generation import GenerationWorker
-from roll.workers.training import TrainWorker
+from roll.workers.model import TrainWorker
 
 _TARGET = "2*6=12\n12+7=19\n19-3=16\n#### 16"
 _kept: list[bytes] = []

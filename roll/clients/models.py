@@ -15,15 +15,13 @@ from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.methods.base import LOG_PROBS, Ask, Loss
 from roll.methods.losses import SampledLoss
 from roll.pipelines.files import export_model
-from roll.pipelines.model_calls import dealt_out, read_by, start_computing, update_model
-from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS
+from roll.pipelines.model_calls import GENERATION, TRAINING, WEIGHTS, dealt_out, read_by, start_computing, update_model
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
 from roll.rollout.groups import FinishedGroup
 from roll.strategies.base import StateKind, TensorBatch
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams, check_sampling_params
-from roll.workers.model import ModelWorker
-from roll.workers.training import TrainWorker
+from roll.workers.model import ModelWorker, TrainWorker
 
 R = TypeVar("R")
 

@@ -24,8 +24,9 @@ from roll.methods.supervised import SupervisedDefinition, SupervisedPlan
 from roll.pipelines.clusters import Clusters, ClusterStarter
 from roll.pipelines.engine_rollout import engine_client
 from roll.pipelines.files import load_tokenizer, pad_token_id
+from roll.pipelines.model_calls import Residency
 from roll.pipelines.rows import build_models, start_models
-from roll.pipelines.run_context import Residency, RunContext, moves_states
+from roll.pipelines.run_context import RunContext
 from roll.preflight import ready
 from roll.rollout.engines import SLICE_SECONDS
 from roll.rollout.engines import EngineClient as Engines
@@ -198,7 +199,7 @@ class Workers:
     @contextmanager
     def _running(self) -> Iterator[None]:
         with obeying_signals(self.loaded), self._context.running() as resources:
-            self._residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+            self._residency = Residency(self.plan, self.config.is_offload_states)
             self.turns = Turns(self._residency)
             self._start(resources)
             # Inside the context: calls under way need the workers, which end with it.

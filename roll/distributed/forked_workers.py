@@ -60,7 +60,7 @@ _WITH_RAY = (
     "roll.distributed.actor",
     "roll.workers.generation",
     "roll.workers.reward",
-    "roll.workers.training",
+    "roll.workers.model",
 )
 """Imported where Ray's settings are known."""
 _READ_WHEN_USED = (MARK_ENV, LOG_DIR_ENV, SOCKET_ENV, SCRIPT_ENV, "SPT_NOENV")

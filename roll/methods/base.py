@@ -1,7 +1,7 @@
 """The two things that travel to a worker: a loss to minimise, and columns to compute.
 
 The driver builds both and sends them along with the rows, so that one class of worker serves every role and algorithm
-(:class:`roll.workers.training.TrainWorker`), and a new loss is one class in one file.
+(:class:`roll.workers.model.TrainWorker`), and a new loss is one class in one file.
 
 The loss of an optimizer step is a sum over all micro-batches and ranks, divided by *global* denominators (tokens, rows,
 pairs). So each rank counts its own rows (:meth:`Loss.counts`), the counts are summed over ranks before the first

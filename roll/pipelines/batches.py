@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from roll.protocol.vision import IMAGES, VisionInputs
 logger = logging.getLogger(__name__)
 
 FOLDER = "batches"
-MOST_NOT_FINITE = 20
-"""Files of a run for batches that were not finite: of a broken model every batch is one."""
+MOST_NOT_FINITE = 20  # files of a run for batches that were not finite: of a broken model every batch is one
 _RECORD = "recorded"
 _SKIPPED, _SCALE = "skipped_updates", "loss_scale"
 
@@ -36,21 +35,13 @@ _SKIPPED, _SCALE = "skipped_updates", "loss_scale"
 class RecordedBatch:
     """A batch with what belongs to it."""
 
-    pipeline: str
-    """Name of the pipeline."""
+    pipeline: str  # name of the pipeline
     step: int
     batch: DataProto
-    state: dict[str, Any] = field(default_factory=dict)
-    """State of the driver before the step."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the step."""
+    state: dict[str, Any] = field(default_factory=dict)  # state of the driver before the step
+    metrics: dict[str, float] = field(default_factory=dict)  # metrics of the step
 
     def save(self, file: Path) -> None:
-        """Write the file.
-
-        Raises:
-            OSError: it could not be written; no part of it remains.
-        """
         file.parent.mkdir(parents=True, exist_ok=True)
         batch = stored_images(self.batch)
         facts = {"pipeline": self.pipeline, "step": self.step, "state": self.state, "metrics": self.metrics}
@@ -59,10 +50,7 @@ class RecordedBatch:
 
     @classmethod
     def load(cls, file: Path) -> RecordedBatch:
-        """
-        Raises:
-            DataError: there is no such file, or one that holds something else.
-        """
+        """The batch in a file; DataError: there is no such file, or one that holds something else."""
         batch = load_batch(file)
         facts = batch.meta_info.pop(_RECORD, None)
         if facts is None:
@@ -70,27 +58,21 @@ class RecordedBatch:
         return cls(batch=batch, **facts)
 
 
+@dataclass
 class BatchRecorder:
-    """Holds the batch of the step in flight, and writes it when its turn has come or a number was not finite.
+    """Holds the batch of the step in flight, and writes it every so many steps (``dump_batches``), or when a number was
+    not finite."""
 
-    Args:
-        folder: where the files go.
-        pipeline: name of the pipeline.
-        every: steps between files (``dump_batches``); 0: none but those that are not finite.
-        on_nonfinite: the key of that name.
-    """
-
-    def __init__(self, folder: Path, pipeline: str, every: int, on_nonfinite: str) -> None:
-        self._folder = folder
-        self._pipeline = pipeline
-        self._every = every
-        self._on_nonfinite = on_nonfinite
-        self._held: RecordedBatch | None = None
-        self._num_not_finite = 0
+    folder: Path
+    pipeline: str
+    every: int  # 0: none but those that are not finite
+    on_nonfinite: str
+    held: RecordedBatch | None = None
+    num_not_finite: int = 0
 
     def hold(self, step: int, batch: DataProto, state: Mapping[str, Any]) -> None:
         """Keep the columns that ``batch`` has now, without those added later."""
-        self._held = RecordedBatch(self._pipeline, step, batch.select(), dict(state))
+        self.held = RecordedBatch(self.pipeline, step, batch.select(), dict(state))
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the batch held, if its time has come or a number was not finite.
@@ -98,40 +80,32 @@ class BatchRecorder:
         Raises:
             NotFinite: a loss or gradient was not finite, and ``on_nonfinite`` does not let the run continue as it is.
         """
-        held, self._held = self._held, None
+        held, self.held = self.held, None
         # Skipped updates by which the loss scale of fp16 is found do not count. At a scale of 1 nothing is left to
         # lower: the update itself was not finite.
         scaling = any(name.endswith(_SCALE) and value > 1 for name, value in metrics.items())
         bad = metrics.get(_SKIPPED, 0) > 0 and not scaling
-        due = bool(self._every) and step % self._every == 0
-        file = None
-        if held is not None and (due or (bad and self._num_not_finite < MOST_NOT_FINITE)):
-            file = self._write(RecordedBatch(held.pipeline, step, held.batch, held.state, dict(metrics)))
+        due = bool(self.every) and step % self.every == 0
+        where = ""
+        if held is not None and (due or (bad and self.num_not_finite < MOST_NOT_FINITE)):
+            file = self.folder / f"step-{step:06d}.safetensors"
+            try:
+                replace(held, metrics=dict(metrics)).save(file)
+                where = f"; its batch is in {file}"
+            except OSError as error:  # a full disk ends no run
+                logger.error("the batch of step %d was not written: %s", step, error)
         if not bad:
             return
-        self._num_not_finite += 1
-        where = f"; its batch is in {file}" if file is not None else ""
+        self.num_not_finite += 1
         text = f"step {step}: a loss or gradient was not finite, and the models did not learn from it{where}"
-        if self._on_nonfinite == "skip":
+        if self.on_nonfinite == "skip":
             logger.warning("%s (on_nonfinite: skip)", text)
             return
-        raise NotFinite(f"{text} (on_nonfinite: {self._on_nonfinite})", rewinds=self._on_nonfinite == "rewind")
-
-    def _write(self, recorded: RecordedBatch) -> Path | None:
-        file = self._folder / f"step-{recorded.step:06d}.safetensors"
-        try:
-            recorded.save(file)
-        except OSError as error:  # a full disk ends no run
-            logger.error("the batch of step %d was not written: %s", recorded.step, error)
-            return None
-        return file
+        raise NotFinite(f"{text} (on_nonfinite: {self.on_nonfinite})", rewinds=self.on_nonfinite == "rewind")
 
 
 def load_batch(file: Path) -> DataProto:
-    """
-    Raises:
-        DataError: there is no such file, or one that holds no batch.
-    """
+    """The batch in a file; DataError: there is no such file, or one that holds no batch."""
     if not file.is_file():
         raise DataError(f"{file}: no such file")
     try:
@@ -159,11 +133,8 @@ def stored_images(batch: DataProto) -> DataProto:
 
 
 class RecordedRollouts:
-    """The batches of a run's steps in a folder, one safetensors file a step.
-
-    Args:
-        output_dir: the run's; holds the folder where the configuration names none.
-    """
+    """The batches of a run's steps (``rollout_mock``), one safetensors file a step; in ``output_dir`` where the
+    configuration names no folder."""
 
     def __init__(self, config: PolicyRunConfig, output_dir: Path) -> None:
         section = config.rollout_mock
@@ -181,14 +152,8 @@ class RecordedRollouts:
             logger.error("rollout_mock: %s was not written; the run goes on: %s", file, error)
 
     def read(self, step: int, num_samples: int | None) -> tuple[DataProto, Metrics]:
-        """The batch that was written for this step, and its size.
-
-        Args:
-            num_samples: rows that it must have; None: any number.
-
-        Raises:
-            DataError: no such file, one that holds no batch, or one of another size.
-        """
+        """The batch that was written for this step, and its size; DataError: no such file, one that holds no batch, or
+        one of another size than ``num_samples`` (None: any)."""
         file = rollout_file(self._folder, step)
         if not file.is_file():
             raise DataError(f"{file}: no rollout was written for step {step} (rollout_mock.mode: mock reads it)")

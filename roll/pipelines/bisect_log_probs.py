@@ -49,14 +49,10 @@ class Sample:
 class Parting:
     """The first operation whose results differ."""
 
-    operation: str
-    """Name of the module, with ``in`` or ``out``."""
-    position: int
-    """First token of the sequence for which it differs."""
-    difference: float
-    """Largest absolute difference."""
-    before: str | None
-    """The operation before it, whose results are equal; None: it is the first."""
+    operation: str  # name of the module, with `in` or `out`
+    position: int  # first token of the sequence for which it differs
+    difference: float  # largest absolute one
+    before: str | None  # the operation before it, whose results are equal; None: it is the first
 
     def __str__(self) -> str:
         name, _, side = self.operation.rpartition(" ")
@@ -103,11 +99,8 @@ def by_layer(trainer: Trace, engine: Trace) -> dict[str, tuple[int, int, float]]
 
 
 class Pair:
-    """The engine and the trainer of a configuration on one rank, with equal weights.
-
-    Raises:
-        ConfigError: a role that one rank cannot compute.
-    """
+    """The engine and the trainer of a configuration on one rank, with equal weights; ConfigError: a role that one rank
+    cannot compute."""
 
     def __init__(self, loaded: LoadedConfig[Any]) -> None:
         import torch
@@ -142,22 +135,18 @@ class Pair:
         return sampling_params(self.loaded.plan.roles[ENGINE].section.generating_args, max_new_tokens)
 
     def sample(self, prompts: Sequence[list[int]], count: int, max_new_tokens: int) -> list[GenerationOutput]:
-        """Answers to all prompts, the same in each call."""
         from roll.strategies.engines.requests import GenerationRequest
 
         params = self.params(max_new_tokens)
-        requests = [
-            GenerationRequest(str(index), list(prompt), replace(params, seed=index), count)
-            for index, prompt in enumerate(prompts)
-        ]
-        self.engine.add_requests(requests)
+        self.engine.add_requests(
+            [GenerationRequest(str(i), list(one), replace(params, seed=i), count) for i, one in enumerate(prompts)]
+        )
         outputs: list[GenerationOutput] = []
         while self.engine.num_unfinished:
             outputs += self.engine.step()
         return sorted(outputs, key=lambda one: (int(one.request_id), one.sample_index))
 
     def compute(self, rows: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
-        """The trainer's log-probs of each response."""
         import torch
 
         from roll.strategies.base import Output

@@ -18,18 +18,12 @@ from roll.config.rewards import REWARD_MODEL, judge_role, model_inputs
 from roll.distributed import Cluster, ResourceManager
 from roll.methods.policy_plan import PolicyPlan
 from roll.pipelines.files import load_tokenizer
+from roll.pipelines.model_calls import GENERATION, TRAINING, WEIGHTS, Residency, start_cluster
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import judge_roles
-from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, start_cluster
 from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.base import ModelHead, StateKind
-from roll.workers import (
-    GENERATION_WORKER,
-    REFERENCE_WORKER,
-    REWARD_MODEL_WORKER,
-    REWARD_WORKER,
-    TRAIN_WORKER,
-)
+from roll.workers import GENERATION_WORKER, REFERENCE_WORKER, REWARD_MODEL_WORKER, REWARD_WORKER, TRAIN_WORKER
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import ModelSettings, ModelWorker
 from roll.workers.reward import RewardSettings, RewardWorker
@@ -38,28 +32,21 @@ logger = logging.getLogger(__name__)
 
 
 class JudgeService(HttpFront):
-    """One address for the reward workers that ask a role, with a key that only this run knows.
-
-    The address is bound at once, so that reward workers can have it while the engines still load.
-
-    Args:
-        name: the role, ``reward_model`` or one that belongs to a single domain.
-    """
+    """One address for the reward workers that ask the role ``name``, with a key that only this run knows; bound at
+    once, so that they can have it while the engines still load."""
 
     def __init__(self, config: PolicyRunConfig, plan: Plan, name: str) -> None:
-        key = secrets.token_urlsafe(32)
-        limit = config.router_args.max_running_requests or config.max_running_requests
+        self._key = secrets.token_urlsafe(32)
         options = FrontOptions(
             model=name,
-            api_key=key,
-            max_running_requests=limit,
-            max_open_requests=1 << 20,
+            api_key=self._key,
+            max_running_requests=config.router_args.max_running_requests or config.max_running_requests,
+            max_open_requests=1 << 20,  # reward workers are bounded themselves
             # A new process would load its model while others have the devices.
             max_restarts=0 if plan.roles[name].colocated_with else config.actor_infer.max_restarts,
         )
         # Reward workers of several nodes must reach it; else nobody outside this host needs to.
         super().__init__(options, ray.util.get_node_ip_address() if plan.num_nodes > 1 else "127.0.0.1")
-        self._key = key
 
     @property
     def options(self) -> dict[str, str]:
@@ -71,28 +58,17 @@ class JudgeService(HttpFront):
         """Keys of a reward section, for the workers whose judges ask this service: known only while it runs."""
         return {"judge_api_url": self.base_url, "judge_api_key": self._key, "judge_model_name": self.model}
 
-    def pause(self) -> None:
-        """Let the engines leave their devices: drop requests whose clients have gone.
-
-        Raises:
-            RemoteError: what ended the engines, if anything has.
-        """
-        self.check()
-        super().pause()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scorers:
     """The roles that score responses; a role that nothing consumes is not started."""
 
-    rewards: Mapping[str, Cluster] = field(default_factory=dict)
-    """By domain."""
+    rewards: Mapping[str, Cluster] = field(default_factory=dict)  # by domain
+    # A classifier that scores conversations; the role may be a judge instead, and is among `judge_engines` then.
     reward_model: Cluster | None = None
-    """A classifier that scores conversations; the role may be a judge instead, and is among ``judge_engines`` then."""
+    # By role: `reward_model`, and those that belong to one domain.
     judge_engines: Mapping[str, Cluster] = field(default_factory=dict)
-    """By role: ``reward_model``, and those that belong to one domain."""
-    judges: Mapping[str, JudgeService] = field(default_factory=dict)
-    """The services of ``judge_engines``."""
+    judges: Mapping[str, JudgeService] = field(default_factory=dict)  # the services of `judge_engines`
 
     def all(self) -> list[Cluster]:
         models = [self.reward_model] if self.reward_model is not None else []
@@ -101,40 +77,36 @@ class Scorers:
 
 @dataclass(frozen=True, kw_only=True)
 class Clusters(Scorers):
-    """The roles of a run.
-
-    Without ``reference``, reference log-probs (if any) come from ``actor_train``, without its adapters.
-    """
+    """The roles of a run. Without ``reference``, reference log-probs (if any) come from ``actor_train``, without its
+    adapters."""
 
     actor_train: Cluster
     actor_infer: Cluster
     reference: Cluster | None = None
     critic: Cluster | None = None
+    # Roles that a method adds, which look at samples, by name.
     added: Mapping[str, Cluster] = field(default_factory=dict)
-    """Roles that a method adds, which look at samples, by name."""
 
     def all(self) -> list[Cluster]:
         return [*self.computing(), self.actor_infer, *super().all()]
 
     @cached_property
     def by_role(self) -> dict[str, Cluster]:
-        """The clusters of :meth:`computing` by their names."""
         return {cluster.name: cluster for cluster in self.computing()}
 
     def computing(self) -> list[Cluster]:
-        """The roles that learn or look at samples."""
         roles = (self.actor_train, self.reference, self.critic, *self.added.values())
         return [role for role in roles if role is not None]
 
 
 @dataclass(frozen=True)
 class StartingModel:
-    """A role's cluster, the call that builds its model, and the states that it will hold on its devices."""
+    """A role's cluster, the states that it will hold on its devices, and the call that has its model built, whose
+    answer is waited for by another call."""
 
     cluster: Cluster
-    begin: Callable[[], Callable[[], list[Any]]]
-    """Has the model built; the function returned waits for it."""
     states: frozenset[StateKind]
+    begin: Callable[[], Callable[[], list[Any]]]
 
     def build(self) -> None:
         self.begin()()
@@ -148,7 +120,6 @@ class ClusterStarter:
         self._pending: list[Callable[[], list[Any]]] = []
         self._judges: dict[str, tuple[JudgeService, Cluster]] = {}
         self.models: dict[str, StartingModel] = {}
-        """By role."""
 
     def start_computing(self) -> dict[str, Any]:
         """The roles that learn or look at samples, by field of :class:`Clusters`."""
@@ -174,24 +145,28 @@ class ClusterStarter:
     def start_scorers(self, config: RLVRConfig) -> dict[str, Any]:
         """The roles that score responses, by field of :class:`Scorers`."""
         has_model, judging = bool(model_inputs(config.rewards)), judge_roles(config)
-        model = self.start(REWARD_MODEL, REWARD_MODEL_WORKER) if has_model else None
+        scores = ModelSettings(head=ModelHead.VALUE)
+        model = self.start(REWARD_MODEL, REWARD_MODEL_WORKER, scores) if has_model else None
         judges = self.start_judges(name for name in self._plan.roles if name in judging)
         rewards = {}
         for name, section in config.rewards.items():
             judge = judges["judges"].get(judge_role(name, section))
             settings = RewardSettings(**judge.address) if judge is not None else None
-            rewards[name] = self._start(f"rewards.{name}", REWARD_WORKER, settings)
+            role = f"rewards.{name}"
+            rewards[name] = start_cluster(
+                self._config, role, REWARD_WORKER, self._resources, self._plan.roles[role].section, settings
+            )
             self._pending.append(rewards[name].call_once_built(RewardWorker.initialize))
         return {"reward_model": model, "rewards": rewards, **judges}
 
     def start_engines(self) -> dict[str, Any]:
-        """The policy's engines; after all others, since an engine may size its cache by what is free on the device when
-        it is built."""
+        """The policy's engines; after all others, since they may size their caches by what is free on the device."""
         return {"actor_infer": self.start("actor_infer", GENERATION_WORKER)}
 
     def start(self, name: str, worker: str, settings: ModelSettings | None = None) -> Cluster:
-        """A role with a model, which is yet to be built."""
-        cluster = self._start(name, self._plan.roles[name].section.worker_cls or worker, settings)
+        section = self._plan.roles[name].section
+        worker_cls = section.worker_cls or worker
+        cluster = start_cluster(self._config, name, worker_cls, self._resources, section, settings)
         if worker == GENERATION_WORKER:
             begin, states = partial(cluster.call_once_built, GenerationWorker.initialize), GENERATION
         else:
@@ -199,11 +174,8 @@ class ClusterStarter:
             steps = (training.total_optimizer_steps if training is not None else None) or 0
             begin = partial(cluster.call_once_built, ModelWorker.initialize, steps)
             states = TRAINING if training is not None else WEIGHTS
-        self.models[name] = StartingModel(cluster, begin, states)
+        self.models[name] = StartingModel(cluster, states, begin)
         return cluster
-
-    def _start(self, name: str, worker: str, settings: object) -> Cluster:
-        return start_cluster(self._config, name, worker, self._resources, self._plan.roles[name].section, settings)
 
     def begin(self, residency: Residency) -> None:
         """Let the roles that have their devices to themselves load, all at once, while the caller does other work."""

@@ -31,10 +31,8 @@ class Validation:
     """Results of a validation."""
 
     metrics: dict[str, float]
-    groups: dict[str, list[Any]]
-    """Groups of each set's first pass, by the set's name."""
-    seconds: float
-    """From the first prompt to the last score."""
+    groups: dict[str, list[Any]]  # groups of each set's first pass, by the set's name
+    seconds: float  # from the first prompt to the last score
 
 
 def engine_client(
@@ -45,12 +43,7 @@ def engine_client(
     router: str | None,
     fixed_weights: bool = False,
 ) -> EngineClient:
-    """The client of the engines of ``actor_infer``.
-
-    Args:
-        slice_seconds, fixed_weights: see :class:`~roll.rollout.engines.EngineClient`.
-        router: name of the router where the configuration leaves it open.
-    """
+    """The client of the engines of ``actor_infer``; ``router``: where the configuration leaves it open."""
     keys, engines = config.router_args, config.actor_infer
     # A new process would load its model while others have the device, and threads would not wait for it.
     may_restart = not role.colocated_with and (engines.max_concurrency or 1) == 1
@@ -80,8 +73,7 @@ class RolloutSource(ABC):
 
     flow: GroupFlow
     codec: GroupCodec
-    filtered_metric = "scheduler/filtered_query_count"
-    """Metric of groups that filters rejected."""
+    filtered_metric = "scheduler/filtered_query_count"  # metric of groups that filters rejected
 
     @abstractmethod
     def batch(self, groups: list[Any], driver: DriverLoop) -> tuple[DataProto, Metrics]:
@@ -103,6 +95,7 @@ class RolloutSource(ABC):
         """Plain values beyond the number of draws."""
         return {}
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken; it holds ``num_drawn``, too."""
 
@@ -119,18 +112,12 @@ class EngineRollout:
     makes groups of later steps there while models learn; else a step's groups are begun in :meth:`collect`.
     """
 
-    def __init__(
-        self,
-        config: PolicyRunConfig,
-        plan: PolicyPlan,
-        engines: EngineClient,
-        source: RolloutSource,
-    ) -> None:
+    def __init__(self, config: PolicyRunConfig, plan: PolicyPlan, engines: EngineClient, source: RolloutSource) -> None:
         self._config, self._plan, self._engines, self._source = config, plan, engines, source
         self._busy_before = 0.0
         self._validation: Task[Validation] | None = None
+        # Values of the last samples that their batch does not hold; none of a batch that was recorded.
         self.notes: Callable[[], Notes] = list
-        """Values of the last :meth:`collect`'s samples that its batch does not hold."""
         self.driver = DriverLoop()
         self._ahead: AsyncScheduler | None = None
         if plan.is_async:
@@ -224,23 +211,16 @@ class EngineRollout:
         self._validation = self.driver.spawn(self._source.validation())
 
     def finish_validation(self) -> Validation:
-        """Wait for what :meth:`begin_validation` began."""
         assert self._validation is not None, "none was begun"
-        validation = self.driver.run(self._validation)
-        self._validation = None
+        validation, self._validation = self.driver.run(self._validation), None
         return validation
 
     def close(self) -> None:
-        """Cancel what is in flight; before the clusters end."""
         self._source.close(self.driver)
 
     def state_dict(self, interrupt: bool = True) -> dict[str, Any]:
-        """Plain values and arrays.
-
-        Args:
-            interrupt: engines that run ahead are interrupted for it, and continue at once; False: samples are as an
-                engine last reported them.
-        """
+        """Plain values and arrays. Engines that run ahead are interrupted for it, and continue at once; without
+        ``interrupt`` samples are as an engine last reported them."""
         state = {"num_drawn": self._source.flow.next_order, **self._source.state_dict()}
         if self._ahead is None:
             return state
@@ -258,12 +238,9 @@ class EngineRollout:
 
 
 def staleness_metrics(samples: Sequence[Sequence[tuple[int, int]]], step: int) -> Metrics:
-    """Steps by which the weights that sampled are older than those that are trained, by sample and by token.
-
-    Args:
-        samples: the versions of the tokens of each sample, or episode, each with its number of tokens.
-    """
-    sampled = [versions for versions in samples if versions]
+    """Steps by which the weights that sampled are older than those that are trained, by sample and by token, from the
+    versions of each sample (or episode), each with its number of tokens."""
+    sampled = [versions for versions in samples if versions]  # a sample without tokens has none
     oldest = np.array([step - min(version for version, _ in versions) for versions in sampled])
     lags = np.array([(step - version, count) for versions in sampled for version, count in versions])
     return {

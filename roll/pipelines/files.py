@@ -23,18 +23,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Files of a vision-language model besides its tokenizer's.
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files of a vision-language model besides its tokenizer's."""
 
 
 def export_model(
     cluster: Cluster, tokenizer: PreTrainedTokenizerBase, folder: Path, facts: Mapping[str, Any] | None = None
 ) -> None:
-    """Write weights, config and tokenizer into ``folder``, which is there whole or not at all.
-
-    Args:
-        facts: further entries of ``config.json``.
-    """
+    """Write weights, config (with ``facts`` as further entries) and tokenizer into ``folder``, which is there whole or
+    not at all."""
     from roll.workers.model import ModelWorker
 
     with atomic_folder(folder) as path:
@@ -53,8 +50,7 @@ def export_model(
 
 
 def sample_table(groups: Sequence[SampleGroup], dump_dir: Path | None = None) -> list[dict[str, Any]]:
-    """One row a sample: ids, texts, ground truth, score and what went wrong, if anything. Where samples are dumped, the
-    images of their prompts go alongside."""
+    """One row a sample. Where samples are dumped, the images of their prompts go alongside."""
     if dump_dir is not None:
         seen = (group.item.vision for group in groups if group.item.vision is not None)
         write_images(dump_dir / "images", (image for vision in seen for image in vision.pictures))
@@ -79,8 +75,7 @@ def sample_table(groups: Sequence[SampleGroup], dump_dir: Path | None = None) ->
 
 
 def write_images(folder: Path, images: Iterable[EncodedImage]) -> None:
-    """Images as their files had them, under the names that tables of samples give. A full disk ends no run: the rest
-    of them is lost, which is logged."""
+    """Images as their files had them, under the names that tables of samples give."""
     for image in images:
         file = folder / image.file_name
         if file.is_file():
@@ -88,7 +83,7 @@ def write_images(folder: Path, images: Iterable[EncodedImage]) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file.write_bytes(image.data.tobytes())
-        except OSError as error:
+        except OSError as error:  # a full disk ends no run
             logger.error("%s was not written, nor the images after it: %s", file, error)
             with suppress(OSError):
                 file.unlink(missing_ok=True)
@@ -96,7 +91,6 @@ def write_images(folder: Path, images: Iterable[EncodedImage]) -> None:
 
 
 def load_tokenizer(model_path: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """From a model's folder or hub name."""
     from transformers import AutoTokenizer
 
     assert model_path is not None, "a role with a model has a model path"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle, groupby, pairwise
 from math import ceil
 from pathlib import Path
@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.config.loader import LoadedConfig
-from roll.config.pipelines import ReadableSet
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, LoadCounts, PromptDataset, PromptRow, SftDataset, SftRow
 from roll.datasets.columns import Columns
@@ -28,8 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STYLES = {"content": "bold", "template": "cyan", "special": "magenta", "response": "green"}
-BINS, BAR = 10, 40
-"""Rows of a length histogram, and characters of its longest bar."""
+BINS, BAR = 10, 40  # rows of a length histogram, and characters of its longest bar
 PERCENTILES = (50, 95, 100)
 
 
@@ -50,7 +48,10 @@ def inspect_data(
     tokenizer = load_tokenizer(arguments.model_name_or_path, arguments.trust_remote_code)
     painter = Painter(tokenizer)
     found = 0
-    for one in sets_of(loaded, only):
+    sets = loaded.pipeline.readable_sets(loaded)
+    if only is not None and only not in sets:
+        raise DataError(f"no set is called {only!r}; the sets are {', '.join(sets)}")
+    for one in sets.values() if only is None else [sets[only]]:
         dataset = one.read(tokenizer)
         console.print(Rule(Text(one.name)))
         for path in data_files(one.data_args.file_name or []):
@@ -59,26 +60,18 @@ def inspect_data(
         console.print(Text(str(dataset.counts)), counts_table(dataset.counts), sep="\n")
         for remark in one.remarks(dataset.counts):
             console.print(Text(remark, style="yellow"))
-        for domain, lengths in lengths_by_domain(dataset).items():
-            console.print(histogram(domain, lengths, one.limit))
+        # Rows without domains have one count, under the name of their pipeline.
+        domains: Any = dict.fromkeys(dataset.counts.kept, dataset)
+        if isinstance(dataset, PromptDataset):
+            domains = dataset.by_domain()
+        for domain, rows in domains.items():
+            console.print(histogram(domain, rows.lengths, one.limit))
         for row in rows_shown(dataset, num_rows, row_id):
             found += 1
             console.print(Group(header(row), painter(row, one.data_args), Text()))
     if row_id is not None and not found:
         raise DataError(f"no row has the id {row_id!r}")
-    console.print(legend())
-
-
-def sets_of(loaded: LoadedConfig[Any], only: str | None) -> list[ReadableSet]:
-    """The sets that a run would read, or one of them.
-
-    Raises:
-        DataError: there is no such set.
-    """
-    sets = loaded.pipeline.readable_sets(loaded)
-    if only is not None and only not in sets:
-        raise DataError(f"no set is called {only!r}; the sets are {', '.join(sets)}")
-    return [one for name, one in sets.items() if only in (None, name)]
+    console.print(Text.assemble(*((f" {name} ", style) for name, style in STYLES.items())))
 
 
 AnyDataset = PromptDataset | SftDataset | JudgedDataset
@@ -95,15 +88,7 @@ def rows_shown(dataset: AnyDataset, num_rows: int, row_id: str | None) -> Iterat
         yield from dataset[:num_rows]
 
 
-def lengths_by_domain(dataset: AnyDataset) -> Mapping[str, np.ndarray]:
-    if isinstance(dataset, PromptDataset):
-        return {domain: rows.lengths for domain, rows in dataset.by_domain().items()}
-    (domain,) = dataset.counts.kept
-    return {domain: dataset.lengths}
-
-
 def counts_table(counts: LoadCounts) -> Table:
-    """The fate of the rows: kept, or left out and why."""
     table = Table()
     for column in ("domain", "kept", "too long", "truncated"):
         table.add_column(column, justify="left" if column == "domain" else "right")
@@ -143,16 +128,9 @@ def header(row: AnyRow) -> Text:
     return Text("  ".join(parts), style="reverse")
 
 
-def legend() -> Text:
-    return Text.assemble(*((f" {name} ", style) for name, style in STYLES.items()))
-
-
 class Painter:
-    """Colours a row's tokens, decoded: special tokens, what the data says, what the template adds, the response.
-
-    Of demonstrations and preferences the row as read is not kept, so their prompts cannot be separated from the
-    template.
-    """
+    """Colours a row's tokens, decoded: special tokens, what the data says, what the template adds, the response. Of
+    demonstrations and preferences the row as read is not kept, so their prompts are of one colour."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -161,7 +139,10 @@ class Painter:
 
     def __call__(self, row: AnyRow, data_args: DataArguments) -> Text:
         if isinstance(row, PromptRow):
-            return self.paint(row.token_ids, contents_of(row, data_args), "template")
+            source = SourceRow(Path(row.prompt_id), 0, row.row)
+            messages = Columns.of(data_args, source).read_messages(source)
+            contents = [message["content"] for message in messages if isinstance(message["content"], str)]
+            return self.paint(row.token_ids, contents, "template")
         if isinstance(row, JudgedRow):
             sides = [(row.prompt_ids, "content"), *((response, "response") for response in row.responses)]
             return Text("\n").join(self.paint(ids, (), style) for ids, style in sides)
@@ -188,19 +169,11 @@ class Painter:
         return painted
 
     def _decoded(self, token_ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the spans of special tokens in it. Runs of plain tokens are decoded together: a character may
-        need several."""
         text, spans = "", []
+        # Runs of plain tokens are decoded together: a character may need several.
         for is_special, run in groupby(token_ids, key=self._special.__contains__):
             piece = str(self._tokenizer.decode(list(run), skip_special_tokens=False))
             if is_special:
                 spans.append((len(text), len(text) + len(piece)))
             text += piece
         return text, spans
-
-
-def contents_of(row: PromptRow, data_args: DataArguments) -> list[str]:
-    """The part of the prompt that comes from the row's own columns."""
-    source = SourceRow(Path(row.prompt_id), 0, row.row)
-    messages = Columns.of(data_args, source).read_messages(source)
-    return [message["content"] for message in messages if isinstance(message["content"], str)]

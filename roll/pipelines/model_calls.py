@@ -1,16 +1,20 @@
-"""Calls of the models of a run: columns computed before the update, and the optimizer steps.
+"""The models of a run: which of them are on the devices, columns that they compute, and their optimizer steps.
 
-A batch goes to the ranks of a role in equal shares of rows, and as equal as possible in work.
+Roles that share devices take turns (:class:`Residency`): what a phase needs is brought onto the devices, what it does
+not need leaves.  A role that shares its devices with no other role never moves.
 
 Ranks that share gradients wait for the slowest.  Which rank computes a row changes no sum, so the rows of every
-mini-batch are dealt out by their :func:`~roll.models.partitions.workload`, always where there are several ranks.
+mini-batch are dealt out in equal numbers and as equal as possible in :func:`~roll.models.partitions.workload`.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -19,19 +23,139 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from roll.distributed import Cluster, WorkerDied
+from roll.config.plan.plan import Plan
+from roll.config.roles import GenerationWorkerConfig, WorkerConfig
+from roll.config.run import RunConfig
+from roll.distributed import Cluster, DeadlineExceeded, RemoteError, ResourceManager, WorkerDied
+from roll.distributed.signals import ending
 from roll.methods.base import POLICY_COLUMNS, Answer, Ask, RoleAsk
 from roll.methods.losses import SampledLoss
 from roll.models.partitions import balance_partitions, workload
-from roll.pipelines.run_context import WEIGHTS, Residency
+from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min, merge_metrics
-from roll.strategies.base import Output
-from roll.workers.model import ModelWorker
-from roll.workers.training import TrainWorker
+from roll.strategies.base import Output, StateKind
+from roll.workers.generation import GenerationWorker
+from roll.workers.model import ModelWorker, TrainWorker
+
+logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
 RowOrder = NDArray[np.int64]
+Values = Mapping[str, torch.Tensor]
+
+WEIGHTS = frozenset({StateKind.MODEL_PARAMS})
+TRAINING = frozenset({StateKind.MODEL_PARAMS, StateKind.OTHER_PARAMS, StateKind.OPTIMIZER_STATES})
+GENERATION = frozenset({StateKind.MODEL_PARAMS, StateKind.KV_CACHE})
+
+
+def start_cluster(
+    config: RunConfig, name: str, worker: str, resources: ResourceManager, role: WorkerConfig, settings: object = None
+) -> Cluster:
+    """Start the processes of a role with the run's seed and deadline; ``settings``: what they need besides ``role``."""
+    limit = config.rpc_timeout
+    return Cluster(name, worker, resources, role, seed=config.seed, settings=settings, rpc_timeout=limit)
+
+
+@dataclass
+class _Tenant:
+    """A role on shared devices, with all of its states and those that are there."""
+
+    cluster: Cluster
+    devices: frozenset[int]
+    states: frozenset[StateKind]
+    resident: frozenset[StateKind]
+
+    def move(self, kinds: frozenset[StateKind], arrives: bool) -> None:
+        if StateKind.KV_CACHE not in self.states:
+            method = ModelWorker.load_states if arrives else ModelWorker.offload_states
+            self.cluster.call_all(method, sorted(kinds)).result()
+        elif arrives:
+            # Without the KV cache an exchange of weights has room for the trainer's copy beside the engine's.
+            self._ask_engines(GenerationWorker.wake, StateKind.KV_CACHE not in kinds)
+        else:
+            kinds = self.states  # an engine leaves as a whole
+            self._ask_engines(GenerationWorker.sleep)
+        self.resident = self.resident | kinds if arrives else self.resident - kinds
+
+    def _ask_engines(self, method: Callable[..., None], *arguments: object) -> None:
+        """Those that are lost are left out as long as there are others."""
+        role = self.cluster.role
+        timeout = role.engine_timeout if isinstance(role, GenerationWorkerConfig) else None
+        try:
+            self.cluster.call_all(method, *arguments).within(timeout).result()
+        except RemoteError as loss:
+            silent = loss.silent_ranks if isinstance(loss, DeadlineExceeded) else []
+            lost = {*silent, *(report.rank for report in loss.reports)}
+            if lost.issuperset(self.cluster.live_ranks):
+                raise
+            for rank in lost:
+                self.cluster.leave_out(rank)
+            logger.warning("an engine is lost, and the run goes on with the others:\n%s", loss)
+
+
+class Residency:
+    """Moves the states of roles that share devices.
+
+    Args:
+        plan: says which devices each role has.
+        enabled: False: everything stays where it is; None: as the device's memory is the host's or not.
+    """
+
+    def __init__(self, plan: Plan, enabled: bool | None) -> None:
+        # On a CPU nothing becomes free when a role leaves.
+        moves = current_platform().device_type != "cpu" if enabled is None else enabled
+        shared = {name: role for name, role in plan.roles.items() if role.colocated_with and role.device_mapping}
+        self._devices = {name: frozenset(role.device_mapping) for name, role in shared.items()} if moves else {}
+        self._tenants: dict[str, _Tenant] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    def moves(self, role: str) -> bool:
+        """True if this role ever leaves its devices."""
+        return role in self._devices
+
+    def admit(self, cluster: Cluster, states: frozenset[StateKind]) -> None:
+        """Take charge of a role that has just been built; if it shares devices, it makes room for those that are built
+        after it."""
+        if cluster.name in self._devices:
+            self._tenants[cluster.name] = _Tenant(cluster, self._devices[cluster.name], states, states)
+            self._move(cluster.name, states, arrives=False)
+
+    def dismiss(self, name: str) -> None:
+        self._tenants.pop(name, None)
+
+    def bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
+        """Have exactly what the next phase needs on the devices that it uses: offload, then onload. A signal waits
+        until all moves are made."""
+        # Roles with devices of their own are no tenants, and never move.
+        needed = {name: kinds for name, kinds in needs.items() if name in self._tenants}
+        if not needed:
+            return
+        with ending.holding():
+            wanted: set[int] = set().union(*(self._tenants[name].devices for name in needed))
+            for name, tenant in self._tenants.items():
+                superfluous = tenant.resident - needed.get(name, frozenset())
+                # All that leaves does so before anything comes: the two together need not fit onto a device.
+                others = [self._tenants[other] for other in needed if other != name]
+                # What a role has on devices that it shares with no other one of the phase may stay.
+                alone = name in needed and not any(other.devices & tenant.devices for other in others)
+                if superfluous and tenant.devices & wanted and not alone:
+                    self._move(name, superfluous, arrives=False)
+            for name, kinds in needed.items():
+                tenant = self._tenants[name]
+                if (kinds & tenant.states) - tenant.resident:
+                    self._move(name, kinds & tenant.states, arrives=True)
+
+    def _move(self, name: str, kinds: frozenset[StateKind], arrives: bool) -> None:
+        begin = time.perf_counter()
+        self._tenants[name].move(kinds, arrives)
+        self._seconds[f"time/{name}/{'onload' if arrives else 'offload'}/total"] += time.perf_counter() - begin
+
+    def metrics(self) -> Metrics:
+        """Seconds of the moves since the last call, by role and direction."""
+        metrics: Metrics = {name: Mean(seconds) for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return metrics
 
 
 def balanced_order(
@@ -40,10 +164,8 @@ def balanced_order(
     num_mini_batches: int = 1,
     groups: Sequence[object] | None = None,
 ) -> RowOrder:
-    """The order of rows in which consecutive equal shares give every rank its part of every mini-batch.
-
-    Mini-batch m consists of rows [m * n, (m + 1) * n) of the batch, whatever the number of ranks; rank r holds part r
-    of each.
+    """The order of rows in which consecutive equal shares give every rank its part of every mini-batch, which consists
+    of rows [m * n, (m + 1) * n) of the batch, whatever the number of ranks.
 
     Args:
         lengths: (N,) tokens of each row; ``num_mini_batches`` divides N.
@@ -84,17 +206,13 @@ def order_for(batch: DataProto, role_shares_prompts: bool, dp_size: int, num_min
 
 def num_samples(batch: DataProto) -> int:
     """Rows; episodes, where a sample may have several rows."""
-    if "episode_ids" not in batch.batch:
-        return len(batch)
-    return len(np.unique(batch.batch["episode_ids"].numpy()))
+    return len(np.unique(batch.batch["episode_ids"].numpy())) if "episode_ids" in batch.batch else len(batch)
 
 
 def even_mini_batches(batch: DataProto, num_mini_batches: int, dp_size: int) -> DataProto:
-    """A batch of episodes whose rows divide into mini-batches of equally many episodes, or one fewer, and each of them
-    onto ``dp_size`` ranks.
-
-    Consecutive episodes form a mini-batch.  Where one has fewer rows than the largest, rows of a single token fill it
-    up, with all masks empty, so that they weigh nothing.
+    """A batch of episodes whose rows divide into mini-batches of equally many consecutive episodes, or one fewer, and
+    each of them onto ``dp_size`` ranks.  Where one has fewer rows than the largest, rows of a single token fill it up,
+    with all masks empty, so that they weigh nothing.
     """
     episodes = batch.batch["episode_ids"].numpy()
     starts = np.flatnonzero(np.diff(episodes, prepend=-1))
@@ -106,29 +224,21 @@ def even_mini_batches(batch: DataProto, num_mini_batches: int, dp_size: int) -> 
     fillers = [np.full(most - len(part), part[-1]) for part in parts]
     filled = batch[np.concatenate([rows for pair in zip(parts, fillers, strict=True) for rows in pair])]
     empty = np.concatenate([np.arange(most) >= len(part) for part in parts])
-    empty_rows(filled, torch.from_numpy(empty))
-    return filled
-
-
-def empty_rows(batch: DataProto, rows: torch.Tensor) -> None:
-    """Take from ``rows`` (bool (B,)) all that they hold: of a row nothing is left but its first token, which no loss,
-    no image and no statistic counts.
-
-    Masks are cleared, numbers are zero, and objects other than names are None; ids say which episode the row fills up.
-    """
-    first = torch.zeros(batch.batch["attention_mask"].shape[1], dtype=torch.bool)
-    first[0] = True
-    for name, column in list(batch.batch.items()):
+    rows = torch.from_numpy(empty)
+    # Nothing is left but the first token, which no loss, no image and no statistic counts, and ids, which say what
+    # episode the row fills up.
+    for name, column in list(filled.batch.items()):
         emptied = column.clone()
-        if name == "attention_mask":
-            emptied[rows] = first
-        elif column.dtype == torch.bool or column.is_floating_point():
+        if name == "attention_mask" or column.dtype == torch.bool or column.is_floating_point():
             emptied[rows] = 0
-        batch.batch[name] = emptied
-    for name, objects in batch.non_tensor_batch.items():
-        if not all(isinstance(one, str | int | float | np.generic) for one in objects[rows.numpy()]):
-            batch.non_tensor_batch[name] = objects.copy()
-            batch.non_tensor_batch[name][rows.numpy()] = None
+        if name == "attention_mask":
+            emptied[rows, 0] = True
+        filled.batch[name] = emptied
+    for name, objects in filled.non_tensor_batch.items():
+        if not all(isinstance(one, str | int | float | np.generic) for one in objects[empty]):
+            filled.non_tensor_batch[name] = objects.copy()
+            filled.non_tensor_batch[name][empty] = None
+    return filled
 
 
 def length_metrics(batch: DataProto, order: RowOrder, role: str, dp_size: int) -> Metrics:
@@ -148,9 +258,6 @@ def length_metrics(batch: DataProto, order: RowOrder, role: str, dp_size: int) -
     }
 
 
-Values = Mapping[str, torch.Tensor]
-
-
 def answers(
     batch: DataProto,
     asks: Sequence[RoleAsk],
@@ -162,8 +269,6 @@ def answers(
     others take turns; a role without rows is left out.
 
     Args:
-        clusters: by role.
-        residency: brings a role onto its devices, which several may share.
         replacing: runs the work of a role, once more where its workers have to be replaced.
     """
     turns: list[list[tuple[RoleAsk, NDArray[np.bool_]]]] = [[]]
@@ -209,13 +314,11 @@ class Computation(Generic[R]):
 def start_computing(
     batch: DataProto, cluster: Cluster, ask: Ask, residency: Residency | None = None
 ) -> Callable[[], Values]:
-    """Start to compute columns (B, L), on each rank an equal share of the work.
+    """Start to compute columns (B, L), on each rank an equal share of the work; the function returned waits for them,
+    and gives them in the order of ``batch``.
 
     Args:
         residency: brings the model onto its devices before; None: it is there.
-
-    Returns:
-        A function that waits for the columns and gives them in the order of ``batch``.
     """
     if residency is not None:
         residency.bring({cluster.name: WEIGHTS})
@@ -224,7 +327,9 @@ def start_computing(
         return lambda: call.result().batch
     order = order_for(batch, cluster.role.use_prefix_sharing, cluster.dp_size)
     # Selected before they are ordered: indexing copies, and most columns are not sent.
-    shares = cluster.call(ModelWorker.forward, _selected(batch, *POLICY_COLUMNS)[order], ask)
+    tensors = [name for name in batch.batch.keys() if name in POLICY_COLUMNS]  # noqa: SIM118 (keys() unpacks no column)
+    sent = batch.select(tensors, [name for name in batch.non_tensor_batch if name in POLICY_COLUMNS])
+    shares = cluster.call(ModelWorker.forward, sent[order], ask)
     # argsort of a permutation is its inverse.
     return lambda: shares.result()[np.argsort(order)].batch
 
@@ -236,12 +341,6 @@ def read_by(role: str, ask: Ask, batch: DataProto) -> DataProto:
     if Output.ROUTES not in names or (role == "actor_train" and not ask.without_adapters):
         return batch
     return batch.select([name for name in names if name != Output.ROUTES])
-
-
-def _selected(batch: DataProto, *names: str) -> DataProto:
-    """The columns among ``names`` that the batch has."""
-    tensors = [name for name in names if name in batch.batch.keys()]  # noqa: SIM118 (keys() unpacks no column)
-    return batch.select(tensors, [name for name in names if name in batch.non_tensor_batch])
 
 
 def update_model(
@@ -277,8 +376,7 @@ def update_model(
 
 
 def dealt_out(batch: DataProto, cluster: Cluster, num_mini_batches: int) -> tuple[DataProto, Metrics]:
-    """The rows in an order in which consecutive equal shares give every rank its part of every mini-batch, and the
-    tokens of the shares."""
+    """The rows in the order of :func:`balanced_order`, and the tokens of the ranks' shares."""
     dp_size = cluster.dp_size
     rows = even_mini_batches(batch, num_mini_batches, dp_size) if "episode_ids" in batch.batch else batch
     order = order_for(rows, cluster.role.use_prefix_sharing, dp_size, num_mini_batches)

@@ -42,16 +42,12 @@ if TYPE_CHECKING:
 
 KEY = "async_generation_ratio"
 BUILD_FILTER, BUILD_ROUTER = "roll.rollout.filters.build_filter", "roll.rollout.routing.build_router"
+ROUTE_RECORDERS = ("hf_infer", "vllm")  # engines that return the experts of every token
+# Keys at the top that take the dotted path of a function; losses, estimators and filters bring options along.
 OWN_FUNCTION_KEYS = (
-    "entropy_loss_agg_mode",
-    "kl_loss_agg_mode",
-    "kl_loss_type",
-    "kl_penalty",
-    "loss_agg_mode",
-    "train_infer_correction",
-    "value_loss_agg_mode",
+    *("entropy_loss_agg_mode", "kl_loss_agg_mode", "kl_loss_type", "kl_penalty", "loss_agg_mode"),
+    *("train_infer_correction", "value_loss_agg_mode"),
 )
-"""Keys at the top that take the dotted path of a function; losses, estimators and filters bring options along."""
 CHOICES = {
     "estimator": "roll.algorithms.advantages.advantage_estimators.options_of",
     "loss": "roll.algorithms.policy_losses.policy_losses.options_of",
@@ -59,11 +55,8 @@ CHOICES = {
 
 
 def check_policy(config: PolicyConfig, response_limit: int, checks: Checks) -> None:
-    """The checks that all such runs share, besides those of roles, lengths and batches.
-
-    Args:
-        response_limit: most tokens of a response, or of all responses of an episode.
-    """
+    """The checks that all such runs share, besides those of roles, lengths and batches; ``response_limit``: most tokens
+    of a response, or of all responses of an episode."""
     check_needed_roles(config, checks)
     check_algorithm(config, response_limit, checks)
     check_async(config, checks)
@@ -81,10 +74,10 @@ def check_needed_roles(config: PolicyConfig, checks: Checks) -> None:
     if needs_reference(config) and config.reference is None and not is_actor:
         rule = "is needed: a KL to the reference policy is used"
         checks.missing("reference", rule, f"reference.device_mapping: {devices}")
-    if config.reference is not None and not needs_reference(config):
-        checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
     if config.reference is not None and needs_reference(config):
         note_needless_reference(config, config.reference, checks)
+    elif config.reference is not None:
+        checks.note("reference", "not started: no KL is used (use_kl_loss with kl_loss_coef, or add_token_level_kl)")
     if needs_critic(config) and config.critic is None and not checks.broken("estimator"):
         rule = f"is needed by estimator: {config.estimator.name}"
         checks.missing("critic", rule, f"critic.device_mapping: {devices}")
@@ -107,15 +100,15 @@ def check_needed_roles(config: PolicyConfig, checks: Checks) -> None:
 def check_recorded_rollouts(config: PolicyConfig, checks: Checks) -> None:
     """``rollout_mock`` has its files, and a step to each of them."""
     section = config.rollout_mock
-    if not section.enable:
+    if not section.enable or section.mode != "mock":
         return
-    if section.mode == "mock" and is_async(config):
+    if is_async(config):
         rule = "must be 0 with rollout_mock.mode: mock, which generates nothing that could run ahead"
-        checks.add("async_generation_ratio", config.async_generation_ratio, rule, 0)
-    if section.mode == "mock" and section.dump_dir is None:
+        checks.add(KEY, config.async_generation_ratio, rule, 0)
+    if section.dump_dir is None:
         rule = "is needed with mode: mock: the folder that a run with mode: dump has written"
         checks.missing("rollout_mock.dump_dir", rule, "./output/first/rollouts")
-    elif section.mode == "mock" and section.dump_dir is not None and checks.check_files:
+    elif checks.check_files:
         first = rollout_file(Path(section.dump_dir).expanduser(), 0)
         # A run that is resumed starts with a later file.
         if not os.path.isfile(first) and not config.resume_from_checkpoint:
@@ -124,7 +117,6 @@ def check_recorded_rollouts(config: PolicyConfig, checks: Checks) -> None:
 
 
 def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -> None:
-    """The algorithm's keys against one another; ``response_limit``: most tokens of a response."""
     group, name = config.group_size, config.estimator.name
     if traits(config.estimator).leaves_one_out and group < 2:
         rule = f"must be at least 2 with {name}: a sample is compared with the others of its prompt"
@@ -157,11 +149,7 @@ def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -
     if name == "grpo" and config.norm_mean_type is None:
         checks.note("norm_mean_type", "null with grpo: rewards are not compared within their group")
     note_without_effect(config, checks)
-    note_zero_advantages(config, checks)
-
-
-def note_zero_advantages(config: PolicyConfig, checks: Checks) -> None:
-    """Settings under which every advantage is 0, or no sample is used, whatever the scores."""
+    # Settings under which every advantage is 0, or no sample is used, whatever the scores.
     if config.norm_mean_type == "batch" and config.samples_per_step == 1:
         checks.note("norm_mean_type", "batch with one sample a step: its advantage is always 0, so nothing is learnt")
     if (weights := config.estimator.get("weights")) and not any(weights.values()):
@@ -172,7 +160,6 @@ def note_zero_advantages(config: PolicyConfig, checks: Checks) -> None:
 
 
 def check_passes(config: PolicyConfig, checks: Checks) -> None:
-    """Keys that forbid or need the pass before the update."""
     key = "force_disable_old_logprobs_recompute"
     if not config.force_disable_old_logprobs_recompute:
         return
@@ -196,8 +183,7 @@ def check_router_replay(config: PolicyConfig, checks: Checks) -> None:
     """Routes are recorded where they are to be, and replayed by the policy only."""
     trainer, engine = config.actor_train, config.actor_infer
     key, mode = "actor_train.router_replay.mode", trainer.router_replay.mode
-    others = {"reference": config.reference, "critic": config.critic}
-    for name, role in others.items():
+    for name, role in {"reference": config.reference, "critic": config.critic}.items():
         if role is not None and role.router_replay.mode != "disabled":
             rule = "is for actor_train and actor_infer: the routes are the policy's own"
             checks.add(f"{name}.router_replay.mode", role.router_replay.mode, rule, "disabled")
@@ -222,12 +208,7 @@ def check_router_replay(config: PolicyConfig, checks: Checks) -> None:
         checks.add(key, mode, rule, "R2")
 
 
-ROUTE_RECORDERS = ("hf_infer", "vllm")
-"""Engines that return the experts of every token."""
-
-
 def check_rewards_of_estimator(config: PolicyConfig, checks: Checks) -> None:
-    """Rewards in the form that the estimator compares them in."""
     name, weights = config.estimator.name, config.estimator.get("weights")
     if traits(config.estimator).needs_greedy:
         for key, value in (("norm_mean_type", config.norm_mean_type), ("norm_std_type", config.norm_std_type)):
@@ -244,7 +225,6 @@ def check_rewards_of_estimator(config: PolicyConfig, checks: Checks) -> None:
 
 
 def note_without_effect(config: PolicyConfig, checks: Checks) -> None:
-    """Keys that are written and have no effect alongside the others."""
     if config.use_kl_loss and config.kl_loss_coef == 0:
         checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
     if config.add_token_level_kl and config.init_kl_coef == 0:
@@ -295,11 +275,10 @@ def check_async(config: PolicyConfig, checks: Checks) -> None:
         rule = f"must be 0 with estimator {config.estimator.name}: its greedy answers need the engines between steps"
         checks.add(KEY, config.async_generation_ratio, rule, 0)
     if trainer_is_old(config) and not config.train_infer_correction and not engine_log_probs_as_old(config):
-        checks.note(
-            KEY,
+        text = (
             "samples come from older weights, which nothing corrects for: ratios are taken against the trainer before "
-            "the update; train_infer_correction: decoupled weighs them against the engine",
         )
+        checks.note(KEY, text + "the update; train_infer_correction: decoupled weighs them against the engine")
 
 
 def check_engine_devices(config: PolicyConfig, checks: Checks) -> None:
@@ -313,20 +292,25 @@ def check_engine_devices(config: PolicyConfig, checks: Checks) -> None:
         taken = {device for role in others.values() for device in role.device_mapping or ()}
         # Among so many ids there are always enough free ones.
         free = [device for device in range(len(taken) + len(engines.device_mapping or ())) if device not in taken]
-        rule = (
-            f"must share no device with {', '.join(sharing)}: with {KEY} {config.async_generation_ratio:g} and "
+        rule = f"must share no device with {', '.join(sharing)}: with {KEY} {config.async_generation_ratio:g} and "
+        rule += (
             "partial_rollout: false engines generate while they compute (partial_rollout: true lets them take turns)"
         )
         checks.add(key, engines.device_mapping, rule, free[: len(engines.device_mapping or ())])
 
 
 def check_weight_sync(config: PolicyConfig, checks: Checks) -> None:
-    """Mistakes that do not depend on the hosts."""
     options = config.weight_sync
     if options.directory is not None and options.transport != "safetensors":
         checks.note("weight_sync.directory", f"has no effect: weight_sync.transport is {options.transport}")
-    if options.transport == "cuda_ipc":
-        _check_cuda_ipc(config, checks)
+    sender = (config.actor_train.device_mapping or [0])[0]
+    elsewhere = sorted(set(config.actor_infer.device_mapping or []) - {sender})
+    if options.transport == "cuda_ipc" and elsewhere:
+        rule = (
+            f"needs every engine on the GPU of actor_train's first rank, device {sender}: "
+            f"actor_infer.device_mapping has {elsewhere}, whose processes do not see that GPU"
+        )
+        checks.add("weight_sync.transport", "cuda_ipc", rule, "object_store")
     engine = config.actor_infer.strategy_args.strategy_name
     modes = backend_of(engine).updates
     if options.lora == "adapter":
@@ -354,13 +338,10 @@ def _check_adapter(config: PolicyConfig, checks: Checks) -> None:
     elif options.mode in ("full", "delta"):
         rule = "with lora: adapter, A and B are sent whole and nothing else changes"
         checks.add("weight_sync.mode", options.mode, rule, "trained")
-    elif backend_of(config.actor_infer.strategy_args.strategy_name).adapter_ranks:
-        _check_adapter_of_engine(config, checks)
-
-
-def _check_adapter_of_engine(config: PolicyConfig, checks: Checks) -> None:
-    """An engine that computes with the adapter itself makes room for its rank when it starts."""
     args, backend = config.actor_train.model_args, backend_of(config.actor_infer.strategy_args.strategy_name)
+    if not backend.adapter_ranks or checks.broken("weight_sync.lora", "weight_sync.mode"):
+        return
+    # An engine that computes with the adapter itself makes room for its rank when it starts.
     engine, most = backend.package.title if backend.package else backend.name, backend.adapter_ranks[-1]
     if args.additional_target:
         rule = f"goes with weight_sync.lora: merged: of a policy in {engine} only the adapter is exchanged"
@@ -375,26 +356,21 @@ def _check_adapter_of_engine(config: PolicyConfig, checks: Checks) -> None:
         checks.add(key, rank, rule, most)
 
 
-def _check_cuda_ipc(config: PolicyConfig, checks: Checks) -> None:
-    sender = (config.actor_train.device_mapping or [0])[0]
-    elsewhere = sorted(set(config.actor_infer.device_mapping or []) - {sender})
-    if elsewhere:
-        rule = (
-            f"needs every engine on the GPU of actor_train's first rank, device {sender}: "
-            f"actor_infer.device_mapping has {elsewhere}, whose processes do not see that GPU"
-        )
-        checks.add("weight_sync.transport", "cuda_ipc", rule, "object_store")
-
-
 # Before anything starts
 
 
 def policy_functions(config: PolicyConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
     """(key, value, look-up) of what a user may have written a function for; nothing is imported for the known names."""
+
+    def resolve(key: str, path: str) -> object:
+        from roll.algorithms.registry import Registry
+
+        return Registry(key).resolve(path)
+
     for key in OWN_FUNCTION_KEYS:
         value = getattr(config, key)
         if isinstance(value, str) and DOTTED_PATH.fullmatch(value):
-            yield key, value, partial(_resolve, key, value)
+            yield key, value, partial(resolve, key, value)
     for key, options_of in CHOICES.items():
         choice = getattr(config, key)
         if isinstance(choice.options, Mapping):  # of a function that is not imported yet
@@ -402,31 +378,17 @@ def policy_functions(config: PolicyConfig) -> Iterator[tuple[str, Any, Callable[
     router = config.router_args
     if router.router_config or DOTTED_PATH.fullmatch(router.router_name or ""):
         key = "router_config" if router.router_config else "router_name"
-        yield (
-            f"router_args.{key}",
-            getattr(router, key),
-            partial(late, BUILD_ROUTER, router.router_name, router.router_config),
-        )
+        build = partial(late, BUILD_ROUTER, router.router_name, router.router_config)
+        yield f"router_args.{key}", getattr(router, key), build
 
 
-def _resolve(key: str, path: str) -> object:
-    from roll.algorithms.registry import Registry
-
-    return Registry(key).resolve(path)
-
-
-def late(path: str, *arguments: Any) -> object:
+def late(path: str, *arguments: Any) -> Any:
     """Call the function at a dotted path, which is imported only now: it needs torch."""
-    found: object = resolve_name(path)(*arguments)
-    return found
+    return resolve_name(path)(*arguments)
 
 
 def check_transport(loaded: LoadedConfig[Any]) -> None:
-    """Weights can only travel through memory that there is.
-
-    Raises:
-        ConfigError: ``cuda_ipc`` on a host without CUDA.
-    """
+    """Weights can only travel through memory that there is: no ``cuda_ipc`` on a host without CUDA."""
     if loaded.config.weight_sync.transport != "cuda_ipc":
         return
     from roll.platforms import current_platform

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -18,7 +18,9 @@ from roll.checkpoint import Checkpoint
 from roll.config.loader import LoadedConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL
+from roll.config.roles import GeneratingArguments
 from roll.distributed import Cluster, ResourceManager
+from roll.distributed.signals import ending
 from roll.methods.base import Ask
 from roll.methods.policy import PolicyMethod
 from roll.methods.policy_plan import PolicyPlan
@@ -26,15 +28,24 @@ from roll.pipelines.batches import RecordedBatch, RecordedRollouts
 from roll.pipelines.clusters import Clusters, ClusterStarter
 from roll.pipelines.engine_rollout import EngineRollout, RolloutSource, Validation, engine_client
 from roll.pipelines.files import export_model
-from roll.pipelines.model_calls import answers, num_samples, start_computing, update_model
-from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency, RunContext, moves_states
+from roll.pipelines.model_calls import (
+    GENERATION,
+    TRAINING,
+    WEIGHTS,
+    Residency,
+    answers,
+    num_samples,
+    start_computing,
+    update_model,
+)
+from roll.pipelines.run_context import RunContext
 from roll.pipelines.strict import Certificate
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
 from roll.rollout.engines import SLICE_SECONDS, EngineClient
 from roll.strategies.base import Output
 from roll.weight_sync.sender import WeightSync, sync_options
-from roll.workers.training import TrainWorker
+from roll.workers.model import TrainWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +55,10 @@ PlanT = TypeVar("PlanT", bound=PolicyPlan)
 R = TypeVar("R")
 
 
+def temperature_of(sampling: GeneratingArguments) -> float:
+    return sampling.temperature if sampling.do_sample else 1.0
+
+
 class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
     """A run, from start to summary."""
 
@@ -51,35 +66,26 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
     rollout: EngineRollout
     tokenizer: PreTrainedTokenizerBase
     clusters: Clusters
-    slice_seconds = SLICE_SECONDS
-    """See :class:`~roll.rollout.engines.EngineClient`."""
+    slice_seconds = SLICE_SECONDS  # see :class:`~roll.rollout.engines.EngineClient`
     certificate: Certificate | None = None
-    validates_first = True
-    """Validate before the first step."""
-    router: str | None = None
-    """Name of the router where the configuration leaves it open."""
+    validates_first = True  # validate before the first step
+    router: str | None = None  # name of the router where the configuration leaves it open
 
-    rows_per_step: int | None = None
-    """Rows of a step's batch; None: it varies."""
+    rows_per_step: int | None = None  # rows of a step's batch; None: it varies
 
     def __init__(self, loaded: LoadedConfig[ConfigT]) -> None:
         self.loaded = loaded
         self.config = loaded.config
         plan: Any = loaded.plan
         self.plan: PlanT = plan
+        # Models compute log-probs at the temperature of sampling.
+        self.temperature = temperature_of(self.config.actor_infer.generating_args)
         self.recorded = RecordedRollouts(self.config, self.plan.output_dir)
+        # Metrics of `validation.harness`, which are reported with the next validation.
         self.by_harness: dict[str, float] = {}
-        """Metrics of ``validation.harness``, which are reported with the next validation."""
         self.context = RunContext(loaded)
 
-    @cached_property
-    def temperature(self) -> float:
-        """Temperature of sampling, at which models compute log-probs."""
-        generating = self.config.actor_infer.generating_args
-        return generating.temperature if generating.do_sample else 1.0
-
     def run(self) -> None:
-        """Train until ``max_steps``; everything that was started is stopped again, however it ends."""
         with self.context.running() as resources:
             self.start(resources)
             first_step = self.restore()
@@ -91,6 +97,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
     def start(self, resources: ResourceManager) -> None:
         """Start all clusters; the data is read while their workers load their models."""
         starter = ClusterStarter(self.config, self.plan, resources)
+        # Processes start in the order of this dictionary's parts.
         roles = starter.start_computing() | self.start_scorers(starter) | starter.start_engines()
         self.clusters = Clusters(**roles)
         self.begin_loading(starter, self.clusters.all())
@@ -100,7 +107,9 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
 
     def begin_loading(self, starter: ClusterStarter, started: list[Cluster]) -> None:
         """Let the models load; ``started`` ends with the run."""
-        self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+        self.residency = Residency(self.plan, self.config.is_offload_states)
+        # Their models are in checkpoints.
+        self.learners = [one for one in (self.clusters.actor_train, self.clusters.critic) if one is not None]
         # Before anything loads: a start that fails half-way must still end these processes.
         self.context.watch(started)
         for judge in self.clusters.judges.values():
@@ -125,7 +134,6 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         """The algorithm."""
 
     def connect(self) -> None:
-        """Build the phases on top of clusters and data."""
         config, plan = self.config, self.plan
         role, cluster = plan.roles["actor_infer"], self.clusters.actor_infer
         engines = engine_client(config, role, cluster, self.slice_seconds, self.router)
@@ -143,14 +151,14 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         concurrent = self.plan.validates_concurrently and self.is_validation_due(step)
         # Before the first step too: engines start from the model's folder, a resumed trainer from its checkpoint.
         self.update_engines(step)
-        with self.context.interruptible():
+        with ending.interruptible():
             if self.is_validation_due(step) and not concurrent:
                 self.validate(step)
             batch = self.generate(step)
         # The state before `credit`, which moves running moments and coefficients: `roll replay` begins with it.
         self.context.hold_batch(step, batch, self.method.state_dict())
         with self.validating(step) if concurrent else nullcontext():
-            with self.context.interruptible():
+            with ending.interruptible():
                 self.add_model_columns(batch)
                 with self.context.phase("adv"):
                     self.context.record(self.method.credit(batch))
@@ -163,13 +171,11 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
             self.save(step + 1, self.state_dict())
 
     def update_engines(self, version: int) -> None:
-        """Give the engines the trainer's weights."""
         with self.context.phase("step_model_update"):
             self.residency.bring({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
             self.context.record(self.rollout.exchange(version, lambda: self.weight_sync.sync(version)))
 
     def generate(self, step: int) -> DataProto:
-        """The step's samples with their scores."""
         if self.recorded.replays:
             with self.context.phase("step_generate"):
                 batch, metrics = self.recorded.read(step, self.rows_per_step)
@@ -187,9 +193,8 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
     def generating(self) -> Iterator[None]:
         """Keep the engines of policy and judges, or a reward model, on their devices for the length of the block."""
         judges = self.clusters.judges
-        generating = dict.fromkeys(("actor_infer", *judges), GENERATION)
         # Nothing is undone after an exception: it ends the run, and with it judges and engines.
-        self.residency.bring({REWARD_MODEL: WEIGHTS, **generating})
+        self.residency.bring({REWARD_MODEL: WEIGHTS, **dict.fromkeys(("actor_infer", *judges), GENERATION)})
         for judge in judges.values():
             judge.resume()
         yield
@@ -216,7 +221,6 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
 
     def record_samples(self, batch: DataProto, step: int) -> None:
         """Keep samples for reports; before the models learn, so that a step that fails has them too."""
-        notes = list if self.recorded.replays else self.rollout.notes
         trainer = batch.batch["old_log_probs"] if self.plan.needs_old_log_probs else None
         # With a certificate the trainer's log-probs are the engine's.
         every = self.config.sample_log.mismatch_steps if self.certificate is None else 0
@@ -224,10 +228,9 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
             with self.context.phase("sample_log"):
                 ask = Ask(temperature=self.temperature)
                 trainer = start_computing(batch, self.clusters.actor_train, ask, self.residency)()[Output.LOG_PROBS]
-        self.context.samples.policy(step, batch, notes, self.tokenizer, trainer)
+        self.context.samples.policy(step, batch, self.rollout.notes, self.tokenizer, trainer)
 
     def learn(self, batch: DataProto, step: int) -> None:
-        """All optimizer steps of actor and critic on this batch."""
         seed = (self.config.seed, step) if self.config.shuffle_mini_batches else None
         warms_up = self.plan.needs_critic and step < self.config.critic_warmup
         with self.context.phase("step_train"):
@@ -236,24 +239,19 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
                 if role == "actor_train" and warms_up:
                     continue
                 self.residency.bring({role: TRAINING})
+                training, cluster = self.plan.training[role], self.clusters.by_role[role]
+                # The last mini-batch may be smaller: rows of episodes need not divide.
+                num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
                 compared = self.certificate if role == "actor_train" else None
-                if compared is not None:
-                    compared.mark(batch, step)
-                with nullcontext() if compared is None else compared.judging(self.loaded, step):
-                    training = self.plan.training[role]
-                    num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
-                    cluster = self.clusters.by_role[role]
+                with nullcontext() if compared is None else compared.judging(self.loaded, batch, step):
                     metrics = update_model(batch, cluster, loss, num_mini_batches, training.epochs, seed)
                 self.context.record(metrics)
                 if compared is not None:
                     compared.add(metrics)
 
     def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        """Repeat the step of a recorded batch, without engines and rewards.
-
-        Returns:
-            The steps that the models had done before, and the metrics of the step.
-        """
+        """Repeat the step of a recorded batch, without engines and rewards; the steps that the models had done before,
+        and the metrics of the step."""
         with self.context.running() as resources:
             starter = ClusterStarter(self.config, self.plan, resources)
             computing = starter.start_computing()
@@ -282,7 +280,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
 
     @contextmanager
     def validating(self, step: int) -> Iterator[None]:
-        """Answer the validation prompts concurrently with the block, and report accuracies."""
+        """Answer the validation prompts concurrently with the block."""
         with self.generating():
             self.rollout.begin_validation()
             yield
@@ -291,7 +289,6 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         self.report(validation, step)
 
     def report(self, validation: Validation, step: int) -> None:
-        """Record the results of a validation after ``step`` steps."""
         self.context.record({"time/val_step_total": Mean(validation.seconds)})
         self.context.record_validation(validation.metrics | self.by_harness, step)
         for name, groups in validation.groups.items():
@@ -312,27 +309,23 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         """A checkpoint after ``step`` steps, written in the next one, which was abandoned before it changed a model.
         What the engines have begun is lost; they end, and their devices are free."""
         self.rollout.close()
-        engines = [self.clusters.actor_infer, *self.clusters.judge_engines.values()]
-        engines += [self.clusters.reward_model] if self.clusters.reward_model is not None else []
-        for cluster in engines:
-            cluster.shutdown(graceful=False)
-            # Else the save would ask an engine that has ended to leave its devices.
-            self.residency.dismiss(cluster.name)
+        clusters = self.clusters
+        for cluster in (clusters.actor_infer, *clusters.judge_engines.values(), clusters.reward_model):
+            if cluster is not None:
+                cluster.shutdown(graceful=False)
+                # Else the save would ask an engine that has ended to leave its devices.
+                self.residency.dismiss(cluster.name)
         self.save(step, state)
 
-    def learners(self) -> list[Cluster]:
-        """The clusters whose models train, and are in checkpoints."""
-        return [cluster for cluster in (self.clusters.actor_train, self.clusters.critic) if cluster is not None]
-
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """A checkpoint after ``step`` steps, with what the driver must remember."""
-        with self.context.writing_checkpoint(step, state, self.learners()) as path:
-            for cluster in self.learners():
+        with self.context.writing_checkpoint(step, state, self.learners) as path:
+            for cluster in self.learners:
+                # One after the other: they may share devices.
                 self.residency.bring({cluster.name: TRAINING})
                 cluster.call_all(TrainWorker.save_checkpoint, str(path / cluster.name)).result()
 
     def restore(self) -> int:
-        """Continue from a checkpoint if the configuration names one; return the number of steps done."""
+        """Continue from a checkpoint if the configuration names one; the number of steps done."""
         checkpoint = self.restore_models()
         if checkpoint is None:
             return 0
@@ -342,20 +335,16 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         return checkpoint.step
 
     def restore_models(self) -> Checkpoint | None:
-        """Load the models that learn from the checkpoint that the configuration names, if any."""
         checkpoint = self.context.checkpoint_to_resume()
         if checkpoint is not None:
-            for cluster in self.learners():
+            for cluster in self.learners:
                 self.residency.bring({cluster.name: TRAINING})
                 cluster.call_all(TrainWorker.load_checkpoint, str(checkpoint.role(cluster.name))).result()
         return checkpoint
 
     def state_dict(self, interrupt: bool = True) -> dict[str, Any]:
-        """State of the driver: plain JSON values.
-
-        Args:
-            interrupt: False: without interrupting the engines, so that what they have begun is sampled again.
-        """
+        """State of the driver: plain JSON values. Without ``interrupt`` engines go on, and what they have begun is
+        sampled again."""
         return {"rollout": self.rollout.state_dict(interrupt), "scoring": self.method.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

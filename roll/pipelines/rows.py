@@ -20,19 +20,19 @@ from roll.config.roles import WorkerConfig
 from roll.datasets import EpochOrder, ShuffledEpochs
 from roll.datasets.streaming import StreamedEpochs
 from roll.distributed import Cluster, PendingCall, ResourceManager
+from roll.distributed.signals import ending
 from roll.methods.base import LOG_PROBS, Ask, Loss
 from roll.methods.rows import Completion, RowMethod
 from roll.methods.supervised import SupervisedDefinition, SupervisedPlan
 from roll.pipelines.batches import RecordedBatch
 from roll.pipelines.files import export_model, load_tokenizer, pad_token_id
-from roll.pipelines.model_calls import Computation, balanced_order
-from roll.pipelines.run_context import TRAINING, WEIGHTS, Residency, RunContext, moves_states, start_cluster
+from roll.pipelines.model_calls import TRAINING, WEIGHTS, Computation, Residency, balanced_order, start_cluster
+from roll.pipelines.run_context import RunContext
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import TensorBatch
 from roll.workers import TRAIN_WORKER, frozen_worker
-from roll.workers.model import ModelSettings, ModelWorker
-from roll.workers.training import TrainWorker
+from roll.workers.model import ModelSettings, ModelWorker, TrainWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,14 +42,11 @@ if TYPE_CHECKING:
 class DrawnRows:
     """The rows of a step whose columns the frozen model computes."""
 
-    drawn: Sequence[Any]
-    """Rows in the order of the data."""
-    dealt: Sequence[Any]
-    """The rows in the order of the batch, which gives ranks equal work."""
+    drawn: Sequence[Any]  # in the order of the data
+    dealt: Sequence[Any]  # in the order of the batch, which gives ranks equal work
     batch: DataProto
     complete: Completion | None
-    state: dict[str, Any]
-    """State of the data before the rows were drawn."""
+    state: dict[str, Any]  # of the data before the rows were drawn
 
 
 class RowsPipeline:
@@ -61,8 +58,7 @@ class RowsPipeline:
     rows: ShuffledEpochs[Any] | StreamedEpochs
     num_steps: int
     learner: Cluster
-    frozen: Cluster | None = None
-    """None: the run does not start the role."""
+    frozen: Cluster | None = None  # None: the run does not start the role
 
     def __init__(self, loaded: LoadedConfig[Any]) -> None:
         self.loaded = loaded
@@ -74,16 +70,13 @@ class RowsPipeline:
         self.section: WorkerConfig = getattr(loaded.config, self.role)
         self.context = RunContext(loaded)
         self.phase, self.record = self.context.phase, self.context.record
-        self.training: Sequence[Any] = ()
-        """The rows to learn from, where they are all prepared at the start."""
+        self.training: Sequence[Any] = ()  # the rows to learn from, where they are all prepared at the start
         self.held_out: Sequence[Any] = ()
-        self.ahead: deque[DrawnRows] = deque()
-        """Rows that the frozen model computes ahead of their step."""
+        self.ahead: deque[DrawnRows] = deque()  # rows that the frozen model computes ahead of their step
+        # The next steps' batches, and their updates; None: the batch is left out.
         self.in_flight: deque[tuple[DataProto, PendingCall[Metrics] | None]] = deque()
-        """The next steps' batches, and their updates; None: the batch is left out."""
 
     def run(self) -> None:
-        """Train for all steps; everything that was started is stopped again, however it ends."""
         with self.context.running() as resources:
             first_step = self.start(resources)
             self.context.save_when_interrupted(self.state_between_steps, self.save)
@@ -123,9 +116,8 @@ class RowsPipeline:
         if frozen is None:
             return partial(self.forward, batch, replace(ask, without_adapters=True))
         work = Computation(partial(self._begin, frozen, batch, ask))
-        return partial(
-            self.context.replacing, frozen, lambda: frozen.call_all(ModelWorker.initialize, 0).result(), work
-        )
+        build = lambda: frozen.call_all(ModelWorker.initialize, 0).result()  # noqa: E731
+        return partial(self.context.replacing, frozen, build, work)
 
     def _begin(self, cluster: Cluster, batch: DataProto, ask: Ask) -> Callable[[], TensorBatch]:
         self.residency.bring({cluster.name: WEIGHTS})
@@ -141,7 +133,7 @@ class RowsPipeline:
     def start(self, resources: ResourceManager) -> int:
         """Start the clusters, read the data, continue from a checkpoint if there is one; return the steps done."""
         self.method.open()
-        self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
+        self.residency = Residency(self.plan, self.config.is_offload_states)
         self.learner, self.frozen = start_models(self.loaded, self.method, resources)
         self.context.watch([cluster for cluster in (self.learner, self.frozen) if cluster is not None])
         self.load_data()
@@ -156,35 +148,31 @@ class RowsPipeline:
 
     def load_data(self) -> None:
         """Read the rows; the number of steps follows from them where the file does not say it."""
-        path = self.plan.roles[self.role].model_path
-        self.tokenizer = load_tokenizer(path, self.section.model_args.trust_remote_code)
-        if self.plan.val_data_args is not None:
-            self.held_out = self.method.read(self.config, self.plan, self.plan.val_data_args, self.tokenizer)
-        self.rows, self.num_steps = self.rows_to_learn()
-        self.pad_token_id = pad_token_id(self.tokenizer)
-
-    def rows_to_learn(self) -> tuple[ShuffledEpochs[Any] | StreamedEpochs, int]:
-        """The rows to learn from, and the number of steps."""
         config, plan, method = self.config, self.plan, self.method
+        path = plan.roles[self.role].model_path
+        self.tokenizer = load_tokenizer(path, self.section.model_args.trust_remote_code)
+        self.pad_token_id = pad_token_id(self.tokenizer)
+        if plan.val_data_args is not None:
+            self.held_out = method.read(config, plan, plan.val_data_args, self.tokenizer)
         stream = method.stream_of_rows(self.tokenizer)
         if stream is not None:
             assert config.max_steps is not None, "the checks ask for it"
             self.context.at_end(stream.close)
-            return stream, config.max_steps
+            self.rows, self.num_steps = stream, config.max_steps
+            return
         self.training = training = method.read(config, plan, plan.data_args, self.tokenizer)
         order = EpochOrder.of(plan.data_args, len(training), config.seed, method.stream, training.difficulties)
         if method.dropped_metric is not None:
             counts = training.counts
             self.context.record({method.dropped_metric: Mean(sum(counts.too_long.values()) + counts.bad)})
+        self.rows = ShuffledEpochs(training, config.seed, method.stream, order=order)
         epochs = self.section.training_args.num_train_epochs
-        num_steps = plan.max_steps or ceil(len(training) * epochs / plan.global_batch_size)
-        return ShuffledEpochs(training, config.seed, method.stream, order=order), num_steps
+        self.num_steps = plan.max_steps or ceil(len(training) * epochs / plan.global_batch_size)
 
     # A step
 
     def train_one_step(self, step: int) -> None:
-        """One optimizer step on the next rows. Until the model learns, a signal may end it; a resumed run repeats the
-        step."""
+        """One optimizer step on the next rows. Until the model learns, a signal may end it."""
         # None beyond a save or evaluation, so that the data state saved is that of the steps done.
         pauses = [every - step % every for every in (self.plan.save_steps, self.plan.eval_steps) if every]
         ahead = min(self.method.steps_in_flight, self.num_steps - step, *pauses)
@@ -192,7 +180,7 @@ class RowsPipeline:
         ahead = 1 if self.context.stopping else ahead
         while len(self.in_flight) < ahead:
             later = step + len(self.in_flight)
-            with nullcontext() if self.in_flight else self.context.interruptible():
+            with nullcontext() if self.in_flight else ending.interruptible():
                 batch = self.next_batch(later)
             self.in_flight.append((batch, None if self.context.is_left_out(later) else self.begin_update(batch)))
         batch, update = self.in_flight.popleft()
@@ -203,8 +191,7 @@ class RowsPipeline:
         self.context.end_step(step)
 
     def next_batch(self, step: int) -> DataProto:
-        """The batch of a step, with all that its update needs. A frozen model with devices of its own continues with
-        the rows of the step after."""
+        """The batch of a step; a frozen model with devices of its own continues with the rows of the step after."""
         if not self.ahead:
             self.ahead.append(self.draw())
         rows = self.ahead[0]
@@ -223,7 +210,6 @@ class RowsPipeline:
         return rows.batch
 
     def draw(self) -> DrawnRows:
-        """Draw the rows of a step, and let the frozen model begin with them."""
         state = self.rows.state_dict()
         dealt = drawn = self.rows.next_batch(self.plan.global_batch_size)
         lengths = self.method.lengths(drawn)
@@ -233,21 +219,19 @@ class RowsPipeline:
         return DrawnRows(drawn, dealt, batch, self.method.request(dealt, batch, self, "train"), state)
 
     def begin_update(self, batch: DataProto) -> PendingCall[Metrics]:
-        """Start one optimizer step."""
+        # A phase only where there is something to wait for.
         if self.residency.moves(self.role):
             with self.context.phase("step_train"):
                 self.residency.bring({self.role: TRAINING})
         return self.learner.call(TrainWorker.step, batch, self.method.loss)
 
     def finish_update(self, update: PendingCall[Metrics]) -> None:
-        """Wait for an optimizer step."""
         with self.context.phase("step_train"):
             self.context.record(update.result())
 
     # Between steps
 
     def pause(self, steps_done: int) -> None:
-        """Evaluate and save where that is due after ``steps_done`` steps."""
         if self.is_evaluation_due(steps_done):
             self.evaluate(steps_done)
         if self.context.is_save_due(steps_done - 1, can_save=self.state_between_steps() is not None):
@@ -259,19 +243,19 @@ class RowsPipeline:
     def evaluate(self, steps_done: int) -> None:
         """Report the metrics of the held-out rows. A signal may end this too: the steps done are saved."""
         self.context.reach(steps_done)
-        with self.context.phase("val_step"), self.context.interruptible():
+        with self.context.phase("val_step"), ending.interruptible():
             metrics = self.method.measure(self.held_out, self)
         self.context.record_validation(metrics, steps_done)
 
     def save(self, steps_done: int, state: dict[str, Any]) -> None:
-        """A checkpoint after ``steps_done`` steps, with what the driver must remember."""
         self.method.flush()
         with self.context.writing_checkpoint(steps_done, state, [self.learner]) as path:
             self.residency.bring({self.role: TRAINING})
             self.learner.call_all(TrainWorker.save_checkpoint, str(path / self.role)).result()
 
     def state_dict(self) -> dict[str, Any]:
-        """State of the driver: plain JSON values. Rows that only the frozen model has seen are drawn again."""
+        """State of the driver: plain JSON values."""
+        # Rows that only the frozen model has seen are drawn again.
         rows = self.ahead[0].state if self.ahead else self.rows.state_dict()
         return {self.method.state_key: rows}
 
@@ -280,7 +264,6 @@ class RowsPipeline:
         return None if self.in_flight else self.state_dict()
 
     def finish(self) -> None:
-        """A last evaluation, the trained model in Hugging Face format, and the summary."""
         last, steps = self.method.evaluates_at_end and self.held_out and self.plan.eval_steps, self.context.steps_done
         if last and steps % self.plan.eval_steps:
             self.evaluate(steps)
@@ -308,11 +291,8 @@ def start_models(
 
 
 def build_models(learner: Cluster, frozen: Cluster | None, num_steps: int, residency: Residency) -> None:
-    """Load the models, one after the other where they share devices.
-
-    Args:
-        num_steps: optimizer steps, over which the learning rate's schedule extends.
-    """
+    """Load the models, one after the other where they share devices; the learning rate's schedule extends over
+    ``num_steps``."""
     for cluster, steps, states in ((learner, num_steps, TRAINING), (frozen, 0, WEIGHTS)):
         if cluster is not None:
             cluster.call_all(ModelWorker.initialize, steps).result()

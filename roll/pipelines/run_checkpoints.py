@@ -23,11 +23,10 @@ STATE_FOLDER = "pipeline"
 
 
 class PendingCheckpoint:
-    """A checkpoint folder under its hidden name, and the clusters that write into it.
+    """A checkpoint folder under its hidden name, and the clusters of training workers that write into it.
 
     Args:
         writing: gives the folder when it is entered, publishes it when it is left.
-        writers: clusters of training workers.
         steps_done: by the weights that it holds.
     """
 
@@ -39,11 +38,8 @@ class PendingCheckpoint:
         self.path = self._stack.enter_context(writing)
 
     def is_written(self) -> bool:
-        """True if all ranks were done when they were last polled; never waits, polls again where some were not.
-
-        Raises:
-            WorkerFailed, WorkerDied: a rank could not write its part.
-        """
+        """True if all ranks were done when they were last polled; never waits, polls again where some were not. Raises
+        what a rank does that could not write its part."""
         if not self._polled:
             self._polled = self._poll(wait=False)
         if not all(call.done() for call in self._polled):
@@ -53,12 +49,8 @@ class PendingCheckpoint:
         return all(answers)
 
     def publish(self) -> None:
-        """Wait until all ranks are done, then let the checkpoint appear.
-
-        Raises:
-            WorkerFailed, WorkerDied: a rank could not write its part; nothing appears.
-            OSError: the folder could not be completed.
-        """
+        """Wait until all ranks are done, then let the checkpoint appear. Raises what a rank does that could not write
+        its part, and OSError where the folder cannot be completed; nothing appears then."""
         try:
             # A rank raises once that it could not write: perhaps at a poll whose result was never read.
             for call in (*self._polled, *self._poll(wait=True)):
@@ -73,7 +65,7 @@ class PendingCheckpoint:
 
     def settle(self) -> None:
         """Wait until every rank has stopped to write, whatever came of it: one of them found no room."""
-        from roll.workers.training import TrainWorker
+        from roll.workers.model import TrainWorker
 
         self._polled = []
         for cluster in self._writers:
@@ -90,18 +82,14 @@ class PendingCheckpoint:
         self._stack.__exit__(*error)
 
     def _poll(self, wait: bool) -> list[PendingCall[list[bool]]]:
-        from roll.workers.training import TrainWorker
+        from roll.workers.model import TrainWorker
 
         return [cluster.call_all(TrainWorker.checkpoint_saved, wait) for cluster in self._writers]
 
 
 class RunCheckpoints:
-    """The checkpoint that is being written, the newest one, and the one that the run continues from.
-
-    Args:
-        record: takes metrics of the current step.
-        published: called with the steps that a checkpoint holds, when it has appeared.
-    """
+    """The checkpoint that is being written, the newest one (``published`` is told its steps), and the one that the run
+    continues from."""
 
     def __init__(
         self, config: RunConfig, plan: Plan, record: Callable[[Metrics], None], published: Callable[[int], None]
@@ -112,7 +100,6 @@ class RunCheckpoints:
         self._record, self._published, self._max_steps = record, published, plan.max_steps
 
     def take_up(self) -> Checkpoint | None:
-        """The checkpoint that ``resume_from_checkpoint`` names, if there is one; later checkpoints are renamed."""
         if self.resume is not None:
             self.manager.supersede_after(self.resume.step)
             logger.info("continuing from %s", self.resume.path)
@@ -151,10 +138,11 @@ class RunCheckpoints:
     def publish_if_written(self) -> None:
         """Let the pending checkpoint appear if all ranks are done; never waits."""
         pending = self.pending
+        if pending is None:
+            return
         try:
-            written = pending is not None and pending.is_written()
+            written = pending.is_written()
         except RemoteError as error:
-            assert pending is not None
             if missing_room(error):
                 self.pending = None
                 pending.settle()
@@ -165,7 +153,6 @@ class RunCheckpoints:
             self.publish()
 
     def publish(self) -> None:
-        """Wait until the pending checkpoint, if there is one, has appeared."""
         # Forgotten first: if it cannot be published, nothing may try to do so again.
         pending, self.pending = self.pending, None
         if pending is None:
@@ -183,10 +170,5 @@ class RunCheckpoints:
         if reason is None:
             raise error
         self._record({"system/lost_checkpoints": Sum(1.0)})
-        logger.error(
-            "the disk is full: the checkpoint after %d steps is lost, and the run goes on without it (%s; %s): %s",
-            pending.steps_done,
-            reason,
-            free_room(self.manager.root),
-            error,
-        )
+        text = "the disk is full: the checkpoint after %d steps is lost, and the run goes on without it (%s; %s): %s"
+        logger.error(text, pending.steps_done, reason, free_room(self.manager.root), error)

@@ -1,37 +1,19 @@
-"""The context that every pipeline runs in: steps, phases and the devices that they need, metrics, checkpoints.
-
-Roles that share devices take turns (:class:`Residency`): what a phase needs is brought onto the devices, what it does
-not need leaves.  A role that shares its devices with no other role never moves.  Nor does anything on a host whose
-device memory is its host memory, unless ``is_offload_states: true`` is set.
-"""
+"""The context that every pipeline runs in: steps, phases, metrics, checkpoints."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 from roll.checkpoint import Checkpoint
 from roll.checkpoint.state import load_state
 from roll.config.loader import LoadedConfig
-from roll.config.plan.plan import Plan
-from roll.config.roles import GenerationWorkerConfig, WorkerConfig
-from roll.config.run import RunConfig
-from roll.distributed import (
-    Cluster,
-    DeadlineExceeded,
-    PendingCall,
-    RemoteError,
-    ResourceManager,
-    Worker,
-    WorkerDied,
-)
+from roll.distributed import Cluster, RemoteError, Worker, WorkerDied
 from roll.distributed.failures import OutputRefused
 from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
@@ -40,40 +22,32 @@ from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.run_checkpoints import STATE_FOLDER
 from roll.pipelines.run_lifetime import RunLifetime
 from roll.pipelines.stragglers import StragglerWatch
-from roll.platforms import current_platform
 from roll.protocol import DataProto
-from roll.protocol.metrics import Mean, Metrics, Sum, merge_metrics, to_floats
+from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.report.run_files import REPORT_NAME
-from roll.strategies.base import StateKind
 from roll.tracking import LOG_NAME, PhaseTimer, ProgressReporter, RunSummary, SampleTable
 from roll.tracking.console import INTERVAL_ENDS
 from roll.tracking.records import strip_reducer_tags
-from roll.workers.generation import GenerationWorker
-from roll.workers.model import ModelWorker
 
 logger = logging.getLogger(__name__)
 
 
 SHOWN_SAMPLES = 8
 R = TypeVar("R")
-MEMORY_SECONDS = 30.0
-"""Time for a worker to report how much memory it has used."""
+MEMORY_SECONDS = 30.0  # time for a worker to report how much memory it has used
 
 
 class RunContext(RunLifetime):
-    """Everything that a run needs besides its algorithm.
-
-    The metrics of a step are collected by :meth:`record` and written by :meth:`end_step`; phases are timed by
-    :meth:`phase`.  Steps are counted from 0; "after n steps" is checkpoint n and validation n.
-    """
+    """Everything that a run needs besides its algorithm. Steps are counted from 0; "after n steps" is checkpoint n and
+    validation n."""
 
     def __init__(self, loaded: LoadedConfig[Any]) -> None:
-        super().__init__(loaded, self.record)
         self._recorded: list[Metrics] = []
+        super().__init__(loaded, self.record)
         self._validations: dict[int, dict[str, float]] = {}
         self._began = time.perf_counter()
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
-        self._stragglers = StragglerWatch(lambda: self._clusters)
+        self._stragglers = StragglerWatch(self._clusters)
         self._measures_memory = False
         config = self.config
         self._batches = BatchRecorder(
@@ -84,7 +58,7 @@ class RunContext(RunLifetime):
         """The steps still to be done, with progress shown.
 
         A signal that asks the run to end is obeyed between two steps, or wherever the caller says that a step may be
-        abandoned (:meth:`interruptible`).
+        abandoned (``ending.interruptible``): there a block changes no model, and what was before it is saved.
         """
         self._total_steps = end
         with (
@@ -106,18 +80,13 @@ class RunContext(RunLifetime):
                 yield step
 
     def reach(self, steps_done: int) -> None:
-        """Note that ``steps_done`` steps are done, which a signal saves from here on.
-
-        Raises:
-            Interrupted: a signal has come.
-        """
+        """Note that ``steps_done`` steps are done, which a signal saves from here on; Interrupted: one has come."""
         self._interruption.reach(steps_done)
         self._leave_account()
 
     @property
     def steps_done(self) -> int:
-        """The steps that the models have done; at the end, all of them, or as many as there were when a callback ended
-        the run."""
+        """The steps that the models have done: all of them at the end, unless a callback ended the run."""
         return self._interruption.steps_done or 0
 
     def is_left_out(self, step: int) -> bool:
@@ -144,20 +113,16 @@ class RunContext(RunLifetime):
         that."""
         return ending.received is not None or ending.save_requested or self._callbacks.stopping
 
-    def interruptible(self) -> AbstractContextManager[None]:
-        """The block changes no model: a signal may end it at any point, and what was before it is saved."""
-        return ending.interruptible()
-
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block as ``time/<name>``; in steps that measure the memory of all workers, their work as well."""
         # Polled at phases: no thread of the driver waits until the ranks have written a checkpoint.
-        self._checkpoints.publish_if_written()
+        if self._checkpoints.pending is not None:
+            self._checkpoints.publish_if_written()
         with self._stragglers.phase(name) if self._measures_memory else nullcontext(), self._timer.phase(name):
             yield
 
     def record(self, metrics: Metrics) -> None:
-        """Metrics of the current step."""
         self._recorded.append(metrics)
 
     def recorded(self) -> dict[str, float]:
@@ -166,11 +131,8 @@ class RunContext(RunLifetime):
         return metrics
 
     def hold_batch(self, step: int, batch: DataProto, state: Mapping[str, Any] | None = None) -> None:
-        """Keep the batch of the current step, to be written with its metrics where that is configured.
-
-        Args:
-            state: the driver's, before the step.
-        """
+        """Keep the batch of the current step and the driver's ``state`` before it, to be written with its metrics where
+        that is configured."""
         self._batches.hold(step, batch, state or {})
 
     def end_step(self, step: int) -> None:
@@ -181,11 +143,10 @@ class RunContext(RunLifetime):
         """
         self._checkpoints.publish_if_written()
         seconds = time.perf_counter() - self._step_began
-        metrics = to_floats(merge_metrics(self._recorded)) | self._timer.pop() | self._stragglers.pop()
+        metrics = self.recorded() | self._timer.pop() | self._stragglers.pop()
         metrics |= {"time/step_total": seconds, "system/global_step": float(step)}
         if "system/tokens" in metrics:
             metrics["system/tps"] = metrics["system/tokens"] / seconds
-        self._recorded = []
         self._checkpoints.manager.measured(step, metrics)
         self._record_phases(step)
         if step % self.config.logging_steps == 0:
@@ -196,13 +157,11 @@ class RunContext(RunLifetime):
         self._callbacks.call("on_step", step, seen)
 
     def _record_phases(self, step: int) -> None:
-        """Phases since the last call, as those of ``step``."""
         spans = self._timer.pop_spans()
         if spans:
             self._timeline.append(step, min(begin for _, begin, _ in spans), time.time(), spans)
 
     def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
-        """Metrics of a validation after ``steps_done`` steps."""
         self._validations[steps_done] = dict(metrics)
         self._tracker.log(metrics, steps_done)
         self._checkpoints.manager.measured(steps_done, metrics)
@@ -210,12 +169,8 @@ class RunContext(RunLifetime):
         logger.info("validation after %d steps: %s", steps_done, shown)
 
     def dump_samples(self, kind: str, step: int, table: Callable[[], SampleTable], part: str = "") -> None:
-        """Write a step's samples where ``rollout_dump_dir`` says; a few of each validation go to the trackers.
-
-        Args:
-            kind: ``train`` or ``validation``.
-            part: the name of a validation set, if it has one.
-        """
+        """Write a step's samples where ``rollout_dump_dir`` says; a few of each ``validation``, or of its set ``part``,
+        go to the trackers."""
         name = f"{kind}-{part}" if part else kind
         if self.plan.dump_dir is not None:
             file = self.plan.dump_dir / f"{name}-{step:06d}.jsonl"
@@ -231,14 +186,8 @@ class RunContext(RunLifetime):
             self.samples.texts(kind, step, rows, part)
 
     def replacing(self, cluster: Cluster, build: Callable[[], object], work: Callable[[], R]) -> R:
-        """Run ``work`` of a role that never learns; when a worker dies, start all of them again and repeat it.
-
-        Args:
-            build: builds the role's model.
-
-        Raises:
-            WorkerDied: it died again at the same work, or a worker of another role did.
-        """
+        """Run ``work`` of a role that never learns; when a worker dies, start all of them again, ``build`` its model
+        and repeat it. A second death, or that of a worker of another role, is raised."""
         try:
             return work()
         except WorkerDied as death:
@@ -251,15 +200,13 @@ class RunContext(RunLifetime):
         return work()
 
     def _peak_memory(self) -> dict[str, float]:
-        """Peak bytes of the worker that used most, by role, since the last call; nothing in steps that do not measure,
-        since asking every worker at every phase would cost more than a small step."""
+        """Peak bytes of the worker that used most, by role, since the last call."""
+        # Asking every worker at every phase would cost more than a small step.
         if not self._measures_memory:
             return {}
-        calls = [
-            (cluster.name, cluster.call_all(Worker.peak_memory).within(MEMORY_SECONDS))
-            for cluster in self._clusters
-            if cluster.live_ranks
-        ]
+        alive = [cluster for cluster in self._clusters if cluster.live_ranks]
+        # All of them are asked before the first answer is waited for.
+        calls = [(one.name, one.call_all(Worker.peak_memory).within(MEMORY_SECONDS)) for one in alive]
         peaks = {}
         for name, call in calls:
             try:
@@ -309,13 +256,10 @@ class RunContext(RunLifetime):
     # Checkpoints
 
     def is_save_due(self, step: int, can_save: bool = True) -> bool:
-        """True when a checkpoint follows step ``step``: it is its turn, or a signal has asked for one.
-
-        Args:
-            can_save: the driver's state is that of the steps done; a checkpoint that was asked for waits for that.
-        """
-        is_turn = bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
-        return is_turn or (can_save and ending.save_requested)
+        """True when a checkpoint follows step ``step``: it is its turn, or a signal has asked for one, which waits
+        until ``can_save``: the driver's state is that of the steps done."""
+        every = self.plan.save_steps
+        return bool(every and (step + 1) % every == 0) or (can_save and ending.save_requested)
 
     @contextmanager
     def writing_checkpoint(
@@ -334,9 +278,7 @@ class RunContext(RunLifetime):
             yield path
 
     def checkpoint_to_resume(self) -> Checkpoint | None:
-        """The checkpoint that ``resume_from_checkpoint`` names, if there is one."""
-        found = self._checkpoints.take_up()
-        if found is not None:
+        if (found := self._checkpoints.take_up()) is not None:
             self._interruption.saved_steps = found.step
         return found
 
@@ -356,138 +298,3 @@ def whole_sets(metrics: Mapping[str, float], intervals: bool = False) -> dict[st
         and (name.count("/") <= 2 or "/reward/" in name)
         and (intervals or not name.endswith(INTERVAL_ENDS))
     }
-
-
-def start_cluster(
-    config: RunConfig, name: str, worker: str, resources: ResourceManager, role: WorkerConfig, settings: object = None
-) -> Cluster:
-    """Start the processes of a role with the run's seed and deadline.
-
-    Args:
-        worker: dotted path of the worker class.
-        settings: what the workers need besides the section ``role``.
-    """
-    limit = config.rpc_timeout
-    return Cluster(name, worker, resources, role, seed=config.seed, settings=settings, rpc_timeout=limit)
-
-
-WEIGHTS = frozenset({StateKind.MODEL_PARAMS})
-TRAINING = frozenset({StateKind.MODEL_PARAMS, StateKind.OTHER_PARAMS, StateKind.OPTIMIZER_STATES})
-GENERATION = frozenset({StateKind.MODEL_PARAMS, StateKind.KV_CACHE})
-
-
-def moves_states(is_offload_states: bool | None) -> bool:
-    """The value of the key; null: true where leaving a device frees its memory."""
-    return current_platform().device_type != "cpu" if is_offload_states is None else is_offload_states
-
-
-@dataclass
-class _Tenant:
-    """A role on shared devices, and which of its states are resident."""
-
-    cluster: Cluster
-    devices: frozenset[int]
-    states: frozenset[StateKind]
-    """All states of the role."""
-    resident: set[StateKind] = field(default_factory=set)
-
-    @property
-    def generates(self) -> bool:
-        return StateKind.KV_CACHE in self.states
-
-    def offload(self, kinds: Collection[StateKind]) -> None:
-        if self.generates:
-            self._ask_engines(self.cluster.call_all(GenerationWorker.sleep))
-            self.resident.clear()
-        else:
-            self.cluster.call_all(ModelWorker.offload_states, sorted(kinds)).result()
-            self.resident -= set(kinds)
-
-    def onload(self, kinds: Collection[StateKind]) -> None:
-        if self.generates:
-            # Without the KV cache an exchange of weights has room for the trainer's copy beside the engine's.
-            self._ask_engines(self.cluster.call_all(GenerationWorker.wake, StateKind.KV_CACHE not in kinds))
-        else:
-            self.cluster.call_all(ModelWorker.load_states, sorted(kinds)).result()
-        self.resident |= set(kinds)
-
-    def _ask_engines(self, call: PendingCall) -> None:
-        """Wait for the engines. Those that are lost are left out as long as there are others."""
-        role = self.cluster.role
-        timeout = role.engine_timeout if isinstance(role, GenerationWorkerConfig) else None
-        try:
-            call.within(timeout).result()
-        except RemoteError as loss:
-            silent = loss.silent_ranks if isinstance(loss, DeadlineExceeded) else []
-            lost = {*silent, *(report.rank for report in loss.reports)}
-            if lost.issuperset(self.cluster.live_ranks):
-                raise
-            for rank in lost:
-                self.cluster.leave_out(rank)
-            logger.warning("an engine is lost, and the run goes on with the others:\n%s", loss)
-
-
-class Residency:
-    """Moves the states of roles that share devices.
-
-    Args:
-        plan: says which devices each role has.
-        enabled: False: everything stays where it is.
-    """
-
-    def __init__(self, plan: Plan, enabled: bool) -> None:
-        shared = {name: role for name, role in plan.roles.items() if role.colocated_with and role.device_mapping}
-        self._devices = {name: frozenset(role.device_mapping) for name, role in shared.items()} if enabled else {}
-        self._tenants: dict[str, _Tenant] = {}
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    def moves(self, role: str) -> bool:
-        """True if this role ever leaves its devices."""
-        return role in self._devices
-
-    def admit(self, cluster: Cluster, states: frozenset[StateKind]) -> None:
-        """Take charge of a role that has just been built; if it shares devices, it makes room for those that are built
-        after it."""
-        if cluster.name not in self._devices:
-            return
-        tenant = _Tenant(cluster, self._devices[cluster.name], states, set(states))
-        self._tenants[cluster.name] = tenant
-        self._timed(f"time/{cluster.name}/offload/total", tenant.offload, states)
-
-    def dismiss(self, name: str) -> None:
-        """Forget a role that has ended, and so left its devices."""
-        self._tenants.pop(name, None)
-
-    def bring(self, needs: Mapping[str, frozenset[StateKind]]) -> None:
-        """Have exactly what the next phase needs on the devices that it uses: offload, then onload. A signal waits
-        until all moves are made."""
-        # Roles with devices of their own are no tenants, and never move.
-        needed = {name: kinds for name, kinds in needs.items() if name in self._tenants}
-        if not needed:
-            return
-        with ending.holding():
-            wanted: set[int] = set().union(*(self._tenants[name].devices for name in needed))
-            for name, tenant in self._tenants.items():
-                superfluous = tenant.resident - needed.get(name, frozenset())
-                # All that leaves does so before anything comes: the two together need not fit onto a device.
-                others = [self._tenants[other] for other in needed if other != name]
-                # What a role has on devices that it shares with no other one of the phase may stay.
-                alone = name in needed and not any(other.devices & tenant.devices for other in others)
-                if superfluous and tenant.devices & wanted and not alone:
-                    self._timed(f"time/{name}/offload/total", tenant.offload, superfluous)
-            for name, kinds in needed.items():
-                tenant = self._tenants[name]
-                missing = (kinds & tenant.states) - tenant.resident
-                if missing:
-                    self._timed(f"time/{name}/onload/total", tenant.onload, kinds & tenant.states)
-
-    def _timed(self, name: str, move: Callable[[Collection[StateKind]], None], kinds: Collection[StateKind]) -> None:
-        begin = time.perf_counter()
-        move(kinds)
-        self._seconds[name] += time.perf_counter() - begin
-
-    def metrics(self) -> Metrics:
-        """Seconds of the moves since the last call, by role and direction."""
-        metrics: Metrics = {name: Mean(seconds) for name, seconds in self._seconds.items()}
-        self._seconds.clear()
-        return metrics

@@ -35,35 +35,19 @@ from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol.metrics import Metrics
 from roll.report.page import report_command, write_report
 from roll.report.run_files import RunFiles
-from roll.tracking import (
-    ENDING_LOGGER,
-    LOG_NAME,
-    TrackedRun,
-    build_trackers,
-    setup_logging,
-)
+from roll.tracking import ENDING_LOGGER, LOG_NAME, TrackedRun, build_trackers, setup_logging
 from roll.tracking.callbacks import Callbacks
-from roll.tracking.run_record import (
-    RECORD_FOLDER,
-    SAMPLES_NAME,
-    TIMELINE_NAME,
-    SampleLog,
-    TimelineLog,
-)
+from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, TIMELINE_NAME, SampleLog, TimelineLog
 
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
-_RESUME = "resume_from_checkpoint=true"
 
 
 @contextmanager
 def sole_writer(folder: Path, source: Path) -> Iterator[None]:
-    """Hold the lock of an output folder, which ends with this process however it ends.
-
-    Raises:
-        ConfigError: another run holds it, or nothing can be written there.
-    """
+    """Hold the lock of an output folder, which ends with this process however it ends; ConfigError: another run holds
+    it, or nothing can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Not "w", which would empty the file that names the holder before the lock is known to be free.
@@ -88,12 +72,8 @@ def sole_writer(folder: Path, source: Path) -> Iterator[None]:
 
 
 class RunLifetime:
-    """Services of a run from its first moment to its last, whatever its steps are.
-
-    Args:
-        loaded: its configuration.
-        record: takes metrics of the current step.
-    """
+    """Services of a run from its first moment to its last, whatever its steps are; ``record`` takes metrics of a
+    step."""
 
     def __init__(self, loaded: LoadedConfig[Any], record: Callable[[Metrics], None]) -> None:
         self.config, self.plan = loaded.config, loaded.plan
@@ -105,10 +85,9 @@ class RunLifetime:
         self._total_steps = 0
         self._checkpoints = RunCheckpoints(self.config, self.plan, record, self._published)
         self._resume = self._checkpoints.resume
+        # Says where the files are, and with `outcome` how the run has ended.
         self._describe = RunFiles(loaded, resumed=self._resume is not None).write
-        """Say where the files are, and with ``outcome`` how the run has ended."""
         self._reported = False
-        """The report has been written."""
         self._callbacks = Callbacks(loaded.callbacks)
 
     @contextmanager
@@ -125,26 +104,20 @@ class RunLifetime:
                 # Before the log is opened: a second run must not write into the log of the first.
                 stack.enter_context(sole_writer(self.plan.output_dir, self._loaded.source))
             setup_logging(log_dir)
-            stack.enter_context(self._report_at_end())
+            stack.callback(self._report_at_end)
             if is_first_node:
                 self._open_files(stack)
+            shape, envs = (self.plan.num_devices_per_node, self.plan.num_nodes), profiling.environment()
+            saves = config.on_usr1 == "save"
             # On the further nodes of a run this does not return.
             runtime = stack.enter_context(
-                ray_runtime(
-                    self.plan.num_devices_per_node,
-                    self.plan.num_nodes,
-                    profiling.environment() | config.system_envs,
-                    log_dir / "workers",
-                    saves_on_usr1=config.on_usr1 == "save",
-                )
+                ray_runtime(*shape, envs | config.system_envs, log_dir / "workers", saves_on_usr1=saves)
             )
             self._guard = runtime.guard
             supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin
             stack.callback(self._checkpoints.manager.close)
-            resources = ResourceManager(
-                self.plan.num_devices_per_node, self.plan.num_nodes, system_envs=runtime.actor_envs
-            )
+            resources = ResourceManager(*shape, system_envs=runtime.actor_envs)
             stack.callback(resources.close)
             self._leave_account()
             try:
@@ -163,10 +136,8 @@ class RunLifetime:
             self._shut_down(graceful=True)
 
     def _open_files(self, stack: ExitStack) -> None:
-        """Write the configuration, and open trackers and the files that reports are made from.
-
-        Before Ray starts, so that what a full disk refuses is said at once.
-        """
+        """Write the configuration, and open trackers and the files that reports are made from. Before Ray starts, so
+        that what a full disk refuses is said at once."""
         for warning in self._loaded.warnings:
             logger.warning("%s", warning)
         self.plan.output_dir.mkdir(parents=True, exist_ok=True)
@@ -182,8 +153,7 @@ class RunLifetime:
         folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
         self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
         log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
-        watches = self._callbacks.has("on_samples")
-        seen = partial(self._callbacks.call, "on_samples") if watches else None
+        seen = partial(self._callbacks.call, "on_samples") if self._callbacks.has("on_samples") else None
         self.samples = SampleRecorder(log, settings, seen)
         stack.callback(self._timeline.close)
         stack.callback(self.samples.close)
@@ -207,15 +177,11 @@ class RunLifetime:
         logging.getLogger(ENDING_LOGGER).error("%s: %s\n%s", type(error).__name__, error, self._account())
         return error
 
-    @contextmanager
-    def _report_at_end(self) -> Iterator[None]:
-        """Write the report, however the block ends."""
-        try:
-            yield
-        finally:
-            if self._guard is not None and not self._reported:
-                with ending.holding(then_raise=False):
-                    self._report()
+    def _report_at_end(self) -> None:
+        """Write the report, however the run has ended: not before Ray has started, and once."""
+        if self._guard is not None and not self._reported:
+            with ending.holding(then_raise=False):
+                self._report()
 
     def _report(self) -> None:
         self._reported = True
@@ -223,7 +189,6 @@ class RunLifetime:
             write_report(self.plan.output_dir)
 
     def _account(self) -> str:
-        """The progress of the run, and the command that continues it."""
         reached, newest = self._interruption.steps_done, self._newest_checkpoint()
         steps = "training had not begun" if reached is None else f"{reached} of {self._total_steps} steps are done"
         if newest is None:
@@ -248,7 +213,6 @@ class RunLifetime:
         self._guard.tell({"account": self._account(), "log": log, "command": command})
 
     def at_end(self, hook: Callable[[], None]) -> None:
-        """Add a shutdown hook, called before the clusters end, however the run ends."""
         self._shutdown_hooks.append(hook)
 
     def _shut_down(self, graceful: bool) -> None:
@@ -280,24 +244,18 @@ class Interruption:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        # See RunContext.save_when_interrupted.
         self.state: Callable[[], dict[str, Any] | None] = lambda: None
-        """See :meth:`roll.pipelines.run_context.RunContext.save_when_interrupted`."""
         self.write: Callable[[int, dict[str, Any]], None] | None = None
-        """Likewise, ``save``."""
         self._point: tuple[int, dict[str, Any]] | None = None
         self._timer: threading.Timer | None = None
         self._is_over = False
-        self.steps_done: int | None = None
-        """None: training has not begun."""
-        self.saved_steps: int | None = None
-        """Steps done by the newest checkpoint; None: there is none."""
+        self.steps_done: int | None = None  # None: training has not begun
+        self.saved_steps: int | None = None  # steps done by the newest checkpoint; None: there is none
 
     def reach(self, steps_done: int) -> None:
-        """Note that ``steps_done`` steps are done, and the next has not begun.
-
-        Raises:
-            Interrupted: a signal has come, and this is a point that can be saved.
-        """
+        """Note that ``steps_done`` steps are done, and the next has not begun; Interrupted: a signal has come, and this
+        is a point that can be saved."""
         self.steps_done = steps_done
         state = self.state()
         self._point = None if state is None else (steps_done, state)
@@ -311,7 +269,8 @@ class Interruption:
 
     def begin(self, number: signal.Signals) -> None:
         """React to the first signal. Called in a signal handler, where nothing may be logged."""
-        plan = f"what is done is saved first (at most {self._seconds:g} s); " if self._can_save else ""
+        can_save = self._seconds > 0 and self.write is not None
+        plan = f"what is done is saved first (at most {self._seconds:g} s); " if can_save else ""
         os.write(2, f"\n{number.name}: the run ends; {plan}once more ends it at once\n".encode())
         self._timer = threading.Timer(self._seconds, self._give_up, [number])
         # Else a run that ends before the limit would wait for it.
@@ -319,14 +278,11 @@ class Interruption:
         self._timer.start()
 
     def save(self, publish: Callable[[], None]) -> None:
-        """Write what :meth:`reach` has noted, unless it is saved already; logs the result, raises nothing.
-
-        Args:
-            publish: completes a checkpoint that is being written.
-        """
+        """Write what :meth:`reach` has noted, unless it is saved already; ``publish`` completes a checkpoint that is
+        being written. Logs the result, raises nothing."""
+        limit, has_time = f"interrupt_timeout: {self._seconds:g}", self._seconds > 0 and not self._is_over
         try:
-            if self._can_save and self._point is not None and self.steps_done and not self._is_over:
-                assert self.write is not None
+            if has_time and self.write is not None and self._point is not None and self.steps_done:
                 (steps_done, state), began = self._point, time.monotonic()
                 publish()
                 # The checkpoint that was just published may be the one that is wanted.
@@ -335,28 +291,19 @@ class Interruption:
                     publish()
                     logger.info("saved after %d steps, in %.1f s", steps_done, time.monotonic() - began)
             elif self._is_over:
-                logger.error("nothing was saved: the step in flight was not done within %s", self._limit)
+                logger.error("nothing was saved: the step in flight was not done within %s", limit)
         # The limit in time comes as a SystemExit; Ray's calls may make a KeyboardInterrupt of it.
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             late = self._is_over or isinstance(error, SystemExit | KeyboardInterrupt)
-            reason = f"it took longer than {self._limit}" if late else str(error)
+            reason = f"it took longer than {limit}" if late else str(error)
             logger.error("no checkpoint was saved: %s", reason)
         finally:
             self.end()
 
     def end(self) -> None:
-        """Lift the limit in time."""
         if self._timer is not None:
             self._timer.cancel()
         ending.forget_pending()
-
-    @property
-    def _limit(self) -> str:
-        return f"interrupt_timeout: {self._seconds:g}"
-
-    @property
-    def _can_save(self) -> bool:
-        return self._seconds > 0 and self.write is not None
 
     def _give_up(self, number: signal.Signals) -> None:
         self._is_over = True
@@ -364,8 +311,9 @@ class Interruption:
 
 
 def command_to_go_on(loaded: LoadedConfig[Any]) -> str:
-    """The command line that continues the run."""
-    if loaded.written is not None:
-        return masked_text(shlex.join(["roll", "run", str(loaded.plan.output_dir / RESOLVED_CONFIG), _RESUME]))
-    kept = [word for word in loaded.overrides if not word.lstrip("+").startswith("resume_from_checkpoint=")]
-    return masked_text(shlex.join(["roll", "run", str(loaded.source), *kept, _RESUME]))
+    if loaded.written is not None:  # of a dictionary, which no command line names
+        words = [str(loaded.plan.output_dir / RESOLVED_CONFIG)]
+    else:
+        kept = [word for word in loaded.overrides if not word.lstrip("+").startswith("resume_from_checkpoint=")]
+        words = [str(loaded.source), *kept]
+    return masked_text(shlex.join(["roll", "run", *words, "resume_from_checkpoint=true"]))

@@ -27,70 +27,52 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from roll.agents.conversation import Call
     from roll.rollout.episodes import EpisodeGroup
 
 
+# A sample of a block, but for its prompt and its tokens, by the keys of :mod:`roll.tracking.run_record`; values that
+# are None or empty are left out of the file.
 Sample = dict[str, Any]
-"""A sample of a block, but for its prompt and its tokens, by the keys of :mod:`roll.tracking.run_record`; values that
-are None or empty are left out of the file."""
+# Values of a batch's samples (by row) or episodes (by number) that the batch does not hold: keys of the prompt, and of
+# the sample.
 Notes = Sequence[tuple[dict[str, Any], Sample]]
-"""Values of a batch's samples (by row) or episodes (by number) that the batch does not hold: keys of the prompt, and of
-the sample."""
 
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
-THUMBNAIL = 128
-"""Longest side of an image's copy in the record, in pixels."""
-MAX_IMAGES = 1000
-"""Images that a process writes; later ones are named only."""
-_MAX_TEXT = 20_000
-"""Characters of a prompt, or of a response without tokens."""
+THUMBNAIL = 128  # longest side of an image's copy in the record, in pixels
+MAX_IMAGES = 1000  # images that a process writes; later ones are named only
+_MAX_TEXT = 20_000  # characters of a prompt, or of a response without tokens
 
 
 def sample_notes(groups: Sequence[SampleGroup]) -> Notes:
     """One entry a row of :func:`roll.rollout.batches.build_batch`."""
     found: list[tuple[dict[str, Any], Sample]] = []
     for group in groups:
-        prompt: dict[str, Any] = {
-            "text": group.item.prompt_text[:_MAX_TEXT],
-            "truth": _short(group.item.ground_truth),
-        }
-        if group.item.vision is not None:
-            prompt["images"] = list(group.item.vision.file_names)
-        for one in group.members:
-            found.append((prompt, {"metrics": dict(one.reward.metrics), "error": one.error}))
+        item = group.item
+        prompt: dict[str, Any] = {"text": item.prompt_text[:_MAX_TEXT], "truth": _short(item.ground_truth)}
+        if item.vision is not None:
+            prompt["images"] = list(item.vision.file_names)
+        found += [(prompt, {"metrics": dict(one.reward.metrics), "error": one.error}) for one in group.members]
     return found
 
 
 def episode_notes(groups: Sequence[EpisodeGroup]) -> Notes:
     """One entry an episode, in the order of ``episode_ids``."""
-    return [
-        (
-            {"seed": episode.task.seed, "images": _images_seen(episode.calls[:1])},
-            {
-                "metrics": {name: float(value) for name, value in episode.metrics.items()},
-                "error": episode.error,
-                "outcome": episode.outcome,
-                "images": _images_seen(episode.calls),
-            },
+    found = []
+    for episode in (episode for group in groups for episode in group.members):
+        # Names of the images that the first call was shown, and of those that any was, each once.
+        first, images = (
+            list(dict.fromkeys(image.file_name for call in calls for image in call.images)) or None
+            for calls in (episode.calls[:1], episode.calls)
         )
-        for group in groups
-        for episode in group.members
-    ]
-
-
-def _images_seen(calls: Sequence[Call]) -> list[str] | None:
-    """Names of the images that calls were shown, each once; None without any."""
-    return list(dict.fromkeys(image.file_name for call in calls for image in call.images)) or None
+        metrics = {name: float(value) for name, value in episode.metrics.items()}
+        sample = {"metrics": metrics, "error": episode.error, "outcome": episode.outcome, "images": images}
+        found.append(({"seed": episode.task.seed, "images": first}, sample))
+    return found
 
 
 class SampleRecorder:
-    """Writes blocks, a bounded number of samples a step.
-
-    Args:
-        log: where they go; None: nothing is recorded.
-        seen: called with step and rows of what is recorded.
-    """
+    """Writes blocks into ``log`` (None: nothing is recorded), a bounded number of samples a step; ``seen`` is called
+    with step and rows."""
 
     def __init__(
         self,
@@ -98,16 +80,12 @@ class SampleRecorder:
         settings: SampleLogConfig,
         seen: Callable[[int, list[dict[str, Any]]], None] | None = None,
     ) -> None:
-        self._log = log
-        self._seen = seen
-        self._settings = settings
+        self._log, self._settings, self._seen = log, settings, seen
         self._pieces: dict[int, str] = {}
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._shown: set[str] = set()
-        """Names of the images that the record has."""
+        self._shown: set[str] = set()  # names of the images that the record has
 
     def flush(self) -> None:
-        """Wait until everything is on disk."""
         if self._log is not None:
             self._log.flush()
 
@@ -138,9 +116,15 @@ class SampleRecorder:
             return
         self._tokenizer = tokenizer
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
-        rows = np.arange(len(batch))
-        if len(batch) > self._settings.max_samples_per_step:
-            rows = self._chosen(batch.batch["group_ids"].numpy())
+        rows, limit = np.arange(len(batch)), self._settings.max_samples_per_step
+        if len(batch) > limit:
+            # Whole groups, up to the limit; of a first group above it, its first rows.
+            group_ids = batch.batch["group_ids"].numpy()
+            # The second argsort gives each row its rank among the rows sorted by group.
+            rank = np.argsort(np.argsort(group_ids, kind="stable"), kind="stable")
+            last = {int(group): int(rank[group_ids == group].max()) for group in np.unique(group_ids)}
+            rows = np.flatnonzero([last[int(group)] < limit for group in group_ids])
+            rows = rows if len(rows) else np.flatnonzero(group_ids == group_ids.min())[:limit]
         columns = {name: batch.batch[name][rows].numpy() for name in _COLUMNS if name in batch.batch}
         if Output.ROUTES in batch.batch:
             last_layer = batch.batch[Output.ROUTES][:, :, -1]  # of all layers it would be a large copy
@@ -182,21 +166,8 @@ class SampleRecorder:
             empty: dict[str, list[Any]] = {name: [] for name in ("prompts", "samples", "ids", "pieces")}
             self._log.append({"step": step, "kind": "images", "time": time.time(), **empty, "images": fresh})
 
-    def _chosen(self, group_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of whole groups, up to the limit; of a first group above it, its first rows."""
-        limit = self._settings.max_samples_per_step
-        # The second argsort gives each row its rank among the rows sorted by group.
-        rank = np.argsort(np.argsort(group_ids, kind="stable"), kind="stable")
-        last = {int(group): int(rank[group_ids == group].max()) for group in np.unique(group_ids)}
-        whole = np.flatnonzero([last[int(group)] < limit for group in group_ids])
-        return whole if len(whole) else np.flatnonzero(group_ids == group_ids.min())[:limit]
-
     def texts(self, kind: str, step: int, table: SampleTable, part: str = "") -> None:
-        """Samples as text, without their tokens: those of a validation.
-
-        Args:
-            part: the name of the set.
-        """
+        """Samples as text, without their tokens: those of a validation, or of its set ``part``."""
         if self._log is None or not table:
             return
         block = _Block(step, kind, self._settings.max_tokens, self._piece)
@@ -221,31 +192,18 @@ class SampleRecorder:
             return
         self._tokenizer = tokenizer
         block = _Block(step, "train", self._settings.max_tokens, self._piece)
-        for row in rows[: self._settings.max_samples_per_step]:
-            response = row.input_ids[row.prompt_length :]
+        rows = rows[: self._settings.max_samples_per_step]
+        for row in rows:
+            ids, response = row.input_ids[: row.prompt_length], row.input_ids[row.prompt_length :]
             names = None if row.vision is None else list(row.vision.file_names)
-            prompt = {
-                "id": row.row_id,
-                "text": self._text(row.input_ids[: row.prompt_length]),
-                "tag": row.tag,
-                "images": names,
-            }
+            prompt = {"id": row.row_id, "text": self._text(ids), "tag": row.tag, "images": names}
             block.add(prompt, {"group": row.row_id, "response_tokens": len(response)}, response)
         self._append(block.finished())
-        self._show(step, [row.vision for row in rows[: self._settings.max_samples_per_step]])
+        self._show(step, [row.vision for row in rows])
 
-    def pairs(
-        self,
-        step: int,
-        rows: Sequence[JudgedRow],
-        batch: DataProto,
-        tokenizer: PreTrainedTokenizerBase,
-    ) -> None:
-        """The responses of a step, a group for each prompt: chosen and rejected, or with their scores.
-
-        Args:
-            batch: a row for each response, in the order of ``rows``; ``ref_log_probs`` where there is a reference.
-        """
+    def pairs(self, step: int, rows: Sequence[JudgedRow], batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
+        """The responses of a step, in the rows of ``batch``, a group for each prompt: chosen and rejected, or with
+        their scores."""
         if self._log is None:
             return
         self._tokenizer = tokenizer
@@ -285,42 +243,24 @@ class SampleRecorder:
 
 
 _COLUMNS = (
-    "input_ids",
-    "attention_mask",
-    "response_mask",
-    "rollout_log_probs",
-    "advantages",
-    "weight_versions",
-    "scores",
-    "response_level_rewards",
-    "turn_ids",
-    "turn_rewards",
-    "episode_ids",
-    "group_ids",
+    *("input_ids", "attention_mask", "response_mask", "rollout_log_probs", "advantages", "weight_versions"),
+    *("scores", "response_level_rewards", "turn_ids", "turn_rewards", "episode_ids", "group_ids"),
 )
 _OBJECTS = ("prompt_id", "domain", "tag", "finish_reason", "outcome", "role")
 
 
 class _Block:
-    """A block in progress."""
-
     def __init__(self, step: int, kind: str, max_tokens: int, piece: Callable[[int], str]) -> None:
         self._head = {"step": step, "kind": kind, "time": time.time()}
-        self._max_tokens = max_tokens
-        self._piece = piece
+        self._max_tokens, self._piece = max_tokens, piece
         self._prompts: list[dict[str, Any]] = []
         self._places: dict[tuple[str, str, str], int] = {}
         self._samples: list[dict[str, Any]] = []
         self._ids: list[NDArray[np.int64]] = []
-        self._read_back: dict[tuple[str, str], str | None] = {}
-        """By prompt, its decoded ids where they differ from its text."""
+        self._read_back: dict[tuple[str, str], str | None] = {}  # decoded ids of prompts that differ from their text
 
     def add(self, prompt: Mapping[str, Any], sample: Sample, ids: Sequence[int] | None = None) -> None:
-        """A sample; what is None in its prompt is left out.
-
-        Args:
-            ids: tokens after the prompt.
-        """
+        """A sample with its tokens after the prompt; what is None is left out."""
         key = (str(prompt.get("id", "")), str(prompt.get("text", "")), str(prompt.get("tag", "")))
         if key not in self._places:
             self._places[key] = len(self._prompts)
@@ -365,8 +305,7 @@ class _Rows:
 
     def __init__(self, columns: Mapping[str, NDArray[Any]], max_tokens: int) -> None:
         self._columns = columns
-        mask = columns["response_mask"]
-        self._mask = mask
+        self._mask = mask = columns["response_mask"]
         lengths = columns["attention_mask"].sum(-1)
         begins = np.where(mask.any(-1), mask.argmax(-1), lengths)
         self.begins, self.lengths = begins.tolist(), lengths.tolist()
@@ -432,7 +371,6 @@ class _Rows:
 
 
 def _scaled(values: NDArray[Any], scale: float) -> Any:
-    """Whole numbers as lists."""
     finite = np.nan_to_num(np.asarray(values, dtype=np.float64) * scale, nan=0.0, posinf=1e9, neginf=-1e9)
     return finite.round().astype(np.int64).tolist()
 
@@ -444,14 +382,10 @@ def _stretches(values: NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def _number(value: SupportsFloat | None) -> float | None:
-    """Round to six significant digits; None for None and for numbers that are not finite."""
-    if value is None:
-        return None
-    number = float(value)
+    """Six significant digits; None for what is not finite, which JSON has no form for."""
+    number = math.nan if value is None else float(value)
     return float(f"{number:.6g}") if math.isfinite(number) else None
 
 
 def _short(value: object) -> Any:
-    if value is None or isinstance(value, int | float | bool):
-        return value
-    return str(value)[:2000]
+    return value if value is None or isinstance(value, int | float | bool) else str(value)[:2000]

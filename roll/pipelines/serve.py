@@ -16,8 +16,9 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import BACKENDS, generation_strategies
-from roll.distributed import Cluster, ResourceManager, ray_runtime
+from roll.distributed import ResourceManager, ray_runtime
 from roll.pipelines.files import load_tokenizer
+from roll.pipelines.model_calls import start_cluster
 from roll.platforms import current_platform
 from roll.serving.chat import engine_section
 from roll.serving.server import HttpFront
@@ -26,8 +27,7 @@ from roll.workers import GENERATION_WORKER
 from roll.workers.generation import GenerationWorker
 
 POLL_SECONDS = 0.5
-MODEL_SAMPLES = 32
-"""Samples at a time of an engine that no file describes."""
+MODEL_SAMPLES = 32  # samples at a time of an engine that no file describes
 
 
 def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
@@ -55,21 +55,15 @@ class Served:
     """Engines to serve, and where they run."""
 
     role: WorkerConfig
-    model: str
-    """The model's path as written."""
+    model: str  # the model's path as written
     config: RunConfig
     log_dir: Path
-    shape: tuple[int, int] = (1, 1)
-    """Devices of a node, nodes."""
+    shape: tuple[int, int] = (1, 1)  # devices of a node, nodes
     running_requests: int = 128
 
 
 def of_file(loaded: LoadedConfig[Any], name: str) -> Served:
-    """The engines of a configuration's role.
-
-    Raises:
-        ConfigError: see :func:`served_role`.
-    """
+    """The engines of a configuration's role; ConfigError: see :func:`served_role`."""
     role, config, plan = replace(served_role(loaded, name), name=name), loaded.config, loaded.plan
     shape, running = (plan.num_devices_per_node, plan.num_nodes), loaded.pipeline.running_requests(config)
     return Served(role, str(plan.roles[name].model_path), config, plan.log_dir, shape, running)
@@ -109,9 +103,7 @@ def serve(served: Served, front: HttpFront) -> None:
         stack.enter_context(ray_runtime(*served.shape, config.system_envs, served.log_dir / "workers"))
         resources = ResourceManager(*served.shape)
         stack.callback(resources.close)
-        cluster = Cluster(
-            role.name, GENERATION_WORKER, resources, role, seed=config.seed, rpc_timeout=config.rpc_timeout
-        )
+        cluster = start_cluster(config, role.name, GENERATION_WORKER, resources, role)
         stack.callback(cluster.shutdown)
         cluster.call_all(GenerationWorker.initialize).result()
         front.open(cluster, load_tokenizer(role.model_args.model_name_or_path, role.model_args.trust_remote_code))

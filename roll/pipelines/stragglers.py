@@ -10,23 +10,18 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from roll.distributed import Cluster, RemoteError, Worker
 
 logger = logging.getLogger(__name__)
 
-SLOW = 2.0
-"""Times the median."""
-LEAST_SECONDS = 1.0
-"""Shortest phase that is compared: in shorter ones a busy host makes such differences now and then."""
-MOST_RANKS = 16
-"""Ranks of a role whose seconds are each a metric; of more, the median and the slowest."""
+SLOW = 2.0  # times the median
+LEAST_SECONDS = 1.0  # shortest phase that is compared: in shorter ones a busy host makes such differences now and then
+MOST_RANKS = 16  # ranks of a role whose seconds are each a metric; of more, the median and the slowest
 _ASK_SECONDS = 30.0
-
-Readings = Mapping[str, Sequence[float]]
-"""Seconds of every rank so far, by role."""
 
 
 def stragglers(seconds: Sequence[float]) -> list[int]:
@@ -35,16 +30,12 @@ def stragglers(seconds: Sequence[float]) -> list[int]:
     return [rank for rank, own in enumerate(seconds) if own >= max(SLOW * median, LEAST_SECONDS)]
 
 
+@dataclass
 class StragglerWatch:
-    """Measures the ranks of clusters that have several, in the phases that the caller chooses.
+    """Measures the ranks of clusters that have several, in the phases that the caller chooses; the list may grow."""
 
-    Args:
-        clusters: gives those to look at.
-    """
-
-    def __init__(self, clusters: Callable[[], Sequence[Cluster]]) -> None:
-        self._clusters = clusters
-        self._metrics: dict[str, float] = {}
+    clusters: Sequence[Cluster]
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -52,22 +43,23 @@ class StragglerWatch:
         before = self._read()
         yield
         after = self._read()
-        for cluster in self._clusters():
+        for cluster in self.clusters:
             role = cluster.name
+            # Of other numbers of ranks: one was lost during the phase.
             if len(before.get(role, ())) == len(after.get(role, ())) > 1:
                 self._note(name, cluster, [late - early for early, late in zip(before[role], after[role], strict=True)])
 
     def pop(self) -> dict[str, float]:
         """The metrics since the last call."""
-        metrics, self._metrics = self._metrics, {}
+        metrics, self.metrics = self.metrics, {}
         return metrics
 
     def _note(self, phase: str, cluster: Cluster, seconds: Sequence[float]) -> None:
         prefix = f"time/{phase}/{cluster.name}"
         if len(seconds) <= MOST_RANKS:
-            self._metrics |= {f"{prefix}/rank_{rank}": own for rank, own in enumerate(seconds)}
+            self.metrics |= {f"{prefix}/rank_{rank}": own for rank, own in enumerate(seconds)}
         median = statistics.median(seconds)
-        self._metrics |= {f"{prefix}/median": median, f"{prefix}/slowest": max(seconds)}
+        self.metrics |= {f"{prefix}/median": median, f"{prefix}/slowest": max(seconds)}
         for rank in stragglers(seconds):
             where = cluster.addresses[rank]
             logger.warning(
@@ -75,8 +67,9 @@ class StragglerWatch:
                 *(cluster.name, rank, where.pid, where.node_ip, seconds[rank], phase, len(seconds), median),
             )
 
-    def _read(self) -> Readings:
-        several = [cluster for cluster in self._clusters() if len(cluster.live_ranks) > 1]
+    def _read(self) -> Mapping[str, Sequence[float]]:
+        """Seconds of every rank so far, by role."""
+        several = [cluster for cluster in self.clusters if len(cluster.live_ranks) > 1]
         calls = [(one.name, one.call_all(Worker.effort_seconds).within(_ASK_SECONDS)) for one in several]
         readings = {}
         for name, call in calls:

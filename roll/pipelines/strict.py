@@ -35,6 +35,10 @@ class Certificate:
         self._path = plan.output_dir / CERTIFICATE
         self._older = 0
         trainer, engine = config.actor_train, config.actor_infer
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
+        name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+        # Which instructions torch uses decides the last bits, and with them whom the certificate is for.
+        processor = {"name": name, "instructions": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count()}
         self._facts: dict[str, Any] = {
             "compared": "the engine's log-prob of each sampled token with the trainer's in the first optimizer step of "
             "a batch, for tokens that were sampled with the weights of that step",
@@ -48,7 +52,7 @@ class Certificate:
             "dtype": trainer.model_args.dtype,
             "model": plan.roles["actor_train"].section.model_args.model_name_or_path,
             "versions": {name: version(name) for name in ("torch", "transformers")},
-            "processor": processor(),
+            "processor": processor,
         }
 
     def go_on(self) -> None:
@@ -59,14 +63,6 @@ class Certificate:
             return
         self._facts |= {name: before[name] for name in ("steps", "tokens", "tokens_of_older_weights")}
 
-    def mark(self, batch: DataProto, step: int) -> None:
-        """Add the column of tokens that can be compared: sampled with weights ``step``."""
-        tensors = batch.batch
-        # Asynchronous runs also train tokens of older weights, whose log-probs differ as they must.
-        same = tensors["response_mask"] & (tensors["weight_versions"] == step)
-        tensors[SAME_WEIGHTS] = same
-        self._older = int((tensors["response_mask"] & ~same).sum())
-
     def add(self, metrics: Metrics) -> None:
         """Count a step whose update has ended well."""
         self._facts["steps"] += 1
@@ -75,12 +71,18 @@ class Certificate:
         self._write()
 
     @contextmanager
-    def judging(self, loaded: LoadedConfig[Any], step: int) -> Iterator[None]:
-        """Turn the failure of a comparison into one that says in which operation the computations part.
+    def judging(self, loaded: LoadedConfig[Any], batch: DataProto, step: int) -> Iterator[None]:
+        """Have the update in the block compare what was sampled with weights ``step``; turn its failure into one that
+        says in which operation the computations part.
 
         Raises:
             LogProbsDiffer: of a token.
         """
+        tensors = batch.batch
+        # Asynchronous runs also train tokens of older weights, whose log-probs differ as they must.
+        same = tensors["response_mask"] & (tensors["weight_versions"] == step)
+        tensors[SAME_WEIGHTS] = same
+        self._older = int((tensors["response_mask"] & ~same).sum())
         try:
             yield
         except RuntimeError as error:
@@ -117,10 +119,3 @@ class Certificate:
         written.write_text(json.dumps(self._facts, indent=1) + "\n")
         # Atomic: a run that is killed while it writes leaves the last whole certificate.
         os.replace(written, self._path)
-
-
-def processor() -> dict[str, Any]:
-    """Name of this host's processor, and the instructions that torch uses of it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
-    return {"name": name, "instructions": torch.backends.cpu.get_cpu_capability(), "cores": os.cpu_count()}

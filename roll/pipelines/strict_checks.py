@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
@@ -30,8 +30,14 @@ def check_strict(config: PolicyRunConfig, checks: Checks) -> None:
         if role.model_args.attn_implementation not in (None, "auto"):
             checks.note(f"{name}.model_args.attn_implementation", f"has no effect with {KEY}: true")
         path = role.model_args.model_name_or_path or config.pretrain
-        model = model_config(path)
-        kinds = [] if model is None else _unlike_plain_attention(model)
+        model = model_config(path) or {}
+        text = model.get("text_config") or model
+        # Layers that are computed by other operations than plain attention, in words.
+        layers = set(text.get("layer_types") or ()) - {"full_attention"}
+        if text.get("layer_types") is None and text.get("sliding_window") and text.get("use_sliding_window", True):
+            layers = {"sliding_attention"}
+        kinds = list(needed(model)) if model else []
+        kinds += [f"layers of type {kind}" for kind in sorted(layers)]
         if kinds:
             rule = f"must be a model of text whose layers are full attention and dense; this one has {kinds[0]} ({KEY})"
             key = f"{name}.model_args.model_name_or_path" if role.model_args.model_name_or_path else "pretrain"
@@ -88,21 +94,9 @@ def _changed_distributions(config: PolicyRunConfig) -> Iterator[tuple[str, Any, 
             yield f"actor_infer.generating_args.{name}", value, "changes the distribution that is sampled from", works
 
 
-def _unlike_plain_attention(model: Mapping[str, Any]) -> list[str]:
-    """Parts of a model that are computed by other operations, in words."""
-    text = model.get("text_config") or model
-    kinds = set(text.get("layer_types") or ()) - {"full_attention"}
-    if text.get("layer_types") is None and text.get("sliding_window") and text.get("use_sliding_window", True):
-        kinds = {"sliding_attention"}
-    return [*needed(model), *(f"layers of type {kind}" for kind in sorted(kinds))]
-
-
 def check_strict_host(loaded: LoadedConfig[Any]) -> None:
-    """Try the mode with a small copy of the model.
-
-    Raises:
-        ConfigError: devices other than a CPU, or a family whose log-probs are not equal.
-    """
+    """Try the mode with a small copy of the model; ConfigError: devices other than a CPU, or log-probs that are not
+    equal."""
     config = loaded.config
     if not config.strict_on_policy:
         return

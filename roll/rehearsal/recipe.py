@@ -1,7 +1,7 @@
 """A whole recipe: which role does what in which phase of a step, what is on a device meanwhile, and how long it takes.
 
 Who is moved off a device between phases is decided by the class that does it in a run
-(:class:`roll.pipelines.run_context.Residency`), on clusters that only record the calls.
+(:class:`roll.pipelines.model_calls.Residency`), on clusters that only record the calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll.config.strategies.registry import backend_of, generation_strategies
 from roll.datasets import DataError, PromptRow, SftRow
 from roll.models.build import DTYPES
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
+from roll.pipelines.model_calls import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.rehearsal.catalog import GIB, KNOWN, RUN_BYTES, WORKER_BYTES, Hardware, find_config
 from roll.rehearsal.formulas import EngineUse, ModelShape, engine_use, fused_bytes, generation_time, model_shape
 from roll.rehearsal.host import generation_seconds

@@ -64,7 +64,7 @@ def sync_options(run: RunConfig, keys: WeightSyncConfig, engines: GenerationWork
 
 
 class SendingWorker(Protocol):
-    """A trainer's worker (:class:`roll.workers.training.TrainWorker`)."""
+    """A trainer's worker (:class:`roll.workers.model.TrainWorker`)."""
 
     def send_weights(
         self, engines: dict[int, Any], version: int, base_version: int | None, options: SyncOptions

@@ -6,7 +6,7 @@ Modules are imported inside the workers' processes, by dotted path; nothing heav
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.registry import scoring_strategies
 
-TRAIN_WORKER = "roll.workers.training.TrainWorker"
+TRAIN_WORKER = "roll.workers.model.TrainWorker"
 SCORING_WORKER = "roll.workers.model.ScoringWorker"
 REFERENCE_WORKER = "roll.workers.model.ModelWorker"
 GENERATION_WORKER = "roll.workers.generation.GenerationWorker"
@@ -21,5 +21,4 @@ def only_scores(section: WorkerConfig) -> bool:
 
 
 def frozen_worker(section: WorkerConfig) -> str:
-    """The worker class of a role that never learns."""
     return SCORING_WORKER if only_scores(section) else REFERENCE_WORKER

@@ -36,12 +36,10 @@ class GenerationWorker(Worker):
     """Runs one engine. Each :meth:`advance` call is a turn; the driver keeps one turn in flight per busy engine."""
 
     engine: GenerationStrategy
-    _prompt_counts = (0, 0)
-    """The engine's counts at the last report."""
+    _prompt_counts = (0, 0)  # the engine's counts at the last report
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
-        """Load model and tokenizer."""
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -60,7 +58,7 @@ class GenerationWorker(Worker):
 
     def advance(self, command: EngineCommand) -> EngineReport:
         """Take the turn that ``command`` describes; groups are reported when their last sample is done."""
-        recalled, refused = self._accept(command)
+        recalled, refused = self._accept(command)  # outside of the time that counts as busy
         begin = time.perf_counter()
         complete: list[_Complete] = []
         while command.work and self._quarantine.has_work:
@@ -92,11 +90,8 @@ class GenerationWorker(Worker):
         )
 
     def _step(self, report_failures: bool, refused: dict[str, str]) -> list[GenerationOutput]:
-        """One step of the engine; requests that fail by themselves go to ``refused``, by id with the reason.
-
-        Raises:
-            RuntimeError: a request has failed, and the command does not set ``report_refusals``.
-        """
+        """One step of the engine; requests that fail by themselves go to ``refused``, by id with the reason, or are
+        raised where the command does not set ``report_refusals``."""
         failed: dict[str, str] = {}
         outputs = self._quarantine.step(failed) if report_failures else self.engine.step()
         failed |= self.engine.take_failures()
@@ -118,7 +113,6 @@ class GenerationWorker(Worker):
         return begun
 
     def _accept(self, command: EngineCommand) -> tuple[list[GenerationRequest], dict[str, str]]:
-        """Do what the command says; the requests that it recalls, and by id why the engine refuses others."""
         if command.abort:
             self.engine.abort(command.abort)
             for request_id in command.abort:
@@ -136,9 +130,20 @@ class GenerationWorker(Worker):
             else:
                 self._quarantine.drop(request_id)
                 recalled.append(waiting)
-        refused = self._refused(command.add) if command.report_refusals else {}
+        refused: dict[str, str] = {}
         if command.add and not command.report_refusals:
             self.engine.add_requests(command.add)
+        for request in command.add if command.report_refusals else ():
+            if self._quarantine.is_open:
+                # In the engine beside a suspect it would become a suspect itself when a step raises.
+                self._quarantine.newcomers.append(request)
+                continue
+            try:
+                self.engine.add_requests([request])
+            except ValueError as error:
+                refused[request.request_id] = str(error)
+            except Exception as error:  # of the engine's own, about this request
+                refused[request.request_id] = f"{type(error).__name__}: {error}"
         for request in command.add:
             if request.request_id not in refused:
                 self._open[request.request_id] = request
@@ -146,25 +151,10 @@ class GenerationWorker(Worker):
                 self._finished[request.request_id] = list(request.finished)
         return recalled, refused
 
-    def _refused(self, requests: Sequence[GenerationRequest]) -> dict[str, str]:
-        """Add requests one by one; by id, why the engine does not take one."""
-        errors = {}
-        for request in requests:
-            if self._quarantine.is_open:
-                # In the engine beside a suspect it would become a suspect itself when a step raises.
-                self._quarantine.add(request)
-                continue
-            try:
-                self.engine.add_requests([request])
-            except ValueError as error:
-                errors[request.request_id] = str(error)
-            except Exception as error:  # of the engine's own, about this request
-                errors[request.request_id] = f"{type(error).__name__}: {error}"
-        return errors
-
     def _pack(self, complete: list[_Complete]) -> list[FinishedGroup]:
         if not complete:
             return []
+        # All texts at once: the tokenizer decodes a list faster than its parts.
         token_ids = [sample.token_ids for _, samples in complete for sample in samples]
         texts = iter(decode_responses(self.tokenizer, token_ids))
         return [
@@ -199,7 +189,6 @@ class GenerationWorker(Worker):
         self.engine.wake(weights_only)
 
     def close(self) -> None:
-        """Free the engine when the cluster shuts down."""
         if hasattr(self, "engine"):
             self.receiver.close()
             self.engine.shutdown()
@@ -217,53 +206,39 @@ class Quarantine:
     """
 
     def __init__(
-        self,
-        engine: GenerationStrategy,
-        begun: Callable[[Sequence[GenerationOutput]], list[GenerationRequest]],
+        self, engine: GenerationStrategy, begun: Callable[[Sequence[GenerationOutput]], list[GenerationRequest]]
     ) -> None:
-        self._engine = engine
-        self._begun = begun
+        self._engine, self._begun = engine, begun
         self._suspects: deque[list[GenerationRequest]] = deque()
-        self._newcomers: list[GenerationRequest] = []
+        self.newcomers: list[GenerationRequest] = []  # new requests, which wait until no suspect is left
         self._tries_suspects = False
 
     @property
     def has_work(self) -> bool:
-        return bool(self._engine.num_unfinished or self._suspects or self._newcomers)
+        return bool(self._engine.num_unfinished or self._suspects or self.newcomers)
 
     @property
     def is_open(self) -> bool:
         """True while suspects are being tried: new requests wait then."""
         return bool(self._suspects) or (self._tries_suspects and self._engine.num_unfinished > 0)
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a new request until no suspect is left."""
-        self._newcomers.append(request)
-
     def drop(self, request_id: str) -> None:
-        """Remove a waiting request."""
-        self._suspects = deque(
-            kept for group in self._suspects if (kept := [r for r in group if r.request_id != request_id])
-        )
-        self._newcomers = [request for request in self._newcomers if request.request_id != request_id]
+        groups = ([one for one in group if one.request_id != request_id] for group in self._suspects)
+        self._suspects = deque(group for group in groups if group)
+        self.newcomers = [request for request in self.newcomers if request.request_id != request_id]
 
     def waiting(self, request_id: str) -> GenerationRequest | None:
         """A request that the engine does not have at the moment."""
-        return next(
-            (r for group in (*self._suspects, self._newcomers) for r in group if r.request_id == request_id), None
-        )
+        everyone = (one for group in (*self._suspects, self.newcomers) for one in group)
+        return next((one for one in everyone if one.request_id == request_id), None)
 
     def step(self, failed: dict[str, str]) -> list[GenerationOutput]:
-        """One step of the engine.
-
-        Args:
-            failed: takes the requests that have failed by themselves, by id, and why.
-        """
+        """One step of the engine; ``failed`` takes the requests that have failed by themselves, by id, and why."""
         if not self._engine.num_unfinished:
             self._tries_suspects = bool(self._suspects)
-            group = self._suspects.popleft() if self._suspects else self._newcomers
-            if group is self._newcomers:
-                self._newcomers = []
+            group = self._suspects.popleft() if self._suspects else self.newcomers
+            if group is self.newcomers:
+                self.newcomers = []
             for request in group:
                 try:
                     self._engine.add_requests([request])

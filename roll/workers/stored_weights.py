@@ -53,7 +53,7 @@ class StoredWeightsWorker(Worker):
     def send_weights(
         self, engines: dict[int, Any], version: int, base_version: int | None, options: SyncOptions
     ) -> SyncReport | LostEngines:
-        """Like :meth:`roll.workers.training.TrainWorker.send_weights`."""
+        """Like :meth:`roll.workers.model.TrainWorker.send_weights`."""
         if self._sender is None:
             transport = build_transport(options.transport, options.directory, "gloo", self.context.master_addr)
             self._sender = WeightSender(transport, options.bucket_bytes)
@@ -64,12 +64,8 @@ class StoredWeightsWorker(Worker):
 
 @torch.no_grad()
 def read_weights(arguments: ModelArguments, checkpoint: Path | None) -> dict[str, Tensor]:
-    """Tensors of a model as they travel to engines, in the compute type; tied ones once.
-
-    Args:
-        arguments: ``model_args`` of the model's folder, without adapters.
-        checkpoint: see :meth:`StoredWeightsWorker.open`.
-    """
+    """Tensors of a model (``arguments`` without adapters) as they travel to engines, in the compute type; tied ones
+    once."""
     dtype = DTYPES[arguments.dtype]
     # With a checkpoint in float32: adapters are merged before anything is rounded.
     model = build_model(arguments, "causal_lm", dtype=dtype if checkpoint is None else torch.float32)

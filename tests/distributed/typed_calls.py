@@ -11,8 +11,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.rollout.groups import EngineCommand, EngineReport
 from roll.workers.generation import GenerationWorker
-from roll.workers.model import ModelWorker
-from roll.workers.training import TrainWorker
+from roll.workers.model import ModelWorker, TrainWorker
 
 
 def right(cluster: Cluster, batch: DataProto, command: EngineCommand) -> None:

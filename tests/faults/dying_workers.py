@@ -21,8 +21,7 @@ from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.weight_sync.encoding import BucketHeader
 from roll.workers.generation import GenerationWorker
-from roll.workers.model import ModelWorker
-from roll.workers.training import TrainWorker
+from roll.workers.model import ModelWorker, TrainWorker
 from tests.pipelines.agentic_environments import Letters
 
 DEATHS_ENV = "DEATHS"

@@ -20,7 +20,7 @@ from roll.methods.sft import SftLoss
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, to_floats
 from roll.strategies.base import Output, TensorBatch
-from roll.workers.training import TrainWorker, loss_columns
+from roll.workers.model import TrainWorker, loss_columns
 from tests.pipelines.in_process import worker_on
 from tests.support.keys import loss_options
 

@@ -18,7 +18,7 @@ from roll.protocol.metrics import Metrics
 from roll.rollout.groups import EngineCommand, EngineReport
 from roll.weight_sync.encoding import BucketHeader, ChecksumKind, UpdateStart
 from roll.workers.generation import GenerationWorker
-from roll.workers.training import TrainWorker
+from roll.workers.model import TrainWorker
 
 logger = logging.getLogger(__name__)
 
@@ -61,27 +61,13 @@ class FaultyEngine(GenerationWorker):
         self.fault = fault
 
     def spoilt(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        norms = [name for name in tensors if "layers.0." in name and name.endswith("layernorm.weight")]
-        if self.fault == "corrupt" and norms:
-            tensors[norms[0]] = tensors[norms[0]].clone()
-            tensors[norms[0]][3] += 1e-6
-        elif self.fault == "drop" and norms:
-            del tensors[norms[0]]
-        elif self.fault == "swap" and len(norms) > 1:
-            tensors[norms[0]], tensors[norms[1]] = tensors[norms[1]], tensors[norms[0]]
-        elif self.fault == "raise":
+        if self.fault == "raise":
             raise RuntimeError("the engine has no room for this")
         elif self.fault == "die":
             os._exit(1)
         elif self.fault == "hang":
             wait_for_ever()
         return tensors
-
-
-class CorruptingEngine(FaultyEngine):
-    """Changes one element of one tensor at every update."""
-
-    fault = "corrupt"
 
 
 class EngineDyingInUpdate(GenerationWorker):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from roll.pipelines import rows
-from roll.pipelines.run_context import Residency
+from roll.pipelines.model_calls import Residency
 from roll.pipelines.sample_records import SampleRecorder
 from roll.protocol import DataProto
 from roll.strategies.base import Output, TensorBatch

@@ -41,9 +41,7 @@ def test_every_prompt_is_trained_on_once_and_none_too_late(ahead: FinishedRun) -
     assert len(set.union(*trained)) == PROMPTS * STEPS
     assert sum(ahead.values("scheduler/collect_query_count")) == PROMPTS * STEPS, "the last step runs ahead of nothing"
     assert ahead.values("scheduler/collect_query_count")[0] == 2 * PROMPTS
-    assert (
-        ahead.values("scheduler/generating_query_count")[-1] == ahead.values("scheduler/waiting_query_count")[-1] == 0
-    )
+    assert all(ahead.values(f"scheduler/{name}_query_count")[-1] == 0 for name in ("generating", "waiting"))
     assert sum(ahead.values("scheduler/stale_query_count")) == 0
     assert ahead.values("scheduler/version_lag/max") == [0, 1, 1, 1]
 

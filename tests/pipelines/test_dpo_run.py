@@ -113,7 +113,7 @@ def test_a_run_is_a_plain_loop(whole: FinishedRun, world: TinyWorld) -> None:
 LAYOUTS = supervised_layouts("actor_train") | {
     "Megatron, two tensor ranks": supervised_layout(
         "actor_train", "megatron_train", {"tensor_model_parallel_size": 2}, 2, 4
-    ),
+    )
 }
 
 

@@ -134,18 +134,6 @@ def close(found: tuple[float, torch.Tensor], expected: tuple[float, torch.Tensor
     return abs(found[0] - expected[0]) < 2e-6 and float((found[1] - expected[1]).abs().max()) < 2e-6 * max(scale, 1.0)
 
 
-@pytest.mark.parametrize("ratio_type", ["token", "segment"])
-def test_the_loss_of_a_scripted_episode_of_two_turns(ratio_type: Any) -> None:
-    """Two turns with an observation between them, against another episode of one turn."""
-    first = make_episode(said([3, 4, 5], [6, 7], reward=0.25), said([8, 9], [10, 11, 12], parent=0, reward=1.0))
-    groups = near_policy([EpisodeGroup(0, Task("env", 1), [first, make_episode(said([3, 4, 5], [13]))])])
-    config = settings(ratio_type=ratio_type, loss_agg_mode="seq-mean-token-mean")
-    batch = learned(groups, "trajectory", config)
-    assert len(batch) == 2 and batch.batch["response_mask"][0].int().tolist() == [0, 0, 0, 1, 1, 0, 0, 1, 1, 1]
-    found = update(batch, config)
-    assert abs(found[0]) > 1e-3 and close(found, reference(groups, config))
-
-
 @pytest.mark.parametrize(("mode", "ratio_type"), [*((mode, "token") for mode in MODES), (MODES[1], "segment")])
 def test_trees_and_steps_have_the_gradient_of_their_calls(
     trees: list[EpisodeGroup], mode: str, ratio_type: Any

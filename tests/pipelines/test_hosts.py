@@ -17,15 +17,7 @@ import pytest
 from tests.distributed.hosts import TOKEN, Host, hosts, missing
 from tests.pipelines.conftest import Run
 from tests.support.subprocess_runs import ROOT
-from tests.support.tiny_runs import (
-    HERE,
-    FinishedRun,
-    TinyWorld,
-    load_changed,
-    rlvr_settings,
-    training_args,
-    untimed,
-)
+from tests.support.tiny_runs import HERE, FinishedRun, TinyWorld, load_changed, rlvr_settings, training_args, untimed
 
 LOOPBACK = ("127.0.0.1", "[::1]", "[::ffff:127.0.0.1]")
 REASON = missing()

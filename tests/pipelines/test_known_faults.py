@@ -33,8 +33,7 @@ from roll.pipelines.rlvr.definition import OPDConfig
 from roll.pipelines.rows import RowsPipeline
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
-from roll.workers.model import ModelWorker
-from roll.workers.training import TrainWorker
+from roll.workers.model import ModelWorker, TrainWorker
 from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer
 from tests.config.good import GONE, changed, load
@@ -298,13 +297,10 @@ def test_distill_09_a_prompt_searched_in_the_tokens_of_its_answer(
     pipeline = distill(**{"student.data_args": {"file_name": str(file)}})
     assert pipeline.context.recorded()["data/dropped_rows"] == 1
     columns = demonstration_batch(list(pipeline.training), pipeline.pad_token_id).batch
-    learned = [pipeline.tokenizer.decode(ids[mask]) for ids, mask in zip(*columns_of(columns), strict=True)]
+    sides = zip(columns["input_ids"], columns["response_mask"], strict=True)
+    learned = [pipeline.tokenizer.decode(ids[mask]) for ids, mask in sides]
     end = pipeline.tokenizer.eos_token
     assert learned == [f"{question}{end}", f"{question} 12{end}"]
-
-
-def columns_of(columns: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return columns["input_ids"], columns["response_mask"]
 
 
 def test_distill_10_a_call_for_every_tensor_and_prints_every_step(

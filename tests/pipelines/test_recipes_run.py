@@ -13,7 +13,6 @@ import pytest
 
 from roll.config.loader import load_config
 from roll.pipelines.rlvr.pipeline import RLVRPipeline
-from roll.protocol.metrics import merge_metrics, to_floats
 from tests.config.good import changed, load
 from tests.config.test_preflight import ALL_KINDS
 from tests.support.tiny_runs import GENERATING, HERE, TinyWorld
@@ -94,9 +93,7 @@ def one_step(pipeline: RLVRPipeline, step: int) -> dict[str, float]:
     pipeline.add_model_columns(batch)
     pipeline.context.record(pipeline.method.credit(batch))
     pipeline.learn(batch, step)
-    metrics = to_floats(merge_metrics(pipeline.context._recorded))
-    pipeline.context._recorded = []
-    return metrics
+    return pipeline.context.recorded()
 
 
 def test_the_engines_log_probs_stand_in_for_old_ones(started: RLVRPipeline, world: TinyWorld, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from roll.config.roles import GenerationWorkerConfig
+from roll.pipelines.model_calls import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.rows import RowsPipeline
-from roll.pipelines.run_context import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.strategies.base import StateKind
 from tests.pipelines.conftest import Run
 from tests.support.tiny_runs import TinyWorld, dpo_settings, load_changed, role, training_args, untimed

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
+from roll.checkpoint.store import ObjectStore
+from roll.distributed.guard import kill_tree
 from tests.pipelines.conftest import Run
+from tests.support.checkpoints import bucket  # noqa: F401  the fixture
 from tests.support.subprocess_runs import Start
 from tests.support.tiny_runs import (
     GRPO_STEPS,
     HERE,
     FinishedRun,
     TinyWorld,
+    constant_rate,
     grpo_changes,
     load_changed,
     rlvr_settings,
@@ -107,3 +112,40 @@ def test_sft(run: Run, world: TinyWorld) -> None:
     assert weights(resumed) == weights(whole)
     losses = whole.values("sft_train/loss")
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["file", "bucket"])
+def test_a_run_whose_folder_is_gone_goes_on_from_the_store(
+    request: pytest.FixtureRequest, start: Start, run: Run, world: TinyWorld, tmp_path: Path, kind: str
+) -> None:
+    """Killed after a checkpoint has been copied; nothing of its machine is left but the configuration."""
+    url, options = (f"file://{tmp_path}/store", {}) if kind == "file" else request.getfixturevalue(kind)
+    saved_model = constant_rate(training_args(8, 2)) | {"save_hf_model": True}
+    plain = {"max_steps": 5, "save_steps": 2, "eval_steps": 0, "actor_train.training_args": saved_model}
+    whole = run(plain, output=tmp_path / "whole")
+    stored = plain | {
+        "resume_from_checkpoint": True,
+        "checkpoint_config": {"output_dir": url, "storage_options": options, "keep_local_file": False},
+    }
+    slow = {"max_steps": 100, "rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share"}
+    killed, store = tmp_path / "killed", ObjectStore(url, options)
+    load_changed(rlvr_settings(world, killed), stored | slow)
+    driver = start(killed / "input" / "config.yaml", killed)
+    driver.wait_for(lambda: "checkpoint-2" in store.names())
+    kill_tree(driver.process.pid)
+    driver.process.communicate(timeout=60)
+    shutil.rmtree(killed)
+    # Which checkpoints the store holds by now depends on when the signal came.
+    newest = max(int(name.removeprefix("checkpoint-")) for name in store.names())
+
+    elsewhere = tmp_path / "elsewhere"
+    resumed = run(stored | {"resume_from_checkpoint": f"{url}/checkpoint-2"}, output=elsewhere)
+    assert [row["step"] for row in resumed.steps] == [2, 3, 4]
+    assert list(map(untimed, resumed.steps)) == [untimed(row) for row in whole.steps if row["step"] >= 2]
+    model = Path("model") / "model.safetensors"
+    assert (elsewhere / model).read_bytes() == (whole.output / model).read_bytes()
+    log = (elsewhere / "logs" / "run.log").read_text()
+    assert f"continuing from {elsewhere / 'checkpoints' / 'checkpoint-2'}" in log
+    assert {"checkpoint-2", "checkpoint-4"} <= set(store.names())
+    assert newest == 2 or f"superseded-checkpoint-{newest}" in store.names()

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2ForSequenceClassification,
+)
 
 from tests.pipelines.conftest import Run
+from tests.pipelines.test_rm_run import chat_score
 from tests.support.tiny_runs import HERE, TinyWorld, role
 
 pytestmark = pytest.mark.e2e
@@ -17,9 +26,6 @@ pytestmark = pytest.mark.e2e
 @pytest.fixture(scope="module")
 def reward_model(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model with the policy's tokenizer."""
-    import torch
-    from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
-
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("reward_model")
     tokenizer = AutoTokenizer.from_pretrained(world.model)
@@ -53,44 +59,23 @@ def test_scores_are_those_of_the_model_alone(run: Run, world: TinyWorld, reward_
     for line in (*world.train.open(), *world.validation.open()):
         row = json.loads(line)
         questions[row["id"]] = row["messages"]
-    wanted = Scorer(reward_model)
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    model_alone = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32).eval()
     domains = set()
     for row in finished.steps:
         samples = [json.loads(line) for line in (tmp_path / f"rollouts/train-{row['step']:06d}.jsonl").open()]
         raw = []
         for sample in samples:
             domains.add(sample["domain"])
-            score = wanted(questions[sample["prompt_id"].partition("@")[0]], sample["response"])
+            (question,) = questions[sample["prompt_id"].partition("@")[0]]
+            with torch.no_grad():
+                score = float(chat_score(model_alone, tokenizer, question["content"], sample["response"]))
             raw.append(score)
             digits = sum(map(str.isdigit, sample["response"])) / max(len(sample["response"]), 1)
-            expected = wanted.tanh(score) if sample["domain"] == "preference" else 0.5 * score + digits
+            expected = math.tanh(score) if sample["domain"] == "preference" else 0.5 * score + digits
             assert sample["score"] == pytest.approx(expected, abs=1e-4)
         of = [score for score, sample in zip(raw, samples, strict=True) if sample["domain"] == "both"]
         if of:
             assert row["reward/both/reward_model/raw"] == pytest.approx(sum(of) / len(of), abs=1e-4)
             assert row["reward/both/reward_model/error_rate"] == 0.0
     assert domains == {"preference", "both"}
-
-
-class Scorer:
-    """transformers alone, one conversation at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForSequenceClassification.from_pretrained(folder).float().eval()
-
-    def __call__(self, messages: list[dict[str, str]], response: str) -> float:
-        import torch
-
-        answer = [*messages, {"role": "assistant", "content": response}]
-        text = self._tokenizer.apply_chat_template(answer, tokenize=False)
-        tokens = self._tokenizer(text, return_tensors="pt", add_special_tokens=False)
-        with torch.no_grad():
-            return float(self._model(**tokens).logits[0, 0])
-
-    def tanh(self, value: float) -> float:
-        import math
-
-        return math.tanh(value)

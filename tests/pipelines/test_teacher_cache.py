@@ -13,14 +13,7 @@ from safetensors.torch import save_file
 
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import ModelArguments
-from roll.methods.distill import (
-    RowTargets,
-    TeacherCache,
-    columns_from,
-    row_key,
-    rows_of,
-    weights_identity,
-)
+from roll.methods.distill import RowTargets, TeacherCache, columns_from, row_key, rows_of, weights_identity
 
 MADE_WITH = {"teacher": "big", "logits_topk": 3}
 

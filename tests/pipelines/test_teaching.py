@@ -16,14 +16,7 @@ from roll.config.roles import DataArguments, WorkerConfig
 from roll.datasets.templates import TemplateChoice
 from roll.datasets.types import PromptRow
 from roll.methods.base import Ask
-from roll.methods.opd import (
-    OPD,
-    PROMPT_LENGTHS,
-    TEACHER_PROMPTS,
-    TeacherPrompts,
-    is_off_policy,
-    with_teacher_prompts,
-)
+from roll.methods.opd import OPD, PROMPT_LENGTHS, TEACHER_PROMPTS, TeacherPrompts, is_off_policy, with_teacher_prompts
 from roll.methods.opd_keys import TeacherConfig, teacher_role
 from roll.methods.policy import PolicyMethod
 from roll.pipelines.model_calls import answers

@@ -19,8 +19,7 @@ from roll.protocol import DataProto
 from roll.protocol.images import EncodedImage, ImageError
 from roll.protocol.metrics import RankInfo
 from roll.protocol.vision import IMAGES, VisionInputs
-from roll.workers.model import columns_of
-from roll.workers.training import equal_parts
+from roll.workers.model import columns_of, equal_parts
 from tests.protocol.batches import num_bytes, send
 from tests.strategies import vision_cases
 

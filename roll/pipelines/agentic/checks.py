@@ -91,10 +91,9 @@ def check_tags(key: str, section: EnvManagerConfig, config: AgenticConfig, check
         checks.missing(f"{key}.tags", rule, f"[{known[0]}]" if known else "[lake]")
     for tag in section.tags:
         if tag not in config.custom_envs:
-            near = closest(tag, known)
             there = f"there are {', '.join(known)}" if known else "it is empty"
-            rule = f"{tag} is not among custom_envs: {there}"
-            checks.add(f"{key}.tags", section.tags, rule, f"[{near or (known[0] if known else 'lake')}]")
+            near = closest(tag, known) or (known[0] if known else "lake")
+            checks.add(f"{key}.tags", section.tags, f"{tag} is not among custom_envs: {there}", f"[{near}]")
     doubles = sorted({tag for tag in section.tags if section.tags.count(tag) > 1})
     if doubles:
         checks.add(f"{key}.tags", section.tags, f"names {', '.join(doubles)} twice; num_groups_partition gives shares")
@@ -127,11 +126,8 @@ def training_entries(config: AgenticConfig, checks: Checks) -> list[EntryPlan]:
 
 
 def check_lengths(config: AgenticConfig, options: dict[str, StrategyConfig], model: str | None, checks: Checks) -> None:
-    """A response leaves room for its prompt, and engines and ``model`` have positions for the longest conversation.
-
-    Args:
-        options: options of the engines by role, as :func:`check_roles` returns them.
-    """
+    """A response leaves room for its prompt, and engines (``options`` of :func:`check_roles`) and ``model`` have
+    positions for the longest conversation."""
     if checks.broken("sequence_length", "custom_envs", "train_env_manager", "val_env_manager"):
         return
     most = training_sampling(config, checks.written).max_new_tokens
@@ -197,9 +193,7 @@ def check_judge(config: AgenticConfig, checks: Checks) -> None:
         return
     kind = config.reward.model_args.model_type
     if kind is not None:
-        rule = (
-            "must be left out: a judge says what it thinks in words; http_reward asks a classifier that a service runs"
-        )
+        rule = "must be left out: a judge says what it thinks in words; http_reward asks a classifier of a service"
         checks.add(f"{REWARD}.model_args.model_type", kind, rule, "~")
     if generates_otherwise(config.reward):
         checks.note(f"{REWARD}.generating_args", f"has no effect: they are options of {LLM_JUDGE} (reward_kwargs)")

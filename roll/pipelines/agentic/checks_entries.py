@@ -10,6 +10,7 @@ from roll.config.reading.errors import closest
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
 from roll.pipelines.agentic.plan import MANAGERS, agent_of, played_as, used_entries
 
+# Names that `agent_template` may use, by context.
 TEMPLATE_FIELDS = {
     "append": ("observation", "turn_idx", "suffix", "actions_left", "max_response_length"),
     "observation": (
@@ -17,9 +18,9 @@ TEMPLATE_FIELDS = {
         *("observation", "max_response_length", "actions_left"),
     ),
 }
-"""Names that ``agent_template`` may use, by context."""
 TEMPLATE_FIELDS["last"] = TEMPLATE_FIELDS["own"] = TEMPLATE_FIELDS["response"] = TEMPLATE_FIELDS["append"]
 
+# Environments of ROLL's files that need something that is not part of this package.
 EXTERNAL_ENVIRONMENTS = {
     "webshop": "its shop and search index are a package of their own",
     "sokoban_mcp": "its game runs on an MCP server of its own",
@@ -32,14 +33,13 @@ EXTERNAL_ENVIRONMENTS = {
     "atropos_env": "it needs an Atropos server",
     "roll_code": "its test cases have a form of their own",
 }
-"""Environments of ROLL's files that need something that is not part of this package."""
+# Keys of `config` that are read with it, each with what decides instead; empty: it has an effect.
 PROXY_OPTIONS = {
     "trajectory_mode": "",
     "enable_fork": "every branch is trained, each sampled token once",
     "enable_thinking": "actor_train.data_args.template and chat_template_kwargs decide",
     "tool_call_parser": "tool_format decides",
 }
-"""Keys of ``config`` that are read with it, each with what decides instead; empty: it has an effect."""
 
 
 def check_entries(config: AgenticConfig, checks: Checks) -> None:
@@ -144,7 +144,6 @@ def check_agent_keys(key: str, agent: str, section: CustomEnvConfig, checks: Che
 
 
 def check_tool_wrapper(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """Tools are around an environment, and there is one."""
     wrapper, path = section.tool_wrapper, f"{key}.tool_wrapper"
     if wrapper is None:
         return
@@ -159,11 +158,9 @@ def check_tool_wrapper(key: str, section: CustomEnvConfig, checks: Checks) -> No
 
 
 def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """The texts of a turn use the names that its context has."""
-    if agent_of(section)[0] is not None:
-        return
-    context, whole = played_as(section).context, section.agent_template is not None
-    for name in ("agent_template", "pre_step_template", "next_step_template"):
+    (context, _), whole = played_as(section), section.agent_template is not None
+    names = ("agent_template", "pre_step_template", "next_step_template")
+    for name in names if agent_of(section)[0] is None else ():
         path, text = f"{key}.{name}", getattr(section, name)
         if text is None:
             continue

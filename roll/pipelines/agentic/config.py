@@ -17,8 +17,7 @@ from roll.methods.policy_plan import PolicyConfig
 NORMALIZATIONS = ("identity", "mean", "mean_std", "asym_clip")
 GROUPINGS = ("batch", "tags", "traj_group_id")
 TOOL_IDS = ("python_code", "search", "mcp")
-Samples = Literal["trajectory", "step"]
-"""A row of the batch: a whole conversation, or one model call with its prompt."""
+Samples = Literal["trajectory", "step"]  # a row of the batch: a whole conversation, or one model call with its prompt
 
 
 @dataclass(frozen=True)

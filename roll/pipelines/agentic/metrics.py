@@ -22,7 +22,7 @@ from roll.rollout.episodes import EpisodeGroup
 def episode_metrics(groups: Sequence[EpisodeGroup]) -> Metrics:
     """Metrics of all episodes and by tag: rollout, episode, env, turn, agent, shares of time."""
     everything = [episode for group in groups for episode in group.members]
-    metrics = _rollout(everything) | _outcomes(everything, "episode") | _tokens(everything) | _times(everything)
+    metrics = _rollout(everything) | _outcomes(everything, "episode") | _tokens_and_times(everything)
     by_tag: dict[str, list[Episode]] = defaultdict(list)
     for episode in everything:
         by_tag[episode.task.tag].append(episode)
@@ -87,9 +87,8 @@ def _outcomes(episodes: Sequence[Episode], prefix: str) -> Metrics:
     }
     if successes:
         metrics[f"{prefix}/success"] = Mean(float(sum(successes)), len(successes))
-    for outcome, count in Counter(episode.outcome for episode in episodes).items():
-        metrics[f"{prefix}/outcome/{outcome}"] = Mean(float(count), number)
-    return metrics
+    counts = Counter(episode.outcome for episode in episodes)
+    return metrics | {f"{prefix}/outcome/{name}": Mean(float(count), number) for name, count in counts.items()}
 
 
 def _environment(episodes: Sequence[Episode], prefix: str) -> Metrics:
@@ -105,11 +104,15 @@ def _environment(episodes: Sequence[Episode], prefix: str) -> Metrics:
     return {f"{prefix}/{name}": Mean(sum(values), len(values)) for name, values in numbers.items()}
 
 
-def _tokens(episodes: Sequence[Episode]) -> Metrics:
+def _tokens_and_times(episodes: Sequence[Episode]) -> Metrics:
+    """Tokens of turns; and shares of the episodes' time: responses (queue and generation), environments, the rest."""
     calls = [call for episode in episodes for call in episode.calls]
     counts = [episode.conversations.counts for episode in episodes]
     answers = [call for call in calls if call.parent is not None]
     number = len(episodes)
+    total = sum(episode.seconds.total for episode in episodes) or 1.0
+    model = sum(episode.seconds.model for episode in episodes)
+    environment = sum(episode.seconds.environment for episode in episodes)
     return {
         "turn/sampled_tokens": Mean(float(sum(len(call.response_ids) for call in calls)), len(calls)),
         "turn/observation_tokens": Mean(float(sum(len(call.new_ids) for call in answers)), len(answers)),
@@ -117,15 +120,6 @@ def _tokens(episodes: Sequence[Episode]) -> Metrics:
         "agent/breaks": Mean(float(sum(one.breaks for one in counts)), number),
         "agent/kept_thoughts": Mean(float(sum(one.kept_thoughts for one in counts)), number),
         "agent/foreign_responses": Mean(float(sum(one.foreign_responses for one in counts)), number),
-    }
-
-
-def _times(episodes: Sequence[Episode]) -> Metrics:
-    """Shares of the episodes' time: responses (queue and generation), environments, anything else."""
-    total = sum(episode.seconds.total for episode in episodes) or 1.0
-    model = sum(episode.seconds.model for episode in episodes)
-    environment = sum(episode.seconds.environment for episode in episodes)
-    return {
         "time/share/model": Mean(model, total),
         "time/share/env": Mean(environment, total),
         "time/share/wait": Mean(max(0.0, total - model - environment), total),
@@ -152,14 +146,12 @@ def token_checks(batch: DataProto, groups: Sequence[EpisodeGroup]) -> Metrics:
             changed += sum(one != other for one, other in zip(here, expected, strict=False))
             # zip stops at the end of the shorter list: missing and surplus tokens count as well.
             changed += abs(len(here) - len(expected))
-    wanted = {
-        (index, call.index): len(call.response_ids)
+    # A turn that is never trained counts like one that is trained twice.
+    twice = sum(
+        abs(trained[index, call.index] - 1) * len(call.response_ids)
         for index, episode in enumerate(episodes)
         for call in episode.calls
-        if call.response_ids
-    }
-    # A turn that is never trained counts like one that is trained twice.
-    twice = sum(abs(trained[key] - 1) * length for key, length in wanted.items())
+    )
     return {
         "agent/retokenized_tokens": Mean(float(changed)),
         "agent/trained_once_violations": Mean(float(twice)),
@@ -175,35 +167,30 @@ def episode_table(
     if dump_dir is not None:
         episodes = (episode for group in groups for episode in group.members)
         write_images(dump_dir / "images", (image for one in episodes for call in one.calls for image in call.images))
-    return [
-        {
+    rows = []
+    for group, member, episode in ((one, *numbered) for one in groups for numbered in enumerate(one.members)):
+        calls, template, seconds = episode.calls, templates[group.item.tag], episode.seconds
+        # File names in the order in which they were shown.
+        images = list(dict.fromkeys(image.file_name for call in calls for image in call.images))
+        prompt = [content_text(one.get("content", "")) for call in calls[:1] for one in call.messages]
+        row = {
             "group": group.order,
             "member": member,
             "tag": group.item.tag,
             "seed": group.item.seed,
             "prompt_id": f"{group.order}",
-            "prompt": "\n".join(
-                content_text(one.get("content", "")) for call in episode.calls[:1] for one in call.messages
-            ),
-            "response": "\n".join(templates[group.item.tag].decode(call.response_ids) for call in episode.calls),
+            "prompt": "\n".join(prompt),
+            "response": "\n".join(template.decode(call.response_ids) for call in calls),
             "score": episode.reward,
             "success": episode.success,
             "outcome": episode.outcome,
             "error": episode.error,
-            "seconds": {
-                "total": episode.seconds.total,
-                "model": episode.seconds.model,
-                "environment": episode.seconds.environment,
-            },
+            "seconds": {"total": seconds.total, "model": seconds.model, "environment": seconds.environment},
             "metrics": episode.metrics,
-            "turns": [_turn(call, templates[group.item.tag]) for call in episode.calls],
-            **({"images": images} if images else {}),
+            "turns": [_turn(call, template) for call in calls],
         }
-        for group in groups
-        for member, episode in enumerate(group.members)
-        # File names in the order in which they were shown.
-        for images in [list(dict.fromkeys(image.file_name for call in episode.calls for image in call.images))]
-    ]
+        rows.append(row | ({"images": images} if images else {}))
+    return rows
 
 
 def _turn(call: Call, template: ChatTemplate) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,26 +17,19 @@ from roll.environments.off_loop import EnvironmentProcesses
 from roll.methods.episodes import EpisodeMethod
 from roll.pipelines.agentic.config import AgenticConfig, EnvManagerConfig
 from roll.pipelines.agentic.metrics import episode_metrics, episode_table, token_checks, validation_metrics
-from roll.pipelines.agentic.plan import REWARD, AgenticPlan, ManagerPlan
-from roll.pipelines.agentic.players import (
-    TaskSource,
-    build_players,
-    close_agents,
-    fitting_rows,
-    read_data,
-    tags_in_order,
-)
+from roll.pipelines.agentic.plan import REWARD, AgenticPlan
+from roll.pipelines.agentic.players import TaskSource, build_players, close_agents, read_tasks
 from roll.pipelines.agentic.preflight import own_group_filter
 from roll.pipelines.clusters import ClusterStarter
 from roll.pipelines.engine_rollout import RolloutSource, Validation
 from roll.pipelines.files import load_tokenizer, pad_token_id
-from roll.pipelines.policy_pipeline import PolicyPipeline
+from roll.pipelines.policy_pipeline import PolicyPipeline, temperature_of
 from roll.pipelines.sample_records import episode_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, Player, episode_codec
+from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, episode_codec
 from roll.rollout.filters import build_filter
 from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.loops import GroupSettings
@@ -49,8 +41,7 @@ if TYPE_CHECKING:
 
     from roll.config.loader import LoadedConfig
 
-SLICE_SECONDS = 0.02
-"""Duration of an engine's turn: short, since agents wait for their next observation."""
+SLICE_SECONDS = 0.02  # duration of an engine's turn: short, since agents wait for their next observation
 
 
 class EpisodeSource(RolloutSource):
@@ -65,36 +56,24 @@ class EpisodeSource(RolloutSource):
         tokenizer: PreTrainedTokenizerBase,
         judge: Mapping[str, str] | None = None,
     ) -> None:
-        """Build environments and agents, and read chat templates and data sets. :meth:`connect` comes next.
-
-        Args:
-            judge: address and key of the role ``reward``, for verifiers.
-
-        Raises:
-            DataError: a file that cannot be read.
-            TemplateError: a chat template whose conversations cannot grow.
-        """
+        """Build environments and agents, and read chat templates and data sets; ``judge``: address and key of the role
+        ``reward``. :meth:`connect` comes next."""
         self._config, self._plan, self._tokenizer = config, plan, tokenizer
-        self._processes: list[EnvironmentProcesses] = []
-        """Processes of environments that do not live in the driver."""
+        self._processes: list[EnvironmentProcesses] = []  # of environments that do not live in the driver
+        # Agents without an environment, tools around environments and their verifiers.
         self._shared: dict[str, Any] = {}
-        """Agents without an environment, tools around environments and their verifiers."""
-
-        def players(manager: ManagerPlan) -> dict[str, Player]:
-            return build_players(config, plan, manager, tokenizer, self._processes, self._shared, judge)
 
         validation = plan.validation
-        self._players = players(plan.train)
-        self._validation_players = {} if validation is None else players(validation)
-        data, in_order = fitting_rows(read_data(plan), self._players | self._validation_players), tags_in_order(plan)
+        shared = tokenizer, self._processes, self._shared, judge
+        self._players = build_players(config, plan, plan.train, *shared)
+        self._validation_players = {} if validation is None else build_players(config, plan, validation, *shared)
+        data, in_order = read_tasks(plan, self._players | self._validation_players)
         self._tasks = TaskSource(plan.train, f"train/{config.seed}", data, in_order)
         # Without the run's seed: runs of other seeds are validated on the same tasks.
-        self._validation_tasks = None
-        if validation is not None:
-            self._validation_tasks = TaskSource(validation, "validation", data, in_order)
+        in_validation = None if validation is None else TaskSource(validation, "validation", data, in_order)
+        self._validation_tasks = in_validation
 
     def connect(self, engines: EngineClient) -> None:
-        """Make the flow of episodes on the engines."""
         self._engines = engines
         config, plan = self._config, self._plan
         train, keeps = plan.train, group_filter(plan.train.section, config.train_roles)
@@ -170,14 +149,9 @@ class EpisodeSource(RolloutSource):
 
 
 def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Callable[[EpisodeGroup], bool]:
-    """Combine ``group_filter_config`` and ``group_filter_cls``: true for groups that both keep.
-
-    Where episodes have several roles, a group is kept if the scores of any trained role are: those of opponents may sum
-    to zero.
-
-    Args:
-        roles: trained roles; empty: all.
-    """
+    """Combine ``group_filter_config`` and ``group_filter_cls``: true for groups that both keep. Where episodes have
+    several roles, a group is kept if the scores of any trained role (empty: of all) are: those of opponents may sum to
+    zero."""
     keep = build_filter(section.group_filter_config.type, section.group_filter_config.filter_args)
     own = None if section.group_filter_cls is None else own_group_filter(section.group_filter_cls)
 
@@ -197,19 +171,13 @@ def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Call
 
 
 class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan]):
-    """A run, from start to summary."""
-
     slice_seconds = SLICE_SECONDS
     router = "EnvAffinityRouter"
 
     def __init__(self, loaded: LoadedConfig[AgenticConfig]) -> None:
         super().__init__(loaded)
         self.validates_first = self.config.val_before_train
-
-    @cached_property
-    def temperature(self) -> float:
-        sampling = self.plan.train.generating_args
-        return sampling.temperature if sampling.do_sample else 1.0
+        self.temperature = temperature_of(self.plan.train.generating_args)
 
     def start_scorers(self, starter: ClusterStarter) -> dict[str, Any]:
         return starter.start_judges([REWARD] if REWARD in self.plan.roles else [])

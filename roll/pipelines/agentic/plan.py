@@ -7,31 +7,22 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from math import ceil
 from typing import Any
 
 from roll.agents.agent_options import Context, asks_the_run
 from roll.agents.tasksets import is_taskset, taskset_options
 from roll.config.model_files import model_number
-from roll.config.pipelines import PipelineDefinition, Written
-from roll.config.plan.planning import shared_plan, validation_sampling, with_cache_length
+from roll.config.pipelines import Written
+from roll.config.plan.planning import with_cache_length
 from roll.config.reading.errors import count
 from roll.config.rewards import judge_length
 from roll.config.roles import GeneratingArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import with_engine_size
-from roll.methods.policy_plan import (
-    PolicyPlan,
-    finished_policy,
-    policy_plan,
-    policy_roles,
-    policy_training_plans,
-)
+from roll.methods.policy_plan import PolicyPlan, finished_policy, policy_roles
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig, EnvManagerConfig, Samples
 
-REWARD = "reward"
-"""The role that judges episodes."""
+REWARD = "reward"  # the role that judges episodes
 
 
 @dataclass(frozen=True)
@@ -40,27 +31,14 @@ class EntryPlan:
 
     tag: str
     section: CustomEnvConfig
-    context: Context
-    """Contents of a prompt."""
-    samples: Samples
-    """A row of the batch."""
-    turns: int
-    """Most model calls of an episode."""
-    new_tokens: int
-    """Most tokens of a response."""
-    seconds: float | None
-    """Duration of a whole episode; None: unlimited."""
-    agent: str | None
-    """Agent that works on the task; None: the section's environment is played."""
-    agent_config: dict[str, Any]
-    """Arguments of the agent."""
-    concurrent: int | None
-    """Most calls of ``reset`` and ``step`` at a time; None: no limit."""
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of an episode whose conversation does not branch."""
-        return self.turns if self.samples == "step" else 1
+    context: Context  # contents of a prompt
+    samples: Samples  # a row of the batch
+    turns: int  # most model calls of an episode
+    new_tokens: int  # most tokens of a response
+    seconds: float | None  # duration of a whole episode; None: unlimited
+    agent: str | None  # agent that works on the task; None: the section's environment is played
+    agent_config: dict[str, Any]  # arguments of the agent
+    concurrent: int | None  # most calls of `reset` and `step` at a time; None: no limit
 
 
 @dataclass(frozen=True)
@@ -68,54 +46,29 @@ class ManagerPlan:
     """``train_env_manager`` or ``val_env_manager``."""
 
     section: EnvManagerConfig
-    groups_by_tag: dict[str, int]
-    """Number of groups of each tag that are played at a time."""
+    groups_by_tag: dict[str, int]  # number of groups of each tag that are played at a time
     group_size: int
-    redundancy: int
-    """Additional episodes of a group; the last ones to end are dropped."""
-    episodes: int
-    """Episodes of one step, or one validation."""
+    redundancy: int  # additional episodes of a group; the last ones to end are dropped
+    episodes: int  # episodes of one step, or one validation
     generating_args: GeneratingArguments
 
     @property
     def num_groups(self) -> int:
-        """Groups at a time."""
         return sum(self.groups_by_tag.values())
 
     @property
-    def places(self) -> int:
-        """Episodes at a time."""
-        return self.num_groups * (self.group_size + self.redundancy)
-
-    @property
     def groups(self) -> int:
-        """Groups of one step, or one validation."""
         return self.episodes // self.group_size
-
-    @property
-    def workers(self) -> int:
-        """Processes that environments ask for with ``max_env_num_per_worker``."""
-        most = self.section.max_env_num_per_worker
-        return ceil(self.places / most) if most else 1
 
 
 @dataclass(frozen=True)
 class AgenticPlan(PolicyPlan):
     """Plan of an agentic run. A prompt of :class:`PolicyPlan` is a task, a sample an episode."""
 
-    entries: dict[str, EntryPlan]
-    """The environments that are played, by tag."""
+    entries: dict[str, EntryPlan]  # the environments that are played, by tag
     train: ManagerPlan
     validation: ManagerPlan | None
-    normalizes_by_tag: bool
-    """Rewards are normalised separately for each environment (``grouping: tags``)."""
-
-    @property
-    def most_rows(self) -> int:
-        """Rows of one step, where no conversation branches."""
-        shares = self.train.groups_by_tag
-        rows = max(self.entries[tag].most_rows for tag in shares)
-        return self.train.episodes * rows
+    normalizes_by_tag: bool  # rewards are normalised separately for each environment (`grouping: tags`)
 
 
 def played_sentence(plan: AgenticPlan, manager: ManagerPlan, of: str) -> str:
@@ -133,44 +86,29 @@ def played_sentence(plan: AgenticPlan, manager: ManagerPlan, of: str) -> str:
     return f"{total}, at most {tokens:,.0f} new tokens; {at_a_time}"
 
 
-def entry_sentence(entry: EntryPlan, sequence_length: int) -> str:
-    seconds = f", {entry.seconds:g} s" if entry.seconds is not None else ""
-    rows = "a row a conversation" if entry.samples == "trajectory" else "a row a turn"
-    name = entry.section.env_type or f"agent {entry.agent}"
-    limits = f"at most {count(entry.turns, 'turn')} of {entry.new_tokens} tokens, {sequence_length} tokens of context"
-    return f"{name}; {limits}{seconds}; context {entry.context}, {rows}"
-
-
-@dataclass(frozen=True)
-class PlayedAs:
-    """Settings that an ``env_manager_cls`` of ROLL implies."""
-
-    context: Context
-    samples: Samples
-
-
-MANAGERS = {
-    "TrajEnvManager": PlayedAs("append", "trajectory"),
-    "StepEnvManager": PlayedAs("observation", "step"),
-    "StepConcatEnvManager": PlayedAs("last", "step"),
-    "AgentNativeStepEnvManager": PlayedAs("own", "step"),
-    "ProxyEnvManager": PlayedAs("append", "trajectory"),
-    "VLTrajEnvManager": PlayedAs("append", "trajectory"),
+PlayedAs = tuple[Context, Samples]
+# What the classes of ROLL's files imply.
+MANAGERS: dict[str, PlayedAs] = {
+    "TrajEnvManager": ("append", "trajectory"),
+    "StepEnvManager": ("observation", "step"),
+    "StepConcatEnvManager": ("last", "step"),
+    "AgentNativeStepEnvManager": ("own", "step"),
+    "ProxyEnvManager": ("append", "trajectory"),
+    "VLTrajEnvManager": ("append", "trajectory"),
 }
-"""By the name of the class."""
 
 
 def played_as(section: CustomEnvConfig) -> PlayedAs:
     """Context and samples of an entry: its own keys, else its ``env_manager_cls``."""
     name = (section.env_manager_cls or "TrajEnvManager").rpartition(".")[2]
-    manager = MANAGERS.get(name, MANAGERS["TrajEnvManager"])
+    context, samples = MANAGERS.get(name, MANAGERS["TrajEnvManager"])
     if name == "StepConcatEnvManager" and re.search(r"{(history|current_observation)}", section.agent_template or ""):
-        manager = MANAGERS["StepEnvManager"]
+        context, samples = MANAGERS["StepEnvManager"]
     if name == "ProxyEnvManager" and section.config.get("trajectory_mode") == "step":
-        manager = PlayedAs("append", "step")
-    context = section.context or manager.context
-    own = manager.samples if section.context is None else "trajectory" if context in ("append", "response") else "step"
-    return PlayedAs(context, section.samples or own)
+        samples = "step"
+    if section.context is not None:
+        context, samples = section.context, "trajectory" if section.context in ("append", "response") else "step"
+    return context, section.samples or samples
 
 
 def agent_of(section: CustomEnvConfig) -> tuple[str | None, dict[str, Any]]:
@@ -219,15 +157,15 @@ def training_sampling(config: AgenticConfig, written: Written) -> GeneratingArgu
 
 def entry_plan(config: AgenticConfig, tag: str, most_new_tokens: int | None) -> EntryPlan:
     section = config.custom_envs[tag]
-    played = played_as(section)
+    context, samples = played_as(section)
     agent, agent_config = agent_of(section)
     # A response leaves room for one token of prompt at least.
     new_tokens = min(section.max_tokens_per_step, config.sequence_length - 1)
     return EntryPlan(
         tag=tag,
         section=section,
-        context=played.context,
-        samples=played.samples,
+        context=context,
+        samples=samples,
         turns=section.max_steps,
         new_tokens=new_tokens if most_new_tokens is None else min(new_tokens, most_new_tokens),
         seconds=section.time_limit,
@@ -270,42 +208,3 @@ def finished(config: AgenticConfig, name: str, section: WorkerConfig) -> WorkerC
         positions = model_number(section.model_args.model_name_or_path, "max_position_embeddings")
         return own_weights(with_cache_length(section, judge_length(config.sequence_length, positions)))
     return finished_policy(name, section, config, config.sequence_length)
-
-
-def plan_agentic(definition: PipelineDefinition, config: AgenticConfig, exp_name: str, written: Written) -> AgenticPlan:
-    """The plan of a checked configuration."""
-    sampling = training_sampling(config, written)
-    plans = {
-        key: ManagerPlan(
-            section=section,
-            groups_by_tag=partition(section),
-            group_size=section.group_size,
-            redundancy=section.group_size_redundancy,
-            episodes=episodes,
-            # Of validation, keys that are left out are those of training.
-            generating_args=sampling
-            if key == "train_env_manager"
-            else validation_sampling(f"{key}.generating_args", section.generating_args, sampling, written),
-        )
-        for key, section, episodes in managers(config)
-    }
-    entries = {tag: entry_plan(config, tag, sampling.max_new_tokens) for tag in used_entries(config)}
-    train, section = plans["train_env_manager"], config.reward_normalization
-    longest = max(entries[tag].new_tokens for tag in train.groups_by_tag)
-    return AgenticPlan(
-        **shared_plan(definition, config, exp_name, written, partial(finished, config)),
-        **policy_plan(config) | {"norm_types": norm_types(config)},
-        training=policy_training_plans(config),
-        max_steps=config.max_steps,
-        eval_steps=max(0, config.eval_steps) if config.val_env_manager is not None else 0,
-        prompts_per_step=train.groups,
-        group_size=train.group_size,
-        max_new_tokens=longest,
-        norm_length=config.loss_norm_length or config.sequence_length,
-        validates_concurrently=False,
-        num_additional_prompts=0,
-        entries=entries,
-        train=train,
-        validation=plans.get("val_env_manager"),
-        normalizes_by_tag=section is not None and section.grouping == "tags",
-    )

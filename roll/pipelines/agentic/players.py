@@ -56,10 +56,6 @@ def build_players(
         agents: agents of tags without an environment, tools around environments and their verifiers, which are reused
             if they exist; collects new ones, for :func:`close_agents`.
         judge: address and key of the role ``reward``, for verifiers.
-
-    Raises:
-        TemplateError: conversations cannot grow with the chat template.
-        DataError: the policy's image processor is of an unknown kind.
     """
     params = sampling_params(manager.generating_args, plan.max_new_tokens)
     policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]
@@ -82,16 +78,14 @@ def build_players(
                 tag,
             )
         if entry.agent is None:
-            name = f"tools around {tag}"
+            name, verifier = f"tools around {tag}", f"verifier of {tag}"
             if (wrapper := section.tool_wrapper) is not None and name not in agents:
                 tools = [text_tool(one.tool_id, one.tool_args) for one in wrapper.tool_configs]
                 agents[name] = TextTools(tools, wrapper.wrapper_args)
+            if section.verifier and verifier not in agents:
+                agents[verifier] = make_verifier(section.verifier, judge, "verifier", of_environment=True)
             agent = environment_agent(entry, manager.section, processes, agents.get(name))
-            if section.verifier:
-                name = f"verifier of {tag}"
-                if name not in agents:
-                    agents[name] = make_verifier(section.verifier, judge, "verifier", of_environment=True)
-                agent = ScoredAgent(agent, agents[name])
+            agent = ScoredAgent(agent, agents[verifier]) if section.verifier else agent
         else:
             if tag not in agents:
                 system = section.agent_system_template or None
@@ -110,25 +104,18 @@ def build_players(
 async def close_agents(agents: Iterable[Any]) -> None:
     """End what agents have started: servers of tools, sandboxes, their endpoint. If one raises, the others are closed
     all the same."""
-
-    async def end(close: Callable[[], Any]) -> None:
-        await resolved(close())
-
     async with AsyncExitStack() as stack:
         for agent in agents:
             if (close := getattr(agent, "close", None)) is not None:
-                stack.push_async_callback(end, close)
+                # Called when its turn comes: it may be a coroutine function or not.
+                stack.push_async_callback(lambda close: resolved(close()), close)
 
 
 def environment_agent(
     entry: EntryPlan, manager: EnvManagerConfig, processes: list[EnvironmentProcesses], tools: TextTools | None = None
 ) -> Agent:
-    """Build the agent that plays the environment of an entry.
-
-    Args:
-        processes: collects the environment's processes, to be closed at the end.
-        tools: tools around the environment.
-    """
+    """The agent that plays the environment of an entry, with ``tools`` around it; adds the environment's processes,
+    which are to be closed at the end."""
     section = entry.section
     before, after = section.pre_step_template or "", section.next_step_template or ""
     options = EnvironmentOptions(
@@ -152,7 +139,6 @@ def environment_agent(
 
 
 def make_with_variables(variables: Mapping[str, str], make: Callable[[], Environment]) -> Environment:
-    """Set environment variables of this process, then build an environment."""
     os.environ.update(variables)
     return make()
 
@@ -169,16 +155,9 @@ class TaskSource:
     """
 
     def __init__(
-        self,
-        manager: ManagerPlan,
-        name: str,
-        data: Mapping[str, list[dict[str, Any]]],
-        in_order: Container[str] = (),
+        self, manager: ManagerPlan, name: str, data: Mapping[str, list[dict[str, Any]]], in_order: Container[str] = ()
     ) -> None:
-        self._name = name
-        self._in_order = in_order
-        self._data = data
-        self._shares = manager.groups_by_tag
+        self._name, self._data, self._in_order, self._shares = name, data, in_order, manager.groups_by_tag
         # Each group at the middle of its share of the cycle, which interleaves tags evenly whatever their numbers.
         places = sorted(
             ((index + 0.5) / number, order, tag, index)
@@ -186,11 +165,9 @@ class TaskSource:
             for index in range(number)
         )
         self._pattern = [(tag, index) for _, _, tag, index in places]
-        self.num_drawn = 0
-        """Tasks drawn since the run began."""
+        self.num_drawn = 0  # tasks drawn since the run began
 
     def draw(self, count: int) -> list[Task]:
-        """The next ``count`` tasks."""
         tasks = [self.task(self.num_drawn + index) for index in range(count)]
         self.num_drawn += count
         return tasks
@@ -201,13 +178,14 @@ class TaskSource:
         tag, index = self._pattern[place]
         # Counted within the tag: its tasks do not depend on which other tags there are.
         own = turn * self._shares[tag] + index
+        seed = random.Random(f"{self._name}/{tag}/{own}").getrandbits(31)  # every generator takes 31 bits
         rows = self._data.get(tag)
         if rows is None:
-            return Task(tag, _seed(f"{self._name}/{tag}/{own}"))
+            return Task(tag, seed)
         epoch, position = divmod(own, len(rows))
         if tag not in self._in_order:
             position = _shuffled(f"{self._name}/{tag}/order/{epoch}", len(rows))[position]
-        return Task(tag, _seed(f"{self._name}/{tag}/{own}"), rows[position])
+        return Task(tag, seed, rows[position])
 
 
 @lru_cache(maxsize=16)
@@ -218,48 +196,31 @@ def _shuffled(name: str, count: int) -> list[int]:
     return order
 
 
-def _seed(name: str) -> int:
-    """A seed of 31 bits, which every generator takes."""
-    return random.Random(name).getrandbits(31)
+def read_tasks(
+    plan: AgenticPlan, players: Mapping[str, Player]
+) -> tuple[dict[str, list[dict[str, Any]]], frozenset[str]]:
+    """The rows of the entries that have a data set, by tag, and the tags whose rows are not shuffled.
 
-
-def read_data(plan: AgenticPlan) -> dict[str, list[dict[str, Any]]]:
-    """Read the rows of the entries that have a data set, by tag; those of a taskset are the numbers of its tasks.
-
-    Raises:
-        DataError: a file that does not exist or has no rows.
+    Rows of a taskset are the numbers of its tasks. An agent may leave rows out: verl's does so with long prompts
+    (``filter_overlong_prompts``). DataError: no row is there, or none is left.
     """
-    data = {}
+    data: dict[str, list[dict[str, Any]]] = {}
+    in_order = set()
     for tag, entry in plan.entries.items():
+        arguments = entry.section.data_args
+        if arguments is not None and not arguments.shuffle:
+            in_order.add(tag)
         if is_taskset(entry.section.env_type):
             data[tag] = [{"index": index} for index in range(number_of_tasks(entry.agent_config))]
-        elif (arguments := entry.section.data_args) is not None and arguments.file_name:
+        elif arguments is not None and arguments.file_name:
             data[tag] = [source.row for source in read_rows(arguments.file_name)]
-    return data
-
-
-def fitting_rows(
-    data: Mapping[str, list[dict[str, Any]]], players: Mapping[str, Player]
-) -> dict[str, list[dict[str, Any]]]:
-    """The rows that fit their agents: verl's leaves out those with long prompts (``filter_overlong_prompts``).
-
-    Raises:
-        DataError: none is left.
-    """
-    kept = dict(data)
-    for tag in kept.keys() & players.keys():
-        player, rows = players[tag], kept[tag]
+    for tag in data.keys() & players.keys():
+        player, rows = players[tag], data[tag]
         if (fits := getattr(player.agent, "fits", None)) is None:
             continue
-        kept[tag] = [row for row in rows if fits(row, player.template)]
-        if not kept[tag]:
+        data[tag] = [row for row in rows if fits(row, player.template)]
+        if not data[tag]:
             raise DataError(f"custom_envs.{tag}: all {len(rows)} prompts are longer than agent_config.prompt_length")
-        if len(kept[tag]) < len(rows):
-            logger.info("%s: %d of %d rows left out: longer prompts", tag, len(rows) - len(kept[tag]), len(rows))
-    return kept
-
-
-def tags_in_order(plan: AgenticPlan) -> frozenset[str]:
-    """Tags whose rows are not shuffled."""
-    sections = ((tag, entry.section.data_args) for tag, entry in plan.entries.items())
-    return frozenset(tag for tag, arguments in sections if arguments is not None and not arguments.shuffle)
+        if len(data[tag]) < len(rows):
+            logger.info("%s: %d of %d rows left out: longer prompts", tag, len(rows) - len(data[tag]), len(rows))
+    return data, frozenset(in_order)

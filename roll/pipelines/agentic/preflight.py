@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from roll.agents.agent_options import AgentOptionError, uses_tools
@@ -17,15 +16,12 @@ from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_config, model_folder
 from roll.config.names import TEMPLATE_ENDINGS
 from roll.config.pipelines import find_own_modules
-from roll.config.plan.plan import RolePlan
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
 from roll.config.reading.yaml_files import shown
 from roll.environments.registry import EnvironmentOptionError, check_environment_options
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig
-from roll.pipelines.agentic.plan import AgenticPlan, agent_of, managers, used_entries
-from roll.pipelines.policy_checks import BUILD_FILTER, late, policy_functions
+from roll.pipelines.agentic.plan import AgenticPlan, agent_of, used_entries
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,29 +42,19 @@ class OwnGroupFilter(Protocol):
 
 
 def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
-    """The environments and agents that are played exist and have the options that their sections set.
-
-    Raises:
-        ConfigError: with every problem.
-    """
+    """The environments and agents that are played exist and have the options that their sections set."""
     find_own_modules()
     problems: list[Problem] = []
     for tag, section in used_entries(loaded.config).items():
         problems += agent_problems(f"custom_envs.{tag}", section)
         if section.env_type is not None and not is_taskset(section.env_type):
-            problems += environment_problems(f"custom_envs.{tag}", section, policy_of(loaded).model_path)
+            policy = loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
+            problems += environment_problems(f"custom_envs.{tag}", section, policy.model_path)
     if problems:
         raise ConfigError([replace(problem, source=shown(loaded.source)) for problem in problems])
 
 
-def policy_of(loaded: LoadedConfig[AgenticConfig]) -> RolePlan:
-    """The role whose model is the policy."""
-    assert isinstance(loaded.plan, AgenticPlan)
-    return loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
-
-
 def agent_problems(key: str, section: CustomEnvConfig) -> Iterator[Problem]:
-    """Problems of an entry's agent, or of its environment's verifier, and their options."""
     agent, options = agent_of(section)
     if agent is None and not section.verifier:
         return
@@ -125,11 +111,8 @@ def environment_problems(key: str, section: CustomEnvConfig, model_path: str | N
 def chat_template(
     config: AgenticConfig, tokenizer: PreTrainedTokenizerBase, images: ChatImages | None = None
 ) -> ChatTemplate:
-    """The template that the run names, with the variables of ``data_args.chat_template_kwargs``.
-
-    Args:
-        images: images as the policy sees them; None: it is a text model.
-    """
+    """The template that the run names, with the variables of ``data_args.chat_template_kwargs``; ``images``: as the
+    policy sees them."""
     data_args = config.actor_train.data_args
     name = config.global_template or data_args.template
     arguments: dict[str, Any] = dict(data_args.chat_template_kwargs)
@@ -148,13 +131,9 @@ def chat_template(
 
 def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
     """Conversations of more than one turn can grow with the chat template. The tokenizer of a model that is not on this
-    machine yet is checked when the run starts.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    machine yet is checked when the run starts."""
     assert isinstance(loaded.plan, AgenticPlan)
-    role = policy_of(loaded)
+    role = loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
     folder = model_folder(role.model_path) if role.model_path is not None else None
     if folder is None or not os.path.isfile(folder / "tokenizer_config.json"):
         return
@@ -177,23 +156,8 @@ def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
             raise ConfigError([loaded.problem(key, value, str(error))]) from error
 
 
-def own_functions(config: AgenticConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
-    """The user's own functions, as of :func:`~roll.pipelines.policy_checks.policy_functions`, and group filters."""
-    yield from policy_functions(config)
-    for name, section, _ in managers(config):
-        own, path = section.group_filter_config, section.group_filter_cls
-        if DOTTED_PATH.fullmatch(own.type):
-            yield f"{name}.group_filter_config", own.type, partial(late, BUILD_FILTER, own.type, own.filter_args)
-        if path is not None:
-            yield f"{name}.group_filter_cls", path, partial(own_group_filter, path)
-
-
 def own_group_filter(path: str) -> OwnGroupFilter:
-    """Build an object of the class at a dotted path.
-
-    Raises:
-        ValueError: there is no such class, or it has no method ``filter``.
-    """
+    """An object of the class at a dotted path; ValueError: there is no such class, or it has no method ``filter``."""
     module, _, name = path.replace(":", ".").rpartition(".")
     try:
         built = getattr(importlib.import_module(module), name)()

@@ -8,23 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks, check_template_file
 from roll.config.checks.roles import check_roles
-from roll.config.pipelines import GENERATES, Panel, PipelineDefinition, Role, Written
+from roll.config.pipelines import GENERATES, Panel, Role, Written
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.pipelines.agentic.checks import check_lengths, check_managers
 from roll.pipelines.agentic.checks_entries import check_entries
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.agentic.definition import Agentic
-from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan, judged_entries, plan_agentic
+from roll.pipelines.agentic.plan import AgenticPlan, ManagerPlan, judged_entries
 from roll.pipelines.agentic.preflight import check_chat_template
-from roll.pipelines.evaluate.config import (
-    EvaluationConfig,
-    ModelsPlan,
-    Pass,
-    check_models,
-    models_of,
-    own_folders,
-)
+from roll.pipelines.evaluate.config import EvaluationConfig, ModelsPlan, Pass, check_models, models_of, own_folders
 from roll.pipelines.evaluate.definition import ModelsDefinition
 
 if TYPE_CHECKING:
@@ -43,61 +36,8 @@ class AgenticRolloutConfig(AgenticConfig):
 class AgenticRolloutPlan(ModelsPlan, AgenticPlan):
     """Plan of a run that only plays."""
 
-    played: ManagerPlan
-    """``val_env_manager``, or ``train_env_manager`` for as many steps as the file has."""
+    played: ManagerPlan  # `val_env_manager`, or `train_env_manager` for as many steps as the file has
     is_validation: bool
-
-
-def check_playing(config: AgenticRolloutConfig, checks: Checks) -> None:
-    """Every check; mistakes and notes go to ``checks.problems``."""
-    played = with_training(config)
-    check_models(config, config.evaluate, checks)
-    options = check_roles(config, checks)
-    check_managers(played, checks)
-    check_entries(played, checks)
-    for tag in judged_entries(played):
-        rule = "asks the role reward, which an evaluation does not start: give a service"
-        remedy = "{model_type: api, base_url: http://host:8000/v1, model: name}"
-        checks.add(f"custom_envs.{tag}.verifier.reward_kwargs.model_type", "cluster", rule, remedy)
-    check_lengths(played, options, config.pretrain or None, checks)
-    check_template_file("global_template", config.global_template, checks)
-    if config.evaluate.against is not None:
-        rule = "is for prompts; episodes are played through engines of this run"
-        checks.add("evaluate.against", config.evaluate.against, rule, "~")
-    if config.evaluate.temperatures:
-        rule = "is for prompts; of episodes the generating_args of val_env_manager decide"
-        checks.add("evaluate.temperatures", config.evaluate.temperatures, rule, [])
-
-
-def plan_playing(
-    definition: PipelineDefinition, config: AgenticRolloutConfig, exp_name: str, written: Written
-) -> AgenticRolloutPlan:
-    """The plan of a checked configuration."""
-    base = plan_agentic(definition, with_training(config), exp_name, written)
-    values = {item.name: getattr(base, item.name) for item in fields(AgenticPlan)}
-    roles = {name: replace(role, section=own_weights(role.section)) for name, role in base.roles.items()}
-    models = tuple(models_of(config, config.evaluate))
-    validation = base.validation
-    steps = 1 if config.val_env_manager is not None else config.max_steps
-    manager = base.train if validation is None else validation
-    size = config.evaluate.num_samples or manager.group_size
-    played = replace(manager, group_size=size, episodes=manager.groups * steps * size)
-    return AgenticRolloutPlan(
-        **values
-        | {
-            "roles": roles,
-            "training": {},
-            "max_steps": len(models),
-            "eval_steps": 0,
-            "save_steps": 0,
-            **own_folders(base.output_dir, base.log_dir),
-        },
-        models=models,
-        passes=(Pass("episodes", "", None, played.group_size, False, True),),
-        baseline=config.evaluate.baseline or models[0].name,
-        played=played,
-        is_validation=validation is not None,
-    )
 
 
 def with_training(config: AgenticRolloutConfig) -> AgenticRolloutConfig:
@@ -118,10 +58,7 @@ class AgenticRollout(ModelsDefinition, Agentic):
     config_class = AgenticRolloutConfig
     pipeline_class = "roll.pipelines.agentic_rollout.pipeline.AgenticRolloutPipeline"
     roles = tuple(Role(name, GENERATES) for name in ROLES)
-    panels = (
-        Panel("Success", ("val/*/accuracy",), unit_range=True),
-        Panel("Return", ("val/*/reward",)),
-    )
+    panels = (Panel("Success", ("val/*/accuracy",), unit_range=True), Panel("Return", ("val/*/reward",)))
     reference = (
         ("Playing without training (top level, in addition to agentic)", AgenticRolloutConfig, (AgenticConfig,)),
     )
@@ -129,11 +66,51 @@ class AgenticRollout(ModelsDefinition, Agentic):
 
     def check(self, config: AgenticConfig, checks: Checks) -> None:
         assert isinstance(config, AgenticRolloutConfig)
-        check_playing(config, checks)
+        played = with_training(config)
+        check_models(config, config.evaluate, checks)
+        options = check_roles(config, checks)
+        check_managers(played, checks)
+        check_entries(played, checks)
+        for tag in judged_entries(played):
+            rule = "asks the role reward, which an evaluation does not start: give a service"
+            remedy = "{model_type: api, base_url: http://host:8000/v1, model: name}"
+            checks.add(f"custom_envs.{tag}.verifier.reward_kwargs.model_type", "cluster", rule, remedy)
+        check_lengths(played, options, config.pretrain or None, checks)
+        check_template_file("global_template", config.global_template, checks)
+        if config.evaluate.against is not None:
+            rule = "is for prompts; episodes are played through engines of this run"
+            checks.add("evaluate.against", config.evaluate.against, rule, "~")
+        if config.evaluate.temperatures:
+            rule = "is for prompts; of episodes the generating_args of val_env_manager decide"
+            checks.add("evaluate.temperatures", config.evaluate.temperatures, rule, [])
 
     def plan(self, config: AgenticConfig, exp_name: str, written: Written) -> AgenticRolloutPlan:
         assert isinstance(config, AgenticRolloutConfig)
-        return plan_playing(self, config, exp_name, written)
+        base = super().plan(with_training(config), exp_name, written)
+        values = {item.name: getattr(base, item.name) for item in fields(AgenticPlan)}
+        roles = {name: replace(role, section=own_weights(role.section)) for name, role in base.roles.items()}
+        models = tuple(models_of(config, config.evaluate))
+        validation = base.validation
+        steps = 1 if config.val_env_manager is not None else config.max_steps
+        manager = base.train if validation is None else validation
+        size = config.evaluate.num_samples or manager.group_size
+        played = replace(manager, group_size=size, episodes=manager.groups * steps * size)
+        return AgenticRolloutPlan(
+            **values
+            | {
+                "roles": roles,
+                "training": {},
+                "max_steps": len(models),
+                "eval_steps": 0,
+                "save_steps": 0,
+                **own_folders(base.output_dir, base.log_dir),
+            },
+            models=models,
+            passes=(Pass("episodes", "", None, played.group_size, False, True),),
+            baseline=config.evaluate.baseline or models[0].name,
+            played=played,
+            is_validation=validation is not None,
+        )
 
     def models(self, config: AgenticConfig) -> dict[str, WorkerConfig]:
         return {name: role for name, role in super().models(config).items() if name in ROLES}
@@ -152,7 +129,6 @@ class AgenticRollout(ModelsDefinition, Agentic):
 
 
 def settings_of(config: AgenticRolloutConfig, plan: AgenticRolloutPlan) -> dict[str, Any]:
-    """Everything that the episodes depend on."""
     from roll.pipelines.evaluate.samples import shared_settings
 
     data = [entry.section.data_args for entry in plan.entries.values() if entry.section.data_args is not None]

@@ -12,14 +12,7 @@ from roll.config.plan.plan import RolePlan
 from roll.environments.off_loop import EnvironmentProcesses
 from roll.pipelines.agentic.metrics import episode_table
 from roll.pipelines.agentic.pipeline import SLICE_SECONDS
-from roll.pipelines.agentic.players import (
-    TaskSource,
-    build_players,
-    close_agents,
-    fitting_rows,
-    read_data,
-    tags_in_order,
-)
+from roll.pipelines.agentic.players import TaskSource, build_players, close_agents, read_tasks
 from roll.pipelines.agentic_rollout.definition import AgenticRolloutConfig, AgenticRolloutPlan, settings_of
 from roll.pipelines.evaluate.config import EvaluatedModel, Pass
 from roll.pipelines.evaluate.models import ModelRun
@@ -44,19 +37,17 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
     tasks: TaskSource
 
     def __init__(self, loaded: LoadedConfig[AgenticRolloutConfig]) -> None:
-        assert isinstance(loaded.plan, AgenticRolloutPlan)
-        super().__init__(loaded, loaded.plan, loaded.config.evaluate)
+        super().__init__(loaded)
         self._processes: list[EnvironmentProcesses] = []
         self._shared: dict[str, Any] = {}
 
-    def settings(self) -> dict[str, Any]:
-        return settings_of(self.config, self.plan)
+    settings_of = staticmethod(settings_of)
 
     def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
         plan, played = self.plan, self.plan.played
         self.players = build_players(self.config, plan, played, tokenizer, self._processes, self._shared)
         name = "validation" if plan.is_validation else f"train/{self.config.seed}"
-        self.tasks = TaskSource(played, name, fitting_rows(read_data(plan), self.players), tags_in_order(plan))
+        self.tasks = TaskSource(played, name, *read_tasks(plan, self.players))
 
     def num_asked(self, way: Pass) -> int:
         return self.plan.played.groups
@@ -71,7 +62,6 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
         await self.complete(flow, model, way, numbers, played.num_groups, partial(self.records, model, way))
 
     def records(self, model: EvaluatedModel, way: Pass, group: EpisodeGroup) -> Iterator[Record]:
-        """A row an episode, with every turn."""
         templates = {tag: player.template for tag, player in self.players.items()}
         for row, episode in zip(episode_table([group], templates), group.members, strict=True):
             yield {

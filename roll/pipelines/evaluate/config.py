@@ -1,5 +1,4 @@
-"""An evaluation's configuration, plan and checks: which models answer which sets how often, and where the results go.
-Torch-free."""
+"""Keys, plan and checks of an evaluation: which models answer which sets how often, and where the results go."""
 
 from __future__ import annotations
 
@@ -13,24 +12,17 @@ from typing import Any
 
 from roll.checkpoint.contents import STATE_NAME
 from roll.config.checks.base import Checks
-from roll.config.checks.roles import check_roles
 from roll.config.model_files import CONFIG, gguf_files, looks_like_folder, model_folder, read_model_config
-from roll.config.pipelines import PipelineDefinition, Written
 from roll.config.plan.plan import Plan
-from roll.config.plan.planning import shared_plan, with_cache_length
 from roll.config.policy import PolicyRunConfig
-from roll.config.reading.errors import closest, count
+from roll.config.reading.errors import closest
 from roll.config.reading.fields import LOWEST_TEMPERATURE, setting
-from roll.config.roles import WorkerConfig
-from roll.config.strategies.base import own_weights
 from roll.config.strategies.remote import EXAMPLE_URL, url_problem
-from roll.pipelines.rlvr.checks import SET_NAME, check_lengths, check_templates, check_validation
-from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
+from roll.pipelines.rlvr.checks import SET_NAME
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.pipelines.rlvr.plan import ValidationSet, finished, validation_sets
+from roll.pipelines.rlvr.plan import ValidationSet
 
-GREEDY = 0.0
-"""The temperature at which one answer is all there is."""
+GREEDY = 0.0  # the temperature at which one answer is all there is
 
 
 @dataclass(frozen=True)
@@ -75,17 +67,16 @@ class EvaluateConfig(RLVRConfig):
     """Which models are asked, how often, and what must come of it."""
 
 
-AGAINST = "against"
-"""Name of the model of ``evaluate.against``."""
-FOLDER = "evaluation"
-"""Under ``output_dir`` and ``logging_dir``: an evaluation leaves the files of a training run alone."""
+AGAINST = "against"  # name of the model of `evaluate.against`
+FOLDER = "evaluation"  # under `output_dir` and `logging_dir`: an evaluation leaves the files of a training run alone
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+# Roles whose weights in a training checkpoint are a policy's.
 POLICIES = ("actor_train", "sft_train", "student_train", "student")
-"""Roles whose weights in a training checkpoint are a policy's."""
-_IGNORED = frozenset(
-    ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures")
-) | {*("name_or_path", "is_local", "local_files_only", "model_max_length", "padding_side", "truncation_side")}
-"""Keys of ``config.json`` and ``tokenizer_config.json`` in which models may differ and still share an engine."""
+# Keys of config.json and tokenizer_config.json in which models may differ and still share an engine.
+_IGNORED = {
+    *("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "architectures"),
+    *("name_or_path", "is_local", "local_files_only", "model_max_length", "padding_side", "truncation_side"),
+}
 _DESCRIPTIONS = (CONFIG, "tokenizer_config.json")
 _TEXTS = ("tokenizer.json", "chat_template.jinja", "vocab.json", "merges.txt")
 
@@ -95,34 +86,23 @@ class EvaluatedModel:
     """A model that is evaluated."""
 
     name: str
-    path: str
-    """Name as written, or the checkpoint of a folder of them."""
-    base: str
-    """Folder or hub name that has its architecture and tokenizer."""
-    checkpoint: Path | None = None
-    """Folder of the role that holds the weights, in a training checkpoint."""
+    path: str  # name as written, or the checkpoint of a folder of them
+    base: str  # folder or hub name that has its architecture and tokenizer
+    checkpoint: Path | None = None  # folder of the role that holds the weights, in a training checkpoint
+    # Address of a model that is served elsewhere; `base` then counts tokens and reads the prompts.
     url: str | None = None
-    """Address of a model that is served elsewhere; ``base`` then counts tokens and reads the prompts."""
-
-    @property
-    def description(self) -> str:
-        """Name and origin, for logs."""
-        return self.name if self.name == self.path else f"{self.name} ({self.path})"
 
 
 @dataclass(frozen=True)
 class Pass:
     """One way of answering the prompts of a set."""
 
-    name: str
-    """Behind the set's name, if it has one; part of the metrics' names."""
+    name: str  # behind the set's name, if it has one; part of the metrics' names
     set_name: str
-    temperature: float | None
-    """None: as the set's ``generating_args`` say."""
+    temperature: float | None  # None: as the set's `generating_args` say
     num_samples: int
     is_greedy: bool
-    is_primary: bool
-    """The first of its set, whose accuracy is reported as the set's."""
+    is_primary: bool  # the first of its set, whose accuracy is reported as the set's
 
 
 @dataclass(frozen=True)
@@ -131,8 +111,7 @@ class ModelsPlan(Plan):
 
     models: tuple[EvaluatedModel, ...]
     passes: tuple[Pass, ...]
-    baseline: str
-    """Name of the model that others are compared with."""
+    baseline: str  # name of the model that others are compared with
 
     def groups(self) -> list[list[EvaluatedModel]]:
         """Models that share an engine start, in the order of their first."""
@@ -149,36 +128,7 @@ class EvaluatePlan(ModelsPlan):
     validation_sets: tuple[ValidationSet, ...]
 
 
-def plan_evaluation(
-    definition: PipelineDefinition, config: EvaluateConfig, exp_name: str, written: Written
-) -> EvaluatePlan:
-    """The plan of a checked configuration."""
-    sequence = config.response_and_sequence[1]
-    sets = validation_sets(config, sequence, written)
-    longest = max(one.sequence_length for one in sets)
-    models = tuple(models_of(config, config.evaluate))
-
-    def finished_role(name: str, section: WorkerConfig) -> WorkerConfig:
-        # Engines load weights themselves, since there is no trainer.
-        is_policy = name == "actor_infer"
-        cached = with_cache_length(section, longest)
-        return own_weights(cached) if is_policy else finished(config, longest, name, section)
-
-    plan = shared_plan(definition, config, exp_name, written, finished_role)
-    return EvaluatePlan(
-        **plan | {"sequence_length": longest, "save_steps": 0, **own_folders(**plan)},
-        training={},
-        max_steps=len(models),
-        eval_steps=0,
-        models=models,
-        validation_sets=sets,
-        passes=tuple(passes_of(config, sets)),
-        baseline=config.evaluate.baseline or (models[0] if config.evaluate.against is None else models[-1]).name,
-    )
-
-
 def own_folders(output_dir: Path, log_dir: Path, **_: object) -> dict[str, Path]:
-    """Those of an evaluation, below those of the file."""
     return {"output_dir": output_dir / FOLDER, "log_dir": log_dir / FOLDER}
 
 
@@ -198,11 +148,7 @@ def passes_of(config: EvaluateConfig, sets: tuple[ValidationSet, ...]) -> Iterat
 
 
 def models_of(config: PolicyRunConfig, keys: EvaluationConfig) -> Iterator[EvaluatedModel]:
-    """The models that ``evaluate.models`` names, checkpoints of folders one by one.
-
-    Raises:
-        ValueError: a folder that holds neither a model nor a checkpoint.
-    """
+    """The models that ``evaluate.models`` names, checkpoints of folders one by one; see :func:`read_entry`."""
     own = config.actor_infer.model_args.model_name_or_path or config.pretrain
     for name, path in (keys.models or {Path(own).name: own}).items():
         yield from read_entry(name, path, own)
@@ -211,9 +157,10 @@ def models_of(config: PolicyRunConfig, keys: EvaluationConfig) -> Iterator[Evalu
 
 
 def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
-    """
+    """The model or the checkpoints at a path.
+
     Raises:
-        ValueError: see :func:`models_of`.
+        ValueError: a folder that holds neither a model nor a checkpoint.
     """
     folder = Path(path).expanduser()
     # A folder that is not there, as before an example makes it, is for the check of files to name.
@@ -240,14 +187,13 @@ def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
 
 
 def first_model(config: PolicyRunConfig, keys: EvaluationConfig) -> tuple[str, str] | None:
-    """Key and folder of the first of ``evaluate.models``, which engines are planned for; of checkpoints, ``pretrain``.
-    None where the key names none, or one that cannot be read, which is reported where models are checked.
-    """
+    """Key and folder of the first of ``evaluate.models``, which engines are planned for; of checkpoints, ``pretrain``;
+    None where the key names none."""
     if not keys.models:
         return None
     try:
         first = next(models_of(config, keys))
-    except ValueError:
+    except ValueError:  # reported where models are checked
         return None
     return "pretrain" if first.checkpoint else f"evaluate.models.{next(iter(keys.models))}", first.base
 
@@ -264,38 +210,11 @@ def signature(base: str) -> str:
     return json.dumps(texts, sort_keys=True)
 
 
-def evaluation_facts(plan: ModelsPlan) -> list[tuple[str, str]]:
-    """Label and sentence of models and passes."""
-    swaps = len(plan.models) - len(plan.groups())
-    starts = count(len(plan.groups()) - sum(one.url is not None for one in plan.models), "engine start")
-    models = f"{', '.join(one.name for one in plan.models)} ({starts}, {count(swaps, 'exchange')} of weights)"
-    passes = ", ".join(f"{one.name} x {one.num_samples}" for one in plan.passes)
-    facts = [("models", models), ("passes", passes)]
-    return facts + ([("compared", f"with {plan.baseline}")] if len(plan.models) > 1 else [])
-
-
 # Checks
 
 
-def check_evaluation(config: EvaluateConfig, checks: Checks) -> None:
-    """Every check; mistakes and notes go to ``checks.problems``."""
-    check_models(config, config.evaluate, checks)
-    options = check_roles(config, checks)
-    check_lengths(config, options, config.pretrain or None, checks)
-    check_rewards(config, checks)
-    check_judges(config, checks)
-    if config.validation is None:
-        checks.missing(
-            "validation", "is needed: the prompts that are asked", "validation.data_args.file_name: [val.jsonl]"
-        )
-    check_validation(config, checks)
-    check_templates(config, checks)
-
-
 def check_models(config: PolicyRunConfig, keys: EvaluationConfig, checks: Checks) -> None:
-    """Models are there, of a form that can be read, and their names differ; the other keys of ``evaluate``
-    as well.
-    """
+    """Models are there, of a form that can be read, and their names differ; the other keys of ``evaluate``."""
     own = config.actor_infer.model_args.model_name_or_path or config.pretrain
     names: list[str] = []
     for name, path in keys.models.items():
@@ -320,8 +239,7 @@ def check_models(config: PolicyRunConfig, keys: EvaluationConfig, checks: Checks
             folder = model_folder(model.base)
             if looks_like_folder(model.base) and (folder is None or not os.path.isfile(folder / CONFIG)):
                 there = folder is not None and os.path.exists(folder)
-                rule = f"has no {CONFIG}" if there else "does not exist"
-                checks.add(place, model.base, rule)
+                checks.add(place, model.base, f"has no {CONFIG}" if there else "does not exist")
         names += [model.name for model in found]
     if keys.against is not None:
         check_against(config, keys, keys.against, checks)

@@ -7,21 +7,28 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.checks.base import Checks
+from roll.config.checks.roles import check_roles
 from roll.config.pipelines import GENERATES, READ_KEYS, Headline, Panel, PipelineDefinition, Role, Written
+from roll.config.plan.planning import shared_plan, with_cache_length
+from roll.config.reading.errors import count
 from roll.config.rewards import REWARD_MODEL, own_judges
 from roll.config.roles import WorkerConfig
+from roll.config.strategies.base import own_weights
 from roll.pipelines.evaluate.config import (
     EvaluateConfig,
     EvaluatePlan,
     EvaluationConfig,
-    check_evaluation,
-    evaluation_facts,
+    check_models,
     first_model,
-    plan_evaluation,
+    models_of,
+    own_folders,
+    passes_of,
 )
+from roll.pipelines.rlvr.checks import check_lengths, check_templates, check_validation
+from roll.pipelines.rlvr.checks_rewards import check_judges, check_rewards
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.definition import RLVR
-from roll.pipelines.rlvr.plan import model_roles
+from roll.pipelines.rlvr.plan import finished, model_roles, validation_sets
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -51,7 +58,12 @@ class ModelsDefinition(PipelineDefinition[Any, Any]):
         return []
 
     def facts(self, plan: Any) -> list[tuple[str, str]]:
-        return evaluation_facts(plan)
+        swaps = len(plan.models) - len(plan.groups())
+        starts = count(len(plan.groups()) - sum(one.url is not None for one in plan.models), "engine start")
+        models = f"{', '.join(one.name for one in plan.models)} ({starts}, {count(swaps, 'exchange')} of weights)"
+        passes = ", ".join(f"{one.name} x {one.num_samples}" for one in plan.passes)
+        facts = [("models", models), ("passes", passes)]
+        return facts + ([("compared", f"with {plan.baseline}")] if len(plan.models) > 1 else [])
 
 
 class Evaluate(ModelsDefinition, RLVR):
@@ -61,20 +73,46 @@ class Evaluate(ModelsDefinition, RLVR):
     config_class = EvaluateConfig
     pipeline_class = "roll.pipelines.evaluate.pipeline.EvaluatePipeline"
     roles = (Role("actor_infer", GENERATES), Role(REWARD_MODEL, GENERATES, optional=True))
-    panels = (
-        Panel("Accuracy", ("val/*/accuracy",), unit_range=True),
-        Panel("Mean reward", ("val/*/reward",)),
-    )
+    panels = (Panel("Accuracy", ("val/*/accuracy",), unit_range=True), Panel("Mean reward", ("val/*/reward",)))
     reference = (("Evaluation (top level, in addition to RLVR's)", EvaluateConfig, (RLVRConfig,)),)
     section_tables = (("`evaluate`", EvaluationConfig, ()),)
 
     def check(self, config: RLVRConfig, checks: Checks) -> None:
         assert isinstance(config, EvaluateConfig)
-        check_evaluation(config, checks)
+        check_models(config, config.evaluate, checks)
+        options = check_roles(config, checks)
+        check_lengths(config, options, config.pretrain or None, checks)
+        check_rewards(config, checks)
+        check_judges(config, checks)
+        if config.validation is None:
+            example = "validation.data_args.file_name: [val.jsonl]"
+            checks.missing("validation", "is needed: the prompts that are asked", example)
+        check_validation(config, checks)
+        check_templates(config, checks)
 
     def plan(self, config: RLVRConfig, exp_name: str, written: Written) -> Any:
         assert isinstance(config, EvaluateConfig)
-        return plan_evaluation(self, config, exp_name, written)
+        sets = validation_sets(config, config.response_and_sequence[1], written)
+        longest = max(one.sequence_length for one in sets)
+        models = tuple(models_of(config, config.evaluate))
+
+        def finished_role(name: str, section: WorkerConfig) -> WorkerConfig:
+            if name != "actor_infer":
+                return finished(config, longest, name, section)
+            # Engines load weights themselves, since there is no trainer.
+            return own_weights(with_cache_length(section, longest))
+
+        plan = shared_plan(self, config, exp_name, written, finished_role)
+        return EvaluatePlan(
+            **plan | {"sequence_length": longest, "save_steps": 0, **own_folders(**plan)},
+            training={},
+            max_steps=len(models),
+            eval_steps=0,
+            models=models,
+            validation_sets=sets,
+            passes=tuple(passes_of(config, sets)),
+            baseline=config.evaluate.baseline or (models[0] if config.evaluate.against is None else models[-1]).name,
+        )
 
     def models(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
         answering = ("actor_infer", REWARD_MODEL, *own_judges(config.rewards))

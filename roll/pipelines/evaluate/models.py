@@ -11,19 +11,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import loadable
 from roll.config.plan.plan import RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
+from roll.distributed.signals import ending
 from roll.pipelines.engine_rollout import between_turns, engine_client
 from roll.pipelines.evaluate.config import EvaluatedModel, EvaluationConfig, ModelsPlan, Pass
 from roll.pipelines.evaluate.results import Results
 from roll.pipelines.evaluate.samples import Record, SampleFile
 from roll.pipelines.files import load_tokenizer
-from roll.pipelines.run_context import GENERATION, WEIGHTS, Residency, RunContext, moves_states, start_cluster
+from roll.pipelines.model_calls import GENERATION, WEIGHTS, Residency, start_cluster
+from roll.pipelines.run_context import RunContext
 from roll.rollout.engines import SLICE_SECONDS, EngineClient
 from roll.rollout.flow import GroupFlow
 from roll.weight_sync.encoding import MIB, SyncOptions
@@ -37,8 +39,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EXIT_BELOW = 3
-"""Exit status of an evaluation in which a model stays below a threshold."""
+EXIT_BELOW = 3  # exit status of an evaluation in which a model stays below a threshold
 
 ConfigT = TypeVar("ConfigT", bound=PolicyRunConfig)
 PlanT = TypeVar("PlanT", bound=ModelsPlan)
@@ -55,22 +56,83 @@ class EvaluationContext(RunContext):
         return f"what is answered is in {self.plan.output_dir}: the same command continues there"
 
 
-class ModelRun(ABC, Generic[ConfigT, PlanT]):
-    """An evaluation, from start to table. A subclass defines what the models answer."""
+class EngineRun(ABC, Generic[ConfigT, PlanT]):
+    """Several models, one after the other, on engines that are started once; from start to table."""
 
-    slice_seconds = SLICE_SECONDS
-    """See :class:`~roll.rollout.engines.EngineClient`."""
-    router: str | None = None
-    """Name of the router where the configuration leaves it open."""
+    slice_seconds = SLICE_SECONDS  # see :class:`~roll.rollout.engines.EngineClient`
+    router: str | None = None  # name of the router where the configuration leaves it open
 
-    def __init__(self, loaded: LoadedConfig[ConfigT], plan: PlanT, keys: EvaluationConfig) -> None:
-        self.config, self.plan, self.keys = loaded.config, plan, keys
+    def __init__(self, loaded: LoadedConfig[ConfigT]) -> None:
+        config: Any = loaded.config
+        plan: Any = loaded.plan
+        self.config, self.plan = loaded.config, cast(PlanT, plan)
+        self.keys: EvaluationConfig = config.evaluate
         self.context = EvaluationContext(loaded)
         self.version = 0
 
+    def run(self) -> int:
+        """Ask all models; the exit status."""
+        with self.context.running() as resources:
+            self.open()
+            self.driver = DriverLoop()
+            self.context.at_end(self.close)
+            self.residency = Residency(self.plan, self.config.is_offload_states)
+            self.resources = resources
+            for group in self.plan.groups():
+                self.evaluate_group(group)
+        return EXIT_BELOW if self.finish() else 0
+
+    def open(self) -> None:
+        """Open what the run writes into."""
+
     @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Everything that the answers depend on."""
+    def evaluate_group(self, models: Sequence[EvaluatedModel]) -> None:
+        """Have the models that share engines do their work."""
+
+    @abstractmethod
+    def finish(self) -> list[str]:
+        """Write and print the results; a sentence for every threshold that was missed."""
+
+    def start_scorers(self) -> None:
+        """Start what scores the answers, once."""
+
+    def close(self) -> None:
+        """Cancel what is in flight; before the clusters end."""
+        self.driver.close()
+
+    def role_of(self, model: EvaluatedModel) -> RolePlan:
+        """``actor_infer`` with the folder of a model."""
+        role = self.plan.roles["actor_infer"]
+        path = loadable(model.base)
+        model_args = replace(role.section.model_args, model_name_or_path=path)
+        return replace(role, model_path=path, section=replace(role.section, model_args=model_args))
+
+    def load(self, model: EvaluatedModel, base: RolePlan, engines: Engines | None, is_last: bool) -> Engines:
+        """Engines that hold the weights of ``model``: started with them, or updated. After the last model that they
+        serve nothing exchanges their weights."""
+        has_weights = engines is None and model.checkpoint is None
+        if engines is None:
+            self.start_scorers()
+            # An engine loads a model folder by itself; weights of a checkpoint are sent to it after its start.
+            role = base if model.checkpoint else self.role_of(model)
+            engines = Engines(self, role, keeps_weights=is_last and has_weights)
+        if not has_weights:
+            self.residency.bring({"actor_infer": WEIGHTS})
+            self.version += 1
+            with self.context.phase("step_model_update"):
+                engines.exchange(model, self.version)
+        self.bring()
+        return engines
+
+    def bring(self) -> None:
+        """Everything that answers and scores, on its devices."""
+        self.residency.bring({"actor_infer": GENERATION})
+
+
+class ModelRun(EngineRun[ConfigT, PlanT]):
+    """Models answer prompts, or play; a subclass defines what."""
+
+    settings_of: Callable[[Any, Any], dict[str, Any]]  # of configuration and plan, all that the answers depend on
 
     @abstractmethod
     def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
@@ -93,12 +155,8 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         most: int,
         records: Callable[[Any], Iterable[Record]],
     ) -> None:
-        """Have the groups of ``numbers`` done by ``flow``, and write the records of each as soon as it is.
-
-        Args:
-            flow: draws the prompt or task of the number ``next_order``.
-            most: groups in flight at a time.
-        """
+        """Have the groups of ``numbers`` done by ``flow``, ``most`` at a time, and write the records of each as soon as
+        it is. ``flow`` draws the prompt or task of the number ``next_order``."""
         waiting = iter(numbers)
         try:
             while True:
@@ -114,34 +172,13 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         finally:
             await flow.abort()
 
-    def start_scorers(self) -> None:
-        """Start what scores the answers, once."""
-
-    def run(self) -> int:
-        """Ask all models; the exit status."""
-        with self.context.running() as resources:
-            self.open()
-            self.driver = DriverLoop()
-            self.context.at_end(self.close)
-            self.residency = Residency(self.plan, moves_states(self.config.is_offload_states))
-            self.resources = resources
-            for group in self.plan.groups():
-                self.evaluate_group(group)
-        return EXIT_BELOW if self.finish() else 0
-
     def open(self) -> None:
-        """Open the file of samples."""
-        self.samples = SampleFile(self.plan.output_dir, self.settings(), self.keys.resume)
+        self.samples = SampleFile(self.plan.output_dir, self.settings_of(self.config, self.plan), self.keys.resume)
         self.context.at_end(self.samples.close)
         self.results = Results(self.keys, self.plan, self.samples)
 
     def finish(self) -> list[str]:
-        """Write and print the results; a sentence for every threshold that was missed."""
         return self.results.finish()
-
-    def close(self) -> None:
-        """Cancel what is in flight; before the clusters end."""
-        self.driver.close()
 
     def evaluate_group(self, models: Sequence[EvaluatedModel]) -> None:
         """Models that share engines: the first of them that has something left to do loads its own weights."""
@@ -154,19 +191,20 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
                 answered = self.samples.answered(model.name, way.name)
                 if numbers := [number for number in range(self.num_asked(way)) if number not in answered]:
                     left.append((way, numbers))
+            origin = model.name, model.path
             if left:
-                with self.context.interruptible():
+                with ending.interruptible():
                     client = self.client_of(model)
                     if client is None:
                         engines = self.load(model, base, engines, is_last=model is models[-1])
                         client = engines.client
                     for way, numbers in left:
-                        logger.info("%s: %s, %d x %d", model.description, way.name, len(numbers), way.num_samples)
+                        logger.info("%s (%s): %s, %d x %d", *origin, way.name, len(numbers), way.num_samples)
                         self.driver.run(self.answer(model, way, numbers, client))
             metrics = self.results.of_model(model.name)
             self.context.record_validation(metrics, self.plan.models.index(model))
             shown = ", ".join(f"{way.name} {metrics[f'val/{way.name}/accuracy']:.3f}" for way in self.plan.passes)
-            logger.info("%s: accuracy %s", model.description, shown)
+            logger.info("%s (%s): accuracy %s", *origin, shown)
         if engines is not None:
             engines.close(self.residency)
 
@@ -174,47 +212,11 @@ class ModelRun(ABC, Generic[ConfigT, PlanT]):
         """Stand-in for the engines of a model that needs none of this run's."""
         return None
 
-    def role_of(self, model: EvaluatedModel) -> RolePlan:
-        """``actor_infer`` with the folder of a model."""
-        role = self.plan.roles["actor_infer"]
-        path = loadable(model.base)
-        model_args = replace(role.section.model_args, model_name_or_path=path)
-        return replace(role, model_path=path, section=replace(role.section, model_args=model_args))
-
-    def load(self, model: EvaluatedModel, base: RolePlan, engines: Engines | None, is_last: bool) -> Engines:
-        """Engines that hold the weights of ``model``: started with them, or updated.
-
-        Args:
-            is_last: these engines serve no other model afterwards.
-        """
-        is_new = engines is None
-        if engines is None:
-            self.start_scorers()
-            # An engine loads a model folder by itself; weights of a checkpoint are sent to it after its start.
-            role = base if model.checkpoint else self.role_of(model)
-            engines = Engines(self, role, keeps_weights=is_last and model.checkpoint is None)
-        if not is_new or model.checkpoint is not None:
-            self.residency.bring({"actor_infer": WEIGHTS})
-            self.version += 1
-            with self.context.phase("step_model_update"):
-                engines.exchange(model, self.version)
-        self.bring()
-        return engines
-
-    def bring(self) -> None:
-        """Everything that answers and scores, on its devices."""
-        self.residency.bring({"actor_infer": GENERATION})
-
 
 class Engines:
     """The engines of ``actor_infer``, and who sends them the weights of other models."""
 
-    def __init__(self, run: ModelRun[Any, Any], role: RolePlan, keeps_weights: bool) -> None:
-        """
-        Args:
-            keeps_weights: no other weights than those of ``role`` will come: an engine that is lost is started again
-                and goes on; else it takes part from the next model on.
-        """
+    def __init__(self, run: EngineRun[Any, Any], role: RolePlan, keeps_weights: bool) -> None:
         config = run.config
         self._run, self._role = run, role
         worker = role.section.worker_cls or GENERATION_WORKER
@@ -222,6 +224,7 @@ class Engines:
         run.context.watch([self.cluster])
         self.cluster.call_all(GenerationWorker.initialize).result()
         run.residency.admit(self.cluster, GENERATION)
+        # An engine that is lost is started again: with `keeps_weights` it goes on, else from the next model on.
         self.client = engine_client(config, role, self.cluster, run.slice_seconds, run.router, keeps_weights)
         self._source: Cluster | None = None
 
@@ -232,8 +235,7 @@ class Engines:
             # It reads files into host memory, and needs no device.
             section = self._role.section
             section = replace(section, device_mapping=None, num_gpus_per_worker=1, world_size=1, worker_cls=None)
-            name = "stored_weights"
-            self._source = start_cluster(config, name, STORED_WEIGHTS_WORKER, run.resources, section)
+            self._source = start_cluster(config, "stored_weights", STORED_WEIGHTS_WORKER, run.resources, section)
             run.context.watch([self._source])
             # Through memory of the host, where the weights are read; whole, since models have nothing in common.
             options = SyncOptions(

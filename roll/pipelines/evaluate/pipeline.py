@@ -1,30 +1,122 @@
-"""The evaluation on prompts: every model answers the prompts of every set, and rewards score the answers."""
+"""The evaluation on prompts: every model answers the prompts of every set, and rewards score the answers. A model that
+is served elsewhere (``evaluate.against``), by an OpenAI-compatible service, gets chat requests."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from roll.config.loader import LoadedConfig
+import numpy as np
+
 from roll.config.plan.plan import RolePlan
 from roll.config.rewards import REWARD_MODEL, model_inputs
+from roll.config.roles import DataArguments
+from roll.config.strategies.remote import RemoteStrategyConfig
 from roll.datasets import PromptDataset
+from roll.datasets.columns import Columns
+from roll.datasets.reading import SourceRow
+from roll.datasets.templates import TemplateChoice
+from roll.datasets.types import PromptRow
 from roll.pipelines.clusters import ClusterStarter, Scorers
 from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, Pass
 from roll.pipelines.evaluate.models import ModelRun
 from roll.pipelines.evaluate.samples import sample_records, settings_of
-from roll.pipelines.evaluate.served import NoEngines, ServedModel
+from roll.pipelines.model_calls import GENERATION, WEIGHTS
 from roll.pipelines.rlvr.data import read_prompts
-from roll.pipelines.run_context import GENERATION, WEIGHTS
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupFlow, greedy, sampling_params
-from roll.rollout.loops import GroupSettings
+from roll.rollout.groups import Group, Sample, SampleGroup
+from roll.rollout.loops import GroupSettings, RolloutContext
 from roll.rollout.rewarding import ModelScorer, RewardClient
+from roll.strategies.engines.requests import FinishReason, SamplingParams
+from roll.strategies.remote import RemoteService, ServiceRefused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
+
+
+class ServedModel:
+    """A rollout loop whose samples come from the service at ``url`` (with the model's name after a ``#``): the row's
+    conversation goes there as it is, and the service's own template renders it; ``tokenizer``, of the file's model,
+    counts tokens. ServiceRefused, also of :meth:`answer`: it cannot be reached, or refuses."""
+
+    def __init__(
+        self, config: EvaluateConfig, url: str, data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        base_url, _, model = url.partition("#")
+        address = RemoteStrategyConfig(
+            base_url=base_url,
+            model=model or None,
+            api_key_env=config.evaluate.against_api_key_env,
+            concurrency=config.val_batch_size,
+            request_timeout=min(600.0, config.rpc_timeout),
+        )
+        self._service = RemoteService(address, "chat/completions", config.rpc_timeout)
+        # A thread for each prompt in flight: a request blocks until all of its samples are there.
+        self._pool = ThreadPoolExecutor(config.val_batch_size, thread_name_prefix="served")
+        self._data_args = data_args
+        self._templates = TemplateChoice.of_settings(data_args, config.global_template, config.tag_to_template)
+        self._tokenizer = tokenizer
+
+    async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
+        if prompt.vision is not None:
+            raise ServiceRefused(f"prompt {prompt.prompt_id} has images, which are not sent to evaluate.against")
+        body = self.body(prompt, context.params, context.group_size)
+        choices = await asyncio.get_running_loop().run_in_executor(self._pool, self._ask, body)
+        samples = []
+        for text, reason in choices:
+            ids: Any = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            log_probs, versions = np.zeros(len(ids), np.float32), [(0, 0, len(ids))]
+            kept, ended = np.array(ids, np.int32), REASONS.get(reason, "stop")
+            samples.append(Sample(prompt, prompt.token_ids, kept, log_probs, versions, ended, text))
+        return await context.compute_rewards(Group(context.order, prompt, samples))
+
+    def body(self, prompt: PromptRow, params: SamplingParams, count: int) -> dict[str, Any]:
+        """The request; what is off is left out, since services differ in what they know."""
+        source = SourceRow(Path(f"prompt {prompt.prompt_id}"), 0, prompt.row)
+        messages = Columns.of(self._data_args, source).read_messages(source)
+        optional = {
+            "top_p": (params.top_p, params.top_p < 1),
+            "top_k": (params.top_k, params.top_k > 0),
+            "min_p": (params.min_p, params.min_p > 0),
+            "repetition_penalty": (params.repetition_penalty, params.repetition_penalty != 1),
+            "seed": (params.seed, params.seed is not None),
+            "stop": (list(params.stop_strings), bool(params.stop_strings)),
+        }
+        return {
+            "model": self._service.model,
+            "messages": self._templates.with_system(messages),
+            "n": count,
+            "max_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            **{name: value for name, (value, is_set) in optional.items() if is_set},
+        }
+
+    def _ask(self, body: dict[str, Any]) -> list[tuple[str, str]]:
+        """Text and finish reason of every sample."""
+        answer = self._service.post([body])[0]
+        try:
+            # Half a surrogate pair, which JSON can hold, has no UTF-8.
+            texts = [str(one["message"]["content"] or "").encode(errors="replace") for one in answer["choices"]]
+            reasons = [str(one["finish_reason"]) for one in answer["choices"]]
+        except (KeyError, TypeError) as error:
+            raise ServiceRefused(f"the answer is no chat completion: {type(error).__name__}: {error}") from error
+        if len(texts) != body["n"]:
+            raise ServiceRefused(f"the service gave {len(texts)} samples where n is {body['n']}")
+        return [(text.decode(), reason) for text, reason in zip(texts, reasons, strict=True)]
+
+    def close(self) -> None:
+        self._service.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
@@ -34,12 +126,7 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
     tokenizer: PreTrainedTokenizerBase
     scorers: Scorers | None = None
 
-    def __init__(self, loaded: LoadedConfig[EvaluateConfig]) -> None:
-        assert isinstance(loaded.plan, EvaluatePlan)
-        super().__init__(loaded, loaded.plan, loaded.config.evaluate)
-
-    def settings(self) -> dict[str, Any]:
-        return settings_of(self.config, self.plan)
+    settings_of = staticmethod(settings_of)
 
     def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
         self.tokenizer = tokenizer
@@ -65,9 +152,14 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
         elif way.temperature is not None:
             params = replace(params, temperature=way.temperature)
         served = None if model.url is None else ServedModel(self.config, model.url, one.data_args, self.tokenizer)
+        assert self.scorers is not None
+        scorer = None
+        if self.scorers.reward_model is not None:
+            columns = [one.data_args for one in self.plan.validation_sets]
+            scorer = ModelScorer(self.scorers.reward_model, model_inputs(self.config.rewards), columns)
         flow = GroupFlow(
             client,
-            self.reward_client(),
+            RewardClient(self.scorers.rewards, scorer),
             # complete() sets the number before it starts a prompt, one at a time.
             lambda count: [prompts[way.set_name][flow.next_order]],
             GroupSettings(way.num_samples, params, self.config.seed),
@@ -86,7 +178,7 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
             return None
         self.start_scorers()
         self.bring()
-        client: Any = NoEngines()
+        client: Any = SimpleNamespace(num_turns=0)  # nothing in this run generates
         return client
 
     def bring(self) -> None:
@@ -107,11 +199,3 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
             self.context.at_end(judge.close)
         starter.begin(self.residency)
         starter.finish(self.residency)
-
-    def reward_client(self) -> RewardClient:
-        assert self.scorers is not None
-        scorer = None
-        if self.scorers.reward_model is not None:
-            columns = [one.data_args for one in self.plan.validation_sets]
-            scorer = ModelScorer(self.scorers.reward_model, model_inputs(self.config.rewards), columns)
-        return RewardClient(self.scorers.rewards, scorer)

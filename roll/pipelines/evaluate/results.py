@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,112 +18,109 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from roll.datasets.types import DataError
 from roll.pipelines.evaluate.config import EvaluationConfig, ModelsPlan
 from roll.pipelines.evaluate.samples import RESULTS, SampleFile, answers_of
 from roll.pipelines.rlvr.accuracy import CHUNK, Answers, bootstrap, overall, pass_metrics, with_ends
 
-WIDTH = 160
-"""Columns of a table in a file or a log."""
+WIDTH = 160  # columns of a table in a file or a log
+# Metrics with intervals that the table has, and their headings; pass@k and its relatives follow for the largest k.
 COLUMNS = (("accuracy", "accuracy"), ("reward", "mean reward"))
-"""Metrics with intervals that the table has, and their headings; pass@k and its relatives follow for the largest k."""
-EXACT = 12
-"""Differences other than 0 up to which every choice of signs is tried."""
+EXACT = 12  # differences other than 0 up to which every choice of signs is tried
 PERMUTATIONS = 20_000
 
 
+@dataclass
 class Results:
     """Metrics by model, in the order in which models are done."""
 
-    def __init__(self, keys: EvaluationConfig, plan: ModelsPlan, samples: SampleFile) -> None:
-        self._config, self._plan, self._samples = keys, plan, samples
-        self.metrics: dict[str, dict[str, float]] = {}
-        self._answers: dict[str, dict[str, list[Answers]]] = {}
+    keys: EvaluationConfig
+    plan: ModelsPlan
+    samples: SampleFile
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    answers: dict[str, dict[str, list[Answers]]] = field(default_factory=dict)
 
     def of_model(self, model: str) -> dict[str, float]:
-        """The metrics of a model all of whose prompts are answered.
-
-        Raises:
-            DataError: no reward has the number ``select_by``.
-        """
+        """The metrics of a model all of whose prompts are answered; DataError: see :func:`answers_of`."""
         answers: dict[str, list[Answers]] = {}
         metrics: dict[str, float] = {}
-        for way in self._plan.passes:
-            records = self._samples.records(model, way.name)
-            try:
-                answers[way.name] = answers_of(records, self._config.correct_from, self._config.select_by)
-            except KeyError as error:
-                raise DataError(f"evaluate.select_by: {error.args[0]}") from error
+        for way in self.plan.passes:
+            records = self.samples.records(model, way.name)
+            answers[way.name] = answers_of(records, self.keys.correct_from, self.keys.select_by)
             metrics |= pass_metrics(answers[way.name], way.name, way.is_primary)
-        primary = {way.set_name: answers[way.name] for way in self._plan.passes if way.is_primary}
+        primary = {way.set_name: answers[way.name] for way in self.plan.passes if way.is_primary}
         metrics |= overall(primary) if len(primary) > 1 else {}
-        self._answers[model], self.metrics[model] = answers, metrics
+        self.answers[model], self.metrics[model] = answers, metrics
         return metrics
 
     def finish(self) -> list[str]:
         """Compare, write ``results.json`` and print the tables; a sentence for every threshold that was missed."""
-        baseline = self._plan.baseline
+        baseline = self.plan.baseline
         for model in self.metrics:
-            for way in self._plan.passes if model != baseline else ():
-                found = compare(self._answers[model][way.name], self._answers[baseline][way.name])
+            for way in self.plan.passes if model != baseline else ():
+                found = compare(self.answers[model][way.name], self.answers[baseline][way.name])
                 self.metrics[model] |= {f"compare/{baseline}/{way.name}/{name}": one for name, one in found.items()}
-        failed = list(missed(self._config.thresholds, self.metrics))
+        failed = list(missed(self.keys.thresholds, self.metrics))
         content = {
-            "models": {one.name: one.path for one in self._plan.models},
-            "baseline": self._plan.baseline,
+            "models": {one.name: one.path for one in self.plan.models},
+            "baseline": self.plan.baseline,
             "metrics": self.metrics,
             "below_threshold": failed,
         }
-        file = self._plan.output_dir / RESULTS
+        file = self.plan.output_dir / RESULTS
         file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        console = Console(emoji=False)
-        if not console.is_terminal:
-            console = Console(emoji=False, width=WIDTH)
-        console.print(self._table())
-        if len(self.metrics) > 1:
-            console.print(self._comparisons())
-        for name, path in {"results": file, "samples": self._samples.path}.items():
-            console.print(Text(f"{name:<10}{path}"), soft_wrap=True)
-        for sentence in failed:
-            console.print(Text(f"below its threshold: {sentence}", style="red"), soft_wrap=True)
+        tables = [self._table(), *([self._comparisons()] if len(self.metrics) > 1 else [])]
+        show_results(tables, {"results": file, "samples": self.samples.path}, failed)
         return failed
 
     def _table(self) -> Table:
-        largest = {way.name: way.num_samples for way in self._plan.passes}
-        several = sorted({count for count in largest.values() if count > 1})
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for heading in ("model", "set", "prompts"):
-            table.add_column(heading, no_wrap=True, justify="right" if heading == "prompts" else "left")
-        for _, heading in COLUMNS:
-            table.add_column(heading, no_wrap=True)
+        several = sorted({way.num_samples for way in self.plan.passes if way.num_samples > 1})
         kinds = [f"{kind}@{k}" for k in several for kind in ("pass", "maj", "chosen")]
         known = {name.rpartition("/")[2] for found in self.metrics.values() for name in found}
         kinds = [kind for kind in kinds if kind in known]
-        for kind in kinds:
-            table.add_column(kind, justify="right", no_wrap=True)
+        table = plain_table("model", "set", "prompts", *(heading for _, heading in COLUMNS), *kinds)
+        for column in table.columns:
+            if column.header == "prompts" or column.header in kinds:
+                column.justify = "right"
         for model, metrics in self.metrics.items():
-            for way in self._plan.passes:
+            for way in self.plan.passes:
                 prefix = f"val/{way.name}/"
                 cells = [_with_interval(metrics, prefix + name) for name, _ in COLUMNS]
                 cells += [f"{metrics[prefix + kind]:.3f}" if prefix + kind in metrics else "" for kind in kinds]
-                prompts = str(len(self._answers[model][way.name]))
+                prompts = str(len(self.answers[model][way.name]))
                 table.add_row(*map(Text, (model, f"{way.name} x {way.num_samples}", prompts, *cells)))
         return table
 
     def _comparisons(self) -> Table:
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        headings = ("model", f"against {self._plan.baseline}", "difference", "p", "wins", "ties", "losses")
-        for heading in headings:
-            table.add_column(heading, no_wrap=True)
+        table = plain_table("model", f"against {self.plan.baseline}", "difference", "p", "wins", "ties", "losses")
         for model, metrics in self.metrics.items():
-            for way in self._plan.passes:
-                prefix = f"compare/{self._plan.baseline}/{way.name}/"
+            for way in self.plan.passes:
+                prefix = f"compare/{self.plan.baseline}/{way.name}/"
                 if f"{prefix}difference" not in metrics:
                     continue
                 counts = [f"{metrics[prefix + name]:.0f}" for name in ("wins", "ties", "losses")]
                 cells = (_with_interval(metrics, f"{prefix}difference", sign="+"), f"{metrics[prefix + 'p_value']:.3f}")
                 table.add_row(*map(Text, (model, way.name, *cells, *counts)))
         return table
+
+
+def plain_table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    return table
+
+
+def show_results(tables: Sequence[Table], files: Mapping[str, Path], failed: Sequence[str]) -> None:
+    """Print tables, the places of files, and the thresholds that were missed."""
+    console = Console(emoji=False)
+    if not console.is_terminal:  # rich takes 80 columns for a file or a log
+        console = Console(emoji=False, width=WIDTH)
+    for table in tables:
+        console.print(table)
+    for name, path in files.items():
+        console.print(Text(f"{name:<10}{path}"), soft_wrap=True)
+    for sentence in failed:
+        console.print(Text(f"below its threshold: {sentence}", style="red"), soft_wrap=True)
 
 
 def _with_interval(metrics: Mapping[str, float], name: str, sign: str = "") -> str:
@@ -169,11 +168,8 @@ def sign_flip_p_value(differences: np.ndarray) -> float:
 
 
 def missed(thresholds: Mapping[str, float], results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A sentence for every threshold that a model stays below.
-
-    Args:
-        results: metrics by model; those that compare two models are listed under the model that is compared.
-    """
+    """A sentence for every threshold that a model stays below; metrics that compare two models are those of the one
+    that is compared."""
     for key, least in thresholds.items():
         name, _, rest = key.partition("/")
         metrics = {name: rest} if name in results and rest in results[name] else dict.fromkeys(results, key)

@@ -18,7 +18,8 @@ from roll.config.model_files import model_folder
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import DataArguments
-from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatedModel, EvaluatePlan, ModelsPlan
+from roll.datasets.types import DataError
+from roll.pipelines.evaluate.config import EvaluateConfig, EvaluatePlan, ModelsPlan
 from roll.pipelines.files import sample_table
 from roll.pipelines.rlvr.accuracy import Answers, merged_votes, voted_answer
 from roll.rollout.groups import SampleGroup
@@ -27,8 +28,7 @@ logger = logging.getLogger(__name__)
 
 SAMPLES, SETTINGS, RESULTS = "samples.jsonl", "evaluation.json", "results.json"
 Record = dict[str, Any]
-Place = tuple[str, str]
-"""Model and pass."""
+Place = tuple[str, str]  # model and pass
 
 
 def settings_of(config: EvaluateConfig, plan: EvaluatePlan) -> dict[str, Any]:
@@ -44,15 +44,18 @@ def settings_of(config: EvaluateConfig, plan: EvaluatePlan) -> dict[str, Any]:
 def shared_settings(
     config: PolicyRunConfig, plan: ModelsPlan, data: Sequence[DataArguments], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Settings of every evaluation with an evaluation's ``own``, as plain JSON values.
-
-    Args:
-        data: sections whose files are read.
-    """
+    """Settings of every evaluation with an evaluation's ``own``, as plain JSON values; ``data``: sections whose files
+    are read."""
     written = [one.file_name for one in data]
     files = [name for names in written for name in ([names] if isinstance(names, str) else names or ())]
+    weights: dict[str, list[Path]] = {}
+    for one in plan.models:
+        folder = one.checkpoint or model_folder(one.path)
+        weights[one.name] = []
+        if folder is not None:
+            weights[one.name] = [*sorted(folder.rglob("*.safetensors")), *sorted(folder.rglob("trainer_state.json"))]
     shared = {
-        "models": {one.name: [one.path, one.base, *map(_state, _weights(one))] for one in plan.models},
+        "models": {one.name: [one.path, one.base, *map(_state, weights[one.name])] for one in plan.models},
         "data files": {name: _state(Path(name).expanduser()) for name in files},
         "evaluate.num_samples, evaluate.temperatures": [asdict(one) for one in plan.passes],
         "seed": config.seed,
@@ -61,11 +64,6 @@ def shared_settings(
     }
     plain: dict[str, Any] = json.loads(json.dumps({**shared, **own}, default=str))
     return plain
-
-
-def _weights(model: EvaluatedModel) -> list[Path]:
-    folder = model.checkpoint or model_folder(model.path)
-    return sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob("trainer_state.json")) if folder else []
 
 
 def _state(path: Path) -> list[Any]:
@@ -89,18 +87,14 @@ def differing(folder: Path, wanted: Mapping[str, Any]) -> list[str] | None:
 
 
 def check_taken_up(loaded: LoadedConfig[Any], settings: Callable[[], dict[str, Any]]) -> None:
-    """The samples in the output folder, if any, are those of an evaluation with these settings.
-
-    Raises:
-        ConfigError: they are of another, and would be mixed with it.
     """
-    plan = loaded.plan
-    if not loaded.config.evaluate.resume:
-        return
-    found = differing(plan.output_dir, settings())
-    if found:
+    Raises:
+        ConfigError: the samples in the output folder are those of an evaluation with other settings.
+    """
+    folder = loaded.plan.output_dir
+    if loaded.config.evaluate.resume and (found := differing(folder, settings())):
         rule = (
-            f"{plan.output_dir / SAMPLES} holds samples of an evaluation with other settings ({'; '.join(found)}); "
+            f"{folder / SAMPLES} holds samples of an evaluation with other settings ({'; '.join(found)}); "
             "begin anew (the file is kept as .previous), or choose another output_dir"
         )
         raise ConfigError([loaded.problem("evaluate.resume", True, rule, False)])
@@ -139,11 +133,7 @@ class SampleFile:
         return [group for _, group in sorted(self._groups[model, name].items())]
 
     def write(self, model: str, name: str, order: int, records: Sequence[Record]) -> None:
-        """Add the samples of a prompt, in one piece.
-
-        Args:
-            records: with ``model``, ``pass``, ``order``, and ``of``, the number of samples.
-        """
+        """Add the samples of a prompt, in one piece; ``of`` is their number."""
         self._file.write("".join(map(_line, records)))
         self._file.flush()
         # Numbers as they are read back: a resumed evaluation gives the same results, bit for bit.
@@ -193,7 +183,7 @@ def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_b
     """The samples of each prompt as numbers.
 
     Raises:
-        KeyError: no sample has the number ``select_by``; the message lists those that there are.
+        DataError: no sample has the number ``select_by``; the message lists those that there are.
     """
     found: list[Answers] = []
     known: set[str] = set()
@@ -221,5 +211,6 @@ def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_b
             )
         )
     if found and not has_any:
-        raise KeyError(f"no reward returns {select_by}; there is {', '.join(sorted(known | {'score'}))}")
+        there = ", ".join(sorted(known | {"score"}))
+        raise DataError(f"evaluate.select_by: no reward returns {select_by}; there is {there}")
     return found

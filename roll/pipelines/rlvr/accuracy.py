@@ -15,26 +15,17 @@ from functools import cache, partial
 import numpy as np
 
 from roll.datasets.forms import last_boxed, last_marked
-from roll.rewards.answers import (
-    after_thought,
-    isolated_number,
-    parse_number,
-    stated_answer,
-    tagged_answer,
-)
+from roll.rewards.answers import after_thought, isolated_number, parse_number, stated_answer, tagged_answer
 from roll.rewards.math_rule import MathVerifier, compare_quickly, equivalent
 from roll.rewards.notation import canonical
 from roll.rollout.groups import SampleGroup
 
 READERS = (last_boxed, last_marked, tagged_answer, stated_answer, isolated_number)
-LONGEST = 200
-"""Characters: what is longer is no answer that two samples would share."""
-Z_95 = 1.959963984540054
-"""Standard normal quantile of a two-sided interval of 95%."""
+LONGEST = 200  # characters: what is longer is no answer that two samples would share
+Z_95 = 1.959963984540054  # standard normal quantile of a two-sided interval of 95%
 MOST_PARTIAL_CREDITS = 5
 RESAMPLES = 2000
-CHUNK = 1 << 22
-"""Drawn indices in memory at a time."""
+CHUNK = 1 << 22  # drawn indices in memory at a time
 
 
 def voted_answer(response: str, prompt: str = "") -> str | None:
@@ -51,8 +42,7 @@ def voted_answer(response: str, prompt: str = "") -> str | None:
     return str(number) if number is not None else found.strip().strip(".$").strip()
 
 
-MOST_COMPARISONS = 64
-"""By algebra, of the answers to one prompt; a model may give a different formula each time."""
+MOST_COMPARISONS = 64  # by algebra, of the answers to one prompt; a model may give a different formula each time
 
 
 @cache
@@ -63,11 +53,8 @@ def verifier() -> MathVerifier:
 
 def merged_votes(votes: Sequence[str | None], correct: Sequence[bool] | np.ndarray) -> list[str | None]:
     """The votes, those of equal value in the spelling of the first: ``1/2``, ``0.5`` and ``\\frac12`` are one vote, and
-    so are ``x+1`` and ``1+x``. Equality is that of ``math_rule``.
-
-    Args:
-        correct: (n,), the verdicts; answers of different verdicts are different.
-    """
+    so are ``x+1`` and ``1+x``. Equality is that of ``math_rule``; answers of different verdicts (``correct``) are
+    different."""
     merged: dict[tuple[str, bool], str] = {}
     distinct: dict[bool, list[str]] = {True: [], False: []}
     left = MOST_COMPARISONS
@@ -104,21 +91,16 @@ class Answers:
 
     prompt_id: str
     tag: str
-    scores: np.ndarray
-    """float64 (n,); NaN where the reward failed."""
-    ranks: np.ndarray
-    """float64 (n,): the number by which the best sample is chosen; NaN counts as the smallest."""
-    correct: np.ndarray
-    """bool (n,)."""
+    scores: np.ndarray  # float64 (n,); NaN where the reward failed
+    ranks: np.ndarray  # float64 (n,): the number by which the best sample is chosen; NaN counts as the smallest
+    correct: np.ndarray  # bool (n,)
+    # The answer that each sample gives (:func:`voted_answer`), equal ones spelled alike (:func:`merged_votes`); None:
+    # it gives none.
     votes: Sequence[str | None]
-    """The answer that each sample gives (:func:`voted_answer`), equal ones spelled alike (:func:`merged_votes`); None:
-    it gives none."""
-    lengths: np.ndarray
-    """int64 (n,): response tokens."""
-    truncated: np.ndarray
-    """bool (n,): ended by the length limit."""
+    lengths: np.ndarray  # int64 (n,): response tokens
+    truncated: np.ndarray  # bool (n,): ended by the length limit
+    # Further numbers that the reward returned, of the samples that have them.
     numbers: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Further numbers that the reward returned, of the samples that have them."""
 
     @classmethod
     def of(cls, group: SampleGroup) -> Answers:
@@ -247,12 +229,8 @@ def with_ends(name: str, found: Estimate) -> dict[str, float]:
 
 
 def overall(primary: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
-    """``val_correct/...`` of several sets by set, by tag and over all prompts, each with the same weight; sets with
-    graded scores are left out.
-
-    Args:
-        primary: the answers of each set's primary pass.
-    """
+    """``val_correct/...`` of several sets (the answers of each one's primary pass) by set, by tag and over all prompts,
+    each with the same weight; sets with graded scores are left out."""
     primary = {name: answers for name, answers in primary.items() if not is_graded(answers)}
     everything = [one for answers in primary.values() for one in answers]
     if not everything:

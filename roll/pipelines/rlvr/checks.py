@@ -5,13 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from roll.config.checks.base import (
-    Checks,
-    check_columns,
-    check_data_files,
-    check_schedule,
-    check_template_file,
-)
+from roll.config.checks.base import Checks, check_columns, check_data_files, check_schedule, check_template_file
 from roll.config.checks.keys import note_unread
 from roll.config.checks.roles import check_engine_length, check_roles, note_positions
 from roll.config.estimators import traits
@@ -32,7 +26,6 @@ SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
 def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
-    """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
     check_method(config, checks, config.actor_infer.generating_args, "actor_infer.generating_args", "rlvr")
     check_lengths(config, options, checks.pipeline.model(config, "actor_train", config.actor_train)[1], checks)
@@ -50,21 +43,26 @@ def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
     if config.router_args.router_name == "EnvAffinityRouter":
         checks.problems.not_available("router_args.router_name", "EnvAffinityRouter", "this router", "~")
     check_policy(config, max_new_tokens(config), checks)
-    note_sampling(config, checks)
+    # Sampling settings that others override.
+    arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
+    response = config.response_and_sequence[0]
+    if arguments.max_new_tokens is not None and arguments.max_new_tokens > response:
+        checks.note(f"{key}.max_new_tokens", f"{arguments.max_new_tokens} is cut to the response length {response}")
+    if arguments.num_return_sequences not in (None, 1, config.num_return_sequences_in_group):
+        checks.note(f"{key}.num_return_sequences", "num_return_sequences_in_group decides in training")
     note_unread(config, options, checks)
 
 
 def check_lengths(config: RLVRConfig, options: dict[str, StrategyConfig], model: str | None, checks: Checks) -> None:
-    """A response has room behind its prompt, and engines and ``model`` have positions for the longest sequence.
-
-    Args:
-        options: options of the engines by role, as :func:`check_roles` returns them.
-    """
+    """A response has room behind its prompt, and engines (``options`` of :func:`check_roles`) and ``model`` have
+    positions for the longest sequence."""
     check_written_lengths(config, checks)
     if checks.broken("prompt_length", "response_length", "sequence_length"):
         return
-    val_prompt, val_sequence = longest_in_validation(config)
-    prompt, longest = max(config.prompt_length, val_prompt), max(config.longest_sequence, val_sequence)
+    sets = config.validation.sets.values() if config.validation is not None else ()
+    prompts = (config.prompt_length, config.val_prompt_length, *(one.prompt_length for one in sets))
+    sequences = (config.longest_sequence, config.val_sequence_length, *(one.sequence_length for one in sets))
+    prompt, longest = (max(length or 0 for length in lengths) for lengths in (prompts, sequences))
     check_engine_length(options, config.actor_infer, model, prompt, longest, checks)
     note_positions("pretrain", model, longest, checks)
 
@@ -82,25 +80,23 @@ def check_written_lengths(config: RLVRConfig, checks: Checks) -> None:
     elif response is not None and sequence is not None and sequence != prompt + response:
         rule = f"must be prompt_length {prompt} + response_length {response} where all three are set"
         checks.add("sequence_length", sequence, rule, prompt + response)
-    pair = ("val_prompt_length", config.val_prompt_length, "val_sequence_length", config.val_sequence_length)
-    check_pair(*pair, config, checks)
+    check_pair("val_", config.val_prompt_length, config.val_sequence_length, config, checks)
 
 
-def check_pair(
-    prompt_key: str, prompt: int | None, sequence_key: str, sequence: int | None, config: RLVRConfig, checks: Checks
-) -> None:
-    """Lengths of prompt and sequence of a validation are both set or neither, and a response fits."""
-    names = [key.rpartition(".")[2] for key in (prompt_key, sequence_key)]
+def check_pair(key: str, prompt: int | None, sequence: int | None, config: RLVRConfig, checks: Checks) -> None:
+    """Lengths of prompt and sequence of a validation, whose keys begin with ``key``, are both set or neither, and a
+    response fits."""
+    keys = f"{key}prompt_length", f"{key}sequence_length"
+    names = [key.rpartition(".")[2] for key in keys]
     if prompt is None and sequence is not None:
-        checks.missing(prompt_key, f"goes with {names[1]}: set both or none", config.prompt_length)
+        checks.missing(keys[0], f"goes with {names[1]}: set both or none", config.prompt_length)
     elif prompt is not None and sequence is None:
-        checks.missing(sequence_key, f"goes with {names[0]}: set both or none", prompt * 2)
+        checks.missing(keys[1], f"goes with {names[0]}: set both or none", prompt * 2)
     elif prompt is not None and sequence is not None and sequence <= prompt:
-        checks.add(sequence_key, sequence, f"must be greater than {names[0]} {prompt}, or no response fits", prompt * 2)
+        checks.add(keys[1], sequence, f"must be greater than {names[0]} {prompt}, or no response fits", prompt * 2)
 
 
 def check_batches(config: RLVRConfig, checks: Checks) -> None:
-    """Samples of a step divide into optimizer steps, for each trained role."""
     prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
     if checks.broken("rollout_batch_size", "num_return_sequences_in_group"):
         return
@@ -117,11 +113,9 @@ def check_batches(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_templates(config: RLVRConfig, checks: Checks) -> None:
-    """Templates by tag are known names or files, and files are there."""
     check_template_file("global_template", config.global_template, checks)
     for tag, template in config.tag_to_template.items():
-        known = template in TEMPLATES or template.endswith(TEMPLATE_ENDINGS)
-        if not known:
+        if template not in TEMPLATES and not template.endswith(TEMPLATE_ENDINGS):
             nearest = closest(template, TEMPLATES) or TEMPLATES[0]
             rule = f"must be one of {', '.join(TEMPLATES)}, or a file ({', '.join(TEMPLATE_ENDINGS)})"
             checks.add(f"tag_to_template.{tag}", template, rule, nearest)
@@ -152,26 +146,18 @@ def check_shares(config: RLVRConfig, checks: Checks) -> None:
             checks.note(key, f"has no share for {domain}: its rows are never asked")
 
 
-def note_sampling(config: RLVRConfig, checks: Checks) -> None:
-    """Sampling settings that others override."""
-    arguments, key = config.actor_infer.generating_args, "actor_infer.generating_args"
-    response = config.response_and_sequence[0]
-    if arguments.max_new_tokens is not None and arguments.max_new_tokens > response:
-        checks.note(f"{key}.max_new_tokens", f"{arguments.max_new_tokens} is cut to the response length {response}")
-    samples = arguments.num_return_sequences
-    if samples is not None and samples not in (1, config.num_return_sequences_in_group):
-        checks.note(f"{key}.num_return_sequences", "num_return_sequences_in_group decides in training")
-
-
 def check_validation(config: RLVRConfig, checks: Checks) -> None:
-    """Files, columns, lengths and names of all sets."""
     section = config.validation
     if section is None:
         return
     if section.data_args.file_name or not section.sets:
         check_data_files("validation.data_args", section.data_args, checks)
     check_columns("validation.data_args", section.data_args, checks)
-    check_concurrent(config, checks)
+    # Roles that answer and score during training share their devices with no other role.
+    for name, others in sharing_roles(started_roles(config)).items() if section.concurrent else ():
+        if not checks.broken(f"{section_of(name)}.device_mapping"):
+            rule = f"needs devices of its own for {name}, which shares some with {', '.join(others)}"
+            checks.add("validation.concurrent", True, rule, False)
     if section.harness is not None:
         check_harness(config, section.harness, checks)
     for name, one in section.sets.items():
@@ -181,27 +167,10 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
             checks.add(key, name, rule)
         check_data_files(f"{key}.data_args", one.data_args, checks)
         check_columns(f"{key}.data_args", one.data_args, checks)
-        pair = (f"{key}.prompt_length", one.prompt_length, f"{key}.sequence_length", one.sequence_length)
-        check_pair(*pair, config, checks)
-
-
-def check_concurrent(config: RLVRConfig, checks: Checks) -> None:
-    """Roles that answer and score during training share their devices with no other role."""
-    key, section = "validation.concurrent", config.validation
-    if section is None or not section.concurrent:
-        return
-    sharing = {
-        name: others
-        for name, others in sharing_roles(started_roles(config)).items()
-        if not checks.broken(f"{section_of(name)}.device_mapping")
-    }
-    for name, others in sharing.items():
-        rule = f"needs devices of its own for {name}, which shares some with {', '.join(others)}"
-        checks.add(key, True, rule, False)
+        check_pair(f"{key}.", one.prompt_length, one.sequence_length, config, checks)
 
 
 def check_harness(config: RLVRConfig, harness: HarnessConfig, checks: Checks) -> None:
-    """A harness has tasks, and the engines to itself."""
     key = "validation.harness"
     if not harness.tasks:
         rule = "is needed: names of tasks (lm_eval) or task files (inspect)"
@@ -213,14 +182,5 @@ def check_harness(config: RLVRConfig, harness: HarnessConfig, checks: Checks) ->
         )
         checks.add(key, harness.name, rule, "~")
     elif config.validation is not None and config.validation.concurrent:
-        checks.add(
-            "validation.concurrent", True, "does not go with validation.harness, which has the engines to itself", False
-        )
-
-
-def longest_in_validation(config: RLVRConfig) -> tuple[int, int]:
-    """Longest prompt and longest sequence that a set configures; 0 where none does."""
-    sets = config.validation.sets.values() if config.validation is not None else ()
-    prompts = [config.val_prompt_length, *(one.prompt_length for one in sets)]
-    sequences = [config.val_sequence_length, *(one.sequence_length for one in sets)]
-    return max(length or 0 for length in prompts), max(length or 0 for length in sequences)
+        rule = "does not go with validation.harness, which has the engines to itself"
+        checks.add("validation.concurrent", True, rule, False)

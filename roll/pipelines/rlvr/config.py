@@ -9,12 +9,7 @@ from roll.config.data import DataArguments
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
 from roll.config.reading.fields import parse_dotted_path, rules, setting
 from roll.config.rewards import RewardConfig
-from roll.config.roles import (
-    GeneratingArguments,
-    GenerationWorkerConfig,
-    StrategyArguments,
-    WorkerConfig,
-)
+from roll.config.roles import GeneratingArguments, GenerationWorkerConfig, StrategyArguments, WorkerConfig
 from roll.methods.policy_plan import PolicyConfig
 from roll.serving.harness import HarnessConfig
 

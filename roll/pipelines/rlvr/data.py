@@ -34,16 +34,11 @@ class RunData:
 
     tokenizer: PreTrainedTokenizerBase
     sampler: DomainSampler
-    validation: dict[str, PromptDataset]
-    """By the set's name."""
+    validation: dict[str, PromptDataset]  # by the set's name
 
 
 def load_data(config: RLVRConfig, plan: RLVRPlan) -> RunData:
-    """Read, route, tokenise and filter all sets.
-
-    Raises:
-        DataError: a file, row, tag or template that cannot be used.
-    """
+    """Read, route, tokenise and filter all sets; DataError: a file, row, tag or template that cannot be used."""
     model_path = plan.roles["actor_train"].model_path
     tokenizer = load_tokenizer(model_path, config.actor_train.model_args.trust_remote_code)
     training = read_training_prompts(config, plan, tokenizer)
@@ -55,11 +50,8 @@ def load_data(config: RLVRConfig, plan: RLVRPlan) -> RunData:
 
 
 def read_training_prompts(config: RLVRConfig, plan: RLVRPlan, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-    """:func:`read_prompts` of the set that is trained on; rows of which nothing is learnt are logged.
-
-    Raises:
-        DataError: also where a role that should look at rows of a tag would see none.
-    """
+    """:func:`read_prompts` of the set that is trained on; rows of which nothing is learnt are logged. DataError: also
+    where a role that should look at rows of a tag would see none."""
     data_args = config.actor_train.data_args
     dataset = read_prompts(config, plan, data_args, plan.prompt_length, tokenizer)
     check_rows(config, dataset.tags(), str(data_args.file_name))
@@ -67,17 +59,10 @@ def read_training_prompts(config: RLVRConfig, plan: RLVRPlan, tokenizer: PreTrai
 
 
 def read_prompts(
-    config: RLVRConfig,
-    plan: Plan,
-    data_args: DataArguments,
-    prompt_length: int,
-    tokenizer: PreTrainedTokenizerBase,
+    config: RLVRConfig, plan: Plan, data_args: DataArguments, prompt_length: int, tokenizer: PreTrainedTokenizerBase
 ) -> PromptDataset:
     """One set, routed to the domains of the run and rendered by its templates; what is odd about its rows is logged.
-
-    Raises:
-        DataError: as :func:`load_data`, or a domain none of whose rows can be scored.
-    """
+    DataError: as :func:`load_data`, or a domain none of whose rows can be scored."""
     # An evaluation starts no trainer.
     policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]
     model_args = policy.section.model_args
@@ -121,17 +106,12 @@ def seen_by_engine(vision: VisionModel, infer: WorkerConfig) -> VisionModel:
 
 
 def remarks(config: RLVRConfig, counts: LoadCounts) -> list[str]:
-    """Problems of rows that the rewards cannot score or that are hardly meant as prompts.
-
-    Raises:
-        DataError: no row of a domain has the ground truth that its reward needs.
-    """
+    """Problems of rows that the rewards cannot score or that are hardly meant as prompts; DataError: no row of a domain
+    has the ground truth that its reward needs."""
     found = []
     for domain, number in counts.without_truth.items():
-        found_rewards = (worker_name(one) for one, _ in rewards_of(domain, config.rewards[domain]))
-        reward = next(
-            (one for one in found_rewards if one is not None and one in REWARDS and REWARDS[one].needs_truth), None
-        )
+        names = (worker_name(one) for one, _ in rewards_of(domain, config.rewards[domain]))
+        reward = next((one for one in names if one and one in REWARDS and REWARDS[one].needs_truth), None)
         if reward is None:
             continue
         if number == counts.kept[domain]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.algorithm import ESTIMATOR, PPOConfig
-from roll.config.estimators import ADV_ESTIMATORS, DiscountOptions
+from roll.config.estimators import ADV_ESTIMATORS, DiscountOptions, traits
 from roll.config.pipelines import (
     COMPUTES_LOG_PROBS,
     GENERATES,
@@ -25,7 +25,7 @@ from roll.config.pipelines import (
     option_tables,
     worker_name,
 )
-from roll.config.plan.planning import finished_section, with_cache_length
+from roll.config.plan.planning import finished_section, shared_plan, with_cache_length
 from roll.config.policy import PolicyRunConfig, RouterConfig, WeightSyncConfig
 from roll.config.policy_losses import POLICY_LOSSES
 from roll.config.reading.errors import ConfigError, count
@@ -35,6 +35,8 @@ from roll.config.reading.yaml_files import shown
 from roll.config.rewards import (
     CLASSIFIER,
     INFERENCE,
+    JUDGE_ROLE,
+    OWN_PREFIX,
     REWARD_MODEL,
     FilterConfig,
     RewardComponentConfig,
@@ -46,26 +48,26 @@ from roll.config.rewards import (
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.base import own_weights
-from roll.methods.policy_plan import POLICY_PANELS, PolicyConfig, PolicyDefinition
+from roll.methods.policy_plan import POLICY_PANELS, PolicyConfig, PolicyDefinition, policy_plan, policy_training_plans
 from roll.pipelines.policy_checks import BUILD_FILTER, check_transport, late, policy_functions
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import (
     RLVRPlan,
+    finished,
+    max_new_tokens,
     model_roles,
-    plan_rlvr,
-    reward_pretrain,
     reward_roles,
+    started_roles,
+    validates_concurrently,
+    validation_sets,
 )
 from roll.pipelines.strict_checks import check_strict_host
 from roll.serving.harness import HARNESSES, HarnessConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from roll.config.loader import LoadedConfig
     from roll.config.roles import DataArguments
-    from roll.datasets import PromptDataset
     from roll.datasets.reading import SourceRow
 
 
@@ -122,7 +124,28 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
     section_key = staticmethod(section_of)
 
     def plan(self, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
-        return plan_rlvr(self, config, exp_name, written)
+        response, sequence = config.response_and_sequence
+        validation = config.validation
+        sets = validation_sets(config, sequence, written)
+        longest = max(sequence, *(one.sequence_length for one in sets), 0)
+        eval_steps = config.eval_steps if validation is None or validation.eval_steps is None else validation.eval_steps
+        return RLVRPlan(
+            **shared_plan(self, config, exp_name, written, partial(finished, config, longest)),
+            **policy_plan(config),
+            training=policy_training_plans(config),
+            max_steps=config.max_steps,
+            eval_steps=max(0, eval_steps) if validation is not None else 0,
+            prompts_per_step=config.rollout_batch_size,
+            group_size=config.num_return_sequences_in_group,
+            prompt_length=config.prompt_length,
+            response_length=response,
+            norm_length=config.loss_norm_length or response,
+            max_new_tokens=max_new_tokens(config),
+            validation_sets=sets,
+            validates_concurrently=validates_concurrently(config, started_roles(config)),
+            num_additional_prompts=config.max_additional_running_prompts if config.is_use_additional_prompts else 0,
+            needs_greedy_baseline=traits(config.estimator).needs_greedy,
+        )
 
     def started(self, config: RLVRConfig) -> dict[str, WorkerConfig]:
         return self.models(config) | reward_roles(config)
@@ -135,8 +158,10 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
         return super().task_of(REWARD_MODEL if key.startswith("rewards.") else key, section)
 
     def default_model(self, config: RLVRConfig, role: str) -> tuple[str, str | None]:
-        scorer = reward_pretrain(config, role)
-        return ("reward_pretrain", scorer) if scorer else super().default_model(config, role)
+        is_scorer = role in ("critic", JUDGE_ROLE) or role.startswith(OWN_PREFIX)
+        if is_scorer and config.reward_pretrain:
+            return "reward_pretrain", config.reward_pretrain
+        return super().default_model(config, role)
 
     def longest_row(self, config: RLVRConfig) -> int:
         return config.longest_sequence
@@ -159,10 +184,8 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
     def batch_facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
         samples = count(plan.samples_per_step, "sample")
         total = f"{count(plan.prompts_per_step, 'prompt')} x {plan.group_size} = {samples}"
-        return [
-            ("batch" if name == "actor_train" else name, f"{total}; {training.sentence()}")
-            for name, training in plan.training.items()
-        ]
+        trained = {"batch" if name == "actor_train" else name: one for name, one in plan.training.items()}
+        return [(name, f"{total}; {training.sentence()}") for name, training in trained.items()]
 
     def facts(self, plan: RLVRPlan) -> list[tuple[str, str]]:
         lengths = (
@@ -170,11 +193,9 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
             f" (at most {plan.max_new_tokens} new)"
         )
         for one in plan.validation_sets if plan.eval_steps else ():
-            response = one.sequence_length - one.prompt_length
-            lengths += (
-                f"; validation {one.name}{' ' if one.name else ''}{one.prompt_length} + {response} = "
-                f"{one.sequence_length} (at most {one.max_new_tokens} new)"
-            )
+            total = f"{one.prompt_length} + {one.sequence_length - one.prompt_length} = {one.sequence_length}"
+            name = f"validation {one.name} " if one.name else "validation "
+            lengths += f"; {name}{total} (at most {one.max_new_tokens} new)"
         return [("lengths", lengths), *self.shared_facts(plan, "generation", "prompt", plan.needs_greedy_baseline)]
 
     def validation_words(self, plan: RLVRPlan) -> str:
@@ -202,10 +223,10 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
                     yield f"rewards.{name}.{key}", own.type, partial(late, BUILD_FILTER, own.type, own.filter_args)
 
     def filtered_sections(self, config: RLVRConfig) -> dict[str, Any]:
-        sections: dict[str, Any] = {"actor_train": config.actor_train, "validation": config.validation}
-        if config.validation is not None:
-            sections |= {f"validation.sets.{name}": one for name, one in config.validation.sets.items()}
-        return {name: section for name, section in sections.items() if section is not None}
+        if config.validation is None:
+            return {"actor_train": config.actor_train}
+        sets = {f"validation.sets.{name}": one for name, one in config.validation.sets.items()}
+        return {"actor_train": config.actor_train, "validation": config.validation, **sets}
 
     def resumption_problems(
         self, loaded: LoadedConfig[RLVRConfig], checkpoint: str, state: Mapping[str, Any]
@@ -244,19 +265,14 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
 
         config: RLVRConfig = loaded.config
         plan: Any = loaded.plan
-        sets = {one.name or "validation": (one.data_args, one.prompt_length) for one in plan.validation_sets}
-        if isinstance(plan, RLVRPlan):
-            sets = {"train": (config.actor_train.data_args, plan.prompt_length)} | sets
-
-        def read(data_args: DataArguments, limit: int, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
-            return read_prompts(config, plan, data_args, limit, tokenizer)
-
-        found = {
-            name: ReadableSet(name, data, limit, partial(read, data, limit), partial(remarks, config))
-            for name, (data, limit) in sets.items()
-        }
-        if isinstance(plan, RLVRPlan):
-            found["train"] = replace(found["train"], read=partial(read_training_prompts, config, plan))
+        found: dict[str, ReadableSet] = {}
+        if isinstance(plan, RLVRPlan):  # an evaluation trains on nothing
+            training, data = partial(read_training_prompts, config, plan), config.actor_train.data_args
+            found["train"] = ReadableSet("train", data, plan.prompt_length, training, partial(remarks, config))
+        for one in plan.validation_sets:
+            name, limit = one.name or "validation", one.prompt_length
+            read = partial(read_prompts, config, plan, one.data_args, limit)
+            found[name] = ReadableSet(name, one.data_args, limit, read, partial(remarks, config))
         return found
 
     def served_section(self, loaded: LoadedConfig[RLVRConfig], role: str) -> WorkerConfig:
@@ -289,11 +305,7 @@ class OPD(RLVR):
 
 
 def require_scorable(domain: str, section: RewardConfig, source: SourceRow) -> None:
-    """Check that a row has the columns that its rewards need.
-
-    Raises:
-        DataError: it lacks one.
-    """
+    """Check that a row has the columns that its rewards need; DataError: it lacks one."""
     from roll.datasets.forms import FOREIGN_TRUTHS
     from roll.datasets.types import DataError
     from roll.rewards.registry import needed_columns
@@ -303,19 +315,13 @@ def require_scorable(domain: str, section: RewardConfig, source: SourceRow) -> N
         for column in sorted(needed_columns(worker_cls) - given):
             hint = "; data_args.ground_truth may name another" if column == "ground_truth" else ""
             if not hint or not source.row.keys() & set(FOREIGN_TRUTHS):
-                found = ", ".join(source.row)
-                raise DataError(
-                    f"{source.place}: rewards.{domain} ({worker_cls}) needs the column {column}, found {found}{hint}"
-                )
+                needed = f"rewards.{domain} ({worker_cls}) needs the column {column}"
+                raise DataError(f"{source.place}: {needed}, found {', '.join(source.row)}{hint}")
 
 
 def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
-    """Build each domain's reward once: a wrong ``reward_kwargs``, or a host that gives too little, is found early.
-
-    Raises:
-        ConfigError: a reward that cannot be built, an option that it does not have, or ``weights`` of the estimator
-            that it does not return.
-    """
+    """Build each domain's reward once: a wrong ``reward_kwargs``, a host that gives too little, or ``weights`` of the
+    estimator that it does not return are found early."""
     find_own_modules()
     from roll.rewards import RewardOptionError, build_section
 

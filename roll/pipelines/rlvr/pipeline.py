@@ -36,28 +36,20 @@ from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import GroupSettings, RolloutLoop, rollout_loops
 from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
 from roll.rollout.scheduling import prompt_codec
-from roll.serving.harness import HarnessConfig, run_program
+from roll.serving.harness import run_program
 from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.engines.requests import SamplingParams
 from roll.tracking import SampleTable
 
+# Answers and scores prompts: rows, samples of each, sampling parameters, and the number of the first draw.
 Answer = Callable[[Sequence[PromptRow], int, SamplingParams, int], Coroutine[Any, Any, list[SampleGroup]]]
-"""Answers and scores prompts: rows, samples of each, sampling parameters, and the number of the first draw."""
 
 
 async def validate(
     sets: Sequence[ValidationSet], rows: Mapping[str, Sequence[PromptRow]], batch_size: int, answer: Answer
 ) -> Validation:
-    """Answer and score the prompts of every set alongside whatever else the engines do: by sampling and, unless
-    switched off, greedily.
-
-    Draws are counted from 0 in every pass of every validation, so the same seeds are used each time and two validations
-    differ by the policy alone. With several sets ``val_correct`` is over the questions of all of them.
-
-    Args:
-        rows: the prompts of each set, by its name.
-        batch_size: prompts that are answered together.
-    """
+    """Answer and score the ``rows`` of every set, ``batch_size`` at a time, alongside whatever else the engines do: by
+    sampling and, unless switched off, greedily. With several sets ``val_correct`` is over all their questions."""
     began = time.perf_counter()
     metrics: dict[str, float] = {}
     primary: dict[str, list[Answers]] = {}
@@ -69,6 +61,7 @@ async def validate(
         for name, own, count in passes:
             groups = []
             for first in range(0, len(prompts), batch_size):
+                # Draws are counted from 0 in every pass: with the same seeds, validations differ by the policy alone.
                 groups += await answer(prompts[first : first + batch_size], count, own, first)
             answered[one.name].append((f"{one.name}.{name}" if one.name else name, groups))
     seconds = time.perf_counter() - began
@@ -87,11 +80,7 @@ class PromptSource(RolloutSource):
     def __init__(
         self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData, engines: EngineClient
     ) -> None:
-        self._config = config
-        self._plan = plan
-        self._data = data
-        self._engines = engines
-        self._pad_token_id = pad_token_id(data.tokenizer)
+        self._config, self._plan, self._data, self._engines = config, plan, data, engines
         quarantine = SampleQuarantine(plan.log_dir)
         scorer = None
         if clusters.reward_model is not None:
@@ -113,7 +102,7 @@ class PromptSource(RolloutSource):
         self.codec = prompt_codec(data.sampler.find)
 
     def batch(self, groups: list[SampleGroup], driver: DriverLoop) -> tuple[DataProto, Metrics]:
-        batch, metrics = build_batch(groups, self._pad_token_id), reward_metrics(groups)
+        batch, metrics = build_batch(groups, pad_token_id(self._data.tokenizer)), reward_metrics(groups)
         if self._rows.are_read:
             metrics |= self._rows.add_columns(batch, groups)
         quarantine = self._rewards.quarantine
@@ -123,19 +112,15 @@ class PromptSource(RolloutSource):
         if weights := self._config.estimator.get("weights"):
             batch.batch["reward_components"] = reward_components(groups, list(weights))
         if self._plan.needs_greedy_baseline:
-            batch.batch.update(greedy_baseline(groups, driver.run(self._greedy([group.item for group in groups]))))
+            params, prompts = greedy(self._plan.max_new_tokens, self._params), [group.item for group in groups]
+            batch.batch.update(greedy_baseline(groups, driver.run(self._answer(prompts, 1, params, 0))))
+            driver.run(self._engines.drain())  # aborted requests would stay in the engines' caches
             # Samples whose baseline cannot be scored lose their own score, since their advantage is unknown.
             scores = batch.batch["baseline_scores"]
             batch.batch["scores"] = batch.batch["scores"].masked_fill(scores.isnan(), float("nan"))
             scored = scores[~scores.isnan()]
             metrics["critic/baseline_score/mean"] = Mean(float(scored.sum()), len(scored))
         return batch, metrics
-
-    async def _greedy(self, prompts: list[PromptRow]) -> list[SampleGroup]:
-        """The greedy response to each of ``prompts``; the engines have nothing left to do afterwards."""
-        groups = await self._answer(prompts, 1, greedy(self._plan.max_new_tokens, self._params), 0)
-        await self._engines.drain()
-        return groups
 
     async def _answer(
         self, rows: Sequence[PromptRow], num_samples: int, params: SamplingParams, first: int
@@ -186,8 +171,6 @@ def reward_metrics(groups: list[SampleGroup]) -> Metrics:
 
 
 class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan]):
-    """A run, from start to summary."""
-
     def __init__(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         super().__init__(loaded)
         self.rows_per_step = self.plan.samples_per_step
@@ -210,20 +193,16 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan]):
 
     def validate(self, step: int) -> None:
         """Like the base class, after the program of ``validation.harness``, which has the engines to itself."""
-        section = self.config.validation
-        if section is not None and section.harness is not None:
+        harness = None if self.config.validation is None else self.config.validation.harness
+        if harness is not None:
+            name, model = harness.name, self.plan.roles["actor_infer"]
             with self.context.phase("val_harness"), self.generating():
-                self.by_harness = self.ask_harness(section.harness, step)
+                front = HttpFront(FrontOptions(name, max_running_requests=self.config.max_running_requests))
+                try:
+                    front.open(self.clusters.actor_infer, self.tokenizer)
+                    output = self.plan.output_dir / "validation" / name / f"step-{step}"
+                    metrics = run_program(harness, front, str(model.model_path), output)
+                finally:
+                    front.close()
+            self.by_harness = {f"{name}/{metric}": value for metric, value in metrics.items()}
         super().validate(step)
-
-    def ask_harness(self, harness: HarnessConfig, step: int) -> dict[str, float]:
-        """The program's metrics of the engines' present weights, ``<program>/<task>/<metric>``."""
-        name, model = harness.name, self.plan.roles["actor_infer"]
-        front = HttpFront(FrontOptions(name, max_running_requests=self.config.max_running_requests))
-        try:
-            front.open(self.clusters.actor_infer, self.tokenizer)
-            output = self.plan.output_dir / "validation" / name / f"step-{step}"
-            metrics = run_program(harness, front, str(model.model_path), output)
-        finally:
-            front.close()
-        return {f"{name}/{metric}": value for metric, value in metrics.items()}

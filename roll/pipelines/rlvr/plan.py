@@ -6,15 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
-from roll.config.estimators import traits
 from roll.config.model_files import model_number
-from roll.config.pipelines import PipelineDefinition, Written, find_own_modules
-from roll.config.plan.planning import shared_plan, validation_data, validation_sampling, with_cache_length
+from roll.config.pipelines import Written, find_own_modules
+from roll.config.plan.planning import validation_data, validation_sampling, with_cache_length
 from roll.config.rewards import (
     JUDGE_ROLE,
-    OWN_PREFIX,
     RewardConfig,
     judge_length,
     judge_role,
@@ -26,14 +23,7 @@ from roll.config.rewards import (
 from roll.config.roles import DataArguments, GeneratingArguments, WorkerConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import with_engine_size
-from roll.methods.policy_plan import (
-    PolicyPlan,
-    finished_policy,
-    looks_at_samples,
-    policy_plan,
-    policy_roles,
-    policy_training_plans,
-)
+from roll.methods.policy_plan import PolicyPlan, finished_policy, looks_at_samples, policy_roles
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationSetConfig
 from roll.rewards.base import RewardOptionError
 from roll.rewards.composition import concurrent_calls
@@ -43,17 +33,14 @@ from roll.rewards.composition import concurrent_calls
 class ValidationSet:
     """One set of questions, and how they are answered."""
 
-    name: str
-    """Empty for the set of ``validation.data_args``."""
-    data_args: DataArguments
-    """Columns and template that the set leaves out are filled in."""
+    name: str  # empty for the set of `validation.data_args`
+    data_args: DataArguments  # columns and template that the set leaves out are filled in
     generating_args: GeneratingArguments
     prompt_length: int
     sequence_length: int
     max_new_tokens: int
     samples_per_prompt: int
-    greedy: bool
-    """Every question is also answered greedily."""
+    greedy: bool  # every question is also answered greedily
 
 
 @dataclass(frozen=True)
@@ -63,12 +50,10 @@ class RLVRPlan(PolicyPlan):
     prompt_length: int
     response_length: int
     validation_sets: tuple[ValidationSet, ...]
-    needs_greedy_baseline: bool
-    """Every prompt is also answered greedily, for the advantages."""
+    needs_greedy_baseline: bool  # every prompt is also answered greedily, for the advantages
 
     @property
     def max_sequence_length(self) -> int:
-        """Longest sequence that an engine meets, validation included."""
         # The 0 is for runs without sets: max() of a single number would look for its items.
         return max(self.sequence_length, *(one.sequence_length for one in self.validation_sets), 0)
 
@@ -128,14 +113,7 @@ def planned_set(name: str, filled: ValidationSetConfig, config: RLVRConfig, sequ
     )
 
 
-def reward_pretrain(config: RLVRConfig, name: str) -> str | None:
-    """The model of a role that names none, in place of ``pretrain``: critics and judges."""
-    is_scorer = name in ("critic", JUDGE_ROLE) or name.startswith(OWN_PREFIX)
-    return config.reward_pretrain or None if is_scorer else None
-
-
 def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
-    """The sections of roles that hold a model and that this run starts."""
     roles = policy_roles(config)
     if config.reward_model is not None and (judged_domains(config.rewards) or model_inputs(config.rewards)):
         roles[JUDGE_ROLE] = with_engine_size(config.reward_model)
@@ -143,28 +121,21 @@ def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
 
 
 def reward_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
-    """The sections of the reward domains, whose workers hold no model."""
     return {f"rewards.{name}": reward_workers(name, role) for name, role in config.rewards.items()}
 
 
 def started_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
-    """Every role whose workers this run starts."""
     return model_roles(config) | reward_roles(config)
 
 
 def max_new_tokens(config: RLVRConfig) -> int:
-    """Most tokens of a response in training."""
     response = config.response_and_sequence[0]
     return min(response, config.actor_infer.generating_args.max_new_tokens or response)
 
 
 def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig) -> WorkerConfig:
-    """The section of a role as its workers get it.
-
-    Args:
-        longest: tokens of the longest sequence that an engine meets, validation included.
-        section: with model, workers and packed lengths filled in.
-    """
+    """The section of a role as its workers get it; ``longest``: tokens of the longest sequence that an engine meets,
+    validation included."""
     if isinstance(section, RewardConfig):
         domain, calls = name.removeprefix("rewards."), None
         find_own_modules()  # the reward may be a module in the working directory
@@ -178,32 +149,5 @@ def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig)
 
 
 def judge_roles(config: RLVRConfig) -> set[str]:
-    """The roles whose engines answer judges."""
     judging = {judge_role(name, section) for name, section in config.rewards.items()}
     return {role for role in judging if role is not None}
-
-
-def plan_rlvr(definition: PipelineDefinition, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
-    """The plan of a checked RLVR configuration."""
-    response, sequence = config.response_and_sequence
-    validation = config.validation
-    sets = validation_sets(config, sequence, written)
-    longest = max(sequence, *(one.sequence_length for one in sets), 0)
-    eval_steps = config.eval_steps if validation is None or validation.eval_steps is None else validation.eval_steps
-    return RLVRPlan(
-        **shared_plan(definition, config, exp_name, written, partial(finished, config, longest)),
-        **policy_plan(config),
-        training=policy_training_plans(config),
-        max_steps=config.max_steps,
-        eval_steps=max(0, eval_steps) if validation is not None else 0,
-        prompts_per_step=config.rollout_batch_size,
-        group_size=config.num_return_sequences_in_group,
-        prompt_length=config.prompt_length,
-        response_length=response,
-        norm_length=config.loss_norm_length or response,
-        max_new_tokens=max_new_tokens(config),
-        validation_sets=sets,
-        validates_concurrently=validates_concurrently(config, started_roles(config)),
-        num_additional_prompts=config.max_additional_running_prompts if config.is_use_additional_prompts else 0,
-        needs_greedy_baseline=traits(config.estimator).needs_greedy,
-    )

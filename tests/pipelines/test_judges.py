@@ -1,4 +1,4 @@
-"""A judge on the run's own role, without the processes: real engines in threads answer a real reward worker."""
+"""Judges of the run's own: their engines answer the reward workers over HTTP, without the processes and in a run."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.config.loader import LoadedConfig
 from roll.config.rewards import JUDGE_ROLE
@@ -19,9 +20,26 @@ from roll.pipelines.files import load_tokenizer
 from roll.rewards import RewardSample
 from roll.workers.reward import RewardSettings, RewardWorker
 from tests.config.good import changed, load
-from tests.pipelines.judging import TEMPLATE, chance_of_yes
+from tests.pipelines.conftest import Run
 from tests.serving.local_cluster import LocalCluster
 from tests.support.tiny_runs import TinyWorld, role
+
+TEMPLATE = "{{ response }} {{ positive }} or {{ negative }}?"
+
+
+def chance_of_yes(model: Any, tokenizer: Any, response: str) -> float:
+    """P(Y...) against P(N...) of the first token that the judge would say, by its logits."""
+    message = {"role": "user", "content": f"{response} Yes or No?"}
+    prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+    with torch.no_grad():
+        probabilities = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+    chances = {"yes": 0.0, "no": 0.0}
+    for token in range(len(probabilities)):
+        text = tokenizer.decode([token]).strip().casefold()
+        for word in chances:
+            if text and word.startswith(text):
+                chances[word] += float(probabilities[token])
+    return chances["yes"] / sum(chances.values())
 
 
 def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:
@@ -54,8 +72,6 @@ def opened(loaded: LoadedConfig[Any]) -> Iterator[tuple[JudgeService, LocalClust
 
 
 def test_engines_of_the_role_answer_a_reward_worker(world: TinyWorld, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model: Any = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(world.model)
     loaded = loaded_with_judge(world, tmp_path)
@@ -86,3 +102,44 @@ def test_engines_of_the_role_answer_a_reward_worker(world: TinyWorld, tmp_path: 
             service.check()
         worker.close()
         other.close()
+
+
+JUDGED: dict[str, Any] = {
+    "worker_cls": "llm_judge",
+    "judge_prompt": TEMPLATE,
+    "timeout": 60,
+    "reward_kwargs": {"extract": "logprob", "top_logprobs": 1000},
+}
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_a_judge_on_a_role_and_one_in_a_reward_section(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+    own = role("hf_infer", [0]) | {"model_args": {"model_name_or_path": str(world.model), "dtype": "fp32"}}
+    changes = {
+        "max_steps": 1,
+        "rollout_dump_dir": str(tmp_path / "rollouts"),
+        "is_offload_states": True,
+        "reward_model": role("hf_infer", [0]),
+        "reward_model.model_args.model_name_or_path": str(world.model),
+        "reward_model.strategy_args.strategy_config": {"max_num_seqs": 16, "max_model_len": 256},
+        "rewards": {
+            "shared": JUDGED | {"tag_included": ["even"], "judge_model_type": "cluster"},
+            "own": JUDGED | {"tag_included": ["odd"], "judge_model_type": "inference"} | own,
+        },
+    }
+    finished = run(changes, output=tmp_path)
+    model: Any = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
+    tokenizer: Any = AutoTokenizer.from_pretrained(world.model)
+    (row,) = finished.steps
+    for name in ("shared", "own"):
+        assert row[f"reward/{name}/error_rate"] == 0.0
+        assert row[f"reward/{name}/tries"] <= 1.0
+    samples = finished.samples(0)
+    assert {sample["domain"] for sample in samples} == {"shared", "own"}
+    for sample in samples[:3]:
+        expected = chance_of_yes(model, tokenizer, sample["response"].strip())
+        assert sample["score"] == pytest.approx(expected, abs=1e-4)
+    assert len({sample["score"] for sample in samples}) > 1
+    assert row["time/reward_model/offload/total"] > 0
+    assert row["time/judge.own/offload/total"] > 0
