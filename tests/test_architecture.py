@@ -60,6 +60,7 @@ OPTIONAL = {
     "deepspeed",
     "megatron",
     "peft",
+    "flash_attn",
     "liger_kernel",
     "gguf",
     "wandb",

@@ -18,14 +18,16 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
+from torch.utils.checkpoint import checkpoint
 
+from roll.config.model_files import is_installed
 from roll.models.expert_parallel import exchange
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree, RunBatch, VarlenCall, visible
 
@@ -42,15 +44,21 @@ def _heads_for_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: PrefixTree,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """(1, T, heads, head_dim) of T tokens; shapes and arguments as :func:`layout_attention`."""
-    if takes_varlen(query, value):
-        return varlen_attention(query, key, value, tree.varlen, scaling, window)
+    if takes_varlen(query, value, softcap):
+        return varlen_attention(query, key, value, tree.varlen, scaling, window, softcap)
     key, value = _repeated(query, key, value)
     alike = tree.only_prompts and tree.most_parts > MOST_PARTS and tree.rows.numel() < LONG * len(tree.runs)
-    if window is not None or (query.device.type == "cpu" and not alike):
-        return _run_by_run(query, key, value, tree, scaling, window)
+    if window is not None or softcap is not None or (query.device.type == "cpu" and not alike):
+        return _run_by_run(query, key, value, tree, scaling, window, softcap)
     return _all_at_once(query, key, value, tree, scaling)
 
 
@@ -92,7 +100,13 @@ less time for runs of 256 tokens, as long for 32, and twice as long for 16."""
 
 
 def _run_by_run(
-    query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: PrefixTree,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """:func:`tree_attention` with a call for each run, without padding."""
     lengths = [run.length for run in tree.runs] + [tree.num_padding]
@@ -110,10 +124,37 @@ def _run_by_run(
     for index, run in enumerate(tree.runs):
         skipped = run.context if tree.is_whole(run) else 0
         asked = path(queries, index) if skipped else queries[index]
-        output = causal_attention(asked, path(keys, index), path(values, index), scaling, window)
+        output = causal_attention(asked, path(keys, index), path(values, index), scaling, window, softcap)
         outputs.append(output[:, :, skipped:])
     outputs.append(torch.zeros_like(queries[-1]))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
+
+
+SCORES = 2**24
+"""Capped scores that exist at a time; 64 MiB in float32, and as much again for each of three intermediate results."""
+
+
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float, mask: Tensor
+) -> Tensor:
+    """Shapes as in :func:`causal_attention`: ``softmax(c tanh(scores / c))`` in float32, since no kernel of torch caps.
+
+    Args:
+        mask: bool (T, K), the keys that each query sees.
+    """
+
+    def of(some: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        wide = torch.promote_types(query.dtype, torch.float32)
+        scores = (some.to(wide) * (query.shape[3] ** -0.5 if scaling is None else scaling)) @ key.to(wide).mT
+        capped = (scores / softcap).tanh() * softcap
+        return (capped.masked_fill(~seen, -torch.inf).softmax(-1) @ value.to(wide)).to(query.dtype)
+
+    size = max(1, SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+    if query.shape[2] <= size:
+        return of(query, key, value, mask)
+    # A block's scores are computed again in the backward pass, so that those of all queries never exist together.
+    blocks = zip(query.split(size, 2), mask.split(size), strict=True)
+    return torch.cat([checkpoint(of, some, key, value, seen, use_reentrant=False) for some, seen in blocks], 2)
 
 
 SHORT = 512
@@ -136,6 +177,18 @@ ATTENTION_NAME = "roll_layouts"
 FULL, SLIDING = "full_attention", "sliding_attention"
 _REPLACEABLE = ("sdpa", "flash_attention_2")
 HALF_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def attention_cap(config: PretrainedConfig) -> float | None:
+    """The soft cap c of a model's attention scores, ``c * tanh(scores / c)`` (Gemma 2); None: it has none."""
+    cap: float | None = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return cap
+
+
+def logits_cap(config: PretrainedConfig) -> float | None:
+    """The soft cap of a model's logits (Gemma 2, 3n and 4), likewise."""
+    cap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
+    return cap
 
 
 def use_layout_attention(model: PreTrainedModel, key: str) -> None:
@@ -164,6 +217,7 @@ def replace_attention(
 
     text_config, neutral = model.config.get_text_config(), "1" if key.endswith("ulysses_size") else "false"
     kinds = getattr(text_config, "layer_types", None)
+    replaceable = (*_REPLACEABLE, "eager") if attention_cap(text_config) is not None else _REPLACEABLE
     if kinds is None:
         kinds = [SLIDING] if getattr(text_config, "sliding_window", None) else []
     if other := set(kinds) - set(known):
@@ -172,7 +226,7 @@ def replace_attention(
             f"only where every layer is {' or '.join(known)}. Set {key}: {neutral}"
         )
     if not getattr(model, "_supports_attention_backend", False) or (
-        text_config._attn_implementation not in _REPLACEABLE
+        text_config._attn_implementation not in replaceable
     ):
         raise ValueError(
             f"{key}: needs a model whose attention can be replaced, with model_args.attn_implementation: sdpa; "
@@ -232,6 +286,7 @@ def layout_attention(
     dropout: float = 0.0,
     attend: Attend | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     is_causal: bool | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
@@ -244,9 +299,10 @@ def layout_attention(
         key, value: (S, key-value heads, T, head_dim).
         scaling: of the scores; None: head_dim ** -0.5.
         attention_pattern: None: each of the S sequences is causal.
-        attend: computes attention of queries, keys, values and pattern, with this scaling and window; None: torch's
-            kernels.
+        attend: computes attention of queries, keys, values and pattern, with this scaling and window, and knows no
+            cap; None: torch's kernels.
         sliding_window: a token sees itself and this number of tokens less one before it; None: all before it.
+        softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
         others: keywords that transformers passes to every layer have no effect; any other one, which would change the
             result, is refused.
 
@@ -264,6 +320,7 @@ def layout_attention(
         "a mask of its own": attention_mask is not None,
         f"dropout of {dropout}": dropout,
         "no causal mask": not causal,
+        "softcap": attend is not None and softcap is not None,
     }
     added = {name for name, given in others.items() if given is not None and given is not False} - _passed_down()
     faults |= dict.fromkeys(sorted(added), True)
@@ -272,7 +329,7 @@ def layout_attention(
             f"{type(module).__name__} computes attention with {', '.join(found)}, which no layout without padding has; "
             f"{_WITHOUT}"
         )
-    attend = attend or _attend
+    attend = attend or partial(_attend, softcap=softcap)
     if context_group is None:
         return attend(query, key, value, attention_pattern, scaling, sliding_window), None
     ranks, (rows, heads, chunk, dim) = context_group.size(), query.shape
@@ -301,24 +358,34 @@ def _attend(
     pattern: AttentionPattern | None,
     scaling: float | None,
     window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     match pattern:
         case None:
-            return causal_attention(query, *_repeated(query, key, value), scaling, window).transpose(1, 2).contiguous()
+            key, value = _repeated(query, key, value)
+            return causal_attention(query, key, value, scaling, window, softcap).transpose(1, 2).contiguous()
         case PackedSequences():
-            return packed_attention(query, key, value, pattern, scaling, window)
+            return packed_attention(query, key, value, pattern, scaling, window, softcap)
         case PrefixTree():
-            return tree_attention(query, key, value, pattern, scaling, window)
+            return tree_attention(query, key, value, pattern, scaling, window, softcap)
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """(S, heads, T, head_dim) for queries of that shape, the last tokens of sequences of keys and values
     (S, heads, K, head_dim)."""
     (length, whole), mask = (query.shape[2], key.shape[2]), None
-    if length < whole or (window is not None and window < whole):
+    if length < whole or (window is not None and window < whole) or softcap is not None:
         mask = visible(length, whole - length, window, query.device)
+    if softcap is not None:
+        assert mask is not None
+        return _capped_attention(query, key, value, scaling, softcap, mask)
     return _fused_attention(query, key, value, scaling, mask, causal=mask is None and length > 1)
 
 
@@ -329,18 +396,19 @@ def packed_attention(
     sequences: PackedSequences,
     scaling: float | None,
     window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """(1, T, heads, head_dim): each sequence attends to itself, causally; as :func:`layout_attention`.
 
     Where there is no kernel for it a call for each sequence, which (on a CPU) is two to three times faster than padding
     them.
     """
-    if takes_varlen(query, value):
-        return varlen_attention(query, key, value, sequences.varlen, scaling, window)
+    if takes_varlen(query, value, softcap):
+        return varlen_attention(query, key, value, sequences.varlen, scaling, window, softcap)
     lengths = list(sequences.lengths)
     # split, not slices: its backward pass joins the parts once instead of adding up as many full-size gradients.
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    outputs = [causal_attention(part[0], *_repeated(*part), scaling, window) for part in parts]
+    outputs = [causal_attention(part[0], *_repeated(*part), scaling, window, softcap) for part in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
@@ -349,48 +417,63 @@ def has_varlen(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def takes_varlen(query: Tensor, value: Tensor) -> bool:
-    """Return True where that kernel computes the attention: half precision, and heads that it knows."""
+def takes_varlen(query: Tensor, value: Tensor, softcap: float | None = None) -> bool:
+    """Return True where that kernel computes the attention: half precision, heads that it knows, and no cap unless
+    the package flash_attn, whose kernel has one, is installed (torch's copy has none)."""
+    if softcap is not None and not is_installed("flash_attn"):
+        return False
     head_dim = query.shape[-1]
     fits = query.dtype in HALF_PRECISION and head_dim % 8 == 0 and value.shape[-1] == head_dim <= 256
     return fits and has_varlen(query.device)
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: VarlenCall,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """(1, T, heads, head_dim) by one kernel, where :func:`takes_varlen`; as :func:`layout_attention`."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if call.keys is not None:
         key, value = key.index_select(0, call.keys), value.index_select(0, call.keys)
-    return _kernel(query.contiguous(), key.contiguous(), value.contiguous(), call, scaling, window)[None]
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    return _kernel(query, key, value, call, scaling, window, softcap)[None]
 
 
 def _kernel(
-    query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: VarlenCall,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """(T, heads, head_dim) for queries of that shape, and keys and values (K, key-value heads, head_dim)."""
     from torch.nn.attention.varlen import varlen_attn
 
+    where = (call.query_offsets, call.key_offsets)
+    longest = [max(lengths) for lengths in zip(*call.lengths, strict=True)]
+    # -1: no limit to the left; nothing to the right.  A window's left part does not count the token itself.
+    limits = (-1 if window is None else window - 1, 0)
+    if softcap is not None:
+        from flash_attn import flash_attn_varlen_func
+
+        capped: Tensor = flash_attn_varlen_func(
+            query, key, value, *where, *longest, softmax_scale=scaling, causal=True, window_size=limits, softcap=softcap
+        )
+        return capped
     grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         # Before torch 2.12, which hosts have whose PyTorch cannot be replaced.
         (key, value), grouped = _repeated(query, key, value), {}
     # Query i of q sees keys up to i + k - q of k: FlashAttention aligns the mask to the bottom right since 2.1 (its
-    # README, "Changes"; col_idx_limit_right in mask.h, which torch has a copy of), and the left part of its window does
-    # not count the token itself.
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        call.query_offsets,
-        call.key_offsets,
-        max(queries for queries, _ in call.lengths),
-        max(keys for _, keys in call.lengths),
-        scale=scaling,
-        window_size=(-1 if window is None else window - 1, 0),  # -1: no limit to the left; nothing to the right
-        **grouped,
-    )
+    # README, "Changes"; col_idx_limit_right in mask.h, which torch has a copy of).
+    output = varlen_attn(query, key, value, *where, *longest, scale=scaling, window_size=limits, **grouped)
     assert isinstance(output, Tensor)
     return output
 

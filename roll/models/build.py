@@ -29,6 +29,7 @@ from roll.config.model_files import lacks_flash_attention, model_folder
 from roll.config.names import INVARIANT_ATTENTION
 from roll.config.roles import ModelArguments
 from roll.config.weight_files import file_of_each_tensor, stored_shapes
+from roll.models.attention import attention_cap
 from roll.models.completeness import incomplete
 from roll.models.text_part import text_part
 from roll.models.vision import reads_images
@@ -79,7 +80,7 @@ def build_model(
         args.model_name_or_path,
         config=config,
         dtype=dtype,
-        attn_implementation=attention_implementation(args),
+        attn_implementation=attention_implementation(args, config),
         trust_remote_code=args.trust_remote_code,
         output_loading_info=True,
         ignore_mismatched_sizes=True,
@@ -311,16 +312,22 @@ def overrides(args: ModelArguments) -> dict[str, Any]:
     return {**untied, **args.model_config_kwargs}
 
 
-def attention_implementation(args: ModelArguments) -> str | None:
+def attention_implementation(args: ModelArguments, config: PretrainedConfig) -> str | None:
     """The name by which transformers knows ``model_args.attn_implementation``; None: ``sdpa`` where the model has it,
     else ``eager`` (gpt-oss). Likewise for flash attention where its package is missing: torch brings a flash kernel of
-    its own."""
+    its own. A model with capped scores (Gemma 2) is ``eager`` where others are ``sdpa``."""
     name = args.attn_implementation
-    return (
-        None
-        if name in (None, "auto", INVARIANT_ATTENTION) or lacks_flash_attention(name)
-        else _ATTENTION_NAMES.get(name, name)
-    )
+    if name in (None, "auto", INVARIANT_ATTENTION) or lacks_flash_attention(name):
+        name = None
+    # transformers passes the cap to sdpa as well, which drops it without a word.
+    if name in (None, "sdpa") and attention_cap(config) is not None:
+        return "eager"
+    return name if name is None else _ATTENTION_NAMES.get(name, name)
+
+
+def eager_or_default(args: ModelArguments, config: PretrainedConfig) -> str | None:
+    """For where a flash kernel cannot be: ``eager`` where the role's model is, or its scores are capped; else None."""
+    return "eager" if attention_cap(config) is not None or attention_implementation(args, config) == "eager" else None
 
 
 def enable_gradient_checkpointing(model: PreTrainedModel, args: ModelArguments) -> None:

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roll.config.names import INVARIANT_ATTENTION
-from roll.models.attention import FULL, layout_attention, replace_attention
+from roll.models.attention import FULL, attention_cap, layout_attention, logits_cap, replace_attention
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree
 from roll.models.products import HAS_ONEDNN, differentiable, onednn_product
 
@@ -189,8 +189,15 @@ def make_invariant(model: PreTrainedModel) -> None:
     module, in place.
 
     Raises:
-        ValueError: a model with other layers than full causal attention, or whose attention cannot be replaced.
+        ValueError: a model with other layers than full causal attention, with soft caps, or whose attention cannot be
+            replaced.
     """
+    text = model.config.get_text_config()
+    if attention_cap(text) is not None or logits_cap(text) is not None:
+        raise ValueError(
+            f"{KEY}: this {text.model_type} model caps its scores or logits, by operations that engine and trainer "
+            f"round differently. Set {KEY}: false"
+        )
     replace_attention(model, KEY, INVARIANT_ATTENTION, _attend, (FULL,))
     modules: list[Any] = list(model.modules())
     for module in modules:

@@ -292,7 +292,7 @@ def build_on_meta(
     except OSError:
         obstacle = "there are no safetensors files"
     if obstacle is None:
-        model = empty_model(config, head, dtype=dtype, attn_implementation=attention_implementation(args))
+        model = empty_model(config, head, dtype=dtype, attn_implementation=attention_implementation(args, config))
         use_names_of(model, files)
         stored, found = _stored_tensors(model), files.shapes()
         # For a critic made of a reward model, the bias of the head.

@@ -1,7 +1,7 @@
 r"""Log-probabilities and entropies of given tokens without a full table of float32 logits, and the
 language model that computes them (or values) for response tokens alone.
 
-For a hidden state h and the output matrix W (V x H), with z = (W h + b) / temperature:
+For a hidden state h and the output matrix W (V x H), with z = cap(W h + b) / temperature:
 
     log p(y)  = z_y - logsumexp(z)
     entropy   = -sum_j p_j log p_j,            p = softmax(z)
@@ -9,6 +9,8 @@ For a hidden state h and the output matrix W (V x H), with z = (W h + b) / tempe
 
     d log p(y) / dz_j = [j = y] - p_j
     d entropy / dz_j  = -p_j (log p_j + entropy)
+
+    cap(x) = c tanh(x / c),   d cap(x) / dx = 1 - (cap(x) / c)^2       (x where a model has no soft cap c)
 
 Tokens are taken in chunks: only one chunk's logits exist at a time, and the backward pass computes them again.  Where
 all of them are small (a tiny vocabulary), they are kept instead, which saves that second matrix product.
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from roll.models import invariant
-from roll.models.attention import arriving
+from roll.models.attention import arriving, logits_cap
 from roll.models.distributions import Named, Vocabulary, chunked, compared, top_tokens
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
 from roll.models.invariant import computes_invariantly
@@ -76,8 +79,9 @@ def token_log_probs(
     memory: HeadMemory | None = None,
     product: Product = linear,
     adapter: tuple[Tensor | None, Tensor | None] = (None, None),
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-probability of ``targets[i]`` under ``softmax((weight @ hidden[i] + bias) / temperature)``.
+    """Log-probability of ``targets[i]`` under ``softmax(cap(weight @ hidden[i] + bias) / temperature)``.
 
     Args:
         hidden: (N, H), any float dtype; N may be 0.
@@ -92,6 +96,7 @@ def token_log_probs(
         memory: None: what suits the device.
         product: computes logits from hidden states, weight and bias.
         adapter: float32 a (N, r) and B (V, r): ``B @ a[i]`` is added to the logits.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None: they stay.
 
     Returns:
         float32 log-probs in the shape of ``targets``; (N,) entropies or None, sums of squares or None. The first two
@@ -101,8 +106,9 @@ def token_log_probs(
     assert temperature > 0, temperature
     memory = memory or HeadMemory.for_device(hidden.device)
     chunk = memory.chunk_tokens(weight.shape[0])
-    keep = torch.is_grad_enabled() and 4 * hidden.shape[0] * weight.shape[0] <= memory.kept_bytes
-    of_logits, wanted = (temperature, excluded, product), (with_entropy, with_sum_of_squares)
+    # The slope of a cap is not in the log-softmax: its logits are computed again.
+    keep = torch.is_grad_enabled() and softcap is None and 4 * len(hidden) * len(weight) <= memory.kept_bytes
+    of_logits, wanted = (temperature, excluded, product, softcap), (with_entropy, with_sum_of_squares)
     columns = targets if targets.ndim == 2 else targets[:, None]
     found, *others = _TokenLogProbs.apply(hidden, weight, bias, *adapter, columns, of_logits, wanted, chunk, keep)
     return found.view_as(targets), *others
@@ -112,22 +118,25 @@ EXCLUDED_LOGIT = -1e30
 """Logit of a token of probability 0: finite, so that ``p log p`` is 0 and not a NaN."""
 
 
-def _log_softmax(rows, hidden, weight, bias, low, up, temperature, excluded, product):  # type: ignore[no-untyped-def]
-    """float32 (n, V) log-softmax of one chunk."""
-    logits = _logits(hidden[rows], weight, bias, excluded, product)
+def _log_softmax(rows, hidden, weight, bias, low, up, temperature, excluded, product, softcap):  # type: ignore[no-untyped-def]
+    """float32 (n, V) log-softmax of one chunk, and the slope of the cap at its logits; None without one."""
+    logits, slope = _logits(hidden[rows], weight, bias, product), None
     if low is not None:
         logits.addmm_(low[rows], up.t())
+    if softcap is not None:
+        capped = logits.div_(softcap).tanh_()
+        slope, logits = 1 - capped.square(), capped.mul_(softcap)
+    # After the cap, which would bring them back.
+    if excluded is not None:
+        logits.index_fill_(1, excluded, EXCLUDED_LOGIT)
     if temperature != 1.0:
         logits = logits.div_(temperature)
-    return torch.log_softmax(logits, dim=-1)
+    return torch.log_softmax(logits, dim=-1), slope
 
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, excluded: Tensor | None, product: Product = linear
-) -> Tensor:
-    """float32 (n, V) of one chunk."""
-    logits = product(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
-    return logits if excluded is None else logits.index_fill_(1, excluded, EXCLUDED_LOGIT)
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, product: Product = linear) -> Tensor:
+    """float32 (n, V) of one chunk, before a cap."""
+    return product(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -138,7 +147,7 @@ class _TokenLogProbs(torch.autograd.Function):
         kept: list[Tensor] = []
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
-            table = _log_softmax(rows, hidden, weight, bias, low, up, *of_logits)
+            table, _ = _log_softmax(rows, hidden, weight, bias, low, up, *of_logits)
             log_probs[rows] = table.gather(1, targets[rows])
             if entropy is not None:
                 entropy[rows] = -(table.exp().mul_(table)).sum(-1)
@@ -165,7 +174,9 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_up = torch.zeros_like(up) if need_up else None
         for index, start in enumerate(range(0, hidden.shape[0], ctx.chunk)):
             rows = slice(start, start + ctx.chunk)
-            table = kept[index] if kept else _log_softmax(rows, hidden, weight, bias, low, up, *ctx.of_logits)
+            table, slope = (
+                (kept[index], None) if kept else _log_softmax(rows, hidden, weight, bias, low, up, *ctx.of_logits)
+            )
             grad_logits = _grad_logits(
                 table,
                 targets[rows],
@@ -175,6 +186,8 @@ class _TokenLogProbs(torch.autograd.Function):
             )
             if ctx.of_logits[0] != 1.0:
                 grad_logits.div_(ctx.of_logits[0])
+            if slope is not None:
+                grad_logits.mul_(slope)
             if grad_low is not None:
                 grad_low[rows] = matmul(grad_logits, up)
             if grad_up is not None:
@@ -221,7 +234,7 @@ def _head_log_probs(
     """Outputs of :func:`token_log_probs`; tensors (N, ...) by name where whole distributions are wanted: those of
     ``wanted``, or of the comparison with ``comparisons`` and ``outputs``."""
     ids, product = getattr(head, _EXCLUDED, ()), getattr(head, _PRODUCT, linear)
-    excluded = torch.tensor(ids, device=hidden.device) if ids else None
+    excluded, softcap = torch.tensor(ids, device=hidden.device) if ids else None, getattr(head, _CAP, None)
     if wanted is None and not comparisons:
         return token_log_probs(
             hidden,
@@ -234,18 +247,23 @@ def _head_log_probs(
             excluded=excluded,
             product=product,
             adapter=_adapter_of(head, hidden),
+            softcap=softcap,
         )
     whole, chunk = Vocabulary(len(head.weight)), HeadMemory.for_device(hidden.device).chunk_tokens(len(head.weight))
 
-    def logits_of(some: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _logits(some, weight, bias, excluded, product)
+    def final(logits: Tensor) -> Tensor:
+        capped = logits if softcap is None else (logits / softcap).tanh() * softcap
+        return capped if excluded is None else capped.index_fill(1, excluded, EXCLUDED_LOGIT)
 
     if wanted is not None:
         with torch.no_grad():
-            of_rows = lambda rows: logits_of(hidden[rows], head.weight, head.bias)  # noqa: E731
+            of_rows = lambda rows: final(_logits(hidden[rows], head.weight, head.bias, product))  # noqa: E731
             return top_tokens(whole, of_rows, hidden.shape[0], chunk, temperature, wanted)
-    of_chunk = lambda logits, rows: compared(whole, logits, rows, targets, temperature, outputs, comparisons)  # noqa: E731
-    return chunked(hidden, head.weight, head.bias, logits_of, of_chunk, chunk)
+
+    def of_chunk(logits: Tensor, rows: slice) -> tuple[Named, Named]:
+        return compared(whole, final(logits), rows, targets, temperature, outputs, comparisons)
+
+    return chunked(hidden, head.weight, head.bias, partial(_logits, product=product), of_chunk, chunk)
 
 
 def _adapter_of(head: Any, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -258,6 +276,8 @@ def _adapter_of(head: Any, hidden: Tensor) -> tuple[Tensor | None, Tensor | None
 
 _EXCLUDED = "excluded_ids"
 """Attribute of an output matrix: the token ids of probability 0."""
+_CAP = "softcap"
+"""Attribute of an output matrix: the soft cap of its logits, if any."""
 _PRODUCT = "product"
 """Attribute of an output matrix: the function that multiplies with it, where that is not torch's."""
 
@@ -307,6 +327,7 @@ class ResponseModel(nn.Module):
             choose_by_row(rotary)
         for head in output_matrices(language_model):
             setattr(head, _EXCLUDED, vision_token_ids(language_model.config))
+            setattr(head, _CAP, logits_cap(language_model.config))
             if computes_invariantly(language_model):
                 setattr(head, _PRODUCT, invariant.linear)
             # A method of the module itself, so that a backend that shards it as a unit of its own can gather it first.

@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from roll.config.roles import WorkerConfig
 from roll.models.attention import HALF_PRECISION, has_varlen, use_layout_attention
-from roll.models.build import DTYPES, HeadName, attention_implementation, checked_config, enable_gradient_checkpointing
+from roll.models.build import DTYPES, HeadName, checked_config, eager_or_default, enable_gradient_checkpointing
 from roll.models.expert_parallel import sum_of_parts
 from roll.models.invariant import is_invariant, make_invariant
 from roll.models.kernels import use_liger
@@ -152,7 +152,7 @@ def _copy_of(config: PretrainedConfig, role: WorkerConfig, head: HeadName) -> Pr
         if "drop" in key:
             setattr(config, key, 0.0)
     # Other kernels, such as flash attention's, need a GPU and half precision.
-    implementation = "eager" if attention_implementation(args) == "eager" else None
+    implementation = eager_or_default(args, config)
     # 4 heads for each unit of width, which the ranks share evenly.
     width = next(width for width in count(1) if 4 * width % args.ulysses_size == 0)
     return small_model(config, head, implementation, args.trust_remote_code, Divided(width))

@@ -38,6 +38,8 @@ def check_strict(config: PolicyRunConfig, checks: Checks) -> None:
             layers = {"sliding_attention"}
         kinds = list(needed(model)) if model else []
         kinds += [f"layers of type {kind}" for kind in sorted(layers)]
+        caps = {"attn_logit_softcapping": "capped attention scores", "final_logit_softcapping": "capped logits"}
+        kinds += [what for cap, what in caps.items() if text.get(cap) is not None]
         if kinds:
             rule = f"must be a model of text whose layers are full attention and dense; this one has {kinds[0]} ({KEY})"
             key = f"{name}.model_args.model_name_or_path" if role.model_args.model_name_or_path else "pretrain"

@@ -180,8 +180,8 @@ class _Rehearsed(DataParallelStrategy):
         lora = uses_lora(args)
         dtype = self.compute_dtype if lora and self.mixes_types else storage_dtype
         head: HeadName = self.head.value
-        attention_name = attention_implementation(args)
-        model = empty_model(checked_config(args, head), head, dtype=dtype, attn_implementation=attention_name)
+        config = checked_config(args, head)
+        model = empty_model(config, head, dtype=dtype, attn_implementation=attention_implementation(args, config))
         freeze_modules(model, args.freeze_module_prefix)
         model = model.eval()
         self.sparse_layers = sparse_layers(model)
@@ -446,7 +446,7 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
         return counts, counts, torch.arange(size, device=chosen.device) % own
 
     def kernel(
-        query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scaling: float | None, window: int | None
+        query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scaling: float, window: int | None, softcap: float
     ) -> Tensor:
         return _Varlen.apply(query, key, value, _pairs(call, window), tracker)
 

@@ -56,6 +56,7 @@ def test_refused_by_its_key(tmp_path: Path, changes: dict[str, Any], key: str, w
         ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}, "experts"),
         ({"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]}, "sliding_attention"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_attention"),
+        ({"model_type": "gemma2", "final_logit_softcapping": 30.0}, "capped logits"),
         ({"model_type": "qwen2_vl", "vision_config": {"depth": 2}, "image_token_id": 5}, "vision"),
     ],
 )

@@ -18,6 +18,7 @@ from roll.config.weight_files import weights_problem
 from roll.models.build import (
     attention_implementation,
     build_model,
+    checked_config,
     enable_gradient_checkpointing,
     has_tied_embeddings,
 )
@@ -188,5 +189,5 @@ def test_whether_embeddings_are_tied_is_what_the_files_say(three_layers: Path, t
 def test_flash_attention_without_its_package_is_sdpa(folder: Path) -> None:
     for written in ("fa2", "flash_attention_2"):
         args = arguments(folder, attn_implementation=written)
-        assert attention_implementation(args) is None
+        assert attention_implementation(args, checked_config(args, "causal_lm")) is None
         assert build_model(args, "causal_lm").config._attn_implementation == "sdpa"

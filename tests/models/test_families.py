@@ -17,7 +17,8 @@ from roll.models.self_test import check_role
 TRAINED = (
     *("afmoe", "apertus", "arcee", "bamba", "bitnet", "bloom", "codegen", "cwm", "deepseek_v2"),
     *("deepseek_v3", "diffllama", "dots1", "emu3", "ernie4_5", "exaone4", "falcon", "flex_olmo", "fuyu"),
-    *("gemma", "gemma3_text", "gemma4", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss", "gptj"),
+    *("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox"),
+    *("gpt_oss", "gptj", "nanochat", "vaultgemma"),
     *("granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
     *("jamba", "kimi_linear", "lfm2", "lfm2_moe", "llama", "mamba", "minimax", "ministral", "ministral3"),
     *("mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
@@ -26,8 +27,8 @@ TRAINED = (
 )
 """Their log-probs and gradients in padded rows are those of transformers."""
 PACKED = (
-    *("deepseek_v3", "glm", "glm4", "glm4_moe", "gpt2", "llama", "mixtral", "olmo2", "olmoe", "phi3"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("deepseek_v3", "gemma2", "gemma3n_text", "glm", "glm4", "glm4_moe", "gpt2", "llama", "mixtral", "nanochat"),
+    *("olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "vaultgemma"),
 )
 """Those in packed rows as well."""
 COMPLETED: dict[str, dict[str, Any]] = {

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.models.log_probs import HeadMemory, token_log_probs
+from roll.models.layouts import TargetDistributions, TopTokens, row_layout
+from roll.models.log_probs import HeadMemory, ResponseModel, token_log_probs
+from tests.models.builders import tiny
 
 
 def naive(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    table = (torch.nn.functional.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
-    return table.gather(1, targets[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    temperature: float,
+    softcap: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    table = (logits / temperature).log_softmax(-1)
+    entropy, squares = -(table.exp() * table).sum(-1), table.detach().double().exp().square().sum(-1)
+    return table.gather(1, targets[:, None])[:, 0], entropy, squares
 
 
 def inputs(tokens: int, with_bias: bool, dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
@@ -35,10 +47,18 @@ def inputs(tokens: int, with_bias: bool, dtype: torch.dtype = torch.float64, see
     with_bias=st.booleans(),
     use=st.sampled_from(["log_probs", "entropy", "both"]),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
+    softcap=st.sampled_from([None, 4.0]),
     seed=st.integers(0, 100),
 )
 def test_equals_log_softmax(
-    tokens: int, chunk_tokens: int, keep: bool, with_bias: bool, use: str, temperature: float, seed: int
+    tokens: int,
+    chunk_tokens: int,
+    keep: bool,
+    with_bias: bool,
+    use: str,
+    temperature: float,
+    softcap: float | None,
+    seed: int,
 ) -> None:
     leaves = inputs(tokens, with_bias, torch.float32, seed)
     targets = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(seed))
@@ -59,11 +79,11 @@ def test_equals_log_softmax(
         with_entropy=True,
         with_sum_of_squares=True,
         memory=memory,
+        softcap=softcap,
     )
-    probabilities = (torch.nn.functional.linear(leaves[0], leaves[1], bias).double() / temperature).softmax(-1)
+    *wanted, wanted_squares = naive(leaves[0], leaves[1], targets, bias, temperature, softcap)
     assert squares is not None and not squares.requires_grad
-    torch.testing.assert_close(squares.double(), probabilities.square().sum(-1), rtol=2e-5, atol=1e-7)
-    wanted = naive(leaves[0], leaves[1], targets, bias, temperature)
+    torch.testing.assert_close(squares.double(), wanted_squares, rtol=2e-5, atol=1e-7)
     assert entropy is not None
     torch.testing.assert_close(log_probs, wanted[0], rtol=0, atol=2e-6 * 20)
     torch.testing.assert_close(entropy, wanted[1], rtol=0, atol=2e-6 * 20)
@@ -97,7 +117,7 @@ def test_bf16_inputs_give_float32_results_and_bf16_gradients() -> None:
     log_probs.sum().backward()
     assert log_probs.dtype is torch.float32
     assert hidden.grad is not None and hidden.grad.dtype is torch.bfloat16
-    wanted, _ = naive(hidden.float(), weight.float(), targets, None, 1.0)
+    wanted, *_ = naive(hidden.float(), weight.float(), targets, None, 1.0)
     # The logits of the bf16 product carry 8 bits; they are about 10 here.
     torch.testing.assert_close(log_probs, wanted, rtol=0, atol=0.08)
 
@@ -131,6 +151,30 @@ def test_never_holds_all_logits() -> None:
         log_probs.sum().backward()
     assert largest <= max(2**20 // 4, weight.numel())
     assert largest < tokens * vocabulary // 100
+
+
+@pytest.mark.parametrize("wanted", ["top", "comparison"])
+def test_whole_distributions_of_capped_logits(wanted: str) -> None:
+    """Through a tied head, against log-softmax of transformers' logits; the gradient of the embeddings too."""
+    model = tiny("Gemma2", head_dim=4, final_logit_softcapping=2.0, attn_logit_softcapping=None, initializer_range=0.6)
+    ids = torch.arange(2, 14)[None]
+    layout, mask = row_layout(ids, torch.arange(12)[None] > 3), torch.arange(12) > 3
+    table = model(ids).logits[0, :-1][mask[1:]].float().log_softmax(-1)
+    if wanted == "top":
+        found = ResponseModel(model)(replace(layout, top_tokens=TopTokens(5, 40)), ("log_probs",))
+        log_probs, best = table.topk(5, dim=-1)
+        torch.testing.assert_close(found["top_log_probs"], log_probs.detach(), rtol=0, atol=1e-5)
+        assert torch.equal(found["top_ids"].long(), best)
+        return
+    others = torch.randn(table.shape, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    log_probs, best = others.topk(40, dim=-1)
+    target = TargetDistributions("t", best, log_probs, others[:, 0], 1.0, lambda q, p, _: (p.exp() * (p - q)).sum(-1))
+    found = ResponseModel(model)(replace(layout, comparisons=(target,)), ("log_probs",))
+    divergence = (others.exp() * (others - table)).sum(-1)
+    torch.testing.assert_close(found["t/divergence"], divergence, rtol=0, atol=1e-5)
+    embeddings = model.get_input_embeddings().weight
+    gradients = [torch.autograd.grad(one.sum(), embeddings)[0] for one in (found["t/divergence"], divergence)]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("keep", [True, False])

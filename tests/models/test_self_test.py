@@ -72,7 +72,6 @@ def test_what_is_right_passes(tmp_path: Path, kind: str, key: str | None, head: 
     [
         ("FalconH1", {"lm_head_multiplier": 0.02, "mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8}),
         ("ModernBertDecoder", {}),
-        ("Gemma2", {}),
         ("Granite", {"logits_scaling": 8.0}),
         ("Cohere", {}),
     ],

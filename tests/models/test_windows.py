@@ -1,8 +1,10 @@
-"""Attention by one kernel, and in windows: every layout against plain transformers, row by row."""
+"""Attention by one kernel, in windows and with soft caps: every layout against plain transformers, row by row."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch.nn.attention import varlen
 
 from roll.models import attention, patterns, self_test
 from roll.models.attention import layout_attention, use_layout_attention
-from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, tree_layout
+from roll.models.build import attention_implementation, checked_config
+from roll.models.invariant import make_invariant
+from roll.models.layouts import TokenLayout, packed_layout, padded, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.patterns import PackedSequences, PrefixTree
 from tests.models.test_layouts import batch_of, random_tree
@@ -25,6 +29,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": WINDOW},
     "Qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED},
     "Gemma3Text": {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 8},
+    "Gemma2": {  # caps in attention and after the output matrix, both small enough to bend most scores
+        "sliding_window": WINDOW,
+        "layer_types": MIXED,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
 }
 
 
@@ -40,6 +51,7 @@ def slow_varlen_attn(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
+    softcap: float | None = None,
 ) -> Tensor:
     """FlashAttention's definition: query i of q sees the keys from i + k - q - left to i + k - q + right."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
@@ -62,6 +74,7 @@ def slow_varlen_attn(
         if window_size[1] >= 0:
             seen &= places <= last + window_size[1]
         scores = torch.einsum("qhd,khd->hqk", asked, keys) * (query.shape[2] ** -0.5 if scale is None else scale)
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         outputs.append(torch.einsum("hqk,khd->qhd", weights, values))
     return torch.cat(outputs)
@@ -76,7 +89,12 @@ def by_kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(len(args[3]) - 1)
         return slow_varlen_attn(*args, **options)
 
+    def capping_kernel(*args: Any, softmax_scale: float, causal: bool, softcap: float, **options: Any) -> Tensor:
+        assert causal
+        return kernel(*args, scale=softmax_scale, softcap=softcap, enable_gqa=True, **options)
+
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=capping_kernel))
     monkeypatch.setattr(attention, "takes_varlen", lambda *_: True)
     return calls
 
@@ -86,7 +104,9 @@ def model_of(kind: str, **options: Any) -> Any:
 
     config = config_of(kind, **MODELS[kind] | options)
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    # transformers' sdpa drops a cap without a word.
+    implementation = "eager" if kind == "Gemma2" else "sdpa"
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model.double()
@@ -104,14 +124,11 @@ def groups() -> tuple[Tensor, Tensor]:
 
 
 def plain(model: Any, input_ids: Tensor, mask: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """By transformers, each row alone."""
+    """By transformers alone, each row alone."""
     values = torch.zeros(input_ids.shape, dtype=torch.float64)
-    for row in range(len(input_ids)):
-        layout = row_layout(input_ids[row : row + 1], mask[row : row + 1])
-        if len(layout.predictors):
-            own = ResponseModel(model)(layout, ("log_probs",))["log_probs"]
-            values[row] = layout.scatter(own, mask[:1].shape)[0]
-    return differentiated(model, values, weights)
+    for row, ids in enumerate(input_ids):
+        values[row, 1:] = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+    return differentiated(model, values * mask, weights)
 
 
 def differentiated(model: Any, values: Tensor, weights: Tensor) -> dict[str, Tensor]:
@@ -124,7 +141,7 @@ BATCHES = {"groups": groups, "tree-0": lambda: batch_of(random_tree(0)), "tree-1
 PATHS = ["kernel", "calls"]
 
 
-@pytest.mark.default_rows("*-Gemma3Text-*", "kernel-*-groups-*", "kernel-Qwen3-*", "calls-Mistral-*")
+@pytest.mark.default_rows("*-Gemma[23]*-groups-*", "kernel-*-groups-*", "kernel-Qwen3-*", "calls-Mistral-*")
 @pytest.mark.parametrize("lay_out", [packed_layout, tree_layout])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", MODELS)
@@ -132,7 +149,8 @@ PATHS = ["kernel", "calls"]
 def test_every_layout_is_each_row_alone(
     path: str, kind: str, batch: str, lay_out: Any, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Log-probs and every gradient, with padding at the end."""
+    """Log-probs and every gradient, with padding at the end; scores with a cap in blocks of a few queries."""
+    monkeypatch.setattr(attention, "SCORES", 100)
     calls = request.getfixturevalue("by_kernel") if path == "kernel" else None
     monkeypatch.setattr(patterns, "MIN_SHARED", 2)
     input_ids, mask = BATCHES[batch]()
@@ -180,10 +198,10 @@ def test_an_own_run_without_context_and_padding_have_sequences() -> None:
 @pytest.mark.parametrize(
     ("keywords", "named"),
     [
-        ({"softcap": 50.0}, "softcap"),
+        ({"softcap": 50.0, "attend": attention._attend}, "softcap"),
         ({"s_aux": torch.ones(4)}, "s_aux"),
         ({"is_causal": False}, "no causal mask"),
-        ({"position_bias": torch.ones(4, 8, 8), "softcap": 3.0}, "position_bias, softcap"),
+        ({"position_bias": torch.ones(4, 8, 8), "s_aux": 3.0}, "position_bias, s_aux"),
     ],
 )
 def test_what_a_layer_adds_is_refused_by_name(keywords: dict[str, Any], named: str) -> None:
@@ -194,10 +212,33 @@ def test_what_a_layer_adds_is_refused_by_name(keywords: dict[str, Any], named: s
     layout_attention(torch.nn.Linear(1, 1), *states, None, **passed_down)
 
 
-def test_a_model_with_soft_capped_scores_is_refused(tmp_path: Path) -> None:
-    role = role_of(tmp_path, config_of("Gemma2", final_logit_softcapping=None), use_remove_padding=True)
-    with pytest.raises(ValueError, match=r"gemma2 model.*Gemma2Attention computes attention with softcap"):
-        self_test.check_role(role, "causal_lm", trains=True)
+@pytest.mark.parametrize("key", [None, "use_remove_padding", "use_prefix_sharing"])
+def test_soft_caps_pass_the_self_test_and_a_dropped_one_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    role = role_of(tmp_path, config_of("Gemma2", **MODELS["Gemma2"]), **({} if key is None else {key: True}))
+    args = role.model_args
+    assert attention_implementation(args, checked_config(args, "causal_lm")) == "eager"
+    self_test.check_role(role, "causal_lm", trains=True)
+    if key is not None:
+        right = attention.causal_attention
+        monkeypatch.setattr(attention, "causal_attention", lambda *given: right(*given[:5], None))
+        with pytest.raises(ValueError, match=r"this gemma2 model, .*, gives log_probs that are off"):
+            self_test.check_role(role, "causal_lm", trains=True)
+
+
+def test_soft_caps_cannot_be_rounded_alike_by_engine_and_trainer() -> None:
+    for options in ({"attn_logit_softcapping": None}, {"final_logit_softcapping": None}):
+        with pytest.raises(ValueError, match=r"this gemma2 model caps .* strict_on_policy: false"):
+            make_invariant(model_of("Gemma2", **options))
+
+
+def test_torch_s_kernel_knows_no_cap_and_the_package_s_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = torch.ones(1, 4, 8, 64, dtype=torch.bfloat16)
+    monkeypatch.setattr(attention, "has_varlen", lambda device: True)
+    for installed in (False, True):
+        monkeypatch.setattr(attention, "is_installed", lambda module, found=installed: found)
+        assert attention.takes_varlen(states, states) and attention.takes_varlen(states, states, 50.0) is installed
 
 
 def test_windows_pass_the_self_test_and_one_of_another_size_does_not(

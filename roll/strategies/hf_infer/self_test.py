@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll.config.roles import WorkerConfig
-from roll.models.build import DTYPES, attention_implementation
+from roll.models.build import DTYPES, eager_or_default
 from roll.models.invariant import is_invariant, make_invariant
 from roll.models.layouts import packed_layout, row_layout
 from roll.models.log_probs import ResponseModel
@@ -54,8 +54,7 @@ def check_engine(
     reads_images(config)  # refuses families whose towers are not known
     where = f"{role.name}.model_args.model_name_or_path: {args.model_name_or_path}"
     with torch.random.fork_rng(devices=[]):
-        implementation = "eager" if attention_implementation(args) == "eager" else None
-        model = small_model(config, "causal_lm", implementation, args.trust_remote_code)
+        model = small_model(config, "causal_lm", eager_or_default(args, config), args.trust_remote_code)
         if model is None:
             logger.warning("%s: not self-tested, since no small copy of a %s model works", where, config.model_type)
             return False

@@ -15,10 +15,10 @@ from roll.config.strategies.registry import HfInferStrategyConfig
 from roll.config.weight_files import file_of_each_tensor
 from roll.models.build import (
     DTYPES,
-    attention_implementation,
     auto_class,
     build_model,
     checked_config,
+    eager_or_default,
     empty_model,
     load_config,
     local_folder,
@@ -251,10 +251,9 @@ def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
 
 
 def _load_model(role: WorkerConfig, load_format: str) -> Any:
+    config = load_config(role.model_args)
     # The engine passes its own masks, which flash-attention kernels do not take.
-    eager = attention_implementation(role.model_args) == "eager"
-    # null: sdpa where the model has it, else eager.
-    args = replace(role.model_args, attn_implementation="eager" if eager else None)
+    args = replace(role.model_args, attn_implementation=eager_or_default(role.model_args, config))
     dtype = DTYPES[args.dtype]
     device = current_platform().device()
     model: Any
@@ -266,7 +265,6 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
         else:
             use_products(model)
         return model.to(device)
-    config = load_config(args)
     model = auto_class(config, "causal_lm").from_config(
         config,
         dtype=dtype,

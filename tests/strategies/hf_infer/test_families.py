@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from roll.config.roles import ModelArguments
+from roll.models.build import build_model
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams, interrupted
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import GenericDecoder
@@ -26,6 +28,7 @@ FAMILIES = {
     "qwen3_5_moe_text": {},
     "qwen3_5_text": {},
     "mistral": {},  # a window in every layer
+    "gemma2": {},  # soft caps; every second layer has a window
 }
 LINEAR = ("qwen3_next", "qwen3_5_moe_text", "qwen3_5_text")
 LENGTH = 64
@@ -37,21 +40,26 @@ def models(tmp_path_factory):
     made: dict[str, Any] = {}
 
     def model(family: str) -> Any:
-        if family not in made and family == "mistral":
-            torch.manual_seed(0)
+        folder = root / family
+        if family not in made and family in ("mistral", "gemma2"):
             sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-            config = MistralConfig(
+            caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "head_dim": 8}
+            config = AutoConfig.for_model(
+                family,
                 vocab_size=VOCABULARY,
                 num_key_value_heads=2,
                 sliding_window=WINDOW,
                 initializer_range=0.2,
                 eos_token_id=1,
-                **sizes,
+                **sizes | (caps if family == "gemma2" else {}),
             )
-            made[family] = MistralForCausalLM(config).eval().requires_grad_(False)
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         elif family not in made:
-            folder = write_moe(root / family, family, **FAMILIES[family])
-            made[family] = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+            write_moe(folder, family, **FAMILIES[family])
+        if family not in made:
+            made[family] = build_model(ModelArguments(model_name_or_path=str(folder)), "causal_lm")
+            made[family].eval().requires_grad_(False)
         return made[family]
 
     return model
