@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from roll.models.attention import use_layout_attention
+from roll.models.attention_setup import use_layout_attention
 from roll.models.invariant import make_invariant
 from roll.models.layouts import tree_layout
 from roll.models.log_probs import ResponseModel

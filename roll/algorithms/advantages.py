@@ -156,17 +156,15 @@ def resolve_norm_types(
 
     An explicit choice, null included, is never overridden: ``grpo`` with a null std type is Dr. GRPO.
     """
-    own_mean, own_std = traits(estimator).norm
-    mean = own_mean if norm_mean_type == "auto" else norm_mean_type
-    std = own_std if norm_std_type == "auto" else norm_std_type
+    own, chosen = traits(estimator).norm, (norm_mean_type, norm_std_type)
+    mean, std = (kind if kind != "auto" else default for kind, default in zip(chosen, own, strict=True))
     return mean, std  # type: ignore[return-value]
 
 
 @register_advantage("gae")
 def gae(inputs: AdvantageInputs, options: GaeOptions) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation; arXiv 1506.02438."""
-    values = inputs.require("values", "gae")
-    rewards = inputs.bootstrapped_rewards(options.gamma)
+    values, rewards = inputs.require("values", "gae"), inputs.bootstrapped_rewards(options.gamma)
     return generalized_advantages(rewards, values, inputs.mask, options.gamma, options.lambd)
 
 
@@ -187,11 +185,6 @@ def returns_as_advantages(inputs: AdvantageInputs, options: DiscountOptions) -> 
 def centred_in_group(rewards: Tensor, groups: Groups) -> Tensor:
     """R minus its group's mean: (B,) -> (B,); a group of one keeps its reward."""
     return torch.where(groups.sizes > 1, rewards - groups.mean(rewards)[groups.index], rewards)
-
-
-def standardised_in_group(values: Tensor, groups: Groups) -> Tensor:
-    """(value minus its group's mean) / (std + 1e-6): (B,) -> (B,); undivided where the spread is 0."""
-    return centred_in_group(values, groups) / divisor(groups.std(values), groups.mean(values))[groups.index]
 
 
 @register_advantage("rloo")
@@ -324,7 +317,8 @@ def gdpo(inputs: AdvantageInputs, options: GdpoOptions) -> tuple[Tensor, Tensor]
     groups = inputs.groups
     total = torch.zeros_like(components[:, 0])
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
-        total += weight * standardised_in_group(rewards, groups)
+        spread = divisor(groups.std(rewards), groups.mean(rewards))[groups.index]
+        total += weight * centred_in_group(rewards, groups) / spread
     # The standard deviation of a single row is NaN.
     if len(total) > 1:
         total = (total - total.mean()) / divisor(total.std(), total.mean())
@@ -394,10 +388,10 @@ def estimate_advantages(inputs: AdvantageInputs, config: PPOConfig) -> Advantage
     options = advantage_estimators.options_of(config.estimator)
     raw, returns = advantage_estimators.resolve(config.estimator.name)(inputs, options)
     if inputs.penalties is not None:
+        # Per token and after the group baseline, which must not average another response's divergence away.
         raw = raw - torch.where(inputs.mask, inputs.penalties, 0.0)
-    advantages = raw
-    if config.whiten_advantages or traits(config.estimator).whitens:
-        advantages = masked_whiten(advantages, inputs.mask)
+    whitens = config.whiten_advantages or traits(config.estimator).whitens
+    advantages = masked_whiten(raw, inputs.mask) if whitens else raw
     metrics = MetricBuilder()
     if config.advantage_clip is not None:
         clipped = advantages.clamp(-config.advantage_clip, config.advantage_clip)

@@ -99,21 +99,10 @@ class Groups:
 
 def segment_starts(mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
     """bool (B, L): the first token of each run of masked tokens; of each turn in it, where there are ``turn_ids``."""
+    # A turn may follow another without a token of the environment between them: only ids tell these apart.
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1] if turn_ids is None else ~mask[:, :-1] | (turn_ids[:, 1:] != turn_ids[:, :-1])
     return starts
-
-
-def segment_mean(values: Tensor, mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:
-    """Mean over each segment of :func:`segment_starts`, on each of its tokens: (B, L) -> (B, L), 0 outside the mask."""
-    # 1.. on masked tokens; the tokens between two segments have the number of the first, and are masked out.
-    segment = segment_starts(mask, turn_ids).flatten().cumsum(0)
-    # One cell more than there are tokens: number 0 is for what lies before the first segment.
-    zeros = values.new_zeros(mask.numel() + 1)
-    totals = zeros.index_add(0, segment, torch.where(mask, values, 0.0).flatten())
-    counts = zeros.index_add(0, segment, mask.flatten().to(values.dtype))
-    means = totals / counts.clamp(min=1)
-    return torch.where(mask, means[segment].view_as(values), 0.0)
 
 
 def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str, turn_ids: Tensor | None = None) -> Tensor:
@@ -129,7 +118,14 @@ def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str, turn_ids: Tenso
         largest = log_ratio.masked_fill(~mask, -torch.inf).amax(-1, keepdim=True) if mask.shape[-1] else log_ratio
         return torch.where(mask, largest, 0.0)
     if level == "segment":
-        return segment_mean(log_ratio, mask, turn_ids)
+        # 1.. on masked tokens; the tokens between two segments have the number of the first, and are masked out.
+        segment = segment_starts(mask, turn_ids).flatten().cumsum(0)
+        # One cell more than there are tokens: number 0 is for what lies before the first segment.
+        zeros = log_ratio.new_zeros(mask.numel() + 1)
+        totals = zeros.index_add(0, segment, torch.where(mask, log_ratio, 0.0).flatten())
+        counts = zeros.index_add(0, segment, mask.flatten().to(log_ratio.dtype))
+        means = totals / counts.clamp(min=1)
+        return torch.where(mask, means[segment].view_as(log_ratio), 0.0)
     total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
     if level in ("geometric", "seq"):
         total = total / mask.sum(-1, keepdim=True).clamp(min=1)

@@ -20,7 +20,6 @@ Where p = q both weights are one half.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import log
 from typing import Any
 
@@ -46,9 +45,26 @@ def divergence(student: Tensor, teacher: Tensor, options: DivergenceConfig, has_
         if not is_partial:
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         has_tail = False
+    # Both sides, so that buckets below the floor on both do not differ.
     if options.log_prob_floor is not None:
         student, teacher = student.clamp(min=options.log_prob_floor), teacher.clamp(min=options.log_prob_floor)
-    value = DIVERGENCES[options.kd_objective](student, teacher, options, has_tail)
+    q, p = student, teacher
+    match options.kd_objective:
+        case "forward_kl":
+            value = _kl(p, q)
+        case "reverse_kl":
+            value = _kl(q, p)
+        case "skewed_forward_kl":
+            value = _kl(p, _mixture(options.skew_lambda, p, q))
+        case "skewed_reverse_kl":
+            value = _kl(q, _mixture(options.skew_lambda, q, p))
+        case "js_divergence":
+            middle = _mixture(options.js_beta, p, q)
+            value = options.js_beta * _kl(p, middle) + (1.0 - options.js_beta) * _kl(q, middle)
+        case "total_variation":
+            value = (p.exp() - q.exp()).abs().sum(-1) / 2
+        case "adaptive_kl":
+            value = _adaptive_kl(q, p, options, has_tail)
     if is_partial:
         value = value.clamp(min=0.0)  # masses that do not add up to 1 may have a sum below 0
     if options.divergence_clamp is not None:
@@ -69,33 +85,7 @@ def _mixture(weight: float, first: Tensor, second: Tensor) -> Tensor:
     return torch.logaddexp(first + log(weight), second + log(1.0 - weight))
 
 
-def forward_kl(q: Tensor, p: Tensor, _: DivergenceConfig, __: bool) -> Tensor:
-    return _kl(p, q)
-
-
-def reverse_kl(q: Tensor, p: Tensor, _: DivergenceConfig, __: bool) -> Tensor:
-    return _kl(q, p)
-
-
-def js_divergence(q: Tensor, p: Tensor, options: DivergenceConfig, _: bool) -> Tensor:
-    beta = options.js_beta
-    middle = _mixture(beta, p, q)
-    return beta * _kl(p, middle) + (1.0 - beta) * _kl(q, middle)
-
-
-def skewed_forward_kl(q: Tensor, p: Tensor, options: DivergenceConfig, _: bool) -> Tensor:
-    return _kl(p, _mixture(options.skew_lambda, p, q))
-
-
-def skewed_reverse_kl(q: Tensor, p: Tensor, options: DivergenceConfig, _: bool) -> Tensor:
-    return _kl(q, _mixture(options.skew_lambda, q, p))
-
-
-def total_variation(q: Tensor, p: Tensor, _: DivergenceConfig, __: bool) -> Tensor:
-    return (p.exp() - q.exp()).abs().sum(-1) / 2
-
-
-def adaptive_kl(q: Tensor, p: Tensor, options: DivergenceConfig, has_tail: bool) -> Tensor:
+def _adaptive_kl(q: Tensor, p: Tensor, options: DivergenceConfig, has_tail: bool) -> Tensor:
     probs = p.exp()
     gap = (probs - q.detach().exp()).abs()
     listed = probs[:, :-1] if has_tail else probs
@@ -105,20 +95,9 @@ def adaptive_kl(q: Tensor, p: Tensor, options: DivergenceConfig, has_tail: bool)
     if has_tail:
         in_tail = torch.cat([in_tail, in_tail.new_ones(len(in_tail), 1)], dim=1)
     of_tail, total = (gap * in_tail).sum(-1), gap.sum(-1)
+    # Where both sides agree the weights are 0 / 0: a run that starts from its own teacher would begin with NaN.
     share = torch.where(total > 0, of_tail / total.clamp(min=torch.finfo(total.dtype).tiny), 0.5)
     return (1.0 - share) * _kl(p, q) + share * _kl(q, p)
-
-
-DIVERGENCES: dict[str, Callable[[Tensor, Tensor, DivergenceConfig, bool], Tensor]] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "adaptive_kl": adaptive_kl,
-    "skewed_forward_kl": skewed_forward_kl,
-    "skewed_reverse_kl": skewed_reverse_kl,
-    "js_divergence": js_divergence,
-    "total_variation": total_variation,
-}
-"""By ``kd_objective``; each is given q, p, the options and whether the last bucket is the rest of the vocabulary."""
 
 
 def comparison_metrics(outputs: dict[str, Tensor], mask: Tensor, prefix: str) -> Metrics:

@@ -202,8 +202,8 @@ class AdaptiveKLController(Controller):
         self.value *= 1.0 + error * min(count / self.horizon, 1.0)
 
 
+# Change of the weight in a step, Skywork-OR1's own.
 ENTROPY_DELTA = 0.005
-"""Change of the weight in a step, Skywork-OR1's own."""
 
 
 class EntropyController(Controller):

@@ -57,6 +57,7 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
 
     Raises ``ValueError`` when there are rules but no ``rollout_log_probs``.
     """
+    # Rules apply in any order: weights multiply, masks intersect.
     keep = inputs.mask
     weights = torch.ones_like(inputs.log_probs)
     if not options.is_active:
@@ -73,6 +74,7 @@ def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: Me
     for rule in options.rules:
         if rule.action == "reject":
             continue
+        # The current policy never carries a gradient into a weight: it would be pushed to look like the engine.
         policy = inputs.log_probs.detach() if rule.policy == "current" else old
         columns = policy, inputs.rollout_log_probs, inputs.mask, inputs.turn_ids
         applies = inputs.mask & (inputs.advantages < 0) if rule.only_negative else inputs.mask
@@ -244,6 +246,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     """
     mask, mode, of_rows = inputs.mask, options.loss_agg_mode, (denominators, inputs.group_ids, inputs.sequence_tokens)
     weights = row_weights(mask, mode, *of_rows)
+    # Losses of other packages weigh advantages themselves (skyrl_losses).
     inputs = replace(inputs, row_weights=weights)
     metrics = MetricBuilder()
     # The weight of a metric that is a share of the global loss: the mean over micro-batches is then the global loss.
@@ -259,6 +262,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     total = options.rl_loss_coef * weighted_sum(per_token, mask, weights, inputs.sample_weights)
     metrics.mean("actor/weighted_pg_loss", total, share)
     metrics.mean("actor/pg_loss", weighted_sum(per_token.detach(), mask, weights), share)
+    # With a coefficient of 0 the reference may not have been computed at all.
     if options.use_kl_loss and options.kl_loss_coef != 0.0:
         if inputs.ref_log_probs is None:
             raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")

@@ -86,6 +86,7 @@ class MetricBuilder:
         """The metrics; a largest or smallest value of nothing is left out."""
         # Float64 holds counts above 2^24 exactly, which float32 would round.
         tensors = [one.double() for _, _, scalars in self._recipes for one in scalars if isinstance(one, Tensor)]
+        # One transfer: each `.item()` would make the host wait for the device.
         moved = iter(torch.stack(tensors).tolist() if tensors else ())
         metrics: Metrics = {}
         for name, kind, scalars in self._recipes:
@@ -186,18 +187,19 @@ def _group_metrics(columns: BatchColumns, right: Tensor, lengths: Tensor, metric
 
 def group_range(values: Tensor, groups: Groups) -> Tensor:
     """Largest minus smallest value of each group: float (B,) -> (G,)."""
+    # Without the initial zeros (`include_self`), or a group of negative values would have 0 as its largest.
     extremes = values.new_zeros(2, len(groups.counts))
     for row, reduce in zip(extremes, ("amax", "amin"), strict=True):
         row.scatter_reduce_(0, groups.index, values, reduce, include_self=False)
     return extremes[0] - extremes[1]
 
 
+# Advantages up to this are 0 but for rounding.
 ZERO = 1e-6
-"""Advantages up to this are 0 but for rounding."""
+# Steps in a row before a warning: one batch of equal scores is chance, three are not.
 PATIENCE = 3
-"""Steps in a row before a warning: one batch of equal scores is chance, three are not."""
+# Share of truncated responses beyond which they are a problem.
 TRUNCATION_LIMIT = 0.5
-"""Share of truncated responses beyond which they are a problem."""
 
 
 @dataclass

@@ -40,8 +40,8 @@ from roll.config.policy_losses import (
     VespoOptions,
 )
 
+# exp(20) is 5e8: a ratio beyond it carries no information and, multiplied on, would overflow float32.
 LOG_RATIO_BOUND = 20.0
-"""exp(20) is 5e8: a ratio beyond it carries no information and, multiplied on, would overflow float32."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,9 @@ class LossInputs:
     sequence_tokens: Tensor | None = None
     """int64 (B,): tokens of the loss in all rows of a row's trajectory; None: every row is a trajectory."""
     divergence_term: Tensor | None = None
-    """float (B, L), with gradient: the weighted divergence from given distributions; None: there is no
-    such term."""
+    """float (B, L), with gradient: the weighted divergence from given distributions; None: no such term."""
     row_weights: Tensor | None = None
-    """float64 (B,): weight of each row's sum in the loss of the whole optimizer step (``loss_agg_mode``); there when a
-    policy loss is called by :func:`~roll.algorithms.losses.actor_loss`."""
+    """float64 (B,): weight of each row's sum in the step's loss (``loss_agg_mode``); set by ``actor_loss``."""
     old_is_rollout: bool = False
     """``old_log_probs`` are the engine's: the ratio is taken against the policy that sampled."""
 
@@ -198,9 +196,8 @@ def gspo_token(inputs: LossInputs, options: DualClipOptions, metrics: MetricBuil
 @register_policy_loss("tis", options=TisOptions)
 def tis(inputs: LossInputs, options: TisOptions, metrics: MetricBuilder) -> Tensor:
     """-sg(clip(r, low, high)) A log pi: REINFORCE with truncated importance weights."""
-    ratio = inputs.ratio
-    weight = ratio.clamp(options.lower_bound, options.upper_bound)
-    _count_clipped(metrics, weight != ratio, inputs)
+    weight = inputs.ratio.clamp(options.lower_bound, options.upper_bound)
+    _count_clipped(metrics, weight != inputs.ratio, inputs)
     return -weight * inputs.advantages * inputs.log_probs
 
 
@@ -253,8 +250,8 @@ def vespo(inputs: LossInputs, options: VespoOptions, metrics: MetricBuilder) -> 
     bounds of w are those of the authors' code (github.com/FloyedShen/VESPO, ``recipe/vespo/code/core_algos.py``), where
     a correction of the engine's mismatch is a factor of w; here it is one of the loss.
     """
-    log_weight = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "sequence")
-    log_weight = log_weight.clamp(math.log(1e-8), LOG_RATIO_BOUND)
+    of_response = level_log_ratio(inputs.log_ratio.detach(), inputs.mask, "sequence")
+    log_weight = of_response.clamp(math.log(1e-8), LOG_RATIO_BOUND)
     positive = inputs.advantages >= 0
     k = torch.where(positive, options.k_pos, options.k_neg)
     decay = torch.where(positive, options.lambda_pos, options.lambda_neg)
@@ -346,14 +343,11 @@ def dppo(inputs: LossInputs, options: DppoOptions, metrics: MetricBuilder) -> Te
     # Float64: near certainty 1 - p, which the divergence is made of, has hardly a digit in float32.
     old = inputs.proximal_log_probs.double().exp()
     new = inputs.log_probs.detach().double().exp()
-    if options.divergence == "tv":
-        divergence = (new - old).abs()
-    elif options.divergence == "kl":
+    divergence = (new - old).abs()
+    if options.divergence == "kl":
         tiny = torch.finfo(torch.float64).tiny
         rest_old, rest_new = (1.0 - old).clamp(min=tiny), (1.0 - new).clamp(min=1e-12)
         divergence = -old * inputs.log_ratio.detach() + rest_old * (rest_old / rest_new).log()
-    else:
-        raise ValueError(f"divergence {options.divergence!r} is unknown; known: tv, kl")
     leads_away = torch.where(inputs.advantages > 0, ratio > 1.0, ratio < 1.0)
     dropped = leads_away & (divergence > options.threshold)
     _count_clipped(metrics, dropped, inputs)
@@ -380,8 +374,7 @@ def clip_cov(inputs: LossInputs, options: ClipCovOptions, metrics: MetricBuilder
     in_range = (covariance > options.low) & (covariance < options.high)
     clipped_ratio = inputs.ratio.clamp(1.0 - options.below, 1.0 + options.above)
     clipped_by_ppo = clipped_ratio * inputs.advantages < inputs.ratio * inputs.advantages
-    eligible = inputs.mask & in_range & ~clipped_by_ppo
-    candidates = eligible.flatten().nonzero().squeeze(-1)
+    candidates = (inputs.mask & in_range & ~clipped_by_ppo).flatten().nonzero().squeeze(-1)
     count = max(int(options.ratio * int(inputs.num_tokens)), 1)
     chosen = candidates[torch.randperm(len(candidates), device=candidates.device)[:count]]
     keep = torch.ones(inputs.mask.numel(), device=inputs.mask.device).index_fill(0, chosen, 0.0)

@@ -22,7 +22,7 @@ from roll.protocol.metrics import Mean, Metrics
 
 @dataclass(frozen=True)
 class PairSums:
-    """P pairs as numbers; every tensor is (P, 2), the chosen response first."""
+    """P pairs as numbers; every field is (P, 2), the chosen response first. Losses are written in its properties."""
 
     policy: Tensor
     """Summed log-probs under the policy, with gradient."""
@@ -30,6 +30,28 @@ class PairSums:
     """The same under the reference; None: no loss needs it."""
     lengths: Tensor
     """Tokens of the responses, as floats."""
+
+    @cached_property
+    def ratios(self) -> Tensor:
+        """(P, 2): log-ratios r(y)."""
+        assert self.reference is not None, "the plan computes a reference for the losses that need one"
+        return self.policy - self.reference
+
+    @cached_property
+    def lead(self) -> Tensor:
+        """(P,): log-ratio of the chosen response minus that of the rejected one."""
+        return self.ratios[:, 0] - self.ratios[:, 1]
+
+    @cached_property
+    def mean_lead(self) -> Tensor:
+        """(P,): the same, each log-ratio divided by the length of its response."""
+        means = self.ratios / self.lengths.clamp(min=1)
+        return means[:, 0] - means[:, 1]
+
+    @cached_property
+    def means(self) -> Tensor:
+        """(P, 2): mean log-prob of a token under the policy."""
+        return self.policy / self.lengths.clamp(min=1)
 
 
 def pair_sums(log_probs: Tensor, mask: Tensor, reference: Tensor | None) -> PairSums:
@@ -48,159 +70,124 @@ def pair_sums(log_probs: Tensor, mask: Tensor, reference: Tensor | None) -> Pair
     )
 
 
-class PairTerms:
-    """The quantities that losses are written in; each (P,), or (P, 2) with the chosen response first."""
-
-    def __init__(self, sums: PairSums, options: PreferenceLossConfig) -> None:
-        self.sums = sums
-        self.options = options
-
-    @cached_property
-    def ratios(self) -> Tensor:
-        """(P, 2): log-ratios r(y)."""
-        assert self.sums.reference is not None, "the plan computes a reference for the losses that need one"
-        return self.sums.policy - self.sums.reference
-
-    @cached_property
-    def lead(self) -> Tensor:
-        """(P,): log-ratio of the chosen response minus that of the rejected one."""
-        return self.ratios[:, 0] - self.ratios[:, 1]
-
-    @cached_property
-    def mean_lead(self) -> Tensor:
-        """(P,): the same, each log-ratio divided by the length of its response."""
-        means = self.ratios / self.sums.lengths.clamp(min=1)
-        return means[:, 0] - means[:, 1]
-
-    @cached_property
-    def means(self) -> Tensor:
-        """(P, 2): mean log-prob of a token under the policy."""
-        return self.sums.policy / self.sums.lengths.clamp(min=1)
-
-    @property
-    def rewards(self) -> Tensor:
-        """(P, 2): the implicit rewards, for metrics; without a reference mean log-probs replace the log-ratios."""
-        ratios = self.means if self.sums.reference is None else self.ratios
-        return self.options.beta * ratios.detach()
-
-
-PairLoss = Callable[[PairTerms, PreferenceLossConfig], Tensor]
+PairLoss = Callable[[PairSums, PreferenceLossConfig], Tensor]
 pair_losses: Registry[PairLoss] = Registry("loss_type", PREFERENCE_LOSSES)
 register = pair_losses.decorator
 
 
 @register("sigmoid")
-def sigmoid(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def sigmoid(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """DPO (arXiv 2305.18290, eq. 7); smoothed: cDPO (E. Mitchell, "A note on DPO with noisy preferences", eq. 3)."""
-    return _smoothed(options.beta * terms.lead, options.label_smoothing)
+    return _smoothed(options.beta * pairs.lead, options.label_smoothing)
 
 
 @register("robust")
-def robust(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def robust(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """Robust DPO (arXiv 2403.00409, eq. 12): unbiased for the loss without swapped labels."""
-    lead, share = options.beta * terms.lead, options.label_smoothing
+    lead, share = options.beta * pairs.lead, options.label_smoothing
     return ((share - 1) * F.logsigmoid(lead) + share * F.logsigmoid(-lead)) / (1 - 2 * share)
 
 
 @register("hinge")
-def hinge(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def hinge(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """SLiC-HF's ranking loss on log-ratios (arXiv 2305.10425; RSO, arXiv 2309.06657, eq. 11)."""
-    return torch.relu(1 - options.beta * terms.lead)
+    return torch.relu(1 - options.beta * pairs.lead)
 
 
 @register("ipo")
-def ipo(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def ipo(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """IPO (arXiv 2310.12036, eq. 17)."""
-    lead = terms.mean_lead if options.ipo_length_normalised else terms.lead
+    lead = pairs.mean_lead if options.ipo_length_normalised else pairs.lead
     return (lead - 1 / (2 * options.beta)) ** 2
 
 
 @register("exo_pair")
-def exo_pair(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def exo_pair(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """EXO on preferences (arXiv 2402.00856, eq. 16): the reverse KL of two distributions over the responses."""
-    lead, share = options.beta * terms.lead, options.label_smoothing
+    lead, share = options.beta * pairs.lead, options.label_smoothing
     chosen, rejected = F.logsigmoid(lead), F.logsigmoid(-lead)
     return chosen.exp() * (chosen - math.log1p(-share)) + rejected.exp() * (rejected - math.log(share))
 
 
 @register("sigmoid_norm")
-def sigmoid_norm(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def sigmoid_norm(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """DPO on log-ratios per token (Tulu 3, arXiv 2411.15124, eq. 6)."""
-    return -F.logsigmoid(options.beta * terms.mean_lead)
+    return -F.logsigmoid(options.beta * pairs.mean_lead)
 
 
 @register("nca_pair")
-def nca_pair(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def nca_pair(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """NCA on pairs (arXiv 2402.05369, eq. 12)."""
-    chosen, rejected = (options.beta * terms.ratios).unbind(1)
+    chosen, rejected = (options.beta * pairs.ratios).unbind(1)
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
 @register("bco_pair")
-def bco_pair(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def bco_pair(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """Binary classifier optimisation on pairs (arXiv 2404.04656, eq. 8), with no shift of the rewards."""
-    chosen, rejected = (options.beta * terms.ratios).unbind(1)
+    chosen, rejected = (options.beta * pairs.ratios).unbind(1)
     return -F.logsigmoid(chosen) - F.logsigmoid(-rejected)
 
 
 @register("sppo_hard")
-def sppo_hard(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def sppo_hard(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """SPPO with probabilities 1 and 0 (arXiv 2405.00675, eq. 4.7)."""
-    chosen, rejected = terms.ratios.unbind(1)
+    chosen, rejected = pairs.ratios.unbind(1)
     return (chosen - 0.5 / options.beta) ** 2 + (rejected + 0.5 / options.beta) ** 2
 
 
 @register("apo_zero")
-def apo_zero(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def apo_zero(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """APO-zero (arXiv 2408.06266, eq. 7): chosen responses become more probable, rejected ones less."""
-    chosen, rejected = (options.beta * terms.ratios).unbind(1)
+    chosen, rejected = (options.beta * pairs.ratios).unbind(1)
     return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
 
 
 @register("apo_down")
-def apo_down(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def apo_down(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """APO-down (arXiv 2408.06266, eq. 8): both become less probable, rejected ones more so."""
-    chosen, rejected = (options.beta * terms.ratios).unbind(1)
+    chosen, rejected = (options.beta * pairs.ratios).unbind(1)
     return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
 
 
 @register("aot")
-def aot(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def aot(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """AOT on pairs (arXiv 2406.05882, alg. 1): the sorted leads of the policy against the sorted leads of the
     reference, over all pairs of the optimizer step."""
-    policy, reference = terms.sums.policy, terms.sums.reference
+    policy, reference = pairs.policy, pairs.reference
     assert reference is not None
+    # Sorted apart: the coupling of pairs is one of distributions, not of the pairs themselves.
     leads, bounds = (torch.sort(sums[:, 0] - sums[:, 1]).values for sums in (policy, reference))
     return _smoothed(options.beta * (leads - bounds), options.label_smoothing)
 
 
 @register("aot_unpaired")
-def aot_unpaired(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def aot_unpaired(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """AOT on unpaired responses (arXiv 2406.05882, alg. 1): the sorted log-ratios of the chosen against those of the
     rejected responses."""
-    chosen, rejected = torch.sort(terms.ratios, dim=0).values.unbind(1)
+    chosen, rejected = torch.sort(pairs.ratios, dim=0).values.unbind(1)
     return _smoothed(options.beta * (chosen - rejected), options.label_smoothing)
 
 
 @register("simpo")
-def simpo(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def simpo(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """SimPO (arXiv 2405.14734, eq. 6)."""
-    lead = terms.means[:, 0] - terms.means[:, 1]
+    lead = pairs.means[:, 0] - pairs.means[:, 1]
     return _smoothed(options.beta * lead - options.simpo_gamma, options.label_smoothing)
 
 
 @register("orpo")
-def orpo(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def orpo(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """ORPO (arXiv 2403.07691, eq. 6), weight ``beta``: likelihood of the chosen response, and the log odds ratio."""
     # A mean log-prob of 0 (a certain response) would have infinite odds.
-    odds = terms.means - torch.log(-torch.expm1(terms.means.clamp(max=-1e-7)))
-    return -terms.means[:, 0] - options.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
+    odds = pairs.means - torch.log(-torch.expm1(pairs.means.clamp(max=-1e-7)))
+    return -pairs.means[:, 0] - options.beta * F.logsigmoid(odds[:, 0] - odds[:, 1])
 
 
 @register("sft")
-def sft(terms: PairTerms, options: PreferenceLossConfig) -> Tensor:
+def sft(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """Mean negative log-likelihood of the chosen response's tokens (the NLL term of RPO, arXiv 2404.19733, eq. 1)."""
-    return -terms.means[:, 0]
+    return -pairs.means[:, 0]
 
 
 def _smoothed(lead: Tensor, share: float) -> Tensor:
@@ -209,8 +196,7 @@ def _smoothed(lead: Tensor, share: float) -> Tensor:
 
 def preference_loss(sums: PairSums, options: PreferenceLossConfig) -> Tensor:
     """The loss of each pair, (P,)."""
-    terms = PairTerms(sums, options)
-    parts = [weight * pair_losses.resolve(name)(terms, options) for name, weight in weighted_losses(options)]
+    parts = [weight * pair_losses.resolve(name)(sums, options) for name, weight in weighted_losses(options)]
     return torch.stack(parts).sum(0)
 
 
@@ -230,7 +216,8 @@ def preference_metrics(sums: PairSums, options: PreferenceLossConfig, losses: Te
     Args:
         losses: (P,); None: known elsewhere.
     """
-    rewards = PairTerms(sums, options).rewards
+    # The implicit rewards; without a reference mean log-probs replace the log-ratios.
+    rewards = options.beta * (sums.means if sums.reference is None else sums.ratios).detach()
     margin = rewards[:, 0] - rewards[:, 1]
     chosen, rejected = sums.policy.detach().unbind(1)
     count = len(margin)
@@ -270,6 +257,7 @@ def unpaired_loss(ratios: Tensor, desirable: Tensor, kl: Tensor | None, options:
     """
     assert loss_names(options)[0] in ("kto", "apo_zero_unpaired")
     lead = ratios if kl is None else ratios - kl
+    # 1 - sigmoid(x) is sigmoid(-x), which keeps its digits where the sigmoid is near 1.
     side = torch.where(desirable, 1.0, -1.0).to(ratios.dtype)
     weights = torch.where(desirable, options.desirable_weight, options.undesirable_weight).to(ratios.dtype)
     return weights * torch.sigmoid(-options.beta * side * lead)

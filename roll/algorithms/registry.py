@@ -102,6 +102,7 @@ class Registry(Generic[F]):
             return choice.options
         row = self._table.get(choice.name) if self._table is not None else None
         cls: Any = (row and row.options) or _options.get(self.resolve(choice.name), self._default)
+        # Flat keys are shared by all losses; a function of the user's own gets those that its dataclass names.
         known = [option.name for option in fields(cls)]
         written = {name: value for name, value in choice.shared.items() if name in known} | dict(choice.options)
         problems = Problems()

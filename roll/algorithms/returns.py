@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 _BLOCK = 32
+# Products of factors within a block stay above this, so that dividing by them stays within the range of float32.
 _LEAST_SCALING = 1e-18
-"""Products of factors within a block stay above this, so that dividing by them stays within the range of float32."""
 
 
 def reverse_discounted_sum(values: Tensor, discount: float, mask: Tensor | None = None) -> Tensor:

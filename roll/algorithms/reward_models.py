@@ -24,8 +24,8 @@ from torch import Tensor
 from roll.config.losses import RANKS, RewardLossConfig
 from roll.protocol.metrics import Deviation, Mean, Metrics
 
+# Id of the added token and of padding; no result depends on it.
 FILLER = 0
-"""Id of the added token and of padding; no result depends on it."""
 
 
 def scoring_batch(
@@ -66,8 +66,8 @@ def end_scores(values: Tensor, score_mask: Tensor) -> Tensor:
     return (values * score_mask).sum(1)
 
 
+# Bounds of the buckets of margins by which accuracy is reported.
 MARGIN_BUCKETS = (0.5, 1.0, 2.0)
-"""Bounds of the buckets of margins by which accuracy is reported."""
 CALIBRATION_BINS = 10
 
 
@@ -91,31 +91,11 @@ def comparable_pairs(unit_ids: Tensor, targets: Tensor, is_real: Tensor) -> Pair
         targets: float (B,), the higher the better.
         is_real: bool (B,), False for rows that only fill a batch.
     """
+    # B x B booleans: a micro-batch has few rows, and a sort per prompt would need a loop.
     same = (unit_ids[:, None] == unit_ids) & is_real[:, None] & is_real
     better, worse = (same & (targets[:, None] > targets)).nonzero(as_tuple=True)
     _, unit, counts = unit_ids[better].unique(return_inverse=True, return_counts=True)
     return Pairs(better, worse, 1 / counts[unit].double())
-
-
-def ranking_losses(lead: Tensor, total: Tensor, options: RewardLossConfig) -> Tensor:
-    """(P,): -log sigmoid(r_w - r_l - m) (Bradley-Terry; Llama 2, arXiv 2307.09288, eq. 2), smoothed, plus
-    c (r_w + r_l)^2 (arXiv 2312.09244, eq. 2).
-
-    Args:
-        lead: (P,), r_w - r_l - m.
-        total: (P,), r_w + r_l.
-    """
-    share = options.label_smoothing
-    losses = (share - 1) * F.logsigmoid(lead) - share * F.logsigmoid(-lead)
-    return losses + options.center_rewards_coefficient * total**2
-
-
-def point_losses(scores: Tensor, targets: Tensor, options: RewardLossConfig) -> Tensor:
-    """Elementwise: (r - y)^2 (HelpSteer2, arXiv 2406.08673, sec. 3); of labels the cross-entropy, of which a soft label
-    takes both terms (arXiv 2305.20050, sec. 2.4)."""
-    if options.loss_type == "regression":
-        return (scores - targets) ** 2
-    return F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
 
 
 def units_of(batch: dict[str, Tensor], options: RewardLossConfig) -> float:
@@ -131,6 +111,10 @@ def reward_model_loss(
 ) -> tuple[Tensor, Metrics]:
     """A micro-batch's share of the mean loss, and its numbers.
 
+    Of rankings -log sigmoid(r_w - r_l - m) (Bradley-Terry; Llama 2, arXiv 2307.09288, eq. 2), smoothed, plus
+    c (r_w + r_l)^2 (arXiv 2312.09244, eq. 2).  Of numbers (r - y)^2 (HelpSteer2, arXiv 2406.08673, sec. 3); of labels
+    the cross-entropy, of which a soft label takes both terms (arXiv 2305.20050, sec. 2.4).
+
     Args:
         values: (B, L), with gradient.
         batch: ``score_mask`` bool (B, L), where scores are read; ``unit_ids`` int64 (B,); ``targets`` float (B,), of
@@ -141,14 +125,18 @@ def reward_model_loss(
     if options.loss_type not in RANKS:
         wanted = targets[mask] if targets.dim() == 2 else targets[mask.any(1)]
         scores = values[mask]
-        losses = point_losses(scores, wanted, options)
+        losses = (scores - wanted) ** 2
+        if options.loss_type != "regression":
+            losses = F.binary_cross_entropy_with_logits(scores, wanted.to(scores.dtype), reduction="none")
         return losses.sum() / max(units, 1.0), point_metrics(scores.detach(), wanted, losses.detach(), options, prefix)
     scores = end_scores(values, mask)
     pairs = comparable_pairs(batch["unit_ids"], targets, mask.any(1))
     margins = batch["margins"][pairs.better].to(scores.dtype) if "margins" in batch else None
     better, worse = scores[pairs.better], scores[pairs.worse]
     lead = better - worse if margins is None else better - worse - margins
-    losses = ranking_losses(lead, better + worse, options)
+    share = options.label_smoothing
+    losses = (share - 1) * F.logsigmoid(lead) - share * F.logsigmoid(-lead)
+    losses = losses + options.center_rewards_coefficient * (better + worse) ** 2
     weights = pairs.weights.to(scores.dtype)
     by_pair = (better.detach(), worse.detach(), losses.detach(), pairs.weights)
     metrics = ranking_metrics(*by_pair, margins, prefix)
@@ -177,16 +165,13 @@ def ranking_metrics(
     if margins is not None:
         bounds = torch.tensor(MARGIN_BUCKETS, device=margins.device, dtype=margins.dtype)
         bucket = torch.bucketize(margins, bounds)
-        for index, name in enumerate(bucket_names()):
+        ends = [f"{bound:g}" for bound in MARGIN_BUCKETS]
+        names = [f"to_{ends[0]}", *(f"{a}_to_{b}" for a, b in pairwise(ends)), f"above_{ends[-1]}"]
+        for index, name in enumerate(names):
             own = weights * (bucket == index)
             if float(own.sum()):
                 metrics[f"acc_margin/{name}"] = Mean(float((right * own).sum()), float(own.sum()))
     return {prefix + name: metric for name, metric in metrics.items()}
-
-
-def bucket_names() -> list[str]:
-    ends = [f"{bound:g}" for bound in MARGIN_BUCKETS]
-    return [f"to_{ends[0]}", *(f"{a}_to_{b}" for a, b in pairwise(ends)), f"above_{ends[-1]}"]
 
 
 def point_metrics(scores: Tensor, targets: Tensor, losses: Tensor, options: RewardLossConfig, prefix: str) -> Metrics:

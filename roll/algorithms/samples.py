@@ -17,8 +17,8 @@ NORM_TYPES = ("batch", "group", "running", None)
 
 NormType = Literal["batch", "group", "running"] | None
 
+# Added to a spread before something is divided by it; a spread up to this counts as 0, as does this part of a mean.
 EPS = 1e-6
-"""Added to a spread before something is divided by it; a spread up to this counts as 0, as does this part of a mean."""
 
 
 def exceeds_rounding(spread: Tensor, mean: Tensor) -> Tensor:
@@ -108,6 +108,7 @@ class RewardPostprocessor:
     def moments(self, raw: Tensor, group_ids: Tensor, domain: str = "") -> tuple[Tensor, Tensor]:
         """Offset and divisor, each float64 (B,) or a scalar; running moments include the rewards."""
         mean_type, std_type = self.options.norm_mean_type, self.options.norm_std_type
+        # By domain: rewards of code and of mathematics have scales of their own.
         running = self._running.setdefault(domain, RunningMoments())
         mean = std = level = raw.new_zeros(())
         if "running" in (mean_type, std_type):
@@ -210,6 +211,7 @@ def sample_mask(
     """
     metrics = MetricBuilder()
     total = float(scores.numel())
+    # Every reason is counted over all samples, also those that another one has dropped already.
     keep = torch.ones_like(truncated)
     kept: dict[str, Tensor] = {}
     if options.max_len_mask:

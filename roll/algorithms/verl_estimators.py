@@ -49,6 +49,7 @@ def grpo_passk(inputs: AdvantageInputs, options: PasskOptions) -> tuple[Tensor, 
         raise ValueError("grpo_passk compares the two best responses to a prompt: num_return_sequences_in_group >= 2")
     rows = torch.arange(len(rewards), device=rewards.device)
     first = _best(rewards, groups)
+    # Of several best responses the first one wins, as argmax has it.
     winners = torch.where(rewards == first[groups.index], rows, len(rewards))
     winner = winners.new_full(first.shape, len(rewards)).scatter_reduce(0, groups.index, winners, "amin")
     best = rows == winner[groups.index]
@@ -72,6 +73,7 @@ def gdpo(inputs: AdvantageInputs, options: GdpoOptions) -> tuple[Tensor, Tensor]
     weights = tuple(options.weights.values()) or (1.0,) * components.shape[1]
     total = torch.zeros_like(components[:, 0])
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
+        # verl takes 1 for the deviation of a single response.
         std = torch.where(groups.sizes > 1, groups.std(rewards)[groups.index], 1.0)
         total += weight * centred_in_group(rewards, groups) / (std + EPS)
     advantages = masked_whiten(inputs.spread(total), inputs.mask)

@@ -104,9 +104,9 @@ class TrainedModel:
                     yield from ((part.name, layout.read(files, part.name).to(dtype)) for part in layout.parts(name))
             for name, _ in skeleton.named_buffers():
                 if name in persistent:
-                    yield name, buffers[name] if name in buffers else files.read_rows(name, slice(None))
+                    yield name, buffers[name] if name in buffers else files.read_region(name, slice(None))
         if self.head == "causal_lm":
-            yield from ((name, files.read_rows(name, slice(None))) for name in other_names(skeleton, files))
+            yield from ((name, files.read_region(name, slice(None))) for name in other_names(skeleton, files))
 
 
 def find_trained(path: Path, role: str | None, model: str | None) -> TrainedModel:

@@ -227,7 +227,7 @@ def attention(index_text: str) -> None:
     """Attention of packed sequences as a trainer computes it, forward and backward, and the same by matrix products."""
     import torch
 
-    from roll.models.attention import packed_attention
+    from roll.models.attention import Scores, packed_attention
     from roll.models.patterns import PackedSequences
 
     here, index, lengths = current_platform(), int(index_text), (300, 1, 211)
@@ -245,7 +245,7 @@ def attention(index_text: str) -> None:
     expected = (scores.softmax(-1) @ value).transpose(1, 2)
     expected.backward(weights.float())
     sequences = PackedSequences(lengths, counts.cumsum(0, dtype=torch.int32))
-    output = packed_attention(inputs[0], inputs[1], inputs[2], sequences, None, None)
+    output = packed_attention(inputs[0], inputs[1], inputs[2], sequences, Scores())
     output.backward(weights)
     pairs: list[tuple[Any, Any]] = [(output, expected)]
     pairs += [(one.grad, other.grad) for one, other in zip(inputs, plain, strict=True)]

@@ -40,10 +40,10 @@ from roll.strategies.base import TOP_COLUMNS, Comparison, Output, TensorBatch, t
 
 logger = logging.getLogger(__name__)
 
+# Version of the cache's files.
 FORMAT = 2
-"""Version of the cache's files."""
+# Tokens after which a shard of the cache is written.
 SHARD_TOKENS = 65536
-"""Tokens after which a shard of the cache is written."""
 RowTargets = dict[str, torch.Tensor]
 """Targets of one row: ``log_probs`` (n, k), ``ids`` int32 (n, k), ``tail`` float32 (n,)."""
 
@@ -149,8 +149,11 @@ class Distillation(RowMethod[DistillConfig, SftRow]):
 
     def request(self, rows: Sequence[SftRow], batch: DataProto, models: Models, of_set: str) -> Completion:
         """The teacher's columns, computed for the rows that the cache does not have."""
-        keys, missing = self.row_keys(rows, batch), list(range(len(rows)))
+        keys, missing = list[bytes](), list(range(len(rows)))
         if self.cache is not None:
+            for row, counted in zip(rows, batch.batch["response_mask"].numpy(), strict=True):
+                images: Sequence[str] = row.vision.image_keys if row.vision else ()
+                keys.append(row_key(np.asarray(row.input_ids), counted[: len(row.input_ids)], images))
             missing = [index for index, key in enumerate(keys) if key not in self.cache]
         begun = self.begin(batch, missing, models) if missing else None
 
@@ -162,17 +165,6 @@ class Distillation(RowMethod[DistillConfig, SftRow]):
             return {"student/cached_rows": Mean(len(batch) - len(missing), len(batch))}
 
         return complete
-
-    def row_keys(self, rows: Sequence[SftRow], batch: DataProto) -> list[bytes]:
-        """Names of the rows in the cache; none without one."""
-        if self.cache is None:
-            return []
-        return [
-            row_key(
-                np.asarray(row.input_ids), counted[: len(row.input_ids)], row.vision.image_keys if row.vision else ()
-            )
-            for row, counted in zip(rows, batch.batch["response_mask"].numpy(), strict=True)
-        ]
 
     def begin(self, batch: DataProto, missing: Sequence[int], models: Models) -> Callable[[], TensorBatch]:
         """Let the teacher compute the rows ``missing``."""
@@ -213,6 +205,7 @@ class Distillation(RowMethod[DistillConfig, SftRow]):
 
 def row_key(input_ids: np.ndarray, counted: np.ndarray, images: Sequence[str] = ()) -> bytes:
     """A name for a row: its ids (n,), which of them count (bool (n,)), and the names of its images."""
+    # Always int64, whatever type a data set holds ids in: caches outlive data sets.
     digest = hashlib.blake2b(input_ids.astype(np.int64).tobytes(), digest_size=16)
     digest.update(np.packbits(counted).tobytes())
     digest.update(" ".join(images).encode())
@@ -309,6 +302,7 @@ class TeacherCache:
         for key, targets in rows:
             if key not in self:
                 self._unwritten[key] = targets
+        # Few large files: a run of many small shards would open one for each row that it reads.
         if sum(len(one["tail"]) for one in self._unwritten.values()) >= SHARD_TOKENS:
             self.flush()
 

@@ -18,8 +18,8 @@ from roll.methods.teachers import check_teachers_of, check_temperature, check_vo
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
 
+# The file that makes a folder a cache of a teacher's log-probs.
 INDEX = "index.json"
-"""The file that makes a folder a cache of a teacher's log-probs."""
 
 
 @dataclass(frozen=True)

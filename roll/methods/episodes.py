@@ -73,6 +73,7 @@ class EpisodeMethod(PolicyMethod):
         for name in PER_TRAJECTORY:
             if name in columns:
                 tensors[name] = columns[name][index]
+        # A sample of the loss is a trajectory: its rows share one denominator.
         tensors["sequence_tokens"] = columns["loss_mask"].sum(-1)[index]
         # A packed trajectory has no prompt: lengths are those of the rows that the model processes.
         of_trajectories = {name: metric for name, metric in metrics.items() if not name.startswith(LENGTHS_OF_ROWS)}
@@ -87,6 +88,7 @@ class EpisodeMethod(PolicyMethod):
         tensors, rewards = batch.batch, shaped
         metrics: Metrics = {}
         divisors = torch.ones_like(shaped, dtype=torch.float64)
+        # Such an estimator normalises the returns of turns below; twice would divide by the spread of a spread.
         if not self._traits.normalises_steps:
             rows = torch.arange(len(shaped))
             rewards, metrics = self._by_part(batch, shaped, tensors["group_ids"], rows, divisors)

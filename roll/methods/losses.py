@@ -34,14 +34,14 @@ LOSS_COLUMNS = (
     "sequence_tokens",
 )
 
+# Column, bool (B, L): tokens whose log-probs must be the engine's to the last bit (`strict_on_policy`).
 SAME_WEIGHTS = "same_weights"
-"""Column, bool (B, L): tokens whose log-probs must be the engine's to the last bit (``strict_on_policy``)."""
 COMPARED_TOKENS = "actor/strict_on_policy_tokens"
+# Text of an error about the first token whose log-probs differ.
 UNEQUAL = re.compile(
     r"the log-prob of token (?P<position>\d+) is (?P<trainer>\S+) in the trainer and (?P<engine>\S+) in the engine, in "
     r"the sequence \[(?P<sequence>[\d, ]+)\]"
 )
-"""Text of an error about the first token whose log-probs differ."""
 
 
 def compare_with_engine(log_probs: Tensor, batch: TensorBatch) -> Metrics:
@@ -80,6 +80,7 @@ class SampledLoss(Loss):
 
     def counts(self, batch: TensorBatch) -> Totals:
         mask = batch["loss_mask"]
+        # Modes over prompts need a count of each prompt on every rank; the others save that transfer.
         counts = {"rows": denominators_of(mask, batch.get("sequence_tokens"))}
         if any(mode is not None and needs_groups(mode) for mode in self.modes):
             counts["groups"] = group_tokens_of(mask, batch["group_ids"], self.num_groups)

@@ -61,8 +61,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Phase of the teachers' answers.
 TEACHING = "teachers"
-"""Phase of the teachers' answers."""
 TEACHER_PROMPTS, PROMPT_LENGTHS = "teacher_prompt_ids", "prompt_lengths"
 """Columns: int64 (B, P), the prompt that teachers see, padded with -1; int64 (B,), tokens of the student's."""
 TEACHER_INDEX, TEACHER_WEIGHTS = f"{TEACHER}/index", f"{TEACHER}/weights"
@@ -145,6 +145,7 @@ class OPD:
             name, part = self._name(answer), answer.part
             theirs = aligned_with(part, answer.seen, answer.columns["log_probs"])
             mask, own = part.batch["response_mask"], part.batch["old_log_probs"]
+            # A row may have several teachers, whose terms add up.
             total[answer.rows] += self._weights[name] * (clamped_kl(own, theirs, self._config) * mask)
             tokens = float(mask.sum())
             # Without the clamp, so that the metric remains an estimate of the divergence.

@@ -19,11 +19,11 @@ from roll.config.reading.fields import rules, setting
 from roll.config.roles import GeneratingArguments, ReferenceWorkerConfig
 from roll.methods.teachers import TEACHER, check_temperature
 
+# Keys of reward shaping, from which pure distillation learns nothing.
 REWARD_KEYS = (
     *("norm_mean_type", "norm_std_type", "reward_clip", "overlong_buffer_length"),
     "add_token_level_kl",
 )
-"""Keys of reward shaping, from which pure distillation learns nothing."""
 OPD_FORMS = ("advantage", "topk", "full_vocabulary")
 
 
@@ -164,6 +164,7 @@ def check_opd(
             checks.missing(key, "is needed: the teacher's model, a folder or a hub name", "my/teacher")
     if all(weight == 0 for weight in coefficients(config).values()) and not config.use_opd:
         checks.add("opd_kl_coef", 0.0, "leaves nothing to learn from: every teacher's weight is 0", 1.0)
+    # Greedy sampling has no temperature: log-probs are then those of the plain distribution.
     temperature = arguments.temperature if arguments.do_sample else 1.0
     for name, section in config.teacher.items():
         whole, instead = config.opd_form == "full_vocabulary", "; opd_form full_vocabulary allows any"

@@ -76,6 +76,7 @@ class PolicyMethod:
         self._advantages: PPOConfig = config
         self._correction = correction_options(config.train_infer_correction)
         self.teaching = OPD(config) if is_taught(config) else None
+        # gamma 0: each token is credited with its own divergence alone, which is the gradient of the KL at its state.
         self._ignores_rewards = is_taught(config) and config.is_pure_opd
         if self._ignores_rewards:
             self._advantages = replace(config, estimator=Choice("reinforce", DiscountOptions(gamma=0.0)))

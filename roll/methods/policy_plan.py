@@ -40,8 +40,8 @@ POLICY_PANELS = (
     Panel("Entropy", ("actor/entropy", "critic/entropy/mean"), first_only=True, smooth=True),
 )
 """Panels of every such run."""
+# Name of the passes of roles that a method adds.
 ADDED_PASSES = "teachers"
-"""Name of the passes of roles that a method adds."""
 check_method = check_opd
 """Rules across keys of the methods that a run adds."""
 
@@ -215,6 +215,7 @@ def kl_in_reward(config: PolicyConfig) -> bool:
 
 def needs_critic(config: PolicyConfig) -> bool:
     """``gae`` uses values; an estimator of the user's own gets them where there is a critic section."""
+    # Nothing says what a function of the user's own reads, but a critic section is written on purpose.
     own = "." in config.estimator.name and config.critic is not None
     return traits(config.estimator).needs_values or own
 
@@ -292,24 +293,17 @@ def finished_policy(name: str, role: WorkerConfig, config: PolicyConfig, longest
         return finished_teacher(role, longest)
     if role.strategy_args.strategy_name in generation_strategies():
         role = with_cache_length(role, longest)
-    if name == "actor_infer":
-        role = with_adapter(role, config)
+    arguments = role.strategy_args
+    room_for = backend_of(arguments.strategy_name).adapter_arguments
+    if name == "actor_infer" and config.weight_sync.lora == "adapter" and room_for is not None:
+        needed = room_for(adapter_rank(config.actor_train.model_args))
+        # Room for the adapter that the trainer will send; what the user has written wins.
+        engine_args = needed | dict(arguments.strategy_config.get("engine_args") or {})
+        options = {**arguments.strategy_config, "engine_args": engine_args}
+        role = replace(role, strategy_args=replace(arguments, strategy_config=options))
     if config.strict_on_policy and name in ("actor_infer", "actor_train"):
         role = replace(role, model_args=replace(role.model_args, attn_implementation=INVARIANT_ATTENTION))
     return role
-
-
-def with_adapter(role: WorkerConfig, config: PolicyConfig) -> WorkerConfig:
-    """The engines' section, with room for the adapter that the trainer will send, where they need that."""
-    arguments = role.strategy_args
-    room_for = backend_of(arguments.strategy_name).adapter_arguments
-    if config.weight_sync.lora != "adapter" or room_for is None:
-        return role
-    needed = room_for(adapter_rank(config.actor_train.model_args))
-    # What the user has written wins.
-    engine_args = needed | dict(arguments.strategy_config.get("engine_args") or {})
-    options = {**arguments.strategy_config, "engine_args": engine_args}
-    return replace(role, strategy_args=replace(arguments, strategy_config=options))
 
 
 def looks_at_samples(role: str) -> bool:

@@ -134,6 +134,7 @@ class DPO(RowMethod[DPOConfig, JudgedRow]):
         if not needs_reference(self.config):
             return None
         cache = self.reference_cache[of_set]
+        # The reference never changes: over several epochs each row is computed once.
         uncached = [row for row in rows if row.row_id not in cache]
 
         def complete() -> Metrics:

@@ -33,8 +33,8 @@ from roll.strategies.base import ModelHead, Output, TensorBatch
 if TYPE_CHECKING:
     from roll.protocol.vision import VisionInputs
 
+# Training rows whose scores give mean and deviation where nothing is held out.
 STATISTICS_ROWS = 512
-"""Training rows whose scores give mean and deviation where nothing is held out."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 TEACHER = "teacher"
 """The section and role, the name of a teacher that is the only one, and the beginning of names of its columns."""
+# Number of ids whose texts are requested of a service: added tokens first, then ids spread over the vocabulary.
 PROBED = 96
-"""Number of ids whose texts are requested of a service: added tokens first, then ids spread over the vocabulary."""
 UNFINISHED_CHARACTER = "\ufffd"
 
 
@@ -177,6 +177,7 @@ def check_vocabularies(student: str, teacher: str, key: str, source: Path, fetch
     if student == teacher:
         return
     ours, theirs = vocabulary_of(student, fetch), vocabulary_of(teacher, fetch)
+    # A tokenizer of the hub that is not here yet is compared later, once it has been fetched.
     if ours is None or theirs is None or ours == theirs:
         return
     differing = sorted(number for number in ours.keys() | theirs.keys() if ours.get(number) != theirs.get(number))

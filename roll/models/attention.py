@@ -18,8 +18,9 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +32,14 @@ from roll.config.model_files import is_installed
 from roll.models.expert_parallel import exchange
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree, RunBatch, VarlenCall, visible
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of queries and keys, as in :func:`layout_attention`."""
+
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
 
 
 def _heads_for_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -43,26 +50,19 @@ def _heads_for_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return exchange(parts, None, None, group).view(ranks * chunk, rows, heads // ranks, dim).permute(1, 2, 0, 3)
 
 
-def tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tree: PrefixTree,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, how: Scores) -> Tensor:
     """(1, T, heads, head_dim) of T tokens; shapes and arguments as :func:`layout_attention`."""
-    if takes_varlen(query, value, softcap):
-        return varlen_attention(query, key, value, tree.varlen, scaling, window, softcap)
+    if takes_varlen(query, value, how.softcap):
+        return varlen_attention(query, key, value, tree.varlen, how)
     key, value = _repeated(query, key, value)
     alike = tree.only_prompts and tree.most_parts > MOST_PARTS and tree.rows.numel() < LONG * len(tree.runs)
-    if window is not None or softcap is not None or (query.device.type == "cpu" and not alike):
-        return _run_by_run(query, key, value, tree, scaling, window, softcap)
-    return _all_at_once(query, key, value, tree, scaling)
+    bare = how.window is None and how.softcap is None
+    if not bare or (query.device.type == "cpu" and not alike):
+        return _run_by_run(query, key, value, tree, how)
+    return _all_at_once(query, key, value, tree, how)
 
 
-def _all_at_once(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None) -> Tensor:
+def _all_at_once(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, how: Scores) -> Tensor:
     """:func:`tree_attention` without a window, with a call for each batch of runs."""
     heads, head_dim = query.shape[1], query.shape[3]
     queries, keys, values = (tensor[0].transpose(0, 1).flatten(1) for tensor in (query, key, value))
@@ -85,7 +85,7 @@ def _all_at_once(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, sc
             by_head(own(queries, batch)),
             by_head(seen(keys, batch)),
             by_head(seen(values, batch)),
-            scaling,
+            how,
             batch.mask,
             causal=batch.mask is None and batch.own.shape[1] > 1,
         )
@@ -93,21 +93,13 @@ def _all_at_once(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, sc
     return torch.cat(outputs).index_select(0, tree.restore).view(1, -1, heads, head_dim)
 
 
+# A CPU computes runs all at once only where prompts have more than `MOST_PARTS` responses and runs average fewer than
+# `LONG` tokens. One after another there is no padding and less copying: forward and backward pass take a third less
+# time for runs of 256 tokens, as long for 32, and twice as long for 16.
 MOST_PARTS, LONG = 2, 32
-"""A CPU computes runs all at once only where prompts have more than ``MOST_PARTS`` responses and runs average fewer
-than ``LONG`` tokens. One after another there is no padding and less copying: forward and backward pass take a third
-less time for runs of 256 tokens, as long for 32, and twice as long for 16."""
 
 
-def _run_by_run(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    tree: PrefixTree,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def _run_by_run(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, how: Scores) -> Tensor:
     """:func:`tree_attention` with a call for each run, without padding."""
     lengths = [run.length for run in tree.runs] + [tree.num_padding]
     # split, not slices: its backward pass joins the pieces once instead of adding up as many full-size gradients.
@@ -124,29 +116,31 @@ def _run_by_run(
     for index, run in enumerate(tree.runs):
         skipped = run.context if tree.is_whole(run) else 0
         asked = path(queries, index) if skipped else queries[index]
-        output = causal_attention(asked, path(keys, index), path(values, index), scaling, window, softcap)
+        output = causal_attention(asked, path(keys, index), path(values, index), how)
         outputs.append(output[:, :, skipped:])
+    # Padding at the end of the tokens: some value, which nothing reads.
     outputs.append(torch.zeros_like(queries[-1]))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous()
 
 
+# Capped scores that exist at a time; 64 MiB in float32, and as much again for each of three intermediate results.
 SCORES = 2**24
-"""Capped scores that exist at a time; 64 MiB in float32, and as much again for each of three intermediate results."""
 
 
-def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, softcap: float, mask: Tensor
-) -> Tensor:
+def _capped_attention(query: Tensor, key: Tensor, value: Tensor, how: Scores, mask: Tensor) -> Tensor:
     """Shapes as in :func:`causal_attention`: ``softmax(c tanh(scores / c))`` in float32, since no kernel of torch caps.
 
     Args:
         mask: bool (T, K), the keys that each query sees.
     """
 
+    cap = how.softcap
+    assert cap is not None
+
     def of(some: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
-        scores = (some.to(wide) * (query.shape[3] ** -0.5 if scaling is None else scaling)) @ key.to(wide).mT
-        capped = (scores / softcap).tanh() * softcap
+        scores = (some.to(wide) * (query.shape[3] ** -0.5 if how.scaling is None else how.scaling)) @ key.to(wide).mT
+        capped = (scores / cap).tanh() * cap
         return (capped.masked_fill(~seen, -torch.inf).softmax(-1) @ value.to(wide)).to(query.dtype)
 
     size = max(1, SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
@@ -157,103 +151,23 @@ def _capped_attention(
     return torch.cat([checkpoint(of, some, key, value, seen, use_reentrant=False) for some, seen in blocks], 2)
 
 
+# Up to this many keys a CPU computes attention of half-precision rows in float32: the backward pass of its half-
+# precision kernel takes 5 times as long for 16 keys, 2 times for 64, as long for 512.
 SHORT = 512
-"""Up to this many keys a CPU computes attention of half-precision rows in float32: the backward pass of its
-half-precision kernel takes 5 times as long for 16 keys, 2 times for 64, as long for 512."""
 
 
 def _fused_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, mask: Tensor | None = None, causal: bool = False
+    query: Tensor, key: Tensor, value: Tensor, how: Scores, mask: Tensor | None, causal: bool = False
 ) -> Tensor:
     """Torch's kernel for shapes as in :func:`causal_attention`, with as many key heads as query heads."""
     if query.device.type == "cpu" and query.dtype in HALF_PRECISION and key.shape[2] <= SHORT:
         wide = (query.float(), key.float(), value.float())
-        return torch_attention(*wide, attn_mask=mask, is_causal=causal, scale=scaling).to(query.dtype)
-    return torch_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=scaling)
+        return torch_attention(*wide, attn_mask=mask, is_causal=causal, scale=how.scaling).to(query.dtype)
+    return torch_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=how.scaling)
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionPattern | None, float | None, int | None], Tensor]
-ATTENTION_NAME = "roll_layouts"
-FULL, SLIDING = "full_attention", "sliding_attention"
-_REPLACEABLE = ("sdpa", "flash_attention_2")
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionPattern | None, Scores], Tensor]
 HALF_PRECISION = (torch.bfloat16, torch.float16)
-
-
-def attention_cap(config: PretrainedConfig) -> float | None:
-    """The soft cap c of a model's attention scores, ``c * tanh(scores / c)`` (Gemma 2); None: it has none."""
-    cap: float | None = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    return cap
-
-
-def logits_cap(config: PretrainedConfig) -> float | None:
-    """The soft cap of a model's logits (Gemma 2, 3n and 4), likewise."""
-    cap: float | None = getattr(config.get_text_config(), "final_logit_softcapping", None)
-    return cap
-
-
-def use_layout_attention(model: PreTrainedModel, key: str) -> None:
-    """Make ``model`` compute attention by :func:`layout_attention`.
-
-    Args:
-        key: the configuration key that needs it, for messages.
-
-    Raises:
-        ValueError: a model with layers other than causal attention, full or in a window, or that does not take an
-            attention function.
-    """
-    replace_attention(model, key, ATTENTION_NAME, layout_attention, (FULL, SLIDING))
-
-
-def replace_attention(
-    model: PreTrainedModel, key: str, name: str, function: Callable[..., Any], known: Sequence[str]
-) -> None:
-    """Make ``model`` compute attention by ``function``, which transformers will know as ``name``.
-
-    Args: as :func:`use_layout_attention`; ``known`` are the types of layers that ``function`` computes.
-
-    Raises: as :func:`use_layout_attention`.
-    """
-    from transformers import AttentionInterface
-
-    text_config, neutral = model.config.get_text_config(), "1" if key.endswith("ulysses_size") else "false"
-    kinds = getattr(text_config, "layer_types", None)
-    replaceable = (*_REPLACEABLE, "eager") if attention_cap(text_config) is not None else _REPLACEABLE
-    if kinds is None:
-        kinds = [SLIDING] if getattr(text_config, "sliding_window", None) else []
-    if other := set(kinds) - set(known):
-        raise ValueError(
-            f"{key}: this {text_config.model_type} model has layers of type {', '.join(sorted(other))}; it works "
-            f"only where every layer is {' or '.join(known)}. Set {key}: {neutral}"
-        )
-    if not getattr(model, "_supports_attention_backend", False) or (
-        text_config._attn_implementation not in replaceable
-    ):
-        raise ValueError(
-            f"{key}: needs a model whose attention can be replaced, with model_args.attn_implementation: sdpa; "
-            f"{type(model).__name__} runs {text_config._attn_implementation}. Set {key}: {neutral}"
-        )
-    AttentionInterface.register(name, function)
-    # Unknown to the registry of masks, this name also keeps the model from building a mask.
-    # A vision tower keeps its own: patches of an image see each other both ways.
-    model.set_attn_implementation(name if text_config is model.config else {"text_config": name})
-    # A value model's body has a configuration of its own; none may be left out, or it would ignore the layout.
-    body: Any = model if text_config is model.config else model.base_model.language_model
-    configs: list[Any] = [module.config for module in body.modules() if hasattr(module, "config")]
-    assert all(config._attn_implementation == name for config in configs)
-
-
-def check_context_size(config: PretrainedConfig, context_size: int) -> None:
-    """
-    Raises:
-        ValueError: heads that so many ranks cannot share evenly.
-    """
-    heads = config.get_text_config().num_attention_heads
-    if heads % context_size:
-        divisors = [size for size in range(1, heads + 1) if heads % size == 0]
-        raise ValueError(
-            f"model_args.ulysses_size: {context_size} does not divide the model's {heads} attention heads; use one of "
-            f"{', '.join(map(str, divisors))}"
-        )
 
 
 _Sent = tuple[AttentionPattern | None, ProcessGroup | None]
@@ -299,8 +213,8 @@ def layout_attention(
         key, value: (S, key-value heads, T, head_dim).
         scaling: of the scores; None: head_dim ** -0.5.
         attention_pattern: None: each of the S sequences is causal.
-        attend: computes attention of queries, keys, values and pattern, with this scaling and window, and knows no
-            cap; None: torch's kernels.
+        attend: computes attention of queries, keys, values, pattern and scores, and knows no cap; None: torch's
+            kernels.
         sliding_window: a token sees itself and this number of tokens less one before it; None: all before it.
         softcap: scores become ``softcap * tanh(scores / softcap)``; None: they stay.
         others: keywords that transformers passes to every layer have no effect; any other one, which would change the
@@ -315,6 +229,7 @@ def layout_attention(
             f"{type(module).__name__} is not given the layout, since layers of this model do not pass keywords on; "
             f"{_WITHOUT}"
         )
+    # Encoders of transformers say so by an attribute of the layer, not by a keyword.
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     faults = {
         "a mask of its own": attention_mask is not None,
@@ -329,14 +244,14 @@ def layout_attention(
             f"{type(module).__name__} computes attention with {', '.join(found)}, which no layout without padding has; "
             f"{_WITHOUT}"
         )
-    attend = attend or partial(_attend, softcap=softcap)
+    attend, how = attend or _attend, Scores(scaling, sliding_window, softcap)
     if context_group is None:
-        return attend(query, key, value, attention_pattern, scaling, sliding_window), None
+        return attend(query, key, value, attention_pattern, how), None
     ranks, (rows, heads, chunk, dim) = context_group.size(), query.shape
     if key.shape[1] % ranks:  # such as fewer key-value heads than ranks: repeated to one for each query head
         key, value = _repeated(query, key, value)
     whole = [_heads_for_sequence(tensor, context_group) for tensor in (query, key, value)]
-    output = attend(whole[0], whole[1], whole[2], attention_pattern, scaling, sliding_window).transpose(0, 1)
+    output = attend(whole[0], whole[1], whole[2], attention_pattern, how).transpose(0, 1)
     # Back: (s, b, heads / n, dim) of some heads to (s / n, b, heads, dim), this rank's chunk of the sequence.
     received = exchange(output.reshape(ranks, chunk, rows, heads // ranks, dim), None, None, context_group)
     own = received.permute(1, 2, 0, 3, 4).reshape(chunk, rows, heads, dim)
@@ -351,64 +266,41 @@ def _passed_down() -> frozenset[str]:
     return frozenset(TransformersKwargs.__annotations__) | {"use_cache"}
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: AttentionPattern | None,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | None, how: Scores) -> Tensor:
     match pattern:
         case None:
             key, value = _repeated(query, key, value)
-            return causal_attention(query, key, value, scaling, window, softcap).transpose(1, 2).contiguous()
+            return causal_attention(query, key, value, how).transpose(1, 2).contiguous()
         case PackedSequences():
-            return packed_attention(query, key, value, pattern, scaling, window, softcap)
+            return packed_attention(query, key, value, pattern, how)
         case PrefixTree():
-            return tree_attention(query, key, value, pattern, scaling, window, softcap)
+            return tree_attention(query, key, value, pattern, how)
 
 
-def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, how: Scores) -> Tensor:
     """(S, heads, T, head_dim) for queries of that shape, the last tokens of sequences of keys and values
     (S, heads, K, head_dim)."""
-    (length, whole), mask = (query.shape[2], key.shape[2]), None
-    if length < whole or (window is not None and window < whole) or softcap is not None:
-        mask = visible(length, whole - length, window, query.device)
-    if softcap is not None:
-        assert mask is not None
-        return _capped_attention(query, key, value, scaling, softcap, mask)
-    return _fused_attention(query, key, value, scaling, mask, causal=mask is None and length > 1)
+    length, whole = query.shape[2], key.shape[2]
+    if length == whole and how.softcap is None and (how.window is None or how.window >= whole):
+        return _fused_attention(query, key, value, how, None, causal=length > 1)
+    mask = visible(length, whole - length, how.window, query.device)
+    if how.softcap is None:
+        return _fused_attention(query, key, value, how, mask)
+    return _capped_attention(query, key, value, how, mask)
 
 
-def packed_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sequences: PackedSequences,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences, how: Scores) -> Tensor:
     """(1, T, heads, head_dim): each sequence attends to itself, causally; as :func:`layout_attention`.
 
     Where there is no kernel for it a call for each sequence, which (on a CPU) is two to three times faster than padding
     them.
     """
-    if takes_varlen(query, value, softcap):
-        return varlen_attention(query, key, value, sequences.varlen, scaling, window, softcap)
+    if takes_varlen(query, value, how.softcap):
+        return varlen_attention(query, key, value, sequences.varlen, how)
     lengths = list(sequences.lengths)
     # split, not slices: its backward pass joins the parts once instead of adding up as many full-size gradients.
     parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
-    outputs = [causal_attention(part[0], *_repeated(*part), scaling, window, softcap) for part in parts]
+    outputs = [causal_attention(part[0], *_repeated(*part), how) for part in parts]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
@@ -427,44 +319,31 @@ def takes_varlen(query: Tensor, value: Tensor, softcap: float | None = None) -> 
     return fits and has_varlen(query.device)
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    call: VarlenCall,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def varlen_attention(query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, how: Scores) -> Tensor:
     """(1, T, heads, head_dim) by one kernel, where :func:`takes_varlen`; as :func:`layout_attention`."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if call.keys is not None:
         key, value = key.index_select(0, call.keys), value.index_select(0, call.keys)
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    return _kernel(query, key, value, call, scaling, window, softcap)[None]
+    return _kernel(query.contiguous(), key.contiguous(), value.contiguous(), call, how)[None]
 
 
-def _kernel(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    call: VarlenCall,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None = None,
-) -> Tensor:
+def _kernel(query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, how: Scores) -> Tensor:
     """(T, heads, head_dim) for queries of that shape, and keys and values (K, key-value heads, head_dim)."""
     from torch.nn.attention.varlen import varlen_attn
 
     where = (call.query_offsets, call.key_offsets)
     longest = [max(lengths) for lengths in zip(*call.lengths, strict=True)]
     # -1: no limit to the left; nothing to the right.  A window's left part does not count the token itself.
-    limits = (-1 if window is None else window - 1, 0)
-    if softcap is not None:
+    limits = (-1 if how.window is None else how.window - 1, 0)
+    if how.softcap is not None:
         from flash_attn import flash_attn_varlen_func
 
         capped: Tensor = flash_attn_varlen_func(
-            query, key, value, *where, *longest, softmax_scale=scaling, causal=True, window_size=limits, softcap=softcap
+            *(query, key, value, *where, *longest),
+            softmax_scale=how.scaling,
+            causal=True,
+            window_size=limits,
+            softcap=how.softcap,
         )
         return capped
     grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
@@ -473,7 +352,7 @@ def _kernel(
         (key, value), grouped = _repeated(query, key, value), {}
     # Query i of q sees keys up to i + k - q of k: FlashAttention aligns the mask to the bottom right since 2.1 (its
     # README, "Changes"; col_idx_limit_right in mask.h, which torch has a copy of).
-    output = varlen_attn(query, key, value, *where, *longest, scale=scaling, window_size=limits, **grouped)
+    output = varlen_attn(query, key, value, *where, *longest, scale=how.scaling, window_size=limits, **grouped)
     assert isinstance(output, Tensor)
     return output
 

@@ -29,7 +29,7 @@ from roll.config.model_files import lacks_flash_attention, model_folder
 from roll.config.names import INVARIANT_ATTENTION
 from roll.config.roles import ModelArguments
 from roll.config.weight_files import file_of_each_tensor, stored_shapes
-from roll.models.attention import attention_cap
+from roll.models.attention_setup import attention_cap
 from roll.models.completeness import incomplete
 from roll.models.text_part import text_part
 from roll.models.vision import reads_images
@@ -51,8 +51,8 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 OUTPUT_MATRIX = "lm_head.weight"
+# Beginning of the names of a value head's parameters.
 VALUE_HEAD = "score."
-"""Beginning of the names of a value head's parameters."""
 
 _ATTENTION_NAMES = {"fa2": "flash_attention_2"}
 
@@ -365,8 +365,8 @@ def freeze_modules(model: PreTrainedModel, prefixes: str | Sequence[str] | None)
             parameters[name].requires_grad_(False)
 
 
+# `model_type` (Qwen2.5 is `qwen2`) and the class of its MLP layers.
 TILED_FAMILIES = {"qwen2": "Qwen2MLP", "qwen3": "Qwen3MLP", "llama": "LlamaMLP"}
-"""``model_type`` (Qwen2.5 is ``qwen2``) and the class of its MLP layers."""
 
 
 def tile_mlp_layers(model: PreTrainedModel, num_tiles: int) -> None:

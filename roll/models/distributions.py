@@ -20,8 +20,8 @@ from roll.models.layouts import TargetDistributions, TopTokens
 from roll.models.products import matmul
 
 Named = dict[str, Tensor]
+# Outputs of the comparison with a target.
 COMPARED = ("divergence", "model_mass", "target_mass", "agreement")
-"""Outputs of the comparison with a target."""
 ChunkOutputs = Callable[[Tensor, slice], tuple[Named, Named]]
 """From the logits (n, V) of the tokens in a slice to (n,) tensors by name: with gradient, and without."""
 
@@ -175,6 +175,7 @@ class _Chunked(torch.autograd.Function):
                 (grad_logits,) = torch.autograd.grad(
                     [values[index] for index in wanted], logits, [grads[index][rows] for index in wanted]
                 )
+            # As autograd's own backward of a product: in the compute dtype, whatever the logits were computed in.
             grad_logits = grad_logits.to(weight.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = matmul(grad_logits, weight)

@@ -155,6 +155,7 @@ class DispatchedExperts:
         rows = exchange(hidden[token], sent, received, self.group)
         computed = self._compute(rows, experts)
         back = exchange(computed, received, sent, self.group)
+        # Weighted here, not at the expert: the router's gradient then needs no exchange of its own.
         weighted = back * top_k_weights.reshape(-1)[order, None].to(back.dtype)
         return torch.zeros_like(hidden).index_add(0, token, weighted)
 

@@ -30,8 +30,8 @@ RouterOutput = Tensor | tuple[Tensor, ...]
 """Logits, or logits, weights and indices of the chosen experts."""
 EXPERTS = "experts"
 """The attribute of a sparse layer that holds its experts, in every family."""
+# The buffer of routers that score by a sigmoid and balance by a bias (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2).
 SELECTION_BIAS = "e_score_correction_bias"
-"""The buffer of routers that score by a sigmoid and balance by a bias (DeepSeek-V3, arXiv:2412.19437, sec. 2.1.2)."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,12 @@ def sparse_layers(model: PreTrainedModel) -> list[SparseLayer]:
     found = []
     for name, block in model.named_modules():
         experts = getattr(block, EXPERTS, None)
-        number = _num_experts(experts) if isinstance(experts, nn.Module) else 0
+        if not isinstance(experts, nn.Module):
+            continue
+        fused = {parameter.shape[0] for parameter in experts.parameters(recurse=False) if parameter.ndim == 3}
+        number = len(experts) if isinstance(experts, nn.ModuleList) else fused.pop() if len(fused) == 1 else 0
         if number < 2:
             continue
-        assert isinstance(experts, nn.Module)
         weights = {child: getattr(child, "weight", None) for child in block.children() if child is not experts}
         routers = [
             child
@@ -80,15 +82,9 @@ def sparse_layers(model: PreTrainedModel) -> list[SparseLayer]:
                 f"and {len(routers)} modules with a weight of ({number}, hidden): its router cannot be recognised"
             )
         top_k = getattr(routers[0], "top_k", None) or getattr(model.config, "num_experts_per_tok", None) or 1
+        # 1: a family that names no number sends a token to one expert.
         found.append(SparseLayer(name, block, routers[0], experts, number, int(top_k)))
     return found
-
-
-def _num_experts(experts: nn.Module) -> int:
-    if isinstance(experts, nn.ModuleList):
-        return len(experts)
-    sizes = {parameter.shape[0] for parameter in experts.parameters(recurse=False) if parameter.ndim == 3}
-    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def chosen_experts(output: RouterOutput, top_k: int) -> tuple[Tensor, Tensor]:

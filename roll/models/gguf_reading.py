@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
     from transformers.integrations.gguf.reader import GgufHeader
 
+# Needed by transformers' reader.
 PACKAGES = ("gguf", "accelerate")
-"""Needed by transformers' reader."""
 _NOT_SHARDED = "100000GB"
 _REMEDY = "give the model's folder or hub name in Hugging Face's format"
 

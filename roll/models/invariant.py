@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from roll.config.names import INVARIANT_ATTENTION
-from roll.models.attention import FULL, attention_cap, layout_attention, logits_cap, replace_attention
+from roll.models.attention import Scores, layout_attention
+from roll.models.attention_setup import FULL, attention_cap, logits_cap, replace_attention
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree
 from roll.models.products import HAS_ONEDNN, differentiable, onednn_product
 
@@ -40,16 +41,16 @@ if TYPE_CHECKING:
     from roll.config.roles import ModelArguments
 
 KEY = "strict_on_policy"
+# Rows of a product are padded to a multiple of this in attention, elsewhere to at least this.
 ROWS = 8
-"""Rows of a product are padded to a multiple of this in attention, elsewhere to at least this."""
+# Keys are padded to a multiple of this.
 KEYS = 16
-"""Keys are padded to a multiple of this."""
+# A decoding step with up to this many query heads for a key head is padded to this number.
 FEW_ROWS = 4
-"""A decoding step with up to this many query heads for a key head is padded to this number."""
+# Elements of a row of activations are padded to a multiple of this.
 ELEMENTS = 32
-"""Elements of a row of activations are padded to a multiple of this."""
+# Keys whose values are summed by one product.
 BLOCK = 128
-"""Keys whose values are summed by one product."""
 
 
 def is_invariant(args: ModelArguments) -> bool:
@@ -100,6 +101,7 @@ def attention(
     """
     sequences, heads, count, dim = query.shape
     kv_heads, length = key.shape[1:3]
+    # float32 throughout: half-precision products of scores round by the shape of the batch.
     more, group = -length % KEYS, heads // kv_heads
     key, value = (F.pad(part, (0, 0, 0, more)) if more else part for part in (key.float(), value.float()))
     rows = (query.float() * (dim**-0.5 if scaling is None else scaling)).reshape(sequences, kv_heads, group, count, dim)
@@ -140,16 +142,10 @@ def _attend(
     return layout_attention(module, query, key, value, None, scaling, attend=_in_layout, **keywords)
 
 
-def _in_layout(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: AttentionPattern | None,
-    scaling: float | None,
-    window: int | None,
-) -> Tensor:
+def _in_layout(query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | None, how: Scores) -> Tensor:
     """(S, Q, heads, head_dim); the keys may begin with those of a prefix."""
-    assert window is None, "layers with a window are refused"
+    assert how.window is None, "layers with a window are refused"
+    scaling = how.scaling
     match pattern:
         case None:
             out = attention(query, key, value, scaling, key.shape[2] - query.shape[2])

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll.config.model_files import EXPERTS, needed
-from roll.models.attention import ATTENTION_NAME, layout_attention
+from roll.models.attention import layout_attention
+from roll.models.attention_setup import ATTENTION_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# Of `torch.compile`.
 BACKEND = "inductor"
-"""Of ``torch.compile``."""
 
 
 def use_liger(model: PreTrainedModel) -> None:

@@ -305,6 +305,7 @@ def tree_layout(
     Args: as :func:`row_layout`; ``without_tree`` lays rows out of which no two share anything; ``prompt_keys``
         int64 (B, L) tells tokens apart where ids do not (they are the same for any image); None: the ids do.
     """
+    # On the host: trees are built of Python numbers, once for a micro-batch.
     common = common_beginnings(input_ids if prompt_keys is None else prompt_keys, response_mask)
     if not common.any():
         return without_tree(input_ids, response_mask)
@@ -318,6 +319,7 @@ def tree_layout(
     num_tokens = sum(run.length for run in runs)
     slots = np.zeros(mask.shape, dtype=np.int64)
     sources, row_lengths, rows = np.zeros((3, num_tokens), dtype=np.int64)
+    # Backwards, so that the first of the rows that share a token is written last and stays.
     for row, path in reversed(list(enumerate(paths))):
         slots[row, : len(path)] = path
         sources[path] = row * length + np.arange(len(path))  # a shared token is that of the first of its rows

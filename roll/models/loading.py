@@ -73,6 +73,7 @@ class TensorFiles:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors, by name."""
         shapes: dict[str, tuple[int, ...]] = {}
+        # File by file: opening one for each tensor reads its header as often.
         for path in set(self._files.values()):
             with safe_open(path, framework="pt") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -91,16 +92,8 @@ class TensorFiles:
             digest.update(samples[name])
         return digest.hexdigest()
 
-    def read_rows(self, name: str, rows: slice) -> torch.Tensor:
-        """``tensor[rows]`` along the first dimension, on the CPU, in the type of the file; nothing else is read.
-
-        Raises:
-            ValueError: the folder lacks the tensor.
-        """
-        return self.read_region(name, rows, slice(None))
-
-    def read_region(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
-        """``tensor[rows, columns]`` likewise.
+    def read_region(self, name: str, rows: slice, columns: slice = slice(None)) -> torch.Tensor:
+        """``tensor[rows, columns]`` on the CPU, in the type of the file; nothing else is read.
 
         Raises:
             ValueError: the folder lacks the tensor.
@@ -229,7 +222,7 @@ class MetaModel:
         them."""
         parts = self.layout.parts(name)
         if len(parts) == 1:
-            local.copy_(self.files.read_rows(parts[0].name, own))
+            local.copy_(self.files.read_region(parts[0].name, own))
             return
         flat = local.view(-1, local.shape[-1])
         begin = (own.start or 0) * shape[1]
@@ -237,7 +230,7 @@ class MetaModel:
             low, high = max(begin, part.begin), min(begin + len(flat), part.end)
             if low < high:
                 rows = slice(low - part.begin, high - part.begin)
-                flat[low - begin : high - begin] = self.files.read_rows(part.name, rows)
+                flat[low - begin : high - begin] = self.files.read_region(part.name, rows)
 
 
 class ModuleReader:

@@ -31,7 +31,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from roll.models import invariant
-from roll.models.attention import arriving, logits_cap
+from roll.models.attention import arriving
+from roll.models.attention_setup import logits_cap
 from roll.models.distributions import Named, Vocabulary, chunked, compared, top_tokens
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
 from roll.models.invariant import computes_invariantly
@@ -114,8 +115,8 @@ def token_log_probs(
     return found.view_as(targets), *others
 
 
+# Logit of a token of probability 0: finite, so that `p log p` is 0 and not a NaN.
 EXCLUDED_LOGIT = -1e30
-"""Logit of a token of probability 0: finite, so that ``p log p`` is 0 and not a NaN."""
 
 
 def _log_softmax(rows, hidden, weight, bias, low, up, temperature, excluded, product, softcap):  # type: ignore[no-untyped-def]
@@ -223,7 +224,7 @@ def _grad_logits(
 
 
 def _head_log_probs(
-    head: nn.Linear,
+    head: Any,
     hidden: Tensor,
     targets: Tensor,
     temperature: float,
@@ -236,6 +237,10 @@ def _head_log_probs(
     ids, product = getattr(head, _EXCLUDED, ()), getattr(head, _PRODUCT, linear)
     excluded, softcap = torch.tensor(ids, device=hidden.device) if ids else None, getattr(head, _CAP, None)
     if wanted is None and not comparisons:
+        adapter: tuple[Tensor | None, Tensor | None] = (None, None)
+        if hasattr(head, "lora_A"):  # of an output matrix: scaling * A hidden, and B
+            down, up = head.lora_A[ADAPTER].weight, head.lora_B[ADAPTER].weight
+            adapter = linear(hidden.to(down.dtype), down) * head.scaling[ADAPTER], up
         return token_log_probs(
             hidden,
             head.weight,
@@ -246,7 +251,7 @@ def _head_log_probs(
             with_sum_of_squares="sum_of_squares" in outputs,
             excluded=excluded,
             product=product,
-            adapter=_adapter_of(head, hidden),
+            adapter=adapter,
             softcap=softcap,
         )
     whole, chunk = Vocabulary(len(head.weight)), HeadMemory.for_device(hidden.device).chunk_tokens(len(head.weight))
@@ -266,20 +271,12 @@ def _head_log_probs(
     return chunked(hidden, head.weight, head.bias, partial(_logits, product=product), of_chunk, chunk)
 
 
-def _adapter_of(head: Any, hidden: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """``scaling * A hidden`` and B of an output matrix with an adapter."""
-    if not hasattr(head, "lora_A"):
-        return None, None
-    down, up = head.lora_A[ADAPTER].weight, head.lora_B[ADAPTER].weight
-    return linear(hidden.to(down.dtype), down) * head.scaling[ADAPTER], up
-
-
+# Attribute of an output matrix: the token ids of probability 0.
 _EXCLUDED = "excluded_ids"
-"""Attribute of an output matrix: the token ids of probability 0."""
+# Attribute of an output matrix: the soft cap of its logits, if any.
 _CAP = "softcap"
-"""Attribute of an output matrix: the soft cap of its logits, if any."""
+# Attribute of an output matrix: the function that multiplies with it, where that is not torch's.
 _PRODUCT = "product"
-"""Attribute of an output matrix: the function that multiplies with it, where that is not torch's."""
 
 
 def run_head_when_called(language_model: PreTrainedModel) -> None:
@@ -365,6 +362,7 @@ class ResponseModel(nn.Module):
             self.routing_sums = routing_sums(recorded, routing.layers, rows.flatten())
         if not outputs:
             return {}
+        # Only what predicts a response token: the head costs more than a layer, and prompts need none.
         hidden = hidden.flatten(0, 1).index_select(0, layout.predictors)
         if "values" in outputs:
             # Not a view: FSDP hooks what a module returns, and a view would pass by the hook when written to.

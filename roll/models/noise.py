@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 SEEDS = 4
+# Difference of logits that is too large for rounding.
 NOISE = 1e-4
-"""Difference of logits that is too large for rounding."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Noise:
                 module.eval()
                 # A strategy calls train() on the whole model before every step, which would undo it.
                 module.train = MethodType(_keep_mode, module)
+            # Such a layer must stay in training mode, since only there it recomputes its activations.
             for owner, attribute in self.zeroed:
                 if owner == kind:
                     setattr(module, attribute, 0.0)

@@ -39,7 +39,15 @@ def balance_partitions(costs: ArrayLike, num_partitions: int, equal_counts: bool
     if num_partitions < 1 or len(cost) < num_partitions:
         raise ValueError(f"cannot split {len(cost)} sequences into {num_partitions} non-empty partitions")
     if not equal_counts:
-        return _longest_first(cost, num_partitions)
+        partitions: Partitions = [[] for _ in range(num_partitions)]
+        # The number of items breaks ties, so that items of cost 0 do not pile up in one partition.
+        heap = [(0.0, 0, index) for index in range(num_partitions)]
+        order = np.argsort(-cost, kind="stable")
+        for item, item_cost in zip(order.tolist(), cost[order].tolist(), strict=True):
+            total, count, index = heap[0]
+            partitions[index].append(item)
+            heapq.heapreplace(heap, (total + item_cost, count + 1, index))
+        return [sorted(partition) for partition in partitions]
     if len(cost) % num_partitions:
         nearest = len(cost) // num_partitions * num_partitions
         raise ValueError(
@@ -47,18 +55,6 @@ def balance_partitions(costs: ArrayLike, num_partitions: int, equal_counts: bool
             f"{nearest} or {nearest + num_partitions} could"
         )
     return _largest_differencing(cost, num_partitions)
-
-
-def _longest_first(cost: NDArray[np.float64], num_partitions: int) -> Partitions:
-    partitions: Partitions = [[] for _ in range(num_partitions)]
-    # The number of items breaks ties, so that items of cost 0 do not pile up in one partition.
-    heap = [(0.0, 0, index) for index in range(num_partitions)]
-    order = np.argsort(-cost, kind="stable")
-    for item, item_cost in zip(order.tolist(), cost[order].tolist(), strict=True):
-        total, count, index = heap[0]
-        partitions[index].append(item)
-        heapq.heapreplace(heap, (total + item_cost, count + 1, index))
-    return [sorted(partition) for partition in partitions]
 
 
 def _largest_differencing(cost: NDArray[np.float64], num_partitions: int) -> Partitions:

@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 
 Ints = NDArray[np.int64]
 
+# Fewer tokens are not worth an attention call of their own, unless they are the prompt of both rows.
 MIN_SHARED = 64
-"""Fewer tokens are not worth an attention call of their own, unless they are the prompt of both rows."""
 
 
 @dataclass(frozen=True)

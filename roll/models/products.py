@@ -19,8 +19,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 # An operator that torch's own compiler uses; without it the plain product gives the same numbers more slowly.
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+# Below this many multiplications oneDNN's call overhead (about 6 microseconds) costs more than its kernels win.
 MIN_WORK = 1 << 20
-"""Below this many multiplications oneDNN's call overhead (about 6 microseconds) costs more than its kernels win."""
 
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]

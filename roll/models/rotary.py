@@ -94,6 +94,7 @@ def _forward(rotary: Any, x: Tensor, position_ids: Tensor, *args: object, **kwar
     if lengths is None:
         found: tuple[Tensor, Tensor] = rotary.of_batch(x, position_ids, *args, **kwargs)
         return found
+    # One pass of the model's own code for each length that occurs: batches have few beyond the original one.
     positions = position_ids.expand(lengths.shape)
     chosen: tuple[Tensor, Tensor] | None = None
     for length in lengths.unique().tolist():

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from roll.models.layouts import TokenLayout
 from roll.models.patterns import common_beginnings, sharers
 
+# In a layout: a padding token, and one whose choices were not recorded.
 PADDING, MISSING = -2, -1
-"""In a layout: a padding token, and one whose choices were not recorded."""
 
 
 def route_dtype(num_experts: int) -> torch.dtype:
@@ -39,6 +39,7 @@ def routes_of(layout: TokenLayout, column: Tensor) -> Tensor:
     Args:
         column: (B, L, layers, k), of the rows that were laid out.
     """
+    # uint8 has no -1: its mark is converted before anything indexes with it.
     flat = column.flatten(0, 1).long()
     if column.dtype is torch.uint8:
         flat = torch.where(flat == missing_mark(torch.uint8), MISSING, flat)

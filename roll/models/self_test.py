@@ -9,67 +9,52 @@ the plain model's logits for that row alone.  Code that comes with a model is te
 from __future__ import annotations
 
 import copy
-import io
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from roll.config.roles import WorkerConfig
-from roll.models.attention import HALF_PRECISION, has_varlen, use_layout_attention
+from roll.models.attention import HALF_PRECISION, has_varlen
+from roll.models.attention_setup import use_layout_attention
 from roll.models.build import DTYPES, HeadName, checked_config, eager_or_default, enable_gradient_checkpointing
 from roll.models.expert_parallel import sum_of_parts
 from roll.models.invariant import is_invariant, make_invariant
 from roll.models.kernels import use_liger
-from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, tree_layout
+from roll.models.layouts import padded
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise, find_noise
 from roll.models.products import use_products
 from roll.models.rotary import dependent_rotaries
-from roll.models.small import ORIGINAL_LENGTH, Divided, original_length, small_model
-from roll.models.vision import PROMPT_KEYS, reads_images, with_images
+from roll.models.self_test_rows import PADDED, Rows, rows_of
+from roll.models.small import Divided, small_model
+from roll.models.vision import reads_images
 from roll.platforms import current_platform
-from roll.protocol.images import EncodedImage, ImageProcessing
-from roll.protocol.vision import IMAGES, VisionInputs, token_types, vision_inputs, vision_token_ids
+from roll.protocol.vision import vision_token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
+# Up to this difference of log-probs or values in float32 it is rounding, which linear attention amplifies to 1e-3.
 ROUNDING = 5e-3
-"""Up to this difference of log-probs or values in float32 it is rounding, which linear attention amplifies to 1e-3."""
 
-_PROMPTS = (4, 4, 3)
-_RESPONSES = (9, 3, 5)
-_BEYOND = (9, 3, ORIGINAL_LENGTH + 1)
-"""Where the configuration has an original length."""
-
+# Errors of a forward pass whose code does not expect its input.
 FAILURES = (RuntimeError, TypeError, AttributeError, KeyError, IndexError)
-"""Errors of a forward pass whose code does not expect its input."""
 
-Layouts = Mapping[str, Callable[[Tensor, Tensor, Tensor | None], TokenLayout]]
-_PADDED = "padded rows"
-LAYOUTS: Layouts = {
-    _PADDED: lambda ids, mask, keys: row_layout(ids, mask, 2 * ORIGINAL_LENGTH),
-    "packed rows": lambda ids, mask, keys: packed_layout(ids, mask),
-    "shared prompts": lambda ids, mask, keys: tree_layout(ids, mask, prompt_keys=keys),
-}
-"""Functions of ids, response mask and (if rows have images) keys that distinguish prompts, each (B, T)."""
+# They bring a role to a layout.
 _KEYS = {
     "packed rows": ("use_remove_padding", "use_sequence_packing"),
     "shared prompts": ("use_prefix_sharing",),
 }
-"""They bring a role to a layout."""
 
 
 def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: ProcessGroup | None = None) -> Noise:
@@ -89,6 +74,7 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: 
     where = f"{role.name}.model_args.model_name_or_path: {args.model_name_or_path}"
     config = checked_config(args, head)
     reads_images(config)  # refuses families whose towers are not known
+    # Dropout that is written is wanted: then names alone would switch off what the user asked for.
     untried = Noise(by_name=not any("drop" in key for key in args.model_config_kwargs))
     with torch.random.fork_rng(devices=[]):
         model = _copy_of(config, role, head)
@@ -125,7 +111,7 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: 
 def layouts_of(role: WorkerConfig) -> list[str]:
     """Names in :data:`LAYOUTS`."""
     removes = role.use_remove_padding or role.use_sequence_packing
-    return [*(["shared prompts"] if role.use_prefix_sharing else []), "packed rows" if removes else _PADDED]
+    return [*(["shared prompts"] if role.use_prefix_sharing else []), "packed rows" if removes else PADDED]
 
 
 def use_own_operations(model: PreTrainedModel, role: WorkerConfig) -> None:
@@ -165,95 +151,6 @@ def agreed(holds: bool, group: ProcessGroup | None) -> bool:
     flag = torch.tensor(int(holds), device=current_platform().device())
     dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=group)
     return bool(flag)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Three rows; the first two share a prompt, and their lengths differ."""
-
-    ids: Tensor
-    """int64 (3, T)."""
-    mask: Tensor
-    """bool (3, T), of response tokens."""
-    images: np.ndarray | None = None
-    """For each row its :class:`~roll.protocol.vision.VisionInputs` or None; None: no row has an image."""
-
-    def layout(self, name: str, config: PretrainedConfig) -> TokenLayout:
-        """One of :data:`LAYOUTS`, with the images where there are any."""
-        columns: dict[str, Any] = {"input_ids": self.ids, "response_mask": self.mask, "attention_mask": self.attended}
-        pool = None
-        if self.images is not None:
-            columns, pool = with_images(columns | {IMAGES: self.images}, config)
-        layout = LAYOUTS[name](self.ids, self.mask, columns.get(PROMPT_KEYS))
-        return layout if pool is None else pool.attach(layout, columns)
-
-    @property
-    def attended(self) -> Tensor:
-        """bool (3, T): prompts and responses."""
-        last = self.mask.int().cumsum(1).argmax(1, keepdim=True)
-        return torch.arange(self.mask.shape[1]) <= last
-
-    def keywords(self, row: int, config: PretrainedConfig) -> dict[str, Any]:
-        """Return the keywords of the plain model's forward pass over one row."""
-        ids = self.ids[row : row + 1, : int(self.attended[row].sum())]
-        seen = None if self.images is None else self.images[row]
-        if seen is None:
-            return {"input_ids": ids}
-        return {
-            "input_ids": ids,
-            "mm_token_type_ids": token_types(ids, config),
-            "pixel_values": seen.pixel_values(),
-            "image_grid_thw": seen.grids(),
-        }
-
-
-def rows_of(model: PreTrainedModel) -> Rows:
-    """Rows for a small copy, beyond the original length where it has one; the first two with an image where it sees."""
-    config = model.config.get_text_config().to_dict()
-    scaled = original_length(config) is not None or config.get("max_position_embeddings") == ORIGINAL_LENGTH
-    seen = _image_for(model.config) if reads_images(model.config) else None
-    marks: list[int] = []
-    if seen is not None:
-        own = model.config
-        marks = [own.vision_start_token_id, *[own.image_token_id] * seen.num_tokens[0], own.vision_end_token_id]
-    prompts = [_PROMPTS[0] + len(marks), _PROMPTS[1] + len(marks), _PROMPTS[2]]
-    lengths = list(zip(prompts, _BEYOND if scaled else _RESPONSES, strict=True))
-    width, random = max(map(sum, lengths)), torch.Generator().manual_seed(1)
-    words = torch.tensor([token for token in range(2, 62) if token not in vision_token_ids(model.config)])
-    ids = words[torch.randint(len(words), (len(lengths), width), generator=random)]
-    mask = torch.zeros(len(lengths), width)
-    ids[0, 1 : 1 + len(marks)] = torch.tensor(marks, dtype=ids.dtype)
-    ids[1, : prompts[1]] = ids[0, : prompts[0]]
-    for row, (prompt, response) in enumerate(lengths):
-        ids[row, prompt + response :] = 0
-        mask[row, prompt : prompt + response] = 1
-    images = None
-    if seen is not None:
-        images = np.empty(len(lengths), dtype=object)
-        images[:2] = seen
-    return Rows(ids, mask.bool(), images)
-
-
-def _image_for(config: PretrainedConfig) -> VisionInputs | None:
-    """A picture of 2 x 5 features, wider than a window of a tower that has windows; None where it cannot be made."""
-    tower = config.vision_config
-    try:
-        from PIL import Image
-
-        side = tower.patch_size * tower.spatial_merge_size
-        processing = ImageProcessing(
-            patch_size=tower.patch_size,
-            temporal_patch_size=tower.temporal_patch_size,
-            merge_size=tower.spatial_merge_size,
-            min_pixels=side * side,
-        )
-        pixels = torch.randint(0, 256, (2 * side, 5 * side, 3), generator=torch.Generator().manual_seed(3))
-        file = io.BytesIO()
-        Image.fromarray(pixels.byte().numpy()).save(file, "PNG")
-        return vision_inputs([EncodedImage.of(file.getvalue())], processing)
-    except (ImportError, AttributeError, ValueError) as error:
-        logger.warning("self-test of a %s model: rows of text alone: %r", config.model_type, error)
-        return None
 
 
 def _by_itself(model: PreTrainedModel, head: HeadName) -> tuple[PreTrainedModel, Noise, Computed] | None:
@@ -319,7 +216,7 @@ def _difference(
     # Ranks that share rows exchange them, and Liger's kernels run, on the device alone.
     values, gradient = compute(name, device if group is not None or role.model_args.use_liger_kernel else None)
     fault = difference_of(values, wanted[0], output)
-    if fault is None and name != _PADDED and dtype in HALF_PRECISION and has_varlen(device):
+    if fault is None and name != PADDED and dtype in HALF_PRECISION and has_varlen(device):
         for parameter in model.parameters():  # buffers, such as frequencies, stay as they are
             parameter.data = parameter.data.to(dtype)
         fault = _difference_of_kernels(partial(compute, device=device), name, output, wanted[0])
@@ -366,7 +263,7 @@ def _difference_of_kernels(compute: Callable[[str], Computed], name: str, output
         return float((compute(layout)[0] - wanted)[wanted != 0].abs().median())
 
     try:
-        rounding = off(_PADDED)
+        rounding = off(PADDED)
     except FAILURES:
         return None  # no layout's fault
     if (found := off(name)) <= 4 * rounding + ROUNDING:  # NaN is not

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 VOCABULARY = 64
+# Original length of the small copy, where the configuration has one: a row of more tokens is beyond it.
 ORIGINAL_LENGTH = 16
-"""Original length of the small copy, where the configuration has one: a row of more tokens is beyond it."""
 WINDOW = 8
+# Parameters of a copy that is computed in a second; a larger one is the last resort.
 FEW_ELEMENTS = 2**20
-"""Parameters of a copy that is computed in a second; a larger one is the last resort."""
+# No copy has more.
 MOST_ELEMENTS = 2**25
-"""No copy has more."""
 
 _HIDDEN = dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 32)
 _INNER = dict.fromkeys(
@@ -46,6 +46,7 @@ _WIDTHS = dict.fromkeys(
 )
 _EXPERTS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
 _MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 16, "mamba_chunk_size": 16}
+# Keys of sizes. One that is missing here makes a copy wider than necessary, or impossible, which the log reports.
 SIZES: dict[str, int] = {
     **_HIDDEN,
     **_INNER,
@@ -71,7 +72,6 @@ SIZES: dict[str, int] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-"""Keys of sizes. One that is missing here makes a copy wider than necessary, or impossible, which the log reports."""
 
 _WIDENED = {*_HIDDEN, *_INNER, *_HEADS, *_EXPERTS, "moe_intermediate_size"}
 _ENDINGS = {
@@ -164,6 +164,7 @@ def _drawn(config: PretrainedConfig, head: HeadName, trusted: bool) -> PreTraine
     model = _built(config, head, trusted)
     for parameter in model.parameters():
         if parameter.ndim >= 2:
+            # Wide enough that a layer left out, or a cap, moves log-probs by far more than rounding.
             parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
     model.get_input_embeddings().weight.normal_()
     model.eval()
@@ -294,7 +295,15 @@ def _few_layers(values: dict[str, Any], least: int) -> dict[str, Any]:
     if not count:
         return changed
     lists = {key: value for key, value in values.items() if isinstance(value, list) and len(value) == count > 2}
-    chosen = {key: value for key, value in values.items() if _chooses_layers(key, value, count)}
+    # `deepstack_visual_indexes`, `mlp_only_layers` and the like: ascending numbers of layers.
+    numbers = {key: value for key, value in values.items() if ("layer" in key or "index" in key) and value}
+    chosen = {
+        key: value
+        for key, value in numbers.items()
+        if isinstance(value, list)
+        and all(type(one) is int and 0 <= one < count for one in value)
+        and value == sorted(set(value))
+    }
     marks = [*lists.values(), *([index in value for index in range(count)] for value in chosen.values())]
     kinds = list(zip(*(map(str, value) for value in marks), strict=True)) or [("",)] * count
     kept = sorted({kinds.index(kind) for kind in kinds})[:4]
@@ -312,13 +321,6 @@ def _few_layers(values: dict[str, Any], least: int) -> dict[str, Any]:
     return changed | {
         key: [place for place, index in enumerate(kept) if index in value] for key, value in chosen.items()
     }
-
-
-def _chooses_layers(key: str, value: object, count: int) -> bool:
-    """``deepstack_visual_indexes``, ``mlp_only_layers`` and the like: ascending numbers of layers."""
-    if not (isinstance(value, list) and value and ("layer" in key or "index" in key)):
-        return False
-    return all(type(one) is int and 0 <= one < count for one in value) and value == sorted(set(value))
 
 
 def _shorten_rotary(values: dict[str, Any]) -> None:

@@ -185,9 +185,10 @@ class StoredLayout:
             return files.read_region(stored, rows, columns)
         if len(self._parts[live]) == 1:
             return files.read_region(live, rows, columns)
+        # Folders that hold experts as one tensor are read an expert at a time, never whole.
         height = self._shapes[live][1] if len(self._shapes[live]) == 3 else 1
         expert, offset = divmod(part.begin, height)
-        own = files.read_rows(live, slice(expert, expert + 1)).flatten(0, -2)
+        own = files.read_region(live, slice(expert, expert + 1)).flatten(0, -2)
         whole = own[offset : offset + part.end - part.begin].reshape(part.shape)
         return whole[rows] if whole.ndim < 2 else whole[rows, columns]
 

@@ -132,6 +132,7 @@ def with_images(batch: dict[str, Any], config: PretrainedConfig) -> tuple[dict[s
         )
     pool, of_row = _distinct(rows)
     ids, mask = columns["input_ids"], columns["attention_mask"].bool()
+    # Padding may have the id of a placeholder.
     types = token_types(ids, config) * mask
     placeholders = types > 0
     _check_counts(types, rows)

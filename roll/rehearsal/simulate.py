@@ -445,10 +445,8 @@ def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
         counts = [len(part) for part in np.array_split(range(size), experts.group.size())]
         return counts, counts, torch.arange(size, device=chosen.device) % own
 
-    def kernel(
-        query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, scaling: float, window: int | None, softcap: float
-    ) -> Tensor:
-        return _Varlen.apply(query, key, value, _pairs(call, window), tracker)
+    def kernel(query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, how: attention.Scores) -> Tensor:
+        return _Varlen.apply(query, key, value, _pairs(call, how.window), tracker)
 
     def packed_indices(position_ids: Tensor) -> Tensor | None:
         # A model asks the values whether rows are packed. Those that it numbers itself are not, but they are fake.

@@ -19,7 +19,7 @@ from roll.algorithms.aggregation import (
     weighted_sum,
 )
 from tests.algorithms import reference
-from tests.algorithms.reference import Batch, batches, make_batch
+from tests.algorithms.reference import Batch, batches
 
 modes = st.sampled_from(AGGREGATION_MODES)
 
@@ -81,27 +81,6 @@ def test_shares_of_any_split_add_up(batch: Batch, mode: str, cut: int, padding: 
 def test_denominators_add_up_over_ranks(batch: Batch, cut: int) -> None:
     parts = denominators_of(batch.mask[:cut]) + denominators_of(batch.mask[cut:])
     assert denominators_from(parts) == denominators_from(denominators_of(batch.mask))
-
-
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_an_empty_mask_gives_zero_loss_and_zero_gradient(mode: str) -> None:
-    loss = torch.randn(3, 4, requires_grad=True)
-    mask = torch.zeros(3, 4, dtype=torch.bool)
-    result = aggregate(loss, mask, mode, whole(mask), group_ids=torch.arange(3))
-    result.backward()
-    assert result.item() == 0.0
-    assert loss.grad is not None
-    assert bool((loss.grad == 0).all())
-
-
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_fault_3_the_mask_multiplies_the_numerator_in_every_mode(mode: str) -> None:
-    batch = make_batch(1, 5, 9)
-    dirty = torch.where(batch.mask, batch.advantages, 1e6)
-    ids = dense(batch)
-    denominators = whole(batch.mask, group_ids=ids)
-    clean = aggregate(batch.advantages, batch.mask, mode, denominators, group_ids=ids)
-    assert_close(aggregate(dirty, batch.mask, mode, denominators, group_ids=ids), clean)
 
 
 def test_fault_4_the_norm_length_is_a_constant_and_samples_divide() -> None:

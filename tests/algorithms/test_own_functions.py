@@ -90,6 +90,8 @@ def test_aggregation_that_asks_for_groups() -> None:
     denominators = LossDenominators(5.0, 3.0, group_tokens=group_tokens_of(mask, groups, 2))
     result = weighted_sum(loss, mask, row_weights(mask, f"{OWN}.share_of_the_prompt", denominators, groups))
     assert_close(result, torch.tensor(3.0 * 2 / 4 + 3.0 * 1 / 1 + 9.0 * 2 / 4))
+    without = weighted_sum(loss, mask, row_weights(mask, f"{OWN}.row_sum", denominators))
+    assert_close(without, torch.tensor(15.0 / 3))
 
 
 def test_kl_estimator_in_loss_and_reward() -> None:
@@ -100,13 +102,6 @@ def test_kl_estimator_in_loss_and_reward() -> None:
     metrics = to_floats(actor_loss(inputs_of(batch), loss_options(settings), whole(batch)).metrics)
     rows = expected.sum(-1) / batch.mask.sum(-1).clamp(min=1)
     assert metrics["actor/kl_loss"] == pytest.approx(float(rows.sum() / whole(batch).samples))
-
-
-def test_aggregation() -> None:
-    batch = make_batch(23, 6, 9)
-    weights = row_weights(batch.mask, f"{OWN}.row_sum", LossDenominators(1.0, 4.0))
-    total = weighted_sum(batch.rewards, batch.mask, weights)
-    assert_close(total, batch.rewards.sum() / 4)
 
 
 def test_correction() -> None:

@@ -11,8 +11,6 @@ import torch
 from hypothesis import given, settings
 from torch.testing import assert_close
 
-from roll.algorithms.aggregation import denominators_from, denominators_of
-from roll.algorithms.losses import actor_loss
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import POLICY_LOSS_NAMES, LossInputs, policy_losses, token_covariance
 from tests.algorithms.reference import Batch, batches, make_batch, mean
@@ -105,6 +103,11 @@ FORMULAS: list[tuple[str, dict[str, object], Callable[[Row, int], float]]] = [
     ("gspo_token", {}, lambda row, t: surrogate(row.sequence_ratio, row.advantage[t])),
     ("vanilla", {}, lambda row, t: -row.advantage[t] * row.logp[t]),
     ("tis", {}, lambda row, t: -clip(row.ratio[t], 0.0, 1.0) * row.advantage[t] * row.logp[t]),
+    (
+        "tis",
+        {"tis_lower_bound": 0.9, "tis_upper_bound": 1.1},
+        lambda row, t: -clip(row.ratio[t], 0.9, 1.1) * row.advantage[t] * row.logp[t],
+    ),
     (
         "cispo",
         {"cispo_epsilon_low": 1.0, "cispo_epsilon_high": 0.3},
@@ -282,21 +285,6 @@ def test_m2po_drops_the_largest_until_the_mean_of_the_rest_is_in_bounds(threshol
             expected = 0.0 if dropped else -row.ratio[position] * row.advantage[position]
             assert_close(float(loss[i, t]), expected, rtol=1e-9, atol=1e-12)
             assert_close(float(gradient[i, t]), expected, rtol=1e-9, atol=1e-12)
-
-
-def test_luspo_is_gspo_summed_over_tokens() -> None:
-    """arXiv 2602.05261: each response's loss is multiplied by its length."""
-    batch = make_batch(8, 7, 9)
-    advantages = torch.where(batch.mask, batch.response_rewards.unsqueeze(-1) - 0.5, 0.0)
-    inputs = inputs_of(batch, advantages=advantages)
-    settings = {"pg_variant": "gspo", "pg_clip": 0.05, "loss_agg_mode": "seq-mean-token-sum"}
-    rows = [Row(batch, i) for i in range(len(batch.mask)) if bool(batch.mask[i].any())]
-    chosen = [float(batch.response_rewards[i]) - 0.5 for i in range(len(batch.mask)) if bool(batch.mask[i].any())]
-    expected = mean(
-        [len(r.kept) * surrogate(r.sequence_ratio, a, 0.05, 0.05) for r, a in zip(rows, chosen, strict=True)]
-    )
-    denominators = denominators_from(denominators_of(batch.mask))
-    assert_close(float(actor_loss(inputs, loss_options(settings), denominators).loss), expected)
 
 
 def test_clip_cov_takes_the_gradient_from_tokens_of_high_covariance() -> None:

@@ -89,22 +89,6 @@ def test_fault_2_every_pair_works_with_groups_of_one_and_without_spread(
     assert bool(single.isfinite().all())
 
 
-def test_a_group_of_one_keeps_its_raw_score() -> None:
-    postprocessor = RewardPostprocessor(RewardOptions("group", "group"))
-    result, _ = postprocessor(torch.tensor([0.7, 1.0, 0.0]), torch.tensor([0, 1, 1]))
-    assert_close(result, torch.tensor([0.7, 0.5**0.5, -(0.5**0.5)]), rtol=1e-5, atol=1e-5)
-
-
-@given(batch=batches)
-def test_groups_are_found_by_id_not_by_position(batch: Batch) -> None:
-    order = torch.randperm(len(batch.group_ids))
-    plain, _ = RewardPostprocessor(RewardOptions("group", "group"))(batch.response_rewards, batch.group_ids)
-    shuffled, _ = RewardPostprocessor(RewardOptions("group", "group"))(
-        batch.response_rewards[order], batch.group_ids[order]
-    )
-    assert_close(shuffled, plain[order])
-
-
 def test_running_moments_survive_a_resume_and_are_kept_by_domain() -> None:
     options = RewardOptions("running", "running")
     steps = [torch.tensor([0.0, 1.0, 1.0]), torch.tensor([5.0]), torch.tensor([2.0, -1.0])]

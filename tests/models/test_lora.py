@@ -17,7 +17,8 @@ pytest.importorskip("peft")
 from roll.config.installation import install_command
 from roll.config.roles import ModelArguments
 from roll.models.build import build_model
-from roll.models.lora import EXPERT_TENSORS, Adapters, adapter_names, add_adapters, merged_rows
+from roll.models.lora import Adapters, adapter_names, add_adapters, merged_rows
+from roll.models.lora_targets import EXPERT_TENSORS
 from tests.strategies.lora_cases import write_adapter
 from tests.strategies.moe_models import write_moe
 from tests.strategies.samples import make_batch, plain_model, plain_outputs, write_model

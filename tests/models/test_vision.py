@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from roll.models import patterns
-from roll.models.attention import use_layout_attention
+from roll.models.attention_setup import use_layout_attention
 from roll.models.layouts import packed_layout, padded, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.vision import FEATURES, POSITIONS, PROMPT_KEYS, rope_positions, with_images
-from roll.protocol.vision import IMAGES, VisionInputs, token_types, vision_token_ids
+from roll.protocol.vision import IMAGES, VisionInputs, vision_token_ids
 from tests import vision_models
 from tests.strategies import vision_cases
 from tests.strategies.samples import policy_loss
@@ -24,37 +24,23 @@ def model() -> Any:
     return vision_models.model(vision_models.tokenizer(), "qwen3_vl")
 
 
+@pytest.mark.parametrize("videos", [False, True])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_positions_are_the_models_own(kind: Any) -> None:
-    own = vision_models.model(vision_models.tokenizer(), kind)
-    batch = vision_cases.make_batch()
-    grids = torch.cat([row.grids() for row in batch[IMAGES] if row is not None])
-    wanted, _ = own.model.get_rope_index(
-        batch["input_ids"],
-        mm_token_type_ids=token_types(batch["input_ids"], own.config),
-        image_grid_thw=grids,
-        attention_mask=batch["attention_mask"].long(),
-    )
-    columns, pool = with_images(batch, own.config)
-    assert torch.equal(columns[POSITIONS].movedim(-1, 0), wanted)
-    assert pool is not None and len(pool.images) == 5, "one each, two, and one; rows of a group share theirs"
-    assert IMAGES not in columns
-
-
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_positions_of_videos_are_the_models_own(kind: Any) -> None:
+def test_positions_are_the_models_own(kind: Any, videos: bool) -> None:
     """Also of a video whose times go beyond the positions of the text behind it."""
     own = vision_models.model(vision_models.tokenizer(), kind)
-    batch = vision_cases.make_batch(videos=kind)
+    batch = vision_cases.make_batch(videos=kind) if videos else vision_cases.make_batch()
     inputs = vision_cases.plain_inputs(own, batch)
     for name in ("pixel_values", "pixel_values_videos"):
-        del inputs[name]
+        inputs.pop(name, None)
     wanted, _ = own.model.get_rope_index(**inputs)
     columns, pool = with_images(batch, own.config)
     assert torch.equal(columns[POSITIONS].movedim(-1, 0), wanted)
-    assert pool is not None and len(pool.images) == 6, "one each, two and an image, and one; groups share theirs"
-    long = columns[POSITIONS][9]
-    assert (int(long[:, 0].max()) > int(long[:, 1].max())) == (kind == "qwen2_5_vl")
+    assert pool is not None and len(pool.images) == 5 + videos, "rows of a group share theirs"
+    assert IMAGES not in columns
+    if videos:
+        long = columns[POSITIONS][9]
+        assert (int(long[:, 0].max()) > int(long[:, 1].max())) == (kind == "qwen2_5_vl")
 
 
 @pytest.mark.parametrize("kind", vision_models.KINDS)

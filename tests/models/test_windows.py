@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import varlen
 
 from roll.models import attention, patterns, self_test
-from roll.models.attention import layout_attention, use_layout_attention
+from roll.models.attention import Scores, layout_attention
+from roll.models.attention_setup import use_layout_attention
 from roll.models.build import attention_implementation, checked_config
 from roll.models.invariant import make_invariant
 from roll.models.layouts import TokenLayout, packed_layout, padded, tree_layout
@@ -222,7 +224,9 @@ def test_soft_caps_pass_the_self_test_and_a_dropped_one_does_not(
     self_test.check_role(role, "causal_lm", trains=True)
     if key is not None:
         right = attention.causal_attention
-        monkeypatch.setattr(attention, "causal_attention", lambda *given: right(*given[:5], None))
+        monkeypatch.setattr(
+            attention, "causal_attention", lambda *given: right(*given[:3], replace(given[3], softcap=None))
+        )
         with pytest.raises(ValueError, match=r"this gemma2 model, .*, gives log_probs that are off"):
             self_test.check_role(role, "causal_lm", trains=True)
 
@@ -292,16 +296,14 @@ def test_the_kernel_of_a_gpu_is_each_row_alone(kind: str, batch: str, monkeypatc
     for dtype, attend in ((torch.bfloat16, attention.tree_attention), (torch.float32, _of_rows)):
         leaves = [state.detach().to("cuda", dtype, copy=True).requires_grad_() for state in states]
         assert attention.takes_varlen(leaves[0], leaves[2]) is (dtype is torch.bfloat16)
-        output = attend(*leaves, tree.to(torch.device("cuda")), None, window)
+        output = attend(*leaves, tree.to(torch.device("cuda")), Scores(window=window))
         (output * weights.to("cuda")).sum().backward()
         found.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
 
 
-def _of_rows(
-    query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scaling: float | None, window: int | None
-) -> Tensor:
+def _of_rows(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, how: Scores) -> Tensor:
     """Each run after its own copy of its context, in plain arithmetic."""
     call = tree.varlen
     assert call.keys is not None
@@ -309,5 +311,5 @@ def _of_rows(
     sizes = [max(lengths) for lengths in zip(*call.lengths, strict=True)]
     offsets = (call.query_offsets.cpu(), call.key_offsets.cpu())
     asked = query[0].transpose(0, 1).contiguous()
-    left = -1 if window is None else window - 1
+    left = -1 if how.window is None else how.window - 1
     return slow_varlen_attn(asked, keys, values, *offsets, *sizes, window_size=(left, 0), enable_gqa=True)[None]

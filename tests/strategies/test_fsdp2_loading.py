@@ -25,8 +25,8 @@ def compare_loading(role: WorkerConfig) -> dict[str, Any]:
     sizes = []
 
     class Counting(TensorFiles):
-        def read_rows(self, name: str, rows: slice) -> torch.Tensor:
-            tensor = super().read_rows(name, rows)
+        def read_region(self, name: str, rows: slice, columns: slice = slice(None)) -> torch.Tensor:
+            tensor = super().read_region(name, rows, columns)
             sizes.append(len(tensor))
             return tensor
 

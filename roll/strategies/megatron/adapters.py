@@ -48,7 +48,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from roll.config.lora import is_trained_whole_everywhere
-from roll.models.lora import EXPERT_TENSORS, Adapters, adapter_names, add_adapters, base_name, is_trained_whole
+from roll.models.lora import Adapters, adapter_names, add_adapters, base_name, is_trained_whole
+from roll.models.lora_targets import EXPERT_TENSORS
 from roll.models.stored import StoredLayout
 from roll.strategies.megatron.correspondence import LINEARS, SHARED_LINEARS, FusedHeads, in_layer
 

@@ -3,7 +3,7 @@
 The copy (:mod:`roll.models.small`) is written to a folder and read as the role's own weights are, so that its names,
 fused matrices and shards are tested together with Megatron's layers. Every rank holds its part of the copy in the
 role's own process groups (tensor, pipeline, context and expert parallel) and computes the three rows of
-:func:`~roll.models.self_test.rows_of` in the role's layout, in float32, without gradient.
+:func:`~roll.models.self_test_rows.rows_of` in the role's layout, in float32, without gradient.
 
 All ranks take the same path, or one would wait for another's collective: what a rank does alone (writing the files,
 building its part) comes first, and its outcome is agreed upon before a pass.
@@ -30,7 +30,8 @@ from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.models.build import quiet_transformers
-from roll.models.self_test import Rows, agreed, difference_of, layouts_of, plain_values, rows_of
+from roll.models.self_test import agreed, difference_of, layouts_of, plain_values
+from roll.models.self_test_rows import Rows, rows_of
 from roll.models.small import Divided, small_model
 from roll.platforms import current_platform
 from roll.strategies.base import ModelHead, ModelStrategy, Output

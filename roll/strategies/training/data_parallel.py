@@ -18,7 +18,7 @@ import torch.distributed as dist
 from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import MicroBatching, micro_batching
-from roll.models.attention import check_context_size
+from roll.models.attention_setup import check_context_size
 from roll.models.build import build_model, checked_config
 from roll.models.expert_parallel import sum_of_parts
 from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers

@@ -248,7 +248,7 @@ class GatheredWeights(ModelStrategy):
             files = TensorFiles(str(self.role.model_args.model_name_or_path))
         except OSError:
             return {}
-        return {name: files.read_rows(name, slice(None)) for name in other_names(self.model.language_model, files)}
+        return {name: files.read_region(name, slice(None)) for name in other_names(self.model.language_model, files)}
 
     def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters, tied ones once, then persistent buffers, under their Hugging Face names."""
