@@ -209,7 +209,7 @@ class Bench:
         folder.mkdir(parents=True, exist_ok=True)
         words = [f"seed={seed}", f"output_dir={folder}", f"logging_dir={folder}/logs", "track_with=[jsonl]"]
         # One that was interrupted has left a checkpoint; to go on from it changes no figure.
-        words += ["resume_from_checkpoint=true", "report_at_end=false", *self.table.overrides, *row.overrides]
+        words += ["resume_from_checkpoint=true", *self.table.overrides, *row.overrides]
         command = [sys.executable, "-m", "roll.cli", "run", row.config]
         command += [word.replace("{seed}", str(seed)) for word in words]
         log = folder / "console.log"

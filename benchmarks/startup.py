@@ -52,7 +52,7 @@ def run(checkout: Path) -> list[tuple[float, float]]:
         command = [sys.executable, "examples/start_rlvr_pipeline.py", "--config_name", "rlvr_config", "max_steps=1"]
         began, marks, output = time.perf_counter(), [], []
         with subprocess.Popen(
-            [*command, f"output_dir={folder}", "report_at_end=false"],
+            [*command, f"output_dir={folder}"],
             cwd=checkout,
             env={**os.environ, "PYTHONPATH": str(checkout)},
             stdout=subprocess.PIPE,

@@ -216,9 +216,9 @@ class Run:
 
     @property
     def report(self) -> Path:
-        """The page of ``roll report``, which is written unless the run has written it (``report_at_end``)."""
+        """The page of ``roll report``, which is written unless the run has written it."""
         path = self.output_dir / REPORT_NAME
-        if not (self.config.config.report_at_end and path.is_file()):
+        if not path.is_file():
             write_report(self.output_dir)
         return path
 

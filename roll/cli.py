@@ -386,7 +386,7 @@ def explain_key(arguments: argparse.Namespace) -> int:
 
 def print_schema(arguments: argparse.Namespace) -> int:
     """The JSON schema of a pipeline's file, for editors."""
-    from roll.config.reference import json_schema
+    from roll.config.json_schema import json_schema
 
     schema = json_schema(definition_of(arguments.pipeline).config_class, f"roll: {arguments.pipeline} pipeline")
     sys.stdout.write(json.dumps(schema, indent=1) + "\n")

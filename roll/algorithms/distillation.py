@@ -70,7 +70,7 @@ def divergence(student: Tensor, teacher: Tensor, options: DivergenceConfig, has_
     if options.divergence_clamp is not None:
         value = value.clamp(-options.divergence_clamp, options.divergence_clamp)
     # Gradients of soft targets shrink as 1 / T^2 (arXiv 1503.02531, section 2): the factor keeps their scale.
-    return value * options.kd_temperature**2 if options.kd_temperature_squared else value
+    return value * options.kd_temperature**2
 
 
 def _kl(of: Tensor, to: Tensor) -> Tensor:

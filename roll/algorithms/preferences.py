@@ -97,8 +97,7 @@ def hinge(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
 @register("ipo")
 def ipo(pairs: PairSums, options: PreferenceLossConfig) -> Tensor:
     """IPO (arXiv 2310.12036, eq. 17)."""
-    lead = pairs.mean_lead if options.ipo_length_normalised else pairs.lead
-    return (lead - 1 / (2 * options.beta)) ** 2
+    return (pairs.mean_lead - 1 / (2 * options.beta)) ** 2
 
 
 @register("exo_pair")

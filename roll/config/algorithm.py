@@ -13,11 +13,11 @@ from roll.config.estimators import ADV_ESTIMATORS, GaeOptions
 from roll.config.policy_losses import POLICY_LOSSES, PpoOptions
 from roll.config.reading.fields import Choice, rules, setting
 
+# Estimators of the KL, which are those of `roll.algorithms.kl`.
 KL_PENALTIES = (
     *("kl", "k1", "k2", "k3", "abs", "mse", "low_var_kl"),
     *("k1+", "kl+", "abs+", "k3+", "low_var_kl+", "full"),
 )
-"""Estimators of the KL, which are those of :mod:`roll.algorithms.kl`."""
 LOSS_AGG_MODES = (
     *("seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     *("prompt-mean", "token-sum"),

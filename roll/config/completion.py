@@ -5,10 +5,10 @@ from __future__ import annotations
 from roll.config.pipelines import definitions
 from roll.config.reading.schema import flat_options, schema_paths
 
+# Function of the words that may come next.
 BASH = """_roll_keys() {{
   compgen -W "{keys}" -- "$1"
 }}"""
-"""Function of the words that may come next."""
 BASH_END = """
 # A value follows a key at once.
 _roll_without_space() {

@@ -7,7 +7,7 @@ preset, the dotted path of a function, a list of rules, and ROLL's section with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -97,10 +97,9 @@ class CorrectionOptions:
     """Rules applied one after the other: weights multiply, masks intersect. Empty: no correction."""
 
     rules: tuple[CorrectionRule, ...] = ()
+    # Keep the gradient out of the weights; matters only where old log-probs are the current policy's own.
     detach: bool = True
-    """Keep the gradient out of the weights; matters only where old log-probs are the current policy's own."""
-    function: str | None = None
-    """Dotted path of the user's own correction, in place of rules."""
+    function: str | None = None  # dotted path of the user's own correction, in place of rules
 
     @cached_property
     def is_active(self) -> bool:
@@ -152,22 +151,16 @@ def check_rule(rule: CorrectionRule, path: str, problems: Problems) -> None:
         problems.add(f"{path}.policy", rule.policy, "needs action: mask; reject comes before the update", "old")
     if rule.action == "reject" and rule.only_negative:
         problems.add(f"{path}.only_negative", True, "needs action: mask; reject comes before the advantages", False)
-    if rule.normalize:
-        check_normalized(rule, path, problems)
-    if rule.low is not None and rule.high is not None and rule.low > rule.high:
-        problems.add(f"{path}.low", rule.low, f"must not be greater than high {rule.high:g}", rule.high)
-
-
-def check_normalized(rule: CorrectionRule, path: str, problems: Problems) -> None:
-    """Weights of which a mean is taken before the update."""
-    if rule.action not in ("truncate", "both"):
+    if rule.normalize and not weighs:
         problems.add(f"{path}.normalize", True, f"needs action: truncate or both; {rule.action} has no weights", False)
-    elif rule.policy != "old":
+    elif rule.normalize and rule.policy != "old":
         text = "is not known before the update, when normalize takes the mean"
         problems.add(f"{path}.policy", rule.policy, text, "old")
-    elif rule.only_negative:
+    elif rule.normalize and rule.only_negative:
         text = "is not known when normalize takes the mean, which is before the advantages"
         problems.add(f"{path}.only_negative", True, text, False)
+    if rule.low is not None and rule.high is not None and rule.low > rule.high:
+        problems.add(f"{path}.low", rule.low, f"must not be greater than high {rule.high:g}", rule.high)
 
 
 def parse_correction(value: object) -> Any:
@@ -187,13 +180,26 @@ def correction_options(value: object) -> CorrectionOptions:
         ValueError: neither a preset nor a dotted path, nor a list of rules, nor a section with ``is_weight`` and
             ``filters``; or a mistake inside one of them.
     """
-    problems = Problems()
+    problems, rules = Problems(), list[CorrectionRule]()
     if value is None:
         return CorrectionOptions()
     if isinstance(value, str):
-        return _named(value)
+        if value in CORRECTION_PRESETS:
+            return CORRECTION_PRESETS[value]
+        if DOTTED_PATH.fullmatch(value):
+            return CorrectionOptions(function=value)
+        nearest = closest(value, CORRECTION_PRESETS)
+        raise ValueError(
+            f"must be one of the presets {', '.join(CORRECTION_PRESETS)}{f' (nearest: {nearest})' if nearest else ''}, "
+            "the dotted path of your own function, a list of rules or a section"
+        )
     if isinstance(value, list):
-        options = CorrectionOptions(tuple(_listed(value, problems)))
+        for index, entry in enumerate(value):
+            values = SchemaReader(problems).read(CorrectionRule, entry, f"[{index}]")
+            if not problems.errors:
+                rules.append(CorrectionRule(**values))
+                check_rule(rules[-1], f"[{index}]", problems)
+        options = CorrectionOptions(tuple(rules))
     elif isinstance(value, Mapping):
         options = _section(value, problems)
     else:
@@ -201,28 +207,6 @@ def correction_options(value: object) -> CorrectionOptions:
     if problems.errors:
         raise ValueError("; ".join(str(problem) for problem in problems.errors))
     return options
-
-
-def _named(value: str) -> CorrectionOptions:
-    if value in CORRECTION_PRESETS:
-        return CORRECTION_PRESETS[value]
-    if DOTTED_PATH.fullmatch(value):
-        return CorrectionOptions(function=value)
-    nearest = closest(value, CORRECTION_PRESETS)
-    meant = f" (nearest: {nearest})" if nearest else ""
-    raise ValueError(
-        f"must be one of the presets {', '.join(CORRECTION_PRESETS)}{meant}, the dotted path of your own function, a "
-        "list of rules or a section"
-    )
-
-
-def _listed(entries: list[Any], problems: Problems) -> Iterator[CorrectionRule]:
-    for index, entry in enumerate(entries):
-        values = SchemaReader(problems).read(CorrectionRule, entry, f"[{index}]")
-        if not problems.errors:
-            rule = CorrectionRule(**values)
-            check_rule(rule, f"[{index}]", problems)
-            yield rule
 
 
 def _section(section: Mapping[str, Any], problems: Problems) -> CorrectionOptions:

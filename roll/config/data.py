@@ -90,10 +90,8 @@ class DataArguments:
     curriculum: CurriculumArguments | None = None
     """Rows in order of difficulty; null: none."""
     streaming: bool = False
-    """Supervised training: prepare rows as they are needed, not all of them before the first step; ``max_steps`` is
-    needed then."""
-    streaming_window: int = setting(8192, ge=1, read_if={"streaming": (True,)})
-    """Rows that a stream prepares at a time, and shuffles among themselves."""
+    """Supervised training: prepare rows as they are needed, 8,192 at a time, which are shuffled among themselves, not
+    all of them before the first step; ``max_steps`` is needed then."""
     use_cache: bool | None = None
     """Keep the prepared rows on disk, in ``datasets`` under ``$ROLL_CACHE_DIR`` (``~/.cache/roll``); null: those of
     files of 4 MiB and more."""
@@ -146,10 +144,10 @@ class DataArguments:
     """Most pixels of all frames of a video together; null: as the model's video processor says."""
 
 
+# Kinds of data files; the text formats also with `.gz` appended.
 FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
-"""Kinds of data files; the text formats also with ``.gz`` appended."""
+# `hub:OWNER/NAME[/CONFIG][:SPLIT]`; a split may be a part of one, as `train[:100]`.
 HUB = re.compile(r"hub:(?P<name>[\w.-]+/[\w.-]+)(/(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+(\[-?\d*%?:-?\d*%?\])?))?")
-"""``hub:OWNER/NAME[/CONFIG][:SPLIT]``; a split may be a part of one, as ``train[:100]``."""
 
 
 @dataclass(frozen=True)

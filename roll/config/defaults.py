@@ -24,19 +24,16 @@ from roll.config.strategies.registry import backend_of
 S = TypeVar("S")
 P = TypeVar("P", bound=PolicyRunConfig)
 
-GROUP = 8
-"""Samples of a prompt, as in DeepSeekMath's and verl's examples of GRPO (which have 8 to 64)."""
+GROUP = 8  # samples of a prompt, as in DeepSeekMath's and verl's examples of GRPO (which have 8 to 64)
+# Sampling from the policy itself: the loss is that of these samples, not of those of a truncated distribution.
 SAMPLING: Mapping[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-"""Sampling from the policy itself: the loss is that of these samples, not of those of a truncated distribution."""
-MICRO_BATCH = 4
-"""Rows of a micro-batch at most; more of them make the optimizer step of the whole batch."""
+MICRO_BATCH = 4  # rows of a micro-batch at most; more of them make the optimizer step of the whole batch
 LEARNING_RATE = 1.0e-6
-LORA_LEARNING_RATE = 1.0e-5
-"""Adapters learn at about ten times the rate of a whole model."""
-SHARING = ("actor_train", "actor_infer", "reference", "critic")
-"""Roles that are computed on every device, in turns."""
+LORA_LEARNING_RATE = 1.0e-5  # adapters learn at about ten times the rate of a whole model
+SHARING = ("actor_train", "actor_infer", "reference", "critic")  # roles that are computed on every device, in turns
 
 
+# Words of the reference page: what takes the place of the dataclass's default, which is ROLL's.
 LEARNING_DEFAULTS: Mapping[str, str] = {
     "estimator": "`grpo`, with a `critic` section `gae`",
     "num_return_sequences_in_group": f"{GROUP} with `grpo`",
@@ -48,7 +45,6 @@ LEARNING_DEFAULTS: Mapping[str, str] = {
     "num_gpus_per_node": "as many as the roles' devices, without any the GPUs of this host, else 1",
     "device_mapping": f"all devices of a node for {', '.join(SHARING)}",
 }
-"""Words of the reference page: what takes the place of the dataclass's default, which is ROLL's."""
 
 
 def with_estimator(data: Mapping[str, Any]) -> Mapping[str, Any]:

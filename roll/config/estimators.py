@@ -67,26 +67,19 @@ class GigpoOptions(StepOptions):
 class Estimator(Named):
     """An advantage estimator, ``estimator``."""
 
-    options: type | None = None
-    """Dataclass of its options; None for a user's own, whose function declares them."""
+    options: type | None = None  # dataclass of its options; None for a user's own, whose function declares them
+    # `norm_mean_type` and `norm_std_type` of the rewards where the file leaves them open.
     norm: tuple[str | None, str | None] = (None, None)
-    """``norm_mean_type`` and ``norm_std_type`` of the rewards where the file leaves them open."""
-    whitens: bool = False
-    """Whitening of the advantages is part of it."""
-    needs_values: bool = False
-    """It needs a critic."""
-    leaves_one_out: bool = False
-    """It compares the samples of a prompt with one another and so needs two."""
-    needs_squares: bool = False
-    """It reads the sum of squared probabilities before every token."""
-    needs_greedy: bool = False
-    """It compares every sample with the greedy response to its prompt."""
+    whitens: bool = False  # whitening of the advantages is part of it
+    needs_values: bool = False  # it needs a critic
+    leaves_one_out: bool = False  # it compares the samples of a prompt with one another and so needs two
+    needs_squares: bool = False  # it reads the sum of squared probabilities before every token
+    needs_greedy: bool = False  # it compares every sample with the greedy response to its prompt
+    # In work of several turns its rewards stand on the turns that earned them; else each trajectory has one.
     rewards_turns: bool = False
-    """In work of several turns its rewards stand on the turns that earned them; else each trajectory has one."""
-    works_in_turns: bool = False
-    """It looks at the turns of an episode, which only the agentic pipeline has."""
+    works_in_turns: bool = False  # it looks at the turns of an episode, which only the agentic pipeline has
+    # The rewards' normalisation is that of the discounted returns of all turns, not of whole trajectories.
     normalises_steps: bool = False
-    """The rewards' normalisation is that of the discounted returns of all turns, not of whole trajectories."""
 
 
 ADV_ESTIMATORS = Table(

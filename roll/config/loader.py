@@ -39,8 +39,7 @@ from roll.config.run import RunConfig
 
 C = TypeVar("C", bound=RunConfig)
 EXTENSION = ".yaml"
-MISSPELT = 0.8
-"""Likeness (:mod:`difflib`) from which on an unknown name is taken for a known one with a mistake in it."""
+MISSPELT = 0.8  # likeness (`difflib`) from which on an unknown name is taken for a known one with a mistake in it
 
 
 @dataclass(frozen=True)
@@ -118,12 +117,14 @@ def load_composed(
     if loaded is None or problems.errors:
         raise ConfigError(problems.located(composed.source.place_of))
     pipeline, config, plan = loaded
+    # One note may name several keys.
+    named = [replace(one, key=", ".join(map(problems.rename, one.key.split(", ")))) for one in problems.notices]
     return LoadedConfig(
         config=cast(C, config),
         pipeline=pipeline,
         plan=plan,
         resolved=composed.effective,
-        warnings=tuple(problems.named_notices()),
+        warnings=tuple(named),
         source=composed.source.file,
     )
 
@@ -267,8 +268,7 @@ def find_file(config_path: Path, config_name: str | None) -> Path:
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
-SHIPPED = PACKAGE / "shipped"
-"""Written by ``setup.py`` when a wheel is built; a clone has none."""
+SHIPPED = PACKAGE / "shipped"  # written by `setup.py` when a wheel is built; a clone has none
 FOLDERS = ("examples", "configs")
 
 

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from roll.config.checks.base import Checks
     from roll.config.roles import ModelArguments, WorkerConfig
 
-ALL_LINEAR = "all-linear"
-"""Every linear layer but the output matrix."""
-EXPERTS = "experts"
-"""In ``lora_target``, alone or after a path: the fused experts of sparse layers."""
+ALL_LINEAR = "all-linear"  # every linear layer but the output matrix
+EXPERTS = "experts"  # in `lora_target`, alone or after a path: the fused experts of sparse layers
 
 _PATTERN_MARKS = frozenset("*+?|()[]{}^$\\")
 _ADAPTER_CONFIG = "adapter_config.json"
@@ -56,8 +54,8 @@ def names_of(target: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 VISION_TOWER = "model.visual"
+# Names of the vision tower of a vision-language model in Megatron and other projects.
 _VISION_NAMES = ("vision_model", "vision_tower", "visual", "model.vision_model", "model.vision_tower")
-"""Names of the vision tower of a vision-language model in Megatron and other projects."""
 
 
 def frozen_by(prefix: str, names: Iterable[str]) -> list[str]:
@@ -100,8 +98,14 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
         return
     key = f"{path}.lora_target" if args.lora_target else f"{path}.adapter_name_or_path"
     value = args.lora_target or args.adapter_name_or_path
-    if backend_of(strategy).only_plain_adapters:
-        _check_plain(path, args, strategy, checks)
+    others = [one for one in names_of(args.additional_target) if not is_trained_whole_everywhere(one)]
+    if others and backend_of(strategy).only_plain_adapters:
+        rule = (
+            f"{strategy} trains embed_tokens, lm_head and norms in full, not {', '.join(others)}, which it keeps "
+            f"together with others or divides; leave it out, or use strategy_name: "
+            f"{strategy.replace(backend_of(strategy).name, 'fsdp2')}"
+        )
+        checks.add(f"{path}.additional_target", args.additional_target, rule, "lm_head")
     if adapts_experts(args) and args.lora_dropout:
         rule = "must be 0 with adapters of the experts: they are added to the weights, which see no input to drop"
         checks.add(f"{path}.lora_dropout", args.lora_dropout, rule, 0.0)
@@ -129,18 +133,6 @@ def is_trained_whole_everywhere(name: str) -> bool:
     """
     last = name.rpartition(".")[2]
     return last in ("embed_tokens", "lm_head") or last.endswith("norm")
-
-
-def _check_plain(path: str, args: ModelArguments, strategy: str, checks: Checks) -> None:
-    """Problems of modules that the backend does not train in full alongside adapters."""
-    other = f"strategy_name: {strategy.replace(backend_of(strategy).name, 'fsdp2')}"
-    others = [name for name in names_of(args.additional_target) if not is_trained_whole_everywhere(name)]
-    if others:
-        rule = (
-            f"{strategy} trains embed_tokens, lm_head and norms in full, not {', '.join(others)}, which it keeps "
-            f"together with others or divides; leave it out, or use {other}"
-        )
-        checks.add(f"{path}.additional_target", args.additional_target, rule, "lm_head")
 
 
 def _note_without_effect(path: str, args: ModelArguments, reason: str, checks: Checks) -> None:

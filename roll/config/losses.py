@@ -12,12 +12,9 @@ from roll.config.reading.fields import Named, Table, rules, setting
 class PreferenceLoss(Named):
     """A preference loss, ``loss_type``."""
 
-    needs_reference: bool = True
-    """It compares the policy with a reference model."""
-    couples_pairs: bool = False
-    """The loss of a pair depends on the other pairs of the optimizer step."""
-    is_unpaired: bool = False
-    """A function of single responses, each with a label."""
+    needs_reference: bool = True  # it compares the policy with a reference model
+    couples_pairs: bool = False  # the loss of a pair depends on the other pairs of the optimizer step
+    is_unpaired: bool = False  # a function of single responses, each with a label
 
 
 PREFERENCE_LOSSES = Table(
@@ -43,26 +40,31 @@ PREFERENCE_LOSSES = Table(
 )
 
 
+def parse_preference_loss(value: object) -> object:
+    """``ipo: true`` and ``ipo: false`` of ROLL's files as the losses that they mean."""
+    return {True: "ipo", False: "sigmoid"}[value] if isinstance(value, bool) else value
+
+
+# `read_if` of a key of losses of single responses.
 UNPAIRED = {"loss_type": PREFERENCE_LOSSES.where(lambda row: row.is_unpaired)}
-"""``read_if`` of a key of losses of single responses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceLossConfig:
     """Keys at the top of a DPO configuration that say what is minimised."""
 
-    loss_type: str | list[str] = field(default="sigmoid", metadata=rules(choices=PREFERENCE_LOSSES, example="sigmoid"))
-    """Preference loss, or a list of losses to add: ``sigmoid`` (DPO), ``ipo``, ``hinge``, ``simpo``, ``orpo`` ..."""
+    loss_type: str | list[str] = field(
+        default="sigmoid",
+        metadata=rules(choices=PREFERENCE_LOSSES, example="sigmoid", aliases=("ipo",), parse=parse_preference_loss),
+    )
+    """Preference loss, or a list of losses to add: ``sigmoid`` (DPO), ``ipo`` (ROLL writes ``ipo: true``), ``hinge``,
+    ``simpo``, ``orpo`` ..."""
     loss_weights: list[float] | None = None
     """Weight of each loss of a list, such as [0.8, 0.2, 1.0] for MPO's [sigmoid, bco_pair, sft]; null: 1 each."""
     beta: float = setting(0.1, gt=0)
     """Strength of the tie to the reference: a log-ratio counts this much."""
     label_smoothing: float = setting(0.0, ge=0, lt=0.5)
     """Assumed share of pairs with the labels swapped: cDPO under ``sigmoid``, an unbiased loss under ``robust``."""
-    ipo: bool = False
-    """ROLL's spelling of ``loss_type: ipo``."""
-    ipo_length_normalised: bool = True
-    """``ipo``: log-ratios are means over the tokens of a response, as its authors have it; false: sums, as in ROLL."""
     simpo_gamma: float = setting(0.5, ge=0)
     """``simpo``: the margin by which the chosen response must lead, in units of the reward (``beta`` included)."""
     desirable_weight: float = setting(1.0, ge=0, read_if=UNPAIRED)
@@ -74,8 +76,7 @@ class PreferenceLossConfig:
 def loss_names(config: PreferenceLossConfig) -> tuple[str, ...]:
     """The losses that are added, under their own names."""
     written = config.loss_type if isinstance(config.loss_type, list) else [config.loss_type]
-    names = ["ipo" if config.ipo and name == "sigmoid" else name for name in written]
-    return tuple(PREFERENCE_LOSSES[name].name if name in PREFERENCE_LOSSES else name for name in names)
+    return tuple(PREFERENCE_LOSSES[name].name if name in PREFERENCE_LOSSES else name for name in written)
 
 
 def loss_rows(config: PreferenceLossConfig) -> tuple[PreferenceLoss, ...]:
@@ -111,11 +112,9 @@ def preference_problems(config: PreferenceLossConfig) -> list[tuple[str, Any, st
     weights = config.loss_weights
     if weights is not None and len(weights) != len(rows):
         found.append(("loss_weights", weights, f"has {len(weights)} entries for {len(rows)} losses of loss_type"))
-    if is_unpaired(config):
-        name = loss_names(config)[0]
-        if len(rows) > 1:
-            rule = f"{name} is a loss of single responses and cannot be combined"
-            found.append(("loss_type", config.loss_type, rule))
+    if any(row.is_unpaired for row in rows) and len(rows) > 1:
+        rule = f"{rows[0].name} is a loss of single responses and cannot be combined"
+        found.append(("loss_type", config.loss_type, rule))
     if "exo_pair" in loss_names(config) and not config.label_smoothing:
         rule = "exo_pair takes the logarithm of it: give it a small value such as 0.001"
         found.append(("label_smoothing", config.label_smoothing, rule))
@@ -123,19 +122,17 @@ def preference_problems(config: PreferenceLossConfig) -> list[tuple[str, Any, st
 
 
 RewardLoss = Literal["bradley_terry", "regression", "process"]
+# Kinds of rows, by loss (`roll.datasets.preferences`).
 JUDGEMENTS: dict[str, Literal["ranking", "points", "steps"]] = {
     "bradley_terry": "ranking",
     "regression": "points",
     "process": "steps",
 }
-"""Kinds of rows, by loss (:mod:`roll.datasets.preferences`)."""
 RANKS = ("bradley_terry",)
-SCORE_INPUT = "score_input"
-"""Entry of an exported model's ``config.json``: the tokens that it was trained to score."""
+SCORE_INPUT = "score_input"  # entry of an exported model's `config.json`: the tokens that it was trained to score
 ScoreInput = Literal["chat", "tokens"]
 SCORE_INPUT_DEFAULT: ScoreInput = "chat"
-SCORE_MEAN, SCORE_STD = "score_mean", "score_std"
-"""Entries of the same: mean and standard deviation of its scores."""
+SCORE_MEAN, SCORE_STD = "score_mean", "score_std"  # entries of the same: mean and standard deviation of its scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,12 +182,10 @@ class DivergenceConfig:
     divergence_clamp: float | None = setting(None, gt=0)
     """The divergence of a token is held within +- this bound; null: as it is."""
     kd_temperature: float = setting(1.0, gt=0)
-    """Divides the logits of both sides before they are compared."""
+    """Divides the logits of both sides before they are compared; its square multiplies the divergence, which keeps the
+    size of its gradient."""
     teacher_temperature: float = setting(1.0, gt=0)
     """Divides the teacher's logits in addition to ``kd_temperature``."""
-    kd_temperature_squared: bool = True
-    """Multiply the divergence by the square of ``kd_temperature``, which keeps the size of its gradient; false: as in
-    ROLL."""
     adaptive_kl_alpha: float = setting(0.5, ge=0, le=1, read_if={"kd_objective": ("adaptive_kl",)})
     """``adaptive_kl``: the least probable tokens with this much of the teacher's mass are the tail."""
     skew_lambda: float = setting(0.1, ge=0, le=1, read_if={"kd_objective": ("skewed_forward_kl", "skewed_reverse_kl")})

@@ -18,8 +18,7 @@ from typing import Any
 import xxhash
 
 CONFIG = "config.json"
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-"""``owner/name``, or ``name`` alone."""
+HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")  # `owner/name`, or `name` alone
 
 
 def looks_like_folder(path: str) -> bool:
@@ -174,10 +173,7 @@ def layer_classes(model_type: str) -> frozenset[str]:
 
     The file is read as text: importing it would take seconds.
     """
-    try:
-        spec = find_spec("transformers")
-    except ModuleNotFoundError:
-        return frozenset()
+    spec = find_spec("transformers")
     if spec is None or not re.fullmatch(r"\w+", model_type):
         return frozenset()
     module = Path("models") / model_type / f"modeling_{model_type}.py"
@@ -188,8 +184,9 @@ def layer_classes(model_type: str) -> frozenset[str]:
 
 VISION, AUDIO, EXPERTS, RECURRENT, ENCODER = "vision", "audio", "experts", "recurrent", "encoder"
 OTHER_VISION, VISION_EXPERTS = "other vision", "vision and experts"
+# Values of `model_type` of the vision-language models that are tested.
 VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Values of ``model_type`` of the vision-language models that are tested."""
+# Description of each capability.
 NEEDS = {
     VISION: "a vision-language model",
     VISION_EXPERTS: "a vision-language model with experts",
@@ -199,7 +196,7 @@ NEEDS = {
     RECURRENT: "a model with linear-attention or state-space layers",
     ENCODER: "an encoder-decoder model",
 }
-"""Description of each capability."""
+# By capability: the strategies (by the beginning of their name) under which it is tested.
 SUPPORT: dict[str, tuple[str, ...]] = {
     VISION: ("fsdp", "deepspeed_", "hf_", "vllm"),
     VISION_EXPERTS: ("fsdp", "deepspeed_", "hf_", "vllm"),
@@ -209,9 +206,10 @@ SUPPORT: dict[str, tuple[str, ...]] = {
     RECURRENT: (),
     ENCODER: (),
 }
-"""By capability: the strategies (by the beginning of their name) under which it is tested."""
 _LINEAR = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 _LINEAR_STRATEGIES = ("fsdp", "deepspeed", "hf_infer", "vllm")
+# The same for values of `model_type` that are tested under other strategies than the rest. Those of a vision-language
+# model are computed without its tower, as models of text.
 FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
     OTHER_VISION: dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _LINEAR_STRATEGIES),
     EXPERTS: {
@@ -221,9 +219,8 @@ FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     RECURRENT: dict.fromkeys(_LINEAR, _LINEAR_STRATEGIES),
 }
-"""The same for values of ``model_type`` that are tested under other strategies than the rest. Those of a
-vision-language model are computed without its tower, as models of text."""
 
+# By `model_type` and strategy: what was found where the family was tried.
 REASONS: dict[tuple[str, str], str] = {
     ("deepseek_v3", "vllm"): (
         "vLLM 0.32 takes every weight of it, but on a CPU its log-probs are not the model's (0.1 apart in float32), so "
@@ -235,8 +232,8 @@ REASONS: dict[tuple[str, str], str] = {
         "GPUs alone",
     ),
 }
-"""By ``model_type`` and strategy: what was found where the family was tried."""
 
+# Values of `model_type` of models whose layers keep a state.
 RECURRENT_TYPES = frozenset(
     (
         *("bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
@@ -245,7 +242,6 @@ RECURRENT_TYPES = frozenset(
         *("qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
     )
 )
-"""Values of ``model_type`` of models whose layers keep a state."""
 _EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _AUDIO_KEYS = ("audio_config", "thinker_config", "talker_config", "speech_config")
 _VISION_KEYS = ("vision_config", "vision_tower", "visual", "image_token_id", "image_token_index")
@@ -258,13 +254,16 @@ def needed(config: Mapping[str, Any]) -> list[str]:
     sees = any(section.get(key) is not None for section in sections for key in _VISION_KEYS)
     is_known = config.get("model_type") in VISION_FAMILIES
     has_experts = num_experts(config) > 1
+    layers = [section.get("layer_types") or section.get("layers_block_type") for section in sections]
+    kinds = [str(kind) for listed in layers if isinstance(listed, list) for kind in listed]
     found = {
         AUDIO: any(section.get(key) for section in sections for key in _AUDIO_KEYS),
         VISION: sees and is_known,
         VISION_EXPERTS: sees and is_known and has_experts,
         OTHER_VISION: sees and not is_known,
         EXPERTS: has_experts,
-        RECURRENT: bool(types & RECURRENT_TYPES) or any(map(_has_state_layers, sections)),
+        RECURRENT: bool(types & RECURRENT_TYPES)
+        or any(word in kind for kind in kinds for word in ("linear", "mamba", "recurrent")),
         ENCODER: bool(config.get("is_encoder_decoder")),
     }
     return [name for name, holds in found.items() if holds]
@@ -272,7 +271,10 @@ def needed(config: Mapping[str, Any]) -> list[str]:
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Experts of a sparse layer that tokens choose from; 0 of a dense model."""
-    return max(_count(section.get(key)) for section in _sections(config) for key in _EXPERT_KEYS)
+    # A list has a number for each layer.
+    found = [section.get(key) for section in _sections(config) for key in _EXPERT_KEYS]
+    numbers = [number for one in found for number in (one if isinstance(one, list) else [one])]
+    return max((number for number in numbers if isinstance(number, int)), default=0)
 
 
 def missing(config: Mapping[str, Any], strategy: str) -> list[str]:
@@ -296,18 +298,6 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield value
 
 
-def _count(value: object) -> int:
-    counts = value if isinstance(value, list) else [value]
-    return max((count for count in counts if isinstance(count, int)), default=0)
-
-
-def _has_state_layers(config: Mapping[str, Any]) -> bool:
-    layers = config.get("layer_types") or config.get("layers_block_type") or ()
-    return isinstance(layers, list) and any(
-        isinstance(kind, str) and ("linear" in kind or "mamba" in kind or "recurrent" in kind) for kind in layers
-    )
-
-
 TOKENIZER = "tokenizer.json"
 
 
@@ -319,17 +309,13 @@ def vocabulary_of(path: str, fetch: bool = False) -> Mapping[int, str] | None:
         fetch: then load it by transformers, from the hub if need be.
     """
     folder = model_folder(path)
-    if folder is not None and os.path.isfile(folder / TOKENIZER):
-        return _stored(folder / TOKENIZER)
-    if not fetch:
-        return None
-    from transformers import AutoTokenizer
+    if folder is None or not os.path.isfile(folder / TOKENIZER):
+        if not fetch:
+            return None
+        from transformers import AutoTokenizer
 
-    return {number: token for token, number in AutoTokenizer.from_pretrained(path).get_vocab().items()}
-
-
-def _stored(file: Path) -> dict[int, str]:
-    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {number: token for token, number in AutoTokenizer.from_pretrained(path).get_vocab().items()}
+    content: dict[str, Any] = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
     vocabulary = content["model"].get("vocab", {})
     if isinstance(vocabulary, dict):
         found = {number: token for token, number in vocabulary.items()}

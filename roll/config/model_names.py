@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-PARTS = 2
-"""Parts of a path that name the model; folders above them say nothing."""
+PARTS = 2  # parts of a path that name the model; folders above them say nothing
 _EXPERTS: dict[str, Any] = {"num_experts": 2}
 _SEES: dict[str, Any] = {"vision_config": {}}
+# Patterns of names, the first that fits, and as much of a `config.json` as says what the family needs.
 NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"qwen2[.-]?5-vl", {"model_type": "qwen2_5_vl", **_SEES}),
     (r"qwen3-vl-\d+b-a\d+b", {"model_type": "qwen3_vl_moe", **_SEES, **_EXPERTS}),
@@ -42,7 +42,6 @@ NAMES: tuple[tuple[str, dict[str, Any]], ...] = (
     (r"(?<![a-z])(?:flan-)?t5(?![a-z])|(?<![a-z])bart|whisper", {"model_type": "t5", "is_encoder_decoder": True}),
     (r"qwen|llama|mistral|ministral|smollm|olmo|gemma|phi-?\d|granite|deepseek|internlm|yi-|glm|gpt2|pythia|opt-", {}),
 )
-"""Patterns of names, the first that fits, and as much of a ``config.json`` as says what the family needs."""
 
 
 def family_of(name: str) -> Mapping[str, Any] | None:

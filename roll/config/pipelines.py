@@ -11,7 +11,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Generic
@@ -19,6 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 from typing_extensions import TypeVar
 
 from roll.config.names import PUBLISHED_PREFIX, PUBLISHED_REWARDS, PUBLISHED_WORKERS
+from roll.config.pipeline_parts import Headline as Headline
+from roll.config.pipeline_parts import Panel as Panel
+from roll.config.pipeline_parts import ReadableSet as ReadableSet
+from roll.config.pipeline_parts import Role as Role
+from roll.config.pipeline_parts import Task as Task
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import Table
 from roll.config.roles import DataArguments, WorkerConfig
@@ -37,22 +42,7 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="RunConfig", default=Any)
 P = TypeVar("P", bound="Plan", default=Any)
-Written = Callable[[str], bool]
-"""Says whether a key path is written, in a file or on the command line."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """Work that a role does with its model, and the strategies that can do it."""
-
-    name: str
-    able: Callable[[], tuple[str, ...]]
-
-    @property
-    def strategies(self) -> tuple[str, ...]:
-        """Values of ``strategy_name``."""
-        return self.able()
-
+Written = Callable[[str], bool]  # says whether a key path is written, in a file or on the command line
 
 TRAINS = Task("trains", train_strategies)
 COMPUTES_LOG_PROBS = Task("computes log-probs", infer_strategies)
@@ -79,8 +69,9 @@ _TRAIN = frozenset(
         *("max_tokens_per_microbatch_in_train", "sequence_length_round_in_train"),
     )
 )
+# Keys of a role that learns from the run's data, beyond those of every trained role.
 POLICY_KEYS = frozenset(("data_args",))
-"""Keys of a role that learns from the run's data, beyond those of every trained role."""
+# The keys of `WorkerConfig` that a role reads, by its task.
 READ_KEYS = {
     TRAINS: _PLACE | _FORWARD | _TRAIN,
     COMPUTES_LOG_PROBS: _PLACE | _FORWARD,
@@ -88,65 +79,6 @@ READ_KEYS = {
     SCORES: _PLACE | _FORWARD,
     GENERATES: _PLACE | {"generating_args"},
 }
-"""The keys of :class:`WorkerConfig` that a role reads, by its task."""
-
-
-@dataclass(frozen=True)
-class Role:
-    """A role of a pipeline, which is a section of its files."""
-
-    name: str
-    """Key of the section."""
-    task: Task
-    optional: bool = False
-    """A file may leave the section out."""
-    has_own_head: bool = False
-    """Its model has a head of its own (values, scores) in place of an output matrix."""
-
-
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """A number worth a place in the progress line: metric ``key``, shown after ``label`` as ``format`` says."""
-
-    key: str
-    label: str
-    format: str = "{:.3f}"
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One chart of the report.
-
-    Attributes:
-        title: shown above it.
-        keys: the metrics drawn, where the log has them; ``*`` matches one part between slashes.
-        first_only: draw only the first key that the log has.
-        unit_range: the axis shows 0 to 1.
-        smooth: draw a moving average over the raw curve.
-        zero_is_none: a metric that is 0 in every step says nothing, such as the KL of a run without a reference whose
-            updates are on-policy.
-    """
-
-    title: str
-    keys: tuple[str, ...]
-    first_only: bool = False
-    unit_range: bool = False
-    smooth: bool = False
-    zero_is_none: bool = False
-
-
-@dataclass(frozen=True)
-class ReadableSet:
-    """A set of rows that a run reads, for ``roll inspect-data``."""
-
-    name: str
-    data_args: DataArguments
-    limit: int
-    """Most tokens of a row."""
-    read: Callable[[Any], Any]
-    """From a tokenizer to the data set."""
-    remarks: Callable[[Any], list[str]] = field(default=lambda counts: [])
-    """Remarks on the counts of the data set."""
 
 
 class PipelineDefinition(ABC, Generic[C, P]):

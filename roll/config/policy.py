@@ -28,8 +28,9 @@ class WeightSyncConfig:
     transport: Literal["auto", "shared_memory", "object_store", "broadcast", "safetensors", "cuda_ipc"] = "auto"
     """``shared_memory``: memory that the processes of a host share. ``object_store``: Ray's, which takes its place to
     engines on other hosts. ``broadcast``: a process group of the sending rank and the engines (NCCL on GPUs that they
-    do not share, gloo on CPU). ``safetensors``: files in ``directory``. ``cuda_ipc``: the trainer's GPU memory, read by
-    an engine on that GPU. ``auto``: ``broadcast`` between GPUs that roles do not share, else ``shared_memory``."""
+    do not share, gloo on CPU). ``safetensors``: files in ``weight_sync`` under ``output_dir``, deleted when the engines
+    have them. ``cuda_ipc``: the trainer's GPU memory, read by an engine on that GPU. ``auto``: ``broadcast`` between
+    GPUs that roles do not share, else ``shared_memory``."""
     mode: Literal["auto", "full", "trained", "delta"] = "auto"
     """Contents of an update once the engines hold everything. ``full``: everything again; ``trained``: what training
     changes; ``delta``: of that, the elements whose bits differ. ``auto``: ``trained`` to ``hf_infer``, else ``full``.
@@ -41,9 +42,6 @@ class WeightSyncConfig:
     """Round the weights that engines get (matrices of layers; with ``lora: adapter`` those of the base) to a
     low-precision format, though they compute in their own dtype. ``fp8``: E4M3, a scale for each block of 128 x 128;
     ``int8``: a scale for each output; ``nvfp4``: E2M1, a scale for each 16 inputs. null: none."""
-    directory: str | None = setting(None, example="/shared/weights")
-    """``safetensors``: folder that trainer and engines see; null: ``weight_sync`` under ``output_dir``. Files are
-    deleted when the engines have them."""
 
 
 def update_mode(options: WeightSyncConfig, engine: str) -> UpdateMode:
@@ -77,8 +75,6 @@ class RouterConfig:
     """null: ``PromptAffinityRouter`` (least-loaded engine first, all samples of a prompt on one)."""
     router_config: dict[str, Any] = field(default_factory=dict)
     """Options of a router of your own, given to its class as keywords."""
-    max_running_requests: int | None = setting(None, ge=1)
-    """Prompts that one engine works on at a time; null: the run's ``max_running_requests``."""
 
 
 @dataclass(frozen=True)

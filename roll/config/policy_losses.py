@@ -187,8 +187,7 @@ class KlCovOptions:
 class PolicyLoss(Named):
     """A policy loss, ``loss``."""
 
-    options: type | None = None
-    """Dataclass of its options; None for a user's own loss, whose function declares them."""
+    options: type | None = None  # dataclass of its options; None for a user's own loss, whose function declares them
 
 
 POLICY_LOSSES = Table(

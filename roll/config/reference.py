@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from functools import cache
 from types import NoneType, UnionType
@@ -20,7 +20,7 @@ from roll.config.data import CurriculumArguments, DataArguments
 from roll.config.defaults import LEARNING_DEFAULTS
 from roll.config.pipelines import definitions
 from roll.config.reading.errors import LIKENESS_ANYWHERE, ConfigError, Problem, closest, plain_words
-from roll.config.reading.fields import DOTTED_PATH, Choice
+from roll.config.reading.fields import Choice
 from roll.config.reading.legacy_keys import dead_keys, dead_words
 from roll.config.reading.schema import flat_options, mapped_section, nested_section, rules_of, type_hints
 from roll.config.roles import (
@@ -92,24 +92,19 @@ def tables() -> tuple[tuple[str, type, tuple[type, ...]], ...]:
     )
 
 
+@cache
 def field_texts(cls: type) -> dict[str, str]:
     """The string literal under each field of a dataclass, its bases included."""
     texts: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        if is_dataclass(base):
-            texts |= _own_texts(base)
-    return texts
-
-
-@cache
-def _own_texts(cls: type) -> dict[str, str]:
-    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(definition, ast.ClassDef)
-    texts = {}
-    for statement, following in zip(definition.body, definition.body[1:], strict=False):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
-                texts[name] = " ".join(text.split())
+        if not is_dataclass(base):
+            continue
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in zip(definition.body, definition.body[1:], strict=False):
+            match statement, following:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str() as text)):
+                    texts[name] = " ".join(text.split())
     return texts
 
 
@@ -207,6 +202,7 @@ def flat_spellings() -> dict[tuple[type, str], list[str]]:
 def page() -> str:
     """The whole reference page as Markdown; a list of names that several keys may have stands at the first."""
     lines, first_with, last = [INTRODUCTION.rstrip()], dict[str, str](), ""
+    choices = [(found, cls) for heading, cls, _ in tables() if (found := CHOICE_HEADING.fullmatch(heading))]
     for heading, cls, elsewhere in tables():
         choice = CHOICE_HEADING.fullmatch(heading)
         option_of = choice["key"] if choice else ""
@@ -218,21 +214,16 @@ def page() -> str:
             for names in NAMES.findall(text):
                 known = first_with.setdefault(names, row.key)
                 text = text if known == row.key else text.replace(names, f"One of those of `{known}`")
-            of = f" of {', '.join(names_with(cls, option_of))}" if choice else ""
+            # A class may be the options of one name, and the base of another's.
+            readers = [one["names"] for one, other in choices if one["key"] == option_of and issubclass(other, cls)]
+            names_of = [f"`{name}`" for names in readers for name in names.split(" or ")]
+            of = f" of {', '.join(names_of)}" if choice else ""
             default = f"default `{row.default}`" if row.default else ""
             kind = row.type.replace(" or null", "") if row.default == "null" else row.type
             if row.type == "true/false" or (NAMED.fullmatch(kind) and all(name in text for name in kind.split(", "))):
                 kind = ""
             lines.append(f"- **`{row.key}`**{of} ({'; '.join(filter(None, (kind, default)))}): {text}")
     return "\n".join(lines) + "\n"
-
-
-def names_with(options: type, key: str) -> Iterator[str]:
-    """The names under ``key`` that have these options, alone or with others."""
-    for heading, cls, _ in tables():
-        choice = CHOICE_HEADING.fullmatch(heading)
-        if choice and choice["key"] == key and issubclass(cls, options):
-            yield from (f"`{name}`" for name in choice["names"].split(" or "))
 
 
 def bounded(kind: str, bounds: str) -> str:
@@ -242,9 +233,6 @@ def bounded(kind: str, bounds: str) -> str:
     return BOUNDED.sub(rf"\1 {bounds.replace(' and ', ', ')}", kind, count=1) if bounds else kind
 
 
-SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
-INTERPOLATION = {"type": "string", "pattern": r"\$\{"}
-"""Any value may be written as a reference to another key."""
 PLACEHOLDER = re.compile(r"<[^>]+>|\[\]")
 
 
@@ -321,110 +309,6 @@ def literals(hint: object) -> tuple[Any, ...]:
 
 def _words(heading: str) -> set[str]:
     return set(re.findall(r"\w+", PLACEHOLDER.sub("", heading)))
-
-
-def json_schema(cls: type, title: str) -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a pipeline's file.
-
-    Sections are closed; the top level is open, since a file may hold names of its own that ``${...}`` refers to.
-    """
-    definitions: dict[str, Any] = {}
-    schema = _section_schema(cls, definitions)
-    return {
-        "$schema": SCHEMA_DIALECT,
-        "title": title,
-        **schema,
-        "additionalProperties": True,
-        "$defs": dict(sorted(definitions.items())),
-    }
-
-
-def _section_schema(cls: type, definitions: dict[str, Any]) -> dict[str, Any]:
-    texts, hints = field_texts(cls), type_hints(cls)
-    properties: dict[str, Any] = {}
-    for item in fields(cls):
-        entry = _value_schema(item, hints[item.name], definitions) | {"description": texts.get(item.name, "")}
-        default = item.default if item.default_factory is MISSING else None
-        if isinstance(default, bool | int | float | str):
-            entry["default"] = default
-        for name in (item.name, *rules_of(item).aliases):
-            properties[name] = entry
-    for name, flat in flat_options(cls).items():
-        properties[name] = _value_schema(flat.option, flat.hint, definitions)
-    for name, decides in dead_keys(cls).items():
-        properties[name] = {"deprecated": True, "description": dead_words(decides)}
-    return {"type": "object", "properties": properties, "additionalProperties": False}
-
-
-def _value_schema(item: Field[Any], hint: object, definitions: dict[str, Any]) -> dict[str, Any]:
-    """The type of ``item`` with its bounds; anything for a field whose parser takes further spellings."""
-    rules = rules_of(item)
-    if rules.parse is not None or hint is Any:
-        return {}
-    if rules.table is not None:
-        sections = [_choice_schema(row, definitions) for row in rules.table.rows if row.options is not None]
-        own = {"type": "object", "properties": {"name": {"type": "string", "pattern": DOTTED_PATH.pattern}}}
-        return {"anyOf": [{"type": "string"}, *sections, own, INTERPOLATION]}
-    if item.name == "strategy_name":
-        return {"anyOf": [{"enum": [name for backend in BACKENDS.rows for name in backend.names]}, INTERPOLATION]}
-    if isinstance(hint, type) and is_dataclass(hint):
-        # In place of anyOf, whose mistakes would be those of the section, not of a key in it.
-        section, others = _type_schemas(hint, definitions)
-        return {"if": {"type": "object"}, "then": section, "else": {"anyOf": [others, INTERPOLATION]}}
-    options = list(_type_schemas(hint, definitions))
-    if rules.or_one:
-        options += _type_schemas(mapped_section(hint), definitions)
-    if rules.choices is not None and not rules.dotted_path and not rules.endings:
-        names = [*rules.choices, *(choice.upper() for choice in rules.choices if choice.upper() != choice)]
-        options = [{"enum": names} if option.get("type") == "string" else option for option in options]
-    limits = {"minimum": rules.ge, "exclusiveMinimum": rules.gt, "maximum": rules.le, "exclusiveMaximum": rules.lt}
-    bounds = {word: bound for word, bound in limits.items() if bound is not None}
-    options = [option | bounds if option.get("type") in ("integer", "number") else option for option in options]
-    return {"anyOf": [*options, INTERPOLATION]}
-
-
-def _choice_schema(row: Any, definitions: dict[str, Any]) -> dict[str, Any]:
-    """A row that is chosen, as a section with its options."""
-    schema = _section_schema(row.options, definitions)
-    schema["properties"] = {"name": {"enum": list(row.names)}, **schema["properties"]}
-    return schema
-
-
-def _type_schemas(hint: object, definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    origin, arguments = get_origin(hint), get_args(hint)
-    simple: Mapping[Any, list[dict[str, Any]]] = {
-        NoneType: [{"type": "null"}],
-        bool: [{"type": "boolean"}],
-        # The reader takes 1e8 for an int, and 1e-6 (text to YAML 1.1) for a number.
-        int: [{"type": "integer"}, {"type": "string", "pattern": r"^[-+]?\d+(\.\d*)?[eE][-+]?\d+$"}],
-        float: [{"type": "number"}, {"type": "string", "pattern": r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"}],
-        str: [{"type": "string"}, {"type": "number"}],
-        Any: [{}],
-    }
-    if origin in (Union, UnionType):
-        for option in arguments:
-            yield from _type_schemas(option, definitions)
-    elif origin is Literal:
-        yield {"enum": list(arguments)}
-    elif origin is list:
-        yield {"type": "array", "items": _any_of(arguments[0], definitions)}
-    elif origin is dict:
-        yield {"type": "object", "additionalProperties": _any_of(arguments[1], definitions)}
-        yield {"type": "null"}
-    elif hint in simple:
-        yield from simple[hint]
-    elif isinstance(hint, type) and is_dataclass(hint):
-        if hint.__name__ not in definitions:
-            definitions[hint.__name__] = {}  # a class that holds itself ends here
-            definitions[hint.__name__] = _section_schema(hint, definitions)
-        yield {"$ref": f"#/$defs/{hint.__name__}"}
-        yield {"type": "null"}
-    else:
-        yield {}
-
-
-def _any_of(hint: object, definitions: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [*_type_schemas(hint, definitions), INTERPOLATION]}
 
 
 if __name__ == "__main__":

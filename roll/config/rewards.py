@@ -89,10 +89,8 @@ class RewardConfig(WorkerConfig):
     """``llm_judge``: its key. Write ``${oc.env:NAME}``; it is masked wherever the configuration is shown."""
 
 
-REWARD_MODEL = "reward_model"
-"""The reward's short name, and the role's."""
-CLASSIFIER = "auto_sequence_classification"
-"""``model_args.model_type`` of a reward model: a body with one score on top."""
+REWARD_MODEL = "reward_model"  # the reward's short name, and the role's
+CLASSIFIER = "auto_sequence_classification"  # `model_args.model_type` of a reward model: a body with one score on top
 TOKENS = "tokens"
 
 
@@ -114,14 +112,11 @@ def rewards_of(name: str, section: RewardConfig) -> list[tuple[str, dict[str, An
 
 LLM_JUDGE = "llm_judge"
 CLUSTER, INFERENCE = "cluster", "inference"
-JUDGE_ROLE = "reward_model"
-"""The role whose engines answer the judges of all domains."""
-OWN_PREFIX = "judge."
-"""In front of a domain's name: the role whose engines answer the judges of this domain only."""
+JUDGE_ROLE = "reward_model"  # the role whose engines answer the judges of all domains
+OWN_PREFIX = "judge."  # in front of a domain's name: the role whose engines answer the judges of this domain only
+# Keys of a reward section that only judges read.
 JUDGE_KEYS = ("judge_model_type", "judge_model_name", "judge_api_url", "judge_api_key", "judge_prompt")
-"""Keys of a reward section that only judges read."""
-TEMPLATE_TOKENS = 2048
-"""Room for a judge's instructions and its answer."""
+TEMPLATE_TOKENS = 2048  # room for a judge's instructions and its answer
 
 
 def judge_role(name: str, section: RewardConfig) -> str | None:

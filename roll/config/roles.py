@@ -86,8 +86,6 @@ class OptimizerConfig:
 
     name: Literal["adamw", "muon"] = "adamw"
     """``muon``: matrices of hidden layers are updated by Muon, everything else by AdamW with the same learning rate."""
-    momentum: float = setting(0.95, ge=0, lt=1, read_if={"name": ("muon",)})
-    """Muon's decay of the averaged gradient."""
     scaling: Literal["match_adamw_rms", "original"] = setting("match_adamw_rms", read_if={"name": ("muon",)})
     """Factor of Muon's update of an A x B matrix: ``match_adamw_rms`` 0.2 sqrt(max(A, B)), for AdamW's learning rates;
     ``original`` sqrt(max(1, A / B)), for those of Muon's authors."""
@@ -290,12 +288,11 @@ class ReferenceWorkerConfig(WorkerConfig):
 class GenerationWorkerConfig(WorkerConfig):
     """A role that generates."""
 
-    strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("hf_infer"))
-    """Which engine generates."""
+    strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("hf_infer"))  # which engine generates
+    # Number of restarts of each engine that is lost, while the others do its work; it takes part from the next weight
+    # update on. Engines that share devices with other roles are not started again.
     max_restarts: int = setting(1, ge=0)
-    """Number of restarts of each engine that is lost, while the others do its work; it takes part from the next
-    weight update on. Engines that share devices with other roles are not started again."""
+    # Seconds without an answer after which an engine is taken for lost and killed: in generation, where it answers
+    # about twice a second or after its next token, whichever is later; and in a weight update, where it answers every
+    # bucket. An engine compiles kernels and reads the longest prompts within this time.
     engine_timeout: float = setting(600.0, gt=0)
-    """Seconds without an answer after which an engine is taken for lost and killed: in generation, where it answers
-    about twice a second or after its next token, whichever is later; and in a weight update, where it answers every
-    bucket. An engine compiles kernels and reads the longest prompts within this time."""

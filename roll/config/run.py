@@ -8,8 +8,7 @@ from typing import Any, Literal
 from roll.config.names import TRACKERS
 from roll.config.reading.fields import rules, setting
 
-RESOLVED_CONFIG = "config.yaml"
-"""File in ``output_dir`` with every setting of the run."""
+RESOLVED_CONFIG = "config.yaml"  # file in `output_dir` with every setting of the run
 
 
 @dataclass(frozen=True)
@@ -27,9 +26,8 @@ class CheckpointConfig:
     """Keep the local checkpoint after the copy."""
     keep_best_metric: str | None = None
     """Name of a metric in the logs, such as ``val_correct/all/mean``: the checkpoint with its best value is kept as
-    well, and the link ``best`` leads there. null: none is best."""
-    keep_best_mode: Literal["max", "min"] = setting("max", read_if={"keep_best_metric": ()})
-    """Which value is best."""
+    well, and the link ``best`` leads there. The best is the largest value; of a metric with ``loss``, ``kl``,
+    ``perplexity`` or ``error`` in its name the smallest. null: none is best."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +49,13 @@ class RolloutMockConfig:
 class SampleLogConfig:
     """``sample_log``: the record of samples that ``roll report`` and ``roll diagnose`` read."""
 
+    # Keep samples in `record` under `output_dir`: text, tokens with log-probs and advantages, rewards.
     enabled: bool = True
-    """Keep samples in ``record`` under ``output_dir``: text, tokens with log-probs and advantages, rewards."""
+    # Samples of a step that are kept, in whole groups, each with its first 4,096 tokens; of a validation as many.
     max_samples_per_step: int = setting(256, ge=1, read_if={"enabled": (True,)})
-    """Samples of a step that are kept, in whole groups; of a validation as many."""
-    max_tokens: int = setting(4096, ge=1, read_if={"enabled": (True,)})
-    """Tokens of a sample that are kept, from its first prompt's end on."""
-    max_megabytes: int = setting(1024, ge=1, read_if={"enabled": (True,)})
-    """MiB of the record, compressed; later samples are not kept."""
+    # Steps between those whose tokens get the trainer's log-probs, by a forward pass of its own where no other pass
+    # computes them before the update; 0: none. For policies (`rlvr`, `agentic`).
     mismatch_steps: int = setting(0, ge=0, read_if={"enabled": (True,)})
-    """Steps between those whose tokens get the trainer's log-probs, by a forward pass of its own where no other pass
-    computes them before the update; 0: none. For policies (``rlvr``, ``agentic``)."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +78,6 @@ class RunConfig:
     """Folder for the sampled texts of every step; null: none are written."""
     sample_log: SampleLogConfig = field(default_factory=SampleLogConfig)
     """The record of samples that ``roll report`` and ``roll diagnose`` read."""
-    report_at_end: bool = True
-    """Write ``report.html`` into ``output_dir`` when the run ends, however it ends."""
     track_with: str | list[str] = field(
         default="tensorboard",
         metadata=rules(choices=TRACKERS, dotted_path=True, plugins="trackers", example="tensorboard"),
@@ -114,9 +106,6 @@ class RunConfig:
     interrupt_timeout: float = setting(300.0, ge=0)
     """Seconds after the first SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1 within which the training step in flight may
     end and a checkpoint be written; then the run ends without. 0: none is written."""
-    on_usr1: Literal["end", "save"] = "end"
-    """Reaction to SIGUSR1, which Slurm's ``--signal`` sends before a job's limit. ``end``: as to SIGTERM; ``save``: a
-    checkpoint follows the step in flight, and the run goes on."""
     max_restarts: int = setting(0, ge=0)
     """Times that the run goes on by itself from its newest checkpoint after a worker, a node, its own process or the
     last engine has died or hangs. It ends for good when it dies twice in the same place."""

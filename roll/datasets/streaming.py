@@ -1,6 +1,6 @@
 """Rows prepared as they are needed: for sets that are too large to prepare, or to keep, before the first step.
 
-An epoch reads the files in their order, ``data_args.streaming_window`` rows at a time.  A window is prepared, shuffled
+An epoch reads the files in their order, ``WINDOW`` rows at a time.  A window is prepared, shuffled
 (its order depends on seed, epoch and number of the window alone), and handed out.  So a row moves by less than a
 window, memory holds one, and a checkpoint is three numbers: epoch, window, and how many of its rows have been drawn.
 To continue, rows in front of the window are read again, not prepared.
@@ -22,6 +22,9 @@ from roll.datasets.reading import SourceRow, data_files, stream_rows, unique_nam
 from roll.datasets.store import StoredRow
 from roll.datasets.types import BadRows, DataError, LoadCounts, SftRow
 
+WINDOW = 8192
+"""Rows that a stream prepares at a time, and shuffles among themselves."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -35,13 +38,13 @@ class StreamedEpochs:
         DataError: no file.
     """
 
-    def __init__(self, maker: RowMaker[Any], seed: int, name: str) -> None:
+    def __init__(self, maker: RowMaker[Any], seed: int, name: str, window: int = WINDOW) -> None:
         data_args = maker.data_args
         assert data_args.file_name is not None, "checked by the maker's maker"
         self._maker, self._seed, self._name = maker, seed, name
         self._paths = data_files(data_args.file_name)
         self._names = unique_names(self._paths, [path.name for path in self._paths])
-        self._size = data_args.streaming_window
+        self._size = window
         self._files = [[path.name, blocks_hash(path)] for path in self._paths]
         self._epoch, self._window, self._taken = 0, -1, 0  # place of the next row; window -1: none is open
         self._sources: Iterator[SourceRow] | None = None

@@ -141,7 +141,7 @@ class Supervisor:
 
     Args:
         command: returns the command of the run, for the checkpoint to resume from, or None.
-        config: the run's: ``max_restarts``, ``restart_backoff``, ``on_usr1``.
+        config: the run's: ``max_restarts``, ``restart_backoff``.
         log_dir: folder of the run's logs, where ends and restarts are recorded.
         is_whole: says whether a checkpoint can be continued from.
         say: shows a line to the user.
@@ -299,9 +299,8 @@ class Supervisor:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGUSR1 or self._config.on_usr1 != "save":
-            self._signal = number
-            self._woken.set()
+        self._signal = number
+        self._woken.set()
         if self._child is not None and self._child.returncode is None:
             with suppress(ProcessLookupError):
                 self._child.send_signal(number)

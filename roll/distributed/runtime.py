@@ -98,7 +98,6 @@ def ray_runtime(
     log_dir: Path | None = None,
     object_store_bytes: int | None = None,
     join_timeout: float = _JOIN_SECONDS,
-    saves_on_usr1: bool = False,
 ) -> Iterator[RayRuntime]:
     """Start or join Ray for the length of a ``with`` block.
 
@@ -121,7 +120,6 @@ def ray_runtime(
         log_dir: Folder for one log file a worker; None: ``ROLL_LOG_DIR``, else they go with Ray's own logs.
         object_store_bytes: Size of the object store; None: by the host's memory.
         join_timeout: Seconds that nodes wait for each other.
-        saves_on_usr1: SIGUSR1 requests a checkpoint, and raises nothing.
 
     Raises:
         ConfigError: environment variables that make no sense; several nodes without a secret between them.
@@ -138,7 +136,6 @@ def ray_runtime(
     has_ray = ray.is_initialized()
     auth = contextlib.nullcontext() if has_ray else _private_auth(nodes)
     with auth, environment({**DRIVER_SETTINGS, **exported}), ending.handled():
-        ending.saves_on_usr1 = saves_on_usr1
         if has_ray or nodes.ray_address is not None:
             connected = contextlib.nullcontext() if has_ray else _connected(str(nodes.ray_address), None, inherited)
             with _guarded(mark, None) as guard, connected:
@@ -178,7 +175,7 @@ def _signals_of_nodes(address: str, world_size: int) -> Iterator[None]:
             text = board.get(_SIGNAL) or b""
             if text != last:
                 last = text
-                number, _, name = text.decode().split(" ", 2)
+                number, name = text.decode().split(" ", 1)
                 logger.warning("%s has got %s", name, signal.Signals(int(number)).name)
                 ending.take_over(int(number))
 
@@ -334,15 +331,14 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
         logger.info("node %d serves the run of %s", options.rank, options.gcs_address)
         # Misses in a row, reset by an answer: a single refused or lost connection must not end a node's share of the
         # run.
-        misses = signals = 0
+        misses = 0
         passed_on = False
         while misses < _HEAD_MISSES:
             time.sleep(_HEAD_POLL_SECONDS)
             error = connection_error(host, port)
             misses = 0 if error is None else misses + 1
-            if error is None and (ending.save_requested or (ending.received is not None and not passed_on)):
-                signals += 1
-                passed_on = _pass_on(board, options, signals) and ending.received is not None
+            if error is None and ending.received is not None and not passed_on:
+                passed_on = _pass_on(board, options, ending.received)
             if error is None and supervised.is_attached and board.get(_OVER) is not None:
                 ending.check()
                 supervised.tell(end=DONE)
@@ -358,23 +354,15 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
     raise SystemExit(0)
 
 
-def _pass_on(board: Board, options: NodeOptions, count: int) -> bool:
+def _pass_on(board: Board, options: NodeOptions, number: signal.Signals) -> bool:
     """Returns whether node 0 has the signal; False: it may have ended meanwhile, by a signal of its own."""
-    number = ending.received or signal.SIGUSR1
-    if ending.received is not None:
-        logger.warning(
-            "%s: node 0 saves what is done and ends the run, and this node serves it until then; once more ends it "
-            "at once, and what is not saved is lost",
-            number.name,
-        )
-    ending.save_requested = False
+    logger.warning(
+        "%s: node 0 saves what is done and ends the run, and this node serves it until then; once more ends it "
+        "at once, and what is not saved is lost",
+        number.name,
+    )
     card = NodeCard.of_this_node(options.rank, options.address)
-    # The count makes every note differ from the one before: node 0 reacts to a changed text, and a second SIGUSR1 would
-    # else go unnoticed.
-    arrived = board.put(_SIGNAL, f"{int(number)} {count} {card}".encode(), _HEAD_POLL_SECONDS)
-    if not arrived and ending.received is None:
-        ending.save_requested = True
-    return arrived
+    return board.put(_SIGNAL, f"{int(number)} {card}".encode(), _HEAD_POLL_SECONDS)
 
 
 def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:

@@ -19,8 +19,6 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_SAVE = signal.SIGUSR1
-"""May ask for a checkpoint only (:attr:`EndingSignals.saves_on_usr1`)."""
 _WAKE = signal.SIGALRM
 """Brings an exception into the main thread (:meth:`EndingSignals.raise_in_main`)."""
 
@@ -61,10 +59,6 @@ class EndingSignals:
         self._raised: BaseException | None = None
         self.received: signal.Signals | None = None
         """The first signal."""
-        self.saves_on_usr1 = False
-        """SIGUSR1 requests a checkpoint, and the process continues."""
-        self.save_requested = False
-        """SIGUSR1 has arrived, and no checkpoint was written since."""
         self.on_first: Callable[[signal.Signals], None] | None = None
         """Called with the first signal, in the main thread, before anything is raised."""
         self.on_second: Callable[[str], None] | None = None
@@ -77,7 +71,6 @@ class EndingSignals:
         if not self._depth:
             self.received = self._first = self._pending = self._raised = self.on_first = self.on_second = None
             self._held, self._uncounted = 0, 0
-            self.saves_on_usr1 = self.save_requested = False
         if self._depth or threading.current_thread() is not threading.main_thread():
             self._depth += 1
             try:
@@ -158,7 +151,7 @@ class EndingSignals:
         if self.received is None:
             # The listening thread sees this signal too: without the count a real first Ctrl-C would be taken for the
             # second.
-            self._uncounted += not self._asks_to_save(number)
+            self._uncounted += 1
             os.kill(os.getpid(), number)
 
     def meant(self, error: BaseException) -> BaseException:
@@ -179,10 +172,6 @@ class EndingSignals:
             raise SystemExit(1) from error
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._asks_to_save(number):
-            self.save_requested = True
-            os.write(2, b"\nSIGUSR1: a checkpoint follows the step in flight\n")
-            return
         if self.received is not None:
             return  # the second one is the listening thread's
         self.received = signal.Signals(number)
@@ -197,11 +186,8 @@ class EndingSignals:
         with reader:
             while numbers := reader.recv(16):
                 for number in numbers:
-                    if number in ENDING and not self._asks_to_save(number):
+                    if number in ENDING:
                         self._seen(number)
-
-    def _asks_to_save(self, number: int) -> bool:
-        return self.saves_on_usr1 and number == _SAVE
 
     def _seen(self, number: int) -> None:
         now = time.monotonic()

@@ -170,7 +170,7 @@ class PolicyDefinition(PipelineDefinition[C, P]):
         return [*facts, ("ahead", plan.run_ahead_sentence(what, unit))] if plan.is_async else facts
 
     def running_requests(self, config: C) -> int:
-        return config.router_args.max_running_requests or config.max_running_requests
+        return config.max_running_requests
 
 
 def policy_plan(config: PolicyConfig) -> dict[str, Any]:

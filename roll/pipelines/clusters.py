@@ -40,7 +40,7 @@ class JudgeService(HttpFront):
         options = FrontOptions(
             model=name,
             api_key=self._key,
-            max_running_requests=config.router_args.max_running_requests or config.max_running_requests,
+            max_running_requests=config.max_running_requests,
             max_open_requests=1 << 20,  # reward workers are bounded themselves
             # A new process would load its model while others have the devices.
             max_restarts=0 if plan.roles[name].colocated_with else config.actor_infer.max_restarts,

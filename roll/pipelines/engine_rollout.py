@@ -49,7 +49,7 @@ def engine_client(
     may_restart = not role.colocated_with and (engines.max_concurrency or 1) == 1
     return EngineClient(
         cluster,
-        keys.max_running_requests or config.max_running_requests,
+        config.max_running_requests,
         slice_seconds,
         router=build_router(keys.router_name or router, keys.router_config),
         max_restarts=engines.max_restarts if may_restart else 0,

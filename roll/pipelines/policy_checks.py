@@ -301,8 +301,6 @@ def check_engine_devices(config: PolicyConfig, checks: Checks) -> None:
 
 def check_weight_sync(config: PolicyConfig, checks: Checks) -> None:
     options = config.weight_sync
-    if options.directory is not None and options.transport != "safetensors":
-        checks.note("weight_sync.directory", f"has no effect: weight_sync.transport is {options.transport}")
     sender = (config.actor_train.device_mapping or [0])[0]
     elsewhere = sorted(set(config.actor_infer.device_mapping or []) - {sender})
     if options.transport == "cuda_ipc" and elsewhere:

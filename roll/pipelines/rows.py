@@ -234,7 +234,7 @@ class RowsPipeline:
     def pause(self, steps_done: int) -> None:
         if self.is_evaluation_due(steps_done):
             self.evaluate(steps_done)
-        if self.context.is_save_due(steps_done - 1, can_save=self.state_between_steps() is not None):
+        if self.context.is_save_due(steps_done - 1):
             self.save(steps_done, self.state_dict())
 
     def is_evaluation_due(self, steps_done: int) -> bool:

@@ -109,9 +109,8 @@ class RunContext(RunLifetime):
 
     @property
     def stopping(self) -> bool:
-        """True if a signal or a callback has asked the run to end, or for a checkpoint: nothing new may begin before
-        that."""
-        return ending.received is not None or ending.save_requested or self._callbacks.stopping
+        """True if a signal or a callback has asked the run to end: nothing new may begin before that."""
+        return ending.received is not None or self._callbacks.stopping
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -241,8 +240,7 @@ class RunContext(RunLifetime):
         self.samples.flush()
         self._report()
         files = {"log": self.plan.log_dir / LOG_NAME, **self._tracker.files()}
-        if self.config.report_at_end:
-            files["report"] = self.plan.output_dir / REPORT_NAME
+        files["report"] = self.plan.output_dir / REPORT_NAME
         done = [whole_sets(self._validations[after], True) for after in sorted(self._validations)]
         RunSummary(
             title=self.plan.exp_name,
@@ -255,11 +253,9 @@ class RunContext(RunLifetime):
 
     # Checkpoints
 
-    def is_save_due(self, step: int, can_save: bool = True) -> bool:
-        """True when a checkpoint follows step ``step``: it is its turn, or a signal has asked for one, which waits
-        until ``can_save``: the driver's state is that of the steps done."""
-        every = self.plan.save_steps
-        return bool(every and (step + 1) % every == 0) or (can_save and ending.save_requested)
+    def is_save_due(self, step: int) -> bool:
+        """True when a checkpoint follows step ``step``."""
+        return bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
 
     @contextmanager
     def writing_checkpoint(
@@ -270,8 +266,6 @@ class RunContext(RunLifetime):
         It appears when ``writers`` have all of it on disk: at the end of the block, else at the beginning of a later
         phase, at the latest before the next checkpoint or the end of the run.
         """
-        # At the beginning: a signal that comes while this checkpoint is written asks for another.
-        ending.save_requested = False
         validations = {str(steps): metrics for steps, metrics in self._validations.items()}
         whole = dict(state) | {"validations": validations}
         with self._timer.phase("save"), self._checkpoints.writing(steps_done, whole, writers) as path:

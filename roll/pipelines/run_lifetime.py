@@ -37,7 +37,7 @@ from roll.report.page import report_command, write_report
 from roll.report.run_files import RunFiles
 from roll.tracking import ENDING_LOGGER, LOG_NAME, TrackedRun, build_trackers, setup_logging
 from roll.tracking.callbacks import Callbacks
-from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, TIMELINE_NAME, SampleLog, TimelineLog
+from roll.tracking.run_record import MAX_BYTES, RECORD_FOLDER, SAMPLES_NAME, TIMELINE_NAME, SampleLog, TimelineLog
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +108,9 @@ class RunLifetime:
             if is_first_node:
                 self._open_files(stack)
             shape, envs = (self.plan.num_devices_per_node, self.plan.num_nodes), profiling.environment()
-            saves = config.on_usr1 == "save"
             # On the further nodes of a run this does not return.
             runtime = stack.enter_context(
-                ray_runtime(*shape, envs | config.system_envs, log_dir / "workers", saves_on_usr1=saves)
+                ray_runtime(*shape, envs | config.system_envs, log_dir / "workers")
             )
             self._guard = runtime.guard
             supervised.tell(mark=runtime.mark)
@@ -152,7 +151,7 @@ class RunLifetime:
         stack.callback(self._tracker.close)
         folder, settings = self.plan.output_dir / RECORD_FOLDER, self.config.sample_log
         self._timeline = TimelineLog(folder / TIMELINE_NAME, resumed=last_step is not None)
-        log = SampleLog(folder / SAMPLES_NAME, settings.max_megabytes << 20, last_step) if settings.enabled else None
+        log = SampleLog(folder / SAMPLES_NAME, MAX_BYTES, last_step) if settings.enabled else None
         seen = partial(self._callbacks.call, "on_samples") if self._callbacks.has("on_samples") else None
         self.samples = SampleRecorder(log, settings, seen)
         stack.callback(self._timeline.close)
@@ -185,8 +184,7 @@ class RunLifetime:
 
     def _report(self) -> None:
         self._reported = True
-        if self.config.report_at_end:
-            write_report(self.plan.output_dir)
+        write_report(self.plan.output_dir)
 
     def _account(self) -> str:
         reached, newest = self._interruption.steps_done, self._newest_checkpoint()
@@ -209,7 +207,7 @@ class RunLifetime:
             supervised.tell(checkpoint=[*map(str, places), *copies])
         log = str((self.plan.log_dir / LOG_NAME).resolve())
         # Writes the report in another process, should this process be killed.
-        command = report_command(self.plan.output_dir) if self.config.report_at_end else None
+        command = report_command(self.plan.output_dir)
         self._guard.tell({"account": self._account(), "log": log, "command": command})
 
     def at_end(self, hook: Callable[[], None]) -> None:

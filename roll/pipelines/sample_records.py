@@ -40,6 +40,7 @@ Notes = Sequence[tuple[dict[str, Any], Sample]]
 LOG_PROB_SCALE, MISMATCH_SCALE = 1e3, 1e5
 THUMBNAIL = 128  # longest side of an image's copy in the record, in pixels
 MAX_IMAGES = 1000  # images that a process writes; later ones are named only
+MAX_TOKENS = 4096  # of a sample that are kept, from its first prompt's end on
 _MAX_TEXT = 20_000  # characters of a prompt, or of a response without tokens
 
 
@@ -115,7 +116,7 @@ class SampleRecorder:
         if self._log is None:
             return
         self._tokenizer = tokenizer
-        block = _Block(step, "train", self._settings.max_tokens, self._piece)
+        block = _Block(step, "train", MAX_TOKENS, self._piece)
         rows, limit = np.arange(len(batch)), self._settings.max_samples_per_step
         if len(batch) > limit:
             # Whole groups, up to the limit; of a first group above it, its first rows.
@@ -131,7 +132,7 @@ class SampleRecorder:
             columns[Output.ROUTES] = last_layer[rows].numpy()
         if trainer_log_probs is not None:
             columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
-        of_rows = _Rows(columns, self._settings.max_tokens)
+        of_rows = _Rows(columns, MAX_TOKENS)
         objects = {name: batch.non_tensor_batch.get(name) for name in _OBJECTS}
         about = notes()
         for place, row in enumerate(rows.tolist()):
@@ -170,7 +171,7 @@ class SampleRecorder:
         """Samples as text, without their tokens: those of a validation, or of its set ``part``."""
         if self._log is None or not table:
             return
-        block = _Block(step, kind, self._settings.max_tokens, self._piece)
+        block = _Block(step, kind, MAX_TOKENS, self._piece)
         for number, row in enumerate(table[: self._settings.max_samples_per_step]):
             prompt = {
                 "id": str(row.get("prompt_id", "")),
@@ -191,7 +192,7 @@ class SampleRecorder:
         if self._log is None:
             return
         self._tokenizer = tokenizer
-        block = _Block(step, "train", self._settings.max_tokens, self._piece)
+        block = _Block(step, "train", MAX_TOKENS, self._piece)
         rows = rows[: self._settings.max_samples_per_step]
         for row in rows:
             ids, response = row.input_ids[: row.prompt_length], row.input_ids[row.prompt_length :]
@@ -207,7 +208,7 @@ class SampleRecorder:
         if self._log is None:
             return
         self._tokenizer = tokenizer
-        block = _Block(step, "train", self._settings.max_tokens, self._piece)
+        block = _Block(step, "train", MAX_TOKENS, self._piece)
         reference, mask = batch.batch.get("ref_log_probs"), batch.batch["response_mask"]
         place = -1
         for row in rows[: max(1, self._settings.max_samples_per_step // 2)]:
@@ -221,7 +222,7 @@ class SampleRecorder:
                     sample["metrics"] = {"margin": row.margin}
                 if reference is not None:
                     log_probs = reference[place][mask[place]].numpy()
-                    sample["ref_log_probs"] = _scaled(log_probs[: self._settings.max_tokens], LOG_PROB_SCALE)
+                    sample["ref_log_probs"] = _scaled(log_probs[:MAX_TOKENS], LOG_PROB_SCALE)
                 block.add(prompt, sample, ids)
         self._append(block.finished())
 

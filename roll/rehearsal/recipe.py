@@ -159,7 +159,7 @@ def rehearse_recipe(
         # `hf_infer` of a role that computes log-probs is a plain model, not an engine; `vllm` of such a role is one.
         pipeline_task = loaded.pipeline.task_of(role.key, role.section)
         is_plain = pipeline_task is not GENERATES and backend_of(role.strategy_name or "").computes is not None
-        computes = role.strategy_name not in pipeline_task.strategies or is_plain
+        computes = role.strategy_name not in pipeline_task.able() or is_plain
         if role.strategy_name in generation_strategies() and not computes:
             shape = shapes[name]
             if shape is None:

@@ -18,6 +18,8 @@ MAX_REPLY = 512 * 2**20
 """Bytes of an answer: about 70 for each token that is listed."""
 LOOKUP_SECONDS = 10.0
 """Limit for the list of models."""
+REQUEST_SECONDS = 120.0
+"""Limit for one try of a request."""
 TOTAL_SECONDS = 900.0
 """Longest outage of a service that a run waits for: as long as the start of a large engine takes."""
 
@@ -32,17 +34,24 @@ class RemoteService:
     Args:
         path: of the requests, below ``base_url``.
         total_seconds: of a request, with all its tries.
+        request_seconds: of one try.
 
     Raises:
         ServiceRefused: it cannot be reached, or the name of its model cannot be determined.
     """
 
-    def __init__(self, options: RemoteStrategyConfig, path: str, total_seconds: float = TOTAL_SECONDS) -> None:
+    def __init__(
+        self,
+        options: RemoteStrategyConfig,
+        path: str,
+        total_seconds: float = TOTAL_SECONDS,
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
         self._base_url = options.base_url.rstrip("/")
         self._key = os.environ.get(options.api_key_env, "") if options.api_key_env else ""
         service = ServiceOptions(
             timeout=total_seconds,
-            request_timeout=options.request_timeout,
+            request_timeout=request_seconds,
             max_retries=options.max_retries,
             concurrency=options.concurrency,
         )

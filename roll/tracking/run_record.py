@@ -75,6 +75,9 @@ RECORD_FOLDER = "record"
 """Folder in a run's output folder: samples, timeline, and the places of the rest of the run."""
 SAMPLES_NAME = "samples.blocks"
 
+MAX_BYTES = 1 << 30
+"""Most bytes of the record, compressed."""
+
 _FRAME = struct.Struct("<4siII")
 _MAGIC = b"RSB2"
 _LEVEL = 6
@@ -120,7 +123,7 @@ class SampleLog:
         if self._file.tell() + len(data) > self._max_bytes:
             self._ended = True
             logger.warning(
-                "the record of samples has reached sample_log.max_megabytes (%d): later samples are not kept",
+                "the record of samples has reached %d MiB: later samples are not kept",
                 self._max_bytes >> 20,
             )
             return

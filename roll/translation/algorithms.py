@@ -9,14 +9,14 @@ from __future__ import annotations
 from roll.translation.rules import Draft
 from roll.translation.sampling import put_bypass, put_correction
 
+# Estimators in which both projects discount; the others have no gamma there.
 DISCOUNTING = ("gae", "reinforce_plus_plus", "reinforce++")
-"""Estimators in which both projects discount; the others have no gamma there."""
+# Estimators that compare a group's rewards: there with the KL inside, here before it is subtracted, or with a mean that
+# must be positive.
 NORMALISING = ("grpo", "reinforce_plus_plus_baseline", "maxrl")
-"""Estimators that compare a group's rewards: there with the KL inside, here before it is subtracted, or with a mean
-that must be positive."""
-CLIPPING = ("ppo", "gspo_token", "gspo", "raft++", "clip_cov", "engine_is")
-"""Losses that clip the ratio."""
+CLIPPING = ("ppo", "gspo_token", "gspo", "raft++", "clip_cov", "engine_is")  # losses that clip the ratio
 SEQUENCE_MEAN, NORM = "seq-mean-token-mean", "seq-mean-token-sum-norm"
+# Our keys of a loss, and the facts that they come from.
 OPTIONS_OF_LOSS: dict[str, dict[str, str]] = {
     "cispo": {"cispo_epsilon_low": "cispo_low", "cispo_epsilon_high": "cispo_high"},
     "gmpo": {"gmpo_clip_low": "clip_low", "gmpo_clip_high": "clip_high"},
@@ -26,9 +26,8 @@ OPTIONS_OF_LOSS: dict[str, dict[str, str]] = {
     "engine_dppo": {"pg_clip_low": "dppo_low", "pg_clip_high": "dppo_high", "dppo_divergence": "dppo_type"},
     "dppo": {"dppo_threshold": "clip_low", "dppo_ratio_bound": "dual_clip"},
 }
-"""Our keys of a loss, and the facts that they come from."""
+# Facts for which a project without separate keys takes others.
 SHARED_CLIP = {"cispo_low": "clip_low", "cispo_high": "clip_high"}
-"""Facts for which a project without separate keys takes others."""
 LOSS_FACTS = ("clip_low", "clip_high", "dual_clip", *(f for facts in OPTIONS_OF_LOSS.values() for f in facts.values()))
 
 

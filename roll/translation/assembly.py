@@ -39,6 +39,7 @@ HUB = re.compile(r"\w[\w.-]*/[\w.-]+(?::\w+)?")
 TRACKERS_WITH_PROJECT = {"wandb", "swanlab", "trackio", "mlflow"}
 GSM8K = "gsm8k"
 FUNCTION_FILE = "roll.rewards.function_file.score"
+# Rules by the values of `data_source` that verl scores so, where programs are among the rows.
 BY_SOURCE = {
     "gsm8k_rule": ["openai/gsm8k"],
     "math_rule": [
@@ -48,7 +49,6 @@ BY_SOURCE = {
     ],
     "code_sandbox": ["codecontests", "apps", "codeforces", "taco"],
 }
-"""Rules by the values of ``data_source`` that verl scores so, where programs are among the rows."""
 REWARD, ROLE = "rewards.reward_model", "reward_model"
 
 
@@ -253,6 +253,7 @@ def put_reward_model(draft: Draft) -> bool:
     return True
 
 
+# Steps of an RLVR run, in order.
 STEPS: tuple[Callable[[Draft], None], ...] = (
     put_strategies,
     put_options,
@@ -280,4 +281,3 @@ STEPS: tuple[Callable[[Draft], None], ...] = (
     put_tracking,
     put_episodes,
 )
-"""Steps of an RLVR run, in order."""

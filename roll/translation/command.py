@@ -28,8 +28,7 @@ from roll.translation.launching import is_program
 from roll.translation.reading import UNSET, Source, read_recording, read_text, read_words, read_yaml
 from roll.translation.recording import record
 
-PLAIN = re.compile(r"[A-Za-z_./][\w./+@:%-]*")
-"""Text that hydra reads as itself without quotes."""
+PLAIN = re.compile(r"[A-Za-z_./][\w./+@:%-]*")  # text that hydra reads as itself without quotes
 DATA_HINT = "; data are prepared by examples/data/convert.py"
 WORDS_WITH_A_MEANING = frozenset({"true", "false", "null", "nan", "inf"})
 
@@ -123,8 +122,7 @@ def render_notes(translation: Translation, console: Console) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-RECIPE = "gsm8k/rlvr_config"
-"""The quickstart: what changes are made to unless another recipe is named."""
+RECIPE = "gsm8k/rlvr_config"  # the quickstart: what changes are made to unless another recipe is named
 VARIABLE = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 WIDTH = 160
 EXIT_MISTAKES = 2

@@ -15,14 +15,12 @@ from typing import Any
 from roll.translation.placement import device_count, devices
 from roll.translation.rules import Draft
 
-DUAL_CLIP = 3.0
-"""Bound of negative advantages in its own policy loss, which has no key for it."""
-K3_CLAMP = 10.0
-"""Both projects hold k3 within this bound anyway."""
+DUAL_CLIP = 3.0  # bound of negative advantages in its own policy loss, which has no key for it
+K3_CLAMP = 10.0  # both projects hold k3 within this bound anyway
+# Estimators whose advantages are whitened: there without the teacher's part.
 WHITENING = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
-"""Estimators whose advantages are whitened: there without the teacher's part."""
+# Keys of a teacher's section, next to `inference`, which configures the engine that computes its log-probs.
 OPTIONS = ("model_path", "key", "num_replicas", "enable_resource_pool", "n_gpus_per_node", "nnodes")
-"""Keys of a teacher's section, next to ``inference``, which configures the engine that computes its log-probs."""
 COUNTING = (
     *("distill_mode", "distill_topk", "distill_rewards", "distill_coef", "distill_clamp", "distill_floor"),
     *("distill_pg", "distill_low", "distill_high", "distill_gpus", "distill_nodes", "distill_pool", "teacher"),

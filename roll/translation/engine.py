@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-import yaml
-
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem, closest
 from roll.config.reading.legacy_keys import FLAT_NAMES
@@ -17,46 +15,37 @@ from roll.config.strategies.registry import strategy_keys
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.translation.assembly import assemble, find_roles
 from roll.translation.families import find_family, strategy_of
-from roll.translation.reading import UNSET, Source
-from roll.translation.rules import ROLES, Dialect, Draft, Rule
+from roll.translation.matching import (
+    BLANKS,
+    Match,
+    Note,
+    complete,
+    flat_keys,
+    idle,
+    matched,
+    refuse_doubles,
+    unknown_key,
+    unwritten_defaults,
+)
+from roll.translation.reading import Source
+from roll.translation.rules import ROLES, Dialect, Draft
 from roll.translation.sft import SKYRL_SFT, VERL_FSDP_SFT, VERL_SFT
 from roll.translation.skyrl import SKYRL, SKYRL_TRAIN
 from roll.translation.verl import VERL
 
 DIALECTS = {dialect.name: dialect for dialect in (SKYRL_TRAIN, SKYRL, VERL, VERL_SFT, VERL_FSDP_SFT, SKYRL_SFT)}
 NAMES = "SkyRL or verl"
+# Variables that stay in the environment: they mean the same to our runs.
 KEPT_PREFIXES = ("CUDA_", "NCCL_", "WANDB_", "SWANLAB_", "HF_", "RAY_", "VLLM_", "TOKENIZERS_", "PYTORCH_", "TORCH_")
-"""Variables that stay in the environment: they mean the same to our runs."""
 OF_A_TOOL = ("VERL_", "SKYRL_")
+# Folders in which the package `skyrl` keeps its scripts; the older one has them in `examples/`.
 NEWER_EXAMPLES = re.compile(r"examples[./]train(?:_integrations)?[./]")
-"""Folders in which the package ``skyrl`` keeps its scripts; the older one has them in ``examples/``."""
-BLANKS = {"model": "MODEL_PATH", "train_files": "TRAIN_FILES", "val_files": "VAL_FILES"}
-"""Facts that a script may leave for its reader to fill in, and the variables that take them."""
-MEASURES = re.compile(
-    r"[._](?:wandb|swanlab|tensorboard|mlflow|trackio|to_log|log_to|log_(?:dir|file|path|freq|interval|level)"
-    r"|num_(?:processes|threads|workers))(?![a-z])"
-)
-"""Names of keys that say what is logged, or how many processes work."""
-SIZES = ("gpus", "nodes", "engine_gpus", "engine_nodes")
 SECTIONS = ("tracker_kwargs", "actor_train", "actor_infer", "reference", "critic", "rewards", "validation")
+# Keys that count only where the run has this role.
 IDLE_WITHOUT = {
     "reference": ("kl_loss_type", "kl_penalty", "init_kl_coef", "kl_horizon"),
     "critic": ("value_clip", "value_loss_agg_mode", "critic_warmup"),
 }
-"""Keys that count only where the run has this role."""
-
-
-@dataclass(frozen=True)
-class Note:
-    """Outcome of one of their keys."""
-
-    theirs: str
-    value: Any
-    ours: tuple[str, ...]
-    """``key=value`` of each key of ours that it decided."""
-    text: str
-    is_default: bool = False
-    """Not written; their tool's default, made explicit."""
 
 
 @dataclass(frozen=True)
@@ -64,19 +53,13 @@ class Translation:
     """A translated configuration."""
 
     dialect: Dialect
-    whole: bool
-    """A complete run; else changes to a recipe."""
-    keys: dict[str, Any]
-    """Our dotted keys and their values."""
-    environment: dict[str, str]
-    """Variables that stay in the environment."""
+    whole: bool  # a complete run; else changes to a recipe
+    keys: dict[str, Any]  # our dotted keys and their values
+    environment: dict[str, str]  # variables that stay in the environment
     notes: tuple[Note, ...]
-    passed_over: tuple[str, ...] = ()
-    """Words and commands of the text that say nothing about the run."""
-    unset: tuple[str, ...] = ()
-    """Variables that the text uses and does not set: read where the configuration is loaded."""
-    remarks: tuple[str, ...] = ()
-    """Remarks on how the text was read."""
+    passed_over: tuple[str, ...] = ()  # words and commands of the text that say nothing about the run
+    unset: tuple[str, ...] = ()  # variables that the text uses and does not set: read where the configuration is loaded
+    remarks: tuple[str, ...] = ()  # remarks on how the text was read
 
 
 def translate(
@@ -108,17 +91,17 @@ def translate(
         draft.roles |= {section for section in ROLES.values() if getattr(recipe.config, section) is not None}
     keys = source.keys if dialect.files is None else dialect.files(source)
     variables = {name: value for name, value in source.environment.items() if name in dialect.rules}
-    explicit = _flat({**keys, **variables}, dialect)
-    changes = _complete(explicit, dialect) + _idle(explicit, dialect)
+    explicit = flat_keys({**keys, **variables}, dialect)
+    changes = complete(explicit, dialect) + idle(explicit, dialect)
     _check_program(source, dialect, draft)
-    _refuse_doubles(explicit, dialect, draft)
-    known = _defaults(dialect, explicit) if whole else {}
-    matches = {key: _match(key, value, dialect, draft) for key, value in {**known, **explicit}.items()}
+    refuse_doubles(explicit, dialect, draft)
+    known = unwritten_defaults(dialect, explicit) if whole else {}
+    matches = {key: matched(key, value, dialect, draft) for key, value in {**known, **explicit}.items()}
     draft.explicit = {match.rule.fact for key, match in matches.items() if match and key in explicit} - {""}
     own = [name for name in source.environment if name.startswith(OF_A_TOOL) and name not in dialect.rules]
     for name in own:
         if closest(name, [known for known in dialect.rules if known.isupper()]):
-            draft.problems.add(name, source.environment[name], _unknown(name, dialect))
+            draft.problems.add(name, source.environment[name], unknown_key(name, dialect))
     if draft.problems.errors:
         raise ConfigError(draft.problems.errors)
     found = {key: match for key, match in matches.items() if match}
@@ -207,110 +190,6 @@ def facts_of(recipe: LoadedConfig[RLVRConfig]) -> dict[str, Any]:
     return facts
 
 
-def _flat(explicit: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
-    """Sections written as one value (``a={b: 1}``, in YAML or JSON; null: empty) as the keys within them, where the
-    dialect knows those alone."""
-    flat: dict[str, Any] = {}
-    for key, value in explicit.items():
-        section = None
-        if key not in dialect.rules and any(name.startswith(f"{key}.") for name in dialect.rules):
-            section = {} if value is None else _section(value)
-        if section is None:
-            flat[key] = value
-        else:
-            flat |= _flat({f"{key}.{name}": entry for name, entry in section.items()}, dialect)
-    return flat
-
-
-def _section(value: object) -> Mapping[str, Any] | None:
-    """A section, or text that holds one; None: another value."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = yaml.safe_load(value)
-        except yaml.YAMLError:
-            return None
-    return value if isinstance(value, Mapping) else None
-
-
-def _unknown(key: str, dialect: Dialect) -> str:
-    nearest = dialect.nearest(key)
-    hint = f"; the nearest known one is {nearest}" if nearest else "; docs/translation.md lists those that are known"
-    return f"no translation is known for this key of {dialect.title}{hint}"
-
-
-def _refuse_doubles(explicit: Mapping[str, Any], dialect: Dialect, draft: Draft) -> None:
-    """Refuse two spellings of one key with different values."""
-    first: dict[Rule, str] = {}
-    for key in explicit:
-        rule = dialect.rules.get(key)
-        if rule is None or not rule.ours:
-            continue
-        other = first.setdefault(rule, key)
-        if other != key and explicit[other] != explicit[key]:
-            text = f"is another spelling of {other}, which is {explicit[other]}: keep one"
-            draft.problems.add(key, explicit[key], text)
-
-
-def _defaults(dialect: Dialect, explicit: Mapping[str, Any]) -> dict[str, Any]:
-    """Their defaults of keys that are not written under any spelling."""
-    rules = [dialect.rules[key] for key in explicit if key in dialect.rules]
-    written = {spelling for rule in rules for spelling in rule.spellings}
-    stated = {rule.fact for rule in rules} - {""}
-    return {
-        key: value
-        for key, value in dialect.defaults.items()
-        if key not in written and dialect.rules[key].fact not in stated
-    }
-
-
-def _complete(explicit: dict[str, Any], dialect: Dialect) -> list[Note]:
-    """Take out or fill in values that are left open: unset variables, empty text and null. Changes ``explicit``.
-
-    - Numbers of devices and nodes that a variable of their cluster would give are taken out.
-    - Switches that a variable would give are false where their program reads the empty text that bash leaves so.
-    - A model or data left empty, for the reader to fill in, become a variable.
-    - Keys that are null where only a value means something are taken out.
-
-    Returns:
-        The notes that say so.
-    """
-    notes = []
-    for key, value in list(explicit.items()):
-        rule, unset = dialect.rules.get(key), UNSET.fullmatch(str(value))
-        found = dialect.find(key)
-        if unset and rule is not None and rule.fact.partition(".")[0] in SIZES:
-            del explicit[key]
-            text = f"{unset[1]} is not set, so their default holds; give it in front: roll translate {unset[1]}=2 ..."
-        elif unset and dialect.empty_is_false and found is not None and found[0].is_switch:
-            explicit[key] = False
-            text = f"{unset[1]} is not set, and an empty text is false there; give it in front: roll translate "
-            text += f"{unset[1]}=true ..."
-        elif rule is not None and value == "" and rule.fact in BLANKS:
-            explicit[key] = f"${{oc.env:{BLANKS[rule.fact]}}}"
-            text = f"is left empty there: {BLANKS[rule.fact]} says it, where the run starts"
-        elif rule is None or value is not None or (rule.default and rule.fact != "epochs") or rule.takes(None):
-            continue
-        else:
-            del explicit[key]
-            text = "null: as if it were not written"
-        notes.append(Note(key, value, (), text))
-    return notes
-
-
-def _idle(explicit: dict[str, Any], dialect: Dialect) -> list[Note]:
-    """Take out keys of a fork that change nothing in the run: of sections that ``enable`` switches off, and those whose
-    names say what is logged or how many processes work."""
-    unknown = [key for key in explicit if dialect.find(key) is None]
-    sections = tuple(
-        key.removesuffix("enable") for key in unknown if key.endswith(".enable") and explicit[key] is False
-    )
-    texts = {
-        key: "its name says what is logged, or how many processes work" for key in unknown if MEASURES.search(f".{key}")
-    }
-    texts |= {key: "its section is switched off there" for key in unknown if key.startswith(sections)}
-    return [Note(key, explicit.pop(key), (), f"left out: {text}") for key, text in texts.items()]
-
-
 def _check_program(source: Source, dialect: Dialect, draft: Draft) -> None:
     """Refuse programs that are not their trainer: their code decides what is trained."""
     if not source.from_module:
@@ -326,40 +205,8 @@ def _check_program(source: Source, dialect: Dialect, draft: Draft) -> None:
     raise ConfigError([Problem("(program)", source.launcher, rule)])
 
 
-@dataclass(frozen=True)
-class _Match:
-    rule: Rule
-    rest: str
-    value: Any
-
-
-def _match(key: str, value: object, dialect: Dialect, draft: Draft) -> _Match | None:
-    """The rule and our value for one key; mistakes go to the draft, which also learns the fact."""
-    found = dialect.find(key)
-    if found is None:
-        draft.problems.add(key, value, _unknown(key, dialect))
-        return None
-    rule, rest = found
-    try:
-        ours = rule.value(value)
-    except ValueError as error:
-        problem = str(error)
-        if unset := UNSET.fullmatch(str(value)):
-            problem = f"is a variable that is not set, and {error}: give it in front: roll translate {unset[1]}=... ..."
-        draft.problems.add(key, value, problem)
-        return None
-    if rule.fact and rest:
-        draft.facts.setdefault(rule.fact, {})[rest] = ours
-    elif rule.fact:
-        draft.facts[rule.fact] = ours
-    if rule.fact:
-        draft.written.add(rule.fact)
-        draft.names[rule.fact], draft.raw[rule.fact] = key, value
-    return _Match(rule, rest, ours)
-
-
 def _put_all(
-    draft: Draft, dialect: Dialect, matches: Mapping[str, _Match], values: Mapping[str, Any], explicit: set[str]
+    draft: Draft, dialect: Dialect, matches: Mapping[str, Match], values: Mapping[str, Any], explicit: set[str]
 ) -> list[Note]:
     if dialect.prepare is not None:
         dialect.prepare(draft)

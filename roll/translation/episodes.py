@@ -15,8 +15,7 @@ from roll.translation.rules import Draft
 from roll.translation.tables import TURNS
 
 AGGREGATIONS = [f"{term}loss_agg_mode" for term in ("", "kl_", "entropy_", "value_")]
-VALIDATION = "_val"
-"""Ending of the entry that is played in validation."""
+VALIDATION = "_val"  # ending of the entry that is played in validation
 OF_ROWS = (
     "rewards.",
     "validation.",
@@ -25,8 +24,8 @@ OF_ROWS = (
         for name in ("file_name", "messages", "filter_overlong", "truncation", "shuffle")
     ),
 )
+# Keys of a run of single turns that an agentic one does not have.
 OF_SINGLE_TURNS = ("prompt_length", "response_length", "num_return_sequences_in_group")
-"""Keys of a run of single turns that an agentic one does not have."""
 ALL_ROWS = "val_batch_size episodes of them are played; there all rows are"
 BY_ROW = "a row's column agent_name names its loop; without it, and without default_agent_loop, a row has one turn"
 LIMIT = "an episode ends there; here with the tokens of its last prompt and response together"
@@ -63,6 +62,7 @@ def find_turn_rows(draft: Draft) -> None:
 
 
 TOOLS_TAG = "tools"
+# Facts of verl's `multi_turn`, and the options of the agent that they become.
 OF_TOOLS = {
     "tool_file": "tool_config_path",
     "interaction_file": "interaction_config_path",
@@ -75,9 +75,7 @@ OF_TOOLS = {
     "prompt_key": "prompt_key",
     "image_key": "image_key",
 }
-"""Facts of verl's ``multi_turn``, and the options of the agent that they become."""
-COLUMNS = ("prompt_key", "image_key")
-"""Those of them that single turns have, too."""
+COLUMNS = ("prompt_key", "image_key")  # those of them that single turns have, too
 
 
 def find_tool_episodes(draft: Draft) -> None:

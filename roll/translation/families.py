@@ -15,22 +15,20 @@ from roll.config.model_names import family_of
 from roll.config.words.rows import OPTIONS
 from roll.translation.rules import Draft
 
+# Families with experts of which no backend is tested: their attention is another one.
 OTHER_FAMILY = ("deepseek_v2", "glm4_moe_lite", "glm_moe_dsa")
-"""Families with experts of which no backend is tested: their attention is another one."""
-MOVING_BIAS = ("deepseek_v3",)
-"""Families whose routers' bias Megatron moves unless it is told not to."""
+MOVING_BIAS = ("deepseek_v3",)  # families whose routers' bias Megatron moves unless it is told not to
 MOVES = "moves the bias of the routers by their load there; here it stays as the model has it"
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
-MATRICES = frozenset({"gate_proj", "up_proj", "down_proj"})
-"""Of an expert, and of a dense layer."""
+MATRICES = frozenset({"gate_proj", "up_proj", "down_proj"})  # of an expert, and of a dense layer
+# Backend instead of one that is not tested with a family (Megatron Core has no model of most of them here).
 STANDS_IN = "fsdp2"
-"""Backend instead of one that is not tested with a family (Megatron Core has no model of most of them here)."""
+# Engines instead of one that is not tested with a family; the second runs transformers' own model on one device.
 OTHER_ENGINE, EMBEDDED_ENGINE = "vllm", "hf_infer"
-"""Engines instead of one that is not tested with a family; the second runs transformers' own model on one device."""
+# Gigabytes of weights that an engine can hold on each device: 0.8 of 80 GB, with the rest for its cache.
 WEIGHTS_PER_DEVICE = 64
-"""Gigabytes of weights that an engine can hold on each device: 0.8 of 80 GB, with the rest for its cache."""
+# Modules that adapters leave out there: the vision tower.
 LANGUAGE_PART = re.compile(r"[.*]*visual[.*]*|[.*]*vision(?:_model|_tower)?[.*]*")
-"""Modules that adapters leave out there: the vision tower."""
 
 
 def lacks(config: Mapping[str, Any] | None, strategy: str) -> list[str]:

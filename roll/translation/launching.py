@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 PYTHON = re.compile(r"python[\d.]*|pypy\d?")
+# Options of `uv run` that take the next word.
 UV_VALUES = """
     --extra --with --with-editable --with-requirements --python -p --project --directory --group --only-group --no-group
     --no-extra --env-file --index --index-url --index-strategy --extra-index-url --find-links -f --cache-dir
     --config-file --prerelease --resolution --link-mode --package -P --upgrade-package --refresh-package
     --reinstall-package --no-build-package
 """
-"""Options of ``uv run`` that take the next word."""
 PYTHON_VALUES = {"-W", "-X", "--check-hash-based-pycs"}
+# Modules that start Python on a further module or script: launchers, and tools that measure it or wait for it.
 LAUNCHING_MODULES = (
     "torch.distributed.run",
     "torch.distributed.launch",
@@ -25,19 +26,18 @@ LAUNCHING_MODULES = (
     "debugpy",
     "viztracer",
 )
-"""Modules that start Python on a further module or script: launchers, and tools that measure it or wait for it."""
+# Options of `torchrun`, `accelerate launch` and `deepspeed` that take no value.
 LAUNCHER_SWITCHES = """
     --standalone --no_python --no-python --run_path --multi_gpu --multi-gpu --cpu --use_deepspeed --use_fsdp --quiet -q
     --same_network --debug --tpu --mps --no_local_rank --enable_each_rank_log --use_megatron_lm --use_xpu --save_pid
     --force_multi --bind_cores_to_rank --no_ssh --fsdp_cpu_ram_efficient_loading
 """
-"""Options of ``torchrun``, ``accelerate launch`` and ``deepspeed`` that take no value."""
+# Modules that train; paths of scripts are read as modules.
 TRAINING = re.compile(
     r"(?:verl|recipe|skyrl|skyrl_train)(?:\.[\w-]+)*"
     r"\.(?:main\w*|train\w*|\w*_trainer)"
     r"|examples(?:\.[\w-]+)*\.main\w*"
 )
-"""Modules that train; paths of scripts are read as modules."""
 OF_DATA = re.compile(r"data(?:set)?|preprocess|prepare|download|merge|convert", re.IGNORECASE)
 
 
@@ -45,12 +45,11 @@ OF_DATA = re.compile(r"data(?:set)?|preprocess|prepare|download|merge|convert", 
 class Launch:
     """Python, started on something."""
 
-    program: str
-    """A dotted module, or the path of a script."""
+    program: str  # a dotted module, or the path of a script
     is_module: bool
     arguments: tuple[str, ...]
+    # Options of `torchrun`, `accelerate launch` or `deepspeed`, which start a process on each device.
     options: tuple[tuple[str, str], ...] = ()
-    """Options of ``torchrun``, ``accelerate launch`` or ``deepspeed``, which start a process on each device."""
 
     @property
     def module(self) -> str:
@@ -128,14 +127,13 @@ def _started(words: list[str], with_values: Collection[str] | None = None) -> La
 VARIABLE = re.compile(
     r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?P<operator>:?[-=](?P<default>[^}]*))?\}|(?P<plain>[A-Za-z_]\w*))"
 )
-ARGUMENTS = re.compile(r"\$(?:\{[@*]\}|[@*])")
-"""``$@``: the arguments that the script passes on."""
+ARGUMENTS = re.compile(r"\$(?:\{[@*]\}|[@*])")  # `$@`: the arguments that the script passes on
+# Signs of a shell program: branches, loops, arithmetic, arrays, substitutions, other files.
 PROGRAM = re.compile(
     r"\$\(|`|\(\(|\[\[|<<|=\(|\(\)|\$\{[#!]|\$\{\w+(?:\[|[#%/^,]|:?[+?]|:\s*-?\d)|\$\{\w+:?[-=][^}]*\$\{"
     r"|^\s*(?:if|for|while|until|case|function|source|\.|read|local|declare|eval|\[)\s",
     re.MULTILINE,
 )
-"""Signs of a shell program: branches, loops, arithmetic, arrays, substitutions, other files."""
 
 
 def is_program(text: str) -> bool:
@@ -169,6 +167,7 @@ class Variables:
         return VARIABLE.sub(replace, ARGUMENTS.sub("", text))
 
 
+# `#` begins a comment only where a word would begin; `${...}` belongs to a word whatever it holds.
 TOKEN = re.compile(
     r"(?P<comment>(?<![^ \t\r\n;&|])#[^\n]*)"
     r"|'(?P<single>[^']*)'"
@@ -177,7 +176,6 @@ TOKEN = re.compile(
     r"|(?P<plain>(?:\$\{[^}]*\}|[^ \t\r\n;&|'\"])+)",
     re.DOTALL,
 )
-"""``#`` begins a comment only where a word would begin; ``${...}`` belongs to a word whatever it holds."""
 
 
 def commands(text: str, variables: Variables) -> Iterator[list[str]]:

@@ -21,48 +21,39 @@ FOREIGN = (
 )
 CONFIG_NAME = "--config-name"
 ASSIGNMENT = re.compile(r"([A-Z_][A-Z0-9_]*)=(.*)", re.DOTALL)
+# In a script a name without dots is a variable; among bare keys one in small letters may be their key.
 SCRIPT_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-"""In a script a name without dots is a variable; among bare keys one in small letters may be their key."""
 LAUNCH = re.compile(r"\s-m\s+[\w.]+|\.(?:sh|py)\s")
 UNSET = re.compile(r"\$\{oc\.env:(\w+)\}")
 KEY_VALUE = re.compile(r"[+]{0,2}[A-Za-z_][\w./@-]*=", re.DOTALL)
 DELETION = re.compile(r"~[A-Za-z_][\w./@-]*(?:=|$)")
+# bash's complaint about arithmetic, which leaves a variable empty.
 FAILED = re.compile(r"(line \d+: .*) \(error token is ")
-"""bash's complaint about arithmetic, which leaves a variable empty."""
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+# Commands around a launch that say nothing about the run.
 HOUSEKEEPING = {
     *("set", "cd", "mkdir", "source", ".", "echo", "ray", "sleep", "pip", "conda", "ulimit", "export", "unset"),
     *("exit", "true", "wait", "rm", "tee"),
 }
-"""Commands around a launch that say nothing about the run."""
-MAX_LEFT_OUT = 20
-"""Commands around a launch that the notes list."""
-SHORT = 120
-"""Characters of such a command."""
+MAX_LEFT_OUT = 20  # commands around a launch that the notes list
+SHORT = 120  # characters of such a command
 
 
 @dataclass
 class Source:
     """Keys to translate, and what was read with them."""
 
-    keys: dict[str, Any] = field(default_factory=dict)
-    """Their keys, in order, the last value of each."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables set in front of the command or exported."""
-    launcher: str = ""
-    """The module or script that the command starts; empty for bare keys and YAML files."""
+    keys: dict[str, Any] = field(default_factory=dict)  # their keys, in order, the last value of each
+    environment: dict[str, str] = field(default_factory=dict)  # variables set in front of the command or exported
+    launcher: str = ""  # the module or script that the command starts; empty for bare keys and YAML files
+    # The launcher is their program itself, so that their defaults hold for every key that is not given.
     from_module: bool = False
-    """The launcher is their program itself, so that their defaults hold for every key that is not given."""
-    unset: tuple[str, ...] = ()
-    """Shell variables that the text uses and does not set."""
-    left_out: list[str] = field(default_factory=list)
-    """Words and commands that were passed over."""
+    unset: tuple[str, ...] = ()  # shell variables that the text uses and does not set
+    left_out: list[str] = field(default_factory=list)  # words and commands that were passed over
+    # Options of the program that starts one process a device (`torchrun`, `accelerate launch`, `deepspeed`).
     options: dict[str, str] = field(default_factory=dict)
-    """Options of the program that starts one process a device (``torchrun``, ``accelerate launch``, ``deepspeed``)."""
-    remarks: list[str] = field(default_factory=list)
-    """Remarks on how the text was read."""
-    config_path: str = ""
-    """Folder of the file that ``--config-name`` names."""
+    remarks: list[str] = field(default_factory=list)  # remarks on how the text was read
+    config_path: str = ""  # folder of the file that `--config-name` names
 
 
 def read_text(text: str) -> Source:

@@ -24,51 +24,45 @@ from roll.rewards.sandbox.client import Sandbox, SandboxError, Settings
 from roll.rewards.sandbox.protections import PROTECTIONS, Limits, MissingProtection
 from roll.translation.launching import launch_of
 
+# Protections without which no script runs. A user id of its own and a private folder of limited size are other ways to
+# what the rest gives; the size of each file is limited in any case.
 REQUIRED = tuple(name for name in PROTECTIONS if name not in ("scratch", "user"))
-"""Protections without which no script runs. A user id of its own and a private folder of limited size are other ways to
-what the rest gives; the size of each file is limited in any case."""
 LIMITS = Limits(wall=20.0, memory=1024 * 2**20, file_size=4 * 2**20, scratch=32 * 2**20, processes=64)
 MAX_SCRIPT = 2**20
-SHOWN = 2000
-"""Characters of its output that are kept, the last ones."""
-MAX_FILES = 64
-"""Files that scripts name, which come along."""
+SHOWN = 2000  # characters of its output that are kept, the last ones
+MAX_FILES = 64  # files that scripts name, which come along
 INSTEAD = (
     "give the command line itself instead: roll translate python3 -m verl.trainer.main_ppo key=value ... "
     "(echo before the command in the script prints it)"
 )
 
+# Programs that start a run, or something around one.
 LAUNCHERS = ("python", "python3", "uv", "torchrun", "accelerate", "deepspeed", "trl", "ray")
-"""Programs that start a run, or something around one."""
-DESCRIPTOR = 50
-"""Descriptor that stand-ins write to; high enough to be out of the way of a script's own redirections."""
-READY = "READY"
-"""The first word of every record: this shell can start processes."""
-DEVICES = 8
-"""Accelerators, of which a script that counts them finds a whole node."""
+DESCRIPTOR = 50  # descriptor that stand-ins write to; high enough to be out of the way of a script's own redirections
+READY = "READY"  # the first word of every record: this shell can start processes
+DEVICES = 8  # accelerators, of which a script that counts them finds a whole node
+# Options of a job that count nodes and devices, the number without them, and the variables that hold it.
 SLURM = (
     ("--nodes|-N", 1, ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")),
     ("--gpus-per-node|--gres", DEVICES, ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE")),
 )
-"""Options of a job that count nodes and devices, the number without them, and the variables that hold it."""
 TEXT_TOOLS = """
     awk gawk mawk base64 basename bc cat cmp column comm cut date diff dirname egrep expand expr false fgrep find fmt
     fold getopt grep head id jq join ls md5sum mktemp nl numfmt od paste printf readlink realpath rev sed seq sha256sum
     shuf sort stat strings sum tac tail tr true uname uniq wc xargs
 """
-FILE_TOOLS = "chmod cp ln mkdir mv rm rmdir touch"
-"""Real within the scratch folder, and successful elsewhere."""
+FILE_TOOLS = "chmod cp ln mkdir mv rm rmdir touch"  # real within the scratch folder, and successful elsewhere
+# Commands that start the command after their own options.
 WRAPPERS = "env nice nohup numactl nsys setsid srun stdbuf sudo taskset time timeout unbuffer mpirun"
-"""Commands that start the command after their own options."""
+# Commands whose `run` or `exec` starts the command after their own options.
 ENVIRONMENTS = "apptainer conda hatch mamba micromamba pdm pixi poetry singularity"
-"""Commands whose ``run`` or ``exec`` starts the command after their own options."""
 SILENT = "sleep nvidia-smi rocm-smi npu-smi nproc hostname scontrol which tee uvx pip pip3 git curl wget"
 
-NOT_SET = "variable_not_set_"
-"""Computing with a marker ends in bash's complaint about this word with the name after it."""
+NOT_SET = "variable_not_set_"  # computing with a marker ends in bash's complaint about this word with the name after it
 _UNSET = "__UNSET_{}__"
 
 _STAND_IN = (Path(__file__).parent / "stand_in.sh").read_text(encoding="utf-8")
+# Modules for `python3 -c` and `python3 -`, which run for real: those of a machine with CUDA devices.
 _MODULES = {
     "torch/__init__.py": "from . import cuda\n",
     "torch/cuda.py": f"def is_available():\n    return True\ndef device_count():\n    return {DEVICES}\n",
@@ -78,7 +72,6 @@ _MODULES = {
         "is_cuda_available, is_npu_available = True, False\ndef get_device_name():\n    return 'cuda'\n"
     ),
 }
-"""Modules for ``python3 -c`` and ``python3 -``, which run for real: those of a machine with CUDA devices."""
 
 _EVERY_SHELL = r"""
 cd() { builtin cd "$@" 2>/dev/null; return 0; }
@@ -87,13 +80,13 @@ popd() { builtin popd >/dev/null 2>&1; return 0; }
 ulimit() { return 0; }
 command_not_found_handle() { "$ROLL_BASE/.bin/unknown" "$@"; return 0; }
 """
+# For a second try, since the files that a script checks before its launch are missing here, and what it waits for in a
+# loop never comes. In bash 4.3 `break` in a function ends the caller's loop.
 _GO_ON = r"""
 exit() { if ((${1:-0} == 0)); then builtin exit 0; fi; return 0; }
 shopt -s compat43
 sleep() { break 2>/dev/null; return 0; }
 """
-"""For a second try, since the files that a script checks before its launch are missing here, and what it waits for in a
-loop never comes. In bash 4.3 ``break`` in a function ends the caller's loop."""
 _FIRST_NODE = {re.compile(r"(?:\w+_)?(?:RANK|PROCID|NODEID|NODE_ID|NODE_INDEX)"): "0"}
 _FIRST_NODE |= {re.compile(r"(?:\w+_)?(?:MASTER|HEAD|LEADER)_?(?:NODE_?)?(?:ADDR|ADDRESS|IP|HOST|NODE)?"): "localhost"}
 """Values that a cluster gives the node that starts the run, for the second try."""
@@ -127,8 +120,7 @@ class Command:
     """A command that the script ran."""
 
     words: tuple[str, ...]
-    environment: dict[str, str]
-    """Variables exported to it, without those that the sandbox sets."""
+    environment: dict[str, str]  # variables exported to it, without those that the sandbox sets
 
 
 @dataclass(frozen=True)
@@ -137,10 +129,8 @@ class Recording:
 
     commands: tuple[Command, ...]
     status: int
-    output: str
-    """The last lines that it printed, without those that trace it."""
-    went_on: bool = False
-    """It ended before a launch at first; this is the second try, which passed over its checks."""
+    output: str  # the last lines that it printed, without those that trace it
+    went_on: bool = False  # it ended before a launch at first; this is the second try, which passed over its checks
 
 
 def record(

@@ -15,16 +15,16 @@ from roll.config.reading.legacy_keys import FLAT_NAMES
 if TYPE_CHECKING:
     from roll.translation.reading import Source
 
+# Names of roles in facts, and their sections.
 ROLES = {"actor": "actor_train", "critic": "critic", "reference": "reference"}
-"""Names of roles in facts, and their sections."""
 
+# Flat names of options, each with its place in the section of the loss or the estimator.
 NESTED = {"loss": "loss.name", "estimator": "estimator.name", "adv_estimator_args": "estimator"} | {
     name: f"{choice}.{place.option}"
     for choice, names in FLAT_NAMES.items()
     for name, place in names.items()
     if place.of is not object
 }
-"""Flat names of options, each with its place in the section of the loss or the estimator."""
 SWITCHES = {name for names in FLAT_NAMES.values() for name, place in names.items() if place.switch == name}
 
 Convert = Callable[[Any], Any]
@@ -38,21 +38,15 @@ def as_written(value: object) -> Any:
 class Rule:
     """Translation of one of their keys."""
 
-    spellings: tuple[str, ...]
-    """The key under all its names."""
-    ours: tuple[str, ...] = ()
-    """The keys that get the value. None: nothing here needs it, and the note says why."""
+    spellings: tuple[str, ...]  # the key under all its names
+    ours: tuple[str, ...] = ()  # the keys that get the value. None: nothing here needs it, and the note says why.
     note: str = ""
+    # Their value to ours; raises ValueError with the rule for a value that has no translation.
     value: Convert = as_written
-    """Their value to ours; raises ValueError with the rule for a value that has no translation."""
-    fact: str = ""
-    """Name under which the value takes part in the arithmetic of :mod:`roll.translation.assembly`."""
-    computed: bool = False
-    """The arithmetic sets ``ours``; the value itself goes nowhere else."""
-    about: Any = None
-    """The value that the note speaks of; None: any."""
-    default: str = ""
-    """Their default in YAML; empty: it is ours, or takes part in nothing."""
+    fact: str = ""  # name under which the value takes part in the arithmetic of `roll.translation.assembly`
+    computed: bool = False  # the arithmetic sets `ours`; the value itself goes nowhere else
+    about: Any = None  # the value that the note speaks of; None: any
+    default: str = ""  # their default in YAML; empty: it is ours, or takes part in nothing
 
     @property
     def is_switch(self) -> bool:
@@ -83,28 +77,18 @@ class Section:
 class Draft:
     """A translation in progress: facts and keys found so far."""
 
-    whole: bool
-    """A complete run, whose unwritten keys have their tool's defaults; else changes to a recipe."""
+    whole: bool  # a complete run, whose unwritten keys have their tool's defaults; else changes to a recipe
+    # Numbers and names that several keys of ours depend on; those of the recipe or the defaults first.
     facts: dict[str, Any] = field(default_factory=dict)
-    """Numbers and names that several keys of ours depend on; those of the recipe or the defaults first."""
-    written: set[str] = field(default_factory=set)
-    """Facts that their keys state (in a whole run: defaults too)."""
-    names: dict[str, str] = field(default_factory=dict)
-    """For each fact, their key that states it."""
-    raw: dict[str, Any] = field(default_factory=dict)
-    """For each fact, the value as their key states it."""
-    defaults: dict[str, Any] = field(default_factory=dict)
-    """For each fact, their tool's default, written or not."""
-    explicit: set[str] = field(default_factory=set)
-    """Facts that the text itself states, defaults apart."""
-    roles: set[str] = field(default_factory=set)
-    """Sections that the run has."""
-    keys: dict[str, Any] = field(default_factory=dict)
-    """Our dotted keys and their values."""
-    reasons: dict[str, set[str]] = field(default_factory=dict)
-    """For each fact, the keys that it decided."""
-    remarks: dict[str, list[str]] = field(default_factory=dict)
-    """For each fact, further remarks for its note."""
+    written: set[str] = field(default_factory=set)  # facts that their keys state (in a whole run: defaults too)
+    names: dict[str, str] = field(default_factory=dict)  # for each fact, their key that states it
+    raw: dict[str, Any] = field(default_factory=dict)  # for each fact, the value as their key states it
+    defaults: dict[str, Any] = field(default_factory=dict)  # for each fact, their tool's default, written or not
+    explicit: set[str] = field(default_factory=set)  # facts that the text itself states, defaults apart
+    roles: set[str] = field(default_factory=set)  # sections that the run has
+    keys: dict[str, Any] = field(default_factory=dict)  # our dotted keys and their values
+    reasons: dict[str, set[str]] = field(default_factory=dict)  # for each fact, the keys that it decided
+    remarks: dict[str, list[str]] = field(default_factory=dict)  # for each fact, further remarks for its note
     problems: Problems = field(default_factory=Problems)
 
     def states(self, *names: str) -> bool:
@@ -174,28 +158,23 @@ class Dialect:
     name: str
     title: str
     sections: tuple[Section, ...]
-    model_key: str
-    """A configuration that sets this key describes a whole run."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """Facts of every run of the project, whatever its keys say."""
+    model_key: str  # a configuration that sets this key describes a whole run
+    facts: Mapping[str, Any] = field(default_factory=dict)  # facts of every run of the project, whatever its keys say
+    # Patterns of the modules that start their trainer, and the facts that each adds.
     programs: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-    """Patterns of the modules that start their trainer, and the facts that each adds."""
 
+    # The keys of a source with those of the settings file that it names, or that its program reads by itself; a
+    # command's win.
     files: Callable[[Source], Mapping[str, Any]] | None = None
-    """The keys of a source with those of the settings file that it names, or that its program reads by itself; a
-    command's win."""
+    # The first step: states the project's facts under the names that the common arithmetic reads.
     prepare: Callable[[Draft], None] | None = None
-    """The first step: states the project's facts under the names that the common arithmetic reads."""
+    # Sets the algorithm's keys for a project with its own vocabulary; None: `roll.translation.algorithms`.
     algorithm: Callable[[Draft], None] | None = None
-    """Sets the algorithm's keys for a project with its own vocabulary; None: :mod:`roll.translation.algorithms`."""
+    # Steps from facts to keys; empty: what an RLVR run has (`roll.translation.assembly`).
     steps: tuple[Callable[[Draft], None], ...] = ()
-    """Steps from facts to keys; empty: what an RLVR run has (:mod:`roll.translation.assembly`)."""
-    empty_is_false: bool = False
-    """Their program reads an empty text as false where it expects a switch."""
-    pipeline: str = "rlvr"
-    """Pipeline of a whole run."""
-    learner: str = "actor_train"
-    """Section of the model that learns."""
+    empty_is_false: bool = False  # their program reads an empty text as false where it expects a switch
+    pipeline: str = "rlvr"  # pipeline of a whole run
+    learner: str = "actor_train"  # section of the model that learns
 
     @cached_property
     def rules(self) -> dict[str, Rule]:

@@ -8,14 +8,13 @@ from typing import Any
 
 from roll.translation.rules import Draft
 
+# Estimators that divide by a spread or a mean, so that a factor of all scores changes nothing.
 WHITENED = ("gae", "maxrl", "reinforce++", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Estimators that divide by a spread or a mean, so that a factor of all scores changes nothing."""
+# DAPO's mathematics is scored with -1 and 1 in verl, with 0 and 1 here: half the distance between right and wrong.
 DAPO_SCORES = 0.5
-"""DAPO's mathematics is scored with -1 and 1 in verl, with 0 and 1 here: half the distance between right and wrong."""
-BINARY_RULES = {"gsm8k_rule", "math_rule"}
-"""Rewards whose scores are 0 and 1."""
+BINARY_RULES = {"gsm8k_rule", "math_rule"}  # rewards whose scores are 0 and 1
+# Metrics of `filter_groups` that contain the over-long punishment.
 WITH_PENALTY = ("score", "seq_reward", "seq_final_reward")
-"""Metrics of ``filter_groups`` that contain the over-long punishment."""
 WEIGHTS = ("is_level", "is_bound", "is_normalized")
 
 
@@ -41,10 +40,10 @@ def put_correction(draft: Draft) -> None:
 
 
 LEVELS = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
+# Our levels by the prefixes of verl's rejection criteria, and by its older names for three of them.
 OLDER_LEVELS = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
-"""Our levels by the prefixes of verl's rejection criteria, and by its older names for three of them."""
+# Estimators whose advantages are the same with and without the tokens that are rejected.
 OUTCOMES = ("grpo", "rloo", "roll.algorithms.verl_estimators.gpg", "roll.algorithms.verl_estimators.grpo_passk")
-"""Estimators whose advantages are the same with and without the tokens that are rejected."""
 
 
 def verl_rules(draft: Draft) -> list[dict[str, Any]]:

@@ -30,8 +30,7 @@ from roll.translation.skyrl import SKYRL
 from roll.translation.tables import listed, read_table
 from roll.translation.verl import VERL
 
-SECTION = "sft_train"
-"""Section of the model that learns, in place of ``actor_train``."""
+SECTION = "sft_train"  # section of the model that learns, in place of `actor_train`
 
 
 def shared(dialect: Dialect, names: Mapping[str, str], own: tuple[Section, ...], title: str) -> Section:

@@ -17,17 +17,17 @@ from roll.translation.rules import ROLES, Dialect, Draft
 from roll.translation.tables import one_of, read_table, whole
 
 MODEL, OVERRIDE = "trainer.policy.model.path", "trainer.override_entrypoint"
+# LOOP (arXiv:2502.01600) subtracts the mean of the others of a group, which is RLOO.
 ESTIMATORS = {name: name for name in ("grpo", "gae", "rloo", "reinforce++", "maxrl")} | {"loop": "rloo"}
-"""LOOP (arXiv:2502.01600) subtracts the mean of the others of a group, which is RLOO."""
 LOSSES = {"regular": "ppo", "dual_clip": "ppo", "gspo": "gspo_token", "cispo": "cispo", "sapo": "sapo"}
 COVARIANCE_LOSSES = {"clip_cov": "clip_cov", "kl_cov": "kl_cov"}
+# The same in the newer package, which aggregates by weights of the advantages.
 SUMMED_LOSSES = {name: f"roll.algorithms.skyrl_losses.{name}" for name in COVARIANCE_LOSSES}
-"""The same in the newer package, which aggregates by weights of the advantages."""
+# Losses of the newer package whose ratio is taken to the engine's log-probs.
 ENGINE_LOSSES = {
     "rollout_is": "roll.algorithms.skyrl_losses.engine_is",
     "dppo": "roll.algorithms.skyrl_losses.engine_dppo",
 }
-"""Losses of the newer package whose ratio is taken to the engine's log-probs."""
 OTHER_LOSSES = {
     **dict.fromkeys(ENGINE_LOSSES, "its ratio is taken to the engine's log-probs, in the package `skyrl` alone"),
     "cross_entropy": "it learns from demonstrations",
@@ -41,6 +41,10 @@ REDUCTIONS = {
     "token_mean_legacy": "roll.algorithms.skyrl_losses.token_mean_legacy",
 }
 OTHER_FILTERS = {"replace": "groups without signal are replaced by new ones here, never by copies of others"}
+# KL and value are means over responses, the entropy one over tokens, whatever `loss_reduction` says; one weight of the
+# KL serves loss and reward; the length that sums are divided by contains the prompt; mini-batches are rounded down to
+# whole samples of a rank; data without a file's ending are of the hub; in its one turn a well-formed wrong answer of
+# `gsm8k_multi_turn` has 0.2.
 FACTS: dict[str, Any] = {
     "dual_names": ("dual_clip",),
     "kl_aggregation": "seq-mean-token-mean",
@@ -52,14 +56,10 @@ FACTS: dict[str, Any] = {
     "hub_names": True,
     "rule_options": {"gsm8k_multi_turn": {"format_score": 0.2}, "lcb": {"partial": False}},
 }
-"""KL and value are means over responses, the entropy one over tokens, whatever ``loss_reduction`` says; one weight of
-the KL serves loss and reward; the length that sums are divided by contains the prompt; mini-batches are rounded down to
-whole samples of a rank; data without a file's ending are of the hub; in its one turn a well-formed wrong answer of
-``gsm8k_multi_turn`` has 0.2."""
 
 
+# Environments that are no more than a reward.
 ENVIRONMENTS = {"gsm8k": "gsm8k_rule", "gsm8k_multi_turn": "gsm8k_rule", "aime": "math_rule", "lcb": "code_sandbox"}
-"""Environments that are no more than a reward."""
 
 
 def prepare(draft: Draft) -> None:

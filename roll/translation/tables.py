@@ -27,8 +27,8 @@ from roll.config.strategies.deepspeed import numbers
 from roll.config.words.rows import Row, read_rows
 from roll.translation.rules import Convert, Rule, Section, as_written
 
+# The reason why whole families of configurations are refused.
 TURNS = "several turns, tools and agents have no translation: the agentic pipeline has keys of its own"
-"""The reason why whole families of configurations are refused."""
 FACT = re.compile(r"(.*?)(?:(?:^| )([>=]) (\S+))?")
 
 
@@ -123,13 +123,13 @@ def listed(value: object) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+# Megatron's names of layers, and those of Hugging Face's models.
 LAYERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj"),
     "linear_proj": ("o_proj",),
     "linear_fc1": ("gate_proj", "up_proj"),
     "linear_fc2": ("down_proj",),
 }
-"""Megatron's names of layers, and those of Hugging Face's models."""
 
 
 def hugging_face_layers(value: object) -> object:
@@ -164,6 +164,7 @@ def refused(reason: str, *neutral: object) -> Convert:
     return check
 
 
+# Our trackers by their names. Trackers without a client here write to a file.
 LOGGERS = {
     "console": "stdout",
     "stdout": "stdout",
@@ -176,9 +177,9 @@ LOGGERS = {
     "clearml": "jsonl",
     "vemlp_wandb": "wandb",
 }
-"""Our trackers by their names. Trackers without a client here write to a file."""
 
 
+# Conversions that every table knows.
 CONVERSIONS: dict[str, Convert] = {
     **{f.__name__: f for f in (whole, count, number, pair, truth, switched, listed, numbers, hugging_face_layers)},
     "text": str,
@@ -190,4 +191,3 @@ CONVERSIONS: dict[str, Convert] = {
     "weights": lambda value: [number(entry) for entry in listed(value)],
     "loggers": lambda value: list(dict.fromkeys(one_of(LOGGERS)(name) for name in listed(value))),
 }
-"""Conversions that every table knows."""

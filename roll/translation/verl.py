@@ -16,13 +16,13 @@ from roll.translation.rules import Dialect, Draft
 from roll.translation.sampling import bounds
 from roll.translation.tables import one_of, read_table, whole
 
+# The last three differ from the papers' of the same name.
 ESTIMATORS = {
     **{name: name for name in ("gae", "grpo", "rloo", "remax", "opo", "optimal_token_baseline")},
     "tir_optimal_token_baseline": "optimal_token_baseline",
     **{name: name for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")},
     **{name: f"roll.algorithms.verl_estimators.{name}" for name in ("gpg", "grpo_passk", "gdpo")},
 }
-"""The last three differ from the papers' of the same name."""
 KL_TYPES = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 KL_TYPES |= {f"{theirs}+": ours if ours == "k2" else f"{ours}+" for theirs, ours in KL_TYPES.items()}
 DISTILLATION = {name: kind for name, kind in KL_TYPES.items() if "+" not in name} | {"forward_kl_topk": "topk"}
@@ -36,11 +36,10 @@ LOSSES = {
     "dppo_tv": "dppo",
     "dppo_kl": "dppo",
 }
+# Behaviour of its losses whatever the keys say: negative advantages are bounded, the mean is over responses.
 FACTS: dict[str, Any] = {"dual_names": ("vanilla",), "sequence_mean_losses": ("gspo_token", "gmpo", "sapo")}
-"""Behaviour of its losses whatever the keys say: negative advantages are bounded, the mean is over responses."""
 NULLS = (None, "null", "none", "None", "")
-BASES = ("ppo_trainer", "ppo_megatron_trainer")
-"""verl's files of defaults, under FSDP and under Megatron."""
+BASES = ("ppo_trainer", "ppo_megatron_trainer")  # verl's files of defaults, under FSDP and under Megatron
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 
 
@@ -57,10 +56,11 @@ def _turns(length: int, batch: int = 256, **turns: object) -> dict[str, Any]:
 
 
 GSM8K = _turns(1024, max_assistant_turns=5)
+# Qwen2.5's format of tools, with images: verl's Geometry3K files set it, as Qwen2.5-VL's own template has no tools.
 TOOL_TEMPLATE = (Path(__file__).parent / "tools.jinja").read_text(encoding="utf-8")
-"""Qwen2.5's format of tools, with images: verl's Geometry3K files set it, as Qwen2.5-VL's own template has no tools."""
 GEO3K = _turns(2048, max_assistant_turns=5) | {"actor_rollout_ref.model.custom_chat_template": TOOL_TEMPLATE}
 DAPO = {"reward_model.reward_manager": "dapo"}
+# Files that come with verl and its recipes: their backend, and what they set beyond the defaults.
 CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "ppo_trainer": ("fsdp", {}),
     "ppo_megatron_trainer": ("megatron", {}),
@@ -78,7 +78,6 @@ CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "geo3k_multiturn_megatron_grpo": ("megatron", GEO3K),
     "search_multiturn_grpo": ("fsdp", {**_turns(1024, max_assistant_turns=2), "data.shuffle": False}),
 }
-"""Files that come with verl and its recipes: their backend, and what they set beyond the defaults."""
 
 
 def with_file(source: Source) -> Mapping[str, Any]:
@@ -142,6 +141,7 @@ def bands(value: object) -> str:
     return str(value)
 
 
+# Patterns of modules and their facts; of the recipes only those whose keys describe them completely.
 PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
     (
@@ -151,7 +151,6 @@ PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     (r"recipe\.one_step_off_policy\.main_\w+", {"one_step_off": True}),
     (r"recipe\.(?:dapo|entropy|char_count)\.(?:src\.)?main_\w+", {}),
 )
-"""Patterns of modules and their facts; of the recipes only those whose keys describe them completely."""
 CONVERSIONS = {
     "estimator": one_of(ESTIMATORS),
     "kl_type": one_of(KL_TYPES, OTHER_KL_TYPES),

@@ -56,7 +56,7 @@ def sync_options(run: RunConfig, keys: WeightSyncConfig, engines: GenerationWork
         deadline=run.rpc_timeout,
         patience=min(engines.engine_timeout, run.rpc_timeout),
         transport=transport_name(keys, train, infer, current_platform().device_type),
-        directory=keys.directory or str(plan.output_dir / "weight_sync"),
+        directory=str(plan.output_dir / "weight_sync"),
         mode=update_mode(keys, engines.strategy_args.strategy_name),
         adapters_apart=keys.lora == "adapter",
         quantization=keys.quantization,

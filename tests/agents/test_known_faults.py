@@ -32,8 +32,7 @@ from roll.protocol import DataProto
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeGroup
 from tests.agents.playing import Recorded, byte_soup, opened
-from tests.config.good import changed, load, mistakes
-from tests.config.test_agentic import LAKE
+from tests.config.good import LAKE, changed, load, mistakes
 from tests.support.episodes import ids_of, make_episode, random_groups, said
 from tests.support.keys import algorithm, config_of
 

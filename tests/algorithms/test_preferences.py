@@ -59,7 +59,7 @@ FORMULAS: dict[str, Callable[[Pair], float]] = {
     "sigmoid": lambda p: smoothed(p.b * p.lead, p.e),
     "robust": lambda p: (-(1 - p.e) * log_sigmoid(p.b * p.lead) + p.e * log_sigmoid(-p.b * p.lead)) / (1 - 2 * p.e),
     "hinge": lambda p: max(0.0, 1 - p.b * p.lead),
-    "ipo": lambda p: ((p.mean_lead if p.o.ipo_length_normalised else p.lead) - 1 / (2 * p.b)) ** 2,
+    "ipo": lambda p: (p.mean_lead - 1 / (2 * p.b)) ** 2,
     "exo_pair": lambda p: p.q * math.log(p.q / (1 - p.e)) + (1 - p.q) * math.log((1 - p.q) / p.e),
     "sigmoid_norm": lambda p: -log_sigmoid(p.b * p.mean_lead),
     "nca_pair": lambda p: -log_sigmoid(p.b * p.c) - 0.5 * (log_sigmoid(-p.b * p.c) + log_sigmoid(-p.b * p.r)),
@@ -102,9 +102,7 @@ def pairs_of(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) 
 
 
 OPTIONS = {"label_smoothing": 0.1, "beta": 0.3}
-CASES: list[dict[str, Any]] = [{"loss_type": row.name} for row in PREFERENCE_LOSSES.rows if not row.is_unpaired] + [
-    {"loss_type": "ipo", "ipo_length_normalised": False},
-]
+CASES: list[dict[str, Any]] = [{"loss_type": row.name} for row in PREFERENCE_LOSSES.rows if not row.is_unpaired]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))

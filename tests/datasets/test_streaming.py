@@ -28,11 +28,11 @@ def file(write_jsonl: Write) -> str:
     return write_jsonl(rows)
 
 
-def stream(tokenizer: Any, file: str, **keys: Any) -> StreamedEpochs:
-    data_args = DataArguments(file_name=file, streaming=True, **{"streaming_window": 5, **keys})
+def stream(tokenizer: Any, file: str, window: int = 5, **keys: Any) -> StreamedEpochs:
+    data_args = DataArguments(file_name=file, streaming=True, **keys)
     renderer = Renderer(tokenizer, TemplateChoice.of_settings(data_args, None, None))
     maker = SftMaker(data_args, renderer, LIMIT, ImageReader.of(data_args, None))
-    return StreamedEpochs(maker, 7, "sft")
+    return StreamedEpochs(maker, 7, "sft", window)
 
 
 def test_an_epoch_gives_every_row_once_as_prepared_ones_are(tokenizer: Any, file: str) -> None:
@@ -59,7 +59,7 @@ def test_it_continues_where_it_was(tokenizer: Any, file: str, drawn: int) -> Non
     again = stream(tokenizer, file)
     again.load_state_dict(state)
     assert [row.row_id for row in again.next_batch(25)] == wanted
-    other = stream(tokenizer, file, streaming_window=6)
+    other = stream(tokenizer, file, window=6)
     with pytest.raises(DataError, match="the checkpoint was drawing with size 5, this run with 6"):
         other.load_state_dict(state)
     Path(file).write_text(Path(file).read_text().replace("1", "2"))

@@ -47,16 +47,13 @@ class Stage:
         self.starts.mkdir()
         self.patch = patch
 
-    def run(
-        self, *acts: list[tuple[str, Any]], max_restarts: int = 3, backoff: float = 0.0, saves_on_usr1: bool = False
-    ) -> int:
+    def run(self, *acts: list[tuple[str, Any]], max_restarts: int = 3, backoff: float = 0.0) -> int:
         self.patch.setenv("ACTS", json.dumps(acts))
 
         def command(checkpoint: str | None) -> list[str]:
             return [sys.executable, "-c", RUN, str(self.starts), str(checkpoint)]
 
-        on_usr1: Any = "save" if saves_on_usr1 else "end"
-        config = RunConfig(max_restarts=max_restarts, restart_backoff=backoff, on_usr1=on_usr1)
+        config = RunConfig(max_restarts=max_restarts, restart_backoff=backoff)
         return Supervisor(command, config, self.logs, lambda path: "torn" not in path, self.said.append).run()
 
     @property
@@ -143,8 +140,7 @@ def test_a_run_that_is_rewound_again_and_again_ends(stage: Stage) -> None:
     assert "rewound 3 times to the same checkpoint" in stage.said[-1]
 
 
-@pytest.mark.parametrize("saves", [True, False], ids=["saves", "ends"])
-def test_after_a_checkpoint_on_sigusr1_a_run_is_still_started_again(stage: Stage, saves: bool) -> None:
+def test_a_run_that_sigusr1_has_ended_is_not_started_again(stage: Stage) -> None:
     def ask() -> None:
         while not (stage.starts / "0").exists():
             time.sleep(0.01)
@@ -152,8 +148,8 @@ def test_after_a_checkpoint_on_sigusr1_a_run_is_still_started_again(stage: Stage
 
     threading.Thread(target=ask, daemon=True).start()
     acts = [("reached", 0), ("sleep", 0.3), *failed(3, "c2"), ("exit", 1)]
-    assert stage.run(acts, DONE, saves_on_usr1=saves) == (0 if saves else 1)
-    assert len(stage.began_with) == (2 if saves else 1)
+    assert stage.run(acts, DONE) == 1
+    assert len(stage.began_with) == 1
 
 
 def test_a_signal_reaches_the_run_and_ends_the_wait(stage: Stage) -> None:

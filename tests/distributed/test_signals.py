@@ -72,16 +72,6 @@ def test_another_thread_may_end_the_main_one(ending: EndingSignals) -> None:
     assert ending.meant(other) is other
 
 
-def test_sigusr1_may_ask_for_a_checkpoint_only(ending: EndingSignals) -> None:
-    ending.saves_on_usr1 = True
-    for _ in range(2):
-        get(signal.SIGUSR1)
-        time.sleep(1.2 * SAME_SECONDS)  # a second one ends nothing either
-        assert ending.save_requested and ending.received is None
-    with pytest.raises(Interrupted, match="ended by SIGTERM"):
-        get(signal.SIGTERM)
-
-
 CHILD = """
 import os, signal, sys, time
 from roll.distributed.signals import ending
@@ -164,6 +154,7 @@ def test_one_that_another_node_has_got_is_taken_over(ending: EndingSignals) -> N
         thread.start()
         thread.join()
         time.sleep(SAME_SECONDS + 0.1)
+        assert ending.received == signal.SIGTERM
         get(signal.SIGTERM)
     ending.take_over(signal.SIGTERM)  # of a third node: nothing more
     assert ending.received == signal.SIGTERM

@@ -30,7 +30,7 @@ COMPARED = {
     "ppo": {"critic/score/mean", "actor/total_loss", "actor/grad_norm", "critic/loss", "critic/grad_norm"},
     "opd": {"opd/kl", "actor/total_loss", "actor/grad_norm"},
 }
-SHARED = [f"max_steps={STEPS}", "eval_steps=0", "memory_steps=0", "logging_steps=1", "report_at_end=false"]
+SHARED = [f"max_steps={STEPS}", "eval_steps=0", "memory_steps=0", "logging_steps=1"]
 STOPS = list(range(0, 400, 8))
 SAMPLED = [
     # An untrained model says no answer, and hardly ever its end token.

@@ -16,10 +16,10 @@ from jsonschema import Draft202012Validator
 from rich.console import Console
 
 from roll import cli
+from roll.config.json_schema import json_schema
 from roll.config.loader import load_config
 from roll.config.pipelines import NAMES, definition_of
 from roll.config.plan.render import render_plan
-from roll.config.reference import json_schema
 from roll.preflight import check_parts
 from tests.support.recipes import EXAMPLES, ROOT, loaded
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -173,28 +170,6 @@ def test_an_evaluation_goes_on_with_what_it_has(start: Start, world: TinyWorld, 
     assert deaths.read_text() == "" and "restart 1 of 3" in errors
     rows = [json.loads(line) for line in next(tmp_path.rglob(SAMPLES)).read_text().splitlines()]
     assert len(rows) == len({(row["order"], row["sample"]) for row in rows}) == 4 * NUM_VALIDATION
-
-
-def test_a_checkpoint_on_sigusr1_is_what_a_restart_goes_on_from(start: Start, world: TinyWorld, tmp_path: Path) -> None:
-    """Asked for within a bound of time, without an end of the run; then a rank dies, and SIGTERM ends the run."""
-    changes = {"max_steps": 5000, "on_usr1": "save", "interrupt_timeout": 60}
-    load_changed(sft_settings(world, tmp_path), changes | SURVIVES)
-    driver = start(tmp_path / "input" / "config.yaml", tmp_path)
-    driver.wait_for(lambda: driver.steps_done() >= 2)
-    asked = time.monotonic()
-    os.killpg(driver.process.pid, signal.SIGUSR1)  # as from a scheduler: the whole process group gets it
-    (saved,) = driver.wait_for(lambda: list((tmp_path / "checkpoints").glob("checkpoint-*")))
-    assert time.monotonic() - asked < 60
-    steps = int(saved.name.removeprefix("checkpoint-"))
-    driver.wait_for(lambda: driver.steps_done() > steps)
-    os.kill(driver.worker_pid("sft_train-0"), signal.SIGKILL)
-    driver.wait_for(lambda: [row["event"] for row in records(tmp_path)] == ["ended", "restarted", "recovered"])
-    assert records(tmp_path)[1]["checkpoint"] == str(saved)
-    driver.process.send_signal(signal.SIGTERM)
-    status, errors = driver.finish(60)
-    assert status == 128 + signal.SIGTERM, errors
-    rows = FinishedRun(tmp_path).steps
-    assert [row["step"] for row in rows] == list(range(len(rows))) and len(rows) > steps
 
 
 @only_test_faults

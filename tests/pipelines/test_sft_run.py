@@ -111,7 +111,7 @@ def test_every_turn_of_the_assistant_against_a_plain_loop(
 
 def test_a_stream_gives_what_prepared_rows_give_and_goes_on(run: Run, talks: Path) -> None:
     prepared = run(changes(talks), "sft")
-    stream = {"streaming": True, "streaming_window": 5}
+    stream = {"streaming": True}
     streamed = run(changes(talks, **stream), "sft")
     assert streamed.values("sft_train/loss") == prepared.values("sft_train/loss")
     shuffled = changes(talks, **stream, shuffle=True) | {"max_steps": 6, "save_steps": 3}

@@ -125,10 +125,11 @@ def test_routes_of_the_last_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("most", "groups"), [(3, ["0", "0", "1"]), (2, ["0", "0"]), (1, ["0"])])
-def test_whole_groups_up_to_the_limit(tmp_path: Path, most: int, groups: list[str]) -> None:
-    (block,) = recorded(
-        tmp_path, lambda r: r.policy(0, batch(), list, Letters(), None), max_samples_per_step=most, max_tokens=2
-    )
+def test_whole_groups_up_to_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, groups: list[str]
+) -> None:
+    monkeypatch.setattr("roll.pipelines.sample_records.MAX_TOKENS", 2)
+    (block,) = recorded(tmp_path, lambda r: r.policy(0, batch(), list, Letters(), None), max_samples_per_step=most)
     assert [sample["group"] for sample in block["samples"]] == groups
     first = block["samples"][0]
     assert (len(first["tokens"]), len(first["log_probs"]), first["cut"]) == (2, 2, 1)

@@ -98,7 +98,7 @@ def test_columns_are_those_of_the_model_itself(make_serving: Any, count: int, li
 
 @pytest.mark.long
 def test_a_service_is_looked_at_before_anything_starts(serving: Any, tmp_path: Path, served_model: Path) -> None:
-    options = RemoteStrategyConfig(base_url=f"{serving.server.url}/v1", request_timeout=20)
+    options = RemoteStrategyConfig(base_url=f"{serving.server.url}/v1")
     assert list(service_problems(options, str(served_model), 5, 100)) == []
     other = tmp_path / "other"
     other.mkdir()

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "fsdp-hsdp": (4, "fsdp", "tied", {"config": {"fsdp_size": 2}}),
     "fsdp-experts": (2, "fsdp", "qwen3_moe", {}),
 }
-SETTINGS = {"default": OptimizerConfig("muon"), "original": OptimizerConfig("muon", momentum=0.8, scaling="original")}
+SETTINGS = {"default": OptimizerConfig("muon"), "original": OptimizerConfig("muon", scaling="original")}
 
 
 def steps(role: WorkerConfig, batch: TensorBatch, max_grad_norm: float | None) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def plain(result: dict[str, Any], options: OptimizerConfig, max_grad_norm: float
         [matrix for stack in matrices.values() for matrix in stack],
         lr=1e-2,
         weight_decay=0.1,
-        momentum=options.momentum,
+        momentum=0.95,
         nesterov=True,
         ns_steps=5,
         adjust_lr_fn=scaling,

@@ -26,11 +26,10 @@ class Checks:
     problems: Problems
     written: Written
     check_files: bool
-    pipeline: PipelineDefinition
-    """Whose configuration is checked."""
+    pipeline: PipelineDefinition  # whose configuration is checked
+    # A key is written in the file itself or on the command line, not in a file of its `defaults`, which holds what
+    # several files share.
     is_own: Callable[[str], bool] = field(default=lambda key: True)
-    """A key is written in the file itself or on the command line, not in a file of its ``defaults``, which holds what
-    several files share."""
 
     def add(self, key: str, value: object, rule: str, example: object = None) -> None:
         """Report a mistake, unless the key has one already."""
@@ -53,8 +52,7 @@ class Checks:
         )
 
 
-STREAMED = "sft_train.data_args"
-"""The section whose rows may be prepared as they are needed."""
+STREAMED = "sft_train.data_args"  # the section whose rows may be prepared as they are needed
 
 
 def check_data_files(key: str, arguments: DataArguments, checks: Checks) -> None:

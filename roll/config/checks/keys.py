@@ -55,11 +55,10 @@ class Refusal:
 
     pattern: str
     feature: str
+    # A value that loads; None: the file is for a model that this version does not train, whatever it says.
     instead: Any = None
-    """A value that loads; None: the file is for a model that this version does not train, whatever it says."""
     applies: Test = is_set
-    except_under: Callable[[Backend], bool] = nowhere
-    """Backends that deal with the key themselves."""
+    except_under: Callable[[Backend], bool] = nowhere  # backends that deal with the key themselves
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
@@ -139,22 +138,20 @@ def refuse_unavailable(data: Mapping[str, Any], problems: Problems) -> None:
     """Add a problem for every written key that needs a feature still to come."""
     for path, value in leaves(data):
         for refusal in REFUSALS:
-            if refusal.regex.fullmatch(path) and refusal.applies(value) and not _excepted(refusal, data, path):
-                problems.not_available(path, value, refusal.feature, refusal.instead)
+            if not refusal.regex.fullmatch(path) or not refusal.applies(value):
+                continue
+            if refusal.except_under is not nowhere:
+                node: Any = data
+                for name in (path.partition(".")[0], "strategy_args", "strategy_name"):
+                    node = node.get(name) if isinstance(node, Mapping) else None
+                backend = BACKENDS.get(node if isinstance(node, str) else StrategyArguments().strategy_name)
+                # An unknown name has a message of its own.
+                if backend is None or refusal.except_under(backend):
+                    continue
+            problems.not_available(path, value, refusal.feature, refusal.instead)
 
 
-def _excepted(refusal: Refusal, data: Mapping[str, Any], path: str) -> bool:
-    node: Any = data
-    for name in (path.partition(".")[0], "strategy_args", "strategy_name"):
-        node = node.get(name) if isinstance(node, Mapping) else None
-    strategy = node if isinstance(node, str) else StrategyArguments().strategy_name
-    backend = BACKENDS.get(strategy)
-    # An unknown name has a message of its own.
-    return refusal.except_under is not nowhere and (backend is None or refusal.except_under(backend))
-
-
-_ELSEWHERE = frozenset(("tag_included", "router_replay"))
-"""Keys that other tables speak of, by name."""
+_ELSEWHERE = frozenset(("tag_included", "router_replay"))  # keys that other tables speak of, by name
 _OF_ROLES = frozenset(item.name for item in fields(WorkerConfig))
 _TRAINING_MODEL = ("disable_gradient_checkpointing", "gradient_checkpointing_use_reentrant", "freeze_module_prefix")
 TRAINS = "only roles that train have use for it"
@@ -178,10 +175,12 @@ def note_unread(config: RunConfig, options: Mapping[str, StrategyConfig], checks
     for path, section in (*sections_of(config, ""), *strategies):
         for item in fields(section):
             key = f"{path}.{item.name}" if path else item.name
-            if is_written(key, item, checks) and checks.is_own(key):
+            names = (item.name, *rules_of(item).aliases)
+            if any(checks.written(key.removesuffix(item.name) + name) for name in names) and checks.is_own(key):
                 says = not says_no(item, getattr(section, item.name))
                 reason = unmet_condition(item, section, config, facts) if says else None
-                if reason is not None and not is_noted(key, checks):
+                # A check that knows more of the key may have spoken of it.
+                if reason is not None and not checks.problems.noted(key):
                     checks.note(key, f"has no effect {reason}")
     grouped: dict[str, list[str]] = defaultdict(list)
     for name, role in roles_of(config):
@@ -203,15 +202,6 @@ def sections_of(section: Any, path: str) -> Iterator[tuple[str, Any]]:
             for name, one in value.items():
                 if is_dataclass(one):
                     yield from sections_of(one, f"{inner}.{name}")
-
-
-def is_written(key: str, item: Field[Any], checks: Checks) -> bool:
-    prefix = key.removesuffix(item.name)
-    return any(checks.written(prefix + name) for name in (item.name, *rules_of(item).aliases))
-
-
-def is_noted(key: str, checks: Checks) -> bool:
-    return any(notice.key == key for notice in checks.problems.notices)
 
 
 def unmet_condition(item: Field[Any], section: object, config: RunConfig, facts: Mapping[str, Any]) -> str | None:
@@ -257,13 +247,12 @@ def unread_of_role(name: str, role: WorkerConfig, config: RunConfig, checks: Che
 
     def unread(key: str) -> bool:
         full = f"{name}.{key}"
-        is_set = checks.written(full) and checks.is_own(full) and not is_noted(full, checks)
+        is_set = checks.written(full) and checks.is_own(full) and not checks.problems.noted(full)
         return is_set and not has_use(key, name, role, config, checks.pipeline)
 
     def readers(key: str) -> str:
-        others = (other for other, section in roles_of(config) if has_use(key, other, section, config, checks.pipeline))
-        found = ", ".join(others)
-        return f" ({found})" if found else ""
+        others = [other for other, section in roles_of(config) if has_use(key, other, section, config, checks.pipeline)]
+        return f" ({', '.join(others)})" if others else ""
 
     for item in fields(WorkerConfig):
         if item.name not in _ELSEWHERE and getattr(role, item.name) != default_of(item) and unread(item.name):

@@ -46,8 +46,7 @@ from roll.config.strategies.registry import (
 )
 from roll.config.weight_files import SINGLE, weights_problem
 
-MOST_DEVICES_OF_A_HOST = 8
-"""With more device ids several nodes are meant."""
+MOST_DEVICES_OF_A_HOST = 8  # with more device ids several nodes are meant
 
 
 def check_model(
@@ -224,7 +223,7 @@ def check_strategy(name: str, role: WorkerConfig, checks: Checks) -> StrategyCon
     if checks.broken(path):
         return None
     task, key = checks.pipeline.task_of(name, role), f"{path}.strategy_name"
-    able = task.strategies
+    able = task.able()
     if strategy in BACKENDS and strategy not in able:
         if task in (COMPUTES_LOG_PROBS, TEACHES) and strategy in generation_strategies():
             checks.problems.not_available(key, strategy, "log-probs by an engine", able[0])

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, fields, replace
-from functools import cache
 from itertools import takewhile
 from typing import Any
 
 from roll.config.checks.keys import has_use, leaves, roles_of, unmet_condition
-from roll.config.pipelines import PipelineDefinition, Task, definitions
+from roll.config.pipelines import PipelineDefinition, definitions
 from roll.config.reading.errors import LIKENESS_ANYWHERE, Problems, closest
 from roll.config.reading.schema import (
     Mismatch,
@@ -33,8 +32,8 @@ from roll.config.run import RunConfig
 from roll.config.strategies.registry import BACKENDS
 from roll.config.words.rows import OPTIONS, Meaning, meanings_of, sections
 
+# A place that is read; that another key must be set for; in a section that the file does not have.
 READ, CONDITIONAL, ABSENT = range(3)
-"""A place that is read; that another key must be set for; in a section that the file does not have."""
 MOST_PLACES = 4
 
 
@@ -123,10 +122,15 @@ class Guide:
         """The mistake of an unknown key; None: its own section says enough."""
         key, near = unknown.key, closest(unknown.key, known_keys(unknown.section))
         if isinstance(unknown.value, Mapping) and "." not in unknown.path and key in sections():
-            return self.foreign_section(key, unknown.value)
+            # A section of another project: where it has one key, what that is called here.
+            paths = [path for path, inner in leaves(unknown.value, f"{key}.") if not isinstance(inner, Mapping)]
+            offers = self.called(paths[0]) if len(paths) == 1 else []
+            whole = f"a section of {sections()[key]}: roll translate turns such keys into those of this project"
+            return min(offers, key=lambda offer: offer.rank(key)).rule if offers else f"unknown key; {whole}"
         nothing = "" if "" in {meaning.project for meaning in meanings_of(key)} else "it has no counterpart here: "
         notes = [nothing + meaning.note.replace("`", "") for meaning in meanings_of(key) if not meaning.ours]
-        own, called = self.own(key), self.called(key)
+        called = self.called(key)
+        own = [Offer(place, f"unknown key here; it belongs at {place}") for place in self.places(key)]
         if notes and not called:  # a name such as `type`: of use where it stands near, else it says nothing
             own = [offer for offer in own if offer.rank(unknown.path)[1]]
         fitting = [offer for offer in own if offer.place.takes(unknown.value)]
@@ -152,18 +156,6 @@ class Guide:
         name = closest(key, self.paths, LIKENESS_ANYWHERE)
         places = sorted(self.places(name), key=lambda place: place.state) if name else []
         return f"unknown key; the nearest known one is {places[0]}" if places else None
-
-    def foreign_section(self, key: str, value: Mapping[str, Any]) -> str:
-        """The mistake of a section of another project: where it has one key, what that is called here."""
-        paths = [path for path, inner in leaves(value, f"{key}.") if not isinstance(inner, Mapping)]
-        offers = self.called(paths[0]) if len(paths) == 1 else []
-        if offers:
-            return min(offers, key=lambda offer: offer.rank(key)).rule
-        return f"unknown key; a section of {sections()[key]}: roll translate turns such keys into those of this project"
-
-    def own(self, key: str) -> list[Offer]:
-        """The key itself in other sections."""
-        return [Offer(place, f"unknown key here; it belongs at {place}") for place in self.places(key)]
 
     def called(self, word: str) -> list[Offer]:
         """The keys that a word of another project means; of one that is also a key of ours, only as it is spoken."""
@@ -194,7 +186,7 @@ class Guide:
     def alike(self, ours: str) -> Place | None:
         """The place of a key in the role of this pipeline that does the work of the key's own role."""
         role, _, rest = ours.partition(".")
-        task = tasks().get(role)
+        task = {other.name: other.task for one in definitions() for other in one.roles}.get(role)
         if task is None or not rest or hasattr(self.config, role):
             return None
         others = (other.name for other in self.pipeline.roles if other.task is task)
@@ -218,14 +210,16 @@ class Guide:
                 written.append(options[0] if options else name)
                 inner, section = node.get(written[-1]), mapped_section(hint)
             else:
-                hint = hint_of(node, name)
+                cls: type = type(node)
+                hint = type_hints(cls)[name]
                 shown.append(name)
                 written.append(name)
                 inner, section = getattr(node, name), nested_section(hint)
             is_absent = is_absent or inner is None
             node = inner if inner is not None else section() if section is not None else {}
             below = ".".join([*names[position + 1 :], last])
-            if isinstance(node, WorkerConfig) and not self.is_of_use(below, ".".join(written), node):
+            at = ".".join(written)
+            if isinstance(node, WorkerConfig) and not has_use(below, at, node, self.config, self.pipeline):
                 return None
         section_class: type = type(node)
         option = flat_options(section_class).get(last)
@@ -239,29 +233,20 @@ class Guide:
         item = next(item for item in fields(node) if item.name == last)
         condition = unmet_condition(item, node, self.config, self.facts) or ""
         state = ABSENT if is_absent else CONDITIONAL if condition else READ
-        return Place(".".join([*shown, last]), path, state, condition, item, hint_of(node, last))
-
-    def is_of_use(self, key: str, name: str, role: WorkerConfig) -> bool:
-        return has_use(key, name, role, self.config, self.pipeline)
+        return Place(".".join([*shown, last]), path, state, condition, item, type_hints(section_class)[last])
 
     def options(self, key: str) -> Iterator[Place]:
         """Where the strategy of a role has an option of this name, or another strategy that the role may have."""
         owners = [name for name in BACKENDS if key in option_names(name)]
         for name, role in self.roles.items():
             strategy = role.strategy_args.strategy_name
-            if not owners or not self.is_of_use("strategy_args", name, role):
+            if not owners or not has_use("strategy_args", name, role, self.config, self.pipeline):
                 continue
             path = f"{name}.{OPTIONS}.{key}"
             if strategy in owners:
                 yield Place(path, path)
-            elif able := [owner for owner in owners if owner in self.pipeline.task_of(name, role).strategies]:
+            elif able := [owner for owner in owners if owner in self.pipeline.task_of(name, role).able()]:
                 yield Place(path, path, CONDITIONAL, f"with strategy_name: {strategy} (read with {', '.join(able)})")
-
-
-def hint_of(section: object, name: str) -> Any:
-    """The type of a key."""
-    cls: type = type(section)
-    return type_hints(cls)[name]
 
 
 def option_names(strategy: str) -> tuple[str, ...]:
@@ -276,9 +261,3 @@ def also(places: Sequence[Place]) -> str:
     name = places[0].path.rpartition(".")[2]
     names = list(dict.fromkeys(path for path in same if path.rpartition(".")[2] == name))[1:MOST_PLACES]
     return f" (or at {', '.join(names)})" if names else ""
-
-
-@cache
-def tasks() -> dict[str, Task]:
-    """The work of every role of all pipelines."""
-    return {role.name: role.task for one in definitions() for role in one.roles}

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from roll.config.reading.errors import Problems
 
 
-KINDS = ("train", "infer")
-"""Endings of the keys of training passes and of passes without gradient."""
+KINDS = ("train", "infer")  # endings of the keys of training passes and of passes without gradient
 _PACKED_KEY_ENDING = {"train": "train", "infer": "forward"}
 
 
@@ -104,12 +103,22 @@ def check_micro_batching(
     kinds = KINDS if rows_per_step is not None else KINDS[1:]
     for kind in KINDS:
         _check_dynamic(name, role, kind, kind in kinds, sequence_length, problems)
-    _check_packing(name, role, kinds, sequence_length, problems)
-    fewest = role.sequence_packing_args.min_num_micro_batches_train
-    if rows_per_step is not None and balances_packs(role) and fewest > rows_per_step:
+    packing, path = role.sequence_packing_args, f"{name}.sequence_packing_args"
+    if not balances_packs(role):
+        reason = "algorithm: load_balance" if role.use_sequence_packing else "use_sequence_packing"
+        if packing != type(packing)():
+            problems.note(path, f"no effect without {reason}")
+        return
+    for kind in kinds:
+        key = f"max_packed_sequence_length_{_PACKED_KEY_ENDING[kind]}"
+        budget: int | None = getattr(packing, key)
+        if budget is not None and budget < sequence_length:
+            rule = f"is less than the longest sequence ({sequence_length} tokens)"
+            problems.add(f"{path}.{key}", budget, rule, sequence_length)
+    fewest = packing.min_num_micro_batches_train
+    if rows_per_step is not None and fewest > rows_per_step:
         rule = f"is more than the {count(rows_per_step, 'row')} that a rank has in an optimizer step"
-        key = f"{name}.sequence_packing_args.min_num_micro_batches_train"
-        problems.add(key, fewest, rule, rows_per_step)
+        problems.add(f"{path}.min_num_micro_batches_train", fewest, rule, rows_per_step)
 
 
 def _check_dynamic(
@@ -140,23 +149,6 @@ def _check_dynamic(
         rounded = "" if needed == sequence_length else f", {needed} in steps of sequence_length_round_in_{kind}"
         rule = f"is less than the longest sequence ({sequence_length} tokens{rounded})"
         problems.add(key, budget, rule, needed)
-
-
-def _check_packing(
-    name: str, role: WorkerConfig, kinds: tuple[str, ...], sequence_length: int, problems: Problems
-) -> None:
-    packing, path = role.sequence_packing_args, f"{name}.sequence_packing_args"
-    if not balances_packs(role):
-        reason = "algorithm: load_balance" if role.use_sequence_packing else "use_sequence_packing"
-        if packing != type(packing)():
-            problems.note(path, f"no effect without {reason}")
-        return
-    for kind in kinds:
-        key = f"max_packed_sequence_length_{_PACKED_KEY_ENDING[kind]}"
-        budget: int | None = getattr(packing, key)
-        if budget is not None and budget < sequence_length:
-            rule = f"is less than the longest sequence ({sequence_length} tokens)"
-            problems.add(f"{path}.{key}", budget, rule, sequence_length)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from roll.config.roles import DataArguments, GeneratingArguments, WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.registry import is_sized_engine, read_strategy_config, with_engine_size
 
+# Keys that a validation's data section inherits where it is silent: columns, and the form of prompts.
 INHERITED_KEYS = (
     "template",
     "chat_template_kwargs",
@@ -29,9 +30,8 @@ INHERITED_KEYS = (
     "images",
     "videos",
 )
-"""Keys that a validation's data section inherits where it is silent: columns, and the form of prompts."""
+# Completes the section of a role with what only its pipeline knows.
 Finish = Callable[[str, WorkerConfig], WorkerConfig]
-"""Completes the section of a role with what only its pipeline knows."""
 
 
 def world_size(role: WorkerConfig) -> int:
@@ -126,18 +126,6 @@ def shares_devices(one: WorkerConfig, other: WorkerConfig) -> bool:
     return bool(set(one.device_mapping or ()) & set(other.device_mapping or ()))
 
 
-def folders(config: RunConfig, exp_name: str) -> dict[str, Path | None]:
-    """The folders as written, by the plan's fields. The shared defaults get a subfolder named after the experiment; the
-    logs of a run with an ``output_dir`` of its own are in it, so that runs of one file do not replace each other's."""
-    output, logs = Path(config.output_dir), Path(config.logging_dir)
-    is_shared = output == Path("output")
-    if logs == Path("output/logs"):
-        logs = logs / exp_name if is_shared else output / "logs"
-    output = output / exp_name if is_shared else output
-    dump = Path(config.rollout_dump_dir) if config.rollout_dump_dir else None
-    return {"output_dir": output, "checkpoint_dir": output / "checkpoints", "log_dir": logs, "dump_dir": dump}
-
-
 def shared_plan(
     definition: PipelineDefinition,
     config: RunConfig,
@@ -153,13 +141,23 @@ def shared_plan(
     needed = max((device for role in sections for device in role.device_mapping or ()), default=0) + 1
     # A node is no larger than the ids ask for unless the file says so.
     per_node = config.num_gpus_per_node if written("num_gpus_per_node") else min(config.num_gpus_per_node, needed)
+    output, logs = Path(config.output_dir), Path(config.logging_dir)
+    # The shared defaults get a subfolder named after the experiment; the logs of a run with an `output_dir` of its own
+    # are in it, so that runs of one file do not replace each other's.
+    is_shared = output == Path("output")
+    if logs == Path("output/logs"):
+        logs = logs / exp_name if is_shared else output / "logs"
+    output = output / exp_name if is_shared else output
     return {
         "pipeline": definition.name,
         "exp_name": exp_name,
         "roles": role_plans(definition, config, finish),
         "num_devices_per_node": per_node,
         "num_nodes": ceil(needed / per_node),
-        **folders(config, exp_name),
+        "output_dir": output,
+        "checkpoint_dir": output / "checkpoints",
+        "log_dir": logs,
+        "dump_dir": Path(config.rollout_dump_dir) if config.rollout_dump_dir else None,
         "save_steps": max(0, config.save_steps),
         "sequence_length": definition.longest_row(config),
     }

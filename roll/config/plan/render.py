@@ -99,7 +99,11 @@ def facts(pipeline: PipelineDefinition, plan: Plan) -> list[tuple[str, str]]:
             users.setdefault(role.model_path, []).append(role.name)
     lines = [("model", f"{path} ({', '.join(names)})") for path, names in users.items()]
     lines += [*pipeline.batch_facts(plan), *pipeline.facts(plan)]
-    lines += [("forward", text) for text in forward_sentences(plan)]
+    engines = (None, *generation_strategies())
+    rules = [(one.name, one.forward_rule) for one in plan.roles.values() if one.strategy_name not in engines]
+    # Micro-batches of padded rows, which most roles have, are not worth a line.
+    special = [(name, rule) for name, rule in rules if rule.removes_padding or rule.max_tokens]
+    lines += [("forward", f"{name}: {rule.sentence()}") for name, rule in special]
     lines.append(("steps", steps_sentence(plan, pipeline.validation_words(plan))))
     lines.append(("output", str(plan.output_dir)))
     lines.append(("checkpoints", f"{plan.checkpoint_dir}" if plan.save_steps else "none (save_steps 0)"))
@@ -107,16 +111,6 @@ def facts(pipeline: PipelineDefinition, plan: Plan) -> list[tuple[str, str]]:
     if plan.dump_dir is not None:
         lines.append(("samples", str(plan.dump_dir)))
     return lines
-
-
-def forward_sentences(plan: Plan) -> list[str]:
-    """Micro-batches of passes without gradient, for roles that do not form them by padded rows."""
-    special = [
-        (role.name, role.forward_rule)
-        for role in plan.roles.values()
-        if role.strategy_name not in (None, *generation_strategies())
-    ]
-    return [f"{name}: {rule.sentence()}" for name, rule in special if rule.removes_padding or rule.max_tokens]
 
 
 def steps_sentence(plan: Plan, validation: str) -> str:

@@ -27,15 +27,14 @@ from roll.config.reading.errors import Problems, closest
 from roll.config.reading.yaml_files import SourceFile, readable, yaml_problem
 
 LEARNING, ROLL = "learning", "roll"
-DEFAULT_SETS = (LEARNING, ROLL)
-"""Values of ``defaults`` other than hydra's list of files."""
+DEFAULT_SETS = (LEARNING, ROLL)  # values of `defaults` other than hydra's list of files
 _SET_ASIDE = "_set_of_defaults_"
 OVERRIDE_RULE = "must be key=value (or +key=value, or ~key to take a key out)"
+# Exceptions of hydra and OmegaConf on trees that they cannot read: their own errors, and plain ones.
 COMPOSITION_ERRORS = (
     *(HydraException, OmegaConfBaseException, ValueError, TypeError, KeyError),
     *(AttributeError, AssertionError, RecursionError, OSError),
 )
-"""Exceptions of hydra and OmegaConf on trees that they cannot read: their own errors, and plain ones."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +43,12 @@ class Composed:
 
     data: dict[str, Any]
     source: SourceFile
+    # Top-level names that some `${...}` refers to, in any file, be its section replaced by another one or not.
     referenced: frozenset[str] = frozenset()
-    """Top-level names that some ``${...}`` refers to, in any file, be its section replaced by another one or not."""
-    derived: frozenset[str] = frozenset()
-    """Top-level names whose own value refers to another."""
+    derived: frozenset[str] = frozenset()  # top-level names whose own value refers to another
+    # The set of defaults that the file has: as it says, and ROLL's for a file with a `hydra` section
+    # (`roll.config.defaults`).
     defaults: str = LEARNING
-    """The set of defaults that the file has: as it says, and ROLL's for a file with a ``hydra`` section
-    (:mod:`roll.config.defaults`)."""
 
     @property
     def effective(self) -> dict[str, Any]:
@@ -156,8 +154,7 @@ def _first_lines(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).strip().splitlines()[:4])
 
 
-KEY = re.compile(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d+\])*")
-"""Key of an override: names with dots between them."""
+KEY = re.compile(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d+\])*")  # key of an override: names with dots between them
 
 
 def _resolve(config: DictConfig, problems: Problems) -> dict[str, Any]:

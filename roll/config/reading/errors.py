@@ -11,10 +11,9 @@ from roll.config.reading.masking import MASK, masked, masked_text
 
 MAX_VALUE_LENGTH = 120
 SHORTEST_PREFIX = 3
+# Least likeness (`difflib`) of a misspelt word and the known one that is named. Below, a guess misleads.
 LEAST_LIKENESS = 0.75
-"""Least likeness (:mod:`difflib`) of a misspelt word and the known one that is named. Below, a guess misleads."""
-LIKENESS_ANYWHERE = 0.85
-"""The same to one of all keys of all sections, of which many are a little like it."""
+LIKENESS_ANYWHERE = 0.85  # the same to one of all keys of all sections, of which many are a little like it
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class Problems:
 
     errors: list[Problem] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
-    rename: Callable[[str], str] = field(default=str)
-    """From a key as the checks know it to what the file has."""
+    rename: Callable[[str], str] = field(default=str)  # from a key as the checks know it to what the file has
 
     def add(self, key: str, value: object, rule: str, example: object = None) -> None:
         self.errors.append(Problem(key, value, rule, example))
@@ -88,14 +86,13 @@ class Problems:
         if notice not in self.notices:
             self.notices.append(notice)
 
+    def noted(self, key: str) -> bool:
+        return any(notice.key == key for notice in self.notices)
+
     def located(self, source_of: Callable[[str], str]) -> list[Problem]:
         """The errors with the file (and line) of each key."""
         named = [replace(item, key=self.rename(item.key)) for item in self.errors]
         return [replace(item, source=source_of(item.key)) for item in named]
-
-    def named_notices(self) -> list[Notice]:
-        """The notices with the keys that the file has."""
-        return [replace(item, key=", ".join(map(self.rename, item.key.split(", ")))) for item in self.notices]
 
     def mentions(self, key: str) -> bool:
         """True when an error about this key or something under it was found already."""

@@ -92,10 +92,10 @@ class Choice:
     """A row of a :class:`Table` that a file chooses, with its options: ``vespo``, or ``{name: vespo, k_pos: 2}``."""
 
     name: str
+    # The dataclass of the row's options; for a function of the user's own a mapping of those that were written.
     options: Any = field(default_factory=dict)
-    """The dataclass of the row's options; for a function of the user's own a mapping of those that were written."""
+    # Options that were written under flat names, of which a function of the user's own takes those that it has.
     shared: Mapping[str, Any] = field(default_factory=dict)
-    """Options that were written under flat names, of which a function of the user's own takes those that it has."""
 
     def get(self, option: str, default: Any = None) -> Any:
         """The option of this name, if there is one."""
@@ -107,14 +107,12 @@ class Choice:
 class FlatName:
     """The place inside a :class:`Choice` of a key that files may write outside of it."""
 
-    option: str | None
-    """The option, or ``name``; None: the key holds a mapping of options."""
+    option: str | None  # the option, or `name`; None: the key holds a mapping of options
+    # The dataclass that has it: rows with these options, or with others that are made from them, read the key.
     of: type = object
-    """The dataclass that has it: rows with these options, or with others that are made from them, read the key."""
+    # Another flat name, true or false, without which this one does not count; its own name for a switch itself.
     switch: str | None = None
-    """Another flat name, true or false, without which this one does not count; its own name for a switch itself."""
-    default: Any = None
-    """Value of the option where the switch is on and this name is not there."""
+    default: Any = None  # value of the option where the switch is on and this name is not there
 
 
 RULES = "roll.rules"
@@ -199,8 +197,7 @@ def parse_dotted_path(value: object) -> str | None:
     raise ValueError(f"must be the dotted path of your own function or class, such as {example}")
 
 
-LOWEST_TEMPERATURE = 1e-4
-"""Logits divided by less leave the range of float32."""
+LOWEST_TEMPERATURE = 1e-4  # logits divided by less leave the range of float32
 
 
 def parse_temperature(value: Any) -> Any:

@@ -14,6 +14,7 @@ from roll.config.policy_losses import POLICY_LOSSES, ClipOptions, DualClipOption
 from roll.config.reading.fields import RULES, FlatName
 
 RANGE, DUAL = "use_pg_clip_range", "dual_clip_loss"
+# Every other name of an option of a choice, at the top or in a role's section, with its place.
 FLAT_NAMES: dict[str, dict[str, FlatName]] = {
     "estimator": {
         "adv_estimator_args": FlatName(None),
@@ -48,7 +49,6 @@ FLAT_NAMES: dict[str, dict[str, FlatName]] = {
         },
     },
 }
-"""Every other name of an option of a choice, at the top or in a role's section, with its place."""
 
 TOPR = "loss: {name: topr, positive_weight: 1, negative_weight: 1} is the working form"
 LOSS = "the policy loss is that of loss at the top, or of actor_train"
@@ -56,6 +56,8 @@ DTYPE = "model_args.dtype decides"
 BATCHES = "training_args decides"
 RESHARDED = "checkpoints load under any parallel sizes"
 
+# Keys by section, each with what decides instead (empty: nothing does). None: nothing need be said, for the key only
+# serves `${...}`, or a value that would change something is refused (`roll.config.checks.keys.REFUSALS`).
 DEAD_KEYS: dict[str, dict[str, str | None]] = {
     "RunConfig": {
         "base_dir": "output_dir and logging_dir decide",
@@ -107,7 +109,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "model_name": "exp_name and output_dir decide",
         "parse_tool_call_parameter_to_dict": "tool arguments have the form that the template takes",
         "skip_mock_system_prompt": "the text between turns is read off the chat template",
-        "env_monitor": "reset_timeout, step_timeout and time_limit end what hangs",
+        "env_monitor": "step_timeout and time_limit end what hangs",
         "response_length": "custom_envs.<tag>.max_tokens_per_step decides",
         "batch_adjust_mode": "a step trains on every sample once, in optimizer steps as equal as their number allows",
     },
@@ -214,8 +216,6 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         **dict.fromkeys(("pp_size", "dp_size")),
     },
 }
-"""Keys by section, each with what decides instead (empty: nothing does). None: nothing need be said, for the key only
-serves ``${...}``, or a value that would change something is refused (:data:`roll.config.checks.keys.REFUSALS`)."""
 
 
 def dead_keys(cls: type) -> dict[str, str | None]:

@@ -26,10 +26,8 @@ from roll.config.reading.secrecy import (
 )
 
 MASK = "********"
-_LEAST_LENGTH = 8
-"""Least length of a value that is hidden in any text: shorter ones are parts of words."""
-_OF_VARIABLES = 12
-"""Letters and digits in a row that make a variable's value suspicious; its name is nobody's column."""
+_LEAST_LENGTH = 8  # least length of a value that is hidden in any text: shorter ones are parts of words
+_OF_VARIABLES = 12  # letters and digits in a row that make a variable's value suspicious; its name is nobody's column
 _HEADERS = re.compile(r"(^|_)headers?$", re.IGNORECASE)
 _VARIABLES = re.compile(r"(^|_)(envs?|environ|environment|env_?vars|environment_variables)$", re.IGNORECASE)
 _PUBLIC_HEADERS = word_set(
@@ -46,12 +44,11 @@ _SHAPES = re.compile(
     r"|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*){0,3})",
     re.DOTALL,
 )
+# The form that most services have chosen, those to come as well: a short prefix, then a random text.
 _PREFIXED = re.compile(r"(?<![\w/.-])(?:[A-Za-z][A-Za-z0-9]{1,9}[_-]){1,3}(?P<random>[A-Za-z0-9]{16,})")
-"""The form that most services have chosen, those to come as well: a short prefix, then a random text."""
 _WEBHOOK = re.compile(r"(?P<host>\bhttps?://(?:hooks\.[\w.-]+|[\w.-]+/(?:api/)?webhooks?))/[^\s'\"]+")
 _URL = re.compile(r"(?P<scheme>\b[a-zA-Z][\w+.-]*://)(?P<user>[^\s/@:'\"]*)(?P<password>:[^\s/@'\"]+)?@")
-_LONG_USER = 20
-"""A URL's user without a password is a token from this length on."""
+_LONG_USER = 20  # a URL's user without a password is a token from this length on
 _HEADER = re.compile(
     r"(?P<name>\b(?:proxy-)?authorization|\bx-api-key|\bapi-key|\b(?:set-)?cookie)(?P<between>['\"]?\s*[:=]\s*['\"]?)"
     r"(?P<scheme>(?:bearer|basic|token|digest)\s+)?(?P<value>[^\s'\",;]+)",
@@ -61,8 +58,8 @@ _BEARER = re.compile(r"\b(?P<scheme>bearer\s+)(?P<value>[\w.~+/=-]{8,})", re.IGN
 _ASSIGNED = re.compile(
     r"(?P<query>[?&]?)(?P<name>[\w-]+)(?P<between>=|['\"]\s*[:,]\s*|:\s+)(?P<quote>b?['\"]?)(?P<value>[^\s&'\"\\,;}\])]+)"
 )
+# Names that are a secret's in the query of a URL, and an argument's like any other in a traceback.
 _EVERYDAY = frozenset({"key", "pass", "pat", "sig", "signature", "auth"})
-"""Names that are a secret's in the query of a URL, and an argument's like any other in a traceback."""
 
 _registered: set[str] = set()
 _known: dict[str, bool] = {}

@@ -13,32 +13,31 @@ def word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-WORKING_DIRECTORY = frozenset({"PWD", "OLDPWD"})
-"""The shell's variables, whose names look like a password's."""
-ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9_]*")
-"""The name of a variable of the environment."""
+WORKING_DIRECTORY = frozenset({"PWD", "OLDPWD"})  # the shell's variables, whose names look like a password's
+ENVIRONMENT = re.compile(r"[A-Z][A-Z0-9_]*")  # the name of a variable of the environment
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# Words that say it wherever they are in a name.
 _SECRET = word_set("password passwd pwd passphrase passcode secret credential cred cookie authorization bearer apikey")
-"""Words that say it wherever they are in a name."""
 _GLUED = re.compile(r"(password|passwd|passphrase|secret|credential|(api|access|private|secret|auth)key)$")
+# Words that go with `key` and `token`: an `api_key` opens something, a `sort_key` does not.
 _KINDS = word_set(
     """
     api access private secret auth signing encryption master ssh service account session refresh deploy client app
     admin root license gpg pgp hmac jwt shared subscription storage bot
     """
 )
-"""Words that go with ``key`` and ``token``: an ``api_key`` opens something, a ``sort_key`` does not."""
+# Words that say it at the end, or anywhere in the name of a variable of the environment.
 _SECRET_ENDS = frozenset({"pat", "pass", "auth"})
-"""Words that say it at the end, or anywhere in the name of a variable of the environment."""
+# A credential, or the name of a column, the head of a function: the value tells.
 _PERHAPS = frozenset({"key", "signature", "sig"})
-"""A credential, or the name of a column, the head of a function: the value tells."""
+# At the end of a name: where a secret is, or something about it.
 _REFERS = word_set(
     """
     env name file path dir folder id ids length len limit count type url uri format field column index size mode
     method scheme timeout ttl version role required enabled prefix suffix variable var
     """
 )
-"""At the end of a name: where a secret is, or something about it."""
+# With `token` in a name: a piece of text is meant.
 _OF_TEXT = word_set(
     """
     eos bos pad unk sep cls mask image video audio stop start end begin turn boi eoi im think thinking special extra
@@ -47,7 +46,6 @@ _OF_TEXT = word_set(
     first last next prompt response completion input output padding bucket mean sum avg group rollout generated all
     """
 )
-"""With ``token`` in a name: a piece of text is meant."""
 _OF_DIGESTS = word_set("hash sha md digest checksum revision rev commit ref uuid guid id fingerprint etag run")
 
 _UNBROKEN = re.compile(r"[\w+/=.~:@%\-]+")
@@ -62,11 +60,9 @@ _BASE64URL = re.compile(r"[A-Za-z0-9_-]{20,}")
 _CAPITALISED = re.compile(r"[A-Z][a-z]{2,}|[a-z]{3,}")
 _SPECIAL = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 _NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?%?|true|false|none|null", re.IGNORECASE)
-_LONG = 16
-"""Letters and digits in a row, from which on a mixture of them is nobody's word."""
+_LONG = 16  # letters and digits in a row, from which on a mixture of them is nobody's word
 _VERY_LONG, _LONGEST_NAME = 24, 9
-SHORT = 8
-"""Likewise of a value whose name has raised suspicion."""
+SHORT = 8  # likewise of a value whose name has raised suspicion
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _ROWS = (
@@ -78,26 +74,24 @@ _ROWS = (
     "44444330400556250556000000 60007010600321420210000000 60136005601205510541001000 50526113601220360226000420 "
     "43335220500455560266114000 60007102500301400020030032"
 )
+# log2 of how much likelier the second letter is after the first in words than in random text, -4 to 3 bits; a row for
+# each first letter. Counted in 8,100 words of this documentation and source, Python's documentation, and model names.
 _PAIRS = {
     first + second: int(bits) - 4
     for first, row in zip(_LETTERS, _ROWS.split(), strict=True)
     for second, bits in zip(_LETTERS, row, strict=True)
 }
-"""log2 of how much likelier the second letter is after the first in words than in random text, -4 to 3 bits; a row for
-each first letter. Counted in 8,100 words of this documentation and source, Python's documentation, and model names."""
 _FEWEST_PAIRS = 9
+# Mean bits of pairs below which letters are no words: random ones have -1.1, names in published files 0 or more.
 _UNLIKE_WORDS = -0.35
-"""Mean bits of pairs below which letters are no words: random ones have -1.1, names in published files 0 or more."""
 
 
 class Secrecy(IntEnum):
     """Verdict of a name on its value."""
 
     NO = 0
-    PERHAPS = 1
-    """The value tells."""
-    LIKELY = 2
-    """A secret, unless it is a number or a special token of a vocabulary."""
+    PERHAPS = 1  # the value tells
+    LIKELY = 2  # a secret, unless it is a number or a special token of a vocabulary
     YES = 3
 
 

@@ -14,15 +14,13 @@ import yaml
 
 from roll.config.reading.errors import Problems
 
-LARGEST_FILE = 1 << 20
-"""Bytes; a configuration takes a few kilobytes."""
-DEEPEST = 64
-"""Levels of nested sections."""
-MOST_NODES = 10_000
-"""Keys and values of a file with its aliases written out."""
+LARGEST_FILE = 1 << 20  # bytes; a configuration takes a few kilobytes
+DEEPEST = 64  # levels of nested sections
+MOST_NODES = 10_000  # keys and values of a file with its aliases written out
+# libyaml's, where PyYAML was built with it: ten times as fast.
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-"""libyaml's, where PyYAML was built with it: ten times as fast."""
 
+# Part of YAML's message, and what to do.
 REMEDIES = (
     ("cannot start any token", "put the value in quotes"),
     ("mapping values are not allowed", "put a value with a colon in quotes, or complete the line above"),
@@ -38,7 +36,6 @@ REMEDIES = (
     ("control characters are not allowed", "take the control character out"),
     ("could not determine a constructor", "YAML tags such as !name are not understood; put the value in quotes"),
 )
-"""Part of YAML's message, and what to do."""
 
 
 def readable(file: Path, problems: Problems) -> bool:

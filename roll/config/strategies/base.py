@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from roll.protocol.metrics import RankInfo
 
 
+# Contents of a weight update: everything, what training changes, or of that the elements that have changed.
 UpdateMode = Literal["full", "trained", "delta"]
-"""Contents of a weight update: everything, what training changes, or of that the elements that have changed."""
 
-ShapeProblem = tuple[str, Any, str, Any]
-"""Key, value, rule and a value that works."""
+ShapeProblem = tuple[str, Any, str, Any]  # key, value, rule and a value that works
 
 
 @dataclass(frozen=True)
@@ -184,6 +183,12 @@ class StrategyConfig:
 class EngineConfig(StrategyConfig):
     """Options of every generation engine."""
 
+    max_num_seqs: int = setting(256, ge=1)
+    """Samples that are generated at the same time; further ones wait. ``sglang`` also takes
+    ``max_running_requests``."""
+    max_model_len: int | None = setting(None, ge=2)
+    """Longest prompt plus response, which sizes the KV cache of ``hf_infer``; responses end there. null: the pipeline's
+    longest sequence. ``sglang`` also takes ``context_length``."""
     load_format: Literal["auto", "dummy"] = "auto"
     """``dummy``: random weights, for an engine that gets its weights from a trainer before it is used."""
     in_flight_update: Literal["recompute", "keep"] = "recompute"
@@ -207,8 +212,8 @@ class PackagedEngineConfig(EngineConfig):
     KV cache is dropped either way. No effect on a CPU."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``; names and types are checked.
-    ``optimization_level``, ``disable_custom_all_reduce`` (vLLM) and ``chunked_prefill_size`` (SGLang) may also be keys
-    of ``strategy_config``."""
+    ``optimization_level``, ``disable_custom_all_reduce`` (vLLM), ``chunked_prefill_size`` and ``attention_backend``
+    (SGLang) may also be keys of ``strategy_config``."""
     allow_untested_version: bool = False
     """Run with a version of the engine outside the tested ones."""
 

@@ -91,15 +91,14 @@ class DeepSpeedStrategyConfig(StrategyConfig):
             problems.note(key, "is taken as 1: context parallelism is not available under DeepSpeed")
 
 
-DEFAULT_STAGE = 3
-"""Everything sharded, as under FSDP2: a change of strategy does not change what fits."""
+DEFAULT_STAGE = 3  # everything sharded, as under FSDP2: a change of strategy does not change what fits
 
+# Switches that published scripts set in the environment; the key counts where it is written.
 ENVIRONMENT = {
     "offload_param": "VERL_ENABLE_PARAM_OFFLOAD",
     "fp32_grad_accumulation": "VERL_DS_ZERO2_FP32_ACCUM_PATCH",
     "step_each_micro_batch": "VERL_DS_ZERO2_STEP_EACH_MICRO",
 }
-"""Switches that published scripts set in the environment; the key counts where it is written."""
 
 _SWITCH_DEFAULTS = {"offload_param": False, "fp32_grad_accumulation": True, "step_each_micro_batch": False}
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
@@ -110,11 +109,10 @@ class ZeroPlan:
     """Stage and offload of one role under ZeRO."""
 
     stage: int
+    # `none`, `cpu` or `nvme`; what the shorthand keys ask for (`zero_optimization` may say more).
     offload_optimizer: str = "none"
-    """``none``, ``cpu`` or ``nvme``; what the shorthand keys ask for (``zero_optimization`` may say more)."""
     offload_param: str = "none"
-    notices: tuple[tuple[str, str], ...] = ()
-    """Key and text of what was asked for and is not done."""
+    notices: tuple[tuple[str, str], ...] = ()  # key and text of what was asked for and is not done
 
 
 def switch(config: DeepSpeedStrategyConfig, name: str, environ: Mapping[str, str]) -> bool:
@@ -204,12 +202,12 @@ def _check_zero_section(path: str, config: DeepSpeedStrategyConfig, problems: Pr
                 problems.add(f"{path}.offload", config.offload, rule)
 
 
+# Values that DeepSpeed would refuse only in the workers: a test, the rule, and a value that works.
 _SCALARS: dict[str, tuple[Callable[[object], bool], str, object]] = {
     "steps_per_print": (lambda one: one is None or (type(one) is int and one >= 1), "must be at least 1, or ~", 10),
     "wall_clock_breakdown": (lambda one: isinstance(one, bool), "must be true or false", False),
     "communication_data_type": (lambda one: one is None or isinstance(one, str), "must be a type's name, or ~", "fp32"),
 }
-"""Values that DeepSpeed would refuse only in the workers: a test, the rule, and a value that works."""
 
 
 def _check_keys(path: str, config: DeepSpeedStrategyConfig, written: Mapping[str, Any], problems: Problems) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-VERSION = "0.19.8"
-"""Version of DeepSpeed that they were read from."""
+VERSION = "0.19.8"  # version of DeepSpeed that they were read from
 
 _NAMES = {
     "": """
@@ -73,9 +72,10 @@ _NAMES = {
         steps_per_epoch topk_ratio update_interval
     """,
 }
+# By section's path, the top being the empty one. Sections that are not here take any key.
 KEYS = {path: tuple(names.split()) for path, names in _NAMES.items()}
-"""By section's path, the top being the empty one. Sections that are not here take any key."""
 
+# Keys that DeepSpeed has given up, in its own words.
 REMOVED = {
     "amp": "NVIDIA Apex AMP integration has been removed",
     "compression_training": "The DeepSpeed compression library has been removed",
@@ -89,4 +89,3 @@ REMOVED = {
     "sparse_attention": "DeepSpeed Sparse Attention has been removed",
     "sparse_gradients": "Sparse compression of dense torch.nn.Embedding gradients has been removed",
 }
-"""Keys that DeepSpeed has given up, in its own words."""

@@ -15,10 +15,6 @@ class HfInferStrategyConfig(EngineConfig):
     A reference under ``hf_infer`` is the plain model on each device, and needs none of them.
     """
 
-    max_num_seqs: int = setting(256, ge=1)
-    """Samples that are generated at the same time; further ones wait."""
-    max_model_len: int | None = setting(None, ge=2)
-    """Longest prompt plus response, which sizes the KV cache; null: the pipeline's longest sequence."""
     prefix_cache_tokens: int = setting(0, ge=0, example=65536)
     """Most tokens of finished samples whose keys and values are kept for prompts that begin with them, such as the next
     turn of a conversation. Emptied at every weight update; 0: none."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from roll.config.installation import install_command
 from roll.config.reading.fields import parse_names, rules, setting
@@ -36,9 +36,20 @@ _KEYS = {
 }
 
 
+# Fields of `TransformerConfig` that count the embeddings and the output matrix as a layer each.
+_ENDS_OF_PIPELINE = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+OF_WHOLE_LAYERS = ("recompute_method", "recompute_num_layers")  # those that go with `recompute_granularity: full`
+OF_THE_LAYERS = (*_ENDS_OF_PIPELINE, "recompute_num_layers")  # those that fit the number of layers of one model
+
+
 @dataclass(frozen=True)
 class MegatronStrategyConfig(StrategyConfig):
     """``megatron_train`` and ``megatron_infer``: Megatron Core, for tensor- and pipeline-parallel models."""
+
+    passes_through: ClassVar[tuple[str, Collection[str]]] = (
+        "additional_configs",
+        (*OF_WHOLE_LAYERS, *_ENDS_OF_PIPELINE),
+    )
 
     tensor_model_parallel_size: int = setting(1, ge=1)
     """Ranks over which every matrix is sharded."""
@@ -59,27 +70,19 @@ class MegatronStrategyConfig(StrategyConfig):
     recompute_granularity: Literal["full", "selective"] | None = None
     """Compute activations again in the backward pass: whole layers or ``recompute_modules``. null: whole layers,
     unless ``model_args.disable_gradient_checkpointing``."""
-    recompute_method: Literal["uniform", "block"] | None = setting(
-        None, read_if={"recompute_granularity": ("full", None)}
-    )
-    """With ``full``: all layers in groups of ``recompute_num_layers``, or the first so many; null: ``uniform``."""
-    recompute_num_layers: int | None = setting(None, ge=1, read_if={"recompute_granularity": ("full", None)})
-    """See ``recompute_method``; null: 1."""
     recompute_modules: list[str] | None = field(
         default=None, metadata=rules(parse=parse_names, read_if={"recompute_granularity": ("selective",)})
     )
     """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``, ``moe``), a list or with commas;
     null: ``core_attn``."""
-    account_for_embedding_in_pipeline_split: bool = False
-    """Count the embeddings as a layer when layers are dealt out to stages."""
-    account_for_loss_in_pipeline_split: bool = False
-    """Count the output matrix as a layer when layers are dealt out to stages."""
     pipeline_model_parallel_layout: str | None = None
     """Megatron's own description of which layers are on which stage, such as ``Et*3|t*3L``."""
     bias_activation_fusion: bool = False
     """Fused activation kernel, on CUDA."""
     additional_configs: dict[str, Any] = field(default_factory=dict)
-    """Further fields of Megatron's ``TransformerConfig``, passed through."""
+    """Further fields of Megatron's ``TransformerConfig``, passed through. ``recompute_method``,
+    ``recompute_num_layers``, ``account_for_embedding_in_pipeline_split`` and ``account_for_loss_in_pipeline_split`` may
+    also be keys of ``strategy_config``."""
     expert_model_parallel_size: int = setting(1, ge=1)
     """Ranks over which the experts of a mixture-of-experts layer are dealt out; they are ranks of other dimensions."""
     expert_tensor_parallel_size: int | None = setting(None, ge=1)
@@ -154,7 +157,7 @@ class MegatronStrategyConfig(StrategyConfig):
             return
         virtual = self.virtual_pipeline_model_parallel_size or 1
         stages = self.pipeline_model_parallel_size * virtual
-        shares = layers + self.account_for_embedding_in_pipeline_split + self.account_for_loss_in_pipeline_split
+        shares = layers + sum(bool(self.additional_configs.get(name)) for name in _ENDS_OF_PIPELINE)
         if shares % stages:
             times = f" x virtual_pipeline_model_parallel_size {virtual}" if virtual > 1 else ""
             counted = f"{layers} layers" if shares == layers else f"{layers} layers and {shares - layers} for its ends"

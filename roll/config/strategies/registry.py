@@ -35,8 +35,8 @@ from roll.config.strategies.remote import RemoteStrategyConfig as RemoteStrategy
 from roll.config.strategies.sglang import SGLANG
 from roll.config.strategies.vllm import VLLM
 
+# The only list of backends and engines, by `strategy_name`; those of installed packages come after its own.
 BACKENDS: Table[Backend] = Table("strategy_name", FSDP2, FSDP1, DEEPSPEED, MEGATRON, HF_INFER, VLLM, SGLANG, REMOTE)
-"""The only list of backends and engines, by ``strategy_name``; those of installed packages come after its own."""
 
 for _name, _path in offered("strategies").items():
     try:

@@ -42,8 +42,6 @@ class RemoteStrategyConfig(StrategyConfig):
     """Environment variable with the token that is sent as ``Authorization: Bearer ...``."""
     concurrency: int = setting(16, ge=1)
     """Requests that one worker has in flight at a time; a request is one sequence."""
-    request_timeout: float = setting(120.0, gt=0)
-    """Seconds that one try of a request may take."""
     max_retries: int = setting(8, ge=0)
     """Tries beyond the first, with growing pauses: a service may be started again meanwhile."""
 

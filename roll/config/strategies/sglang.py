@@ -31,7 +31,7 @@ class SglangStrategyConfig(PackagedEngineConfig):
         "custom_weight_loader": "the weight transfer",
     }
     tensor_size_key: ClassVar[str] = "tp_size"
-    passes_through = ("engine_args", ("chunked_prefill_size",))
+    passes_through = ("engine_args", ("chunked_prefill_size", "attention_backend"))
 
     max_num_seqs: int = field(default=256, metadata=rules(ge=1, aliases=("max_running_requests",)))
     """Samples that are generated at the same time; further ones wait."""
@@ -46,8 +46,6 @@ class SglangStrategyConfig(PackagedEngineConfig):
         default=None, metadata=rules(gt=0, lt=1, example=0.8, aliases=("gpu_memory_utilization",))
     )
     """Share of a GPU's memory for weights and KV cache together; null: SGLang's choice. No effect on a CPU."""
-    attention_backend: str | None = None
-    """SGLang's attention kernels; null: its choice on a GPU, ``torch_native`` on a CPU."""
     disable_cuda_graph: bool | None = field(default=None, metadata=rules(aliases=("enforce_eager",)))
     """No graph capture. null: true on a CPU."""
     enable_memory_saver: bool = True

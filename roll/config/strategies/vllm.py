@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from roll.config.roles import WorkerConfig
 
 
-VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of adapters that an engine can make room for."""
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapters that an engine can make room for
 
 
 def adapter_engine_args(rank: int) -> dict[str, Any]:
@@ -40,10 +39,6 @@ class VllmStrategyConfig(PackagedEngineConfig):
     tensor_size_key: ClassVar[str] = "tensor_parallel_size"
     passes_through = ("engine_args", ("optimization_level", "disable_custom_all_reduce"))
 
-    max_num_seqs: int = setting(256, ge=1)
-    """Samples that are generated at the same time; further ones wait."""
-    max_model_len: int | None = setting(None, ge=2)
-    """Longest prompt plus response; responses end there. null: the pipeline's longest sequence."""
     max_num_batched_tokens: int | None = setting(None, ge=1)
     """Tokens computed in one step, prompts in chunks; null: vLLM's choice."""
     tensor_parallel_size: int = setting(1, ge=1)

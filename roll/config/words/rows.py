@@ -21,8 +21,8 @@ from functools import cache
 from pathlib import Path
 
 OPTIONS = "strategy_args.strategy_config"
+# `$NAME` in every table: the ends of many of our keys.
 TEXTS = {"STRATEGY": "strategy_args.strategy_name", "OPTIONS": OPTIONS}
-"""``$NAME`` in every table: the ends of many of our keys."""
 TABLES = Path(__file__).parent
 DEFINED = re.compile(r"\$([A-Z_]+)")
 
@@ -96,6 +96,7 @@ def expanded(cell: str) -> Iterator[str]:
         yield from (f"{head}{name}{end}" for name in names.split(",") for end in ends) if brace else (word,)
 
 
+# The tables and whose keys they hold. What the first says of a word, the others do not.
 PROJECTS = {
     "words": "",
     "verl": "verl",
@@ -104,7 +105,6 @@ PROJECTS = {
     "verl_fsdp_sft": "verl",
     "skyrl_sft": "SkyRL",
 }
-"""The tables and whose keys they hold. What the first says of a word, the others do not."""
 
 
 @dataclass(frozen=True)

@@ -243,7 +243,7 @@ class Engines:
                 deadline=config.rpc_timeout,
                 patience=min(config.actor_infer.engine_timeout, config.rpc_timeout),
                 transport="safetensors" if config.weight_sync.transport == "safetensors" else "shared_memory",
-                directory=config.weight_sync.directory or str(run.plan.output_dir / "weight_sync"),
+                directory=str(run.plan.output_dir / "weight_sync"),
             )
             self._sync = WeightSync(self._source, self.cluster, options)
         checkpoint = None if model.checkpoint is None else str(model.checkpoint)

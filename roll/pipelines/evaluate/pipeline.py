@@ -58,9 +58,9 @@ class ServedModel:
             model=model or None,
             api_key_env=config.evaluate.against_api_key_env,
             concurrency=config.val_batch_size,
-            request_timeout=min(600.0, config.rpc_timeout),
         )
-        self._service = RemoteService(address, "chat/completions", config.rpc_timeout)
+        longest = min(600.0, config.rpc_timeout)
+        self._service = RemoteService(address, "chat/completions", config.rpc_timeout, request_seconds=longest)
         # A thread for each prompt in flight: a request blocks until all of its samples are there.
         self._pool = ThreadPoolExecutor(config.val_batch_size, thread_name_prefix="served")
         self._data_args = data_args

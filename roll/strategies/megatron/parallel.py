@@ -20,6 +20,7 @@ from megatron.core.transformer import TransformerConfig
 
 from roll.config.roles import ModelArguments
 from roll.config.strategies.base import ParallelDims
+from roll.config.strategies.megatron import OF_WHOLE_LAYERS
 from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.models.build import checked_config, empty_model, local_folder
 from roll.strategies.base import ModelHead
@@ -42,8 +43,8 @@ def build_transformer_config(
     elif options.recompute_granularity == "full" or not args.disable_gradient_checkpointing:
         settings |= {
             "recompute_granularity": "full",
-            "recompute_method": options.recompute_method or "uniform",
-            "recompute_num_layers": options.recompute_num_layers or 1,
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
         }
     known = {name for name in TransformerConfig.__dataclass_fields__ if not name.startswith("_")}
     unknown = options.additional_configs.keys() - known
@@ -52,9 +53,12 @@ def build_transformer_config(
             f"strategy_config.additional_configs: Megatron's TransformerConfig has no {', '.join(sorted(unknown))}; "
             "see megatron.core.transformer.TransformerConfig for its fields"
         )
+    more = options.additional_configs
+    if settings.get("recompute_granularity") != "full":
+        more = {name: value for name, value in more.items() if name not in OF_WHOLE_LAYERS}
     if settings["num_moe_experts"] is None:
         settings |= {"expert_model_parallel_size": 1, "moe_token_dispatcher_type": "alltoall"}
-    return TransformerConfig(**(settings | options.additional_configs))
+    return TransformerConfig(**(settings | more))
 
 
 def head_dim(hf: PretrainedConfig) -> int:
@@ -120,8 +124,6 @@ def _parallelism(options: MegatronStrategyConfig, dims: ParallelDims, dtype: tor
         "context_parallel_size": dims.cp,
         "sequence_parallel": dims.sequence_parallel,
         "pipeline_model_parallel_layout": options.pipeline_model_parallel_layout,
-        "account_for_embedding_in_pipeline_split": options.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": options.account_for_loss_in_pipeline_split,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,

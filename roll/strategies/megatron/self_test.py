@@ -28,6 +28,7 @@ from torch import Tensor
 
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.base import ParallelDims
+from roll.config.strategies.megatron import OF_THE_LAYERS
 from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.models.build import quiet_transformers
 from roll.models.self_test import agreed, difference_of, layouts_of, plain_values
@@ -150,13 +151,8 @@ def _of_copy(role: WorkerConfig, options: MegatronStrategyConfig, folder: str) -
     role = replace(
         role, model_args=args, infer_batch_size=8, use_dynamic_batching_in_infer=False, sequence_packing_args=packing
     )
-    return role, replace(
-        options,
-        pipeline_model_parallel_layout=None,
-        account_for_embedding_in_pipeline_split=False,
-        account_for_loss_in_pipeline_split=False,
-        recompute_num_layers=None,
-    )
+    own = {name: value for name, value in options.additional_configs.items() if name not in OF_THE_LAYERS}
+    return role, replace(options, pipeline_model_parallel_layout=None, additional_configs=own)
 
 
 def _fault(setting: _Setting, build: Build, copied: _Copy, folder: Path) -> str | None:

@@ -76,7 +76,7 @@ def engine_arguments(
     if changed := overrides(role.model_args):
         arguments["json_model_override_args"] = json.dumps(changed)
     wanted: dict[str, Any] = {
-        "attention_backend": options.attention_backend or ("torch_native" if on_cpu else None),
+        "attention_backend": "torch_native" if on_cpu else None,
         "max_total_tokens": options.max_total_tokens,
         "mem_fraction_static": options.mem_fraction_static,
     }

@@ -30,6 +30,8 @@ SCALINGS = {"match_adamw_rms": "match_rms_adamw", "original": "original"}
 NS_STEPS = 5
 """Newton-Schulz iterations: those that the coefficients of Muon's authors are made for, also PyTorch's default."""
 (MOMENTUM,) = MUON_MOMENTS
+DECAY = 0.95
+"""Of the averaged gradient, as in Muon's own implementation."""
 
 
 def hidden_matrices(
@@ -100,13 +102,13 @@ class MuonAndAdamW(torch.optim.Optimizer):
             self._adamw.step()
 
     def _step_matrix(self, parameter: Tensor, learning_rate: float, weight_decay: float) -> None:
-        state, momentum = self.state[parameter], self._options.momentum
+        state = self.state[parameter]
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         own, average = local_tensor(parameter.detach()), local_tensor(state[MOMENTUM])
         gradient = torch.zeros_like(own) if parameter.grad is None else local_tensor(parameter.grad)
-        average.lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(average, momentum)  # Nesterov's
+        average.lerp_(gradient, 1 - DECAY)
+        update = gradient.lerp(average, DECAY)  # Nesterov's
         pieces = self._pieces.get(parameter)
         update = update.to(self._device, torch.bfloat16)
         change = self._change(update if pieces is None else self._whole(update, pieces), learning_rate)
