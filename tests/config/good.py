@@ -65,6 +65,36 @@ GOOD_SFT: dict[str, Any] = {
     },
 }
 
+GOOD_RM: dict[str, Any] = {
+    "pretrain": "owner/model",
+    "max_steps": 10,
+    "reward_train": {
+        "device_mapping": [0, 1],
+        "model_args": {"model_type": "auto_sequence_classification"},
+        "training_args": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        "data_args": {"file_name": "train.jsonl"},
+        "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": {}},
+    },
+}
+
+LAKE: dict[str, Any] = {
+    "exp_name": "lake",
+    "pretrain": "owner/model",
+    "rollout_batch_size": 64,
+    "val_batch_size": 32,
+    "sequence_length": 512,
+    "max_steps": 10,
+    "estimator": "grpo",
+    "actor_train": {"device_mapping": [0, 1], "training_args": {"per_device_train_batch_size": 16}},
+    "actor_infer": {"device_mapping": [0, 1], "generating_args": {"max_new_tokens": 64, "top_p": 1.0, "top_k": -1}},
+    "train_env_manager": {"num_env_groups": 8, "group_size": 8, "tags": ["lake"], "num_groups_partition": [8]},
+    "val_env_manager": {"num_env_groups": 32, "tags": ["lake", "box"]},
+    "custom_envs": {
+        "lake": {"env_type": "frozen_lake", "max_steps": 5, "max_tokens_per_step": 32},
+        "box": {"env_type": "sokoban", "max_tokens_per_step": 128},
+    },
+}
+
 
 def write_rows(folder: Path = Path()) -> None:
     """The data files that :data:`GOOD` and :data:`GOOD_SFT` name, with a row each."""

@@ -18,29 +18,10 @@ from roll.pipelines.agentic.checks_entries import EXTERNAL_ENVIRONMENTS, TEMPLAT
 from roll.pipelines.agentic.plan import MANAGERS, AgenticPlan
 from roll.pipelines.agentic.preflight import check_environments, own_group_filter
 from roll.preflight import check_parts
-from tests.config.good import GONE, changed, load, mistakes
-
-JUDGE = {"worker_cls": "llm_judge", "reward_kwargs": {"model_type": "cluster"}}
+from tests.config.good import GONE, LAKE, changed, load, mistakes
 
 PUBLISHED = "roll.pipeline.agentic.env_manager"
 PROXY = {"env_manager_cls": f"{PUBLISHED}.x.ProxyEnvManager", "agent_runner_cls": "roll.x.GEMRunner", "http_timeout": 9}
-LAKE: dict[str, Any] = {
-    "exp_name": "lake",
-    "pretrain": "owner/model",
-    "rollout_batch_size": 64,
-    "val_batch_size": 32,
-    "sequence_length": 512,
-    "max_steps": 10,
-    "estimator": "grpo",
-    "actor_train": {"device_mapping": [0, 1], "training_args": {"per_device_train_batch_size": 16}},
-    "actor_infer": {"device_mapping": [0, 1], "generating_args": {"max_new_tokens": 64, "top_p": 1.0, "top_k": -1}},
-    "train_env_manager": {"num_env_groups": 8, "group_size": 8, "tags": ["lake"], "num_groups_partition": [8]},
-    "val_env_manager": {"num_env_groups": 32, "tags": ["lake", "box"]},
-    "custom_envs": {
-        "lake": {"env_type": "frozen_lake", "max_steps": 5, "max_tokens_per_step": 32},
-        "box": {"env_type": "sokoban", "max_tokens_per_step": 128},
-    },
-}
 
 
 def planned(folder: Path, changes: dict[str, Any] | None = None) -> AgenticPlan:
@@ -151,74 +132,6 @@ def test_calls_at_a_time(tmp_path: Path) -> None:
     assert planned(tmp_path, {"custom_envs.lake.max_env_step_concurrent": 5}).entries["lake"].concurrent == 5
     both = {f"custom_envs.lake.{key}": value for key, value in LOCKED.items()}
     assert planned(tmp_path, both).entries["lake"].concurrent == 1
-
-
-WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"train_env_manager.tags": ["lak"]}, "train_env_manager.tags", "[lake]"),
-    ({"train_env_manager.tags": []}, "train_env_manager.tags", "is needed"),
-    ({"train_env_manager.tags": ["lake", "lake"]}, "train_env_manager.tags", "twice"),
-    ({"train_env_manager.num_groups_partition": [7]}, "train_env_manager.num_groups_partition", "sums to 7"),
-    ({"train_env_manager.num_groups_partition": [4, 4]}, "train_env_manager.num_groups_partition", "1 tag lake"),
-    ({"rollout_batch_size": 60}, "rollout_batch_size", "multiple of train_env_manager.group_size 8"),
-    ({"val_env_manager.group_size": 3}, "val_batch_size", "for example val_batch_size: 33"),
-    ({"custom_envs.lake.env_type": GONE}, "custom_envs.lake.env_type", "is needed"),
-    ({"custom_envs.lake.env_type": "webshop"}, "custom_envs.lake.env_type", "is not part of this package"),
-    ({"custom_envs.lake.env_manager_cls": "my.Manager"}, "custom_envs.lake.env_manager_cls", "TrajEnvManager"),
-    ({"custom_envs.lake.agent_template": "{observatoin}"}, "custom_envs.lake.agent_template", "{observation}"),
-    ({"custom_envs.lake.agent_template": "{observation"}, "custom_envs.lake.agent_template", "written twice"),
-    ({"custom_envs.lake.agent_template": "{history}"}, "custom_envs.lake.agent_template", "context: append"),
-    ({"custom_envs.lake.max_tokens_per_step": 600, "actor_infer.generating_args.max_new_tokens": GONE},
-     "custom_envs.lake.max_tokens_per_step", "must be less than sequence_length 512"),
-    ({"custom_envs.lake.agent_runner_cls": "a.PushModeRunner"}, "custom_envs.lake.agent_runner_cls", "command"),
-    ({"custom_envs.lake.config": {"sandbox_base_url": "x"}}, "custom_envs.lake.config.sandbox_base_url", "command"),
-    ({"custom_envs.lake.config": {"trajectory_mode": "x"}}, "custom_envs.lake.config.trajectory_mode", "traj"),
-    ({"train_env_manager.llm_proxy.proxy_type": "openai"}, "train_env_manager.llm_proxy.proxy_type", "no samples"),
-    ({"val_env_manager.llm_proxy.proxy_type": "random"}, "val_env_manager.llm_proxy.proxy_type", "another player"),
-    ({"train_env_manager.group_filter_cls": "roll.pipeline.agentic.F"}, "train_env_manager.group_filter_cls",
-     "group_filter_config"),
-    ({"estimator": "remax"}, "estimator", "greedy baseline"),
-    ({"estimator": "gdpo", "reward_weights": {"a": 1.0}}, "estimator", "one number"),
-    ({"estimator": "rloo", "train_env_manager.group_size": 1}, "train_env_manager.group_size", "at least 2"),
-    ({"reward_normalization": {"method": "mean"}, "norm_mean_type": "batch"}, "norm_mean_type", "keep one"),
-    ({"reward_normalization": {"grouping": "env"}}, "reward_normalization.grouping", "batch, tags, traj_group_id"),
-    ({"custom_envs.lake.verifier": JUDGE}, "reward", "is needed by the verifier of custom_envs.lake"),
-    (
-        {"custom_envs.lake.verifier": JUDGE, "reward.device_mapping": [0], "async_generation_ratio": 1},
-        "reward.device_mapping",
-        "must share no device with",
-    ),
-    (
-        {
-            "custom_envs.lake.verifier": JUDGE,
-            "reward.device_mapping": [0],
-            "reward.model_args.model_type": "auto_sequence_classification",
-        },
-        "reward.model_args.model_type",
-        "must be left out",
-    ),
-    ({"custom_envs.lake": {"command": "python", "agent_config": {"roles": ["solver"]}}, "train_roles": ["sovler"],
-      "val_env_manager.tags": ["lake"], "train_env_manager.tags": ["lake"]}, "train_roles", "[solver]"),
-    ({"actor_train": GONE}, "actor_train", "without training"),
-    ({"actor_train.router_replay.mode": "R3", "actor_infer.router_replay.mode": "R3"},
-     "actor_train.router_replay.mode", "several turns"),
-    ({"custom_envs.lake.tools": ["python"]}, "custom_envs.lake.env_type", "tool_wrapper"),
-    ({"custom_envs.lake": {"tools": ["python"]}}, "custom_envs.lake.data_args.file_name", "the questions"),
-    ({"custom_envs.lake": {"command": "agent", "agent": "tools", "data_args": {"file_name": "x.jsonl"}}},
-     "custom_envs.lake.command", "short for agent: black_box"),
-    ({"custom_envs.lake": {"command": "a", "agent_config": {"command": ["b"]}}},
-     "custom_envs.lake.command", "keep one"),
-    ({"custom_envs.lake.env_type": "verifiers:sums", "custom_envs.lake.data_args": {"file_name": ["x.jsonl"]}},
-     "custom_envs.lake.data_args", "tasks, tools and rewards of its own"),
-    ({"custom_envs.lake.env_type": "verifiers:sums", "custom_envs.lake.agent_config": {"reward": "exit"}},
-     "custom_envs.lake.agent_config.reward", "tasks, tools and rewards of its own"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "key", "words"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
-def test_mistakes_are_found(tmp_path: Path, changes: dict[str, Any], key: str, words: str) -> None:
-    problems = mistakes(tmp_path, changed(changes, LAKE))
-    assert [problem.key for problem in problems] == [key], problems
-    assert words in str(problems[0])
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,6 @@ def test_pass_k_is_less_than_the_group(tmp_path: Path, k: int, works: int | None
     assert mistakes(tmp_path, changed({"estimator": "pass@k", "pass_k": works})) == ()
 
 
-def test_the_default_pass_k_does_not_fit_a_group_of_four(tmp_path: Path) -> None:
-    assert [problem.key for problem in mistakes(tmp_path, changed({"estimator": "pass_at_k"}))] == ["estimator.k"]
-    alone = {"estimator": "pass@k", GROUP: 1, "actor_train.training_args.gradient_accumulation_steps": 4}
-    assert [problem.key for problem in mistakes(tmp_path, changed(alone))] == [GROUP]
-
-
 ONE_SAMPLE = {
     "rollout_batch_size": 1,
     GROUP: 1,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from roll.config.checks.keys import REFUSALS
-from roll.config.names import PLANNED_REWARDS
-from tests.config.good import GOOD, changed, mistakes
+from tests.config.good import changed, mistakes
 
 SHARD = "actor_train.strategy_args.strategy_config"
 REFUSED: list[tuple[str, Any]] = [
@@ -76,21 +75,3 @@ def test_every_refusal_can_happen() -> None:
     for refusal in REFUSALS:
         last = refusal.pattern.rsplit(".", 1)[-1]
         assert last in known or "*" in last, refusal.pattern
-
-
-@pytest.mark.parametrize("name", ["gigpo", "step_reinforce", "agentic_reinforce"])
-def test_estimators_of_turns_need_turns(tmp_path: Path, name: str) -> None:
-    (problem,) = mistakes(tmp_path, changed({"estimator": name}))
-    assert problem.key == "estimator" and "only the agentic pipeline" in problem.rule
-
-
-def test_planned_names_are_not_available_names() -> None:
-    from roll.config.names import REWARDS
-
-    assert not set(PLANNED_REWARDS.values()) & set(REWARDS)
-
-
-def test_options_of_another_backend_do_not_stop_a_switch(tmp_path: Path) -> None:
-    options = {"gpu_memory_utilization": 0.8, "tensor_parallel_size": 1, "max_num_seqs": 3}
-    data = changed({"actor_infer.strategy_args.strategy_config": options}, GOOD)
-    assert mistakes(tmp_path, data) == ()

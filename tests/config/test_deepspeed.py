@@ -76,74 +76,6 @@ def test_numbers_become_the_ints_that_deepspeed_needs() -> None:
     assert type(read["a"]) is type(read["b"]) is type(read["g"]["h"]) is int and read["f"][1] is True
 
 
-def notices(tmp_path: Path, changes: dict[str, Any]) -> dict[str, str]:
-    loaded = load(tmp_path, changed({NAME: "deepspeed_train", CONFIG: {}, **changes}))
-    return {notice.key: notice.text for notice in loaded.warnings}
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "text"),
-    [
-        ({CONFIG: {"zero_stage": 1, "offload": "cpu"}}, f"{CONFIG}.offload", "cpu is taken as none"),
-        ({CONFIG: {"zero_stage": 2, "offload_param": True}}, f"{CONFIG}.offload_param", "has no effect"),
-        ({CONFIG: {"offload": "cpu"}}, f"{CONFIG}.offload", "offload_param: true moves parameters too"),
-        ({CONFIG: {"bf16": {"enabled": False}}}, f"{CONFIG}.bf16.enabled", "model_args.dtype decides (bf16)"),
-        ({CONFIG: {"train_batch_size": "auto"}}, f"{CONFIG}.train_batch_size", "training_args decides"),
-        ({CONFIG: {"zero_stage": 0, "fp32_grad_accumulation": True}}, f"{CONFIG}.fp32_grad_accumulation", "in bf16"),
-        ({"actor_train.model_args.ulysses_size": 2}, "actor_train.model_args.ulysses_size", "is taken as 1"),
-        ({CONFIG: {"fsdp_size": 2}}, f"{CONFIG}.fsdp_size", "no effect under deepspeed_train"),
-    ],
-)
-def test_what_is_not_done_is_said(tmp_path: Path, changes: dict[str, Any], key: str, text: str) -> None:
-    assert text in notices(tmp_path, changes)[key]
-
-
-@pytest.mark.parametrize(
-    ("config", "key", "rule"),
-    [
-        ({"zero_stage": 4}, "zero_stage", "at most 3"),
-        ({"zero_stage": 1, "zero_optimization": {"stage": 2}}, "zero_stage", "disagrees with"),
-        ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage", "one of 0, 1, 2, 3"),
-        ({"zero_optimization": {"sub_group_sice": 1}}, "zero_optimization.sub_group_sice", "nearest is sub_group_size"),
-        ({"offload": "cpu", "zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload", "keep one of them"),
-        ({"offload": "disk"}, "offload", "must be one of none, cpu, nvme, auto"),
-        ({"offload": "nvme", "zero_stage": 2, "nvme_path": "/n"}, "offload", "needs ZeRO-3"),
-        ({"offload": "nvme"}, "nvme_path", "a folder on the disk"),
-        ({"deepspeed_config": {"zero_optimization": {}}}, "deepspeed_config.zero_optimization", "one level up"),
-        ({"deepspeed_config": {"dump_stat": True}}, "deepspeed_config.dump_stat", "the nearest is dump_state"),
-        ({"deepspeed_config": {"amp": {}}}, "deepspeed_config.amp", "has been removed"),
-        (
-            {"deepspeed_config": {"tensorboard": {"enable": True}}},
-            "deepspeed_config.tensorboard.enable",
-            "the nearest is enabled",
-        ),
-        ({"aio": {"queue_dept": 8}}, "aio.queue_dept", "the nearest is queue_depth"),
-        ({"deepspeed_config": {"aio": 8}}, "deepspeed_config.aio", "must be a section of keys"),
-        ({"steps_per_prin": 1}, "steps_per_prin", "the nearest known one is steps_per_print"),
-        ({"steps_per_print": "often"}, "steps_per_print", "must be at least 1, or ~"),
-        ({"deepspeed_config": {"wall_clock_breakdown": 2}}, "deepspeed_config.wall_clock_breakdown", "true or false"),
-        (
-            {"zero_optimization": {"offload_param": {"devise": "cpu"}}},
-            "zero_optimization.offload_param.devise",
-            "the nearest is device",
-        ),
-        (
-            {"activation_checkpointing": {"cpu_checkpointin": True}},
-            "activation_checkpointing.cpu_checkpointin",
-            "the nearest is cpu_checkpointing",
-        ),
-        (
-            {"activation_checkpointing": {"cpu_checkpointing": True}},
-            "activation_checkpointing.cpu_checkpointing",
-            "does nothing for models of transformers",
-        ),
-    ],
-)
-def test_mistakes(tmp_path: Path, config: dict[str, Any], key: str, rule: str) -> None:
-    (problem,) = mistakes(tmp_path, changed({NAME: "deepspeed_train", CONFIG: config}))
-    assert problem.key == f"{CONFIG}.{key}" and rule in problem.rule
-
-
 def test_a_wrong_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_ENABLE_PARAM_OFFLOAD", "yes")
     (problem,) = mistakes(tmp_path, changed({NAME: "deepspeed_train", CONFIG: {}}))
@@ -193,17 +125,6 @@ def test_cases_load(case: str, algorithm: str) -> None:
     roles = ["actor_train", "critic"] if algorithm == "gae" else ["actor_train"]
     expected = [f"{role}.strategy_args.strategy_config.offload" for role in roles]
     assert sorted(said) == (expected if case == "zero1_cpu_offload" else [])
-
-
-def test_stage_and_offload_are_set_for_each_role() -> None:
-    overrides = ["critic.strategy_args.strategy_config.zero_stage=1"]
-    loaded = load_config(
-        None, ROOT / "examples/deepspeed/zero3_no_offload.yaml", overrides=overrides, check_files=False
-    )
-    stages = [
-        getattr(loaded.config, role).strategy_args.strategy_config["zero_stage"] for role in ("actor_train", "critic")
-    ]
-    assert stages == [3, 1]
 
 
 def test_neutral_sections_of_published_files_load(tmp_path: Path) -> None:

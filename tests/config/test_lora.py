@@ -46,55 +46,15 @@ def test_targets_load(tmp_path: Path, role: str, target: Any) -> None:
     assert mistakes(tmp_path, changed(changes, base) if base else changed(changes)) == ()
 
 
-@pytest.mark.parametrize(
-    ("changes", "key", "rule"),
-    [
-        ({"additional_target": "embed_tokens"}, "additional_target", "goes with lora_target"),
-        (
-            {"lora_target": "all-linear", "freeze_module_prefix": "model.embed"},
-            "freeze_module_prefix",
-            "the whole base is frozen",
-        ),
-        ({"lora_target": "all-linear", "lora_dropout": 0.1}, "lora_dropout", "must be 0 in reinforcement learning"),
-        ({"lora_target": "all-linear", "lora_rank": 0}, "lora_rank", "must be at least 1"),
-        ({"adapter_name_or_path": "/nowhere/adapter"}, "adapter_name_or_path", "no such folder"),
-    ],
-)
-def test_mistakes(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) -> None:
+def test_an_adapter_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
-    data = {f"{MODEL}.{name}": value for name, value in changes.items()}
-    data |= {"actor_train.data_args.file_name": [str(tmp_path / "train.jsonl")], "validation": GONE}
+    data = {f"{MODEL}.adapter_name_or_path": "/nowhere/adapter", "validation": GONE}
+    data["actor_train.data_args.file_name"] = [str(tmp_path / "train.jsonl")]
     (problem,) = mistakes(tmp_path, changed(data), check_files=True)
-    assert problem.key == f"{MODEL}.{key}"
-    assert rule in problem.rule
-
-
-def test_megatron_trains_some_modules_in_full(tmp_path: Path) -> None:
-    strategy = {"strategy_name": "megatron_train", "strategy_config": {}}
-    changes = {"sft_train.model_args.lora_target": "q_proj", "sft_train.strategy_args": strategy}
-    known = {**changes, "sft_train.model_args.additional_target": "embed_tokens,lm_head,model.norm"}
-    known["sft_train.model_args.lora_dropout"] = 0.1
-    assert mistakes(tmp_path, changed(known, GOOD_SFT)) == ()
-    other = {**changes, "sft_train.model_args.additional_target": "lm_head,o_proj"}
-    (problem,) = mistakes(tmp_path, changed(other, GOOD_SFT))
-    assert problem.key == "sft_train.model_args.additional_target"
-    assert "embed_tokens, lm_head and norms in full, not o_proj," in problem.rule
-    assert "strategy_name: fsdp2_train" in problem.rule
-
-
-@pytest.mark.parametrize("config", [{}, {"ep_size": 2}])
-def test_dropout_does_not_go_with_adapters_of_experts(tmp_path: Path, config: dict[str, Any]) -> None:
-    section = {"strategy_name": "fsdp2_train", "strategy_config": config}
-    data = {"sft_train.strategy_args": section, "sft_train.device_mapping": "list(range(0,2))"}
-    data |= {"sft_train.model_args.lora_target": "all-linear,experts", "sft_train.model_args.lora_dropout": 0.1}
-    (problem,) = mistakes(tmp_path, changed(data, GOOD_SFT))
-    assert problem.key == "sft_train.model_args.lora_dropout" and "see no input to drop" in problem.rule
+    assert problem.key == f"{MODEL}.adapter_name_or_path" and "no such folder" in problem.rule
 
 
 def test_adapted_experts_travel_merged(tmp_path: Path) -> None:
-    data = {f"{MODEL}.lora_target": "all-linear,experts", "weight_sync": {"lora": "adapter"}}
-    (problem,) = mistakes(tmp_path, changed(data))
-    assert problem.key == "weight_sync.lora" and problem.example == "merged" and "adapters of experts" in problem.rule
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     held = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
@@ -103,11 +63,6 @@ def test_adapted_experts_travel_merged(tmp_path: Path) -> None:
         tmp_path, changed({f"{MODEL}.adapter_name_or_path": str(adapter), "weight_sync": {"lora": "adapter"}})
     )
     assert problem.key == "weight_sync.lora"
-
-
-def test_dropout_is_for_supervised_training(tmp_path: Path) -> None:
-    changes = {"sft_train.model_args.lora_target": "q_proj", "sft_train.model_args.lora_dropout": 0.1}
-    assert mistakes(tmp_path, changed(changes, GOOD_SFT)) == ()
 
 
 def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

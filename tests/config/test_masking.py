@@ -280,18 +280,3 @@ def test_random_texts_of_any_alphabet_are_recognised(alphabet: str) -> None:
     random = Random(0)
     found = [looks_random("".join(random.choices(ALPHABETS[alphabet], k=random.randint(20, 64)))) for _ in range(2000)]
     assert sum(found) >= 0.99 * len(found)
-
-
-def texts_of(tree: Any) -> Iterator[str]:
-    if isinstance(tree, dict):
-        yield from (text for key, value in tree.items() for text in (key, *texts_of(value)) if isinstance(text, str))
-    elif isinstance(tree, list):
-        yield from (text for value in tree for text in texts_of(value))
-    elif isinstance(tree, str):
-        yield tree
-
-
-def test_texts_of_published_files_and_ours_are_not() -> None:
-    texts = {text for root in ROOTS for _, tree in trees_of(root) for text in texts_of(tree)}
-    wrong = [text for text in texts if looks_random(text)]
-    assert len(texts) > 500 and len(wrong) <= 0.001 * len(texts), wrong

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from roll.config.plan.planning import data_parallel_size
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
-from tests.config.good import changed, load, mistakes
+from tests.config.good import changed, load
 
 STRATEGY = "actor_train.strategy_args"
 SIZES = f"{STRATEGY}.strategy_config"
@@ -40,41 +39,6 @@ def test_the_plan_counts_replicas(tmp_path: Path) -> None:
     changes = {f"{STRATEGY}.strategy_name": "megatron_train", SIZES: {"tensor_model_parallel_size": 2}}
     loaded = load(tmp_path, changed({**changes, "actor_train.device_mapping": "list(range(0,4))"}))
     assert (loaded.plan.training["actor_train"].dp_size, loaded.plan.roles["actor_train"].world_size) == (2, 4)
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "rule"),
-    [
-        (
-            {SIZES: {"tensor_model_parallel_size": 4}},
-            f"{SIZES}.tensor_model_parallel_size",
-            "must divide the role's 2 ranks",
-        ),
-        (
-            {SIZES: {"virtual_pipeline_model_parallel_size": 2}},
-            f"{SIZES}.virtual_pipeline_model_parallel_size",
-            "needs pipeline_model_parallel_size of at least 2",
-        ),
-        (
-            {SIZES: {"expert_model_parallel_size": 4}},
-            f"{SIZES}.expert_model_parallel_size",
-            "must divide the role's 2 ranks",
-        ),
-        ({SIZES: {"moe_token_dispatcher_type": "flex"}}, f"{SIZES}.moe_token_dispatcher_type", "needs DeepEP"),
-        ({SIZES: {"fp8": "e4m3"}}, f"{SIZES}.fp8", "not available yet"),
-        ({SIZES: {"recompute_granularity": "half"}}, f"{SIZES}.recompute_granularity", "full, selective"),
-        ({"actor_train.model_args.ulysses_size": 2}, "actor_train.model_args.ulysses_size", "not available yet"),
-        (
-            {"actor_train.data_args.image_max_pixels": 1024},
-            "actor_train.data_args.image_max_pixels",
-            "images with Megatron, which has no vision tower",
-        ),
-    ],
-)
-def test_mistakes(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) -> None:
-    base = {f"{STRATEGY}.strategy_name": "megatron_train", SIZES: {}}
-    (problem,) = mistakes(tmp_path, changed({**base, **changes}))
-    assert problem.key == key and rule in problem.rule
 
 
 def test_keys_of_published_files_are_accepted_and_explained(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from roll.config.plan.plan import MicroBatching, micro_batching, with_packed_lengths
 from roll.config.plan.render import render_plan
 from roll.config.roles import SequencePackingArguments, TrainingArguments, WorkerConfig
-from tests.config.good import GOOD_SFT, changed, load, mistakes
+from tests.config.good import changed, load
 
 DYNAMIC = {"actor_train.use_dynamic_batching_in_train": True}
 TRAIN_BUDGET = "actor_train.max_tokens_per_microbatch_in_train"
@@ -63,82 +63,6 @@ def test_rule_of_a_role(keys: dict[str, Any], train: MicroBatching, infer: Micro
 def balanced(name: str, **arguments: Any) -> dict[str, Any]:
     packing = {"algorithm": "load_balance"} | arguments
     return {f"{name}.use_sequence_packing": True, f"{name}.sequence_packing_args": packing}
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "rule", "example"),
-    [
-        (DYNAMIC, TRAIN_BUDGET, "is needed with use_dynamic_batching_in_train", 1024),
-        (DYNAMIC | {TRAIN_BUDGET: 200}, TRAIN_BUDGET, "less than the longest sequence (256 tokens)", 256),
-        (
-            DYNAMIC | {TRAIN_BUDGET: 256, "actor_train.sequence_length_round_in_train": 100},
-            TRAIN_BUDGET,
-            "256 tokens, 300 in steps of sequence_length_round_in_train",
-            300,
-        ),
-        (
-            balanced("actor_train", max_packed_sequence_length_forward=100),
-            "actor_train.sequence_packing_args.max_packed_sequence_length_forward",
-            "less than the longest sequence (256 tokens)",
-            256,
-        ),
-        (
-            balanced("actor_train", min_num_micro_batches_train=65),
-            "actor_train.sequence_packing_args.min_num_micro_batches_train",
-            "more than the 64 rows that a rank has in an optimizer step",
-            64,
-        ),
-        (
-            balanced("actor_train") | DYNAMIC | {TRAIN_BUDGET: 4096},
-            "actor_train.use_dynamic_batching_in_train",
-            "two ways to form micro-batches",
-            False,
-        ),
-        (
-            {"reference.use_dynamic_batching_in_infer": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
-            "reference.max_tokens_per_microbatch_in_infer",
-            "is needed",
-            1024,
-        ),
-    ],
-)
-def test_mistakes(tmp_path: Path, changes: dict[str, Any], key: str, rule: str, example: Any) -> None:
-    (problem,) = mistakes(tmp_path, changed(changes))
-    assert problem.key == key
-    assert rule in problem.rule
-    assert problem.example == example
-
-
-def test_sft_is_checked_against_its_own_length(tmp_path: Path) -> None:
-    keys = {"sft_train.use_dynamic_batching_in_train": True, "sft_train.max_tokens_per_microbatch_in_train": 128}
-    (problem,) = mistakes(tmp_path, changed(keys, GOOD_SFT))
-    assert "(256 tokens)" in problem.rule
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "text"),
-    [
-        ({TRAIN_BUDGET: 4096}, TRAIN_BUDGET, "no effect without use_dynamic_batching_in_train"),
-        (
-            {"actor_train.sequence_packing_args.max_packed_sequence_length_train": 4096},
-            "actor_train.sequence_packing_args",
-            "no effect without use_sequence_packing",
-        ),
-        (
-            balanced("actor_train", algorithm="none", min_num_micro_batches_train=2),
-            "actor_train.sequence_packing_args",
-            "no effect without algorithm: load_balance",
-        ),
-        (
-            {"reference.use_dynamic_batching_in_train": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
-            "reference.use_dynamic_batching_in_train",
-            "no effect: this role does not train",
-        ),
-    ],
-)
-def test_keys_without_effect_are_noted(tmp_path: Path, changes: dict[str, Any], key: str, text: str) -> None:
-    loaded = load(tmp_path, changed(changes))
-    assert any(notice.key == key and text in str(notice) for notice in loaded.warnings)
 
 
 @pytest.mark.parametrize(

@@ -33,11 +33,7 @@ DENSE: dict[str, Any] = {
     "num_hidden_layers": 6,
     "intermediate_size": 64,
 }
-TRAIN = "actor_train.strategy_args.strategy_config"
 INFER = "actor_infer.strategy_args.strategy_config"
-MEGATRON = {"actor_train.strategy_args.strategy_name": "megatron_train", TRAIN: {}}
-VLLM = {"actor_infer.strategy_args.strategy_name": "vllm", INFER: {}, "actor_infer.device_mapping": "list(range(0,8))"}
-SGLANG = VLLM | {"actor_infer.strategy_args.strategy_name": "sglang"}
 
 
 @pytest.fixture
@@ -115,101 +111,6 @@ def test_a_family_becomes_available_by_its_entry(folder: Path, monkeypatch: pyte
     assert found(folder, RECURRENT) == ()
 
 
-@pytest.mark.parametrize(
-    ("changes", "key", "words"),
-    [
-        ({f"{TRAIN}.wrap_policy.moe_experts": ["Qwen3MoeMLP"]}, None, ""),
-        ({f"{TRAIN}.wrap_policy.moe_experts": ["Qwen3MoeExpert"]}, f"{TRAIN}.wrap_policy.moe_experts", "no class of"),
-        (
-            {
-                "actor_train.model_args.moe_aux_loss_coef": 0.001,
-                "actor_train.model_args.gradient_checkpointing_use_reentrant": True,
-            },
-            "actor_train.model_args.gradient_checkpointing_use_reentrant",
-            "must be false with moe_aux_loss_coef",
-        ),
-    ],
-)
-def test_keys_of_experts(folder: Path, changes: dict[str, Any], key: str | None, words: str) -> None:
-    problems = found(folder, {**DENSE, "model_type": "qwen3_moe", "num_experts": 4}, **changes)
-    assert [problem.key for problem in problems] == ([key] if key else [])
-    assert all(words in problem.rule for problem in problems)
-
-
-def test_a_dense_model_has_no_experts_to_wrap(folder: Path) -> None:
-    (problem,) = found(folder, DENSE, **{f"{TRAIN}.wrap_policy.moe_experts": ["Qwen3MoeMLP"]})
-    assert problem.key == f"{TRAIN}.wrap_policy.moe_experts"
-    assert "which model_type qwen2 is not" in problem.rule
-
-
-EXPERTS = {**DENSE, "model_type": "qwen3_moe", "num_experts": 6}
-TENSOR2 = {**MEGATRON, TRAIN: {"tensor_model_parallel_size": 2}}
-
-
-@pytest.mark.parametrize(
-    ("model", "changes", "key", "words"),
-    [
-        (EXPERTS, {**MEGATRON, TRAIN: {"expert_model_parallel_size": 2}}, None, ""),
-        (
-            DENSE,
-            {**MEGATRON, TRAIN: {"expert_model_parallel_size": 2}},
-            f"{TRAIN}.expert_model_parallel_size",
-            "is for",
-        ),
-        (EXPERTS, TENSOR2, f"{TRAIN}.sequence_parallel", "must be true"),
-    ],
-)
-def test_experts_over_ranks(
-    folder: Path, model: dict[str, Any], changes: dict[str, Any], key: str | None, words: str
-) -> None:
-    problems = found(folder, model, **changes)
-    assert [problem.key for problem in problems] == ([key] if key else []), problems
-    assert all(words in problem.rule for problem in problems)
-
-
-@pytest.mark.parametrize(
-    ("model", "modes", "more", "key", "words"),
-    [
-        (EXPERTS, ("R3", "R3"), {}, None, ""),
-        (EXPERTS, ("R2", "disabled"), {"enable_old_logprobs_recompute": True}, None, ""),
-        (
-            EXPERTS,
-            ("R2", "disabled"),
-            {"force_disable_old_logprobs_recompute": True},
-            "actor_train.router_replay.mode",
-            "which this run has none of",
-        ),
-        (EXPERTS, ("R3", "disabled"), {}, "actor_infer.router_replay.mode", "set both"),
-        (EXPERTS, ("disabled", "R3"), {}, "actor_infer.router_replay.mode", "set both"),
-        (
-            DENSE,
-            ("R2", "disabled"),
-            {"enable_old_logprobs_recompute": True},
-            "actor_train.router_replay.mode",
-            "is for",
-        ),
-        (EXPERTS, ("R3", "R3"), VLLM, None, ""),
-        (EXPERTS, ("R3", "R3"), SGLANG, "actor_train.router_replay.mode", "which sglang does not"),
-        (
-            EXPERTS,
-            ("R3", "R3"),
-            VLLM | {"actor_infer.strategy_args.strategy_config.enable_prefix_caching": False},
-            "actor_infer.strategy_args.strategy_config.enable_prefix_caching",
-            "with its blocks",
-        ),
-    ],
-)
-def test_router_replay(
-    folder: Path, model: dict[str, Any], modes: tuple[str, str], more: dict[str, Any], key: str | None, words: str
-) -> None:
-    changes = {
-        f"{role}.router_replay.mode": mode for role, mode in zip(("actor_train", "actor_infer"), modes, strict=True)
-    }
-    problems = found(folder, model, **changes, **more)
-    assert [problem.key for problem in problems] == ([key] if key else []), problems
-    assert all(words in problem.rule for problem in problems)
-
-
 def test_a_judge_by_an_engine_may_be_of_any_family(folder: Path) -> None:
     (folder / "judge").mkdir()
     (folder / "judge" / "config.json").write_text(json.dumps(RECURRENT))
@@ -225,50 +126,6 @@ def test_a_judge_by_an_engine_may_be_of_any_family(folder: Path) -> None:
     assert found(folder, DENSE, **judge) == ()
     judge["reward_model"]["strategy_args"] = {"strategy_name": "hf_infer"}  # type: ignore[index]
     assert "linear-attention" in found(folder, DENSE, **judge)[0].rule
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "rule", "example"),
-    [
-        ({**MEGATRON, f"{TRAIN}.tensor_model_parallel_size": 4, "actor_train.device_mapping": [0, 1, 2, 3]},
-         f"{TRAIN}.tensor_model_parallel_size", "must divide the model's 2 key-value heads", 2),
-        ({**MEGATRON, f"{TRAIN}.pipeline_model_parallel_size": 4, "actor_train.device_mapping": [0, 1, 2, 3]},
-         f"{TRAIN}.pipeline_model_parallel_size", "must divide the model's 6 layers", 3),
-        ({**MEGATRON, f"{TRAIN}.pipeline_model_parallel_size": 2, f"{TRAIN}.virtual_pipeline_model_parallel_size": 2},
-         f"{TRAIN}.pipeline_model_parallel_size", "x virtual_pipeline_model_parallel_size 2 must divide", 1),
-        ({f"{TRAIN}.wrap_policy.transformer_layer_cls_to_wrap": ["Qwen2Layer"]},
-         f"{TRAIN}.wrap_policy.transformer_layer_cls_to_wrap", "its layers are Qwen2DecoderLayer",
-         "[Qwen2DecoderLayer]"),
-        ({**VLLM, f"{INFER}.tensor_parallel_size": 8, "pretrain": "./model"}, None, "", None),
-        ({"actor_train.model_args.ulysses_size": 3, "actor_train.device_mapping": [0, 1, 2],
-          "actor_train.training_args.gradient_accumulation_steps": 32, "rollout_batch_size": 768,
-          "actor_train.training_args.per_device_train_batch_size": 1},
-         "actor_train.model_args.ulysses_size", "must divide the model's 8 attention heads", 2),
-    ],
-)  # fmt: skip
-def test_shapes(folder: Path, changes: dict[str, Any], key: str | None, rule: str, example: Any) -> None:
-    problems = [problem for problem in found(folder, DENSE, **changes) if "samples do not divide" not in problem.rule]
-    assert [problem.key for problem in problems] == ([key] if key else [])
-    if key:
-        assert rule in problems[0].rule and problems[0].example == example
-
-
-def test_heads_of_an_engine(folder: Path) -> None:
-    (problem,) = found(folder, {**DENSE, "num_attention_heads": 12, "num_key_value_heads": 3}, **VLLM,
-                       **{f"{INFER}.tensor_parallel_size": 2})  # fmt: skip
-    assert "must divide the model's 3 key-value heads, or be a multiple" in problem.rule and problem.example == 1
-    (problem,) = found(folder, {**DENSE, "num_attention_heads": 6}, **VLLM, **{f"{INFER}.tensor_parallel_size": 4})
-    assert "must divide the model's 6 attention heads" in problem.rule and problem.example == 2
-
-
-def test_a_vision_language_model(folder: Path) -> None:
-    """Sizes are those of the language model in it; Megatron has no tower, and the message says what has."""
-    model = {"model_type": "qwen3_vl", "vision_config": {}, "text_config": DENSE, "image_token_id": 5}
-    three = {"actor_train.model_args.ulysses_size": 3, "actor_train.device_mapping": [0, 1, 2]}
-    rules = [problem.rule for problem in found(folder, model, **three)]
-    assert any("must divide the model's 8 attention heads" in rule for rule in rules), rules
-    (problem,) = found(folder, model, **MEGATRON)
-    assert problem.rule.endswith("no vision tower of these families; strategy_name: fsdp2_train has"), problem.rule
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"', ""])
@@ -426,15 +283,3 @@ def test_flash_attention_without_its_package_is_noted(folder: Path, monkeypatch:
     monkeypatch.setattr("roll.config.model_files.is_installed", lambda module: False)
     (note,) = [n.text for n in load_config(None, folder / "run.yaml").warnings if n.key == key]
     assert "sdpa" in note
-
-
-def test_an_engine_longer_than_the_models_positions_is_refused(folder: Path) -> None:
-    model = DENSE | {"max_position_embeddings": 512}
-    assert found(folder, model, **{f"{INFER}.max_model_len": 512}) == ()
-    (problem,) = found(folder, model, **{f"{INFER}.max_model_len": 1024})
-    assert problem.key.endswith("max_model_len") and problem.example == 256
-    longer = {
-        f"{INFER}.max_model_len": 1024,
-        "actor_infer.model_args.model_config_kwargs.max_position_embeddings": 2048,
-    }
-    assert found(folder, model, **longer) == ()

@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from roll.methods.preferences_keys import DPOConfig
 from roll.methods.reward_model_keys import RMConfig
 from roll.methods.supervised import SupervisedPlan
-from tests.config.good import changed, load, mistakes
-
-GOOD_RM: dict[str, Any] = {
-    "pretrain": "owner/model",
-    "max_steps": 10,
-    "reward_train": {
-        "device_mapping": [0, 1],
-        "model_args": {"model_type": "auto_sequence_classification"},
-        "training_args": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
-        "data_args": {"file_name": "train.jsonl"},
-        "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": {}},
-    },
-}
+from tests.config.good import GOOD_RM, changed, load, mistakes
 
 
 def test_a_section_reward_train_makes_it_an_rm_run(tmp_path: Path) -> None:
@@ -31,24 +18,6 @@ def test_a_section_reward_train_makes_it_an_rm_run(tmp_path: Path) -> None:
     assert loaded.pipeline.name == "rm" and isinstance(loaded.config, RMConfig)
     assert isinstance(loaded.plan, SupervisedPlan) and loaded.plan.global_batch_size == 16
     assert load(tmp_path, GOOD_RM | {"loss_type": "regression"}).pipeline.name == "rm", "loss_type is DPO's key as well"
-
-
-MISTAKES: list[tuple[dict[str, Any], str, str]] = [
-    (
-        {"reward_train.strategy_args": {"strategy_name": "megatron_train"}},
-        "reward_train.strategy_args.strategy_name",
-        "a critic's head",
-    ),
-    ({"reward_train.model_args.model_type": "trl"}, "reward_train.model_args.model_type", "must be auto_sequence"),
-    ({"loss_type": "process"}, "score_input", "at their last tokens"),
-    ({"rejected_key": "chosen"}, "rejected_key", "the chosen responses too"),
-]
-
-
-@pytest.mark.parametrize(("changes", "key", "rule"), MISTAKES)
-def test_mistakes(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) -> None:
-    (problem,) = mistakes(tmp_path, changed(changes, GOOD_RM))
-    assert problem.key == key and rule in problem.rule
 
 
 @pytest.mark.parametrize("asked", ["chat", "tokens"])

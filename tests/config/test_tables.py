@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from roll.config.estimators import ADV_ESTIMATORS, Estimator
+from roll.config.json_schema import json_schema
 from roll.config.names import REWARDS, BuiltInReward
 from roll.config.pipelines import TRAINS
 from roll.config.policy_losses import POLICY_LOSSES, PolicyLoss
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.fields import Table, setting
-from roll.config.reference import explain, json_schema, page
+from roll.config.reference import explain, page
 from roll.config.strategies.base import Backend, Package, StrategyConfig
 from roll.config.strategies.registry import BACKENDS
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -51,7 +52,7 @@ def test_the_loader_takes_the_names(tmp_path: Path) -> None:
     changes |= {f"{STRATEGY}.strategy_name": "toy_train", f"{STRATEGY}.strategy_config": {"toy_ranks": "2e0"}}
     loaded = load(tmp_path, changed(changes))
     assert loaded.plan.roles["actor_train"].strategy_name == "toy_train"
-    assert "toy_train" in TRAINS.strategies
+    assert "toy_train" in TRAINS.able()
     assert not [notice for notice in loaded.warnings if "toy" in str(notice)]
     with pytest.raises(ConfigError, match="make toys"):
         require_packages(loaded)

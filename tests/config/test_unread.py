@@ -25,50 +25,9 @@ from roll.pipelines.rlvr.config import RLVRConfig
 from tests.config.good import GOOD, GOOD_SFT, changed, load
 
 TRAIN, INFER = "actor_train", "actor_infer"
-SHARD = f"{TRAIN}.strategy_args.strategy_config"
+
 
 # (changes, key that is named, part of the note)
-UNREAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"pg_variant": "cispo", "use_pg_clip_range": True}, "use_pg_clip_range", "with loss: cispo (read with ppo"),
-    ({"actor_train.pg_variant": "cispo", "pg_clip": 0.3}, "pg_clip", "with loss: cispo"),
-    ({"pg_variant": "gspo-token", "tis_upper_bound": 2.0}, "tis_upper_bound", "(read with tis)"),
-    ({"pg_variant": "raft++", "dual_clip_loss": True}, "dual_clip_loss", "with loss: raft++"),
-    ({"pg_variant": "gspo", "importance_sampling": "seq"}, "importance_sampling", "(read with ppo, clip_cov"),
-    ({"cispo_epsilon_high": 0.1}, "cispo_epsilon_high", "with loss: ppo (read with cispo)"),
-    ({"pg_clip_low": 0.2}, "pg_clip_low", "without use_pg_clip_range: true"),
-    ({"dual_clip_coef": 3.0}, "dual_clip_coef", "without dual_clip_loss: true"),
-    ({"lambd": 0.9}, "lambd", "with estimator: grpo (read with gae"),
-    ({"estimator": "rloo", "gamma": 0.9}, "gamma", "with estimator: rloo"),
-    ({"pass_k": 2}, "pass_k", "read with pass@k"),
-    ({"value_clip": 0.2}, "value_clip", "without critic"),
-    ({"loss_norm_length": 8, "kl_loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_norm_length", "without the mode"),
-    ({"target_kl": 0.1}, "target_kl", "without add_token_level_kl: true"),
-    ({"add_token_level_kl": True, "kl_horizon": 10}, "kl_horizon", "without target_kl"),
-    ({"kl_loss_type": "k2"}, "kl_loss_type", "without use_kl_loss: true"),
-    ({"overlong_penalty_factor": 0.5}, "overlong_penalty_factor", "without overlong_buffer_length"),
-    ({"difficulty_low_threshold": 0.1}, "difficulty_low_threshold", "without difficulty_mask: true"),
-    ({"partial_rollout": False}, "partial_rollout", "without async_generation_ratio"),
-    ({"rollout_mock.dump_dir": "x"}, "rollout_mock.dump_dir", "without enable: true"),
-    ({"checkpoint_config.keep_local_file": False}, "checkpoint_config.keep_local_file", "without output_dir"),
-    ({f"{SHARD}.tiled_num_shards": 8}, f"{SHARD}.tiled_num_shards", "without apply_tiled_mlp: true"),
-    ({f"{TRAIN}.training_args.min_lr_ratio": 0.1, f"{TRAIN}.training_args.lr_scheduler_type": "constant"},
-     f"{TRAIN}.training_args.min_lr_ratio", "with lr_scheduler_type: constant (read with linear, cosine, "),
-    ({"rewards.math.error_value": 0.5}, "rewards.math.error_value", "with on_error: mask (read with value)"),
-    ({f"{INFER}.data_args.template": "qwen2_5"}, f"{INFER}.data_args", "only roles that read data"),
-    ({f"{INFER}.infer_batch_size": 4}, f"{INFER}.infer_batch_size", "only roles that compute log-probs or train"),
-    ({"reference.training_args.learning_rate": 1.0}, "reference.training_args", "only roles that train"),
-    ({"rewards.math.model_args.dtype": "fp32"}, "rewards.math.model_args", "only roles that hold a model"),
-    ({"reference.model_args.disable_gradient_checkpointing": True},
-     "reference.model_args.disable_gradient_checkpointing", "only roles that train"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "key", "fragment"), UNREAD, ids=[key for _, key, _ in UNREAD])
-def test_a_key_that_nothing_reads_is_named(tmp_path: Path, changes: dict[str, Any], key: str, fragment: str) -> None:
-    notes = {notice.key: notice.text for notice in load(tmp_path, changed(changes)).warnings}
-    assert "no effect" in notes[key] and fragment in notes[key]
-
-
 @pytest.mark.parametrize(
     ("changes", "keys"),
     [

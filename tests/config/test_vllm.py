@@ -10,7 +10,7 @@ import pytest
 from roll.config.roles import StrategyArguments
 from roll.config.strategies.registry import typed_strategy_config
 from roll.config.strategies.vllm import VllmStrategyConfig
-from tests.config.good import changed, load, mistakes
+from tests.config.good import changed, load
 
 NAME = "actor_infer.strategy_args.strategy_name"
 OPTIONS = "actor_infer.strategy_args.strategy_config"
@@ -80,40 +80,6 @@ def test_num_gpus_per_worker_is_the_size_of_an_engine(
     assert (role.num_gpus_per_worker, loaded.plan.roles["actor_infer"].world_size) == (size, 8 // size)
     noted = [notice.key for notice in loaded.warnings if notice.key == PER_WORKER]
     assert noted == ([PER_WORKER] if per_worker != size else [])
-
-
-@pytest.mark.parametrize(
-    ("options", "changes", "key", "rule"),
-    [
-        ({"tensor_parallel_size": 2}, {DEVICES: [0, 1, 2]}, DEVICES, "must be a multiple of 2 devices"),
-        ({"tensor_parallel_size": 2}, {DEVICES: [0, 7, 8, 9], "num_gpus_per_node": 9}, DEVICES, "would span two nodes"),
-        ({"data_parallel_size": 2}, {}, f"{OPTIONS}.data_parallel_size", "every worker of the role is an engine"),
-        (
-            {"pipeline_parallel_size": 2, "in_flight_update": "keep"},
-            {DEVICES: [0, 1]},
-            f"{OPTIONS}.in_flight_update",
-            "needs an engine without stages",
-        ),
-    ],
-)
-def test_sizes_that_do_not_agree(
-    tmp_path: Path, options: dict[str, Any], changes: dict[str, Any], key: str, rule: str
-) -> None:
-    found = mistakes(tmp_path, with_options(options, **changes))
-    assert any(problem.key == key and rule in problem.rule for problem in found), found
-
-
-@pytest.mark.parametrize(
-    ("argument", "rule"),
-    [
-        ({"max_num_seqs": 4}, f"has a key of its own: write {OPTIONS}.max_num_seqs"),
-        ({"dtype": "half"}, "model_args.dtype decides"),
-    ],
-)
-def test_engine_args_do_not_bypass_the_keys(tmp_path: Path, argument: dict[str, Any], rule: str) -> None:
-    assert mistakes(tmp_path, with_options({"engine_args": {"max_logprobs": 20}})) == ()
-    (problem,) = mistakes(tmp_path, with_options({"engine_args": argument}))
-    assert problem.key.startswith(f"{OPTIONS}.engine_args.") and rule in problem.rule
 
 
 def test_an_engine_of_another_dtype_is_noted(tmp_path: Path) -> None:

@@ -47,43 +47,6 @@ def test_vllm_makes_room_for_the_adapter_that_it_is_sent(tmp_path: Path, rank: i
     assert "engine_args" not in section.strategy_args.strategy_config
 
 
-@pytest.mark.parametrize(
-    ("changes", "key", "rule"),
-    [
-        ({"lora_rank": 1024}, "lora_rank", "must be at most 512"),
-        ({"additional_target": "lm_head"}, "additional_target", "goes with weight_sync.lora: merged"),
-        ({"adapter_name_or_path": "somebody/adapter", "lora_target": None}, "lora_rank", "is needed"),
-    ],
-)
-def test_adapters_that_vllm_cannot_be_sent(tmp_path: Path, changes: dict[str, Any], key: str, rule: str) -> None:
-    actor = {"actor_train.model_args": {"dtype": "bf16", "lora_target": "all-linear", **changes}}
-    found = mistakes(tmp_path, changed(VLLM | {"weight_sync.lora": "adapter"} | actor))
-    assert any(problem.key == f"actor_train.model_args.{key}" and rule in problem.rule for problem in found), found
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "rule", "works"),
-    [
-        (VLLM | {"weight_sync.mode": "delta"}, "mode", "vllm takes whole layers only", "full"),
-        (SGLANG | {"weight_sync.mode": "delta"}, "mode", "sglang takes whole tensors only", "full"),
-        ({"weight_sync.lora": "adapter"}, "lora", "actor_train has no adapters", "merged"),
-        (LORA | {"weight_sync": {"lora": "adapter", "mode": "delta"}}, "mode", "A and B are sent whole", "trained"),
-        ({"weight_sync.transport": "carrier_pigeon"}, "transport", "object_store", None),
-        (
-            {"weight_sync.transport": "cuda_ipc", "actor_infer.device_mapping": [0, 1]},
-            "transport",
-            "needs every engine on the GPU of actor_train's first rank, device 0",
-            "object_store",
-        ),
-    ],
-)
-def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], key: str, rule: str, works: str | None) -> None:
-    (problem,) = mistakes(tmp_path, changed(changes))
-    assert problem.key == f"weight_sync.{key}"
-    assert rule in problem.rule
-    assert works is None or problem.example == works
-
-
 @pytest.mark.parametrize("engine", [VLLM, SGLANG])
 def test_weights_that_no_update_brings_back_are_not_dropped(tmp_path: Path, engine: dict[str, Any]) -> None:
     options = {"actor_infer.strategy_args.strategy_config": {"sleep_level": 2}}

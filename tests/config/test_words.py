@@ -16,7 +16,7 @@ from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reference import explain
 from roll.config.words.rows import OPTIONS, vocabulary
 from tests.config.good import GONE, GOOD, GOOD_SFT, changed, load, mistakes
-from tests.config.test_damaged import DAMAGES, SFT_DAMAGES
+from tests.config.test_mistakes import MISTAKES, Row
 
 TRAINING = "actor_train.training_args"
 SAMPLING = "actor_infer.generating_args"
@@ -132,13 +132,14 @@ def in_full(problem: Problem, name: str) -> str:
     return name if "." in name or not section else f"{section}.{name}"
 
 
-MISTAKES = [*((GOOD, *damage) for damage in DAMAGES), *((GOOD_SFT, *damage) for damage in SFT_DAMAGES)]
+# Damaged policies and supervised runs: no row of another group has a remedy that these lack.
+DAMAGES = [row for row in MISTAKES if row.base in (GOOD, GOOD_SFT) and not row.model]
 
 
-@pytest.mark.parametrize(("base", "changes", "key", "_"), MISTAKES)
-def test_remedies_are_remedies(tmp_path: Path, base: Any, changes: dict[str, Any], key: str, _: str) -> None:
+@pytest.mark.parametrize("row", DAMAGES, ids=lambda row: row.key)
+def test_remedies_are_remedies(tmp_path: Path, row: Row) -> None:
     """Followed to the letter, a remedy ends its mistake; a key that it names is known and read."""
-    damaged = changed(changes, base)
+    damaged, key = changed(row.changes, row.base), row.key
     problem = mistakes(tmp_path, damaged)[0]
     names = [name.replace("<name>", "math") for name in NAMED.findall(problem.rule)]
     if names and problem.rule.startswith("unknown key"):

@@ -154,14 +154,8 @@ def test_top_k_without_the_rest(settings: Settings, translated: Translate) -> No
     theirs = verl_distilled(RESPONSES, settings | GRPO, each)
     ours = topk_loss(loaded, logits, teacher, RESPONSES)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
-    leaves = (
-        [logits]
-        if not settings.get("distillation.distillation_loss.use_task_rewards", True)
-        else [
-            logits,
-            RESPONSES.log_probs,
-        ]
-    )
+    with_rewards = settings.get("distillation.distillation_loss.use_task_rewards", True)
+    leaves = [logits, *([RESPONSES.log_probs] if with_rewards else [])]
     for own, formula in zip(torch.autograd.grad(ours, leaves), torch.autograd.grad(theirs, leaves), strict=True):
         assert float((own - formula).abs().max()) <= 1e-6 * float(formula.abs().max())
 

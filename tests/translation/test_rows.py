@@ -1,266 +1,139 @@
-"""Every key that the five source documents name, by the number of its row in the list of what they promise."""
+"""Every key that the five source documents name, by the number of its row in the list of what they promise.
+
+A line of the table: row numbers | text | our keys with their values | their keys with words of their notes. ``@N`` is
+``strategy_args.strategy_name``, ``@O`` ``strategy_args.strategy_config``, ``@T`` ``training_args``; a key without a
+value must not be there.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import re
 
 import pytest
+import yaml
 
-from roll.translation.engine import Translation
+from roll.config.words.rows import expanded
 from roll.translation.reading import read_yaml
 from tests.translation import commands
 from tests.translation.conftest import Translate
 
-ACTOR, ENGINE, REFERENCE, CRITIC = "actor_train", "actor_infer", "reference", "critic"
-NAME, OPTIONS = "strategy_args.strategy_name", "strategy_args.strategy_config"
-HOME = "${oc.env:HOME}/data/gsm8k"
+TEXTS = {
+    "skyrl_train": commands.SKYRL_TRAIN,
+    "skyrl": commands.SKYRL,
+    "zero1": commands.VERL_CASES["zero1_no_offload"],
+    "zero1 cpu": commands.VERL_CASES["zero1_cpu_offload"],
+    "zero3 cpu": commands.VERL_CASES["zero3_cpu_offload"],
+    "grpo": commands.VERL_GRPO,
+    **{f"switch {name}": text for name, text in commands.SWITCH.items()},
+    **{f"tuning {name}": text for name, text in commands.TUNING.items()},
+}
+SHORT = {
+    "@N": "strategy_args.strategy_name",
+    "@O": "strategy_args.strategy_config",
+    "@T": "training_args",
+    "@Z": "strategy_args.strategy_config.zero_optimization",
+}
+TABLE = """
+A5 A6 | switch deepspeed | actor_train.@N=deepspeed_train; reference.@N=deepspeed_infer
+A7 C11 | switch fsdp | actor_train.@N=fsdp_train; reference.@N=fsdp_infer | trainer.strategy: FSDP1
+A8 | switch fsdp2 | actor_train.@N=fsdp2_train; reference.@N=fsdp2_infer
+A9 | skyrl_train | actor_train.@N=fsdp2_train
+B1 B3 B9 | switch fsdp of skyrl | actor_train.@N=fsdp2_train | trainer.strategy: FSDP2
+B3 default | skyrl | actor_train.@N=fsdp2_train
+B2 | switch megatron | actor_train.@N=megatron_train; reference.@N=megatron_infer
+A20 B8 | skyrl_train | estimator=grpo
+A21 | skyrl_train | actor_train.data_args.file_name=["${oc.env:HOME}/data/gsm8k/train.parquet"]
+A22 | skyrl_train | validation.data_args.file_name=["${oc.env:HOME}/data/gsm8k/validation.parquet"]
+A23 | skyrl_train | pretrain=Qwen/Qwen2.5-1.5B-Instruct
+A24 A25 A28 | tuning deepspeed | actor_train.@Z.{offload_param.device,offload_optimizer.device}=cpu
+A26 A27 | tuning deepspeed | actor_train.@Z.{sub_group_size,reduce_bucket_size}=100000000
+A28 any key | deepspeed_config.train.sparse_gradients=true | actor_train.@O.deepspeed_config.sparse_gradients=true
+A29 | deepspeed_config.eval.zero_optimization.stage3_prefetch_bucket_size=5e7 | \
+    reference.@Z.stage3_prefetch_bucket_size=50000000
+A32 B10 | tuning fsdp | reference.@O.offload_policy=true
+A33 B11 | tuning fsdp | | trainer.ref.fsdp_config.cpu_offload: is_offload_states
+A37 fsdp | trainer.strategy=fsdp trainer.ref.fsdp_config.cpu_offload=true | reference.@O.offload_policy=true
+C5 | yaml no packing | {actor_train,reference}.use_remove_padding=false
+C6 | yaml no packing | actor_train.@T.{per_device_train_batch_size,gradient_accumulation_steps}=8
+C7 | yaml no packing | {actor_train,reference}.infer_batch_size=32
+C11 fsdp2 | yaml fsdp2 | actor_train.@N=fsdp2_train
+C11 fsdp | yaml fsdp | actor_train.@N=fsdp_train | trainer.strategy: FSDP1
+C15 C16 | yaml memory | actor_train.@O.offload_policy=false; reference.@O.offload_policy=true
+C17 | yaml memory | actor_train.model_args.disable_gradient_checkpointing=false
+D2 | zero1 | estimator.name=gae; critic.@N=deepspeed_train; whiten_advantages=true
+D7 | zero1 | actor_infer.@N=vllm | actor_rollout_ref.rollout.mode: always scheduled one by one
+D14 D15 D21 D61 | zero3 cpu | {actor_train,critic}.@O.offload_param=true
+D22 D65 | zero1 | {actor_train,critic}.@O.fp32_grad_accumulation=true
+D23 D65 | zero1 | {actor_train,critic}.@O.step_each_micro_batch=false
+D24 | zero1 | | --config-name: ppo_trainer
+D25 D27 | zero1 | actor_train.@N=deepspeed_train | actor@actor_rollout_ref.actor: names the backend
+D26 | zero1 | critic.@N=deepspeed_train | critic: names the backend
+D28 | zero1 | | trainer.use_legacy_worker_impl: one implementation
+D29 D30 | zero1 | actor_infer.@O.load_format=auto; actor_infer.@O.tensor_parallel_size=1
+D31 | zero1 | actor_infer.@O.max_model_len=512; prompt_length=511; response_length=512 | \
+    actor_rollout_ref.rollout.max_model_len: less than prompt 512 + response 512
+D32 D33 | zero1 | actor_infer.@O.max_num_seqs=8; actor_infer.@O.max_num_batched_tokens=1024
+D34 | zero1 | actor_train.infer_batch_size=1
+D35 | zero1 | actor_infer.@O.gpu_memory_utilization=0.2
+D36 | zero1 | pretrain=Qwen/Qwen3-0.6B; critic.model_args.model_name_or_path=Qwen/Qwen3-0.6B
+D37 | zero1 | {actor_train,actor_infer,critic}.model_args.trust_remote_code=true | \
+    data.trust_remote_code: model_args.trust_remote_code
+D38 D39 | zero1 | actor_train.model_args.disable_gradient_checkpointing=false; actor_train.use_remove_padding=true
+D40 D41 | zero1 | {actor_train,critic}.@T.per_device_train_batch_size=2; \
+    {actor_train,critic}.@T.gradient_accumulation_steps=8 | \
+    critic.ppo_mini_batch_size: 32 prompts x 1 = 32 samples an optimizer step = 8 micro-batches of 2 on 2
+D42 | zero1 | {actor_train,critic}.max_tokens_per_microbatch_in_train | \
+    critic.ppo_max_token_len_per_gpu: without use_dynamic_bsz it has no effect
+D43 D44 | zero1 | use_kl_loss=false; reference.@N; add_token_level_kl=false
+D45 | zero1 | actor_train.data_args.file_name=[../data/gsm8k_ppo/train.parquet]; \
+    validation.data_args.file_name=[../data/gsm8k_ppo/test.parquet]
+D46 D47 | zero1 | rollout_batch_size=64; response_length=512
+D48 | zero1 | {actor_train,actor_infer,critic}.device_mapping=list(range(0,2)); num_gpus_per_node=2
+D49 D50 D51 D52 | zero1 | save_steps=0; eval_steps=0; validation.before_train=false; max_steps=60
+D53 | zero1 | track_with=[stdout]
+D54 | zero1 | | CUDA_VISIBLE_DEVICES: counted within it, from 0
+D59 | zero1 cpu | actor_train.@O.offload=cpu | critic.deepspeed_config.offload: ZeRO-1: none
+D62 D63 | zero3 cpu | {actor_train,critic}.@O.zero_stage=3
+D63 other spelling | actor_rollout_ref.actor.deepspeed_config.offload=cpu | actor_train.@O.offload=cpu
+D64 | zero1 | exp_name=zero1_no_offload
+D3 critic.enable | grpo | critic.@N | critic: left out: no critic in this run; critic.enable: left out
+D55 D68 | grpo | rewards.gsm8k_rule.reward_kwargs.method=flexible
+D66 D67 | grpo | estimator=grpo; norm_std_type=group
+D67 false | algorithm.norm_adv_by_std_in_grpo=False | norm_std_type=null
+D69 D70 D71 | grpo | rewards.gsm8k_rule.reward_kwargs.format_score=0.1; rewards.gsm8k_rule.reward_kwargs.score=1.0
+D72 D73 | grpo | rewards.gsm8k_rule.world_size=1; num_return_sequences_in_group=4
+D74 | grpo | actor_infer.@O.max_model_len=1024; actor_infer.@O.max_num_batched_tokens=2048; \
+    actor_infer.@O.max_num_seqs=8
+D75 | grpo | actor_train.@T.per_device_train_batch_size=1; actor_train.@T.gradient_accumulation_steps=64
+D76 D77 | grpo | prompt_length=256; response_length=512; actor_train.data_args.filter_overlong_prompts=true
+D78 | grpo | actor_train.@O.zero_stage=2; actor_train.@O.offload=none
+"""
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row's key in the translation of a text."""
-
-    name: str
-    text: str
-    keys: dict[str, Any] = field(default_factory=dict)
-    """Keys of ours with their values; ``...`` for a key that must not be there."""
-    says: dict[str, str] = field(default_factory=dict)
-    """A key of theirs, and words of what is said about it."""
-
-
-ZERO1, ZERO1_CPU = commands.VERL_CASES["zero1_no_offload"], commands.VERL_CASES["zero1_cpu_offload"]
-ZERO3_CPU, GRPO = commands.VERL_CASES["zero3_cpu_offload"], commands.VERL_GRPO
-
-SKYRL_ROWS = (
-    Row(
-        "A5 A6",
-        commands.SWITCH["deepspeed"],
-        {f"{ACTOR}.{NAME}": "deepspeed_train", f"{REFERENCE}.{NAME}": "deepspeed_infer"},
-    ),
-    Row(
-        "A7 C11",
-        commands.SWITCH["fsdp"],
-        {f"{ACTOR}.{NAME}": "fsdp_train", f"{REFERENCE}.{NAME}": "fsdp_infer"},
-        {"trainer.strategy": "FSDP1"},
-    ),
-    Row("A8", commands.SWITCH["fsdp2"], {f"{ACTOR}.{NAME}": "fsdp2_train", f"{REFERENCE}.{NAME}": "fsdp2_infer"}),
-    Row("A9", commands.SKYRL_TRAIN, {f"{ACTOR}.{NAME}": "fsdp2_train"}),
-    Row(
-        "B1 B3 B9", commands.SWITCH["fsdp of skyrl"], {f"{ACTOR}.{NAME}": "fsdp2_train"}, {"trainer.strategy": "FSDP2"}
-    ),
-    Row("B3 default", commands.SKYRL, {f"{ACTOR}.{NAME}": "fsdp2_train"}),
-    Row(
-        "B2",
-        commands.SWITCH["megatron"],
-        {f"{ACTOR}.{NAME}": "megatron_train", f"{REFERENCE}.{NAME}": "megatron_infer"},
-    ),
-    Row("A20 B8", commands.SKYRL_TRAIN, {"estimator": "grpo"}),
-    Row("A21", commands.SKYRL_TRAIN, {f"{ACTOR}.data_args.file_name": [f"{HOME}/train.parquet"]}),
-    Row("A22", commands.SKYRL_TRAIN, {"validation.data_args.file_name": [f"{HOME}/validation.parquet"]}),
-    Row("A23", commands.SKYRL_TRAIN, {"pretrain": "Qwen/Qwen2.5-1.5B-Instruct"}),
-    Row("A24 A28", commands.TUNING["deepspeed"], {f"{ACTOR}.{OPTIONS}.zero_optimization.offload_param.device": "cpu"}),
-    Row("A25", commands.TUNING["deepspeed"], {f"{ACTOR}.{OPTIONS}.zero_optimization.offload_optimizer.device": "cpu"}),
-    Row("A26", commands.TUNING["deepspeed"], {f"{ACTOR}.{OPTIONS}.zero_optimization.sub_group_size": 100_000_000}),
-    Row("A27", commands.TUNING["deepspeed"], {f"{ACTOR}.{OPTIONS}.zero_optimization.reduce_bucket_size": 100_000_000}),
-    Row(
-        "A28 any key",
-        "deepspeed_config.train.sparse_gradients=true",
-        {f"{ACTOR}.{OPTIONS}.deepspeed_config.sparse_gradients": True},
-    ),
-    Row(
-        "A29",
-        "deepspeed_config.eval.zero_optimization.stage3_prefetch_bucket_size=5e7",
-        {f"{REFERENCE}.{OPTIONS}.zero_optimization.stage3_prefetch_bucket_size": 50_000_000},
-    ),
-    Row("A32 B10", commands.TUNING["fsdp"], {f"{REFERENCE}.{OPTIONS}.offload_policy": True}),
-    Row("A33 B11", commands.TUNING["fsdp"], says={"trainer.ref.fsdp_config.cpu_offload": "is_offload_states"}),
-    Row(
-        "A37 fsdp",
-        "trainer.strategy=fsdp trainer.ref.fsdp_config.cpu_offload=true",
-        {f"{REFERENCE}.{OPTIONS}.offload_policy": True},
-    ),
-)
-README_ROWS = (
-    Row(
-        "C5",
-        commands.README_YAML["no packing"],
-        {f"{ACTOR}.use_remove_padding": False, f"{REFERENCE}.use_remove_padding": False},
-    ),
-    Row(
-        "C6",
-        commands.README_YAML["no packing"],
-        {
-            f"{ACTOR}.training_args.per_device_train_batch_size": 8,
-            f"{ACTOR}.training_args.gradient_accumulation_steps": 8,
-        },
-    ),
-    Row(
-        "C7", commands.README_YAML["no packing"], {f"{ACTOR}.infer_batch_size": 32, f"{REFERENCE}.infer_batch_size": 32}
-    ),
-    Row("C11 fsdp2", commands.README_YAML["fsdp2"], {f"{ACTOR}.{NAME}": "fsdp2_train"}),
-    Row("C11 fsdp", commands.README_YAML["fsdp"], {f"{ACTOR}.{NAME}": "fsdp_train"}, {"trainer.strategy": "FSDP1"}),
-    Row("C15", commands.README_YAML["memory"], {f"{ACTOR}.{OPTIONS}.offload_policy": False}),
-    Row("C16", commands.README_YAML["memory"], {f"{REFERENCE}.{OPTIONS}.offload_policy": True}),
-    Row("C17", commands.README_YAML["memory"], {f"{ACTOR}.model_args.disable_gradient_checkpointing": False}),
-)
-PPO_ROWS = (
-    Row("D2", ZERO1, {"estimator.name": "gae", f"{CRITIC}.{NAME}": "deepspeed_train", "whiten_advantages": True}),
-    Row("D7", ZERO1, {f"{ENGINE}.{NAME}": "vllm"}, {"actor_rollout_ref.rollout.mode": "always scheduled one by one"}),
-    Row(
-        "D14 D15 D21 D61",
-        ZERO3_CPU,
-        {f"{ACTOR}.{OPTIONS}.offload_param": True, f"{CRITIC}.{OPTIONS}.offload_param": True},
-    ),
-    Row(
-        "D22 D65",
-        ZERO1,
-        {f"{ACTOR}.{OPTIONS}.fp32_grad_accumulation": True, f"{CRITIC}.{OPTIONS}.fp32_grad_accumulation": True},
-    ),
-    Row(
-        "D23 D65",
-        ZERO1,
-        {f"{ACTOR}.{OPTIONS}.step_each_micro_batch": False, f"{CRITIC}.{OPTIONS}.step_each_micro_batch": False},
-    ),
-    Row("D24", ZERO1, says={"--config-name": "ppo_trainer"}),
-    Row(
-        "D25 D27", ZERO1, {f"{ACTOR}.{NAME}": "deepspeed_train"}, {"actor@actor_rollout_ref.actor": "names the backend"}
-    ),
-    Row("D26", ZERO1, {f"{CRITIC}.{NAME}": "deepspeed_train"}, {"critic": "names the backend"}),
-    Row("D28", ZERO1, says={"trainer.use_legacy_worker_impl": "one implementation"}),
-    Row("D29", ZERO1, {f"{ENGINE}.{OPTIONS}.load_format": "auto"}),
-    Row("D30", ZERO1, {f"{ENGINE}.{OPTIONS}.tensor_parallel_size": 1}),
-    Row(
-        "D31",
-        ZERO1,
-        {f"{ENGINE}.{OPTIONS}.max_model_len": 512, "prompt_length": 511, "response_length": 512},
-        {"actor_rollout_ref.rollout.max_model_len": "less than prompt 512 + response 512"},
-    ),
-    Row("D32", ZERO1, {f"{ENGINE}.{OPTIONS}.max_num_seqs": 8}),
-    Row("D33", ZERO1, {f"{ENGINE}.{OPTIONS}.max_num_batched_tokens": 1024}),
-    Row("D34", ZERO1, {f"{ACTOR}.infer_batch_size": 1}),
-    Row("D35", ZERO1, {f"{ENGINE}.{OPTIONS}.gpu_memory_utilization": 0.2}),
-    Row("D36", ZERO1, {"pretrain": "Qwen/Qwen3-0.6B", f"{CRITIC}.model_args.model_name_or_path": "Qwen/Qwen3-0.6B"}),
-    Row(
-        "D37",
-        ZERO1,
-        {f"{role}.model_args.trust_remote_code": True for role in (ACTOR, ENGINE, CRITIC)},
-        {"data.trust_remote_code": "model_args.trust_remote_code"},
-    ),
-    Row("D38", ZERO1, {f"{ACTOR}.model_args.disable_gradient_checkpointing": False}),
-    Row("D39", ZERO1, {f"{ACTOR}.use_remove_padding": True}),
-    Row(
-        "D40 D41",
-        ZERO1,
-        {
-            f"{role}.training_args.{key}": value
-            for role in (ACTOR, CRITIC)
-            for key, value in (("per_device_train_batch_size", 2), ("gradient_accumulation_steps", 8))
-        },
-        {
-            "critic.ppo_mini_batch_size": "32 prompts x 1 = 32 samples an optimizer step = 8 micro-batches of 2 on 2",
-        },
-    ),
-    Row(
-        "D42",
-        ZERO1,
-        {f"{ACTOR}.max_tokens_per_microbatch_in_train": ..., f"{CRITIC}.max_tokens_per_microbatch_in_train": ...},
-        {"critic.ppo_max_token_len_per_gpu": "without use_dynamic_bsz it has no effect"},
-    ),
-    Row("D43", ZERO1, {"use_kl_loss": False, f"{REFERENCE}.{NAME}": ...}),
-    Row("D44", ZERO1, {"add_token_level_kl": False}),
-    Row(
-        "D45",
-        ZERO1,
-        {
-            f"{ACTOR}.data_args.file_name": ["../data/gsm8k_ppo/train.parquet"],
-            "validation.data_args.file_name": ["../data/gsm8k_ppo/test.parquet"],
-        },
-    ),
-    Row("D46", ZERO1, {"rollout_batch_size": 64}),
-    Row("D47", ZERO1, {"response_length": 512}),
-    Row(
-        "D48",
-        ZERO1,
-        {f"{role}.device_mapping": "list(range(0,2))" for role in (ACTOR, ENGINE, CRITIC)} | {"num_gpus_per_node": 2},
-    ),
-    Row("D49", ZERO1, {"save_steps": 0}),
-    Row("D50", ZERO1, {"eval_steps": 0}),
-    Row("D51", ZERO1, {"validation.before_train": False}),
-    Row("D52", ZERO1, {"max_steps": 60}),
-    Row("D53", ZERO1, {"track_with": ["stdout"]}),
-    Row("D54", ZERO1, says={"CUDA_VISIBLE_DEVICES": "counted within it, from 0"}),
-    Row("D59", ZERO1_CPU, {f"{ACTOR}.{OPTIONS}.offload": "cpu"}, {"critic.deepspeed_config.offload": "ZeRO-1: none"}),
-    Row("D62 D63", ZERO3_CPU, {f"{ACTOR}.{OPTIONS}.zero_stage": 3, f"{CRITIC}.{OPTIONS}.zero_stage": 3}),
-    Row(
-        "D63 other spelling",
-        "actor_rollout_ref.actor.deepspeed_config.offload=cpu",
-        {f"{ACTOR}.{OPTIONS}.offload": "cpu"},
-    ),
-    Row("D64", ZERO1, {"exp_name": "zero1_no_offload"}),
-)
-GRPO_ROWS = (
-    Row(
-        "D3 critic.enable",
-        GRPO,
-        {f"{CRITIC}.{NAME}": ...},
-        {"critic": "left out: no critic in this run", "critic.enable": "left out"},
-    ),
-    Row("D55 D68", GRPO, {"rewards.gsm8k_rule.reward_kwargs.method": "flexible"}),
-    Row("D66", GRPO, {"estimator": "grpo"}),
-    Row("D67", GRPO, {"norm_std_type": "group"}),
-    Row("D67 false", "algorithm.norm_adv_by_std_in_grpo=False", {"norm_std_type": None}),
-    Row("D69 D71", GRPO, {"rewards.gsm8k_rule.reward_kwargs.format_score": 0.1}),
-    Row("D70", GRPO, {"rewards.gsm8k_rule.reward_kwargs.score": 1.0}),
-    Row("D72", GRPO, {"rewards.gsm8k_rule.world_size": 1}),
-    Row("D73", GRPO, {"num_return_sequences_in_group": 4}),
-    Row(
-        "D74",
-        GRPO,
-        {
-            f"{ENGINE}.{OPTIONS}.max_model_len": 1024,
-            f"{ENGINE}.{OPTIONS}.max_num_batched_tokens": 2048,
-            f"{ENGINE}.{OPTIONS}.max_num_seqs": 8,
-        },
-    ),
-    Row(
-        "D75",
-        GRPO,
-        {
-            f"{ACTOR}.training_args.per_device_train_batch_size": 1,
-            f"{ACTOR}.training_args.gradient_accumulation_steps": 64,
-        },
-    ),
-    Row("D76", GRPO, {"prompt_length": 256, "response_length": 512}),
-    Row("D77", GRPO, {"actor_train.data_args.filter_overlong_prompts": True}),
-    Row("D78", GRPO, {f"{ACTOR}.{OPTIONS}.zero_stage": 2, f"{ACTOR}.{OPTIONS}.offload": "none"}),
-)
-ROWS = (*SKYRL_ROWS, *PPO_ROWS, *GRPO_ROWS)
-
-
-def check(row: Row, translation: Translation) -> None:
-    for key, value in row.keys.items():
-        assert translation.keys.get(key, ...) == value, key
+@pytest.mark.parametrize("row", TABLE.strip().splitlines(), ids=lambda row: row.partition(" |")[0])
+def test_row(row: str, translated: Translate) -> None:
+    for short, full in SHORT.items():
+        row = row.replace(short, full)
+    _, text, ours, says = (cell.strip() for cell in re.split(r" \|(?= )", f"{row} | | ")[:4])
+    if text.startswith("yaml "):
+        translation = translated(read_yaml(commands.README_YAML[text.removeprefix("yaml ")], "theirs.yaml"))
+    else:
+        translation = translated(TEXTS.get(text, text))
+    for pair in filter(None, ours.split("; ")):
+        keys, equals, value = pair.partition("=")
+        for key in expanded(keys):
+            assert translation.keys.get(key, ...) == (yaml.safe_load(value) if equals else ...), key
     said = {note.theirs: note.text for note in translation.notes}
-    for key, words in row.says.items():
+    for pair in filter(None, says.split("; ")):
+        key, _, words = pair.partition(": ")
         assert words in said[key], key
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_row(row: Row, translated: Translate) -> None:
-    check(row, translated(row.text))
-
-
-@pytest.mark.parametrize("row", README_ROWS, ids=lambda row: row.name)
-def test_row_of_a_yaml_file(row: Row, translated: Translate) -> None:
-    check(row, translated(read_yaml(row.text, "theirs.yaml")))
 
 
 @pytest.mark.parametrize("name", commands.VERL_CASES)
 def test_stage_and_offload_of_the_six_cases(name: str, translated: Translate) -> None:
     """D56 to D61: stage and offload as asked for, for each role."""
     keys = translated(commands.VERL_CASES[name]).keys
-    for role in (ACTOR, CRITIC):
-        assert keys[f"{role}.{OPTIONS}.zero_stage"] == int(name[4])
-        assert keys[f"{role}.{OPTIONS}.offload"] == ("cpu" if "cpu" in name else "none")
-        assert keys.get(f"{role}.{OPTIONS}.offload_param", False) == (name == "zero3_cpu_offload")
+    for options in ("actor_train.strategy_args.strategy_config", "critic.strategy_args.strategy_config"):
+        assert keys[f"{options}.zero_stage"] == int(name[4])
+        assert keys[f"{options}.offload"] == ("cpu" if "cpu" in name else "none")
+        assert keys.get(f"{options}.offload_param", False) == (name == "zero3_cpu_offload")
