@@ -182,7 +182,7 @@ def predict(contender: Contender, ranks: int, args: argparse.Namespace) -> int:
         on_cpu=platform_is_cpu(),
     )
     run = rehearse_role(role, task, config.to_dict())
-    return run.peak
+    return sum(run.states.values()) + max(sum(work.working.values()) for work in run.works.values())
 
 
 def rows(args: argparse.Namespace) -> list[Row]:

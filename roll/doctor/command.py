@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -46,7 +47,11 @@ def main(argv: Sequence[str]) -> int:
     began = time.perf_counter()
     findings = examine(Path(options.output), options.ranks, options.quick, options.gpu)
     seconds = round(time.perf_counter() - began, 1)
-    environment = "" if options.quick else collected()
+    environment = ""
+    if not options.quick:  # versions, devices and drivers, as a report of a fault to PyTorch has them
+        from torch.utils.collect_env import get_pretty_env_info
+
+        environment = str(get_pretty_env_info())
     if options.json:
         listed = [asdict(finding) | {"severity": finding.severity.name.lower()} for finding in findings]
         status = {"status": gravest(findings).name.lower(), "exit_status": EXIT[gravest(findings)]}
@@ -55,13 +60,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         render(findings, environment, Console(emoji=False))
     return EXIT[gravest(findings)]
-
-
-def collected() -> str:
-    """Versions, devices and drivers, as a report of a fault to PyTorch has them."""
-    from torch.utils.collect_env import get_pretty_env_info
-
-    return str(get_pretty_env_info())
 
 
 def examine(output: Path, ranks: int, quick: bool, gpu: bool = False) -> list[Finding]:
@@ -73,26 +71,21 @@ def examine(output: Path, ranks: int, quick: bool, gpu: bool = False) -> list[Fi
         quick: nothing is tried, only looked at.
         gpu: the devices are tried, not the sandbox.
     """
+    looks: dict[str, Callable[[], Iterable[Finding]]] = {"backends": backends, "limits": partial(limits, output)}
+    if gpu:
+        looks |= {"memory": devices.try_memory, "arithmetic": devices.try_arithmetic}
+    if not quick:
+        here = current_platform()
+        ranks = here.device_count() if gpu and here.name != "cpu" else ranks
+        looks["collectives"] = partial(trials.try_collectives, ranks)
+        looks |= {"run": trials.try_run} if gpu else {"sandbox": trials.try_sandbox}
     findings: list[Finding] = []
-
-    def look(section: str, found: Callable[[], Iterable[Finding]]) -> None:
+    for section, look in looks.items():
         try:
-            findings.extend(replace(finding, section=section) for finding in found())
+            findings.extend(replace(finding, section=section) for finding in look())
         except Exception as error:  # the rest of the report is still worth having
             value, remedy = f"{type(error).__name__}: {error}", "an error of roll doctor: report it"
             findings.append(Finding("look", value, "can be looked at", Severity.ERROR, remedy, section=section))
-
-    look("backends", backends)
-    look("limits", lambda: limits(output))
-    if gpu:
-        look("memory", devices.try_memory)
-        look("arithmetic", devices.try_arithmetic)
-    if not quick:
-        here = current_platform()
-        look(
-            "collectives", lambda: trials.try_collectives(here.device_count() if gpu and here.name != "cpu" else ranks)
-        )
-        look("run", trials.try_run) if gpu else look("sandbox", trials.try_sandbox)
     return findings
 
 
@@ -119,8 +112,8 @@ def limits(output: Path) -> Iterator[Finding]:
     rule = f"{LEAST_SHM >> 20} MiB free in /dev/shm, for the batches between processes"
     remedy = (
         "batches go through files, which is slower: --shm-size=1g for docker run, shm_size: 1gb in a compose file, "
+        "an emptyDir with medium: Memory at /dev/shm under Kubernetes"
     )
-    remedy += "an emptyDir with medium: Memory at /dev/shm under Kubernetes"
     yield judge("shared memory", f"{free / GIBIBYTE:.2f} GiB free", rule, free >= LEAST_SHM, remedy)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     rule, remedy = f"{LEAST_FILES} or more; 65536 with hundreds of workers", "ulimit -n 65536 before the start"
@@ -129,9 +122,8 @@ def limits(output: Path) -> Iterator[Finding]:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    rule = (
-        f"can be written, with {COMFORTABLE_DISK // GIBIBYTE} GiB free: a checkpoint takes 12 to 16 bytes a parameter"
-    )
+    room = f"{COMFORTABLE_DISK // GIBIBYTE} GiB"
+    rule = f"can be written, with {room} free: a checkpoint takes 12 to 16 bytes a parameter"
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".roll-doctor-") as file:
             file.write(bytes(1 << 20))

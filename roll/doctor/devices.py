@@ -26,8 +26,7 @@ from roll.rehearsal.catalog import GIB, gpu_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-SECONDS = 60.0
-"""Deadline of a trial."""
+SECONDS = 60.0  # deadline of a trial
 LEAST_FREE, LEAST_FREE_OF_HOST = 0.9, 0.25
 LEAST_LINK = 6e9
 """Bytes a second of a copy from pinned memory, or to another device: half of what PCIe 3.0 with 16 lanes carries."""
@@ -96,7 +95,13 @@ def memory() -> None:
     for index in devices:
         # Before this process has memory of it.
         held = holders(str(torch.cuda.get_device_properties(index).uuid)) if here.name == "cuda" else []
-        found(judge_free(index, *here.free_memory(index), held))
+        free, total = here.free_memory(index)
+        least = LEAST_FREE_OF_HOST if here.name == "cpu" else LEAST_FREE
+        value = f"{here.device_name(index)}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
+        value += f"; {', '.join(held)}" if held else ""
+        remedy = "end what holds it (processes of other containers are not seen), or lower gpu_memory_utilization"
+        rule, data = f"{least:.0%} free", {"free": free, "total": total, "holders": held}
+        found(judge(f"device {index}: memory", value, rule, free >= least * total, remedy, data=data))
     source = torch.arange(16 << 20 if here.name == "cpu" else 32 << 20, dtype=torch.int32)
     for index in devices:
         rates: dict[str, tuple[float, float]] = {}
@@ -149,16 +154,6 @@ def holders(uuid: str) -> list[str]:
     return [f"{name} (pid {pid}, {used})" for gpu, pid, used, name in rows if uuid in gpu and pid != own]
 
 
-def judge_free(index: int, free: int, total: int, held: list[str]) -> Finding:
-    here = current_platform()
-    least = LEAST_FREE_OF_HOST if here.name == "cpu" else LEAST_FREE
-    value = f"{here.device_name(index)}: {free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    value += f"; {', '.join(held)}" if held else ""
-    remedy = "end what holds it (processes of other containers are not seen), or lower gpu_memory_utilization"
-    data = {"free": free, "total": total, "holders": held}
-    return judge(f"device {index}: memory", value, f"{least:.0%} free", free >= least * total, remedy, data=data)
-
-
 def judge_copies(index: int, rates: Mapping[str, tuple[float, float]]) -> Finding:
     """To the device and back, in bytes a second, by kind of the host's memory."""
     value = "; ".join(f"{kind} {there / 1e9:.2f}, back {back / 1e9:.2f}" for kind, (there, back) in rates.items())
@@ -179,8 +174,8 @@ def judge_pairs(rates: Mapping[tuple[int, int], tuple[bool, float]]) -> Finding:
     rule = f"every device reaches the others, at {LEAST_LINK / 1e9:g} GB/s, and NCCL may use it"
     remedy = (
         "weight updates and collectives go through host memory: see nvidia-smi topo -m; a virtual machine, PCIe ACS "
+        f"or an IOMMU forbids it{'; unset NCCL_P2P_DISABLE' if off else ''}"
     )
-    remedy += "or an IOMMU forbids it" + ("; unset NCCL_P2P_DISABLE" if off else "")
     data = {f"{one} to {other}": {"access": had, "rate": rate} for (one, other), (had, rate) in rates.items()}
     return judge("peer access", value, rule, not apart and not off and slowest >= LEAST_LINK, remedy, data=data)
 

@@ -37,33 +37,25 @@ class Severity(IntEnum):
     """Gravity of a finding; the exit status follows the gravest."""
 
     OK = 0
-    NOTE = 1
-    """Something optional is not there."""
-    WARNING = 2
-    """Runs work, but slower, with less, or less safely than they could."""
-    ERROR = 3
-    """No run works here."""
+    NOTE = 1  # something optional is not there
+    WARNING = 2  # runs work, but slower, with less, or less safely than they could
+    ERROR = 3  # no run works here
 
 
-EXIT = {Severity.OK: 0, Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}
-"""Exit status by the gravest finding."""
+EXIT = {Severity.OK: 0, Severity.NOTE: 0, Severity.WARNING: 1, Severity.ERROR: 2}  # exit status, by the gravest
 
 
 @dataclass(frozen=True)
 class Finding:
     """One line of the report."""
 
-    section: str = field(default="", kw_only=True)
-    """Part of the report; :func:`roll.doctor.command.examine` fills it in."""
+    section: str = field(default="", kw_only=True)  # part of the report, which `command.examine` fills in
     what: str
     value: str
-    rule: str
-    """The condition that ``value`` was held against."""
+    rule: str  # the condition that `value` was held against
     severity: Severity = Severity.OK
-    remedy: str = ""
-    """The remedy where the rule is broken."""
-    data: dict[str, Any] | None = None
-    """Figures, for programs."""
+    remedy: str = ""  # the remedy where the rule is broken
+    data: dict[str, Any] | None = None  # figures, for programs
 
 
 def judge(
@@ -85,10 +77,8 @@ def gravest(findings: Sequence[Finding]) -> Severity:
 
 NODE_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "RAY_ADDRESS", "DASHBOARD_PORT")
 """Of a run on several nodes; a trial is about this host alone."""
-MODULE = "roll.doctor.trials"
-"""The program that runs a trial."""
-Command = tuple[Callable[..., None], *tuple[str, ...]]
-"""A trial: a function of a module, and its arguments."""
+MODULE = "roll.doctor.trials"  # the program that runs a trial
+Command = tuple[Callable[..., None], *tuple[str, ...]]  # A trial: a function of a module, and its arguments
 _ROOT = str(Path(roll.__file__).parents[1])
 _LAST_LINES = 3
 _KILLED_SECONDS = 5.0
@@ -98,10 +88,8 @@ _KILLED_SECONDS = 5.0
 class Outcome:
     """The end of a trial's process."""
 
-    words: list[dict[str, Any]]
-    """Its output."""
-    error: str
-    """Empty: it ended well."""
+    words: list[dict[str, Any]]  # its output
+    error: str  # empty: it ended well
 
     @property
     def findings(self) -> list[Finding]:
@@ -184,8 +172,7 @@ def failures(
 # Collectives
 
 COLLECTIVE_SECONDS = 60.0
-LEAST_NCCL = 5e9
-"""Bytes a second, below what two devices exchange through host memory."""
+LEAST_NCCL = 5e9  # bytes a second, below what two devices exchange through host memory
 _BYTES = {"gloo": 16 << 20}
 _DEVICE_BYTES = 256 << 20
 _REPEATS = 5
@@ -256,20 +243,12 @@ def collectives(backend: str, rank_text: str, world_text: str, store: str) -> No
     )
     did("joined")
     others = torch.arange(1, world + 1, device=target, dtype=torch.float32).unsqueeze(1)
-    part = (world - 1) / world
+    part, from_each = (world - 1) / world, lambda: received.view(world, -1) == others
     kinds: dict[str, tuple[float, Callable[[], object], Callable[[], torch.Tensor]]] = {
         "all-reduce": (2 * part, lambda: dist.all_reduce(own), lambda: own == others.sum()),
         "broadcast": (1.0, lambda: dist.broadcast(own, world - 1), lambda: own == world),
-        "all-gather": (
-            part,
-            lambda: dist.all_gather_into_tensor(received, own[: count // world]),
-            lambda: received.view(world, -1) == others,
-        ),
-        "all-to-all": (
-            part,
-            lambda: dist.all_to_all_single(received, own),
-            lambda: received.view(world, -1) == others,
-        ),
+        "all-gather": (part, lambda: dist.all_gather_into_tensor(received, own[: count // world]), from_each),
+        "all-to-all": (part, lambda: dist.all_to_all_single(received, own), from_each),
     }
     if backend == "gloo" and here.name != "cpu":  # which is documented for these two of tensors on a device
         kinds = {name: kinds[name] for name in ("all-reduce", "broadcast")}
@@ -329,8 +308,7 @@ def sandbox() -> None:
 # A run
 
 RUN_SECONDS = 150.0
-LOG_PROB_TOLERANCE = 1e-3
-"""Mean difference of the log-probs of engine and trainer, both in float32, in nats."""
+LOG_PROB_TOLERANCE = 1e-3  # mean difference of the log-probs of engine and trainer, both in float32, in nats
 
 
 def try_run() -> Iterator[Finding]:

@@ -28,16 +28,11 @@ class Gpu:
     """One device."""
 
     name: str
-    memory: int
-    """Bytes that a driver reports, which are fewer than its name says."""
-    half: float
-    """FLOP/s of dense matrix products in bf16 and fp16."""
-    single: float
-    """The same in float32, without TF32 (which PyTorch does not use by default)."""
-    bandwidth: float
-    """Bytes a second between memory and processors."""
-    cache: int
-    """Bytes of the last level of cache between the two."""
+    memory: int  # bytes that a driver reports, which are fewer than its name says
+    half: float  # FLOP/s of dense matrix products in bf16 and fp16
+    single: float  # the same in float32, without TF32 (which PyTorch does not use by default)
+    bandwidth: float  # bytes a second between memory and processors
+    cache: int  # bytes of the last level of cache between the two
     nvlink: float
     """Bytes a second that a device sends to the others of its node by NVLink (on AMD by Infinity Fabric); 0: none."""
 
@@ -74,25 +69,14 @@ class Hardware:
 
     gpu: Gpu
     network: str
-    within: float
-    """Bytes a second of a device to devices of its node."""
-    between: float
-    """Bytes a second of a device to other nodes, when all devices of its node send."""
+    within: float  # bytes a second of a device to devices of its node
+    between: float  # bytes a second of a device to other nodes, when all devices of its node send
     per_node: int
-    clock: Any = None
-    """The ``Clock`` of :mod:`roll.rehearsal.host`, where the device is this host's processor."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.gpu.name}, {self.network}, {self.per_node} a node"
+    clock: Any = None  # the `Clock` of :mod:`roll.rehearsal.host`, where the device is this host's processor
 
 
 def find_gpu(name: str) -> Gpu:
-    """The device of this name.
-
-    Raises:
-        ConfigError: it is not in the table.
-    """
+    """The device of this name; ConfigError for one that is not in the table."""
     if name not in GPUS:
         raise ConfigError([Problem("--gpu", name, f"is not known: {', '.join(GPUS)} are", DEFAULT_GPU)])
     return GPUS[name]
@@ -108,15 +92,8 @@ def gpu_of(device_name: str) -> Gpu | None:
 
 
 def hardware(gpu: str, network: str, per_node: int) -> Hardware:
-    """A device with its connections.
-
-    Args:
-        network: ``within+between``, such as ``nvlink+ib400``.
-        per_node: devices of a node.
-
-    Raises:
-        ConfigError: a name that is in no table.
-    """
+    """A device with its connections, ``within+between``, such as ``nvlink+ib400``. ConfigError for a name that is in no
+    table."""
     found = find_gpu(gpu)
     within, _, between = network.partition("+")
     between = between or "ib400"
@@ -172,14 +149,10 @@ _SIZES: dict[str, tuple[str, int, int, int, int, int, bool, dict[str, Any]]] = {
     "Llama-3.1-70B": ("llama", 8192, 28672, 80, 64, 8, False, {"head_dim": 128}),
 }
 _ALIASES = {
-    "Meta-Llama-3-8B": "Llama-3.1-8B",
-    "Meta-Llama-3.1-8B": "Llama-3.1-8B",
-    "Meta-Llama-3-70B": "Llama-3.1-70B",
-    "Meta-Llama-3.1-70B": "Llama-3.1-70B",
-    "Llama-3.3-70B": "Llama-3.1-70B",
+    **dict.fromkeys(("Meta-Llama-3-8B", "Meta-Llama-3.1-8B"), "Llama-3.1-8B"),
+    **dict.fromkeys(("Meta-Llama-3-70B", "Meta-Llama-3.1-70B", "Llama-3.3-70B"), "Llama-3.1-70B"),
 }
-KNOWN = tuple(_SIZES)
-"""Models whose sizes are known without their files."""
+KNOWN = tuple(_SIZES)  # models whose sizes are known without their files
 _VARIANT = re.compile(r"-(instruct|base|thinking|chat|it)\b.*|-\d{4}$", re.IGNORECASE)
 """Endings of names that say nothing about the size."""
 
@@ -206,11 +179,8 @@ def known_config(name: str) -> Mapping[str, Any] | None:
 
 
 def find_config(path: str | None, given: Path | None = None) -> Mapping[str, Any] | None:
-    """A model's ``config.json``: the file that is given, that on this machine, or the well-known one.
-
-    Raises:
-        ConfigError: the given file cannot be read.
-    """
+    """A model's ``config.json``: the file that is given, that on this machine, or the well-known one. ConfigError for a
+    file that cannot be read."""
     if given is None:
         try:
             own = read_model_config(path)

@@ -73,9 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_config_arguments(parser, "changes, as of roll run")
     parser.add_argument(
-        "--gpu",
-        default=DEFAULT_GPU,
-        help=f"{', '.join(GPUS)}, or {HOST}: this host's processor (default: %(default)s)",
+        "--gpu", default=DEFAULT_GPU, help=f"{', '.join(GPUS)}, or {HOST}: this host's processor (default: %(default)s)"
     )
     parser.add_argument(
         "--network",

@@ -47,12 +47,9 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     intermediate: int
-    layer: int
-    """Weights of one layer, experts included."""
-    active_layer: int
-    """Those that one token is computed with."""
-    embeddings: int
-    """Weights of the input embeddings, and of the output matrix where that is another."""
+    layer: int  # weights of one layer, experts included
+    active_layer: int  # those that one token is computed with
+    embeddings: int  # weights of the input embeddings, and of the output matrix where that is another
     experts: int
     top_k: int
 
@@ -118,14 +115,10 @@ class States:
 
     parameters: float
     """On the device between passes: master weights where the strategy computes with casts of them."""
-    gradients: float
-    """While gradients of an optimizer step are summed."""
-    optimizer: float
-    """Moments, and master weights where they are not the parameters."""
-    gathered: float = 0.0
-    """Most that is put together of sharded parameters at once."""
-    on_host: bool = False
-    """Parameters, gradients and optimizer states are in host memory."""
+    gradients: float  # while gradients of an optimizer step are summed
+    optimizer: float  # moments, and master weights where they are not the parameters
+    gathered: float = 0.0  # most that is put together of sharded parameters at once
+    on_host: bool = False  # parameters, gradients and optimizer states are in host memory
     optimizer_on_host: bool = False
 
     @property
@@ -144,16 +137,12 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
         # Adapters on every linear layer of the decoder's layers.
         attention = 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
         per_rank = attention + 3 * (shape.hidden + shape.intermediate)
-        trained = float(shape.layers * role.section.model_args.lora_rank * per_rank)
+        trained = min(weights, float(shape.layers * role.section.model_args.lora_rank * per_rank))
     if isinstance(config, ShardedStrategyConfig):
         shards = config.parallel_dims(role.section, world).dp_shard
         master = BYTES[config.master_dtype] if learns else compute
-        base = compute if trained < weights else master
         return States(
-            parameters=(
-                (weights - (trained if trained < weights else 0)) * base + (trained < weights) * trained * master
-            )
-            / shards,
+            parameters=((weights - trained) * compute + trained * master) / shards,
             gradients=learns * trained * master / shards,
             optimizer=learns * 2 * trained * master / shards,
             gathered=(2 * shape.layer + shape.embeddings) * compute if shards > 1 or compute < master else 0.0,
@@ -284,15 +273,11 @@ class EngineUse:
     """A rank of an engine."""
 
     weights: float
-    cache: float
-    """Bytes of the KV cache."""
+    cache: float  # bytes of the KV cache
     workspace: float
-    tokens: int
-    """That the cache of the whole engine holds."""
-    running: int
-    """Samples that are generated at the same time."""
-    problem: str = ""
-    """Why it cannot run; empty: it can."""
+    tokens: int  # that the cache of the whole engine holds
+    running: int  # samples that are generated at the same time
+    problem: str = ""  # why it cannot run; empty: it can
 
 
 def engine_use(role: RolePlan, shape: ModelShape, gpu: Gpu) -> EngineUse:

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,7 @@ from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.strategy import _load_model, create_decoder
 
-CALL_SECONDS = 15e-6
-"""Of Python and autograd around a kernel."""
+CALL_SECONDS = 15e-6  # of Python and autograd around a kernel
 _LAYERS, _TOKENS, _LONG = (1, 3), 4, 0.02
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -57,13 +56,6 @@ class Described:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
-    def filled(self, limit: int) -> Tensor:
-        """One with numbers; integers are places below ``limit``."""
-        real = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        if self.dtype.is_floating_point or self.dtype == torch.bool:
-            return real.fill_(0.01)
-        return real.copy_((torch.arange(real.numel()) % limit).view(self.shape))
-
 
 @dataclass(frozen=True)
 class Kernel:
@@ -85,15 +77,15 @@ def kernel_of(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return Kernel(operator, structure, tuple(described))
 
 
+@dataclass
 class Clock:
     """Seconds and CPU-seconds of kernels on this host, each measured when it is first asked for."""
 
-    def __init__(self) -> None:
-        self._known: dict[Kernel, tuple[float, float]] = {}
+    _known: dict[Kernel, tuple[float, float]] = field(default_factory=dict)
 
     def __call__(self, kernel: Kernel) -> tuple[float, float]:
         if kernel not in self._known:
-            self._known[kernel] = 0.0, 0.0
+            self._known[kernel] = 0.0, 0.0  # of one that cannot be called by itself
             with suppress(RuntimeError, ValueError, IndexError, NotImplementedError):
                 self._known[kernel] = self._measure(kernel)
         return self._known[kernel]
@@ -105,7 +97,14 @@ class Clock:
         # Operators that take places take those of a dimension, named right after the tensor, or of the first.
         shape, follower = leaves[first].shape or (1,), next(iter(leaves[first + 1 :]), None)
         dim = follower if type(follower) is int and -len(shape) <= follower < len(shape) else 0
-        filled = [leaf.filled(max(1, shape[dim])) if isinstance(leaf, Described) else leaf for leaf in leaves]
+        filled: list[Any] = list(leaves)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Described):
+                filled[place] = real = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype)
+                if leaf.dtype.is_floating_point or leaf.dtype == torch.bool:
+                    real.fill_(0.01)
+                else:
+                    real.copy_((torch.arange(real.numel()) % max(1, shape[dim])).view(leaf.shape))
         args, kwargs = kernel.structure.unflatten(filled)
         wall, cpu = zip(*_times(lambda: kernel.operator(*args, **kwargs), 3), strict=True)
         return min(wall), min(cpu)
@@ -153,14 +152,9 @@ def _engine_costs(
     return (wall * prompt / half, cpu * prompt / half), min(others)
 
 
-class _Statistics(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
+class _Statistics(ctypes.Structure):  # mallinfo2(3)
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 class Heap:
@@ -177,9 +171,8 @@ class Heap:
         self._allocate, self._free = library.posix_memalign, library.free
         self._free.argtypes = [ctypes.c_void_p]
         self._blocks: dict[int, ctypes.c_void_p] = {}
-        self._before = 0
+        self._before = self.peak = 0
         self._before = self.resident
-        self.peak = 0
 
     @property
     def resident(self) -> int:

@@ -32,44 +32,31 @@ _BARE = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "n
 _OVERWRITING = {f"aten::{name}" for name in ("copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_")}
 """They do not read what they write to."""
 
-Operand = Tensor | tuple[int, int]
-"""A tensor, or so many bytes of a storage."""
+Operand = Tensor | tuple[int, int]  # A tensor, or so many bytes of a storage
 
 
 class MemoryTraffic:
-    """The cache of a device and what goes past it.
-
-    Args:
-        cache: bytes of the last level.
-    """
+    """A cache of so many bytes (the last level of a device), and what goes past it."""
 
     def __init__(self, cache: int) -> None:
-        self._cache = cache
-        self._used = 0
+        self._cache, self._used = cache, 0
+        # Bytes of a storage in the cache, and how many of them memory does not have; what was used last at the end.
         self._there: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        """Bytes of a storage in the cache, and how many of them memory does not have; what was used last at the end."""
 
     def move(self, reads: Iterable[Operand], writes: Iterable[Operand]) -> int:
         """Bytes to and from memory of one kernel."""
         moved = 0
-        for key, size in map(_extent, reads):
-            there, unsaved = self._there.get(key, (0, 0))
-            moved += max(0, size - there)
-            self._put(key, max(there, min(size, self._cache)), unsaved)
-        for key, size in map(_extent, writes):
-            there, unsaved = self._there.get(key, (0, 0))
+        for operand, is_read in (*((one, True) for one in reads), *((one, False) for one in writes)):
+            key, size = operand if isinstance(operand, tuple) else (id_of(operand), num_bytes(operand))
+            there, unsaved = self._there.pop(key, (0, 0))
             held = min(size, self._cache)
-            moved += size - held
-            self._put(key, max(there, held), max(unsaved, held))
+            moved += max(0, size - there) if is_read else size - held
+            self._there[key] = max(there, held), unsaved if is_read else max(unsaved, held)
+            self._used += max(there, held) - there
         return moved + self._make_room()
 
     def forget(self, key: int) -> None:
-        """The storage is freed."""
         self._used -= self._there.pop(key, (0, 0))[0]
-
-    def _put(self, key: int, there: int, unsaved: int) -> None:
-        self._used += there - self._there.pop(key, (0, 0))[0]
-        self._there[key] = there, unsaved
 
     def _make_room(self) -> int:
         """Bytes that had to be written to memory for it."""
@@ -94,25 +81,20 @@ def operands(
     inputs: Sequence[Tensor],
     outputs: Sequence[Tensor],
 ) -> tuple[list[Operand], list[Operand]]:
-    """The tensors that a kernel reads, and those that it writes.
-
-    Args:
-        inputs: the tensors among its arguments.
-        outputs: those of its result.
-    """
+    """The tensors that a kernel reads, and those that it writes, of its ``inputs`` and ``outputs``."""
     name = func._schema.name
     if func.is_view or name in _BARE:
         return [], []
     if name in _PICKING:
         table = inputs[0]
-        return [(_key(table), sum(map(num_bytes, outputs)))], list(outputs)
+        return [(id_of(table), sum(map(num_bytes, outputs)))], list(outputs)
     if name in _SCATTERING:
         target, source = inputs[0], min(inputs, key=num_bytes)
-        part = _key(target), num_bytes(source)
+        part = id_of(target), num_bytes(source)
         return [source, part], [part]
     written = _written(func, args, kwargs)
-    keys = {_key(tensor) for tensor in inputs}
-    made = [one for one in outputs if _key(one) not in keys]
+    keys = {id_of(tensor) for tensor in inputs}
+    made = [one for one in outputs if id_of(one) not in keys]
     if not written and not made:
         return [], []  # a view under another name, or a question about a tensor
     read = [] if name in _FILLING else list(inputs)
@@ -136,14 +118,7 @@ def num_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _extent(one: Operand) -> tuple[int, int]:
-    return one if isinstance(one, tuple) else (_key(one), num_bytes(one))
-
-
-def _key(tensor: Tensor) -> int:
-    return id_of(tensor.untyped_storage())
-
-
-def id_of(storage: UntypedStorage) -> int:
+def id_of(held: Tensor | UntypedStorage) -> int:
     """The identity of a storage, the same for all Python objects that refer to it."""
+    storage = held.untyped_storage() if isinstance(held, Tensor) else held
     return int(storage._cdata)

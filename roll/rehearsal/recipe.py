@@ -7,45 +7,39 @@ Who is moved off a device between phases is decided by the class that does it in
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roll.config.losses import RANKS, is_unpaired
-from roll.config.names import INVARIANT_ATTENTION
-from roll.config.pipelines import GENERATES, SCORES
+from roll.config.pipelines import GENERATES
 from roll.config.plan.plan import Plan, RolePlan
-from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
-from roll.config.roles import WorkerConfig
-from roll.config.strategies.fsdp import frees_gathered
 from roll.config.strategies.registry import backend_of, generation_strategies
 from roll.datasets import DataError, PromptRow, SftRow
-from roll.models.build import DTYPES
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.model_calls import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.rehearsal.catalog import GIB, KNOWN, RUN_BYTES, WORKER_BYTES, Hardware, find_config
 from roll.rehearsal.formulas import EngineUse, ModelShape, engine_use, fused_bytes, generation_time, model_shape
 from roll.rehearsal.host import generation_seconds
-from roll.rehearsal.roles import rehearse_role
+from roll.rehearsal.roles import rehearse_role, role_task
 from roll.rehearsal.roofline import PhaseTime, Traffic, kernel_times, network_time, traffic
-from roll.rehearsal.simulate import RoleRun, Task
-from roll.strategies.base import ModelHead, Output, StateKind
+from roll.rehearsal.simulate import RoleRun
+from roll.strategies.base import StateKind
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
 
+# Assumed of a process on a device: the driver's context, kernels and the buffers of NCCL.
 CONTEXT_BYTES = int(0.75 * GIB)
-"""Assumed of a process on a device: the driver's context, kernels and the buffers of NCCL."""
-ROWS_READ = 256
-"""Rows of the data whose lengths are looked at."""
+ROWS_READ = 256  # rows of the data whose lengths are looked at
+# Labels of what trainers hold between passes.
 _STATES = {
     StateKind.MODEL_PARAMS: "parameters",
     StateKind.OTHER_PARAMS: "gradient buffers",
     StateKind.OPTIMIZER_STATES: "optimizer states",
 }
-"""Labels of what trainers hold between passes."""
 
 
 @dataclass
@@ -53,8 +47,7 @@ class PhaseUse:
     """A device in one phase."""
 
     name: str
-    parts: dict[tuple[str, str], float]
-    """Bytes by role and kind."""
+    parts: dict[tuple[str, str], float]  # bytes by role and kind
 
     @property
     def total(self) -> float:
@@ -68,8 +61,7 @@ class DeviceUse:
     ids: tuple[int, ...]
     roles: tuple[str, ...]
     phases: list[PhaseUse]
-    peak_without_offload: PhaseUse
-    """The fullest phase if nothing were offloaded between phases."""
+    peak_without_offload: PhaseUse  # the fullest phase if nothing were offloaded between phases
 
     @property
     def peak(self) -> PhaseUse:
@@ -86,23 +78,15 @@ class Rehearsal:
     engines: dict[str, EngineUse]
     shapes: dict[str, ModelShape | None]
     devices: list[DeviceUse]
-    times: dict[str, PhaseTime]
-    """By phase."""
-    traffic: dict[str, list[Traffic]]
-    """By phase, of one device."""
-    flops: dict[str, float]
-    """By phase, of one device."""
-    host: dict[str, float]
-    """Bytes of a worker's host memory by role and purpose."""
-    problems: list[str] = field(default_factory=list)
-    """Why it cannot run."""
-    lengths: tuple[int, int] | None = None
-    """Tokens of the prompt and the response of a mean sample; None: samples have their full length."""
-    cpu_seconds: float = 0.0
-    """CPU-seconds of all processes in a step, where the device is this host's processor."""
-    offloads: bool = True
-    concurrent: tuple[str, ...] = ()
-    """Phases that other devices work on while the rest of the step goes on."""
+    host: dict[str, float]  # bytes of a worker's host memory by role and purpose
+    problems: list[str]  # why it cannot run
+    offloads: bool
+    concurrent: tuple[str, ...]  # phases that other devices work on while the rest of the step goes on
+    lengths: tuple[int, int] | None  # prompt and response of a mean sample; None: samples have their full length
+    times: dict[str, PhaseTime] = field(default_factory=dict)  # by phase
+    traffic: dict[str, list[Traffic]] = field(default_factory=dict)  # by phase, of one device
+    flops: dict[str, float] = field(default_factory=dict)  # by phase, of one device
+    cpu_seconds: float = 0.0  # of all processes in a step, where the device is this host's processor
 
     @property
     def fits(self) -> bool:
@@ -125,8 +109,7 @@ class Rehearsal:
 class _Phase:
     name: str
     needs: Mapping[str, frozenset[StateKind]]
-    works: Mapping[str, str]
-    """Role and its kind of pass."""
+    works: Mapping[str, str]  # role and its kind of pass
 
 
 def rehearse_recipe(
@@ -136,19 +119,11 @@ def rehearse_recipe(
     say: Callable[[str], None] = lambda text: None,
     known: dict[Any, RoleRun] | None = None,
 ) -> Rehearsal:
-    """Rehearse every role of a recipe, and put the phases of a step together.
-
-    Args:
-        loaded: a configuration, as :func:`roll.config.loader.load_config` gives it.
-        given: ``config.json`` by role; that of ``""`` for all roles without one.
-        known: roles that were rehearsed before, by task and model; new ones are added.
-
-    Raises:
-        ConfigError: a model whose sizes are not known.
-    """
+    """Rehearse every role of a recipe, and put the phases of a step together; ConfigError for a model whose sizes are
+    not known. ``given``: ``config.json`` by role, that of ``""`` for all roles without one. ``known``: roles that were
+    rehearsed before, by task and model; new ones are added."""
     plan: Plan = loaded.plan
-    configs = _model_configs(plan, given)
-    known = {} if known is None else known
+    configs, known = _model_configs(plan, given), {} if known is None else known
     runs: dict[str, RoleRun] = {}
     engines: dict[str, EngineUse] = {}
     shapes = {name: model_shape(config) for name, config in configs.items()}
@@ -167,28 +142,23 @@ def rehearse_recipe(
                 raise ConfigError([Problem(f"{role.key}.model_args.model_name_or_path", role.model_path, rule)])
             engines[name] = engine_use(role, shape, hardware.gpu)
             continue
-        here = hardware.clock is not None
-        task = replace(_task(loaded, name, lengths), cache=hardware.gpu.cache, on_cpu=here, on_host=here)
-        memory = hardware.gpu.memory // (task.world_size if here else 1)  # ranks share the memory of a host
-        task = replace(task, role=with_reshard_settled(task.role, shapes[name], memory))
+        task = role_task(loaded, name, hardware, lengths, shapes[name])
         key = (repr(task), json.dumps(configs[name], sort_keys=True))
         if key not in known:
             say(f"rehearsing {name} ({role.strategy_name}, {role.world_size} ranks)")
             known[key] = rehearse_role(role, task, configs[name])
         runs[name] = known[key]
     step = _Step(loaded, runs, engines)
-    offloads = loaded.config.is_offload_states is not False and hardware.clock is None
+    on_devices = hardware.clock is None
+    offloads = loaded.config.is_offload_states is not False and on_devices
     report = Rehearsal(
         name=plan.exp_name,
         hardware=hardware,
         runs=runs,
         engines=engines,
         shapes=shapes,
-        devices=step.devices(offloads) if hardware.clock is None else [step.on_host(shapes)],
-        times={},
-        traffic={},
-        flops={},
-        host=step.host() if hardware.clock is None else {},
+        devices=step.devices(offloads) if on_devices else [step.on_host(shapes)],
+        host=step.host() if on_devices else {},
         problems=[use.problem for use in engines.values() if use.problem],
         offloads=offloads,
         concurrent=step.concurrent(),
@@ -206,10 +176,8 @@ def _model_configs(plan: Plan, given: Mapping[str, Path]) -> dict[str, Mapping[s
             continue
         config = find_config(role.model_path, given.get(name) or given.get(""))
         if config is None:
-            rule = (
-                f"is not on this machine and not one of the known sizes ({', '.join(KNOWN)}); give its config.json by "
-                f"--model-config [{name}=]FILE"
-            )
+            rule = f"is not on this machine and not one of the known sizes ({', '.join(KNOWN)}); give its config.json "
+            rule += f"by --model-config [{name}=]FILE"
             problems.append(Problem(f"{role.key}.model_args.model_name_or_path", role.model_path, rule))
         else:
             found[name] = config
@@ -237,66 +205,8 @@ def _mean_lengths(loaded: LoadedConfig[Any]) -> tuple[int, int] | None:
             found.append((len(row.response_mask) - sum(row.response_mask), sum(row.response_mask)))
         else:
             found += [(len(row.prompt_ids), len(tokens)) for tokens in row.responses]
-    prompt, response = (max(1, round(sum(counts) / len(found))) for counts in zip(*found, strict=True))
-    return prompt, response
-
-
-def _task(loaded: LoadedConfig[Any], name: str, lengths: tuple[int, int] | None) -> Task:
-    plan, config = loaded.plan, loaded.config
-    role: RolePlan = plan.roles[name]
-    is_rm = plan.pipeline == "rm"
-    training = plan.training.get(name)
-    learner = training or next(iter(plan.training.values()))
-    # Rows of what a batch size counts: a pair has two.
-    compares = config.loss_type in RANKS if is_rm else plan.pipeline == "dpo" and not is_unpaired(config)
-    units = 2 if compares else 1
-    response = min(getattr(plan, "max_new_tokens", role.sequence_length - 1), role.sequence_length - 1)
-    prompt, response = lengths or (role.sequence_length - response, response)
-    per_rank = -(-learner.samples_per_step // role.dp_size) * units
-    looks = name != "actor_train" if training is None or name == "critic" else False
-    if name == "actor_train" and training is not None:
-        # The policy computes log-probs before it learns: its own old ones, or under LoRA those of the reference.
-        reference = getattr(plan, "needs_reference", False) and "reference" not in plan.roles
-        looks = bool(getattr(plan, "needs_old_log_probs", False) or reference)
-    scores = is_rm or loaded.pipeline.task_of(role.key, role.section) is SCORES
-    head = ModelHead.VALUE if name == "critic" else ModelHead.SCORE if scores else ModelHead.CAUSAL_LM
-    compared, given = loaded.pipeline.distributions(config, name)
-    outputs: tuple[Output, ...] = ()
-    if name == "actor_train" and isinstance(config, PolicyRunConfig):
-        outputs = (Output.ENTROPY,) if config.log_entropy or config.entropy_loss_coef else ()
-    # An operation is counted whatever kernel computes it.
-    args = replace(role.section.model_args, use_liger_kernel=False, compile=False)
-    if args.attn_implementation == INVARIANT_ATTENTION:  # of CPUs; accelerators run their own kernels
-        args = replace(args, attn_implementation=None)
-    return Task(
-        role=replace(role.section, model_args=args),
-        world_size=role.world_size,
-        dp_size=role.dp_size,
-        prompt=prompt,
-        response=response,
-        group_size=getattr(plan, "group_size", units),
-        rows_per_update=0 if training is None else training.mini_batch_size // training.dp_size * units,
-        updates=0 if training is None else training.optimizer_steps_per_step,
-        forward_rows=per_rank if looks else 0,
-        sends=name == "actor_train" and "actor_infer" in plan.roles,
-        bucket_bytes=loaded.config.model_update_buffer_size_mb * 2**20,
-        head=head,
-        units=units,
-        more_outputs=outputs,
-        compared_tokens=compared,
-        top_tokens=given,
-    )
-
-
-def with_reshard_settled(section: WorkerConfig, shape: ModelShape | None, memory: int) -> WorkerConfig:
-    """Replace ``reshard_after_forward: auto`` by what it means on devices of so much memory."""
-    arguments = section.strategy_args
-    if shape is None or arguments.strategy_config.get("reshard_after_forward") != "auto":
-        return section
-    compute = str(arguments.strategy_config.get("param_dtype") or section.model_args.dtype)
-    frees = frees_gathered(shape.total * DTYPES[compute].itemsize, memory)
-    config = {**arguments.strategy_config, "reshard_after_forward": frees}
-    return replace(section, strategy_args=replace(arguments, strategy_config=config))
+    prompts, responses = (max(1, round(sum(counts) / len(found))) for counts in zip(*found, strict=True))
+    return prompts, responses
 
 
 class _RecordingCluster:
@@ -305,7 +215,7 @@ class _RecordingCluster:
     def __init__(self, role: RolePlan, states: frozenset[StateKind]) -> None:
         self.name, self.role = role.name, role.section
         self.live_ranks = list(range(role.world_size))
-        self.states, self.resident = states, set(states)
+        self.resident = set(states)
 
     def call_all(self, method: Callable[..., Any], argument: Any = None) -> _RecordingCluster:
         match method.__name__:
@@ -329,9 +239,10 @@ class _RecordingCluster:
 class _Step:
     """The phases of a step, and what its roles hold and do in them."""
 
-    def __init__(self, loaded: Any, runs: Mapping[str, RoleRun], engines: Mapping[str, EngineUse]) -> None:
+    def __init__(self, loaded: Any, runs: dict[str, RoleRun], engines: dict[str, EngineUse]) -> None:
         self.config, self.plan, self.pipeline = loaded.config, loaded.plan, loaded.pipeline
         self.runs, self.engines = runs, engines
+        self.holders = [name for name in self.plan.roles if name in runs or name in engines]
         self.phases = list(self._phases())
 
     def _phases(self) -> Iterator[_Phase]:
@@ -346,8 +257,9 @@ class _Step:
             scorers = [name for name in runs if name == "reward_model"]
             generating = dict.fromkeys(("actor_infer", *judges), GENERATION) | dict.fromkeys(scorers, WEIGHTS)
             yield _Phase("generation", generating, dict.fromkeys(scorers, "forward"))
-        for name in (name for name, task in tasks.items() if task is not GENERATES):
-            yield _Phase(f"forward of {name}", {name: GENERATION}, {})
+        for name, task in tasks.items():
+            if task is not GENERATES:
+                yield _Phase(f"forward of {name}", {name: GENERATION}, {})
         learners = sorted((name for name in plan.training if name in runs), key=lambda name: name == "actor_train")
         others = [name for name in runs if name not in plan.training and name != "reward_model"]
         for name in (*others, *learners[::-1]):
@@ -365,14 +277,10 @@ class _Step:
         return (ahead,) if runs_ahead and ahead in [phase.name for phase in self.phases] else ()
 
     def devices(self, offloads: bool) -> list[DeviceUse]:
-        on: dict[int, tuple[str, ...]] = {}
-        for name, role in self.plan.roles.items():
-            if name in self.runs or name in self.engines:
-                for device in role.device_mapping:
-                    on[device] = (*on.get(device, ()), name)
+        on = {name: self.plan.roles[name].device_mapping for name in self.holders}
         groups: dict[tuple[str, ...], list[int]] = {}
-        for device, names in sorted(on.items()):
-            groups.setdefault(names, []).append(device)
+        for device in sorted({device for mapping in on.values() for device in mapping}):
+            groups.setdefault(tuple(name for name in on if device in on[name]), []).append(device)
         present = {moved: self._residents(moved) for moved in (True, False)}
         uses = []
         for names, ids in groups.items():
@@ -380,8 +288,8 @@ class _Step:
                 moved: [self._use(phase, names, states) for phase, states in zip(self.phases, found, strict=True)]
                 for moved, found in present.items()
             }
-            kept = max(pages[False], key=lambda phase: phase.total)
-            uses.append(DeviceUse(tuple(ids), names, pages[offloads], kept))
+            fullest = max(pages[False], key=lambda phase: phase.total)
+            uses.append(DeviceUse(tuple(ids), names, pages[offloads], fullest))
         return uses
 
     def on_host(self, shapes: Mapping[str, ModelShape | None]) -> DeviceUse:
@@ -389,37 +297,31 @@ class _Step:
         roles = self.plan.roles
         phases = []
         for phase in self.phases:
-            parts: dict[tuple[str, str], float] = {("run", "driver and Ray"): RUN_BYTES}
-            for name, role in roles.items():
-                parts[name, "process"] = WORKER_BYTES * role.world_size
+            of_a_rank = {name: {"process": float(WORKER_BYTES)} for name in roles}
             for name, use in self.engines.items():
                 shape = shapes[name]
                 assert shape is not None
-                kinds = {"weights": use.weights, "KV cache": use.cache, "workspace": use.workspace}
-                for kind, size in (kinds | {"kept by malloc": fused_bytes(roles[name], shape)}).items():
-                    parts[name, kind] = size * roles[name].world_size
+                of_a_rank[name] |= {"weights": use.weights, "KV cache": use.cache, "workspace": use.workspace}
+                of_a_rank[name]["kept by malloc"] = fused_bytes(roles[name], shape)
             for name, run in self.runs.items():
-                work = run.works.get(phase.works.get(name, ""))
-                held = {label: run.states.get(state, 0) for state, label in _STATES.items()}
+                held, work = of_a_rank[name], run.works.get(phase.works.get(name, ""))
+                held |= {label: run.states.get(state, 0) for state, label in _STATES.items()}
                 held["kept by malloc"] = run.kept if work is None else work.kept
                 for kind, size in () if work is None else work.working.items():
                     held[str(kind)] = held.get(str(kind), 0) + size
-                for kind, size in held.items():
-                    parts[name, kind] = size * roles[name].world_size
-            phases.append(PhaseUse(phase.name, {key: size for key, size in parts.items() if size}))
-        names = tuple(name for name in roles if name in self.runs or name in self.engines)
-        return DeviceUse((0,), names, phases, max(phases, key=lambda phase: phase.total))
+            parts: dict[tuple[str, str], float] = {("run", "driver and Ray"): RUN_BYTES}
+            for name, role in roles.items():
+                parts |= {(name, kind): size * role.world_size for kind, size in of_a_rank[name].items() if size}
+            phases.append(PhaseUse(phase.name, parts))
+        return DeviceUse((0,), tuple(self.holders), phases, max(phases, key=lambda phase: phase.total))
 
     def _residents(self, offloads: bool) -> list[dict[str, set[StateKind]]]:
         """States on the devices by phase and role, in the second of two steps: the first leaves some there."""
-        plan = self.plan
-        residency = Residency(plan, enabled=offloads)
-        clusters = {name: _RecordingCluster(plan.roles[name], GENERATION) for name in self.engines}
-        for name in self.runs:
-            clusters[name] = _RecordingCluster(plan.roles[name], TRAINING if name in plan.training else WEIGHTS)
-        for name, cluster in clusters.items():
-            if residency.moves(name):
-                residency.admit(cluster, cluster.states)  # type: ignore[arg-type]
+        residency, clusters = Residency(self.plan, enabled=offloads), {}
+        for name in (*self.engines, *self.runs):
+            states = TRAINING if name in self.plan.training else GENERATION if name in self.engines else WEIGHTS
+            clusters[name] = cluster = _RecordingCluster(self.plan.roles[name], states)
+            residency.admit(cluster, states)  # type: ignore[arg-type]
         found = []
         for phase in (*self.phases, *self.phases):
             residency.bring(phase.needs)
@@ -427,17 +329,15 @@ class _Step:
         return found[len(self.phases) :]
 
     def _use(self, phase: _Phase, names: tuple[str, ...], resident: Mapping[str, set[StateKind]]) -> PhaseUse:
-        parts: dict[tuple[str, str], float] = {}
+        parts: dict[tuple[str, str], float] = defaultdict(float)
         for name in names:
             there = resident[name]
             parts[name, "context"] = CONTEXT_BYTES
             if name in self.engines:
                 use = self.engines[name]
-                if StateKind.MODEL_PARAMS in there:
-                    parts[name, "weights"] = use.weights
-                if StateKind.KV_CACHE in there:
-                    parts[name, "KV cache"] = use.cache
-                    parts[name, "workspace"] = use.workspace
+                parts[name, "weights"] = use.weights * (StateKind.MODEL_PARAMS in there)
+                parts[name, "KV cache"] = use.cache * (StateKind.KV_CACHE in there)
+                parts[name, "workspace"] = use.workspace * (StateKind.KV_CACHE in there)
                 sender = self.runs.get("actor_train")
                 if phase.name == "weight update" and name == "actor_infer" and sender and "send" in sender.works:
                     # An engine copies a bucket to its device before it takes it over.
@@ -445,18 +345,14 @@ class _Step:
                 continue
             run = self.runs[name]
             for state, label in _STATES.items():
-                if state in there:
-                    parts[name, label] = run.states.get(state, 0)
+                parts[name, label] = run.states.get(state, 0) * (state in there)
             work = run.works.get(phase.works.get(name, ""))
-            if work is not None:
-                sends = phase.works[name] == "send"
-                for kind, size in work.working.items():
-                    label = "send buckets" if sends else str(kind)
-                    parts[name, label] = parts.get((name, label), 0.0) + size
+            for kind, size in () if work is None else work.working.items():
+                parts[name, "send buckets" if phase.works[name] == "send" else str(kind)] += size
         return PhaseUse(phase.name, {key: size for key, size in parts.items() if size})
 
     def host(self) -> dict[str, float]:
-        """Host memory of a worker: what it is moved to between phases, what stays there, and columns of log-probs."""
+        """Host memory of a worker: what is moved there between phases, what stays there, and columns of log-probs."""
         found: dict[str, float] = {}
         offloads = self.config.is_offload_states is not False
         for name, run in self.runs.items():
@@ -479,9 +375,9 @@ class _Step:
         flows: list[Traffic] = []
         for name, kind in phase.works.items():
             work = self.runs[name].works[kind]
-            seconds = kernel_times(work.operations, report.hardware)
-            report.cpu_seconds += seconds[2] * plan.roles[name].world_size
-            compute, memory, flops = compute + seconds[0], memory + seconds[1], flops + work.flops
+            bound, waiting, spent = kernel_times(work.operations, report.hardware)
+            report.cpu_seconds += spent * plan.roles[name].world_size
+            compute, memory, flops = compute + bound, memory + waiting, flops + work.flops
             flows += traffic(work.collectives, plan.roles[name].device_mapping, report.hardware.per_node)
         if phase.name == "generation":
             role, shape = plan.roles["actor_infer"], report.shapes["actor_infer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -16,17 +17,12 @@ from roll.rehearsal.formulas import size
 from roll.rehearsal.recipe import Rehearsal
 from roll.rehearsal.roofline import merged
 
-ORDER = (
-    *("weights", "parameters", "gradients", "optimizer states", "gathered parameters", "buffers of collectives"),
-    *("activations", "send buckets", "receive bucket", "KV cache", "workspace", "context"),
-)
-"""Kinds of memory as JSON lists them."""
-
 
 def render(report: Rehearsal, console: Console) -> None:
     """Print everything that is known."""
     line = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    line(f"{report.name} on {report.hardware.name}", style="bold")
+    machine = report.hardware
+    line(f"{report.name} on {machine.gpu.name}, {machine.network}, {machine.per_node} a node", style="bold")
     for name, shape in report.shapes.items():
         if shape is not None:
             method = f"; {report.runs[name].method}" if name in report.runs else "; by arithmetic"
@@ -38,10 +34,9 @@ def render(report: Rehearsal, console: Console) -> None:
         table.add_column("total", justify="right", no_wrap=True)
         table.add_column("of it")
         for phase in use.phases:
-            by_label: dict[str, float] = {}
+            by_label: dict[str, float] = defaultdict(float)
             for (role, kind), number in phase.parts.items():
-                label = kind if len(use.roles) == 1 or kind == "context" else f"{role} {kind}"
-                by_label[label] = by_label.get(label, 0.0) + number
+                by_label[kind if len(use.roles) == 1 or kind == "context" else f"{role} {kind}"] += number
             parts = sorted(by_label.items(), key=lambda item: -item[1])
             shown = ", ".join(f"{label} {size(number)}" for label, number in parts if number >= 2**20)
             mark = " *" if phase is use.peak else ""
@@ -69,9 +64,7 @@ def render(report: Rehearsal, console: Console) -> None:
         line(f"{flow.name} over {flow.ranks} ranks: {' and '.join(links)} a device and step")
     ahead = ", ".join(report.concurrent)
     order = f"{ahead} while the rest goes on" if ahead else "phases one after another"
-    samples = "samples of full length"
-    if report.lengths is not None:
-        samples = "samples of {} + {} tokens".format(*report.lengths)
+    samples = "samples of {} + {} tokens".format(*report.lengths) if report.lengths else "samples of full length"
     takes = "at least" if report.hardware.clock is None else f"{report.cpu_seconds:,.1f} CPU-seconds, about"
     line(f"a step takes {takes} {report.seconds:,.1f} s ({samples}, {order})")
     for text in verdict(report):
@@ -97,37 +90,24 @@ def verdict(report: Rehearsal) -> Iterator[str]:
 
 def to_json(report: Rehearsal) -> dict[str, Any]:
     """Everything in bytes, FLOPs and seconds."""
-    places = {kind: place for place, kind in enumerate(ORDER)}
-    devices = []
+    devices, flows = [], {}
+    roles: dict[str, dict[str, Any]] = {}
     for use in report.devices:
         phases = []
         for phase in use.phases:
-            ordered = sorted(phase.parts.items(), key=lambda part: places.get(part[0][1], len(places)))
-            parts = [{"role": role, "kind": kind, "bytes": number} for (role, kind), number in ordered]
+            parts = [{"role": role, "kind": kind, "bytes": number} for (role, kind), number in phase.parts.items()]
             phases.append({"name": phase.name, "total": phase.total, "parts": parts})
-        peaks = {
-            "peak": use.peak.total,
-            "peak_phase": use.peak.name,
-            "peak_without_offload": use.peak_without_offload.total,
-        }
+        peaks = {"peak": use.peak.total, "peak_phase": use.peak.name}
+        peaks["peak_without_offload"] = use.peak_without_offload.total
         devices.append({"ids": list(use.ids), "roles": list(use.roles), **peaks, "phases": phases})
-    roles: dict[str, dict[str, Any]] = {}
     for name, shape in report.shapes.items():
-        run = report.runs.get(name)
-        roles[name] = {
-            "weights": None if shape is None else shape.total,
-            "method": "arithmetic" if run is None else run.method,
-        }
-        roles[name] |= {} if run is None else {"states": {str(kind): held for kind, held in run.states.items()}}
+        roles[name] = {"weights": None if shape is None else shape.total, "method": "arithmetic"}
+        if (run := report.runs.get(name)) is not None:
+            roles[name] |= {"method": run.method, "states": {str(kind): held for kind, held in run.states.items()}}
+    for name, found in report.traffic.items():
+        flows[name] = [{"collective": one.pop("name"), **one} for one in map(asdict, found)]
     times = {
         name: {"seconds": time.seconds, **asdict(time), "bound": time.bound} for name, time in report.times.items()
-    }
-    flows = {
-        name: [
-            {"collective": one.name, "ranks": one.ranks, "within": one.within, "between": one.between}
-            for one in phase_flows
-        ]
-        for name, phase_flows in report.traffic.items()
     }
     return {
         "name": report.name,

@@ -13,15 +13,21 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from roll.config.lora import uses_lora
+from roll.config.losses import RANKS, is_unpaired
+from roll.config.names import INVARIANT_ATTENTION
+from roll.config.pipelines import SCORES
 from roll.config.plan.plan import RolePlan
+from roll.config.policy import PolicyRunConfig
+from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.deepspeed import numbers, plan_zero
+from roll.config.strategies.fsdp import frees_gathered
 from roll.config.strategies.registry import (
     DeepSpeedStrategyConfig,
     Fsdp1StrategyConfig,
@@ -30,51 +36,110 @@ from roll.config.strategies.registry import (
     MegatronStrategyConfig,
     typed_strategy_config,
 )
+from roll.models.build import DTYPES
+from roll.rehearsal.catalog import Hardware
 from roll.rehearsal.formulas import BYTES, ModelShape, megatron_share, megatron_states, model_shape
 from roll.rehearsal.simulate import RoleRun, Task, Work, rehearse
 from roll.rehearsal.tracker import Collective, Kind, Operation
-from roll.strategies.base import StateKind
+from roll.strategies.base import ModelHead, Output, StateKind
 
-BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's ``reduce_bucket_size`` where nothing is written."""
-PREFETCH_ELEMENTS = 50_000_000
-"""Its ``stage3_prefetch_bucket_size``."""
+if TYPE_CHECKING:
+    from roll.config.loader import LoadedConfig
+
+BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's `reduce_bucket_size` where nothing is written
+PREFETCH_ELEMENTS = 50_000_000  # its `stage3_prefetch_bucket_size`
+
+
+def role_task(
+    loaded: LoadedConfig[Any], name: str, hardware: Hardware, lengths: tuple[int, int] | None, shape: ModelShape | None
+) -> Task:
+    """The work of a role in a step, of samples of these ``lengths`` (prompt, response), else of full length."""
+    plan, config, role = loaded.plan, loaded.config, loaded.plan.roles[name]
+    is_rm, training = plan.pipeline == "rm", plan.training.get(name)
+    learner = training or next(iter(plan.training.values()))
+    # Rows of what a batch size counts: a pair has two.
+    compares = config.loss_type in RANKS if is_rm else plan.pipeline == "dpo" and not is_unpaired(config)
+    units = 2 if compares else 1
+    response = min(getattr(plan, "max_new_tokens", role.sequence_length - 1), role.sequence_length - 1)
+    prompt, response = lengths or (role.sequence_length - response, response)
+    looks = name == "critic" or (training is None and name != "actor_train")
+    if name == "actor_train" and training is not None:
+        # The policy computes log-probs before it learns: its own old ones, or under LoRA those of the reference.
+        reference = getattr(plan, "needs_reference", False) and "reference" not in plan.roles
+        looks = bool(getattr(plan, "needs_old_log_probs", False) or reference)
+    scores = is_rm or loaded.pipeline.task_of(role.key, role.section) is SCORES
+    compared, given = loaded.pipeline.distributions(config, name)
+    outputs: tuple[Output, ...] = ()
+    if name == "actor_train" and isinstance(config, PolicyRunConfig):
+        outputs = (Output.ENTROPY,) if config.log_entropy or config.entropy_loss_coef else ()
+    # An operation is counted whatever kernel computes it.
+    args = replace(role.section.model_args, use_liger_kernel=False, compile=False)
+    if args.attn_implementation == INVARIANT_ATTENTION:  # of CPUs; accelerators run their own kernels
+        args = replace(args, attn_implementation=None)
+    here = hardware.clock is not None
+    memory = hardware.gpu.memory // (role.world_size if here else 1)  # ranks share the memory of a host
+    return Task(
+        role=with_reshard_settled(replace(role.section, model_args=args), shape, memory),
+        world_size=role.world_size,
+        dp_size=role.dp_size,
+        prompt=prompt,
+        response=response,
+        group_size=getattr(plan, "group_size", units),
+        rows_per_update=0 if training is None else training.mini_batch_size // training.dp_size * units,
+        updates=0 if training is None else training.optimizer_steps_per_step,
+        forward_rows=-(-learner.samples_per_step // role.dp_size) * units if looks else 0,
+        sends=name == "actor_train" and "actor_infer" in plan.roles,
+        bucket_bytes=config.model_update_buffer_size_mb * 2**20,
+        head=ModelHead.VALUE if name == "critic" else ModelHead.SCORE if scores else ModelHead.CAUSAL_LM,
+        units=units,
+        more_outputs=outputs,
+        compared_tokens=compared,
+        top_tokens=given,
+        cache=hardware.gpu.cache,
+        on_cpu=here,
+        on_host=here,
+    )
+
+
+def with_reshard_settled(section: WorkerConfig, shape: ModelShape | None, memory: int) -> WorkerConfig:
+    """Replace ``reshard_after_forward: auto`` by what it means on devices of so much memory."""
+    arguments = section.strategy_args
+    if shape is None or arguments.strategy_config.get("reshard_after_forward") != "auto":
+        return section
+    compute = str(arguments.strategy_config.get("param_dtype") or section.model_args.dtype)
+    frees = frees_gathered(shape.total * DTYPES[compute].itemsize, memory)
+    config = {**arguments.strategy_config, "reshard_after_forward": frees}
+    return replace(section, strategy_args=replace(arguments, strategy_config=config))
 
 
 def rehearse_role(role: RolePlan, task: Task, config: Mapping[str, Any]) -> RoleRun:
-    """One role by its strategy: executed, or with what its backend keeps by arithmetic.
-
-    Args:
-        config: the ``config.json`` of its model.
-    """
-    shape = model_shape(config)
-    options = typed_strategy_config(role.section.strategy_args)
+    """One role by its strategy, with the ``config.json`` of its model: executed, or with what its backend keeps by
+    arithmetic."""
+    shape, options = model_shape(config), typed_strategy_config(role.section.strategy_args)
+    if isinstance(options, MegatronStrategyConfig):
+        assert shape is not None, "Megatron's models are of the usual build"
+        config = _slice_of(config, shape, options.parallel_dims(role.section, task.world_size))
     with tempfile.TemporaryDirectory() as folder:
-
-        def task_at(content: Mapping[str, Any]) -> Task:
-            path = Path(folder) / f"model_{len(list(Path(folder).iterdir()))}"
-            path.mkdir()
-            (path / "config.json").write_text(json.dumps(content), encoding="utf-8")
-            args = replace(role.section.model_args, model_name_or_path=str(path), adapter_name_or_path=None)
-            if role.section.model_args.adapter_name_or_path and not uses_lora(args):
-                args = replace(args, lora_target="all-linear")
-            return replace(task, role=replace(task.role, model_args=args))
-
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        args = replace(role.section.model_args, model_name_or_path=folder, adapter_name_or_path=None)
+        if role.section.model_args.adapter_name_or_path and not uses_lora(args):
+            args = replace(args, lora_target="all-linear")
+        task, method = replace(task, role=replace(task.role, model_args=args)), "executed"
         if isinstance(options, DeepSpeedStrategyConfig):
-            return deepspeed_run(role, options, shape, task_at(config))
+            return deepspeed_run(role, options, shape, task)
         if isinstance(options, MegatronStrategyConfig):
-            return megatron_run(role, options, shape, config, task_at, task)
+            assert shape is not None
+            return megatron_run(role, options, shape, task)
         if isinstance(options, HfInferStrategyConfig):
-            return rehearse(task_at(config), execute_sharded=False)
-        own_task, method = task_at(config), "executed"
+            return rehearse(task, execute_sharded=False)
         if isinstance(options, Fsdp1StrategyConfig):
             # FSDP1 shards the same units over the same ranks: run as FSDP2, with the options that both have.
-            own, arguments = {item.name for item in fields(Fsdp2StrategyConfig)}, own_task.role.strategy_args
+            own, arguments = {item.name for item in fields(Fsdp2StrategyConfig)}, task.role.strategy_args
             common = {key: value for key, value in arguments.strategy_config.items() if key in own}
             name = "fsdp2_train" if task.updates else "fsdp2_infer"
             arguments = replace(arguments, strategy_name=name, strategy_config=common)
-            own_task, method = replace(own_task, role=replace(own_task.role, strategy_args=arguments)), "as fsdp2"
-        return replace(rehearse(own_task), method=method)
+            task, method = replace(task, role=replace(task.role, strategy_args=arguments)), "as fsdp2"
+        return replace(rehearse(task), method=method)
 
 
 def deepspeed_run(role: RolePlan, options: DeepSpeedStrategyConfig, shape: ModelShape | None, task: Task) -> RoleRun:
@@ -149,24 +214,15 @@ def deepspeed_run(role: RolePlan, options: DeepSpeedStrategyConfig, shape: Model
     return run
 
 
-def megatron_run(
-    role: RolePlan,
-    options: MegatronStrategyConfig,
-    shape: ModelShape | None,
-    config: Mapping[str, Any],
-    task_at: Callable[[Mapping[str, Any]], Task],
-    task: Task,
-) -> RoleRun:
-    """The first pipeline stage of the first rank, as the slice of the model that it holds.
+def megatron_run(role: RolePlan, options: MegatronStrategyConfig, shape: ModelShape, task: Task) -> RoleRun:
+    """The first pipeline stage of the first rank, as the slice of the model that it holds, whose folder the task names.
 
     Heads, key-value heads, the MLP and the vocabulary are divided by the tensor-parallel size, layers by the stages;
     hidden states are whole, and with ``sequence_parallel`` divided too.  A pipeline holds as many micro-batches' inputs
     as it has stages.
     """
-    assert shape is not None, "Megatron's models are of the usual build"
     dims = options.parallel_dims(role.section, task.world_size)
-    sliced = task_at(_slice_of(config, shape, dims))
-    run = rehearse(replace(sliced, world_size=1, sends=False), execute_sharded=False)
+    run = rehearse(replace(task, world_size=1, sends=False), execute_sharded=False)
     compute = BYTES[role.section.model_args.dtype]
     states = megatron_states(role, options, shape, learns=task.updates > 0)
     run.states = {
@@ -212,8 +268,7 @@ def megatron_run(
 
 def _slice_of(config: Mapping[str, Any], shape: ModelShape, dims: ParallelDims) -> dict[str, Any]:
     """The ``config.json`` of what one rank of the first stage computes with."""
-    heads = max(1, shape.heads // dims.tp)
-    kv_heads = max(1, shape.kv_heads // dims.tp)
+    heads, kv_heads = max(1, shape.heads // dims.tp), max(1, shape.kv_heads // dims.tp)
     sliced = {
         **config,
         "num_hidden_layers": -(-shape.layers // dims.pp),

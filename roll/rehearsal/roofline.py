@@ -22,10 +22,8 @@ from roll.rehearsal.tracker import Collective, Operation
 class PhaseTime:
     """Seconds, each a lower bound."""
 
-    compute: float
-    """Time of the kernels that arithmetic bounds."""
-    memory: float
-    """Time of the kernels that memory traffic bounds."""
+    compute: float  # time of the kernels that arithmetic bounds
+    memory: float  # time of the kernels that memory traffic bounds
     network: float
 
     @property
@@ -46,10 +44,8 @@ class Traffic:
 
     name: str
     ranks: int
-    within: float
-    """To devices of its node."""
-    between: float
-    """To other nodes."""
+    within: float  # to devices of its node
+    between: float  # to other nodes
 
 
 def kernel_times(operations: Counter[Operation], hardware: Hardware) -> tuple[float, float, float]:
@@ -74,11 +70,7 @@ def kernel_times(operations: Counter[Operation], hardware: Hardware) -> tuple[fl
 
 
 def traffic(collectives: Counter[Collective], devices: Sequence[int], per_node: int) -> list[Traffic]:
-    """Traffic of rank 0, by kind of collective and size of group.
-
-    Args:
-        devices: the role's device ids, by rank.
-    """
+    """Traffic of rank 0, by kind of collective and size of group; ``devices`` are the role's ids, by rank."""
     flows = []
     for collective, count in collectives.items():
         ranks = len(collective.ranks)
@@ -112,9 +104,8 @@ def _shares(name: str, total: float, ranks: int, nodes: int) -> tuple[float, flo
 
 def network_time(flows: Sequence[Traffic], hardware: Hardware) -> float:
     """Seconds; traffic within and between nodes uses different links at the same time."""
-    within = sum(flow.within for flow in flows) / hardware.within
-    between = sum(flow.between for flow in flows) / hardware.between
-    return max(within, between)
+    within, between = sum(flow.within for flow in flows), sum(flow.between for flow in flows)
+    return max(within / hardware.within, between / hardware.between)
 
 
 def merged(flows: Sequence[Sequence[Traffic]]) -> list[Traffic]:

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed import ProcessGroup
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from roll.algorithms.distillation import divergence
 from roll.config.lora import uses_lora
@@ -33,7 +30,6 @@ from roll.config.losses import DivergenceConfig
 from roll.config.plan.plan import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import ParallelDims
-from roll.models import attention, products
 from roll.models.build import (
     DTYPES,
     HeadName,
@@ -43,41 +39,33 @@ from roll.models.build import (
     enable_gradient_checkpointing,
     freeze_modules,
 )
-from roll.models.expert_parallel import DispatchedExperts
 from roll.models.experts import sparse_layers
 from roll.models.layouts import TokenLayout, TopTokens
-from roll.models.log_probs import HeadMemory
 from roll.models.lora import add_adapters
 from roll.models.noise import Noise
-from roll.models.patterns import VarlenCall
 from roll.protocol.metrics import Metrics
+from roll.rehearsal.stand_ins import as_on_device, fake_world
 from roll.rehearsal.tracker import Collective, Kind, Tally, Tracker
 from roll.strategies.base import ALL_WEIGHTS, Comparison, ModelHead, Output, StateKind, TensorBatch, target_columns
 from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
-from roll.strategies.training import gather
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.micro_batches import plan_micro_batches
 from roll.strategies.training.optimizer import TrainingProgress, state_tensors
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
-CUDA_GRANULARITY, CPU_GRANULARITY = 512, 64
-"""Bytes to which the allocators round up."""
-SENT_BUCKETS = 4
-"""So many buckets of a weight update are gathered; the others are alike."""
+CUDA_GRANULARITY, CPU_GRANULARITY = 512, 64  # bytes to which the allocators round up
+SENT_BUCKETS = 4  # so many buckets of a weight update are gathered; the others are alike
 
 
 @dataclass
 class Work(Tally):
     """One kind of pass of a role on its first rank: counts of one pipeline step; the peak includes states."""
 
-    micro_batches: int = 1
-    """In one pipeline step."""
-    tokens: int = 0
-    """Tokens of the largest micro-batch, as computed."""
-    kept: int = 0
-    """Bytes of freed memory that malloc keeps at the peak."""
+    micro_batches: int = 1  # in one pipeline step
+    tokens: int = 0  # tokens of the largest micro-batch, as computed
+    kept: int = 0  # bytes of freed memory that malloc keeps at the peak
 
     @property
     def working(self) -> dict[Kind, int]:
@@ -89,22 +77,11 @@ class Work(Tally):
 class RoleRun:
     """A role as it was rehearsed."""
 
-    states: dict[StateKind, int]
-    """Bytes that stay on the device between passes, unless they are offloaded."""
-    works: dict[str, Work]
-    """``train``, ``forward``, ``send``."""
-    host: int = 0
-    """Bytes of states in host memory (``offload_policy``, ZeRO-Offload)."""
-    method: str = "executed"
-    """``executed``, or what of it was computed by a formula."""
-    kept: int = 0
-    """Bytes of freed memory that malloc keeps between passes."""
-
-    @property
-    def peak(self) -> int:
-        """Most bytes at any time, if nothing is ever offloaded."""
-        working = max(sum(work.working.values()) for work in self.works.values())
-        return sum(self.states.values()) + working
+    states: dict[StateKind, int]  # bytes that stay on the device between passes, unless they are offloaded
+    works: dict[str, Work]  # `train`, `forward`, `send`
+    host: int = 0  # bytes of states in host memory (`offload_policy`, ZeRO-Offload)
+    method: str = "executed"  # `executed`, or what of it was computed by a formula
+    kept: int = 0  # bytes of freed memory that malloc keeps between passes
 
 
 @dataclass(frozen=True)
@@ -117,62 +94,27 @@ class Task:
     prompt: int
     response: int
     group_size: int = 1
-    rows_per_update: int = 0
-    """Rows of a rank in an optimizer step; 0: the role does not learn."""
-    updates: int = 0
-    """Optimizer steps of a pipeline step."""
-    forward_rows: int = 0
-    """Rows of a rank in passes without gradient; 0: none."""
-    sends: bool = False
-    """It sends its weights to engines."""
+    rows_per_update: int = 0  # rows of a rank in an optimizer step; 0: the role does not learn
+    updates: int = 0  # optimizer steps of a pipeline step
+    forward_rows: int = 0  # rows of a rank in passes without gradient; 0: none
+    sends: bool = False  # it sends its weights to engines
     bucket_bytes: int = 2**30
     head: ModelHead = ModelHead.CAUSAL_LM
-    units: int = 1
-    """Adjacent rows that a loss compares."""
-    more_outputs: tuple[Output, ...] = ()
-    """Needed by the loss, besides log-probs."""
-    compared_tokens: int | None = None
-    """The model is compared with distributions of so many tokens each; 0: of the whole vocabulary."""
-    top_tokens: int | None = None
-    """The role gives so many tokens of each distribution; 0: the whole vocabulary."""
-    cache: int = 0
-    """Bytes of the last level of the device's cache."""
-    on_cpu: bool = False
-    """Count as on a CPU: its allocator, its head, its attention."""
-    on_host: bool = False
-    """On this very CPU, whose kernels are timed, with what glibc keeps."""
-
-
-@contextmanager
-def fake_world(ranks: int) -> Iterator[None]:
-    """A process group of so many ranks, of which this process is the first; its collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-class _FakeWeights:
-    """Stand-in for the files of a model's weights: takes memory, reads nothing."""
-
-    def __init__(self, tracker: Tracker, language_model: PreTrainedModel) -> None:
-        self._tracker, self._language_model = tracker, language_model
-
-    def read(self, root: nn.Module, device: torch.device, *_: object) -> None:
-        with self._tracker:
-            root.to_empty(device=device)
-            if not any(hasattr(parameter, "device_mesh") for parameter in root.parameters()):
-                self._language_model.tie_weights()
-            self._tracker.mark([*root.parameters(), *root.buffers()], Kind.PARAMETERS)
+    units: int = 1  # adjacent rows that a loss compares
+    more_outputs: tuple[Output, ...] = ()  # needed by the loss, besides log-probs
+    compared_tokens: int | None = None  # tokens of each distribution that it is compared with; 0: all
+    top_tokens: int | None = None  # tokens of each distribution that the role gives; 0: all
+    cache: int = 0  # bytes of the last level of the device's cache
+    on_cpu: bool = False  # count as on a CPU: its allocator, its head, its attention
+    on_host: bool = False  # on this very CPU, whose kernels are timed, with what glibc keeps
 
 
 class _Rehearsed(DataParallelStrategy):
     """Part of every strategy that computes without numbers."""
 
     tracker: Tracker
-    passes: list[Tally]
-    """Counts of the micro-batches since they were cleared."""
+    vocabulary: int
+    passes: list[Tally]  # counts of the micro-batches since they were cleared
     _meta: Any
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> Any:
@@ -184,16 +126,23 @@ class _Rehearsed(DataParallelStrategy):
         model = empty_model(config, head, dtype=dtype, attn_implementation=attention_implementation(args, config))
         freeze_modules(model, args.freeze_module_prefix)
         model = model.eval()
-        self.sparse_layers = sparse_layers(model)
+        self.sparse_layers, self.vocabulary = sparse_layers(model), int(model.config.get_text_config().vocab_size)
         if lora:
             with torch.device("meta"):
                 self.adapters = add_adapters(model, args, self.seed, storage_dtype)
-        self._meta = _FakeWeights(self.tracker, model)
+        self._meta = self
         return model
 
+    def read(self, root: nn.Module, device: torch.device, *_: object) -> None:
+        """Stand in for the files of the weights: take memory, read nothing."""
+        with self.tracker:
+            root.to_empty(device=device)
+            if not any(hasattr(parameter, "device_mesh") for parameter in root.parameters()):
+                self.model.language_model.tie_weights()
+            self.tracker.mark([*root.parameters(), *root.buffers()], Kind.PARAMETERS)
+
     def _self_test(self, context_group: ProcessGroup | None) -> Noise:
-        """Skipped, since it compares numbers."""
-        return Noise()
+        return Noise()  # skipped, since it compares numbers
 
     def _check_experts(self, learns: bool) -> None:
         """Skipped likewise."""
@@ -235,13 +184,13 @@ class RehearsedModule(_Rehearsed):
 
     @cached_property
     def dims(self) -> ParallelDims:
-        """Plain data parallelism, whatever the role's own strategy."""
+        # Plain data parallelism, whatever the role's own strategy.
         return ParallelDims(dist.get_world_size())
 
     def initialize(self, num_training_steps: int = 0) -> None:
         self.compute_dtype = DTYPES[self.role.model_args.dtype]
         self._load_model(self.compute_dtype)
-        self._meta.read(self.model, self.device)
+        self.read(self.model, self.device)
         if num_training_steps:
             enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
             self.progress = TrainingProgress(self.role.training_args, num_training_steps, self.compute_dtype)
@@ -263,14 +212,11 @@ class RehearsedModule(_Rehearsed):
 
 
 def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
-    """Run what a role does in a pipeline step.
-
-    Args:
-        execute_sharded: as FSDP2 does it; False: the unsharded model alone.
-    """
+    """Run what a role does in a pipeline step. ``execute_sharded``: as FSDP2 does it; False: the unsharded model
+    alone."""
     tracker = Tracker(CPU_GRANULARITY if task.on_cpu else CUDA_GRANULARITY, task.cache, task.on_host)
     cls: type[Any] = RehearsedFsdp2 if execute_sharded else RehearsedModule
-    with fake_world(task.world_size), _as_on_device(tracker, task.on_cpu):
+    with fake_world(task.world_size), as_on_device(tracker, task.on_cpu):
         strategy = cls(task.role, head=task.head, max_grad_norm=1.0)
         strategy.tracker, strategy.passes = tracker, []
         strategy.initialize(num_training_steps=10 if task.updates else 0)
@@ -316,25 +262,19 @@ def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
     return RoleRun(dict.fromkeys(states, 0), works, host=sum(states.values()) + gradients)
 
 
-def _vocabulary(strategy: _Rehearsed) -> int:
-    return int(strategy.model.language_model.config.get_text_config().vocab_size)
-
-
 def _targets(strategy: _Rehearsed, batch: TensorBatch, task: Task) -> tuple[TensorBatch, list[Comparison]]:
     """The batch with the columns that it is compared with, which take memory when a micro-batch is made of them."""
     if task.compared_tokens is None:
         return batch, []
-    count = task.compared_tokens or _vocabulary(strategy)
-    shape = batch["input_ids"].shape
+    shape, count = batch["input_ids"].shape, task.compared_tokens or strategy.vocabulary
     contents = (torch.zeros(()), torch.zeros((), dtype=torch.int64), torch.zeros(()))
     sizes = ((*shape, count), (*shape, count), shape)
     columns = {
         name: one.expand(size) for name, one, size in zip(target_columns("target"), contents, sizes, strict=True)
     }
     options = DivergenceConfig(logits_topk=task.compared_tokens)
-    return batch | columns, [
-        Comparison("target", 1.0, lambda own, target, tail: divergence(own, target, options, tail))
-    ]
+    compare = Comparison("target", 1.0, lambda own, target, tail: divergence(own, target, options, tail))
+    return batch | columns, [compare]
 
 
 def _first_micro_batches(task: Task, rows: int, trains: bool, most: int = 2) -> tuple[TensorBatch, int]:
@@ -363,47 +303,38 @@ def _first_micro_batches(task: Task, rows: int, trains: bool, most: int = 2) -> 
 def _train(strategy: _Rehearsed, task: Task) -> Work:
     batch, count = _first_micro_batches(task, task.rows_per_update, trains=True)
     batch, comparisons = _targets(strategy, batch, task)
-    strategy.passes = []
     outputs = [Output.LOG_PROBS, *task.more_outputs] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
 
     def sum_of_outputs(outputs: TensorBatch, batch: TensorBatch) -> tuple[Tensor, Metrics]:
         # A loss that needs every output; what a run's own adds is as small as the batch's columns.
         return -torch.stack([values.sum() for values in outputs.values() if values.requires_grad]).sum(), {}
 
-    with strategy.tracker.counting() as step, _keeping(strategy.tracker) as kept:
-        strategy.train_step(batch, sum_of_outputs, outputs, 1.0, comparisons)
-    return _work(step, kept, strategy.passes, batch, count, task.updates)
+    step = partial(strategy.train_step, batch, sum_of_outputs, outputs, 1.0, comparisons)
+    return _work(strategy, step, batch, count, task.updates)
 
 
 def _forward(strategy: _Rehearsed, task: Task) -> Work:
-    gives = task.top_tokens is not None
     # Columns of distributions are gathered in host memory: more passes would count them as the device's.
-    batch, count = _first_micro_batches(task, task.forward_rows, trains=False, most=1 if gives else 2)
-    strategy.passes = []
-    with strategy.tracker.counting() as tally, _keeping(strategy.tracker) as kept:
-        if task.top_tokens is not None:
-            strategy.forward_top_tokens(batch, TopTokens(task.top_tokens, _vocabulary(strategy)))
-        else:
-            strategy.forward(batch, [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES])
-    return _work(tally, kept, strategy.passes, batch, count)
-
-
-@contextmanager
-def _keeping(tracker: Tracker) -> Iterator[list[int]]:
-    """The most that malloc holds in the block, in a list of one number once it has ended."""
-    found: list[int] = []
-    if tracker.heap is not None:
-        tracker.heap.peak = 0
-    yield found
-    found.append(tracker.heap.peak if tracker.heap is not None else 0)
+    batch, count = _first_micro_batches(task, task.forward_rows, trains=False, most=2 if task.top_tokens is None else 1)
+    outputs = [Output.LOG_PROBS] if task.head is ModelHead.CAUSAL_LM else [Output.VALUES]
+    step: Callable[[], object] = partial(strategy.forward, batch, outputs)
+    if task.top_tokens is not None:
+        step = partial(strategy.forward_top_tokens, batch, TopTokens(task.top_tokens, strategy.vocabulary))
+    return _work(strategy, step, batch, count)
 
 
 def _work(
-    tally: Tally, held: list[int], passes: list[Tally], batch: TensorBatch, micro_batches: int, repeats: int = 1
+    strategy: _Rehearsed, step: Callable[[], object], batch: TensorBatch, micro_batches: int, repeats: int = 1
 ) -> Work:
-    """Work of ``repeats`` times ``micro_batches``; those that ``tally`` lacks count as the first of ``passes``."""
+    """Work of ``repeats`` times ``micro_batches``; those that the step leaves out count as its first pass."""
+    strategy.passes, heap = [], strategy.tracker.heap
+    if heap is not None:
+        heap.peak = 0
+    with strategy.tracker.counting() as tally:
+        step()
+    passes = strategy.passes
     tokens = int(batch["attention_mask"].sum()) // max(1, len(passes))
-    kept = max(0, held[0] - sum(tally.peak.values()))
+    kept = 0 if heap is None else max(0, heap.peak - sum(tally.peak.values()))
     work = Work(peak=tally.peak, micro_batches=micro_batches * repeats, tokens=tokens, kept=kept)
     for counted, factor in ((tally, repeats), (passes[0], (micro_batches - len(passes)) * repeats)):
         for operation, number in counted.operations.items():
@@ -430,79 +361,3 @@ def _send(strategy: Any, task: Task) -> Work:
     sent = sum(strategy._num_bytes(weight) for weight in weights)
     group = tuple(range(task.world_size))
     return Work(peak=tally.peak, collectives=Counter({Collective("gather", group, sent): 1}))
-
-
-@contextmanager
-def _as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
-    """On an accelerator the head takes larger chunks, packed or shared rows are one kernel; NumPy copies nothing."""
-    from transformers import masking_utils
-
-    find_packed = masking_utils.find_packed_sequence_indices
-
-    def even_destinations(experts: DispatchedExperts, chosen: Tensor) -> tuple[list[int], list[int], Tensor]:
-        # Every rank's experts are chosen equally often.
-        size, own = chosen.shape[0], experts.num_experts // experts.group.size()
-        counts = [len(part) for part in np.array_split(range(size), experts.group.size())]
-        return counts, counts, torch.arange(size, device=chosen.device) % own
-
-    def kernel(query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, how: attention.Scores) -> Tensor:
-        return _Varlen.apply(query, key, value, _pairs(call, how.window), tracker)
-
-    def packed_indices(position_ids: Tensor) -> Tensor | None:
-        # A model asks the values whether rows are packed. Those that it numbers itself are not, but they are fake.
-        return None if isinstance(position_ids, FakeTensor) else find_packed(position_ids)
-
-    patches: list[tuple[Any, str, Any]] = [
-        (gather, "copy_into", lambda target, source: target.copy_(source)),
-        (masking_utils, "find_packed_sequence_indices", packed_indices),
-        (DispatchedExperts, "destinations", even_destinations),
-    ]
-    if not on_cpu:
-        patches += [
-            (products, "HAS_ONEDNN", False),
-            (HeadMemory, "for_device", staticmethod(lambda device: _ACCELERATOR_HEAD)),
-            (attention, "has_varlen", lambda device: True),
-            (attention, "_kernel", kernel),
-            (attention, "SHORT", 0),
-        ]
-    originals = [(owner, name, owner.__dict__[name]) for owner, name, _ in patches]
-    for owner, name, value in patches:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in originals:
-            setattr(owner, name, value)
-
-
-_ACCELERATOR_HEAD = HeadMemory.for_device(torch.device("cuda"))
-
-
-def _pairs(call: VarlenCall, window: int | None) -> float:
-    """Pairs of a query and a key that it sees."""
-    queries, keys = np.array(call.lengths, dtype=np.float64).T
-    hidden = [np.maximum(ends - window, 0) ** 2 for ends in (keys, keys - queries)] if window else (0.0, 0.0)
-    return float((queries * (keys - queries / 2) - (hidden[0] - hidden[1]) / 2).sum())
-
-
-class _Varlen(torch.autograd.Function):
-    """A stand-in for the kernel for sequences of different lengths, of which there is none on a CPU: it keeps queries,
-    keys, values, the output and a float32 number for each query and head."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, pairs: float, tracker: Tracker) -> Tensor:
-        output = torch.empty_like(query)
-        sums = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        ctx.save_for_backward(query, key, value, output, sums)
-        ctx.tracker, ctx.pairs = tracker, pairs
-        flops = int(4 * ctx.pairs * query.shape[1] * query.shape[2])
-        tracker.add_kernel(flops, (query, key, value), (output, sums))
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, sums = ctx.saved_tensors
-        flops = int(10 * ctx.pairs * query.shape[1] * query.shape[2])
-        found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        ctx.tracker.add_kernel(flops, (query, key, value, output, sums, gradients[0]), found)
-        return *found, None, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,36 +43,31 @@ def suggest(
     say: Callable[[str], None] = lambda text: None,
     known: dict[Any, RoleRun] | None = None,
 ) -> list[Suggestion]:
-    """Changes that make the recipe fit, the fastest first: single changes, then two together.
-
-    Args:
-        known: of :func:`roll.rehearsal.recipe.rehearse_recipe`: roles that a change leaves alone are not run again.
-    """
+    """Changes that make the recipe fit, the fastest first: single changes, then two together. ``known``: of
+    :func:`roll.rehearsal.recipe.rehearse_recipe`: roles that a change leaves alone are not run again."""
     found: list[Suggestion] = []
     nearest: list[tuple[float, tuple[str, ...]]] = []
 
-    def attempt(change: tuple[str, ...]) -> None:
+    def changes() -> Iterator[tuple[str, ...]]:
+        yield from islice(candidates(loaded, report), MOST_TRIED)
+        # By now the single changes have been tried; where none fits, those that come nearest in pairs.
+        for (_, one), (_, other) in () if found else combinations(sorted(nearest)[:3], 2):
+            change = (*one, *other)
+            if len({override.partition("=")[0] for override in change}) == len(change):
+                yield change
+
+    for change in changes():
         try:
-            changed: LoadedConfig[Any] = load_config(
-                None, loaded.source, None, (*loaded.overrides, *change), check_files=False
-            )
+            overrides = (*loaded.overrides, *change)
+            changed: LoadedConfig[Any] = load_config(None, loaded.source, None, overrides, check_files=False)
             say(f"trying {' '.join(change)}")
             result = rehearse_recipe(changed, report.hardware, given, say, known)
         except (ConfigError, ValueError, AssertionError):
-            return  # not a recipe
+            continue  # not a recipe
         if result.fits:
             found.append(Suggestion(change, result.peak, result.seconds))
         elif result.peak < report.peak:
             nearest.append((result.peak, change))
-
-    for change in list(candidates(loaded, report))[:MOST_TRIED]:
-        attempt(change)
-    if not found:
-        best = [change for _, change in sorted(nearest)[:3]]
-        for one, other in combinations(best, 2):
-            change = (*one, *other)
-            if len({override.partition("=")[0] for override in change}) == len(change):
-                attempt(change)
     return sorted(found, key=lambda one: one.seconds)[:MOST_SHOWN]
 
 
@@ -83,22 +78,23 @@ def candidates(loaded: LoadedConfig[Any], report: Rehearsal) -> Iterator[tuple[s
         return
     use = max(report.devices, key=lambda device: device.peak.total)
     capacity = report.hardware.gpu.memory
-    engines = [name for name in use.roles if name in report.engines]
-    for name in engines:
+    for name in (name for name in use.roles if name in report.engines):
         role = plan.roles[name]
         options = typed_strategy_config(role.section.strategy_args)
         path = f"{role.key}.strategy_args.strategy_config"
-        if isinstance(options, VllmStrategyConfig | SglangStrategyConfig):
-            key = "gpu_memory_utilization" if isinstance(options, VllmStrategyConfig) else "mem_fraction_static"
-            if report.engines[name].problem:
-                size_key = "tensor_parallel_size" if isinstance(options, VllmStrategyConfig) else "tp_size"
-                yield (f"++{path}.{size_key}={2 * max(1, role.num_gpus_per_worker)}",)
-            else:
-                others = sum(n for (owner, kind), n in use.peak.parts.items() if owner != name or kind == "context")
-                # In steps of 0.02, rounded down: rounded up, the share would not fit.
-                share = int((capacity - others) / capacity * 50) / 50
-                if 0.1 < share < (getattr(options, key, None) or 0.9):
-                    yield (f"++{path}.{key}={share:g}",)
+        if not isinstance(options, VllmStrategyConfig | SglangStrategyConfig):
+            continue
+        key, size_key = "mem_fraction_static", "tp_size"
+        if isinstance(options, VllmStrategyConfig):
+            key, size_key = "gpu_memory_utilization", "tensor_parallel_size"
+        if report.engines[name].problem:
+            yield (f"++{path}.{size_key}={2 * max(1, role.num_gpus_per_worker)}",)
+            continue
+        others = sum(n for (owner, kind), n in use.peak.parts.items() if owner != name or kind == "context")
+        # In steps of 0.02, rounded down: rounded up, the share would not fit.
+        share = int((capacity - others) / capacity * 50) / 50
+        if 0.1 < share < (getattr(options, key, None) or 0.9):
+            yield (f"++{path}.{key}={share:g}",)
     if loaded.config.is_offload_states is False and use.peak_without_offload.total > use.peak.total:
         yield ("++is_offload_states=true",)
     holders = {owner for (owner, kind), number in use.peak.parts.items() if kind != "context" and number}
@@ -149,17 +145,12 @@ def _of_role(plan: Plan, name: str) -> Iterator[tuple[str, ...]]:
 def _smaller_micro_batches(role: RolePlan, training: TrainingPlan) -> Iterator[tuple[str, ...]]:
     section, key, rule = role.section, role.key, training.rule
     if rule is not None and rule.max_tokens is not None:
-        budget = rule.max_tokens
-        own = (
-            f"{key}.sequence_packing_args.max_packed_sequence_length_train"
-            if rule.balances
-            else f"{key}.max_tokens_per_microbatch_in_train"
-        )
-        smaller = max(role.sequence_length, budget // 2)
-        if smaller < budget:
-            yield (f"++{own}={smaller}",)
-        if role.sequence_length < smaller:
-            yield (f"++{own}={role.sequence_length}",)
+        own = "sequence_packing_args.max_packed_sequence_length_train"
+        own = own if rule.balances else "max_tokens_per_microbatch_in_train"
+        smaller = max(role.sequence_length, rule.max_tokens // 2)
+        for tokens, larger in ((smaller, rule.max_tokens), (role.sequence_length, smaller)):
+            if tokens < larger:
+                yield (f"++{key}.{own}={tokens}",)
         return
     rows = section.training_args.per_device_train_batch_size
     for smaller in dict.fromkeys((rows // 2, 1)):

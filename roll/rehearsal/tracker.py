@@ -59,20 +59,16 @@ class Operation:
     flops: int
     num_bytes: int
     dtype: torch.dtype
-    kernel: Kernel | None = None
-    """The call itself, where it is to be timed."""
+    kernel: Kernel | None = None  # the call itself, where it is to be timed
 
 
 @dataclass(frozen=True)
 class Collective:
     """One collective operation as a rank sees it."""
 
-    name: str
-    """``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, ``gather``."""
-    ranks: tuple[int, ...]
-    """Global ranks of its group."""
-    num_bytes: int
-    """Bytes of the whole tensor: what an all-gather gives, what a reduce-scatter is given."""
+    name: str  # `all_gather`, `reduce_scatter`, `all_reduce`, `all_to_all`, `broadcast`, `gather`
+    ranks: tuple[int, ...]  # global ranks of its group
+    num_bytes: int  # bytes of the whole tensor: what an all-gather gives, what a reduce-scatter is given
 
 
 @dataclass
@@ -81,8 +77,7 @@ class Tally:
 
     operations: Counter[Operation] = field(default_factory=Counter)
     collectives: Counter[Collective] = field(default_factory=Counter)
-    peak: dict[Kind, int] = field(default_factory=dict)
-    """Bytes by kind when most was held."""
+    peak: dict[Kind, int] = field(default_factory=dict)  # bytes by kind when most was held
 
     @property
     def flops(self) -> int:
@@ -98,13 +93,11 @@ class Tracker(TorchDispatchMode):
         on_host: keep the calls of kernels, to be timed on this host.
     """
 
-    heap: Heap | None = None
-    """Blocks asked of malloc, from :meth:`follow_heap` on."""
+    heap: Heap | None = None  # blocks asked of malloc, from :meth:`follow_heap` on
 
     def __init__(self, granularity: int, cache: int = 0, on_host: bool = False) -> None:
         super().__init__()
-        self.granularity = granularity
-        self.on_host = on_host
+        self.granularity, self.on_host = granularity, on_host
         self._traffic = MemoryTraffic(cache)
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.live: dict[Kind, int] = dict.fromkeys(Kind, 0)
@@ -115,17 +108,15 @@ class Tracker(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self.fake.__enter__()
-        original = torch.UntypedStorage.resize_
-        tracker = self
+        self._resize = original = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             original(storage, size)
-            if id_of(storage) in tracker._held:
-                grown = Kind.GATHERED if size else None
-                tracker._set(id_of(storage), grown or tracker._held[id_of(storage)][0], size)
+            if (key := id_of(storage)) in self._held:
+                # FSDP2 gathers parameters into a storage that it shrinks to nothing afterwards.
+                self._set(key, Kind.GATHERED if size else self._held[key][0], size)
             return storage
 
-        self._resize = original
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         super().__enter__()
         return self
@@ -159,7 +150,7 @@ class Tracker(TorchDispatchMode):
         self.tally.operations[Operation(flops, self._traffic.move(reads, writes), reads[0].dtype)] += 1
 
     def follow_heap(self) -> None:
-        """Ask malloc for everything that is held, and from now on."""
+        """Ask malloc for everything that is held, and from now on for what comes."""
         self.heap = Heap()
         for key, (_, size) in self._held.items():
             self.heap.resize(key, size)
@@ -168,11 +159,9 @@ class Tracker(TorchDispatchMode):
         """Count the storages of these tensors as ``kind`` from now on."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            key = id_of(local.untyped_storage())
-            if key not in self._held:
-                self._follow(local)
-            if key in self._held:
-                self._set(key, kind, self._held[key][1])
+            key = id_of(local)
+            self._follow(local)
+            self._set(key, kind, self._held[key][1])
 
     def __torch_dispatch__(
         self,
@@ -232,12 +221,10 @@ class Tracker(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = id_of(storage)
-        if key in self._held:
-            return
-        self._held[key] = (Kind.ACTIVATIONS, 0)
-        weakref.finalize(storage, self._forget, key)
-        self._set(key, Kind.ACTIVATIONS, storage.nbytes())
+        if (key := id_of(storage)) not in self._held:
+            self._held[key] = (Kind.ACTIVATIONS, 0)
+            weakref.finalize(storage, self._forget, key)
+            self._set(key, Kind.ACTIVATIONS, storage.nbytes())
 
     def _forget(self, key: int) -> None:
         kind, size = self._held.pop(key)
@@ -264,13 +251,10 @@ class Tracker(TorchDispatchMode):
 
 
 _COLLECTIVES = {
-    "_allgather_base_": "all_gather",
-    "allgather_": "all_gather",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "reduce_scatter_": "reduce_scatter",
+    **dict.fromkeys(("_allgather_base_", "allgather_"), "all_gather"),
+    **dict.fromkeys(("_reduce_scatter_base_", "reduce_scatter_"), "reduce_scatter"),
+    **dict.fromkeys(("alltoall_base_", "alltoall_"), "all_to_all"),
     "allreduce_": "all_reduce",
-    "alltoall_base_": "all_to_all",
-    "alltoall_": "all_to_all",
     "broadcast_": "broadcast",
     "gather_": "gather",
     "recv_": "receive",
@@ -295,14 +279,11 @@ def flops_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int
     return 2 * products * rows * heads * length * int(args[first + 1].shape[2]) * size // (2 if causal else 1)
 
 
+# Places of the two matrices among the arguments of a product.
 _FACTORS = {
-    "aten::mm": (0, 1),
-    "aten::bmm": (0, 1),
-    "aten::addmm": (1, 2),
-    "aten::addmm_": (1, 2),
-    "aten::baddbmm": (1, 2),
+    **dict.fromkeys(("aten::mm", "aten::bmm"), (0, 1)),
+    **dict.fromkeys(("aten::addmm", "aten::addmm_", "aten::baddbmm"), (1, 2)),
 }
-"""Places of the two matrices among the arguments of a product."""
 _ATTENTION = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": (0, 4, 2),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": (1, 7, 5),

@@ -188,12 +188,8 @@ def test_a_difference_that_is_not_a_number_is_an_error() -> None:
 
 def test_who_holds_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As nvidia-smi writes it: other devices and this process are left out."""
-    rows = [
-        "GPU-aa, 12, 900 MiB, python3",
-        f"GPU-aa, {os.getpid()}, 500 MiB, python3",
-        "GPU-bb, 13, 1 MiB, x",
-        "No apps",
-    ]
+    own = f"GPU-aa, {os.getpid()}, 500 MiB, python3"
+    rows = ["GPU-aa, 12, 900 MiB, python3", own, "GPU-bb, 13, 1 MiB, x", "No apps"]
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
     tool.chmod(0o755)

@@ -56,15 +56,12 @@ def test_known_sizes_are_those_of_the_published_models() -> None:
         ("/models/Qwen3-4B-Instruct-2507/", "Qwen3-4B"),
         ("Qwen/Qwen3-8B-Base", "Qwen3-8B"),
         ("meta-llama/Llama-3.3-70B-Instruct", "Llama-3.1-70B"),
+        ("Qwen/Qwen2.5-Math-7B", ""),
+        ("my-Qwen2.5-7B", ""),
     ],
 )
-def test_variants_have_the_size_of_their_base(name: str, base: str) -> None:
-    assert known_config(name) == known_config(base)
-
-
-def test_other_names_are_not_guessed() -> None:
-    assert known_config("Qwen/Qwen2.5-Math-7B") is None
-    assert known_config("my-Qwen2.5-7B") is None
+def test_variants_have_the_size_of_their_base_and_others_are_not_guessed(name: str, base: str) -> None:
+    assert known_config(name) == known_config(base) and bool(known_config(name)) == bool(base)
 
 
 def test_check_says_the_memory_of_each_role(capsys: pytest.CaptureFixture[str]) -> None:
