@@ -13,10 +13,7 @@ from roll.strategies.engines.base import GenerationStrategy
 
 
 def create_strategy(
-    role: WorkerConfig,
-    head: ModelHead = ModelHead.CAUSAL_LM,
-    seed: int = 42,
-    max_grad_norm: float | None = None,
+    role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42, max_grad_norm: float | None = None
 ) -> ModelStrategy:
     """The strategy that ``role.strategy_args.strategy_name`` names, not yet initialised.
 
@@ -31,20 +28,14 @@ def create_strategy(
 
 def create_scoring_strategy(role: WorkerConfig, seed: int = 42) -> ModelStrategy:
     """The scorer of given tokens (:class:`roll.strategies.engines.scoring.ScoringStrategy`) that
-    ``role.strategy_args.strategy_name`` names, not yet initialised.
-
-    Raises:
-        ValueError: an unknown name or one that has no such scorer.
-    """
+    ``role.strategy_args.strategy_name`` names, not yet initialised. Raises ValueError: an unknown name or one that has
+    no such scorer."""
     return _import(role, "scores", "give log-probs of given tokens only")(role, seed=seed)
 
 
 def create_generation_strategy(role: WorkerConfig, seed: int = 42) -> GenerationStrategy:
-    """The generation engine that ``role.strategy_args.strategy_name`` names, not yet initialised.
-
-    Raises:
-        ValueError: an unknown name or one that cannot generate.
-    """
+    """The generation engine that ``role.strategy_args.strategy_name`` names, not yet initialised. Raises ValueError: an
+    unknown name or one that cannot generate."""
     return _import(role, "generates", "generate")(role, seed=seed)
 
 

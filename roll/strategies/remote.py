@@ -14,12 +14,9 @@ from roll.rewards.http_client import LOOPBACK, JsonClient, ServiceOptions
 from roll.strategies.engines.requests import PromptScore
 from roll.strategies.engines.scoring import ALL, ScoringStrategy
 
-MAX_REPLY = 512 * 2**20
-"""Bytes of an answer: about 70 for each token that is listed."""
-LOOKUP_SECONDS = 10.0
-"""Limit for the list of models."""
-REQUEST_SECONDS = 120.0
-"""Limit for one try of a request."""
+MAX_REPLY = 512 * 2**20  # bytes of an answer: about 70 for each token that is listed
+LOOKUP_SECONDS = 10.0  # limit for the list of models
+REQUEST_SECONDS = 120.0  # limit for one try of a request
 TOTAL_SECONDS = 900.0
 """Longest outage of a service that a run waits for: as long as the start of a large engine takes."""
 
@@ -43,7 +40,7 @@ class RemoteService:
     def __init__(
         self,
         options: RemoteStrategyConfig,
-        path: str,
+        path: str = "completions",
         total_seconds: float = TOTAL_SECONDS,
         request_seconds: float = REQUEST_SECONDS,
     ) -> None:
@@ -55,8 +52,6 @@ class RemoteService:
             max_retries=options.max_retries,
             concurrency=options.concurrency,
         )
-        self.max_model_len: int | None = None
-        """Tokens that the model takes, where the service says so."""
         url = f"{self._base_url}/models"
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         # A proxy of the environment cannot reach this host's own loopback.
@@ -72,22 +67,17 @@ class RemoteService:
             raise ServiceRefused(
                 f"{url} lists {', '.join(sorted(found)) or 'no model'}; strategy_config.model names one"
             )
-        name = options.model if options.model is not None else next(iter(found))
-        length = found[name].get("max_model_len")
-        self.max_model_len = length if isinstance(length, int) else None
-        self.model = name
+        self.model = options.model if options.model is not None else next(iter(found))
+        length = found[self.model].get("max_model_len")
+        # Tokens that the model takes; not every server says so.
+        self.max_model_len: int | None = length if isinstance(length, int) else None
         self._client = JsonClient(f"{self._base_url}/{path}", service, self._key, MAX_REPLY)
 
     def post(self, bodies: Sequence[Any]) -> list[Any]:
-        """The answer to each body.
-
-        Raises:
-            ServiceRefused: one of them is not answered.
-        """
+        """The answer to each body; ServiceRefused if one is not answered."""
         replies = self._client.post(bodies)
-        for reply in replies:
-            if reply.error is not None:
-                raise ServiceRefused(reply.error)
+        if errors := [reply.error for reply in replies if reply.error is not None]:
+            raise ServiceRefused(errors[0])
         return [reply.body for reply in replies]
 
     def close(self) -> None:
@@ -97,16 +87,9 @@ class RemoteService:
 class PromptLogProbs(RemoteService):
     """A service that gives log-probs of prompts."""
 
-    def __init__(self, options: RemoteStrategyConfig) -> None:
-        super().__init__(options, "completions")
-
     def ask(self, prompts: Sequence[Sequence[int]], top: int) -> list[list[Mapping[str, Any] | None]]:
         """``prompt_logprobs`` of each prompt: by position an object of id to ``logprob``, ``rank`` and
-        ``decoded_token``.
-
-        Raises:
-            ServiceRefused: one of them is not answered.
-        """
+        ``decoded_token``; ServiceRefused if one is not answered."""
         shared = {"model": self.model, "max_tokens": 1, "temperature": 0, "prompt_logprobs": top}
         answers = self.post([shared | {"prompt": list(prompt)} for prompt in prompts])
         found = []
@@ -135,25 +118,15 @@ class RemoteScoring(ScoringStrategy):
     """A model that is served elsewhere."""
 
     config: RemoteStrategyConfig
-
-    def _configure(self) -> None:
-        self._service: PromptLogProbs | None = None
+    _service: PromptLogProbs | None = None
 
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Find the service.
-
-        Raises:
-            ServiceRefused: it does not answer.
-        """
+        """Find the service; ServiceRefused if it does not answer."""
         self._refuse_steps(num_training_steps)
         self._service = PromptLogProbs(self.config)
 
     def scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
-        """See the base class.
-
-        Raises:
-            ServiceRefused: no answer, or a log-prob that is none.
-        """
+        """See the base class; ServiceRefused for no answer, or a log-prob that is none."""
         assert self._service is not None, "initialize() comes first"
         scores = []
         for rows, prompt in zip(self._service.ask(prompts, top), prompts, strict=True):

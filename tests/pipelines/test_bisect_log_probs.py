@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -37,11 +36,10 @@ def test_a_changed_operation_is_found(world, tmp_path, operation, change):
         pair = Pair(loaded)
         prompts = prompts_of(loaded, 2)
         assert all(one.first_difference is None for one in pair.samples(prompts, 2, 12))
-        layers: Any = pair.engine._decoder._layers  # type: ignore[attr-defined]
         (name, factor), index = next(iter(change.items())), int(operation.split(".")[2])
-        part = getattr(layers[index], name)
-        spoilt = part * factor if name == "mlp_norm" else lambda x: part(x) * factor
-        layers[index] = replace(layers[index], **{name: spoilt})
+        layer: Any = pair.engine._decoder.layers[index]  # type: ignore[attr-defined]
+        part = getattr(layer, name)
+        setattr(layer, name, part * factor if name == "mlp_norm" else lambda x: part(x) * factor)
         samples = pair.samples(prompts, 2, 12)
         chosen = next(one for one in samples if one.first_difference is not None)
         found = parting(*pair.traces(samples, chosen, prompts, 2, 12))

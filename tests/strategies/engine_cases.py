@@ -58,9 +58,12 @@ def engine(folder: Path, strategy: str, dtype: str = "fp32", **options: Any) -> 
         started.shutdown()
 
 
-def update(started: GenerationStrategy, model: Any, version: int, bucket: int = 3) -> list[str]:
+def update(
+    started: GenerationStrategy, model: Any, version: int, bucket: int = 3, with_buffers: bool = False
+) -> list[str]:
     """Send the model's weights in buckets of so many tensors, which cut fused layers apart; names that differ there."""
-    live = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    live = model.state_dict() if with_buffers else dict(model.named_parameters())
+    live = {name: tensor.detach() for name, tensor in live.items()}
     weights = list(StoredLayout(model).on_the_way().views(live).items())
     started.start_weight_update(version)
     for begin in range(0, len(weights), bucket):
@@ -103,32 +106,20 @@ def experts_after_updates(started: GenerationStrategy, model: Any) -> list[tuple
         wrong = []
         if version:
             jolt(model, version)
-            sent = StoredLayout(model).on_the_way().views(model.state_dict())
-            names = list(sent)
-            started.start_weight_update(version)
-            for begin in range(0, len(names), 5):  # experts and fused layers are cut apart
-                started.update_weights({name: sent[name] for name in names[begin : begin + 5]})
-            held = started.finish_weight_update()
-            wrong = [name for name, tensor in sent.items() if held.get(name) != tensor_checksum(tensor)]
+            wrong = update(started, model, version, bucket=5, with_buffers=True)  # experts are cut apart
         requests = [GenerationRequest(f"{version}.{i}", p, helpers.greedy(10)) for i, p in enumerate(prompts)]
         outputs = helpers.run(started, requests)
         mine = [outputs[f"{version}.{i}", 0] for i in range(len(prompts))]
         tokens = [helpers.generate_greedy(model, prompt, 10) for prompt in prompts]
-        gaps = [
-            log_prob_gap(model, prompt, output.token_ids, output.log_probs)
-            for prompt, output in zip(prompts, mine, strict=True)
-        ]
+        pairs = zip(prompts, mine, strict=True)
+        gaps = [log_prob_gap(model, prompt, output.token_ids, output.log_probs) for prompt, output in pairs]
         found.append((wrong, [output.token_ids for output in mine] == tokens, max(gaps)))
     return found
 
 
 def greedy_after_updates(started: GenerationStrategy, embedded: GenerationStrategy, model: Any) -> list[dict[str, Any]]:
-    """After 0, 1 and 10 updates: tokens of the engine, of ``hf_infer`` and of ``model.generate``, and the log-prob gap.
-
-    Args:
-        embedded: ``hf_infer`` with the same weights.
-        model: what both hold; moved by the updates.
-    """
+    """After 0, 1 and 10 updates of ``model``: tokens of the engine, of ``hf_infer`` (``embedded``) and of
+    ``model.generate``, and the log-prob gap."""
     prompts, found, wrong = helpers.random_prompts([5, 9, 33, 60], seed=4), [], []
     requests = [GenerationRequest(str(i), prompt, helpers.greedy(20)) for i, prompt in enumerate(prompts)]
     for version in range(11):
@@ -140,16 +131,11 @@ def greedy_after_updates(started: GenerationStrategy, embedded: GenerationStrate
         ours, theirs = helpers.run(started, requests), helpers.run(embedded, requests)
         for i, prompt in enumerate(prompts):
             output = ours[str(i), 0]
-            found.append(
-                {
-                    "tokens": output.token_ids,
-                    "hf_infer": theirs[str(i), 0].token_ids,
-                    "generate": helpers.generate_greedy(model, prompt, 20),
-                    "gap": log_prob_gap(model, prompt, output.token_ids, output.log_probs),
-                    "wrong": list(wrong),
-                    "versions": output.weight_versions == [(version, 0, len(output.token_ids))],
-                }
-            )
+            tokens = {"tokens": output.token_ids, "hf_infer": theirs[str(i), 0].token_ids}
+            tokens["generate"] = helpers.generate_greedy(model, prompt, 20)
+            gap = log_prob_gap(model, prompt, output.token_ids, output.log_probs)
+            versions = output.weight_versions == [(version, 0, len(output.token_ids))]
+            found.append({**tokens, "gap": gap, "wrong": list(wrong), "versions": versions})
     return found
 
 
@@ -199,13 +185,8 @@ def update_in_flight(started: GenerationStrategy, advance: Advance, old: Any, ne
 def interrupted_samples(
     started: GenerationStrategy, folder: Path, drawn: SamplingParams, num_steps: int
 ) -> dict[str, Any]:
-    """Samples to their end in one go, and stopped and given to the engine again every few steps; the last ends in a
-    stop string that a stop may cut apart.
-
-    Args:
-        drawn: settings of one of the prompts; the others' are greedy.
-        num_steps: between two stops.
-    """
+    """Samples to their end in one go, and stopped and given to the engine again every ``num_steps``; the last ends in a
+    stop string that a stop may cut apart, one has the settings ``drawn``, the others are greedy."""
     prompts = helpers.random_prompts([7, 19, 4], seed=2)
     free = helpers.run(started, [GenerationRequest("f", prompts[2], helpers.greedy(30))])["f", 0]
     text = AutoTokenizer.from_pretrained(folder).decode(free.token_ids)
@@ -268,11 +249,7 @@ def cut_to_fit(started: GenerationStrategy) -> tuple[int, str]:
 
 
 def refusals(started: GenerationStrategy, more: Sequence[Callable[[], Any]] = ()) -> list[str]:
-    """Messages of what an engine refuses.
-
-    Args:
-        more: further attempts.
-    """
+    """Messages of what an engine refuses."""
     attempts: list[Callable[[], Any]] = [
         lambda: started.add_requests([GenerationRequest("r", [5] * MAX_MODEL_LEN, helpers.greedy(4))]),
         lambda: started.add_requests([GenerationRequest("r", [5, 320], helpers.greedy(4))]),
@@ -287,11 +264,8 @@ def not_finite_alone(started: GenerationStrategy, model: Any, version: int) -> d
     """Requests of which two have a token in their prompts that the model computes nan from: what became of them, and
     whether the others are what they are without them. The model's embeddings must not be tied."""
     prompts = dict(zip(("a", "bad 1", "b", "bad 2", "c"), helpers.random_prompts([4, 21, 7, 5, 9]), strict=True))
-    good = [
-        GenerationRequest(name, prompt, SamplingParams(12, temperature=0.9, seed=3), 2)
-        for name, prompt in prompts.items()
-        if not name.startswith("bad")
-    ]
+    params = SamplingParams(12, temperature=0.9, seed=3)
+    good = [GenerationRequest(name, prompts[name], params, 2) for name in "abc"]
     alone = helpers.run(started, good)
     known = {token for output in alone.values() for token in output.token_ids}.union(*prompts.values())
     token = next(token for token in range(3, model.config.vocab_size) if token not in known)
@@ -322,11 +296,8 @@ def message(attempt: Callable[[], Any]) -> str:
 
 
 def faulty_updates(started: GenerationStrategy, model: Any, first: int = 1) -> dict[str, list[str]]:
-    """Findings of the checksums in updates that lost a bucket, changed an element, swapped two tensors, or are old.
-
-    Args:
-        first: version of the first of seven updates.
-    """
+    """Findings of the checksums in updates that lost a bucket, changed an element, swapped two tensors, or are old;
+    ``first``: version of the first of seven."""
     names = [name for name, _ in model.named_parameters()]
     found = {}
     for version, fault in enumerate(("none", "lost", "element", "swapped", "old", "put right"), start=first):
@@ -353,14 +324,8 @@ def faulty_updates(started: GenerationStrategy, model: Any, first: int = 1) -> d
 
 
 def mix_up(layers: Any, loader: str) -> Callable[..., None]:
-    """Make a class of fused queries, keys and values put keys where values belong.
-
-    Args:
-        loader: name of the class's method that loads one of them.
-
-    Returns:
-        The method as it was.
-    """
+    """Make a class of fused queries, keys and values put keys where values belong, in its method ``loader``, which is
+    returned as it was."""
     load_shard, other = getattr(layers, loader), {"k": "v", "v": "k"}
 
     def mixed_up(self: Any, param: Any, loaded_weight: torch.Tensor, loaded_shard_id: Any = None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from roll.strategies.engines.arguments import typed_arguments
+from roll.strategies.engines.packaged import typed_arguments
 
 
 class Level(IntEnum):

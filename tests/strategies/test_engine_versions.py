@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from roll.config.strategies.registry import BACKENDS
-from roll.strategies.engines.base import check_version
+from roll.strategies.engines.packaged import check_version
 
 ENGINES = {backend.package.title: backend for backend in BACKENDS.rows if backend.package is not None}
 

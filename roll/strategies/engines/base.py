@@ -1,35 +1,23 @@
-"""Generation engines: their interface, and the watch over an engine's ranks."""
+"""The interface of generation engines."""
 
 from __future__ import annotations
 
-import logging
-import os
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
-from multiprocessing.util import Finalize
-from threading import Event, Thread
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from packaging.version import Version
 
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.base import Backend, EngineConfig
+from roll.config.strategies.base import EngineConfig
 from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import checked_config
-from roll.platforms import current_platform
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore, longest_sequence
 from roll.weight_sync.encoding import Checksum, tensor_checksum
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-logger = logging.getLogger(__name__)
 
 MID_UPDATE = "step() between start_weight_update and finish_weight_update"
 
@@ -38,6 +26,8 @@ class GenerationStrategy(ABC):
     """An engine driven by repeated :meth:`step` calls from one thread."""
 
     _config: EngineConfig
+    takes_adapters = False
+    """True for an engine that computes with separate LoRA adapters (:meth:`update_adapter`)."""
 
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
         self.role = role
@@ -47,10 +37,8 @@ class GenerationStrategy(ABC):
         assert isinstance(config, EngineConfig), config
         self._config = config
         self._failures: dict[str, str] = {}
-        self._version = 0
-        """Version of the weights that tokens are sampled with."""
-        self._new_version: int | None = None
-        """Version of the update in progress."""
+        self._version = 0  # version of the weights that tokens are sampled with
+        self._new_version: int | None = None  # version of the update in progress
 
     def _read_model_folder(self, max_model_len: int | None) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
         """The model's Hugging Face configuration and its tokenizer; sets the longest sequence and the end tokens."""
@@ -59,9 +47,7 @@ class GenerationStrategy(ABC):
         args = self.role.model_args
         config, path = checked_config(args, "causal_lm"), str(args.model_name_or_path)
         self._max_model_len = longest_sequence(max_model_len, config, path)
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=args.trust_remote_code
-        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=args.trust_remote_code)
         try:
             generation_config = GenerationConfig.from_pretrained(path)
         except OSError:  # a folder without one
@@ -76,7 +62,7 @@ class GenerationStrategy(ABC):
         if tokenizer.eos_token_id is not None:
             ends.append(tokenizer.eos_token_id)
         self._end_token_ids = tuple(dict.fromkeys(int(token) for token in ends))
-        return config, tokenizer
+        return config, cast("PreTrainedTokenizerBase", tokenizer)
 
     @abstractmethod
     def initialize(self) -> None:
@@ -84,12 +70,9 @@ class GenerationStrategy(ABC):
 
     @abstractmethod
     def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
-        """Queue the unfinished samples of requests, first come first served; partial samples are continued.
-
-        Raises:
-            ValueError: a prompt that leaves no room for a new token, parameters outside their range, or a partial
-                sample that has nothing left to generate.
-        """
+        """Queue the unfinished samples of requests, first come first served; partial samples are continued. Raises
+        ValueError: a prompt that leaves no room for a new token, parameters outside their range, or a partial sample
+        that has nothing left to generate."""
 
     @abstractmethod
     def step(self) -> list[GenerationOutput]:
@@ -114,8 +97,8 @@ class GenerationStrategy(ABC):
     def _without_failed(
         self, outputs: Sequence[GenerationOutput], failed: Mapping[str, str] | None = None
     ) -> list[GenerationOutput]:
-        """Outputs of the requests that have not failed. Those in ``failed``, and those with a sample that was not drawn
-        from finite log-probs, are aborted."""
+        """Outputs of the requests that have not failed. Those in ``failed``, and those whose log-probs are not all
+        finite, are aborted."""
         reasons = dict(failed or {})
         for output in outputs:
             finite = np.isfinite(output.log_probs)
@@ -145,19 +128,13 @@ class GenerationStrategy(ABC):
 
     def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
         """Log-probs of each prompt's own tokens, and the ``top`` most probable at each position (-1: all), descending.
-
-        Raises:
-            ValueError: an engine that gives none.
-        """
+        Raises ValueError: an engine that gives none."""
         raise ValueError(
             f"{type(self).__name__} gives no log-probs of prompts (echo, prompt_logprobs); hf_infer and vllm do"
         )
 
     def start_weight_update(self, version: int) -> None:
-        """
-        Raises:
-            RuntimeError: another update is in progress.
-        """
+        """Begin an update, in which :meth:`step` is refused; RuntimeError if another is in progress."""
         if self._new_version is not None:
             raise RuntimeError(f"{self._name}: the update to version {self._new_version} is not finished")
         self._new_version = version
@@ -172,12 +149,11 @@ class GenerationStrategy(ABC):
         return self._new_version
 
     def _check_no_update(self) -> None:
-        """Refuse a step during an update: its tokens would be sampled with a mixture of weights."""
+        # Tokens of a step during an update would be sampled with a mixture of weights.
         if self._new_version is not None:
             raise RuntimeError(f"{self._name}: {MID_UPDATE}")
 
     def _check_idle(self) -> None:
-        """Refuse to sleep with unfinished samples."""
         if self.num_unfinished:
             raise RuntimeError(f"{self._name}: sleep with {self.num_unfinished} unfinished samples; abort them first")
 
@@ -205,18 +181,10 @@ class GenerationStrategy(ABC):
         assert held is not None, "an engine that takes whole models only is sent all tensors"
         return {name: tensor_checksum(held[name]) for name in names if name in held}
 
-    @property
-    def takes_adapters(self) -> bool:
-        """True for an engine that computes with separate LoRA adapters (:meth:`update_adapter`)."""
-        return False
-
     def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
-        """During an update: compute ``W x + scaling * B (A x)`` from now on, in place of the last adapter.
-
-        Args:
-            tensors: A (r, in) and B (out, r) by the name of W with ``#lora_A`` or ``#lora_B`` appended.
-            scalings: by the name of W.
-        """
+        """During an update: compute ``W x + scaling * B (A x)`` from now on, in place of the last adapter. ``tensors``:
+        A (r, in) and B (out, r) by the name of W with ``#lora_A`` or ``#lora_B`` appended. ``scalings``: by the name of
+        W."""
         raise RuntimeError(f"{type(self).__name__} takes no adapters")
 
     def sleep(self) -> None:
@@ -227,118 +195,3 @@ class GenerationStrategy(ABC):
 
     def shutdown(self) -> None:
         """Free everything; the engine is not used again."""
-
-
-class PackagedEngine(GenerationStrategy):
-    """An engine that is a package of its own and can free parts of its device memory."""
-
-    def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
-        super().__init__(role, seed)
-        self._asleep: list[str] = []
-        """Parts that have left the device: ``weights``, ``kv_cache``."""
-
-    @abstractmethod
-    def _release(self) -> bool:
-        """Free the KV cache, and move or drop the weights; False where the engine was started without that."""
-
-    @abstractmethod
-    def _resume(self, parts: list[str]) -> None:
-        """Undo a part of :meth:`_release`."""
-
-    def sleep(self) -> None:
-        """Free the KV cache, and move or drop the weights (``sleep_level``), on a GPU. Only between requests."""
-        self._check_idle()
-        if current_platform().device_type != "cpu" and not self._asleep and self._release():
-            self._asleep = ["weights", "kv_cache"]
-
-    def wake(self, weights_only: bool = False) -> None:
-        wanted = [part for part in self._asleep if part == "weights" or not weights_only]
-        if wanted:
-            self._resume(wanted)
-            self._asleep = [part for part in self._asleep if part not in wanted]
-
-
-def cache_numbers(config: PretrainedConfig) -> tuple[int, int]:
-    """Key-value heads of a layer, and the numbers of a head's key.
-
-    Args:
-        config: the Hugging Face config of the language model.
-    """
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads, head_dim
-
-
-def check_version(backend: Backend, version: str, allow_untested: bool) -> None:
-    """Refuse a version that this code was not tried with.
-
-    Raises:
-        ValueError: a version outside ``backend.package.tested``, unless ``allow_untested``.
-    """
-    package = backend.package
-    assert package is not None, "an engine that comes with the base install has no version of its own"
-    low, high = map(Version, package.tested)
-    if low <= Version(Version(version).base_version) < high:
-        return
-    text = f"{package.title} {version} is outside the tested versions (at least {low}, below {high})"
-    if not allow_untested:
-        raise ValueError(
-            f"{text}; install one of them, or set strategy_config.allow_untested_version: true to try this one"
-        )
-    logger.warning("%s", text)
-
-
-_NOTICE_SECONDS = 2.0
-"""Seconds to wait for a rank's process to end after an error: a peer often reports the broken connection first."""
-_END_SECONDS = 10.0
-"""Limit for killed ranks to be gone."""
-
-
-class RankWatch:
-    """Ends this process when a rank of its engine has died, and the other ranks first.
-
-    A model without one of its shards computes nothing, and a peer that waits for that shard may wait forever. So the
-    death of any rank becomes the death of the engine, which its driver handles.
-
-    Args:
-        ranks: child processes; none for an engine that has no rank outside of this process.
-    """
-
-    def __init__(self, ranks: Sequence[BaseProcess]) -> None:
-        self._ranks = {rank.sentinel: rank for rank in ranks}
-        self._is_over = Event()
-        self._thread = Thread(target=self._watch, daemon=True, name="roll-rank-watch")
-        if ranks:
-            # At a normal exit the ranks end first.
-            Finalize(None, self.close, exitpriority=0)
-            self._thread.start()
-
-    def close(self) -> None:
-        """Stop watching: from now on ranks may end."""
-        self._is_over.set()
-
-    @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Guard work that ranks take part in: if it fails because one has died, the process ends instead of raising."""
-        try:
-            yield
-        except Exception:
-            if self._ranks and wait(list(self._ranks), _NOTICE_SECONDS):
-                self._thread.join()
-            raise
-
-    def _watch(self) -> None:
-        dead = wait(list(self._ranks))
-        if self._is_over.is_set():
-            return
-        for number, (sentinel, rank) in enumerate(self._ranks.items()):
-            if sentinel in dead:
-                logger.error("rank %d of the engine (pid %d) has died, and the engine ends with it", number, rank.pid)
-        # A replacement of this engine gets the same devices, which are free only when every rank is gone.
-        for rank in self._ranks.values():
-            rank.kill()
-        left, give_up = set(self._ranks), time.monotonic() + _END_SECONDS
-        while left and time.monotonic() < give_up:
-            left -= set(wait(list(left), give_up - time.monotonic()))
-        logging.shutdown()
-        # From a thread, while the main one may be stuck inside a collective: sys.exit() would end this thread only.
-        os._exit(1)

@@ -21,10 +21,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class PromptScore:
     """A model's log-probs of a text, each token given those before it."""
 
-    log_probs: list[float]
-    """Log-probs of every token but the first, at temperature 1."""
-    top: list[list[tuple[int, float]]]
-    """The most probable tokens at the same positions, as many as requested."""
+    log_probs: list[float]  # log-probs of every token but the first, at temperature 1
+    top: list[list[tuple[int, float]]]  # the most probable tokens at the same positions, as many as requested
     ranks: list[int] = field(default_factory=list)
     """Ranks of the text's own tokens in the vocabulary; 1: the most probable."""
 
@@ -43,8 +41,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
-    top_log_probs: int = 0
-    """Number of most probable tokens reported at each position, with their log-probs."""
+    top_log_probs: int = 0  # number of most probable tokens reported at each position, with their log-probs
     seed: int | None = None
     """Sample i draws from the stream (seed, i), independently of the rest of the batch; None: a seed of the engine."""
     json_schema: str | None = None
@@ -62,8 +59,7 @@ class SamplingParams:
         return tuple(dict.fromkeys((*end_token_ids, *self.stop_token_ids)))
 
 
-VersionSpan = tuple[int, int, int]
-"""(weight version, start, end) over the tokens of a response."""
+VersionSpan = tuple[int, int, int]  # (weight version, start, end) over the tokens of a response
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +78,7 @@ class GenerationRequest:
     partial: Mapping[int, GenerationOutput] = field(default_factory=dict)
     """By sample index, beginnings of responses, whichever engine sampled them; samples in neither ``partial`` nor
     ``finished`` start from the prompt."""
-    finished: tuple[GenerationOutput, ...] = ()
-    """Samples that are done already."""
+    finished: tuple[GenerationOutput, ...] = ()  # samples that are done already
     conversation: str | None = None
     """Names the conversation that the prompt is the next turn of, for routers that keep one at its engine."""
     vision: VisionInputs | None = None
@@ -120,12 +115,8 @@ class GenerationOutput:
 def interrupted(
     request: GenerationRequest, aborted: Iterable[GenerationOutput], finished: Iterable[GenerationOutput]
 ) -> GenerationRequest:
-    """Make of ``request`` one with which any engine continues where it was stopped.
-
-    Args:
-        aborted: its unfinished samples, whole responses so far.
-        finished: its finished samples, those that it came with included.
-    """
+    """Make of ``request`` one with which any engine continues where it was stopped, from its unfinished samples (whole
+    responses so far) and its finished ones, those that it came with included."""
     begun = {output.sample_index: output for output in aborted if output.token_ids}
     return replace(request, partial=begun, finished=tuple(sorted(finished, key=lambda output: output.sample_index)))
 
@@ -158,12 +149,8 @@ def visible_text(text: str, params: SamplingParams) -> str:
 
 
 def check_request(request: GenerationRequest, taken: Collection[str], max_model_len: int, vocab_size: int) -> None:
-    """Raise ValueError for a request that the engine cannot serve.
-
-    Args:
-        taken: ids of requests that are unfinished.
-        max_model_len: most tokens of prompt and response together.
-    """
+    """Raise ValueError for a request that the engine cannot serve. ``taken``: ids of requests that are unfinished.
+    ``max_model_len``: most tokens of prompt and response together."""
     name, prompt = f"request {request.request_id!r}", request.prompt_token_ids
     if request.request_id in taken:
         raise ValueError(f"{name}: a request of this id is unfinished; ids must be unique")
@@ -179,17 +166,16 @@ def check_request(request: GenerationRequest, taken: Collection[str], max_model_
             f"{name}: prompt token ids run from {min(prompt)} to {max(prompt)}, must be in [0, {vocab_size})"
         )
     check_sampling_params(request.params, name)
-    params = request.params
-    if any(token >= vocab_size for token in params.stop_token_ids):
-        raise ValueError(f"{name}: stop_token_ids run up to {max(params.stop_token_ids)}, must be below {vocab_size}")
+    highest = max(request.params.stop_token_ids, default=-1)
+    if highest >= vocab_size:
+        raise ValueError(f"{name}: stop_token_ids run up to {highest}, must be below {vocab_size}")
     if request.partial or request.finished:
         _check_progress(request, name, max_model_len - len(prompt))
 
 
 def _check_progress(request: GenerationRequest, name: str, room: int) -> None:
     """Refuse a request whose partial and finished samples do not fit it; ``room``: tokens after the prompt."""
-    done = [output.sample_index for output in request.finished]
-    begun = list(request.partial)
+    done, begun = [output.sample_index for output in request.finished], list(request.partial)
     if len(set(done + begun)) < len(done) + len(begun) or not set(done + begun) <= set(range(request.num_samples)):
         raise ValueError(
             f"{name}: samples {sorted(done)} are finished and {sorted(begun)} partial; each of the "
@@ -210,8 +196,7 @@ def _check_progress(request: GenerationRequest, name: str, room: int) -> None:
             )
 
 
-HIGHEST_TEMPERATURE = 1e4
-"""All tokens are alike beyond it."""
+HIGHEST_TEMPERATURE = 1e4  # all tokens are alike beyond it
 MAX_PENALTY = 100.0
 MAX_STOP_TOKENS = 1024
 MAX_SHOWN = 100
@@ -243,8 +228,8 @@ def check_sampling_params(params: SamplingParams, name: str) -> None:
     )
     for key, holds, rule in rules:
         if not holds:
-            value = repr(getattr(params, key))
-            raise ValueError(f"{name}: {key} is {value[:MAX_SHOWN]}, must be {rule}")
+            # A client's text may be megabytes long.
+            raise ValueError(f"{name}: {key} is {repr(getattr(params, key))[:MAX_SHOWN]}, must be {rule}")
 
 
 _REPLACEMENT = "\ufffd"  # what a decoder shows for bytes that do not make a character yet
@@ -260,17 +245,23 @@ class StopStringMatcher:
         decode: token ids to text, special tokens included.
         stop_strings: none of them empty.
         prompt_token_ids: the sample's prompt (its end is decoded along, so that spacing comes out right).
+        begun: tokens of the response that the sample comes with.
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], stop_strings: Sequence[str], prompt_token_ids: Sequence[int]
+        self,
+        decode: Callable[[list[int]], str],
+        stop_strings: Sequence[str],
+        prompt_token_ids: Sequence[int],
+        begun: Sequence[int] = (),
     ) -> None:
-        self._decode = decode
-        self._stop_strings = tuple(stop_strings)
+        self._decode, self._stop_strings = decode, tuple(stop_strings)
         self._longest = max(len(text) for text in stop_strings)
         self._pending = [int(token) for token in prompt_token_ids[-_CONTEXT_TOKENS:]]
         self._num_decoded = len(self._pending)
         self._tail = ""
+        for token in begun:
+            self.push(token)
 
     def push(self, token_id: int) -> bool:
         """Append a token; True when it completes a stop string."""
@@ -287,16 +278,8 @@ class StopStringMatcher:
 
 
 def longest_sequence(max_model_len: int | None, config: PretrainedConfig, model_path: str | None) -> int:
-    """Most tokens of prompt and response together.
-
-    Args:
-        max_model_len: ``strategy_config.max_model_len``; None: as many as the model has positions.
-        config: the model's Hugging Face config.
-        model_path: for messages.
-
-    Raises:
-        ValueError: more than the model has positions, or no number at all.
-    """
+    """Most tokens of prompt and response together: ``strategy_config.max_model_len``, else the model's positions.
+    Raises ValueError: more than the model has positions, or no number at all."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_model_len is None:
         if longest is None:

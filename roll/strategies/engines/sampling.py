@@ -20,12 +20,8 @@ def stream_key(seed: int, sample_index: int) -> int:
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Number ``positions[b]`` of stream ``keys[b]``: float64 (B,), in [0, 1), multiples of 2**-53.
-
-    Args:
-        keys: uint64 (B,).
-        positions: int64 (B,), from 0.
-    """
+    """Number ``positions[b]`` of stream ``keys[b]``: float64 (B,), in [0, 1), multiples of 2**-53. ``keys`` are uint64
+    (B,), ``positions`` int64 (B,), from 0."""
     state = keys + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -34,6 +30,7 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _mix(value: int) -> int:
+    """The finaliser of SplitMix64."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
@@ -46,10 +43,7 @@ _CANDIDATES = 1024  # top-p without top-k: sorted this many first, the whole voc
 
 def penalise_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: torch.Tensor) -> torch.Tensor:
     """Divide the positive and multiply the negative logits of seen tokens by the penalty (Keskar et al. 2019, CTRL).
-
-    Args:
-        logits: float32 (B, V). seen: bool (B, V). penalty: float32 (B,).
-    """
+    ``logits`` are float32 (B, V), ``seen`` bool (B, V), ``penalty`` float32 (B,)."""
     factor = penalty[:, None]
     return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
@@ -68,10 +62,9 @@ def filter_threshold(
     threshold = logits.new_full(logits.shape[:1], -torch.inf)
     if min_p is not None:
         threshold = logits.amax(-1) + min_p.log()
-    if top_k is None and top_p is None:
-        return threshold
     if top_k is None:
-        assert top_p is not None
+        if top_p is None:
+            return threshold
         kept = logits.masked_fill(logits < threshold[:, None], -torch.inf)
         normaliser = kept.logsumexp(-1, keepdim=True)
         for count in (min(_CANDIDATES, logits.shape[1]), logits.shape[1]):
@@ -131,12 +124,8 @@ def invert_cumulative(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 
 class RowSettings:
-    """The settings of a batch's rows on the device; None or False where no row uses one.
-
-    Args:
-        temperature, top_p, min_p, penalty: float32 (B,).
-        top_k: int64 (B,), 0 is off.
-    """
+    """The settings of a batch's rows on the device; None or False where no row uses one. ``top_k`` is int64
+    (B,), 0 is off; the others are float32 (B,)."""
 
     def __init__(
         self,

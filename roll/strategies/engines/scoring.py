@@ -31,10 +31,8 @@ from roll.strategies.base import (
 )
 from roll.strategies.engines.requests import PromptScore
 
-ALL = -1
-"""Number of most probable tokens that means the whole vocabulary."""
-LEAST_MASS = 1e-38
-"""Smallest positive number of float32."""
+ALL = -1  # number of most probable tokens that means the whole vocabulary
+LEAST_MASS = 1e-38  # smallest positive number of float32
 
 
 class ScoringStrategy(ModelStrategy):
@@ -63,12 +61,8 @@ class ScoringStrategy(ModelStrategy):
 
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
         """Like :meth:`ModelStrategy.forward_top_tokens`; another temperature than 1 with the whole vocabulary only. The
-        tail is one minus the listed mass.
-
-        Raises:
-            ValueError: fewer tokens than requested, for instance where the most probable ones have ids that
-                the student does not know.
-        """
+        tail is one minus the listed mass. Raises ValueError: fewer tokens than requested, for instance where the most
+        probable ones have ids that the student does not know."""
         assert temperature == 1.0 or not wanted.count, (wanted, temperature)
         mask = batch["response_mask"]
         parts = []
@@ -118,11 +112,8 @@ class ScoringStrategy(ModelStrategy):
 def listed_tokens(
     entries: Sequence[tuple[int, float]], wanted: TopTokens, temperature: float
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """Log-probs (k,), descending, ids (k,), and the log of the mass of all other tokens.
-
-    Args:
-        entries: id and log-prob of the most probable tokens; of all of them where ``temperature`` is not 1.
-    """
+    """Log-probs (k,), descending, ids (k,), and the log of the mass of all other tokens. ``entries``: id and log-prob
+    of the most probable tokens; of all of them where ``temperature`` is not 1."""
     ids = np.fromiter((token for token, _ in entries), dtype=np.int64, count=len(entries))
     log_probs = np.fromiter((value for _, value in entries), dtype=np.float64, count=len(entries))
     if temperature != 1.0:

@@ -43,18 +43,11 @@ class SlotCache:
         self.data = torch.zeros(size, dtype=dtype, device=device)
         self.states = [torch.zeros(num_rows, *own, dtype=kind, device=device) for own, kind in shape.states]
 
-    def release(self) -> None:
-        self.data, self.states = self.data.new_empty(0), []
-
     def write_prompts(
         self, first_row: int, keys_values: torch.Tensor, counts: Sequence[int], states: Sequence[torch.Tensor] = ()
     ) -> None:
         """Copy prompts into the rows from ``first_row`` on: ``counts[0]`` rows for the first prompt, and so forth.
-
-        Args:
-            keys_values: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim).
-            states: (num_prompts, ...) each.
-        """
+        ``keys_values`` and ``states`` as in :class:`~roll.strategies.hf_infer.decoder.PromptStates`."""
         length = keys_values.shape[4]
         for prompt, count in enumerate(counts):
             self.data[:, :, first_row : first_row + count, :, :length] = keys_values[:, :, prompt, None]
@@ -93,10 +86,8 @@ class DecodeSlots:
         offsets: torch.Tensor | None = None,
         multiple: int = 1,
     ) -> None:
-        self._data = cache.data
-        self._states = cache.states
-        self._count = len(lengths)
-        self.size = len(positions)
+        self._data, self.states = cache.data, cache.states
+        self.count, self.size = len(lengths), len(positions)
         self.end = -(-int(lengths.max()) // multiple) * multiple
         self._ragged = bool((lengths != self.end).any())
         self.positions = positions
@@ -106,11 +97,8 @@ class DecodeSlots:
         self._flat_index = (first.view(self.size, num_heads) + positions[:, None]).view(-1)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the new token's keys and values (size, num_kv_heads, head_dim) of a layer; return those of all tokens.
-
-        Returns:
-            Two views (size, num_kv_heads, end, head_dim).
-        """
+        """Write the new token's keys and values (size, num_kv_heads, head_dim) of a layer; return those of all tokens,
+        as two views (size, num_kv_heads, end, head_dim)."""
         held = []
         for part, new in zip(self._data[layer], (keys, values), strict=True):
             head_dim = part.shape[-1]
@@ -118,22 +106,9 @@ class DecodeSlots:
             held.append(part[: self.size, :, : self.end])
         return held[0], held[1]
 
-    def states(self) -> list[torch.Tensor]:
-        """Copies of the rows' states, (size, ...) each."""
-        return [state[: self.size].clone() for state in self._states]
-
-    def put_states(self, states: Sequence[torch.Tensor]) -> None:
-        """Write back the states of the decoded rows only: the rows after them, used to fill up the batch, may belong to
-        samples that were admitted in this step."""
-        for held, new in zip(self._states, states, strict=True):
-            held[: self._count] = new[: self._count]
-
     def bias(self, window: int | None = None) -> torch.Tensor | None:
-        """(size, end): 0 where a row has a token, the lowest number elsewhere; None when all rows are equally long.
-
-        Args:
-            window: number of a row's last tokens that are seen.
-        """
+        """(size, end): 0 where a row has a token, the lowest number elsewhere; None when all rows are equally long. Of
+        a ``window`` the last tokens alone are seen."""
         is_seen_whole = window is None or self.end <= window
         if not self._ragged and is_seen_whole:
             return None
@@ -154,11 +129,10 @@ class CachedSequence:
 
     token_ids: np.ndarray
     keys_values: torch.Tensor
-    blocks: list[int]
-    """Numbers of its whole blocks, see :func:`_chained`."""
+    blocks: list[int]  # numbers of its whole blocks, see :func:`_chained`
 
     def common(self, token_ids: np.ndarray) -> int:
-        """Length of the common prefix of the sequence and ``token_ids``."""
+        """Length of the common prefix."""
         shorter = min(len(self.token_ids), len(token_ids))
         different = np.flatnonzero(self.token_ids[:shorter] != token_ids[:shorter])
         return int(different[0]) if len(different) else shorter
@@ -175,16 +149,11 @@ class PrefixCache:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self.lengths = range(_BLOCK, max_tokens + 1)
-        """Lengths of sequences that can be held."""
-        self._sequences: OrderedDict[CachedSequence, None] = OrderedDict()
-        """The most recently used is the last."""
-        self._table: dict[int, CachedSequence] = {}
-        """A block to the sequence with it that was put last."""
-        self.num_tokens = 0
-        """Tokens of all sequences."""
-        self.num_reused = 0
-        """Tokens that did not have to be computed, since the cache was made."""
+        self.lengths = range(_BLOCK, max_tokens + 1)  # lengths of sequences that can be held
+        self._sequences: OrderedDict[CachedSequence, None] = OrderedDict()  # the last one was used last
+        self._table: dict[int, CachedSequence] = {}  # a block to the sequence with it that was put last
+        self.num_tokens = 0  # tokens of all sequences
+        self.num_reused = 0  # tokens that did not have to be computed, since the cache was made
 
     def find(self, token_ids: Sequence[int]) -> tuple[CachedSequence, int] | None:
         """The sequence with the longest prefix of a prompt, and how many of its tokens that is: never all of the
@@ -200,11 +169,8 @@ class PrefixCache:
         return found, known
 
     def put(self, token_ids: Sequence[int], keys_values: torch.Tensor) -> None:
-        """Hold a sequence, in the place of one that is a prefix of it, if there is one.
-
-        Args:
-            keys_values: (num_layers, 2, num_kv_heads, length, head_dim) of its tokens; copied.
-        """
+        """Hold a sequence, with a copy of its ``keys_values`` (num_layers, 2, num_kv_heads, length, head_dim), in the
+        place of one that is a prefix of it, if there is one."""
         new = np.asarray(token_ids, dtype=np.int64)
         blocks = _chained(new)
         prefix = self._holder(new, blocks)
@@ -222,7 +188,6 @@ class PrefixCache:
         self._table.update(dict.fromkeys(blocks, sequence))
 
     def clear(self) -> None:
-        """Drop everything."""
         self._sequences.clear()
         self._table.clear()
         self.num_tokens = 0

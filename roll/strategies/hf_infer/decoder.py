@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -58,16 +58,14 @@ class PromptStates:
         )
 
 
-Images = Sequence[VisionInputs | None]
-"""One for each prompt; None: a prompt of text."""
+Images = Sequence[VisionInputs | None]  # one for each prompt; None: a prompt of text
 
 
 class Decoder(ABC):
     """A causal language model computed token by token."""
 
     cache_shape: CacheShape
-    masked_token_ids: tuple[int, ...] = ()
-    """Tokens that are never sampled."""
+    masked_token_ids: tuple[int, ...] = ()  # tokens that are never sampled
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -82,18 +80,13 @@ class Decoder(ABC):
         """Keys that a decoding step reads are as many as a multiple of this."""
         self.cache_dtype = torch.float32 if self.is_invariant else self.dtype
         """Dtype of keys and values. Invariant attention is float32 and would otherwise convert all in every step."""
-        self.routing: RoutingRecorder | None = None
-        """Set where experts' choices are recorded."""
-        self.chosen: np.ndarray | None = None
-        """(tokens, layers, k), of the last pass, padding included."""
+        self.routing: RoutingRecorder | None = None  # set where experts' choices are recorded
+        self.chosen: np.ndarray | None = None  # (tokens, layers, k), of the last pass, padding included
         self.features: OrderedDict[str, tuple[torch.Tensor, list[torch.Tensor]]] = OrderedDict()
         """Of each image that was seen with these weights: (tokens, hidden size), and the same for some layers."""
 
     def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
-        """
-        Raises:
-            ValueError: images for a model that sees none, or that do not go with the placeholders of ``prompt``.
-        """
+        """ValueError for images that the model does not see, or that do not go with the placeholders of ``prompt``."""
         check_images(name, prompt, vision, self.model.config)
 
     def prefix_key(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Sequence[int]:
@@ -102,11 +95,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
-        """Compute whole prompts.
-
-        Args:
-            images: of each prompt; None: all are text.
-        """
+        """Compute whole prompts; ``images`` are those of each, None where all are text."""
 
     @abstractmethod
     def extend(
@@ -117,35 +106,24 @@ class Decoder(ABC):
         images: Images | None = None,
     ) -> PromptStates:
         """Compute the rest of prompts whose first tokens are there, ``known`` of each; at least one is not.
-
-        Args:
-            keys_values: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim), finite everywhere; those
-                of the rest are filled in.
-            images: of each prompt; None: all are text.
-        """
+        ``keys_values``: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim), finite everywhere; those
+        of the rest are filled in."""
 
     @abstractmethod
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
         """Logits (size, vocab_size) after one more token (int64, (size,)) in each of the rows of ``slots``."""
 
 
-def round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 def decode_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scale: float
 ) -> torch.Tensor:
-    """Softmax attention of a single query position per row.
+    """Softmax attention of a single query position per row, (B, num_heads * head_dim).
 
     Args:
         queries: (B, num_heads, head_dim).
         keys, values: (B, num_kv_heads, T, head_dim); consecutive query heads share a key head.
-        bias: (B, T), added to the scores of all heads, or None.
+        bias: (B, T), added to the scores of all heads.
         scale: factor of the scores.
-
-    Returns:
-        (B, num_heads * head_dim).
     """
     batch, num_heads, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1], keys.shape[2]
@@ -165,18 +143,17 @@ def decode_attention(
 _Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
-@dataclass(frozen=True)
 class _Layer:
-    name: str
-    """Name of the model's module."""
-    input_norm: torch.Tensor
-    qkv: _Linear
-    query_norm: torch.Tensor | None
-    key_norm: torch.Tensor | None
-    output: _Linear
-    mlp_norm: torch.Tensor
-    gate_up: _Linear
-    down: _Linear
+    def __init__(self, layer: Any, product: Product) -> None:
+        attention, mlp, fuse = layer.self_attn, layer.mlp, partial(_fuse, product)
+        self.input_norm = layer.input_layernorm.weight.detach()
+        self.qkv = fuse(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.head_norms: list[torch.Tensor] = []  # of queries and of keys, in families that have them (Qwen3)
+        if hasattr(attention, "q_norm"):
+            self.head_norms = [attention.q_norm.weight.detach(), attention.k_norm.weight.detach()]
+        self.output = fuse(attention.o_proj)
+        self.mlp_norm = layer.post_attention_layernorm.weight.detach()
+        self.gate_up, self.down = fuse(mlp.gate_proj, mlp.up_proj), fuse(mlp.down_proj)
 
 
 class FusedDecoder(Decoder):
@@ -190,28 +167,22 @@ class FusedDecoder(Decoder):
     """
 
     def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
-        config = model.config
-        body: Any = model.model
-        head: Any = model.lm_head
+        config, body, head = model.config, cast("Any", model.model), cast("Any", model.lm_head)
         self._head_dim = int(body.layers[0].self_attn.head_dim)
-        self._num_heads = int(config.num_attention_heads)
-        self._num_kv_heads = int(config.num_key_value_heads)
-        self._split = (self._num_heads, self._num_kv_heads, self._num_kv_heads)
-        """Heads of queries, keys and values."""
+        self._num_heads, self._num_kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self._split = (self._num_heads, self._num_kv_heads, self._num_kv_heads)  # heads of queries, keys and values
         self._epsilon = float(config.rms_norm_eps)
         self._scale = self._head_dim**-0.5
         product = invariant.linear if computes_invariantly(model) else linear
-        self._layers = [_fuse_layer(f"model.layers.{i}", layer, product) for i, layer in enumerate(body.layers)]
-        self.cache_shape = CacheShape(len(self._layers), self._num_kv_heads, self._head_dim)
-        self.watch: Callable[[str, torch.Tensor], None] | None = None
-        """Given what each operation computes, by the names of :mod:`roll.strategies.hf_infer.tracing`."""
+        self.layers = [_Layer(layer, product) for layer in body.layers]
+        self.cache_shape = CacheShape(len(self.layers), self._num_kv_heads, self._head_dim)
         # After the layers are fused: it takes the model's tensors, which have become views of the fused ones.
         super().__init__(model)
         # After each operation, as transformers does; on an accelerator, where each would be a kernel, once at the end.
         self._rounds_each = self.is_invariant or (self.dtype != torch.float32 and self.device.type == "cpu")
         self._embedding = body.embed_tokens.weight.detach()
         self._final_norm = body.norm.weight.detach()
-        self._head = _fuse(product, head)
+        self.head = _fuse(product, head)
         positions = torch.arange(max_model_len, device=self.device)[None]
         cos, sin = body.rotary_emb(torch.zeros(1, dtype=self.dtype, device=self.device), positions)
         # The first half has the sign of the rotation already, so a step only swaps the halves of a head.
@@ -223,15 +194,15 @@ class FusedDecoder(Decoder):
         grid = _PromptGrid(prompts, self.device)
         x = F.embedding(grid.tokens, self._embedding)
         cos, sin = self._cos[grid.positions], self._sin[grid.positions]
-        shape = (len(self._layers), 2, grid.num_prompts, self._num_kv_heads, grid.longest, self._head_dim)
+        shape = (len(self.layers), 2, grid.num_prompts, self._num_kv_heads, grid.longest, self._head_dim)
         keys_values = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             heads = grid.pad(self._heads(layer, x, cos, sin)).transpose(1, 2)
             queries, keys, values = heads.split(self._split, 1)
             keys_values[index, 0], keys_values[index, 1] = keys, values
             # Padding comes after the prompt, where causal attention does not see it.
-            x = self._attend(index, grid, x, queries, keys, values)
-        return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
+            x = self._attend(index, grid, x, (queries, keys, values))
+        return PromptStates(keys_values, self.head(self._rms_norm(x, self._final_norm))[: grid.num_prompts])
 
     def extend(
         self,
@@ -251,44 +222,43 @@ class FusedDecoder(Decoder):
             queried = torch.arange(grid.longest, device=self.device) + begins[:, None]
             hidden = torch.arange(keys_values.shape[4], device=self.device) > queried[:, None, :, None]
             mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device).masked_fill_(hidden, float("-inf"))
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             heads = self._heads(layer, x, cos, sin)
             _, keys, values = heads.split(self._split, 1)
             for part, new in zip(keys_values[index], (keys, values), strict=True):
                 part[rows, :, places] = new[: len(rows)].to(part.dtype)
             queries = grid.pad(heads).transpose(1, 2)[:, : self._num_heads]
-            x = self._attend(index, grid, x, queries, keys_values[index, 0], keys_values[index, 1], mask, begins)
-        return PromptStates(keys_values, self._logits(x)[: grid.num_prompts])
+            x = self._attend(index, grid, x, (queries, *keys_values[index].unbind()), mask, begins)
+        return PromptStates(keys_values, self.head(self._rms_norm(x, self._final_norm))[: grid.num_prompts])
 
     def _attend(
         self,
         index: int,
         grid: _PromptGrid,
         x: torch.Tensor,
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         mask: torch.Tensor | None = None,
         begins: torch.Tensor | int = 0,
     ) -> torch.Tensor:
-        """The output of layer ``index`` for a grid of prompts: after the last layer, of their last tokens only."""
-        has_groups = self._num_heads != self._num_kv_heads
+        """The output of layer ``index`` for a grid of prompts, from queries, keys and values: after the last layer, of
+        the prompts' last tokens only."""
         if self.is_invariant:
-            mixed = invariant.attention(queries, keys, values, self._scale, begins)
+            mixed = invariant.attention(*heads, self._scale, begins)
         else:
+            groups = self._num_heads != self._num_kv_heads
             mixed = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=has_groups
+                *heads, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=groups
             )
         mixed = mixed.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, grid.cells)
-        if index == len(self._layers) - 1:
+        if index == len(self.layers) - 1:
             x, mixed = x[grid.last], mixed[grid.last]
-        return self._finish_layer(self._layers[index], x, mixed)
+        return self._finish_layer(self.layers[index], x, mixed)
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
         x = F.embedding(tokens, self._embedding)
         cos, sin = self._cos[slots.positions], self._sin[slots.positions]
         bias = slots.bias()
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.layers):
             queries, keys, values = self._heads(layer, x, cos, sin).split(self._split, 1)
             all_keys, all_values = slots.append(index, keys, values)
             if self.is_invariant:
@@ -299,21 +269,15 @@ class FusedDecoder(Decoder):
             else:
                 mixed = decode_attention(queries, all_keys, all_values, bias, self._scale)
             x = self._finish_layer(layer, x, mixed)
-        return self._logits(x)
+        return self.head(self._rms_norm(x, self._final_norm))
 
     def _heads(self, layer: _Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotated queries and keys, and values: (N, num_heads + 2 * num_kv_heads, head_dim)."""
-        normed = self._rms_norm(x, layer.input_norm)
-        heads = layer.qkv(normed).unflatten(-1, (-1, self._head_dim))
-        if self.watch is not None:
-            self.watch(f"{layer.name}.input_layernorm out", normed)
-            for name, part in zip("qkv", heads.split(self._split, 1), strict=True):
-                self.watch(f"{layer.name}.self_attn.{name}_proj out", part.flatten(1))
+        heads = layer.qkv(self._rms_norm(x, layer.input_norm)).unflatten(-1, (-1, self._head_dim))
         rotated = heads[:, : -self._num_kv_heads]
-        if layer.query_norm is not None and layer.key_norm is not None:
-            queries, keys = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-            queries, keys = self._rms_norm(queries, layer.query_norm), self._rms_norm(keys, layer.key_norm)
-            rotated.copy_(torch.cat((queries, keys), 1))
+        if layer.head_norms:
+            parts = zip(rotated.split(self._split[:2], 1), layer.head_norms, strict=True)
+            rotated.copy_(torch.cat([self._rms_norm(part, norm) for part, norm in parts], 1))
         half = self._head_dim // 2
         swapped = torch.cat((rotated[..., half:], rotated[..., :half]), -1)
         if self._rounds_each:
@@ -323,29 +287,9 @@ class FusedDecoder(Decoder):
         return heads
 
     def _finish_layer(self, layer: _Layer, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        out = layer.output(mixed)
-        if self.watch is not None:
-            self.watch(f"{layer.name}.self_attn.o_proj in", mixed)
-            self.watch(f"{layer.name}.self_attn.o_proj out", out)
-        x = out.add_(x)
-        normed = self._rms_norm(x, layer.mlp_norm)
-        gate, up = layer.gate_up(normed).chunk(2, -1)
-        if self.watch is not None:
-            self.watch(f"{layer.name}.post_attention_layernorm out", normed)
-            self.watch(f"{layer.name}.mlp.gate_proj out", gate)
-            self.watch(f"{layer.name}.mlp.up_proj out", up)
-        active = F.silu(gate).mul_(up)
-        out = layer.down(active)
-        if self.watch is not None:
-            self.watch(f"{layer.name}.mlp.down_proj in", active)
-            self.watch(f"{layer.name}.mlp.down_proj out", out)
-        return out.add_(x)
-
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        normed = self._rms_norm(x, self._final_norm)
-        if self.watch is not None:
-            self.watch("model.norm out", normed)
-        return self._head(normed)
+        x = layer.output(mixed).add_(x)
+        gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, -1)
+        return layer.down(F.silu(gate).mul_(up)).add_(x)
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if self._rounds_each and x.dtype != torch.float32:
@@ -355,13 +299,16 @@ class FusedDecoder(Decoder):
         return F.rms_norm(x, weight.shape, weight, self._epsilon)
 
 
+def round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
 def filled_tokens(count: int) -> int:
     """Rows that so many tokens of prompts are computed in."""
     return round_up(count, 16 if count <= 256 else 128)
 
 
-LAST_ROWS = 8
-"""The last tokens of prompts are computed in rows of a multiple of this number."""
+LAST_ROWS = 8  # the last tokens of prompts are computed in rows of a multiple of this number
 
 
 class _PromptGrid:
@@ -394,22 +341,6 @@ class _PromptGrid:
             grid = x.new_zeros((num_cells, *x.shape[1:]))
             x = grid.index_copy_(0, self.cells[: self._num_tokens], x)
         return x.unflatten(0, (self.num_prompts, self.longest))
-
-
-def _fuse_layer(name: str, layer: Any, product: Product) -> _Layer:
-    attention, mlp, fuse = layer.self_attn, layer.mlp, partial(_fuse, product)
-    has_norms = hasattr(attention, "q_norm")
-    return _Layer(
-        name=name,
-        input_norm=layer.input_layernorm.weight.detach(),
-        qkv=fuse(attention.q_proj, attention.k_proj, attention.v_proj),
-        query_norm=attention.q_norm.weight.detach() if has_norms else None,
-        key_norm=attention.k_norm.weight.detach() if has_norms else None,
-        output=fuse(attention.o_proj),
-        mlp_norm=layer.post_attention_layernorm.weight.detach(),
-        gate_up=fuse(mlp.gate_proj, mlp.up_proj),
-        down=fuse(mlp.down_proj),
-    )
 
 
 def _fuse(product: Product, *modules: nn.Linear) -> _Linear:

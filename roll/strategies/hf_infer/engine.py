@@ -19,9 +19,9 @@ from roll.strategies.engines.requests import (
     check_request,
 )
 from roll.strategies.engines.sampling import stream_key
+from roll.strategies.engines.schemas import JsonGrammars
 from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates, round_up
-from roll.strategies.hf_infer.grammar import JsonGrammars
 from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler
 
 _MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
@@ -35,19 +35,13 @@ class _QueuedGroup:
     request: GenerationRequest
     seed: int
     stop_ids: tuple[int, ...]
-    waiting: deque[int]
-    """Their indices."""
-    token_ids: Sequence[int]
-    """Tokens that are computed before the next one can be sampled."""
-    carried: GenerationOutput | None = None
-    """Tokens of a sample that was begun elsewhere; it waits alone."""
-    prompt: PromptStates | None = None
-    """Kept when only some of the samples found a free row."""
-    found: tuple[CachedSequence, int] | None = None
-    """While it is being admitted: what the prefix cache has of its tokens."""
+    waiting: deque[int]  # their indices
+    token_ids: Sequence[int]  # tokens that are computed before the next one can be sampled
+    carried: GenerationOutput | None = None  # what a sample begun elsewhere has; it waits alone
+    prompt: PromptStates | None = None  # kept when only some of the samples found a free row
+    found: tuple[CachedSequence, int] | None = None  # while it is admitted: what the prefix cache has
 
     def aborted(self) -> list[GenerationOutput]:
-        """Return outputs of the samples as they are."""
         begun = self.carried or GenerationOutput(self.request.request_id, 0, [], [], "abort")
         return [replace(begun, request_id=self.request.request_id, sample_index=index) for index in self.waiting]
 
@@ -75,16 +69,12 @@ class GenerationEngine:
         prefix_cache_tokens: int = 0,
         grammars: JsonGrammars | None = None,
     ) -> None:
-        self._decoder = decoder
-        self._decode_text = decode_text
-        self._grammars = grammars
+        self._decoder, self._decode_text, self._grammars = decoder, decode_text, grammars
         self._eos_token_ids = tuple(eos_token_ids)
-        self._max_model_len = max_model_len
-        self._seed = seed
+        self._max_model_len, self._seed = max_model_len, seed
         self._requests_without_seed = 0
         self._failures: dict[str, str] = {}
-        self._has_recorded = False
-        """True once the last step has recorded its tokens."""
+        self._has_recorded = False  # true once the last step has recorded its tokens
         self._version = 0
         self._new_version: int | None = None
         self._queue: deque[_QueuedGroup] = deque()
@@ -93,9 +83,8 @@ class GenerationEngine:
         self._cache = self._new_cache()
         # The state of a linear-attention layer sums up all tokens so far; that of a prefix cannot be recovered from it.
         self._prefixes = PrefixCache(0 if decoder.cache_shape.states else prefix_cache_tokens)
-        self.num_prompt_tokens = 0
-        """Tokens of all prompts so far, each counted when its first samples start."""
-        self._sampler = self._new_sampler()
+        self.num_prompt_tokens = 0  # of all prompts so far, each counted when its first samples start
+        self._sampler = Sampler(self._rows, self._decoder)
 
     @property
     def prompt_counts(self) -> tuple[int, int]:
@@ -106,19 +95,14 @@ class GenerationEngine:
     def num_unfinished(self) -> int:
         return sum(self._unfinished.values())
 
-    @property
-    def cache_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self._cache.data, *self._cache.states))
-
     def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
         requests = list(requests)
         taken = set(self._unfinished)
         for request in requests:
             check_request(request, taken, self._max_model_len, self._decoder.vocab_size)
             if request.params.json_schema is not None:
-                self._start_grammar(request.params.json_schema)
-            name = f"request {request.request_id!r}"
-            self._decoder.check_images(name, request.prompt_token_ids, request.vision)
+                self._grammar(request.params.json_schema)
+            self._decoder.check_images(f"request {request.request_id!r}", request.prompt_token_ids, request.vision)
             taken.add(request.request_id)
         for request in requests:
             wanted, seed = request.unfinished_samples, request.params.seed
@@ -127,8 +111,7 @@ class GenerationEngine:
                 seed = stream_key(self._seed, self._requests_without_seed)
             self._unfinished[request.request_id] = len(wanted)
             stop_ids, prompt = request.params.ends(self._eos_token_ids), request.prompt_token_ids
-            fresh = deque(index for index in wanted if index not in request.partial)
-            if fresh:
+            if fresh := deque(index for index in wanted if index not in request.partial):
                 self._queue.append(_QueuedGroup(request, seed, stop_ids, fresh, prompt))
             for index in wanted:
                 if (begun := request.partial.get(index)) is not None:
@@ -137,11 +120,8 @@ class GenerationEngine:
 
     @torch.inference_mode()
     def step(self) -> list[GenerationOutput]:
-        """Admit what fits, sample one token for every running sample, and return those that ended.
-
-        Raises:
-            RuntimeError: during an update, in which tokens would be sampled with a mixture of weights.
-        """
+        """Admit what fits, sample one token for every running sample, and return those that ended; RuntimeError during
+        an update, in which tokens would be sampled with a mixture of weights."""
         if self._new_version is not None:
             raise RuntimeError(f"hf_infer: {MID_UPDATE}")
         num_running, self._has_recorded = self._rows.size, False
@@ -153,20 +133,20 @@ class GenerationEngine:
         tokens, log_probs = self._sampler.sample(logits[0] if len(logits) == 1 else torch.cat(logits))
         failed = np.flatnonzero(~np.isfinite(log_probs))
         self._has_recorded = True
-        self._rows.record(tokens, log_probs)
-        stopped, size = self._rows.stopped(), self._rows.size
+        stopped, size = self._rows.record(tokens, log_probs), self._rows.size
         done = stopped | (self._rows.generated[:size] >= self._rows.max_new[:size])
         done[failed] = False
         if len(failed):
             self._prefixes.clear()  # it may hold their prompts, whose keys and values may not be finite either
             # Attention multiplies what lies past a row's end by 0, which has to give 0 for the next sample there.
             self._cache.data[:, :, failed] = 0
+        failed_requests = set()
         for row in failed:
             sample = self._rows.samples[row]
             sample.stale = True
             why = f"sample {sample.sample_index}: the log-probs of token {self._rows.generated[row]} are not finite"
             self._failures[sample.request.request_id] = why
-        failed_requests = {self._rows.samples[row].request.request_id for row in failed}
+            failed_requests.add(sample.request.request_id)
         finished = np.flatnonzero(done)
         outputs = self._release(finished, ["stop" if stopped[row] else "length" for row in finished])
         if failed_requests:
@@ -192,7 +172,7 @@ class GenerationEngine:
         self._prefixes.clear()
         self._cache.data.zero_()  # some of it may not be finite
         self._rows = RunningRows(self._rows.capacity, self._max_model_len)
-        self._sampler = self._new_sampler()
+        self._sampler = Sampler(self._rows, self._decoder)
         return outputs
 
     @torch.inference_mode()
@@ -227,7 +207,7 @@ class GenerationEngine:
 
     @torch.inference_mode()
     def recompute_running(self) -> None:
-        """Recompute the keys and values of all running samples with the current weights."""
+        """Compute the keys and values of all running samples again, with the current weights."""
         rows, begin = self._rows, 0
         while begin < rows.size:
             end = begin + 1
@@ -240,10 +220,6 @@ class GenerationEngine:
             begin = end
         for sample in rows.samples:
             sample.stale = False
-
-    def _new_sampler(self) -> Sampler:
-        decoder = self._decoder
-        return Sampler(self._rows, decoder.vocab_size, decoder.device, decoder.masked_token_ids, decoder.is_invariant)
 
     def _new_cache(self) -> SlotCache:
         decoder = self._decoder
@@ -324,28 +300,21 @@ class GenerationEngine:
 
     def _start_sample(self, group: _QueuedGroup, offset: int) -> None:
         request, index = group.request, group.waiting.popleft()
-        params, carried, matcher, grammar = request.params, group.carried, None, None
+        params, carried, matcher = request.params, group.carried, None
         begun = carried.token_ids if carried is not None else ()
         if params.stop_strings:
-            matcher = StopStringMatcher(self._decode_text, params.stop_strings, request.prompt_token_ids)
-            for token in begun:
-                matcher.push(token)
-        if params.json_schema is not None:
-            grammar = self._start_grammar(params.json_schema, begun)
+            matcher = StopStringMatcher(self._decode_text, params.stop_strings, request.prompt_token_ids, begun)
+        grammar = None if params.json_schema is None else self._grammar(params.json_schema, begun)
         sample = RunningSample(request, index, matcher, grammar)
         self._rows.append(sample, stream_key(group.seed, index), group.stop_ids, carried, offset)
         sample.note_version(self._version, int(self._rows.generated[self._rows.size - 1]))
         if params.repetition_penalty != 1:
             self._sampler.admit(self._rows.size - 1, group.token_ids)
 
-    def _start_grammar(self, schema: str, begun: Sequence[int] = ()) -> LLMatcher:
-        """State of a response's schema after the tokens that it has. Raises ValueError for one that is none."""
+    def _grammar(self, schema: str, begun: Sequence[int] = ()) -> LLMatcher:
         if self._grammars is None:
             raise ValueError("response_format: this engine was started without a tokenizer")
-        grammar = self._grammars.start(schema)
-        for token in begun:
-            grammar.consume_token(token)
-        return grammar
+        return self._grammars.start(schema, begun)
 
     def _decode(self, size: int) -> torch.Tensor:
         """Logits (size, vocab_size) of the next token of the first ``size`` rows."""
@@ -355,10 +324,8 @@ class GenerationEngine:
         padded = min(round_up(size, 8 if size <= 64 else 32), self._rows.capacity)
         positions = np.full(padded, self._max_model_len - 1)
         positions[:size] = self._rows.lengths[:size] - 1
-        device = self._decoder.device
+        device, offsets, ahead = self._decoder.device, self._rows.offsets[:size], None
         tokens = torch.from_numpy(self._rows.last_tokens[:padded]).to(device)
-        offsets = self._rows.offsets[:size]
-        ahead = None
         if offsets.any():
             ahead = torch.from_numpy(np.pad(offsets, (0, padded - size))).to(device)
         places, multiple = torch.from_numpy(positions).to(device), self._decoder.key_multiple

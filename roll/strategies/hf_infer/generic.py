@@ -48,18 +48,13 @@ class GenericDecoder(Decoder):
             )
         states = tuple((state.shape[1:], state.dtype) for state in _states(probe.layers))
         self.cache_shape = CacheShape(len(written), heads.pop(), max(max(pair) for pair in self._widths), states)
-        self._layers: list[_RowsLayer] = []
-        self._linear: list[LinearAttentionLayer] = []
-        layers: list[Any] = []
-        for layer in probe.layers:
-            if isinstance(layer, LinearAttentionLayer):
-                self._linear.append(LinearAttentionLayer())
-                layers.append(self._linear[-1])
-            else:
-                index = len(self._layers)
-                self._layers.append(_RowsLayer(index, self._widths[index]))
-                layers.append(self._layers[-1])
-        self._cache = Cache(layers=layers)
+        self._layers = [_RowsLayer(index, widths) for index, widths in enumerate(self._widths)]
+        self._linear = [LinearAttentionLayer() for layer in probe.layers if isinstance(layer, LinearAttentionLayer)]
+        linear, rows = iter(self._linear), iter(self._layers)
+        self._cache = Cache(
+            # In the order of the model's layers.
+            layers=[next(linear if isinstance(layer, LinearAttentionLayer) else rows) for layer in probe.layers]
+        )
 
     def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
         if not self.cache_shape.states or len({len(prompt) for prompt in prompts}) == 1:
@@ -70,9 +65,7 @@ class GenericDecoder(Decoder):
         for row, prompt in enumerate(prompts):
             by_length.setdefault(len(prompt), []).append(row)
         parts = [(rows, self._prefill([prompts[row] for row in rows])) for rows in by_length.values()]
-        count = len(prompts)
-        longest = max(by_length)
-        first = parts[0][1]
+        count, longest, first = len(prompts), max(by_length), parts[0][1]
         shape = list(first.keys_values.shape)
         shape[2], shape[4] = count, longest
         keys_values, logits = first.keys_values.new_zeros(shape), first.logits.new_empty(count, first.logits.shape[1])
@@ -141,12 +134,8 @@ class GenericDecoder(Decoder):
     def _inputs(
         self, tokens: torch.Tensor, lengths: Sequence[int], images: Images | None, known: int = 0
     ) -> tuple[dict[str, Any], Sequence[int]]:
-        """Inputs of the model's forward pass besides the tokens, and the offsets of :class:`PromptStates`.
-
-        Args:
-            tokens: int64 (prompts, longest), padded on the right.
-            known: tokens of the (only) prompt that are not computed.
-        """
+        """Inputs of the model's forward pass besides the tokens (prompts, longest), padded on the right, and offsets of
+        :class:`PromptStates`; ``known`` tokens of the (only) prompt are not computed."""
         positions = torch.arange(known, tokens.shape[1], device=self.device)
         return {"position_ids": positions.expand(len(tokens), -1)}, ()
 
@@ -156,8 +145,8 @@ class GenericDecoder(Decoder):
 
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
         for layer in self._layers:
-            layer.slots = slots
-        states = slots.states()
+            layer.slots, layer.num_known = slots, slots.end - 1
+        states = [state[: slots.size].clone() for state in slots.states]
         for linear, conv, recurrent in zip(self._linear, states[::2], states[1::2], strict=True):
             # These layer objects never ran a prefill, so transformers' flags are set as after one: without them a step
             # would start from zero states.
@@ -171,25 +160,29 @@ class GenericDecoder(Decoder):
             attention_mask=self._masks(slots),
             past_key_values=self._cache,
         )[:, -1]
-        slots.put_states(_states(self._linear))
+        # Of the decoded rows only: the rows after them, used to fill up the batch, may belong to samples that were
+        # admitted in this step.
+        for held, new in zip(slots.states, _states(self._linear), strict=True):
+            held[: slots.count] = new[: slots.count]
         return logits
 
     def _masks(self, slots: DecodeSlots) -> Any:
         """Bias of the attention scores, (size, 1, 1, end): for all layers, or for each kind of them."""
 
-        def mask(window: int | None) -> torch.Tensor:
+        has_kinds = bool(set(self._kinds) - {FULL})
+        windows = {FULL: None if self._kinds else self._window}
+        if SLIDING in self._kinds:
+            windows[SLIDING] = self._window
+        masks: dict[str, torch.Tensor | None] = {LINEAR: None}
+        for kind, window in windows.items():
             bias = slots.bias(window)
             if bias is None:
                 bias = torch.zeros(slots.size, slots.end, dtype=self.dtype, device=self.device)
-            return bias[:, None, None]
-
-        if not set(self._kinds) - {FULL}:
-            return mask(None if self._kinds else self._window)
-        masks: dict[str, torch.Tensor | None] = {FULL: mask(None), LINEAR: None}
-        return masks | {SLIDING: mask(self._window)} if SLIDING in self._kinds else masks
+            masks[kind] = bias[:, None, None]
+        return masks if has_kinds else masks[FULL]
 
     def _new_cache(self) -> Cache:
-        """Make a cache that keeps all tokens, also in layers with a window: the engine's rows hold whole prompts."""
+        # It keeps all tokens, also in layers with a window: the engine's rows hold whole prompts.
         if LINEAR not in self._kinds:
             return DynamicCache()
         return Cache(layers=[LinearAttentionLayer() if kind == LINEAR else DynamicLayer() for kind in self._kinds])
@@ -213,11 +206,11 @@ def _padded(tensor: torch.Tensor, width: int) -> torch.Tensor:
 
 
 class _EngineLayer(CacheLayerMixin):
-    """One layer of a cache in tensors that the engine has allocated."""
+    """One layer of a cache in tensors that the engine has allocated, of which ``num_known`` tokens are there."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_initialized = True
+    keys = values = None
+    is_initialized = True
+    num_known = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing is left to allocate."""
@@ -225,27 +218,26 @@ class _EngineLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1  # no maximum, for transformers
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.num_known + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.num_known
+
 
 class _PromptLayer(_EngineLayer):
-    """One prompt of which ``known`` tokens are there: ``keys_values`` (2, num_kv_heads, length, head_dim)."""
+    """One prompt: ``keys_values`` (2, num_kv_heads, length, head_dim)."""
 
     def __init__(self, keys_values: torch.Tensor, known: int, widths: tuple[int, int]) -> None:
-        super().__init__()
         self._keys_values = [part[..., :width] for part, width in zip(keys_values, widths, strict=True)]
-        self._known = known
+        self.num_known = known
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._keys_values
-        keys[:, self._known :], values[:, self._known :] = key_states[0], value_states[0]
+        keys[:, self.num_known :], values[:, self.num_known :] = key_states[0], value_states[0]
         return keys[None], values[None]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._keys_values[0].shape[1], 0
-
-    def get_seq_length(self) -> int:
-        return self._known
 
 
 class _RowsLayer(_EngineLayer):
@@ -254,9 +246,7 @@ class _RowsLayer(_EngineLayer):
     slots: DecodeSlots
 
     def __init__(self, index: int, widths: tuple[int, int]) -> None:
-        super().__init__()
-        self._index = index
-        self._widths = widths
+        self._index, self._widths = index, widths
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -265,9 +255,3 @@ class _RowsLayer(_EngineLayer):
         new = (_padded(states[:, :, 0], width) for states in (key_states, value_states))
         keys, values = self.slots.append(self._index, *new)
         return keys[..., : self._widths[0]], values[..., : self._widths[1]]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.slots.end, 0
-
-    def get_seq_length(self) -> int:
-        return self.slots.end - 1

@@ -15,13 +15,9 @@ import numpy as np
 import torch
 from llguidance import LLMatcher
 
-from roll.strategies.engines.requests import (
-    FinishReason,
-    GenerationOutput,
-    GenerationRequest,
-    StopStringMatcher,
-)
+from roll.strategies.engines.requests import FinishReason, GenerationOutput, GenerationRequest, StopStringMatcher
 from roll.strategies.engines.sampling import RowSettings, penalise_repetition
+from roll.strategies.hf_infer.decoder import Decoder
 
 _NO_TOKEN = -1
 
@@ -33,16 +29,11 @@ class RunningSample:
     request: GenerationRequest
     sample_index: int
     matcher: StopStringMatcher | None
-    grammar: LLMatcher | None = None
-    """State of the JSON schema that the response follows."""
+    grammar: LLMatcher | None = None  # state of the JSON schema that the response follows
     version_starts: list[tuple[int, int]] = field(default_factory=list)
     """(weight version, first token that was sampled with it)."""
-    stale: bool = False
-    """Its keys and values are those of other weights than the engine has."""
+    stale: bool = False  # its keys and values are those of other weights than the engine has
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
-    """The most probable tokens of each position, if the request wants them."""
-    routes: np.ndarray | None = None
-    """Experts of every token so far, prompt included, where they are recorded."""
 
     def note_version(self, version: int, num_tokens: int) -> None:
         """Tokens from number ``num_tokens`` on are sampled with weights ``version``."""
@@ -65,30 +56,18 @@ class RunningRows:
     max_model_len: int
     size: int = 0
     samples: list[RunningSample] = field(default_factory=list)
-    num_matchers: int = 0
-    epoch: int = 0
-    """Changes whenever rows come, go or change places."""
+    epoch: int = 0  # changes whenever rows come, go or change places
 
     def __post_init__(self) -> None:
         n = self.capacity
-        self.lengths = np.zeros(n, np.int64)
-        self.generated = np.zeros(n, np.int64)
-        self.last_tokens = np.zeros(n, np.int64)
-        self.min_new = np.zeros(n, np.int64)
-        self.max_new = np.zeros(n, np.int64)
+        self.lengths, self.generated, self.last_tokens = (np.zeros(n, np.int64) for _ in range(3))
+        self.min_new, self.max_new, self.num_top, self.offsets, self.top_k = (np.zeros(n, np.int64) for _ in range(5))
+        self.temperature, self.top_p, self.min_p, self.repetition_penalty = (np.ones(n, np.float32) for _ in range(4))
         self.stream_keys = np.zeros(n, np.uint64)
-        self.temperature = np.ones(n, np.float32)
-        self.top_k = np.zeros(n, np.int64)
-        self.top_p = np.ones(n, np.float32)
-        self.min_p = np.zeros(n, np.float32)
-        self.repetition_penalty = np.ones(n, np.float32)
-        self.num_top = np.zeros(n, np.int64)
-        self.offsets = np.zeros(n, np.int64)
         self.stop_ids = np.full((n, 1), _NO_TOKEN, np.int64)
         self.tokens = np.zeros((n, self.max_model_len), np.int32)
         self.log_probs = np.zeros((n, self.max_model_len), np.float32)
-        self.routes: np.ndarray | None = None
-        """(capacity, max_model_len, layers, k), of prompt and response."""
+        self.routes: np.ndarray | None = None  # (capacity, max_model_len, layers, k), of prompt and response
 
     def put_routes(self, row: int, of_prompt: np.ndarray, carried: GenerationOutput | None) -> None:
         """Set the routes of a row's first tokens. Tokens sampled elsewhere keep the routes they were sampled with: a
@@ -138,7 +117,6 @@ class RunningRows:
         self.stop_ids[row] = _NO_TOKEN
         self.stop_ids[row, : len(stop_ids)] = stop_ids
         self.samples.append(sample)
-        self.num_matchers += sample.matcher is not None
         self.size += 1
         self.epoch += 1
 
@@ -146,33 +124,29 @@ class RunningRows:
         """Prompt and response of a row."""
         return [*self.samples[row].request.prompt_token_ids, *self.tokens[row, : self.generated[row]].tolist()]
 
-    def record(self, tokens: np.ndarray, log_probs: np.ndarray) -> None:
-        """Add one sampled token to every row."""
-        rows, at = np.arange(self.size), self.generated[: self.size]
+    def record(self, tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+        """Add one sampled token to every row. Returns bool (size,): it is a stop token, or completes a stop string, and
+        enough tokens are there."""
+        n = self.size
+        rows, at = np.arange(n), self.generated[:n]
         self.tokens[rows, at] = tokens
         self.log_probs[rows, at] = log_probs
-        self.last_tokens[: self.size] = tokens
+        self.last_tokens[:n] = tokens
+        self.generated[:n] += 1
+        self.lengths[:n] += 1
+        stopped = (self.stop_ids[:n] == tokens[:, None]).any(1)
         for row, sample in enumerate(self.samples):
             if sample.grammar is not None:
                 sample.grammar.consume_token(int(tokens[row]))
-        self.generated[: self.size] += 1
-        self.lengths[: self.size] += 1
-
-    def stopped(self) -> np.ndarray:
-        """Bool (size,): the last token is a stop token, or completes a stop string, and enough tokens are there."""
-        n = self.size
-        stopped = (self.stop_ids[:n] == self.last_tokens[:n, None]).any(1)
-        if self.num_matchers:
-            for row, sample in enumerate(self.samples):
-                if sample.matcher is not None and sample.matcher.push(int(self.last_tokens[row])):
-                    stopped[row] = True
+            if sample.matcher is not None and sample.matcher.push(int(tokens[row])):
+                stopped[row] = True
         return stopped & (self.generated[:n] >= self.min_new[:n])
 
     def output(self, row: int, reason: FinishReason) -> GenerationOutput:
-        count, sample = int(self.generated[row]), self.samples[row]
+        count, sample, routes = int(self.generated[row]), self.samples[row], None
         if self.routes is not None:
             # The last token has not been an input.
-            sample.routes = self.routes[row, : max(0, len(sample.request.prompt_token_ids) + count - 1)].copy()
+            routes = self.routes[row, : max(0, len(sample.request.prompt_token_ids) + count - 1)].copy()
         bounds = pairwise([*sample.version_starts, (0, count)])
         return GenerationOutput(
             sample.request.request_id,
@@ -182,15 +156,12 @@ class RunningRows:
             reason,
             weight_versions=[(version, start, end) for (version, start), (_, end) in bounds if end > start],
             top_log_probs=sample.top_log_probs,
-            routes=sample.routes,
+            routes=routes,
         )
 
     def remove(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Drop rows (sorted, unique); the last rows that stay take their places.
-
-        Returns:
-            destination, source: the moves that were made, which the cache must make too.
-        """
+        """Drop rows (sorted, unique); the last rows that stay take their places. Returns destination and source of
+        these moves, which the cache must make too."""
         new_size = self.size - len(rows)
         leaving = np.zeros(self.size, bool)
         leaving[rows] = True
@@ -205,7 +176,6 @@ class RunningRows:
         if self.routes is not None:
             deepest = int(self.lengths[destination].max(initial=0))
             self.routes[destination, :deepest] = self.routes[source, :deepest]
-        self.num_matchers -= sum(self.samples[row].matcher is not None for row in rows)
         for to, origin in zip(destination, source, strict=True):
             self.samples[to] = self.samples[origin]
         del self.samples[new_size:]
@@ -216,28 +186,15 @@ class RunningRows:
 
 class Sampler:
     """Samples for the active rows of ``rows``; keeps which tokens each row has seen where a repetition penalty asks.
+    Tokens that the decoder masks have probability 0. Log-probs of an invariant one are computed as a trainer does, not
+    as logarithms of probabilities."""
 
-    Args:
-        masked_token_ids: never sampled: their probability is 0.
-        in_logs: log-probs are computed as a trainer does, not as logarithms of probabilities.
-    """
-
-    def __init__(
-        self,
-        rows: RunningRows,
-        vocab_size: int,
-        device: torch.device,
-        masked_token_ids: Sequence[int] = (),
-        in_logs: bool = False,
-    ) -> None:
-        self._in_logs = in_logs
-        self._masked = torch.tensor(masked_token_ids, device=device) if masked_token_ids else None
-        self._rows = rows
-        self._vocab_size = vocab_size
-        self._device = device
+    def __init__(self, rows: RunningRows, decoder: Decoder) -> None:
+        self._rows, self._vocab_size, self._device = rows, decoder.vocab_size, decoder.device
+        self._in_logs, masked = decoder.is_invariant, decoder.masked_token_ids
+        self._masked = torch.tensor(masked, device=decoder.device) if masked else None
         self._seen: torch.Tensor | None = None
-        self._epoch = -1
-        """Epoch of ``rows`` that the settings are of."""
+        self._epoch = -1  # epoch of `rows` that the settings are of
         self._settings: RowSettings
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
@@ -249,7 +206,6 @@ class Sampler:
         self._seen[row, torch.tensor(prompt, device=self._device)] = True
 
     def move(self, destination: np.ndarray, source: np.ndarray) -> None:
-        """Rows have changed places."""
         if self._seen is not None:
             self._seen[torch.from_numpy(destination)] = self._seen[torch.from_numpy(source)]
 

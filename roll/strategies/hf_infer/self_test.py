@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PROMPTS = (5, 3, 1)
-"""Rows of different length; with a fourth one, of padding."""
+_PROMPTS = (5, 3, 1)  # rows of different length; with a fourth one, of padding
 
 _OTHERS = "set strategy_args.strategy_name: vllm or sglang, or use another family (Qwen, Llama, Mistral ...)"
 
@@ -38,10 +37,9 @@ _OTHERS = "set strategy_args.strategy_name: vllm or sglang, or use another famil
 def check_engine(
     role: WorkerConfig, config: PretrainedConfig, max_model_len: int, make: Callable[[PreTrainedModel, int], Decoder]
 ) -> bool:
-    """Compare a small copy of the model in an engine with transformers.
+    """Compare a small copy of the model of ``config`` in an engine with transformers.
 
     Args:
-        config: of the model itself.
         make: a decoder of a model for so many tokens.
 
     Returns:
@@ -64,7 +62,8 @@ def check_engine(
                 torch.nn.Module.to(model, DTYPES[args.dtype])
                 make_invariant(model)
                 trained = ResponseModel(copy.deepcopy(model))
-            outputs = _generated(make, model, _length(config, model.config, max_model_len))
+            length = _length(config, model.config, max_model_len)
+            outputs = _generated(make(model, length), length)
         except FAILURES as error:
             raise ValueError(
                 f"{where}: hf_infer cannot decode a small copy of this model: {error!r}; {_OTHERS}"
@@ -96,13 +95,11 @@ def _length(config: PretrainedConfig, small: PretrainedConfig, max_model_len: in
     return min(length, getattr(small.get_text_config(), "max_position_embeddings", None) or length)
 
 
-def _generated(
-    make: Callable[[PreTrainedModel, int], Decoder], model: PreTrainedModel, length: int
-) -> list[tuple[list[int], GenerationOutput]]:
+def _generated(decoder: Decoder, length: int) -> list[tuple[list[int], GenerationOutput]]:
     """Prompts, and what an engine with a row more than they need samples after them."""
     random = torch.Generator().manual_seed(2)
     prompts = [torch.randint(2, VOCABULARY - 2, (size,), generator=random).tolist() for size in _PROMPTS]
-    engine = GenerationEngine(make(model, length), str, (), len(prompts) + 1, length)
+    engine = GenerationEngine(decoder, str, (), len(prompts) + 1, length)
     engine.add_requests(
         GenerationRequest(str(index), prompt, SamplingParams(length - len(prompt), seed=index))
         for index, prompt in enumerate(prompts)

@@ -34,10 +34,10 @@ from roll.protocol.columns import copy_into
 from roll.strategies.base import OffloadedStorages
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import PromptScore, longest_sequence
+from roll.strategies.engines.schemas import JsonGrammars
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import FULL, LINEAR, SLIDING, GenericDecoder
-from roll.strategies.hf_infer.grammar import JsonGrammars
 from roll.strategies.hf_infer.self_test import check_engine
 from roll.strategies.hf_infer.vision import VisionDecoder
 from roll.strategies.training.data_parallel import DataParallelStrategy
@@ -52,8 +52,7 @@ _FUSED = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 """Models that :class:`FusedDecoder` computes."""
 _STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 """Rotary angles that do not change with the length."""
-SCORED_POSITIONS = 256
-"""Tokens of a prompt whose logits are in memory at a time."""
+SCORED_POSITIONS = 256  # tokens of a prompt whose logits are in memory at a time
 
 
 class HfInferStrategy(GenerationEngine, GenerationStrategy):
@@ -63,11 +62,10 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
 
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
         GenerationStrategy.__init__(self, role, seed)
-        self._updated: dict[str, int] = {}
-        """Checksums of the tensors of the update in progress."""
+        self._updated: dict[str, int] = {}  # checksums of the tensors of the update in progress
         self._asleep: OffloadedStorages | None = None
+        # The logits are the output matrix's, and need not be computed for all positions at a time.
         self._plain_head = True
-        """The logits are the output matrix's, and need not be computed for all positions at a time."""
 
     def initialize(self) -> None:
         tokenizer: Any
@@ -101,7 +99,7 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
             "hf_infer: up to %d samples of %d tokens; KV cache of %.1f MiB on %s",
             self._config.max_num_seqs,
             max_model_len,
-            self.cache_bytes / 2**20,
+            sum(tensor.nbytes for tensor in (self._cache.data, *self._cache.states)) / 2**20,
             decoder.device,
         )
 
@@ -129,18 +127,10 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
             scores.append(score)
         return scores
 
-    def start_weight_update(self, version: int) -> None:
-        super().start_weight_update(version)
-        self._updated.clear()
-
     @torch.no_grad()
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See the base class; a tensor of another dtype is converted to the engine's.
-
-        Raises:
-            ValueError: a name that the model does not have, or a tensor of another shape.
-            RuntimeError: no update has been started.
-        """
+        """See the base class; a tensor of another dtype is converted to the engine's. ValueError for a name that the
+        model does not have, or a tensor of another shape."""
         self._updating("update_weights")
         weights = self.held_weights()
         for name, tensor in tensors.items():
@@ -156,25 +146,24 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
             self._updated[name] = tensor_checksum(weights[name])
 
     def finish_weight_update(self) -> dict[str, int]:
-        """See the base class; the checksums are those of the tensors of this update, as the engine computes with
-        them."""
+        """See the base class; the checksums are those of the tensors of this update."""
         version = self._updating("finish_weight_update")
         self.set_version(version)
         if self._config.in_flight_update == "recompute":
             self.recompute_running()
         self._new_version = None
-        return dict(self._updated)
+        updated, self._updated = self._updated, {}
+        return updated
 
     def held_weights(self) -> dict[str, torch.Tensor]:
-        """See the base class; views of what the engine computes with."""
         return self._stored.views(self._decoder.weights)
 
     def sleep(self) -> None:
-        """Free the KV cache and move the weights to host memory. Only between requests."""
+        """Free the KV cache and move the weights to host memory, also on a CPU."""
         self._check_idle()
         if self._asleep is None:
             self._prefixes.clear()
-            self._cache.release()
+            self._cache.data, self._cache.states = self._cache.data.new_empty(0), []
             self._asleep = OffloadedStorages(self._decoder.weights.values())
             current_platform().empty_cache()
 
@@ -190,11 +179,8 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
 
 
 def _before_angles_change(written: int | None, max_model_len: int, config: PretrainedConfig) -> int:
-    """At most the length up to which rotary angles stay as they are: cached keys cannot follow them.
-
-    Raises:
-        ValueError: ``written``, which is ``strategy_config.max_model_len``, is more.
-    """
+    """At most the length up to which rotary angles stay as they are: cached keys cannot follow them. Raises ValueError:
+    ``written``, which is ``strategy_config.max_model_len``, is more."""
     rotaries = dependent_rotaries(empty_model(config, "causal_lm"))
     alike = min(map(longest_alike, rotaries), default=max_model_len)
     if max_model_len <= alike:
@@ -210,22 +196,16 @@ def _before_angles_change(written: int | None, max_model_len: int, config: Pretr
 
 
 def check_strict_copy(role: WorkerConfig) -> None:
-    """Try ``strict_on_policy`` with a small copy of the role's model, and this processor.
-
-    Raises:
-        ValueError: log-probs that are not equal; see also :func:`~roll.models.invariant.check_processor`.
-    """
+    """Try ``strict_on_policy`` with a small copy of the role's model, and this processor; ValueError for log-probs that
+    are not equal, see also :func:`~roll.models.invariant.check_processor`."""
     config = checked_config(role.model_args, "causal_lm")
     check_processor(empty_model(config, "causal_lm"), DTYPES[role.model_args.dtype])
     check_engine(role, config, longest_sequence(None, config, str(role.model_args.model_name_or_path)), create_decoder)
 
 
 def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
-    """The fused decoder where the model's family allows it, the generic one elsewhere.
-
-    Raises:
-        ValueError: layers of another kind than causal attention, to all tokens or a window, and linear attention.
-    """
+    """The fused decoder where the model's family allows it, the generic one elsewhere. Raises ValueError: layers of
+    another kind than causal attention, to all tokens or a window, and linear attention."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     known = {FULL, SLIDING, LINEAR} if getattr(model.config, "vision_config", None) is None else {FULL}
     if kinds - known:
@@ -235,17 +215,18 @@ def create_decoder(model: PreTrainedModel, max_model_len: int) -> Decoder:
         )
     model.requires_grad_(False).eval()
     decoder: Decoder
-    if getattr(model.config, "vision_config", None) is not None:
+    config: Any = model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    has_window = window and max_model_len > window if not types else set(types) != {FULL}
+    is_plain = type(model).__name__ in _FUSED and not has_window
+    is_plain = is_plain and config.hidden_act == "silu" and rope in _STATIC_ROPE
+    if getattr(config, "vision_config", None) is not None:
         decoder = VisionDecoder(model)
+    elif is_plain and not (computes_invariantly(model) and config.intermediate_size % ELEMENTS):
+        decoder = FusedDecoder(model, max_model_len)
     else:
-        config: Any = model.config
-        window, types = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-        has_window = window and max_model_len > window if not types else set(types) != {FULL}
-        rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-        is_fused = type(model).__name__ in _FUSED and config.hidden_act == "silu" and rope in _STATIC_ROPE
-        if has_window or (is_fused and computes_invariantly(model) and config.intermediate_size % ELEMENTS):
-            is_fused = False
-        decoder = FusedDecoder(model, max_model_len) if is_fused else GenericDecoder(model)
+        decoder = GenericDecoder(model)
     logger.info("hf_infer: %s is computed by %s", type(model).__name__, type(decoder).__name__)
     return decoder
 
@@ -266,10 +247,7 @@ def _load_model(role: WorkerConfig, load_format: str) -> Any:
             use_products(model)
         return model.to(device)
     model = auto_class(config, "causal_lm").from_config(
-        config,
-        dtype=dtype,
-        attn_implementation=args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
+        config, dtype=dtype, attn_implementation=args.attn_implementation, trust_remote_code=args.trust_remote_code
     )
     for name, buffer in model.named_buffers():
         if any(kept in name for kept in model._keep_in_fp32_modules_strict or ()):
@@ -282,14 +260,8 @@ class HfForwardStrategy(DataParallelStrategy):
     """Forward passes of a plain Hugging Face model in the compute dtype; ranks share rows and nothing else."""
 
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Load the model.
-
-        Raises:
-            ValueError: optimizer steps requested of a forward-only strategy; see also :func:`build_model`.
-        """
+        """Load the model; see :func:`build_model` for errors."""
         self._refuse_steps(num_training_steps)
         self.compute_dtype = DTYPES[self.role.model_args.dtype]
         self._load_model(self.compute_dtype)
-        self.model.requires_grad_(False)
-        self.model.eval()
-        self.model.to(self.device)
+        self.model.requires_grad_(False).eval().to(self.device)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -27,19 +28,15 @@ _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|^module\.|language_model\.(?=mod
 _INSIDE_ADAPTER = re.compile(r"\.(base_layer|lora_\w+)(\.|$)")
 
 
+@dataclass
 class Recorder:
-    """Keeps the rows of one sequence.
+    """Keeps the rows of one sequence of tokens."""
 
-    Args:
-        sequence: its tokens.
-    """
-
-    def __init__(self, sequence: Sequence[int]) -> None:
-        self.sequence = list(sequence)
-        self.trace: Trace = {}
-        self.places: dict[int, list[tuple[int, int]]] = {}
-        """Where the sequence's tokens are in the pass that is being computed: (row of flattened tokens, position), by
-        every number of rows that its operations may have."""
+    sequence: list[int]
+    trace: Trace = field(default_factory=dict)
+    places: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Where the sequence's tokens are in the pass that is being computed: (row of flattened tokens, position), by every
+    number of rows that its operations may have."""
 
     def add(self, name: str, tensor: Tensor) -> None:
         rows = tensor.detach().flatten(0, -2) if tensor.ndim > 1 else tensor.detach()
@@ -48,7 +45,6 @@ class Recorder:
             held |= {position: rows[row].clone() for row, position in self.places[len(rows)]}
 
     def begins_with(self, tokens: Sequence[int]) -> bool:
-        """Return True if ``tokens`` are a prefix of the sequence."""
         return self.sequence[: len(tokens)] == list(tokens)
 
 
@@ -79,8 +75,7 @@ def watching_engine(engine: GenerationEngine, recorder: Recorder) -> Iterator[No
 
     def prefill(prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
         recorder.places.clear()
-        longest, flat, grid, last = max(map(len, prompts)), 0, [], []
-        tokens = []
+        longest, flat, tokens, grid, last = max(map(len, prompts)), 0, [], [], []
         for row, prompt in enumerate(prompts):
             if recorder.begins_with(prompt):
                 tokens += [(flat + position, position) for position in range(len(prompt))]
@@ -92,28 +87,50 @@ def watching_engine(engine: GenerationEngine, recorder: Recorder) -> Iterator[No
             recorder.places.setdefault(round_up(len(prompts), LAST_ROWS), last)
         else:
             recorder.places[len(prompts) * longest] = grid
-        states: PromptStates = plain["prefill"](prompts, images)
-        return states
+        return cast("PromptStates", plain["prefill"](prompts, images))
 
     def decode(tokens: Tensor, slots: DecodeSlots) -> Tensor:
         recorder.places.clear()
         rows = [(row, engine._rows.token_ids(row)) for row in range(len(engine._rows.samples))]
-        known = [(row, len(ids) - 1) for row, ids in rows if recorder.begins_with(ids)]
-        recorder.places[slots.size] = known
-        logits: Tensor = plain["decode"](tokens, slots)
-        return logits
+        recorder.places[slots.size] = [(row, len(ids) - 1) for row, ids in rows if recorder.begins_with(ids)]
+        return cast("Tensor", plain["decode"](tokens, slots))
 
-    decoder.prefill, decoder.decode = prefill, decode
-    try:
+    with ExitStack() as stack:
+        for name, watched in (("prefill", prefill), ("decode", decode)):
+            setattr(decoder, name, watched)
+            stack.callback(delattr, decoder, name)
         if isinstance(decoder, FusedDecoder):
-            decoder.watch = recorder.add
-            yield
+            _watch_products(decoder, recorder, stack)
         else:
-            with watching_modules(decoder.model, recorder):
-                yield
-    finally:
-        del decoder.prefill, decoder.decode
-        decoder.watch = None
+            stack.enter_context(watching_modules(decoder.model, recorder))
+        yield
+
+
+def _watch_products(decoder: FusedDecoder, recorder: Recorder, stack: ExitStack) -> None:
+    """Record what goes into and comes out of the fused matrices, by the names of the model's own modules."""
+
+    def watch(owner: object, attribute: str, given: str, *modules: str) -> None:
+        product = getattr(owner, attribute)
+        sizes = [cast("nn.Linear", decoder.model.get_submodule(name)).out_features for name in modules]
+
+        def watched(x: Tensor) -> Tensor:
+            recorder.add(given, x)
+            out: Tensor = product(x)
+            for name, part in zip(modules, out.split(sizes, -1) if sizes else (), strict=True):
+                recorder.add(f"{name} out", part)
+            return out
+
+        setattr(owner, attribute, watched)
+        stack.callback(setattr, owner, attribute, product)
+
+    for index, layer in enumerate(decoder.layers):
+        path, attention = f"model.layers.{index}", f"model.layers.{index}.self_attn"
+        watch(layer, "qkv", f"{path}.input_layernorm out", *(f"{attention}.{one}_proj" for one in "qkv"))
+        watch(layer, "output", f"{attention}.o_proj in", f"{attention}.o_proj")
+        halves = f"{path}.mlp.gate_proj", f"{path}.mlp.up_proj"
+        watch(layer, "gate_up", f"{path}.post_attention_layernorm out", *halves)
+        watch(layer, "down", f"{path}.mlp.down_proj in", f"{path}.mlp.down_proj")
+    watch(decoder, "head", "model.norm out")
 
 
 @contextmanager

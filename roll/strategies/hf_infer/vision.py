@@ -17,8 +17,7 @@ from roll.strategies.hf_infer.generic import GenericDecoder
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FEATURE_CACHE_TOKENS = 16384
-"""Placeholders of images whose features an engine keeps."""
+FEATURE_CACHE_TOKENS = 16384  # placeholders of images whose features an engine keeps
 
 
 class VisionDecoder(GenericDecoder):
@@ -41,8 +40,7 @@ class VisionDecoder(GenericDecoder):
         self._config, tower = model.config, model.config.vision_config
         self._patch_dim = 3 * int(tower.temporal_patch_size) * int(tower.patch_size) ** 2
         self.masked_token_ids = vision_token_ids(model.config)
-        self.num_towers = 0
-        """Images that the tower has seen, since the decoder was made."""
+        self.num_towers = 0  # images that the tower has seen, since the decoder was made
 
     def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
         super().check_images(name, prompt, vision)
@@ -72,19 +70,18 @@ class VisionDecoder(GenericDecoder):
         real = torch.arange(tokens.shape[1], device=self.device) < torch.tensor(lengths, device=self.device)[:, None]
         types = token_types(tokens, self._config)
         present = [vision for vision in images if vision is not None]
-        seen = [
-            (one, grid, vision) for vision in present for one, grid in zip(vision.images, vision.grids(), strict=True)
-        ]
-        grids = {
-            is_video: [grid for one, grid, _ in seen if isinstance(one, EncodedVideo) == is_video]
-            for is_video in (False, True)
-        }
-        seconds = [one.seconds_per_grid(vision.processing) for one, _, vision in seen if isinstance(one, EncodedVideo)]
+        grids: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # of images, of videos
+        seconds = []
+        for vision in present:
+            for one, grid in zip(vision.images, vision.grids(), strict=True):
+                grids[isinstance(one, EncodedVideo)].append(grid)
+                if isinstance(one, EncodedVideo):
+                    seconds.append(one.seconds_per_grid(vision.processing))
         positions, _ = self._body.get_rope_index(
             tokens,
             mm_token_type_ids=types,
-            image_grid_thw=torch.stack(grids[False]).to(self.device) if grids[False] else None,
-            video_grid_thw=torch.stack(grids[True]).to(self.device) if grids[True] else None,
+            image_grid_thw=torch.stack(grids[0]).to(self.device) if grids[0] else None,
+            video_grid_thw=torch.stack(grids[1]).to(self.device) if grids[1] else None,
             second_per_grid_ts=seconds or None,
             attention_mask=real.long(),
         )

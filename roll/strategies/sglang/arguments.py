@@ -15,8 +15,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.models.build import DTYPES, overrides
 from roll.platforms import Platform
-from roll.strategies.engines.arguments import typed_arguments
-from roll.strategies.engines.base import cache_numbers
+from roll.strategies.engines.packaged import cache_numbers, typed_arguments
 from roll.strategies.engines.requests import (
     FinishReason,
     GenerationOutput,
@@ -34,8 +33,7 @@ if TYPE_CHECKING:
 
 _MOST_CPU_CACHE_BYTES = 4 << 30
 _BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
-_SPARE_TOKENS = 2
-"""SGLang ends a sample this many tokens before its longest sequence."""
+_SPARE_TOKENS = 2  # SGLang ends a sample this many tokens before its longest sequence
 
 
 def engine_arguments(
@@ -46,11 +44,7 @@ def engine_arguments(
     seed: int,
     platform: Platform,
 ) -> dict[str, Any]:
-    """Keyword arguments of SGLang's ``ServerArgs``; what stays out is left to SGLang.
-
-    Args:
-        model_config: the model's Hugging Face config.
-    """
+    """Keyword arguments of SGLang's ``ServerArgs``; what stays out is left to SGLang."""
     on_cpu = platform.device_type == "cpu"
     arguments: dict[str, Any] = {
         "model_path": role.model_args.model_name_or_path,
@@ -149,25 +143,18 @@ class Sample:
 
     request: GenerationRequest
     index: int
-    begun: GenerationOutput | None
-    """Tokens that it came with."""
-    version: int
-    """Version of the weights that the next token is drawn with."""
+    begun: GenerationOutput | None  # tokens that it came with
+    version: int  # version of the weights that the next token is drawn with
     matcher: StopStringMatcher | None
-    token_ids: list[int] = field(default_factory=list)
-    """Tokens after those that it came with."""
+    token_ids: list[int] = field(default_factory=list)  # tokens after those that it came with
     log_probs: list[float] = field(default_factory=list)
     top_log_probs: list[list[tuple[int, float]]] = field(default_factory=list)
-    earlier_versions: list[VersionSpan] = field(default_factory=list)
-    """Spans over ``token_ids`` that are closed."""
+    earlier_versions: list[VersionSpan] = field(default_factory=list)  # closed spans over `token_ids`
     finish_reason: FinishReason | None = None
 
     def take(self, chunk: Mapping[str, Any]) -> None:
-        """Record the tokens that SGLang has reported since the last chunk, and its finish reason with the last one.
-
-        Raises:
-            RuntimeError: SGLang gave the sample up.
-        """
+        """Record the tokens that SGLang has reported since the last chunk, and its finish reason with the last one;
+        RuntimeError where SGLang gave the sample up."""
         meta = chunk["meta_info"]
         reported, begin = meta.get("output_token_logprobs") or (), len(self.token_ids)
         for position in range(begin, len(reported)):
@@ -206,15 +193,9 @@ class Sample:
     def output(self) -> GenerationOutput:
         """Return the whole response, with the reason ``abort`` if it has not ended."""
         last = self.earlier_versions[-1][2] if self.earlier_versions else 0
-        own = GenerationOutput(
-            self.request.request_id,
-            self.index,
-            self.token_ids,
-            self.log_probs,
-            self.finish_reason or "abort",
-            [*self.earlier_versions, (self.version, last, len(self.token_ids))],
-            self.top_log_probs,
-        )
+        spans, tokens = [*self.earlier_versions, (self.version, last, len(self.token_ids))], self.token_ids
+        name, reason = self.request.request_id, self.finish_reason or "abort"
+        own = GenerationOutput(name, self.index, tokens, self.log_probs, reason, spans, self.top_log_probs)
         whole = continued(self.begun or GenerationOutput("", 0, [], [], "abort"), own)
         # Without a token there is no span, and a reader would not know which weights it waited for.
         whole.weight_versions = whole.weight_versions or [(self.version, 0, 0)]

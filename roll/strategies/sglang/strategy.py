@@ -6,7 +6,8 @@ import asyncio
 import logging
 import signal
 import zlib
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import sglang
@@ -16,13 +17,8 @@ from sglang.srt.managers import io_struct
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.sglang import SGLANG, SglangStrategyConfig
 from roll.platforms import current_platform
-from roll.strategies.engines.base import PackagedEngine, check_version
-from roll.strategies.engines.requests import (
-    GenerationOutput,
-    GenerationRequest,
-    StopStringMatcher,
-    check_request,
-)
+from roll.strategies.engines.packaged import PackagedEngine, check_version
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, StopStringMatcher, check_request
 from roll.strategies.engines.sampling import stream_key
 from roll.strategies.sglang.arguments import Sample, bound_threads, engine_arguments, sampling_settings
 from roll.strategies.sglang.scheduler import TokenEngine
@@ -30,10 +26,8 @@ from roll.strategies.sglang.weights import WeightUpdates, check
 
 logger = logging.getLogger(__name__)
 
-_STEP_SECONDS = 1.0
-"""Limit of a step's wait for a token."""
-_TURNS = 5
-"""Turns of the event loop after which the chunks received so far have passed SGLang's queues to the samples."""
+_STEP_SECONDS = 1.0  # limit of a step's wait for a token
+_TURNS = 5  # of the event loop, after which the chunks received so far have passed SGLang's queues to the samples
 
 
 class SglangStrategy(PackagedEngine):
@@ -48,20 +42,16 @@ class SglangStrategy(PackagedEngine):
         """Unfinished samples, also those whose end no step has reported, in the order of their arrival."""
         self._progress = asyncio.Event()
         self._num_started = 0
-        self._held: dict[str, int] = {}
-        """Checksums of all tensors that updates have brought, as of the last one."""
+        self._held: dict[str, int] = {}  # checksums of all tensors that updates have brought, as of the last one
 
     def initialize(self) -> None:
-        """See the base class.
-
-        Raises:
-            ValueError: an SGLang outside the tested versions, or a model shorter than ``max_model_len``.
-        """
+        """See the base class; ValueError for an SGLang outside the tested versions."""
         check_version(SGLANG, sglang.__version__, self._config.allow_untested_version)
         # It warns of every token that comes after its sample was stopped.
         logging.getLogger("sglang.srt.managers.tokenizer_manager").setLevel(logging.ERROR)
         platform = current_platform()
-        model_config, self._tokenizer = self._read_model_folder(self._config.max_model_len)
+        model_config, tokenizer = self._read_model_folder(self._config.max_model_len)
+        self._decode: Any = partial(tokenizer.decode, skip_special_tokens=False)
         self._vocab_size = model_config.get_text_config().vocab_size
         arguments = engine_arguments(self.role, self._config, model_config, self._max_model_len, self.seed, platform)
         with bound_threads(self._config.tp_size):
@@ -107,9 +97,7 @@ class SglangStrategy(PackagedEngine):
                 tokens = [] if begun is None else list(begun.token_ids)
                 matcher = None
                 if params.stop_strings:
-                    matcher = StopStringMatcher(self._decode, params.stop_strings, prompt)
-                    for token in tokens:
-                        matcher.push(token)
+                    matcher = StopStringMatcher(self._decode, params.stop_strings, prompt, tokens)
                 # Without a seed in the request, its id gives one: different for each request, the same after an abort.
                 seed = zlib.crc32(request.request_id.encode(), self.seed) if params.seed is None else params.seed
                 most = min(params.max_new_tokens, self._max_model_len - len(prompt))
@@ -118,9 +106,6 @@ class SglangStrategy(PackagedEngine):
                 )
                 sample = Sample(request, index, begun, self._version, matcher)
                 self._following[sample] = self._loop.create_task(self._follow(sample, prompt + tokens, settings))
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     async def _follow(self, sample: Sample, token_ids: list[int], settings: dict[str, Any]) -> None:
         """Record a sample's tokens as they arrive, until it ends."""
@@ -150,11 +135,8 @@ class SglangStrategy(PackagedEngine):
                 self._progress.set()
 
     def step(self) -> list[GenerationOutput]:
-        """Wait for new tokens; return the samples that ended.
-
-        A request is left to :meth:`take_failures` where SGLang has given a sample of it up, or has drawn one from
-        log-probs that are not finite.
-        """
+        """Wait for new tokens; return the samples that ended. A request is left to :meth:`take_failures` where SGLang
+        has given a sample of it up, or has drawn one from log-probs that are not finite."""
         self._check_no_update()
         self._run(self._wait_for_tokens())
         done = [sample for sample, task in self._following.items() if task.done()]
@@ -187,15 +169,17 @@ class SglangStrategy(PackagedEngine):
         """See the base class; unknown or finished requests are passed over."""
         wanted = None if request_ids is None else set(request_ids)
         samples = [s for s in self._following if wanted is None or s.request.request_id in wanted]
-        tasks = [self._following.pop(sample) for sample in samples]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._run(asyncio.wait(tasks))
+        self._end([self._following.pop(sample) for sample in samples])
         for sample in samples:
             if sample.finish_reason is not None:
                 sample.step_back()
         return [sample.output() for sample in samples]
+
+    def _end(self, tasks: Collection[asyncio.Task[Any]]) -> None:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self._run(asyncio.wait(tasks))
 
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
         """See the base class; a sample that has ended is left to the next step."""
@@ -209,22 +193,15 @@ class SglangStrategy(PackagedEngine):
         self._run(self._settle())
 
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See the base class; a tensor of another dtype is converted to the engine's.
-
-        Raises:
-            RuntimeError: no update has been started, or SGLang refuses it.
-        """
+        """See the base class; a tensor of another dtype is converted to the engine's. RuntimeError where SGLang refuses
+        it."""
         self._updating("update_weights")
         if tensors:
             self._run(self._updates.load(tensors))
 
     def finish_weight_update(self) -> dict[str, int]:
-        """See the base class; of all tensors that any update has brought. The checksum of a tensor is there only if
-        every rank holds exactly its part of it.
-
-        Raises:
-            RuntimeError: no update has been started, SGLang refuses it, or its model could not load a tensor.
-        """
+        """See the base class; of all tensors that any update has brought. RuntimeError where SGLang refuses it, or its
+        model could not load a tensor."""
         version = self._updating("finish_weight_update")
         self._held = self._run(self._updates.close(version))
         self._version, self._new_version = version, None
@@ -234,7 +211,6 @@ class SglangStrategy(PackagedEngine):
         return self._held
 
     def held_checksums(self, names: Sequence[str]) -> dict[str, int]:
-        """See the base class; they were computed at the end of the last update."""
         return {name: self._held[name] for name in names if name in self._held}
 
     def _release(self) -> bool:
@@ -256,10 +232,6 @@ class SglangStrategy(PackagedEngine):
         if self._engine is None:
             return
         self._engine.shutdown()
-        tasks = asyncio.all_tasks(self._loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            self._run(asyncio.wait(tasks))
+        self._end(asyncio.all_tasks(self._loop))
         self._following.clear()
         self._engine = None

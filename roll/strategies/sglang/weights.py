@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.layers.linear import (
-    ColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    get_group_rank_size,
-)
+from sglang.srt.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, get_group_rank_size
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.managers import io_struct
 from sglang.srt.utils import MultiprocessingSerializer
@@ -34,34 +29,24 @@ LOADER = f"{__name__}.load"
 REPORTER = f"{__name__}.report"
 """``load_format`` of an update's messages: the functions below, which SGLang calls with its model."""
 
-FUSED: dict[str, tuple[str, str | int]] = {
-    "q_proj": ("qkv_proj", "q"),
-    "k_proj": ("qkv_proj", "k"),
-    "v_proj": ("qkv_proj", "v"),
-    "gate_proj": ("gate_up_proj", 0),
-    "up_proj": ("gate_up_proj", 1),
-}
-"""Fused layer, and shard of it, of a checkpoint's tensor."""
+# Fused layer, and shard of it, of a checkpoint's tensor.
+FUSED: dict[str, tuple[str, str | int]] = {f"{shard}_proj": ("qkv_proj", shard) for shard in "qkv"}
+FUSED |= {"gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
-_OF_EXPERTS = {
-    "gate_proj": ("w13_weight", 0),
-    "w1": ("w13_weight", 0),
-    "up_proj": ("w13_weight", 1),
-    "w3": ("w13_weight", 1),
-    "down_proj": ("w2_weight", None),
-    "w2": ("w2_weight", None),
+# Parameter of all experts of a layer, and half of its rows, of one expert's matrix.
+_OF_EXPERTS: dict[str, tuple[str, int | None]] = {
+    **dict.fromkeys(("gate_proj", "w1"), ("w13_weight", 0)),
+    **dict.fromkeys(("up_proj", "w3"), ("w13_weight", 1)),
+    **dict.fromkeys(("down_proj", "w2"), ("w2_weight", None)),
 }
-"""Parameter of all experts of a layer, and half of its rows, of one expert's matrix."""
 
 
 @dataclass(frozen=True)
 class Expected:
     """Checksums that an update should leave in the model for one tensor."""
 
-    whole: int
-    """Checksum of the tensor as it was sent."""
-    part: int
-    """Checksum of what this rank should hold of it, in the model's dtype."""
+    whole: int  # checksum of the tensor as it was sent
+    part: int  # checksum of what this rank should hold of it, in the model's dtype
     shape: tuple[int, ...]
 
 
@@ -75,12 +60,6 @@ class Place:
     offset: int
     start: int
     length: int
-
-    def held(self) -> torch.Tensor:
-        return self.parameter.data.narrow(self.dim, self.offset, self.length)
-
-    def wanted(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.narrow(self.dim, self.start, self.length).to(self.parameter.dtype)
 
 
 _expected: dict[str, Expected] = {}
@@ -97,10 +76,9 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             whole = tensor_checksum(tensor)
             place = place_of(model, name, tensor)
             part = whole
-            if place is not None and not (
-                place.length == tensor.shape[place.dim] and place.parameter.dtype == tensor.dtype
-            ):
-                part = tensor_checksum(place.wanted(tensor))
+            if place is not None and (place.length != tensor.shape[place.dim] or place.parameter.dtype != tensor.dtype):
+                wanted = tensor.narrow(place.dim, place.start, place.length)
+                part = tensor_checksum(wanted.to(place.parameter.dtype))
             _expected[name] = Expected(whole, part, tuple(tensor.shape))
         model.load_weights(iter(named_tensors))
     except Exception as error:  # SGLang's process would end with it
@@ -119,7 +97,7 @@ def report(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tens
         for name, expected in _expected.items():
             place = place_of(model, name, torch.empty(expected.shape, device="meta"))
             if place is not None:
-                checksum = tensor_checksum(place.held())
+                checksum = tensor_checksum(place.parameter.data.narrow(place.dim, place.offset, place.length))
                 held[name] = expected.whole if checksum == expected.part else checksum
     except Exception as error:  # as above
         _errors.append(f"{type(error).__name__}: {error}")
@@ -193,11 +171,7 @@ def _share(parameter: torch.Tensor, dim: int, offset: int, index: int, size: int
 
 
 def check(method: str, reply: tuple[bool, str]) -> None:
-    """Raise where SGLang replies that it did not do something; it raises nothing itself.
-
-    Raises:
-        RuntimeError: it did not.
-    """
+    """RuntimeError where SGLang replies that it did not do something; it raises nothing itself."""
     success, message = reply
     if not success:
         raise RuntimeError(f"sglang: {method} failed: {message}")
@@ -213,17 +187,13 @@ class WeightUpdates:
     """
 
     def __init__(self, manager: TokenizerManager, num_ranks: int, keep_cache: bool) -> None:
-        self._manager = manager
-        self._num_ranks = num_ranks
-        self._keep_cache = keep_cache
+        self._manager, self._num_ranks, self._keep_cache = manager, num_ranks, keep_cache
 
     async def open(self) -> None:
         mode = "in_place" if self._keep_cache else "retract"
         await self._manager.pause_generation(io_struct.PauseGenerationReqInput(mode=mode))
-        check(
-            "begin_weight_update",
-            await self._manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None),
-        )
+        reply = await self._manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
+        check("begin_weight_update", reply)
 
     async def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Full tensors by Hugging Face name; at least one."""
@@ -234,15 +204,10 @@ class WeightUpdates:
 
     async def close(self, version: int) -> dict[str, int]:
         """Go on with the new weights; the checksum of every tensor of this and earlier updates of which each rank holds
-        exactly its part.
-
-        Raises:
-            RuntimeError: SGLang refuses it, or its model could not load a tensor.
-        """
-        flush = not self._keep_cache
+        exactly its part. RuntimeError where SGLang refuses it, or its model could not load a tensor."""
         with tempfile.TemporaryDirectory(prefix="roll-sglang-") as folder:
             message = [(folder, torch.zeros(1))]
-            await self._send(REPORTER, message, flush_cache=flush, weight_version=str(version))
+            await self._send(REPORTER, message, flush_cache=not self._keep_cache, weight_version=str(version))
             reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).iterdir())]
         check("end_weight_update", await self._manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
         await self._manager.continue_generation(io_struct.ContinueGenerationReqInput())
@@ -254,19 +219,10 @@ class WeightUpdates:
         # 0 where the ranks do not agree.
         return {name: first[name] if all(held[name] == first[name] for held in others) else 0 for name in known}
 
-    async def _send(
-        self,
-        load_format: str,
-        tensors: list[tuple[str, torch.Tensor]],
-        flush_cache: bool = False,
-        weight_version: str | None = None,
-    ) -> None:
+    async def _send(self, load_format: str, tensors: list[tuple[str, torch.Tensor]], **options: bool | str) -> None:
         # Serialised once for each rank: a handle can be opened once.
         payloads = [MultiprocessingSerializer.serialize(tensors) for _ in range(self._num_ranks)]
         message = io_struct.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads,
-            load_format=load_format,
-            flush_cache=flush_cache,
-            weight_version=weight_version,
+            serialized_named_tensors=payloads, load_format=load_format, **{"flush_cache": False, **options}
         )
         check("update_weights_from_tensor", await self._manager.update_weights_from_tensor(message, None))

@@ -14,8 +14,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.models.build import DTYPES, folder_config, overrides
 from roll.platforms import Platform
-from roll.strategies.engines.arguments import typed_arguments
-from roll.strategies.engines.base import cache_numbers
+from roll.strategies.engines.packaged import cache_numbers, typed_arguments
 from roll.strategies.engines.requests import GenerationOutput, SamplingParams
 from roll.strategies.engines.sampling import stream_key
 from roll.strategies.engines.schemas import schema_grammar
@@ -26,8 +25,7 @@ if TYPE_CHECKING:
 
 WORKER_EXTENSION = "roll.strategies.vllm.worker.WeightReceiver"
 
-_MOST_CPU_CACHE_BYTES = 4 << 30
-_CPU_BATCHED_TOKENS = 8192
+_MOST_CPU_CACHE_BYTES, _CPU_BATCHED_TOKENS = 4 << 30, 8192
 _CPU_BLOCK = 32  # the CPU attention kernels want blocks of a multiple of this
 
 
@@ -39,14 +37,8 @@ def engine_arguments(
     seed: int,
     platform: Platform,
 ) -> dict[str, Any]:
-    """Keyword arguments of vLLM's ``EngineArgs``; what stays out is left to vLLM.
-
-    Args:
-        model_config: the model's Hugging Face config.
-
-    Raises:
-        ValueError: a model that vLLM cannot compute on a CPU, or not without torchvision.
-    """
+    """Keyword arguments of vLLM's ``EngineArgs``; what stays out is left to vLLM. ValueError for a model that it cannot
+    compute on a CPU, or not without torchvision."""
     on_cpu = platform.device_type == "cpu"
     arguments: dict[str, Any] = {
         "model": role.model_args.model_name_or_path,
@@ -175,13 +167,8 @@ def sampling_params(
         end_token_ids: end every sample, in addition to the request's own stop tokens.
         room: tokens that fit after the prompt.
         num_begun: tokens of the response that the sample comes with; vLLM counts them to its prompt.
-
-    Raises:
-        ValueError: see :func:`schema_grammar`.
     """
-    own = params.normalised()
-    max_tokens = min(params.max_new_tokens, room) - num_begun
-    seed = None
+    own, max_tokens, seed = params.normalised(), min(params.max_new_tokens, room) - num_begun, None
     if params.seed is not None:
         seed = stream_key(params.seed, sample_index)
         # vLLM starts every request at the beginning of its stream, whose first numbers this sample has used already.
@@ -228,7 +215,6 @@ def recorded_routes(
     they are marked as missing: what the prefill of the continuation chose were the experts of other weights.
 
     Args:
-        rows: integers, or None.
         num_inputs: tokens of prompt and response but the last.
         num_begun_inputs: the same when the continuation began; 0 for a sample that was not continued.
 

@@ -20,7 +20,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.vllm import VLLM, VllmStrategyConfig
 from roll.platforms import current_platform
 from roll.protocol.vision import VisionInputs
-from roll.strategies.engines.base import PackagedEngine, RankWatch, check_version
+from roll.strategies.engines.packaged import PackagedEngine, RankWatch, check_version
 from roll.strategies.engines.requests import (
     GenerationOutput,
     GenerationRequest,
@@ -29,12 +29,7 @@ from roll.strategies.engines.requests import (
     check_request,
     continued,
 )
-from roll.strategies.vllm.arguments import (
-    by_position,
-    engine_arguments,
-    recorded_routes,
-    sampling_params,
-)
+from roll.strategies.vllm.arguments import by_position, engine_arguments, recorded_routes, sampling_params
 from roll.strategies.vllm.verification import quieten
 from roll.strategies.vllm.vision import ImagePrompts
 from roll.strategies.vllm.worker import POLICY, RankMemory, check_results, joined_checksums
@@ -46,8 +41,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SCORING = "prompt-score/"
-"""Prefix of vLLM's request ids of prompts that are scored."""
+SCORING = "prompt-score/"  # prefix of vLLM's request ids of prompts that are scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +50,9 @@ class _Sample:
 
     request_id: str
     index: int
-    internal_id: str
-    """vLLM's own name of it."""
-    begun: GenerationOutput | None
-    """Tokens that it came with."""
-    prompt_length: int
-    """Without those."""
+    internal_id: str  # vLLM's own name of it
+    begun: GenerationOutput | None  # tokens that it came with
+    prompt_length: int  # without those
 
 
 class VllmStrategy(PackagedEngine):
@@ -74,15 +65,13 @@ class VllmStrategy(PackagedEngine):
     def __init__(self, role: WorkerConfig, seed: int = 42) -> None:
         super().__init__(role, seed)
         self._samples: dict[str, _Sample] = {}
-        self._unfinished: dict[str, set[str]] = {}
-        """Keys of ``_samples`` by request."""
-        self._scoring: dict[str, Any] = {}
-        """Results of prompts that are being scored; None until vLLM has finished."""
-        self._finished_early: list[GenerationOutput] = []
-        """Samples that were finished while such prompts were computed."""
+        self._unfinished: dict[str, set[str]] = {}  # keys of `_samples` by request
+        self._scoring: dict[str, Any] = {}  # results of prompts that are scored; None until vLLM has finished
+        self._finished_early: list[GenerationOutput] = []  # while such prompts were computed
         self._is_reloading = False
-        self._checksums: dict[str, Checksum] = {}
-        """Checksums of the tensors that the update has brought so far."""
+        self._checksums: dict[str, Checksum] = {}  # of the tensors that the update has brought so far
+        self.takes_adapters = bool(self._config.engine_args.get("enable_lora"))
+        self._lora = POLICY if self.takes_adapters else None
         self._num_ranks = self._config.devices_per_worker
         self._records_routes = role.router_replay.mode == "R3"
         self._num_experts = 0
@@ -90,11 +79,7 @@ class VllmStrategy(PackagedEngine):
         self._watch = RankWatch([])
 
     def initialize(self) -> None:
-        """See the base class.
-
-        Raises:
-            ValueError: a vLLM outside the tested versions, or a model shorter than ``max_model_len``.
-        """
+        """See the base class; ValueError for a vLLM outside the tested versions."""
         check_version(VLLM, vllm.__version__, self._config.allow_untested_version)
         quieten()
         platform = current_platform()
@@ -151,10 +136,7 @@ class VllmStrategy(PackagedEngine):
                 raise
 
     def _rendered(self, token_ids: Sequence[int], vision: VisionInputs | None) -> EngineInput:
-        """
-        Raises:
-            ValueError: vLLM sees another prompt, or other patches, than the trainer will.
-        """
+        """ValueError where vLLM sees another prompt, or other patches, than the trainer will."""
         prompt = self._images.prompt(token_ids, vision)
         if self._config.in_flight_update == "keep":
             # Blocks stay in the cache across updates. The salt enters their hashes, so that a new request never reuses
@@ -177,7 +159,7 @@ class VllmStrategy(PackagedEngine):
         limited = replace(request.params, top_log_probs=min(request.params.top_log_probs, self._vocab_size))
         params = sampling_params(limited, self._end_token_ids, room, index, num_begun)
         params.bad_words = self._images.never_sampled
-        internal_id = engine.add_request(key, prompt, params, lora_request=POLICY if self.takes_adapters else None)
+        internal_id = engine.add_request(key, prompt, params, lora_request=self._lora)
         if begun is not None and request.params.stop_strings:
             # vLLM searches the generated text for stop strings, and to it these tokens are part of the prompt.
             detokenizer: Any = engine.output_processor.request_states[internal_id].detokenizer
@@ -189,8 +171,7 @@ class VllmStrategy(PackagedEngine):
     def step(self) -> list[GenerationOutput]:
         self._check_no_update()
         early, self._finished_early = self._finished_early, []
-        outputs = [*early, *self._step()] if self._samples else early
-        return self._without_failed(outputs)
+        return self._without_failed([*early, *self._step()] if self._samples else early)
 
     def _step(self) -> list[GenerationOutput]:
         with self._watch.blamed():
@@ -201,30 +182,25 @@ class VllmStrategy(PackagedEngine):
         return [self._take(result) for result in results if result.request_id not in self._scoring]
 
     def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
-        """See the base class; samples in flight continue meanwhile, and the next step returns those that finish.
-
-        Raises:
-            ValueError: a prompt without room for the token that vLLM samples after it, or more tokens requested than
-                the engine's ``max_logprobs``.
-        """
+        """See the base class; samples in flight continue meanwhile, and the next step returns those that finish. Raises
+        ValueError: a prompt without room for the token that vLLM samples after it, or more tokens requested than the
+        engine's ``max_logprobs``."""
         engine = self._engine
         keys = [f"{SCORING}{number}" for number in range(len(prompts))]
+        settings: dict[str, Any] = {
+            "temperature": 0.0,
+            "max_tokens": 1,  # its minimum to sample
+            "prompt_logprobs": min(top, self._vocab_size),
+            "flat_logprobs": True,
+            "detokenize": False,
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+        }
         try:
             for key, token_ids in zip(keys, prompts, strict=True):
-                check_request(
-                    GenerationRequest(key, token_ids, SamplingParams(1)), (), self._max_model_len, self._vocab_size
-                )
+                request = GenerationRequest(key, token_ids, SamplingParams(1))
+                check_request(request, (), self._max_model_len, self._vocab_size)
                 rendered = self._rendered(token_ids, None)
-                lora = POLICY if self.takes_adapters else None
-                params = vllm.SamplingParams(
-                    temperature=0.0,
-                    max_tokens=1,  # its minimum to sample
-                    prompt_logprobs=min(top, self._vocab_size),
-                    flat_logprobs=True,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                engine.add_request(key, rendered, params, lora_request=lora)
+                engine.add_request(key, rendered, vllm.SamplingParams(**settings), lora_request=self._lora)
                 self._scoring[key] = None
             while any(result is None for result in self._scoring.values()):
                 self._finished_early += self._step()
@@ -246,9 +222,9 @@ class VllmStrategy(PackagedEngine):
         names = list(self._unfinished if request_ids is None else request_ids)
         early = self._finished_early if request_ids is not None else []
         self._finished_early = [output for output in early if output.request_id not in names]
-        keys = self._keys(names)
-        results = self._so_far(keys)  # before the abort: the engine forgets what an aborted request had
-        self._engine.abort_request([self._samples[key].internal_id for key in keys], internal=True)
+        results = self._so_far(names)  # before the abort: the engine forgets what an aborted request had
+        internal_ids = [self._samples[result.request_id].internal_id for result in results]
+        self._engine.abort_request(internal_ids, internal=True)
         return [self._take(result) for result in results]
 
     def recover(self) -> list[GenerationOutput]:
@@ -258,22 +234,19 @@ class VllmStrategy(PackagedEngine):
         return outputs
 
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
-        results = self._so_far(self._keys(request_ids))
+        results = self._so_far(request_ids)
         return [self._output(self._samples[result.request_id], result) for result in results]
 
-    def _keys(self, request_ids: Iterable[str]) -> list[str]:
-        """Keys of the unfinished samples of these requests, in order."""
-        return [
-            key
-            for request_id in request_ids
-            for key in sorted(self._unfinished.get(request_id, ()), key=lambda key: self._samples[key].index)
-        ]
-
-    def _so_far(self, keys: Sequence[str]) -> list[Any]:
-        """vLLM's own account of samples as if they ended here; it only reads what vLLM keeps of them."""
-        states = self._engine.output_processor.request_states
-        mine = [states[self._samples[key].internal_id] for key in keys]
-        return [state.make_request_output([], None, FinishReason.ABORT, None) for state in mine]
+    def _so_far(self, request_ids: Iterable[str]) -> list[Any]:
+        """vLLM's own account of the unfinished samples of these requests, in order, as if they ended here; it only
+        reads what vLLM keeps of them."""
+        states, results = self._engine.output_processor.request_states, []
+        for request_id in request_ids:
+            own = [self._samples[key] for key in self._unfinished.get(request_id, ())]
+            for sample in sorted(own, key=lambda sample: sample.index):
+                state = states[sample.internal_id]
+                results.append(state.make_request_output([], None, FinishReason.ABORT, None))
+        return results
 
     def _take(self, result: RequestOutput) -> GenerationOutput:
         """Output of an ended sample, which is no longer unfinished."""
@@ -291,15 +264,9 @@ class VllmStrategy(PackagedEngine):
         assert len(log_probs) == len(token_ids), "one position of log-probs per token"
         assert reason in ("stop", "length", "abort"), reason
         spans = [(int(span.version), span.start, span.end) for span in own.weight_versions or ()]
-        output = GenerationOutput(
-            sample.request_id,
-            sample.index,
-            token_ids,
-            log_probs,
-            reason,
-            spans or [(self._version, 0, len(token_ids))],  # vLLM reports none where no token was sampled
-            top if any(top) else [],  # where only the sampled token was requested there are none
-        )
+        # vLLM reports no version where no token was sampled, and nothing further where only that token was requested.
+        spans, top = spans or [(self._version, 0, len(token_ids))], top if any(top) else []
+        output = GenerationOutput(sample.request_id, sample.index, token_ids, log_probs, reason, spans, top)
         whole = output if sample.begun is None else continued(sample.begun, output)
         if self._records_routes:
             before = sample.prompt_length - 1
@@ -308,28 +275,15 @@ class VllmStrategy(PackagedEngine):
             whole.routes = recorded_routes(own.routed_experts, number, self._num_experts, sample.begun, num_begun)
         return whole
 
-    def start_weight_update(self, version: int) -> None:
-        super().start_weight_update(version)
-        self._checksums = {}
-
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See the base class; a tensor of another dtype is converted to the engine's.
-
-        Raises:
-            ValueError: a name that the model does not have.
-            RuntimeError: no update has been started, or a rank did not take the tensors; it is named.
-        """
+        """See the base class; a tensor of another dtype is converted to the engine's. ValueError for a name that the
+        model does not have, RuntimeError where a rank did not take the tensors; it is named."""
         self._updating("update_weights")
         if not self._is_reloading:
             # Only with the first tensor: an update of the adapter alone must not touch the model.
             self._ask_ranks("roll_start_reload")
             self._is_reloading = True
         self._ask_ranks("roll_load", self._for_ranks(tensors))
-
-    @property
-    def takes_adapters(self) -> bool:
-        """True if ``engine_args`` has ``enable_lora``."""
-        return bool(self._config.engine_args.get("enable_lora"))
 
     def update_adapter(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> None:
         self._updating("update_adapter")
@@ -340,7 +294,6 @@ class VllmStrategy(PackagedEngine):
         return joined_checksums(self._ask_ranks("roll_held_checksums", list(names)))
 
     def finish_weight_update(self) -> dict[str, Checksum]:
-        """See the base class. The checksum of a tensor is there only if the engine holds exactly that tensor."""
         version, engine = self._updating("finish_weight_update"), self._engine
         if self._is_reloading:
             self._checksums |= joined_checksums(self._ask_ranks("roll_finish_reload"))
@@ -354,14 +307,15 @@ class VllmStrategy(PackagedEngine):
             engine.reset_prefix_cache(reset_running_requests=True)
         engine.set_weight_version(str(version))
         self._version, self._new_version = version, None
-        return self._checksums
+        checksums, self._checksums = self._checksums, {}
+        return checksums
 
     def _for_ranks(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """Put the tensors into shared memory if ranks are processes: vLLM's RPC would pickle them for each."""
         return self._memory.pack(tensors) if self._num_ranks > 1 else dict(tensors)
 
     def _ask_ranks(self, method: str, *arguments: object) -> list[Any]:
-        """Call a method of the worker extension; return one result a rank."""
+        """Call a method of the worker extension; one result a rank."""
         with self._watch.blamed():
             results = self._engine.collective_rpc(method, args=arguments)
             check_results(results)

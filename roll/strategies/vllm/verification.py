@@ -21,7 +21,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,14 +34,11 @@ from roll.weight_sync.encoding import tensor_checksum
 logger = logging.getLogger(__name__)
 
 _ROWS = 8192  # rows of a matrix that are taken to float32 at a time
-_PROBE_SEED = 1
-_SINKS = ".sinks"
 _MASK = (1 << 64) - 1
 Shard = str | int | tuple[int, ...]
 _MATRIX = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)\[(\d+)\]")
 _BIASES = re.compile(r"(.*\.experts)\.((?:gate_up|down)_proj_bias)")
 _GPT_OSS = "gpt_oss"
-_OUTPUT = "gpt_oss_w2"
 
 
 def quieten() -> None:
@@ -56,8 +53,7 @@ class _Held:
 
     layer: nn.Module
     parameter_name: str
-    checksum: int
-    """Checksum of the tensor as sent, if the part was right."""
+    checksum: int  # checksum of the tensor as sent, if the part was right
 
     @property
     def key(self) -> tuple[int, str]:
@@ -74,15 +70,11 @@ class ReloadVerifier:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        config: Any = model.config
-        self._model_type: str = config.model_type
+        self._model_type = str(cast("Any", model.config).model_type)
         self._held: dict[str, _Held] = {}
-        self._as_loaded: dict[tuple[int, str], int] = {}
-        """Checksums of parameters as they are computed with."""
-        self._received: dict[str, int] = {}
-        """Checksums of tensors that cannot be found again."""
-        self._probes: dict[int, Probe] = {}
-        """Probes of the packed layers, by identity."""
+        self._as_loaded: dict[tuple[int, str], int] = {}  # checksums of parameters as they are computed with
+        self._received: dict[str, int] = {}  # checksums of tensors that cannot be found again
+        self._probes: dict[int, Probe] = {}  # probes of the packed layers, by identity
         self._sent: dict[str, torch.Tensor] = {}
         self._names: dict[int, str] = {}
         """Names of tensors sent, by their address in memory: loaders pass views of them on."""
@@ -154,14 +146,18 @@ class ReloadVerifier:
                     held = held.chunk(2)[shard == "w3"]
                 whole = sent
                 if shard.startswith(_GPT_OSS):  # transposed; the bias of an output on one rank only
-                    is_repeated = shard == _OUTPUT and layer.moe_config.moe_parallel_config.tp_rank > 0
+                    is_repeated = shard == "gpt_oss_w2" and layer.moe_config.moe_parallel_config.tp_rank > 0
                     whole = sent.t() if sent.ndim == 2 else torch.zeros_like(sent) if is_repeated else sent
                 self._note(name, layer, parameter_name, sent, held, whole)
 
     def _compare(self, name: str, layer: nn.Module, parameter_name: str, shard: Shard | None = None) -> None:
         sent = self._taken(name)
-        held = held_part(layer, getattr(layer, parameter_name), shard, len(sent))
-        whole = own_shards(layer, sent, shard) if isinstance(shard, tuple) else None
+        held, whole = held_part(layer, getattr(layer, parameter_name), shard, len(sent)), None
+        if isinstance(shard, tuple):  # several tensors of a fused parameter in one, each of which ranks share by rows
+            own: Any = layer
+            sizes = [own.output_partition_sizes[index] for index in shard]
+            parts = zip(sent.split([size * own.tp_size for size in sizes]), sizes, strict=True)
+            whole = torch.cat([part.narrow(0, own.tp_rank * size, size) for part, size in parts])
         if shard is None and held.shape != sent.shape:
             whole = loaded_alone(getattr(layer, parameter_name), sent)
         self._note(name, layer, parameter_name, sent, held, whole)
@@ -185,11 +181,7 @@ class ReloadVerifier:
 
     def finish(self, remember: bool = False) -> dict[str, int]:
         """The checksums of the tensors that the model holds; to be called when the reload is over. A stage of several
-        leaves out those of the others.
-
-        Args:
-            remember: :meth:`held` will be called.
-        """
+        leaves out those of the others. ``remember``: :meth:`held` will be called."""
         for method in self._watched:
             del method.process_weights_after_loading
         self._watched.clear()
@@ -206,7 +198,7 @@ class ReloadVerifier:
             own = name if mapper is None else mapper.map_name(name) or name
             if is_pp_missing_parameter(own, self._model):
                 self._taken(name)
-            elif own.endswith(_SINKS) and own in parameters:
+            elif own.endswith(".sinks") and own in parameters:
                 # vLLM's loader of gpt-oss writes the attention sinks bypassing the reload, which then discards them.
                 parameter = parameters[own]
                 sent, heads = self._taken(name), len(parameter)
@@ -275,16 +267,13 @@ def is_packed(layer: Any) -> bool:
 class Probe:
     """One product of a matrix (out, in), computed the plain way; float32."""
 
-    vector: torch.Tensor
-    """Random signs, (in,)."""
-    product: torch.Tensor
-    """(out,)."""
-    magnitude: torch.Tensor
-    """Sum of the magnitudes of each row, (out,): what rounding is relative to."""
+    vector: torch.Tensor  # random signs, (in,)
+    product: torch.Tensor  # (out,)
+    magnitude: torch.Tensor  # sum of the magnitudes of each row, (out,): what rounding is relative to
 
     @staticmethod
     def of(weight: torch.Tensor) -> Probe:
-        generator = torch.Generator().manual_seed(_PROBE_SEED)
+        generator = torch.Generator().manual_seed(1)
         vector = torch.randint(0, 2, (weight.shape[1],), generator=generator).mul_(2).sub_(1).float()
         products, magnitudes = [], []
         for rows in weight.data.split(_ROWS):
@@ -295,11 +284,8 @@ class Probe:
 
 
 def check_packing(layer: nn.Module, probe: Probe) -> None:
-    """Compare the product that a packed layer computes with that of its plain matrix.
-
-    Raises:
-        RuntimeError: they differ by more than rounding.
-    """
+    """Compare the product that a packed layer computes with that of its plain matrix. Raises RuntimeError: they differ
+    by more than rounding."""
     if not computes_with(layer, probe):
         raise RuntimeError(f"vLLM's {type(layer).__name__} does not compute with the weights it was loaded with")
 
@@ -317,12 +303,8 @@ def computes_with(layer: Any, probe: Probe) -> bool:
 
 def held_part(layer: Any, parameter: torch.Tensor, shard: Shard | None, num_rows: int) -> torch.Tensor:
     """The part of a layer's parameter that one tensor of the checkpoint went to, as far as this rank has any of it.
-
-    Args:
-        shard: which of a fused parameter's tensors: ``q``, ``k``, ``v``, an index, or consecutive ones that the
-            checkpoint has as one; None: the parameter is not fused.
-        num_rows: of the tensor.
-    """
+    ``shard``: which of a fused parameter's tensors: ``q``, ``k``, ``v``, an index, or consecutive ones that the
+    checkpoint has as one; None: the parameter is not fused. ``num_rows``: of the tensor."""
     if hasattr(layer, "shard_indices"):  # a vocabulary matrix, padded to more rows
         own = layer.shard_indices
         return parameter.data[: own.org_vocab_end_index - own.org_vocab_start_index]
@@ -334,14 +316,6 @@ def held_part(layer: Any, parameter: torch.Tensor, shard: Shard | None, num_rows
         sizes, (first, *more) = layer.output_partition_sizes, shard if isinstance(shard, tuple) else (shard,)
         begin, size = sum(sizes[:first]), sum(sizes[index] for index in (first, *more))
     return parameter.data[begin : begin + size]
-
-
-def own_shards(layer: Any, whole: torch.Tensor, shards: tuple[int, ...]) -> torch.Tensor:
-    """The rank's part of a tensor that is several of a fused parameter's, each of which ranks share by rows."""
-    sizes = [layer.output_partition_sizes[index] for index in shards]
-    parts = whole.split([size * layer.tp_size for size in sizes])
-    own = (part.narrow(0, layer.tp_rank * size, size) for part, size in zip(parts, sizes, strict=True))
-    return torch.cat(list(own))
 
 
 def loaded_alone(parameter: Any, whole: torch.Tensor) -> torch.Tensor | None:

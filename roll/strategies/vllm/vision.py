@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 
 
 def check_torchvision() -> None:
-    """
-    Raises:
-        ValueError: torchvision, which vLLM's vision-language models need, was not there when transformers was imported.
-    """
+    """ValueError where torchvision, which vLLM's vision-language models need, was not there when transformers was
+    imported."""
     from transformers.utils.import_utils import is_torchvision_available
 
     if not is_torchvision_available():
@@ -33,36 +31,24 @@ def check_torchvision() -> None:
 
 
 class ImagePrompts:
-    """Makes prompts of one model.
-
-    Args:
-        config: the model's Hugging Face configuration.
-        tokenizer: its tokenizer.
-        dtype: of the engine, by torch's name.
-    """
+    """Makes prompts of one model, for an engine of ``dtype`` (torch's name)."""
 
     def __init__(self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: str) -> None:
         self._config = config
-        self._time: EngineTime | None = None
-        """Where positions count seconds."""
+        self._time: EngineTime | None = None  # where positions count seconds
         if config.model_type == "qwen2_5_vl":
             self._time = EngineTime(config.vision_config.tokens_per_second, dtype)
         self.never_sampled: list[str] = list(tokenizer.convert_ids_to_tokens(list(vision_token_ids(config))))
         """Texts of the tokens that stand for images: single tokens, which vLLM masks exactly."""
 
     def check(self, name: str, token_ids: Sequence[int], vision: VisionInputs | None) -> None:
-        """
-        Raises:
-            ValueError: images for a model of text, as many placeholders as do not go with them, or a video that vLLM
-                places differently than the trainer.
-        """
+        """ValueError for images of a model of text, as many placeholders as do not go with them, or a video that vLLM
+        places differently than the trainer."""
         check_images(name, token_ids, vision, self._config)
-        if vision is None or self._time is None:
-            return
-        for video in vision.videos:
-            difference = self._time.difference(video, vision.processing)
-            if difference is not None:
-                raise ValueError(f"{name}: {video}: {difference}")
+        if vision is not None and self._time is not None:
+            for video in vision.videos:
+                if (difference := self._time.difference(video, vision.processing)) is not None:
+                    raise ValueError(f"{name}: {video}: {difference}")
 
     def prompt(self, token_ids: Sequence[int], vision: VisionInputs | None) -> TokensPrompt:
         """vLLM writes the placeholders itself, from one for each image and each video: it is given images and frames in

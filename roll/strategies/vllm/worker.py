@@ -59,17 +59,12 @@ def returning_failures(method: Callable[..., _Result]) -> Callable[..., _Result 
 
 
 def check_results(results: Sequence[Any]) -> None:
-    """Raise the failures of ranks.
-
-    Raises:
-        ValueError: a rank refused a value. RuntimeError: a rank failed otherwise.
-    """
+    """Raise the failures of ranks: ValueError where they refused a value, else RuntimeError."""
     failures = [result for result in results if isinstance(result, RankFailure)]
-    if not failures:
-        return
     texts = [failure.text if len(results) == 1 else f"rank {failure.rank}: {failure.text}" for failure in failures]
-    kind = ValueError if all(failure.is_value_error for failure in failures) else RuntimeError
-    raise kind("; ".join(texts))
+    if failures:
+        kind = ValueError if all(failure.is_value_error for failure in failures) else RuntimeError
+        raise kind("; ".join(texts))
 
 
 def joined_checksums(by_rank: Sequence[Mapping[str, int]]) -> dict[str, Checksum]:
@@ -88,32 +83,19 @@ class RankMemory(SharedMemorySender):
 
 
 class PolicyAdapter:
-    """Args:
-    worker_manager: vLLM's own, of one rank (``WorkerLoRAManager``).
-    """
+    """The adapter in vLLM's own manager of one rank (``WorkerLoRAManager``); at first one that changes nothing."""
 
     def __init__(self, worker_manager: Any) -> None:
-        self._worker_manager = worker_manager
         self._manager = worker_manager._adapter_manager
         self._dtype: torch.dtype = worker_manager.lora_config.lora_dtype
-
-    def clear(self) -> None:
-        """An adapter that changes nothing."""
         self._manager.remove_adapter(POLICY.lora_int_id)
-        self._worker_manager.add_dummy_lora(POLICY, rank=1)
+        worker_manager.add_dummy_lora(POLICY, rank=1)
         self._manager.activate_adapter(POLICY.lora_int_id)
 
     def replace(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> dict[str, int]:
-        """Put an adapter in the place of the last one.
-
-        Args:
-            tensors: A (r, in) and B (out, r), whole, by the weight's name with ``#lora_A`` or ``#lora_B`` appended.
-            scalings: the factor of ``B A`` by weight.
-
-        Returns:
-            The checksum of each tensor, as sent, where this rank computes with exactly its part of it. A stage of
-            several leaves out what belongs to the others.
-        """
+        """Put an adapter in the place of the last one, given as to :meth:`GenerationStrategy.update_adapter`. Returns
+        the checksum of each tensor, as sent, where this rank computes with exactly its part of it. A stage of several
+        leaves out what belongs to the others."""
         layers = {}
         for weight, scaling in scalings.items():
             # Copies: vLLM multiplies B by the scaling in place.
@@ -178,7 +160,6 @@ class WeightReceiver:
     def roll_add_adapter(self) -> None:
         """Before the first request of an engine with LoRA: the policy's adapter, which changes nothing yet."""
         self._roll_adapter = PolicyAdapter(self.model_runner.lora_manager)
-        self._roll_adapter.clear()
 
     @returning_failures
     def roll_start_reload(self) -> None:
@@ -195,11 +176,8 @@ class WeightReceiver:
     @returning_failures
     @torch.no_grad()
     def roll_load(self, tensors: Tensors) -> None:
-        """Load full tensors by Hugging Face name. A rank of several takes its part of them.
-
-        Raises:
-            ValueError: a name that the model does not have.
-        """
+        """Load full tensors by Hugging Face name. A rank of several takes its part of them. ValueError for a name that
+        the model does not have."""
         verifier = self._roll_verifier
         assert verifier is not None, "no reload has been started"
         device = self.model_runner.device
@@ -222,7 +200,6 @@ class WeightReceiver:
 
     @returning_failures
     def roll_close_memory(self) -> None:
-        """At the end of an update: give back the memory that its tensors came in."""
         self._roll_memory.close()
 
     @returning_failures

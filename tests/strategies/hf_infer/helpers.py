@@ -158,11 +158,7 @@ def sampling_distribution(
 
 
 def reference_log_probs(
-    model: Any,
-    prompt: list[int],
-    token_ids: list[int],
-    params: SamplingParams,
-    end_token_ids: Sequence[int] = (EOS,),
+    model: Any, prompt: list[int], token_ids: list[int], params: SamplingParams, end_token_ids: Sequence[int] = (EOS,)
 ) -> list[float]:
     """The log-prob of each token by one full forward pass over prompt and response."""
     with torch.no_grad():
@@ -183,11 +179,9 @@ def make_tokenizer() -> Any:
 
     raw = Tokenizer(models.BPE())
     raw.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated")
     raw.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     raw.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -198,12 +192,8 @@ def make_tokenizer() -> Any:
     )
     raw.train_from_iterator(["the quick brown fox says: the answer is 42. stop here"] * 20, trainer)
     parts = json.loads(raw.to_str())["model"]
-    return Qwen2Tokenizer(
-        vocab=parts["vocab"],
-        merges=[tuple(merge) for merge in parts["merges"]],
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-    )
+    merges = [tuple(merge) for merge in parts["merges"]]
+    return Qwen2Tokenizer(vocab=parts["vocab"], merges=merges, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
 def save_model(folder: Path, tokenizer: Any, seed: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -38,28 +39,6 @@ def test_stop_token_ids_end_a_sample_and_are_its_last_token():
     assert output["r", 0].finish_reason == "stop"
 
 
-def test_min_new_tokens_bans_stop_tokens_until_then():
-    model = build_model("qwen2")
-    prompts = random_prompts([4, 7, 9])
-    params = SamplingParams(30, min_new_tokens=12, stop_token_ids=tuple(range(2, 60)), seed=1)
-    outputs = run(build_engine(model), [GenerationRequest(str(i), p, params, 8) for i, p in enumerate(prompts)])
-    for output in outputs.values():
-        assert len(output.token_ids) >= 13
-        assert all(token >= 60 for token in output.token_ids[:12])
-    assert any(output.finish_reason == "stop" for output in outputs.values())
-
-
-def test_greedy_with_min_new_tokens_equals_generate():
-    model = build_model("qwen2")
-    prompts = random_prompts([6] * 30, seed=2)
-    short = [p for p in prompts if len(generate_greedy(model, p, 30)) < 20]
-    assert short, "some greedy continuation must end early"
-    requests = [GenerationRequest(str(i), p, greedy(30, min_new_tokens=25)) for i, p in enumerate(short)]
-    outputs = run(build_engine(model), requests)
-    for i, prompt in enumerate(short):
-        assert outputs[str(i), 0].token_ids == generate_greedy(model, prompt, 30, min_new_tokens=25)
-
-
 def test_length_ends_at_max_new_tokens_or_at_the_end_of_the_cache():
     model = build_model("qwen2")
     prompts = random_prompts([10, MAX_MODEL_LEN - 3, MAX_MODEL_LEN - 1])
@@ -76,20 +55,15 @@ def test_length_ends_at_max_new_tokens_or_at_the_end_of_the_cache():
 def test_abort_returns_partial_samples_and_leaves_the_others_alone():
     model = build_model("qwen2")
     prompts = random_prompts([5, 8, 6])
-    whole = run(
-        build_engine(model),
-        [GenerationRequest(str(i), p, greedy(30, min_new_tokens=30), 3) for i, p in enumerate(prompts)],
-    )
+    requests = [GenerationRequest(str(i), p, greedy(30, min_new_tokens=30), 3) for i, p in enumerate(prompts)]
+    whole = run(build_engine(model), requests)
     engine = build_engine(model, max_num_seqs=5)
-    engine.add_requests([GenerationRequest(str(i), p, greedy(30, min_new_tokens=30), 3) for i, p in enumerate(prompts)])
+    engine.add_requests(requests)
     for _ in range(10):
         assert engine.step() == []
     aborted = engine.abort(["1", "unknown"])
-    assert sorted((o.request_id, o.sample_index, len(o.token_ids)) for o in aborted) == [
-        ("1", 0, 10),
-        ("1", 1, 10),
-        ("1", 2, 0),
-    ]
+    lengths = [("1", 0, 10), ("1", 1, 10), ("1", 2, 0)]
+    assert sorted((o.request_id, o.sample_index, len(o.token_ids)) for o in aborted) == lengths
     assert all(o.finish_reason == "abort" and len(o.log_probs) == len(o.token_ids) for o in aborted)
     assert all(o.token_ids == whole["1", o.sample_index].token_ids[: len(o.token_ids)] for o in aborted)
     assert engine.num_unfinished == 6
@@ -97,21 +71,14 @@ def test_abort_returns_partial_samples_and_leaves_the_others_alone():
     assert {(o.request_id, o.sample_index): o.token_ids for o in rest} == {
         key: output.token_ids for key, output in whole.items() if key[0] != "1"
     }
-
-
-def test_abort_everything_frees_the_engine_for_the_same_ids():
-    model = build_model("qwen2")
-    engine = build_engine(model, max_num_seqs=4)
-    request = GenerationRequest("r", random_prompts([5])[0], greedy(10, min_new_tokens=10), num_samples=6)
-    engine.add_requests([request])
+    # All of them: the engine is free for the same ids.
+    engine.add_requests(requests)
     engine.step()
-    assert len(engine.abort()) == 6
-    assert engine.num_unfinished == 0
-    assert engine.step() == []
-    assert len(run(engine, [request])) == 6
+    assert len(engine.abort()) == 9 and engine.num_unfinished == 0 and engine.step() == []
+    assert len(run(engine, requests)) == 9
 
 
-def test_weight_versions_are_spans_over_the_tokens():
+def test_weight_versions_are_spans_over_the_tokens_of_requests_in_their_order():
     engine = build_engine(build_model("qwen2"), max_num_seqs=2)
     prompts = random_prompts([5, 6])
     params = greedy(10, min_new_tokens=10)
@@ -121,17 +88,8 @@ def test_weight_versions_are_spans_over_the_tokens():
         if step in (0, 4, 10):
             engine.set_version(step + 1)
         outputs += engine.step()
-    assert [output.weight_versions for output in outputs if output.request_id == "0"] == [[(1, 0, 4), (5, 4, 10)]] * 2
-    assert [output.weight_versions for output in outputs if output.request_id == "1"] == [[(11, 0, 10)]] * 2
-
-
-def test_requests_are_served_in_order():
-    engine = build_engine(build_model("qwen2"), max_num_seqs=2)
-    prompts = random_prompts([5, 5, 5])
-    params = greedy(5, min_new_tokens=5)
-    engine.add_requests([GenerationRequest(str(i), p, params, num_samples=2) for i, p in enumerate(prompts)])
-    order = [output.request_id for _ in range(15) for output in engine.step()]
-    assert order == ["0", "0", "1", "1", "2", "2"]
+    found = [(output.request_id, output.weight_versions) for output in outputs]
+    assert found == [("0", [(1, 0, 4), (5, 4, 10)])] * 2 + [("1", [(11, 0, 10)])] * 2
 
 
 @pytest.mark.parametrize(
@@ -187,3 +145,15 @@ def test_a_failed_request_leaves_nothing_in_its_row(kind):
     outputs = run(engine, [GenerationRequest("long", long, params)], started=1)
     assert engine.take_failures() == {}
     assert outputs["short", 0].token_ids == expected.token_ids
+
+
+def test_an_error_while_tokens_are_recorded_loses_none_that_were_reported():
+    engine = build_engine(build_model("qwen2"))
+    engine.add_requests([GenerationRequest("r", [5, 6, 7], greedy(20, min_new_tokens=20), 2)])
+    for _ in range(3):
+        engine.step()
+    grammar = mock.Mock(**{"compute_logit_bias.return_value": b"\1" * 100, "consume_token.side_effect": RuntimeError})
+    engine._rows.samples[0].grammar = grammar
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert [len(output.token_ids) for output in engine.recover()] == [3, 3]

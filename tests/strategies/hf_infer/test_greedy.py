@@ -29,13 +29,11 @@ CASES = [(name, kind) for name in CONFIGS for kind in ("fused", "generic") if (n
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_equals_generate_with_ragged_prompts_groups_and_refill(name, kind):
     model = build_model(name)
-    prompts = random_prompts([1, 3, 17, 9, 30, 5])
-    limits = [25, 7, 40, 1, 12, 33]
+    prompts, limits = random_prompts([1, 3, 17, 9, 30, 5]), [25, 7, 40, 1, 12, 33]
     expected = [generate_greedy(model, p, n) for p, n in zip(prompts, limits, strict=True)]
     engine = build_engine(model, kind, max_num_seqs=4)  # 18 samples: rows are refilled and groups are split
-    outputs = run(
-        engine, [GenerationRequest(str(i), p, greedy(limits[i]), num_samples=3) for i, p in enumerate(prompts)]
-    )
+    requests = [GenerationRequest(str(i), p, greedy(limits[i]), num_samples=3) for i, p in enumerate(prompts)]
+    outputs = run(engine, requests)
     for (request_id, _), output in outputs.items():
         tokens = expected[int(request_id)]
         assert output.token_ids == tokens

@@ -151,31 +151,19 @@ def test_conversations_about_videos_continue(model):
         engine.add_requests([GenerationRequest("r", cut, greedy(4), vision=first.vision)])
 
 
-def test_prefix_cache_knows_images(model, prompts, tokenizer):
-    """Equal tokens with another image are another prompt; a longer conversation about the same one continues it."""
-    engine, first = build_engine(model, prefix_cache_tokens=1000), prompts[0]
-    answer = run(engine, [request("1", first, greedy(6))])["1", 0].token_ids
-    other = vision_models.prompt(tokenizer, 40)
-    swapped = VisionPrompt(first.token_ids, other.vision)
-    longer = VisionPrompt([*first.token_ids, *answer, 9, 10, 11], first.vision)
-    outputs = run(engine, [request("swapped", swapped, greedy(8)), request("longer", longer, greedy(8))])
-    check(model, swapped, outputs["swapped", 0])
-    check(model, longer, outputs["longer", 0])
-    assert engine._prefixes.num_reused >= len(first.token_ids) + len(answer) - 1
-
-
-def test_text_and_images_continue_together(model, prompts):
-    """Each behind its own prefix, with the positions of its own."""
+def test_conversations_of_text_and_images_continue_together(model, prompts, tokenizer):
+    """Each behind its own prefix, with the positions of its own; equal tokens with another image are another prompt."""
     engine = build_engine(model, prefix_cache_tokens=1000)
     starts = {"text": prompts[2], "image": prompts[0]}
     answers = run(engine, [request(name, start, greedy(6)) for name, start in starts.items()])
-    longer = {
+    further = {
         name: VisionPrompt([*start.token_ids, *answers[name, 0].token_ids, 9, 10, 11], start.vision)
         for name, start in starts.items()
     }
-    outputs = run(engine, [request(name, prompt, greedy(8)) for name, prompt in longer.items()])
-    assert engine._prefixes.num_reused >= sum(len(prompt.token_ids) - 4 for prompt in longer.values())
-    for name, prompt in longer.items():
+    given = further | {"swapped": VisionPrompt(prompts[0].token_ids, vision_models.prompt(tokenizer, 40).vision)}
+    outputs = run(engine, [request(name, prompt, greedy(8)) for name, prompt in given.items()])
+    assert engine._prefixes.num_reused >= sum(len(prompt.token_ids) - 4 for prompt in further.values())
+    for name, prompt in given.items():
         check(model, prompt, outputs[name, 0])
 
 

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll.strategies.engines.requests import (
-    GenerationOutput,
-    GenerationRequest,
-    SamplingParams,
-    interrupted,
-)
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from tests.strategies.hf_infer.helpers import (
     MAX_MODEL_LEN,
     build_engine,

@@ -115,7 +115,7 @@ def test_nothing_survives_a_weight_update(recompute, monkeypatch):
 
 def sequence(*tokens: int) -> tuple[list[int], torch.Tensor]:
     ids = [token for token in tokens for _ in range(10)]
-    return ids, torch.tensor(ids, dtype=torch.float32).view(1, 1, 1, -1, 1).expand(3, 2, 2, -1, 4)
+    return ids, values(ids)
 
 
 def known(cache: PrefixCache, tokens: list[int]) -> list[float]:
@@ -146,7 +146,7 @@ def test_the_cache_is_bounded_and_keeps_what_was_used_last():
 
 def test_a_growing_conversation_is_held_once():
     cache, turn = PrefixCache(2000), [7] * 20
-    cache.put(turn, sequence(*turn[:2])[1])
+    cache.put(turn, values(turn))
     for number in range(1, 50):
         prompt = turn + [number] * 10
         found = cache.find(prompt)

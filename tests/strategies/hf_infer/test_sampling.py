@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.engines.sampling import filter_threshold, invert_cumulative, stream_key, uniforms
 from tests.strategies.hf_infer.helpers import (
-    EOS,
     VOCAB_SIZE,
     build_engine,
     build_model,
@@ -166,13 +165,3 @@ def test_top_p_over_a_flat_large_vocabulary_sorts_what_it_must():
     kept = int((logits >= threshold[:, None]).sum())
     mass = logits.double().softmax(-1)[0].cumsum(0)
     assert mass[kept - 2] < 0.5 <= mass[kept - 1] + 1e-6
-
-
-def test_eos_can_be_sampled_and_its_log_prob_is_returned():
-    model, (prompt,) = build_model("qwen2"), random_prompts([6])
-    outputs = run(build_engine(model, max_num_seqs=64), [GenerationRequest("r", prompt, SamplingParams(60), 64)])
-    ended = [output for output in outputs.values() if output.finish_reason == "stop"]
-    assert ended
-    for output in ended:
-        assert output.token_ids[-1] == EOS
-        assert EOS not in output.token_ids[:-1]

@@ -30,18 +30,9 @@ LONGROPE = {
 
 
 def llama(**options: Any) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        eos_token_id=1,
-        **options,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 1}
+    return LlamaConfig(initializer_range=0.2, **sizes, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}])
@@ -83,9 +74,8 @@ def test_prompts_are_scored_by_the_model_s_own_logits():
 
 def test_a_decoder_that_computes_something_else_is_refused(monkeypatch):
     scaled = llama(rope_parameters=LONGROPE)
-    with pytest.raises(
-        ValueError, match=r"actor_infer.*llama model, decoded with a cache by hf_infer, are off by up to"
-    ):
+    off = r"actor_infer.*llama model, decoded with a cache by hf_infer, are off by up to"
+    with pytest.raises(ValueError, match=off):
         check_engine(ROLE, llama(), 128, lambda model, _: Forgetful(model))
     # The row of padding at the last position gives every row the long factors.
     with pytest.raises(ValueError, match=r"off by up to .*strategy_name: vllm"):
@@ -98,9 +88,8 @@ def test_rows_end_before_rotary_angles_change():
     for written, wanted in ((None, 32), (32, 32), (20, 20)):
         found = _before_angles_change(written, longest_sequence(written, config, "a-folder"), config)
         assert found == wanted
-    with pytest.raises(
-        ValueError, match=r"max_model_len: 64, but the rotary angles .* more than 32 tokens.* at most 32"
-    ):
+    rule = r"max_model_len: 64, but the rotary angles .* more than 32 tokens.* at most 32"
+    with pytest.raises(ValueError, match=rule):
         _before_angles_change(64, 64, config)
     assert _before_angles_change(128, 128, llama()) == 128
     torch.manual_seed(0)

@@ -72,7 +72,7 @@ def poison(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch, place: str
     third token, or by logits that are no numbers."""
     engine = worker.engine  # type: ignore[attr-defined]
     start_sample, sample = engine._start_sample, Sampler.sample
-    stopped = RunningRows.stopped
+    record = RunningRows.record
 
     def bad_rows(rows: RunningRows) -> list[int]:
         return [i for i, s in enumerate(rows.samples) if s.request.request_id.startswith("bad")]
@@ -82,10 +82,11 @@ def poison(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch, place: str
         if group.request.request_id.startswith("bad"):
             raise Poison("at admission")
 
-    def failing_stopped(rows: RunningRows) -> np.ndarray:
+    def failing_record(rows: RunningRows, tokens: np.ndarray, log_probs: np.ndarray) -> np.ndarray:
+        stopped = record(rows, tokens, log_probs)
         if any(rows.generated[row] >= 3 for row in bad_rows(rows)):
             raise Poison("after three tokens")
-        return stopped(rows)
+        return stopped
 
     def not_finite(sampler: Sampler, logits: torch.Tensor) -> Any:
         logits = logits.clone()
@@ -95,7 +96,7 @@ def poison(worker: GenerationWorker, monkeypatch: pytest.MonkeyPatch, place: str
     if place == "admission":
         monkeypatch.setattr(engine, "_start_sample", failing_start)
     elif place == "record":
-        monkeypatch.setattr(RunningRows, "stopped", failing_stopped)
+        monkeypatch.setattr(RunningRows, "record", failing_record)
     else:
         monkeypatch.setattr(Sampler, "sample", not_finite)
 

@@ -17,6 +17,7 @@ from tests.strategies import engine_cases, stream_cases
 from tests.strategies.adapter_cases import Policy, World, adapters_alone, in_flight, spoilt_on_the_way
 from tests.strategies.engine_cases import KEY, SETTINGS, distribution_gaps, message, until_begun, update
 from tests.strategies.engine_models import jolt, load
+from tests.strategies.greedy_answers import PROMPTS, engine_answers
 from tests.strategies.hf_infer import helpers
 
 
@@ -27,6 +28,11 @@ def engine(folder: Path, dtype: str = "fp32", **options: Any) -> AbstractContext
 def greedy_after_updates(folder: Path, dtype: str, **options: Any) -> list[dict[str, Any]]:
     with engine(folder, dtype, **options) as started, engine_cases.engine(folder, "hf_infer", dtype) as embedded:
         return engine_cases.greedy_after_updates(started, embedded, load(folder, dtype))
+
+
+def greedy_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    with engine(folder, max_num_seqs=PROMPTS, max_model_len=128) as started:
+        return engine_answers(started, prompts)
 
 
 def experts_after_updates(folder: Path) -> list[tuple[list[str], bool, float]]:
@@ -167,7 +173,7 @@ def wrong_arguments() -> list[str]:
     """Messages about engine arguments of wrong types, by the engine's own class."""
     from sglang.srt.server_args import ServerArgs as declared
 
-    from roll.strategies.engines.arguments import typed_arguments
+    from roll.strategies.engines.packaged import typed_arguments
 
     typed_arguments({"chunked_prefill_size": 512}, declared, "actor_infer")
     with pytest.raises(ValueError, match="chunked_prefill_size") as raised:

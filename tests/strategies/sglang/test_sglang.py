@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,9 +22,21 @@ from tests.strategies.engine_checks import (
     check_not_finite_alone,
     check_refusals,
 )
+from tests.strategies.greedy_answers import check_answers
 from tests.strategies.sglang import cases
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
+
+
+CHECKS = {
+    "interrupted": check_interrupted,
+    "aborted": check_aborted,
+    "growing": check_growing,
+    "lengths": check_cut_to_fit,
+    "refusals": check_refusals,
+    "faults": check_faulty_updates,
+    "adapters": check_adapters,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +58,10 @@ def test_greedy_tokens_and_log_probs_after_updates(in_engine_process, folders, n
     check_greedy(in_engine_process(cases.greedy_after_updates, folders[name], dtype), dtype)
 
 
+def test_greedy_answers_of_smollm2_are_those_of_generate(in_engine_process, smollm2):
+    check_answers(smollm2, partial(in_engine_process, cases.greedy_answers))
+
+
 def test_two_ranks(in_engine_process, folders):
     check_greedy(in_engine_process(cases.greedy_after_updates, folders["qwen2"], "fp32", tp_size=2), "fp32")
 
@@ -61,34 +78,20 @@ def test_samples_are_those_of_hf_infer(found):
     assert found["sampled"][-1]["num_top"] > 0
 
 
-def test_interrupted_samples_become_what_they_would_have_become(found):
-    check_interrupted(found["interrupted"])
+@pytest.mark.parametrize("name", CHECKS)
+def test_what_is_asked_of_every_engine(found, name):
+    CHECKS[name](found[name])
 
 
-def test_aborted_samples_keep_what_they_have(found):
-    check_aborted(found["aborted"])
-    assert found["unnoticed"] == (5, "abort", True), "the last token is drawn again"
-
-
-def test_what_is_said_of_growing_samples_is_how_they_begin(found):
-    check_growing(found["growing"])
-
-
-def test_lengths_and_refusals(found):
-    check_cut_to_fit(found["lengths"])
-    check_refusals(found["refusals"])
+def test_a_half_done_update_is_refused(found):
     step, load = found["half done"]
     assert "step() between" in step and "the model did not load the weights" in load
 
 
-def test_an_update_in_flight(found):
+def test_an_update_in_flight_that_keeps_the_cache_or_not(found, kept):
     check_in_flight(found["in flight"], "recompute")
-    assert found["in flight"]["put back"] == []
-
-
-def test_an_update_in_flight_that_keeps_the_cache(kept):
     check_in_flight(kept["in flight"], "keep")
-    assert kept["in flight"]["put back"] == []
+    assert found["in flight"]["put back"] == kept["in flight"]["put back"] == []
 
 
 def test_a_request_that_fails_leaves_the_others_alone(kept):
@@ -98,12 +101,7 @@ def test_a_request_that_fails_leaves_the_others_alone(kept):
     check_not_finite_alone(kept["not finite"])
 
 
-def test_faulty_updates_are_found_and_the_next_one_puts_them_right(found):
-    check_faulty_updates(found["faults"])
-
-
-def test_adapters_are_sent_by_themselves_and_merged_by_the_engine(found):
-    check_adapters(found["adapters"])
+def test_a_spoilt_adapter_is_found(found):
     assert found["adapters"]["spoilt"].endswith("(model.layers.0.self_attn.q_proj.weight#lora_A)")
 
 
@@ -112,7 +110,8 @@ def test_faults_behind_the_receiver_are_found(in_engine_process, folders):
     assert len(wrong) == 8 and all(".k_proj." in name or ".v_proj." in name for name in wrong)
 
 
-def test_the_engine_leaves_no_process(found):
+def test_the_engine_leaves_no_process_and_draws_again_what_nobody_noticed(found):
+    assert found["unnoticed"] == (5, "abort", True), "the last token is drawn again"
     assert found["processes"] == 1 and found["left"] == 0
 
 

@@ -13,13 +13,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config
 
+from roll.config.strategies.vllm import adapter_engine_args
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.weight_sync.encoding import tensor_checksum
 from roll.workers.generation import Quarantine
 from tests.strategies import engine_cases, stream_cases
-from tests.strategies.engine_cases import MAX_MODEL_LEN, distribution_gaps, steps, update
+from tests.strategies.adapter_cases import RANK, Policy, World, adapters_alone, in_flight, spoilt_on_the_way
+from tests.strategies.engine_cases import MAX_MODEL_LEN, distribution_gaps, message, steps, update
 from tests.strategies.engine_models import COMMON, jolt, load
+from tests.strategies.greedy_answers import PROMPTS, engine_answers
 from tests.strategies.hf_infer import helpers
 
 _shared: dict[Path, GenerationStrategy] = {}
@@ -50,6 +53,12 @@ def drop_shared_engine() -> None:
 def greedy_after_updates(folder: Path, dtype: str) -> list[dict[str, Any]]:
     with engine(folder, dtype) as started, engine_cases.engine(folder, "hf_infer", dtype) as embedded:
         return engine_cases.greedy_after_updates(started, embedded, load(folder, dtype))
+
+
+def greedy_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
+    drop_shared_engine()
+    with engine_cases.engine(folder, "vllm", max_num_seqs=PROMPTS, max_model_len=128) as started:
+        return engine_answers(started, prompts)
 
 
 def not_finite_alone(folder: Path) -> dict[str, Any]:
@@ -100,11 +109,7 @@ def left_unpacked(folder: Path) -> str:
         layer = next(layer for layer in held.modules() if isinstance(layer, MergedColumnParallelLinear))
         layer.quant_method.process_weights_after_loading = lambda layer: None
         jolt(model, 1)
-        try:
-            update(started, model, 1)
-        except RuntimeError as error:
-            return str(error)
-    return ""
+        return message(lambda: update(started, model, 1))
 
 
 def together_and_alone(folder: Path) -> list[dict[tuple[str, int], Any]]:
@@ -163,11 +168,7 @@ def refused_at_start(folder: Path) -> str:
     config = Qwen2Config(**{**COMMON, "num_attention_heads": 4, "head_dim": 16})
     config.save_pretrained(folder)
     helpers.make_tokenizer().save_pretrained(folder)
-    try:
-        engine_cases.start(folder, "vllm")
-    except ValueError as error:
-        return str(error)
-    return ""
+    return message(lambda: engine_cases.start(folder, "vllm"))
 
 
 def cut_to_fit(folder: Path) -> tuple[int, str]:
@@ -224,18 +225,15 @@ def failing_alone(folder: Path) -> dict[str, Any]:
     try:
         for request in requests:
             started.add_requests([request])
-        try:
-            started.add_requests([GenerationRequest("too much", prompts[0], replace(params, top_log_probs=100), 2)])
-        except Exception as error:
-            failed["too much"] = str(error)
+        too_much = GenerationRequest("too much", prompts[0], replace(params, top_log_probs=100), 2)
+        failed["too much"] = message(lambda: started.add_requests([too_much]))
         while quarantine.has_work:
             for output in quarantine.step(failed):
                 done[output.request_id, output.sample_index] = output
     finally:
         executor.execute_model = execute
-    close = [
-        abs(a - b) for key, output in done.items() for a, b in zip(output.log_probs, alone[key].log_probs, strict=True)
-    ]
+    pairs = [(output.log_probs, alone[key].log_probs) for key, output in done.items()]
+    close = [abs(a - b) for own, other in pairs for a, b in zip(own, other, strict=True)]
     tokens = {key: output.token_ids == alone[key].token_ids for key, output in done.items()}
     return {"failed": failed, "tokens": tokens, "largest": max(close), "left": started.num_unfinished}
 
@@ -266,10 +264,10 @@ def prompt_scores(folder: Path) -> dict[str, Any]:
         plain = [output.token_ids for output in helpers.run_out(started)]
         started.add_requests([request])
         started.step()
-        found, whole = started.prompt_scores(prompts, 3), started.prompt_scores(prompts[:1], -1)
+        scores, whole = started.prompt_scores(prompts, 3), started.prompt_scores(prompts[:1], -1)
         outputs = helpers.run_out(started)
         gaps, same = [], []
-        for prompt, score in zip(prompts, found, strict=True):
+        for prompt, score in zip(prompts, scores, strict=True):
             with torch.no_grad():
                 table = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
             own = table.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
@@ -282,19 +280,10 @@ def prompt_scores(folder: Path) -> dict[str, Any]:
         started.add_requests([GenerationRequest("aborted", [4, 5, 6], SamplingParams(1))])
         started.prompt_scores(prompts, 3)  # the sample ends meanwhile
         started.abort(["aborted"])
-        try:
-            started.prompt_scores([[1] * (MAX_MODEL_LEN + 1)], 1)
-            refused = ""
-        except ValueError as error:
-            refused = str(error)
-        return {
-            "gap": max(gaps),
-            "same": all(same),
-            "whole": [len(row) for row in whole[0].top],
-            "undisturbed": [output.token_ids for output in outputs] == plain,
-            "refused": refused,
-            "left": started.num_unfinished,
-        }
+        undisturbed = [output.token_ids for output in outputs] == plain
+        refused = message(lambda: started.prompt_scores([[1] * (MAX_MODEL_LEN + 1)], 1))
+        found = {"gap": max(gaps), "same": all(same), "whole": [len(row) for row in whole[0].top]}
+        return found | {"undisturbed": undisturbed, "refused": refused, "left": started.num_unfinished}
 
 
 def target_columns(folder: Path) -> dict[str, float]:
@@ -328,22 +317,10 @@ def target_columns(folder: Path) -> dict[str, float]:
         table = load(folder)(batch.batch["input_ids"], attention_mask=attention.long()).logits.log_softmax(-1)
     table = torch.nn.functional.pad(table[:, :-1], (0, 0, 1, 0))
     best = table.topk(4)
-    tail = 1 - best.values.exp().sum(-1)
     mine = table.gather(2, batch.batch["input_ids"][..., None])[..., 0]
-    gap = {
-        "top": found["top_log_probs"] - best.values,
-        "ids": (found["top_ids"] != best.indices).float(),
-        "tail": found["tail_log_prob"].exp() - tail,
-        "own": own - mine,
-    }
+    gap = {"top": found["top_log_probs"] - best.values, "ids": (found["top_ids"] != best.indices).float()}
+    gap |= {"tail": found["tail_log_prob"].exp() - (1 - best.values.exp().sum(-1)), "own": own - mine}
     return {name: float(values[response].abs().max()) for name, values in gap.items()}
-
-
-def all_of(started: GenerationStrategy) -> list[GenerationOutput]:
-    outputs = []
-    while started.num_unfinished:
-        outputs += started.step()
-    return outputs
 
 
 def following_a_schema(folder: Path) -> dict[str, Any]:
@@ -355,22 +332,15 @@ def following_a_schema(folder: Path) -> dict[str, Any]:
     held = SamplingParams(40, seed=3, json_schema=schema)
     plain = GenerationRequest("plain", [5, 6, 7], replace(held, json_schema=None), 2)
     started.add_requests([plain])
-    alone = {(one.request_id, one.sample_index): one.token_ids for one in all_of(started)}
+    alone = {(one.request_id, one.sample_index): one.token_ids for one in helpers.run_out(started)}
     started.add_requests([GenerationRequest("held", [5, 6, 7], held, 4), plain])
-    outputs = all_of(started)
-    refused = []
-    for bad in ('{"type": "nothing"}', '{"multipleOf": 123456789}'):
-        try:
-            started.add_requests([GenerationRequest("bad", [5], replace(held, json_schema=bad))])
-        except ValueError as error:
-            refused.append(str(error))
-    texts = [
-        (tokenizer.decode(one.token_ids, skip_special_tokens=True), one.finish_reason)
-        for one in outputs
-        if one.request_id == "held"
-    ]
+    outputs = helpers.run_out(started)
+    bad = [replace(held, json_schema=text) for text in ('{"type": "nothing"}', '{"multipleOf": 123456789}')]
+    refused = [message(lambda one=one: started.add_requests([GenerationRequest("bad", [5], one)])) for one in bad]
+    mine = [one for one in outputs if one.request_id == "held"]
+    texts = [(tokenizer.decode(one.token_ids, skip_special_tokens=True), one.finish_reason) for one in mine]
     same = all(alone["plain", one.sample_index] == one.token_ids for one in outputs if one.request_id == "plain")
-    log_probs = [value for one in outputs if one.request_id == "held" for value in one.log_probs]
+    log_probs = [value for one in mine for value in one.log_probs]
     return {"texts": texts, "same": same, "refused": refused, "log_probs": log_probs}
 
 
@@ -378,7 +348,7 @@ def wrong_arguments() -> list[str]:
     """Messages about engine arguments of wrong types, by the engine's own class."""
     from vllm.engine.arg_utils import EngineArgs as declared
 
-    from roll.strategies.engines.arguments import typed_arguments
+    from roll.strategies.engines.packaged import typed_arguments
 
     found = []
     for name, right in {"optimization_level": 1, "disable_custom_all_reduce": True}.items():
@@ -387,3 +357,39 @@ def wrong_arguments() -> list[str]:
             typed_arguments({name: "fast"}, declared, "actor_infer")
         found.append(str(raised.value).rpartition(": must")[2])
     return found
+
+
+def adapters(folder: Path, **options: Any) -> dict[str, Any]:
+    """Adapters alone, one of them in flight; then faults of the adapter and of the base."""
+    with engine(folder, engine_args=adapter_engine_args(RANK), **options) as started:
+        world = World(started, Policy(folder), folder)
+        found = adapters_alone(world, folder)
+        found["in flight"] = in_flight(world, steps(10))
+        found["faults"] = faults(world)
+        world.engines.close()
+    return found
+
+
+def faults(world: World) -> list[str]:
+    """Messages of updates with a changed element of A, an adapter that its layer does not get, a plain parameter and a
+    packed one that changed on their own, and of one that puts the adapter right."""
+    found = [spoilt_on_the_way(world)]
+    if world.engine._num_ranks > 1:
+        return found
+    world.send(1)
+    rank = world.engine._engine.model_executor.driver_worker.model_runner
+    layer = next(layer for name, layer in rank.lora_manager._adapter_manager.modules.items() if "down_proj" in name)
+    set_lora, layer.set_lora = layer.set_lora, lambda *arguments: None
+    world.policy.train(5)
+    found.append(world.complaint(2))
+    layer.set_lora = set_lora
+    world.send(1)
+    rank.model.model.norm.weight.data[3] += 1
+    found.append(world.complaint(2))
+    world.send(1)
+    packed = layer.base_layer.cpu_linear
+    layer.base_layer.cpu_linear = lambda x, weight, bias: packed(x, weight, bias) * 1.01
+    found.append(world.complaint(2))
+    layer.base_layer.cpu_linear = packed
+    world.send(1)
+    return [*found, world.complaint(2)]

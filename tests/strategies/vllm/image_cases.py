@@ -16,8 +16,7 @@ import torch
 
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
 
-BEGUN = 2
-"""Tokens that samples come with which another engine has begun."""
+BEGUN = 2  # tokens that samples come with which another engine has begun
 
 
 def requests(tokenizer: Any, kind: Any, version: int) -> list[GenerationRequest]:
@@ -97,7 +96,7 @@ def with_torchvision(folder: str) -> None:
 def generated(folder: Path, kind: Any, torchvision: str) -> dict[str, Any]:
     """Outputs of both models' requests from one engine, updated in between; ``torchvision``: its folder."""
     with_torchvision(torchvision)
-    from tests.strategies.engine_cases import engine, update
+    from tests.strategies.engine_cases import engine, message, update
     from tests.strategies.hf_infer.helpers import run
 
     with engine(folder / "0", "vllm", max_num_batched_tokens=160, max_model_len=160) as started:
@@ -112,16 +111,10 @@ def generated(folder: Path, kind: Any, torchvision: str) -> dict[str, Any]:
         wrong = update(started, model, 1)
         outputs |= run(started, requests(words, kind, 1))
         first = requests(words, kind, 1)[0]
-        try:
-            started.add_requests([replace(first, request_id="r", prompt_token_ids=_without_one(first, model))])
-            refused = ""
-        except ValueError as error:
-            refused = str(error)
-        try:
-            outputs |= run(started, [long_video(words, kind)])
-            placed = ""
-        except ValueError as error:
-            placed = str(error)
+        cut = list(first.prompt_token_ids)
+        cut.remove(model.config.image_token_id)
+        refused = message(lambda: started.add_requests([replace(first, request_id="r", prompt_token_ids=cut)]))
+        placed = message(lambda: outputs.update(run(started, [long_video(words, kind)])))
     return {"outputs": outputs, "continued": continued, "wrong": wrong, "refused": refused, "placed": placed}
 
 
@@ -172,12 +165,6 @@ def placed(folder: Path, torchvision: str) -> list[tuple[tuple[Any, ...], bool, 
             same = torch.equal(ours[:, 0], theirs)
             found.append(((dtype, *case), same, time.difference(video, vision_models.PROCESSING) is None))
     return found
-
-
-def _without_one(request: GenerationRequest, model: Any) -> list[int]:
-    token_ids = list(request.prompt_token_ids)
-    token_ids.remove(model.config.image_token_id)
-    return token_ids
 
 
 def compared(folder: Path, kind: Any, found: dict[str, Any]) -> tuple[list[float], int]:

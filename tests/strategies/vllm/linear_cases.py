@@ -73,10 +73,6 @@ def log_probs(model: Any, prompt: list[int], token_ids: list[int]) -> torch.Tens
 
 def refusal(folder: Path) -> str:
     """Of a type that vLLM's kernel does not compute in."""
-    from tests.strategies.engine_cases import start
+    from tests.strategies.engine_cases import message, start
 
-    try:
-        start(folder, "vllm", "fp32")
-    except ValueError as error:
-        return str(error)
-    return ""
+    return message(lambda: start(folder, "vllm", "fp32"))

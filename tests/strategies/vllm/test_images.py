@@ -1,5 +1,6 @@
 """vLLM with images and videos: the patches, ids, positions and log-probs of the trainer, placeholders never sampled,
-fresh features after updates (``make install-vllm-vision``)."""
+fresh features after updates; and linear attention, whose file in vLLM imports torchvision as well (``make
+install-vllm-vision``)."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ import sys
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
 from tests import vision_models
 from tests.strategies.engine_process import engine_process
-from tests.strategies.vllm import image_cases
+from tests.strategies.vllm import image_cases, linear_cases
 
 FOLDER = os.environ.get("ROLL_TORCHVISION") or str(Path(sys.prefix) / "roll-torchvision")
 
@@ -60,3 +62,23 @@ def test_videos_are_placed_differently_where_it_is_said(tmp_path):
     counts = Counter((case[0], same) for case, same, _ in found)
     assert counts["float32", True] > 10 and counts["float32", False] > 10
     assert counts["bfloat16", False] > counts["float32", False], "seconds are rounded"
+
+
+@pytest.mark.parametrize(("family", "ranks"), [("qwen3_5", 1), ("qwen3_5", 2), ("qwen3_5_moe", 1), ("qwen3_next", 1)])
+def test_linear_attention_before_and_after_updates(tmp_path, family, ranks):
+    """In bf16, which vLLM computes it in on a CPU: as near to the model in float32 as transformers in bf16 is. Every
+    tensor is read back from where it belongs, also where ranks share the channels of a convolution."""
+    with engine_process() as in_process:
+        in_process(linear_cases.write, tmp_path, family)
+    with engine_process() as in_process:  # a new one, in which transformers is not imported yet
+        found = in_process(linear_cases.after_updates, tmp_path, FOLDER, ranks)
+    for wrong, theirs, own in found:
+        assert wrong == [] and len(theirs) > 100
+        assert mean(theirs) < 1.5 * mean(own) and mean(own) > 0
+
+
+def test_another_type_is_refused_on_a_cpu(tmp_path):
+    with engine_process() as in_process:
+        in_process(linear_cases.write, tmp_path, "qwen3_next")
+        refused = in_process(linear_cases.refusal, tmp_path)
+    assert "actor_infer.model_args.dtype: vLLM on a CPU computes linear attention in bf16 alone" in refused

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from tests.strategies.engine_cases import SETTINGS, moe_folder
 from tests.strategies.engine_checks import FP32_GAP, check_experts, check_greedy, check_in_flight, check_interrupted
+from tests.strategies.greedy_answers import check_answers
 from tests.strategies.vllm import cases
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -16,6 +19,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
 def test_greedy_tokens_and_log_probs_after_updates(in_engine_process, folders, name, dtype):
     check_greedy(in_engine_process(cases.greedy_after_updates, folders[name], dtype), dtype)
+
+
+@pytest.mark.timeout(900)
+def test_greedy_answers_of_smollm2_are_those_of_generate(in_engine_process, smollm2):
+    check_answers(smollm2, partial(in_engine_process, cases.greedy_answers))
 
 
 @pytest.mark.parametrize("mode", ["recompute", "keep"])

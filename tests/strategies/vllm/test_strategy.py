@@ -6,6 +6,7 @@ import pytest
 
 from tests.strategies.engine_checks import (
     check_aborted,
+    check_adapters,
     check_cut_to_fit,
     check_faulty_updates,
     check_growing,
@@ -13,8 +14,11 @@ from tests.strategies.engine_checks import (
     check_refusals,
 )
 from tests.strategies.vllm import cases
+from tests.support.engines import whole_engines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+ADAPTED = "model.layers.0.self_attn.q_proj.weight#lora_A"
 
 
 def test_aborted_samples_keep_what_they_have(in_engine_process, folders):
@@ -34,22 +38,17 @@ def test_what_is_said_of_growing_samples_is_how_they_begin(in_engine_process, fo
     assert lengths["late", 0][:3] == [0, 0, 0] and lengths["late", 0][-1] == 11, "it waited for room"
 
 
-def test_a_response_ends_with_the_engine_s_sequence(in_engine_process, folders):
+def test_lengths_and_refusals(in_engine_process, folders):
     check_cut_to_fit(in_engine_process(cases.cut_to_fit, folders["qwen2"]))
-
-
-def test_refusals(in_engine_process, folders):
-    messages = in_engine_process(cases.refusals, folders["qwen2"])
-    check_refusals(messages, ["step() between", "no_such"])
+    check_refusals(in_engine_process(cases.refusals, folders["qwen2"]), ["step() between", "no_such"])
 
 
 def test_a_request_that_breaks_a_step_fails_alone(in_engine_process, folders):
     found = in_engine_process(cases.failing_alone, folders["qwen2"])
     assert found["failed"].keys() == {"bad 1", "bad 2", "too much"}
-    assert found["failed"]["bad 1"] == "RuntimeError: poison"
+    assert found["failed"]["bad 1"] == "RuntimeError: poison" and found["failed"]["too much"]
     assert found["tokens"] == {(name, index): True for name in "abcd" for index in range(2)}
-    assert found["largest"] < 1e-4
-    assert found["left"] == 0
+    assert found["largest"] < 1e-4 and found["left"] == 0
 
 
 def test_requests_without_finite_log_probs_fail(in_engine_process, folders):
@@ -106,3 +105,25 @@ def test_responses_follow_a_json_schema(in_engine_process, folders):
 def test_arguments_of_wrong_types(in_engine_process):
     level, switch = in_engine_process(cases.wrong_arguments)
     assert level.startswith(" be one of 0, 1, 2, 3;") and switch.startswith(" be true or false;")
+
+
+def test_adapters(in_engine_process, folders):
+    """A and B alone, which vLLM computes with itself, against the merged model."""
+    found = in_engine_process(cases.adapters, folders["qwen2"])
+    check_adapters(found)
+    assert found["in flight"] == (10, True)
+    on_the_way, not_set, plain, packed, right = found["faults"]
+    assert on_the_way.endswith(f"({ADAPTED})")
+    assert "#lora_A, " in not_set and "down_proj" in not_set and "q_proj" not in not_set
+    assert plain.endswith("(model.norm.weight)")
+    assert packed.endswith("(model.layers.0.mlp.down_proj.weight)")
+    assert right == ""
+
+
+@whole_engines
+@pytest.mark.timeout(900)
+def test_adapters_on_two_ranks(in_engine_process, folders):
+    found = in_engine_process(cases.adapters, folders["qwen3"], tensor_parallel_size=2)
+    check_adapters(found)
+    assert found["in flight"] == (10, True)
+    assert found["faults"][0].endswith(f"({ADAPTED})")
