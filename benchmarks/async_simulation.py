@@ -195,7 +195,7 @@ class Simulation:
         numbers = count()
         assert self.mode.ratio is not None
         settings = GroupSettings(GROUP_SIZE, SamplingParams(max_new_tokens=1), seed=0)
-        flow = GroupFlow(engines, rewards, lambda n: [_row(next(numbers)) for _ in range(n)], settings, first_draw=0)
+        flow = GroupFlow(engines, rewards, lambda n: [_row(next(numbers)) for _ in range(n)], settings)
         additional = int(self.prompts * self.mode.additional)
         scheduler = AsyncScheduler(
             flow,

@@ -38,13 +38,13 @@ from roll.config.plan.plan import Plan
 from roll.config.plan.render import line, render_plan
 from roll.config.reading.errors import ConfigError, Notice, Problem
 from roll.distributed.forked_workers import forking
-from roll.preflight import check_first_rows, check_parts, check_resumption, ready
+from roll.preflight import check_first_rows, check_parts, ready
 from roll.rehearsal.catalog import find_gpu
 from roll.rehearsal.formulas import misfits, quick_lines
 from roll.report.page import write_report
 from roll.report.run_files import REPORT_NAME, read_run
-from roll.tracking.callbacks import STOP, Callbacks
-from roll.tracking.sample_rows import sample_rows
+from roll.resumption import check_resumption
+from roll.tracking.callbacks import STOP, Callbacks, sample_rows
 
 logger = logging.getLogger(__name__)
 
@@ -205,7 +205,7 @@ class Run:
 
     @property
     def samples(self) -> list[dict[str, Any]]:
-        """Rows of :func:`roll.tracking.sample_rows.sample_rows`, in the order of the record (``sample_log``)."""
+        """Rows of :func:`roll.tracking.callbacks.sample_rows`, in the order of the record (``sample_log``)."""
         return [row for block in read_run(self.output_dir).blocks() for row in sample_rows(block, self._decode)]
 
     @property
@@ -222,15 +222,15 @@ class Run:
             write_report(self.output_dir)
         return path
 
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids)))
+
     @cached_property
     def _tokenizer(self) -> Any:
         from roll.pipelines.files import load_tokenizer
 
         role = self.config.plan.roles[self.config.pipeline.reading_role()]
         return load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids)))
 
     def __repr__(self) -> str:
         return f"<run {self.config.plan.exp_name}: {self.output_dir}>"
@@ -309,7 +309,6 @@ def obeying_signals(loaded: LoadedConfig[Any]) -> Iterator[None]:
 
 
 def _in_thread(work: Callable[[], None], interrupt: _OnInterrupt) -> None:
-    """Wait for the work in another thread."""
     with ThreadPoolExecutor(1, thread_name_prefix="roll-run") as pool:
         call = pool.submit(contextvars.copy_context().run, work)
         while not call.done():

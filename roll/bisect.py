@@ -18,11 +18,8 @@ from roll.preflight import prepared
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit status: 0 if all log-probs are equal to the last bit, 1 if some are not.
-
-    Raises:
-        ConfigError: a mistake in the configuration, or a pair that one process cannot compute.
-    """
+    """The exit status: 0 if all log-probs are equal to the last bit, 1 if some are not. Raises ``ConfigError``: a
+    mistake in the configuration, or a pair that one process cannot compute."""
     description = "say where the log-probs of engine and trainer part"
     parser = argparse.ArgumentParser(prog="roll bisect-logprobs", description=description)
     add_config_arguments(parser, "changes of the configuration")
@@ -40,11 +37,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def prompts_of(loaded: LoadedConfig[Any], count: int) -> list[list[int]]:
-    """The first prompts of the training data.
-
-    Raises:
-        ConfigError: a pipeline that reads no prompts.
-    """
+    """The first prompts of the training data. Raises ``ConfigError``: a pipeline that reads no prompts."""
     from roll.datasets import PromptDataset
     from roll.pipelines.files import load_tokenizer
 
@@ -65,6 +58,7 @@ def show(pair: Pair, prompts: Sequence[list[int]], count: int, max_new_tokens: i
     console = Console(emoji=False, markup=False, highlight=False, soft_wrap=True)
     samples = pair.samples(prompts, count, max_new_tokens)
     pairs = [pair for one in samples for pair in zip(one.engine, one.trainer, strict=True)]
+    # Compared exactly: both sides are meant to compute the same numbers, to the last bit.
     off = [abs(engine - trainer) for engine, trainer in pairs]
     unequal = sum(one != 0.0 for one in off)
     console.print(

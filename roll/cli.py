@@ -1,5 +1,5 @@
 """The command line: ``roll run | check | plan | serve | inspect-data | explain | schema | completion``, and
-the commands of other modules (:data:`TOOLS`).
+the commands of other modules (:data:`roll.command_line.TOOLS`).
 
 Heavy packages are imported by the command that needs them, so that ``roll check`` answers at once.
 """
@@ -8,94 +8,36 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import logging
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 
-from roll import __version__, api, preflight
+from roll import api, preflight
+from roll.command_line import GROUPS, TOOLS, build_parser
 from roll.config.loader import LoadedConfig, find_file, load_config
 from roll.config.model_files import GGUF, looks_like_folder, model_folder
-from roll.config.pipelines import NAMES, definition_of
+from roll.config.pipelines import definition_of
 from roll.config.plan.render import effective_yaml, render_plan
 from roll.config.reading.compose import parse_launcher_args
 from roll.config.reading.errors import ConfigError, Problem, did_you_mean
 from roll.config.reading.masking import masked_text
-from roll.config.strategies.registry import generation_strategies
 from roll.distributed.forked_workers import forking
 from roll.preflight import check_parts, dequantise_models, fetch, find_models, require_packages
 
 if TYPE_CHECKING:
     from roll.pipelines.serve import Served
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+EXIT_CONFIG = 2  # exit status of a configuration that cannot be run
+EXIT_FAILED = 1  # exit status of a run that failed
 
-EXIT_CONFIG = 2
-"""Exit status of a configuration that cannot be run."""
-EXIT_FAILED = 1
-"""Exit status of a run that failed."""
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A command that reads its own arguments.
-
-    Args:
-        module: dotted path; its ``main(words)`` gets what follows the command's name and returns the exit status
-            (None: 0). Imported when the command is given.
-        text: a line of help.
-        keeps_name: ``main`` gets the command's name as well.
-    """
-
-    module: str
-    text: str
-    keeps_name: bool = False
-
-    def main(self, words: Sequence[str]) -> int:
-        return int(importlib.import_module(self.module).main(list(words if self.keeps_name else words[1:])) or 0)
-
-
-TOOLS = {
-    "init": Tool("roll.starter", "write a first configuration for a model and a data file, or copy the recipes"),
-    "evaluate": Tool("roll.evaluate", "ask models and checkpoints the validation prompts of a file"),
-    "sweep": Tool("roll.sweep", "run every combination of several values of keys, and name the best"),
-    "serve-training": Tool("roll.training_service.command", "train LoRA adapters for clients of the tinker SDK"),
-    "chat": Tool("roll.serving.chat", "talk to a model in the terminal"),
-    "doctor": Tool("roll.doctor.command", "see whether runs work on this host, and why not"),
-    "rehearse": Tool(
-        "roll.rehearsal.command", "say what a recipe's step needs at its full size, without weights and devices"
-    ),
-    "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
-    "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
-    "bisect-logprobs": Tool("roll.bisect", "say where the log-probs of engine and trainer part: layer and operation"),
-    "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
-    "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
-    "translate": Tool("roll.translation.command", "turn a launch of verl or SkyRL into this project's keys"),
-}
-
-GROUPS = {
-    "first steps": ("init", "check", "plan", "inspect-data", "explain", "translate"),
-    "runs": ("run", "sweep", "evaluate", "serve", "serve-training", "chat"),
-    "afterwards": ("report", "diagnose", "replay", "bisect-logprobs", "export"),
-    "sizes and hosts": ("rehearse", "doctor"),
-    "editors and shells": ("schema", "completion"),
-}
-"""Commands as the overview shows them."""
-EXAMPLES = """examples:
-  roll init grpo --model Qwen/Qwen2.5-0.5B-Instruct --data train.jsonl
-  roll check tiny/rlvr_config              # show what a recipe does, without starting it
-  roll run tiny/rlvr_config max_steps=20   # train, with one key changed
-  roll explain num_generations             # find the key for a word of another project
-"""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -103,12 +45,15 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the ``roll`` command; the exit status is 0, or 2 for a wrong configuration or command line."""
     words = list(sys.argv[1:] if argv is None else argv)
-    tool = TOOLS.get(words[0]) if words else None
-    if tool is not None:
-        try:
+    try:
+        if words and (tool := TOOLS.get(words[0])) is not None:
             return tool.main(words)
-        except ConfigError as error:
-            return refuse(error)
+        return _answer(words)
+    except ConfigError as error:
+        return refuse(error)
+
+
+def _answer(words: list[str]) -> int:
     parser = build_parser()
     if not words:
         parser.print_help()
@@ -118,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = did_you_mean(words[0], names, "did you mean {}?") or "roll alone lists those that there are"
         parser.error(f"there is no command {words[0]}; {hint}")
     arguments, rest = parser.parse_known_args(words)
+    # argparse takes overrides between flags for unknown words: only those that look like flags are mistakes.
     unknown = [word for word in rest if word.startswith("-")]
     if unknown:
         parser.error(f"unknown flag {unknown[0]}; overrides are written key=value")
@@ -125,40 +71,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{arguments.command} takes no argument {rest[0]}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]
-    try:
-        if arguments.command == "run":
-            return run(ready(partial(load_config, None, arguments.config, None, arguments.overrides)))
-        other = {
-            "inspect-data": inspect_data,
-            "serve": serve,
-            "explain": explain_key,
-            "schema": print_schema,
-            "completion": print_completion,
-        }
-        return other.get(arguments.command, check)(arguments)
-    except ConfigError as error:
-        return refuse(error)
+    if arguments.command == "run":
+        return run(ready(partial(load_config, None, arguments.config, None, arguments.overrides)))
+    other = {"inspect-data": inspect_data, "serve": serve, "explain": explain_key}
+    other |= {"schema": print_schema, "completion": print_completion}
+    return other.get(arguments.command, check)(arguments)
 
 
 def launch(pipeline: str, default_path: str, default_name: str, argv: Sequence[str] | None = None) -> None:
     """Program of ``examples/start_<pipeline>_pipeline.py``: load, show the plan, run. Exits with the run's status."""
     arguments = parse_launcher_args(argv, default_path, default_name)
+    file = arguments.config_path, arguments.config_name, arguments.overrides
     try:
-        config_class = definition_of(pipeline).config_class
-        loaded = ready(
-            partial(load_config, config_class, arguments.config_path, arguments.config_name, arguments.overrides)
-        )
+        loaded = ready(partial(load_config, definition_of(pipeline).config_class, *file))
     except ConfigError as error:
         sys.exit(refuse(error))
     sys.exit(run(loaded))
 
 
 def ready(load: Callable[[], LoadedConfig[Any]]) -> LoadedConfig[Any]:
-    """A configuration after all checks that can be made before a start.
-
-    Raises:
-        ConfigError: every mistake.
-    """
+    """A configuration after all checks that can be made before a start. Raises ``ConfigError``: every mistake."""
     return preflight.ready(load, say)
 
 
@@ -170,13 +102,18 @@ def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None)
     from roll.distributed.restarts import DONE, INTERRUPTED, supervised
     from roll.distributed.signals import Interrupted, ending
 
+    # First: its variables must leave the environment before a worker could inherit them.
     supervised.attach()
     starts_again = loaded.config.max_restarts or loaded.config.on_nonfinite == "rewind"
     if work is None and not supervised.is_attached and starts_again:
         return run_supervised(loaded)
     with ending.handled():
         try:
-            status = _run(loaded, work or partial(loaded.pipeline.run, loaded))
+            render_plan(loaded, Console(emoji=False))
+            # Imports and data make a million objects that stay: to look for garbage after every 700 takes a second.
+            gc.set_threshold(50_000)
+            with forking(loaded):
+                status = _perform(loaded, work or partial(loaded.pipeline.run, loaded))
         except Interrupted as interruption:
             supervised.tell(end=INTERRUPTED)
             show_error(interruption)
@@ -184,14 +121,6 @@ def run(loaded: LoadedConfig[Any], work: Callable[[], int | None] | None = None)
     if status not in (EXIT_FAILED, EXIT_CONFIG):
         supervised.tell(end=DONE)
     return status
-
-
-def _run(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
-    render_plan(loaded, Console(emoji=False))
-    # Imports and data make a million objects that stay; to look for garbage after every 700 takes a second more.
-    gc.set_threshold(50_000)
-    with forking(loaded):
-        return _perform(loaded, work)
 
 
 def _perform(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
@@ -231,6 +160,7 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
     from roll.checkpoint.store import is_url
     from roll.distributed.restarts import Supervisor, python_path
 
+    # The run must find the user's own modules where this process finds them.
     os.environ["PYTHONPATH"] = python_path()
 
     def command(checkpoint: str | None) -> list[str]:
@@ -274,6 +204,7 @@ def server_key(host: str, variable: str | None, may: str) -> str:
 def serve(arguments: argparse.Namespace) -> int:
     """Serve a model, or the engines of a file's role, over HTTP until interrupted."""
     key = server_key(arguments.host, arguments.api_key_env, "use the engines")
+    # The key before the engines: a mistake in the flags is told before a model is loaded.
     served = served_by(arguments)
     from roll.distributed.failures import RayLost, RemoteError
     from roll.distributed.signals import Interrupted
@@ -295,11 +226,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
 
 def served_by(arguments: argparse.Namespace) -> Served:
-    """Engines of the model, or of the configuration and role, that ``roll serve`` names.
-
-    Raises:
-        ConfigError: neither, or arguments that do not go with it.
-    """
+    """Engines of the model, or of the configuration and role, that ``roll serve`` names. Raises ``ConfigError``:
+    neither, or arguments that do not go with it."""
     named, words, strategy = arguments.config, arguments.overrides, arguments.strategy
     if is_model_path(named):
         if words:
@@ -319,11 +247,8 @@ def served_by(arguments: argparse.Namespace) -> Served:
 
 
 def is_model_path(word: str) -> bool:
-    """A folder, a GGUF file, or a hub name that is no configuration.
-
-    Raises:
-        ConfigError: neither a configuration nor a model.
-    """
+    """A folder, a GGUF file, or a hub name that is no configuration. Raises ``ConfigError``: neither a configuration
+    nor a model."""
     if os.path.isdir(word) or word.endswith(GGUF):
         return True
     try:
@@ -427,82 +352,6 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-class OverviewFormatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves the commands to the description, which has them in groups."""
-
-    def add_argument(self, action: argparse.Action) -> None:
-        if action.dest != "command":
-            super().add_argument(action)
-
-
-def build_parser(keys: object = None) -> argparse.ArgumentParser:
-    """The parser of the command line; ``keys``: what a shell completes in overrides."""
-    parser = argparse.ArgumentParser(prog="roll", formatter_class=OverviewFormatter)
-    parser.add_argument("--version", action="version", version=f"roll {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    add_config = partial(add_config_command, commands, keys)
-    add_config("run", "run the pipeline of a configuration")
-    for name, text in (("check", "check a configuration and print its plan"), ("plan", "the same as check")):
-        command = add_config(name, text)
-        command.add_argument(
-            "--resolved",
-            action="store_true",
-            help="print the effective YAML, with planned values and defaults in force as comments; secrets masked",
-        )
-        command.add_argument("--skip-files", action="store_true", help="do not ask whether data and models exist")
-        command.add_argument("--gpu", help="refuse what cannot fit on this accelerator, a name as of roll rehearse")
-    command = add_config("inspect-data", "show the data of a configuration as the model will see it")
-    command.add_argument("--rows", type=int, default=2, help="rows of each domain (2)")
-    command.add_argument("--set", help="one set: train, validation, or the name of a validation set")
-    command.add_argument("--id", help="the row with this id")
-    served = add_config(
-        "serve",
-        "answer OpenAI's HTTP interface with a model, or with the engines of a file's role",
-        "a model folder, GGUF file or hub name, or a YAML file",
-    )
-    served.add_argument(
-        "--strategy",
-        choices=generation_strategies(),
-        help="engine of a model (default: vllm on a GPU where it is installed, else hf_infer)",
-    )
-    served.add_argument("--role", default="actor_infer", help="whose engines (default: %(default)s)")
-    served.add_argument("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
-    served.add_argument("--port", type=int, default=8000, help="port; 0: a free one (default: %(default)s)")
-    served.add_argument("--model-name", help="name that clients give (default: the last part of the model's path)")
-    served.add_argument("--api-key-env", help="environment variable with the token that clients must send")
-    served.add_argument("--max-open-requests", type=int, default=1024, help="more are turned away (default: 1024)")
-    for name, tool in TOOLS.items():
-        add_command(commands, name, tool.text, add_help=False)
-    explained = add_command(commands, "explain", "say what a key does, or which key a word of another project is here")
-    explained.add_argument("key", help="a key, also with its section; a word of another project")
-    schema = add_command(commands, "schema", "print the JSON schema of a configuration, for editors")
-    schema.add_argument("pipeline", nargs="?", default="rlvr", choices=NAMES, help="(default: %(default)s)")
-    completion = add_command(commands, "completion", "print a completion script for a shell")
-    completion.add_argument("shell", choices=("bash", "zsh", "tcsh"))
-    lines = ["Train language models by reinforcement."]
-    for title, names in GROUPS.items():
-        lines += ["", f"{title}:", *(f"  {name:<17}{commands.choices[name].description}" for name in names)]
-    parser.description, parser.epilog = "\n".join(lines), EXAMPLES
-    return parser
-
-
-def add_command(commands: Commands, name: str, text: str, *, add_help: bool = True) -> argparse.ArgumentParser:
-    return commands.add_parser(name, help=text, description=text, add_help=add_help)
-
-
-def add_config_command(
-    commands: Commands, keys: object, name: str, text: str, config_text: str = "YAML file, also relative to examples/"
-) -> argparse.ArgumentParser:
-    command = add_command(commands, name, text)
-    config = command.add_argument("config", help=config_text)
-    config.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # type: ignore[attr-defined]
-    overrides = command.add_argument(
-        "overrides", nargs="*", default=(), metavar="key=value", help="changes: key=value, +new.key=value, '~key'"
-    )
-    overrides.complete = keys  # type: ignore[attr-defined]
-    return command
 
 
 if __name__ == "__main__":

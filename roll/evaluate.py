@@ -17,8 +17,7 @@ from roll.config.reading.compose import add_config_arguments, compose_file
 from roll.config.reading.errors import ConfigError, Problem, Problems
 
 EVALUATE, AGENTIC = "evaluate", "agentic_rollout"
-AGENTIC_KEYS = ("train_env_manager", "val_env_manager", "custom_envs")
-"""A file with one of these plays environments."""
+AGENTIC_KEYS = ("train_env_manager", "val_env_manager", "custom_envs")  # A file with one of these plays environments
 EPILOG = "Exit status: 0; 3 where a model stays below a threshold; 2 for a wrong configuration; 1 for a failure."
 
 
@@ -38,11 +37,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run the program of a harness against the models; the exit status.
-
-    Raises:
-        ConfigError: every mistake.
-    """
+    """Run the program of a harness against the models; the exit status. Raises ``ConfigError``: every mistake."""
     from roll.cli import ready, run
     from roll.pipelines.evaluate.harness import HarnessRun
     from roll.serving.harness import HARNESSES, HarnessConfig
@@ -87,11 +82,8 @@ def load_evaluation(
     check_files: bool = True,
 ) -> LoadedConfig[Any]:
     """The configuration of an evaluation from an RLVR or an agentic file; the arguments are those of
-    :func:`~roll.config.loader.load_config` and :func:`evaluate`.
-
-    Raises:
-        ConfigError: every mistake.
-    """
+    :func:`~roll.config.loader.load_config` and :func:`evaluate`. Raises ``ConfigError``: every mistake."""
+    # By way of the composed keys: the class of the configuration depends on them.
     problems = Problems()
     composed = compose_file(find_file(Path(config_path), config_name), overrides, problems)
     data = composed.data
@@ -147,11 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def keys_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The flags as keys of ``evaluate``.
-
-    Raises:
-        ConfigError: a flag that is written otherwise.
-    """
+    """The flags as keys of ``evaluate``. Raises ``ConfigError``: a flag that is written otherwise."""
     models: dict[str, str] = {}
     for word in arguments.model:
         named, equals, path = word.partition("=")

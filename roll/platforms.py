@@ -15,41 +15,51 @@ import os
 import platform
 import resource
 import sys
-from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
 
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_MEMINFO = Path("/proc/meminfo")
 
-class Platform(ABC):
+
+@dataclass(frozen=True)
+class Platform:
     """One kind of device, as seen from the calling process.
 
     A worker sees only its own devices (the visible-devices variable is set before torch is imported), so index 0 is
     always the worker's first device.
     """
 
-    name: ClassVar[str]
-    """``cpu``, ``cuda``, ``rocm`` or ``npu``."""
-    device_type: ClassVar[str]
-    """Its name for ``torch.device``; ROCm devices are ``cuda`` to torch."""
-    collective_backend: ClassVar[str]
-    """The ``torch.distributed`` backend for tensors on these devices."""
-    process_group_backend: ClassVar[str]
+    name: str  # ``cpu``, ``cuda``, ``rocm`` or ``npu``
+    device_type: str  # its name for ``torch.device``; ROCm devices are ``cuda`` to torch
+    collective_backend: str  # the ``torch.distributed`` backend for tensors on these devices
+    process_group_backend: str
     """The backend for ``init_process_group``: collectives of CPU tensors and objects work on every platform."""
-    visible_devices_env: ClassVar[str | None]
+    visible_devices_env: str | None = None
     """The variable that selects a process's devices; None where devices are logical slots."""
-    ray_resource: ClassVar[str | None]
-    """The resource under which Ray counts these devices; None where Ray knows none."""
-    pin_memory: ClassVar[bool]
-    """True if page-locked host memory exists and speeds copies to the device."""
+    ray_resource: str | None = None  # the resource under which Ray counts these devices; None where Ray knows none
+    pin_memory: bool = True  # True if page-locked host memory exists and speeds copies to the device
 
-    @abstractmethod
+    def _accelerator(self) -> Any:
+        """Torch's module of the device type (``torch.cuda``, ``torch.npu``); None for the CPU, which has no state that
+        could be asked for or set."""
+        if self.device_type == "cpu":
+            return None
+        import torch
+
+        return getattr(torch, self.device_type)
+
     def device_count(self) -> int:
         """Devices that this process can use; 1 on CPU."""
+        module = self._accelerator()
+        return 1 if module is None else int(module.device_count())
 
     def device(self, index: int = 0) -> torch.device:
         """The ``index``-th visible device."""
@@ -57,184 +67,104 @@ class Platform(ABC):
 
         return torch.device(self.device_type) if self.device_type == "cpu" else torch.device(self.device_type, index)
 
-    @abstractmethod
     def device_name(self, index: int = 0) -> str:
         """The maker's name of the ``index``-th visible device."""
+        module = self._accelerator()
+        if module is None:
+            return platform.processor() or platform.machine()
+        return str(module.get_device_name(index))
 
-    @abstractmethod
     def free_memory(self, index: int = 0) -> tuple[int, int]:
-        """Bytes that are free on the ``index``-th visible device, whoever holds the others, and all of them."""
+        """Bytes that are free on the ``index``-th visible device, whoever holds the others, and all of them.
 
-    @abstractmethod
+        On CPU those of the host, with caches that it would give up; systems other than Linux do not say what is free.
+        """
+        if (module := self._accelerator()) is not None:
+            free, total = module.mem_get_info(index)
+            return int(free), int(total)
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return (_kibibytes(_MEMINFO, "MemAvailable")[0], total) if _MEMINFO.exists() else (total, total)
+
     def set_device(self, index: int = 0) -> None:
-        """Make the ``index``-th visible device the current one of this thread."""
+        """Make the ``index``-th visible device the current one of this thread; every slot of a CPU is the same."""
+        if (module := self._accelerator()) is not None:
+            module.set_device(index)
 
-    @abstractmethod
     def synchronize(self) -> None:
-        """Wait until the current device has done what it was given."""
+        """Wait until the current device has done what it was given; a CPU has when the call returns."""
+        if (module := self._accelerator()) is not None:
+            module.synchronize()
 
-    @abstractmethod
     def empty_cache(self) -> None:
-        """Give memory that the allocator keeps in reserve back to the device."""
+        """Give memory that the allocator keeps in reserve back to the device; on CPU free pages of the C heap back to
+        the system, where the C library can (glibc)."""
+        if (module := self._accelerator()) is not None:
+            module.empty_cache()
+        elif sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+            trim(0)
 
-    @abstractmethod
     def memory_stats(self) -> dict[str, int]:
         """Bytes: ``used`` now and ``peak`` since :meth:`reset_peak_memory` (or the start of the process).
 
         On CPU the resident set of this process; on accelerators what torch allocated on the current device, with
         ``reserved`` and ``peak_reserved`` (the allocator's share) and ``total`` (the device) in addition.
         """
-
-    @abstractmethod
-    def reset_peak_memory(self) -> None:
-        """Begin a new peak at what is used now."""
-
-
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_MEMINFO = Path("/proc/meminfo")
-
-
-class CpuPlatform(Platform):
-    name: ClassVar[str] = "cpu"
-    device_type: ClassVar[str] = "cpu"
-    collective_backend: ClassVar[str] = "gloo"
-    process_group_backend: ClassVar[str] = "gloo"
-    visible_devices_env: ClassVar[str | None] = None
-    ray_resource: ClassVar[str | None] = None
-    pin_memory: ClassVar[bool] = False
-
-    def device_count(self) -> int:
-        return 1
-
-    def device_name(self, index: int = 0) -> str:
-        return platform.processor() or platform.machine()
-
-    def free_memory(self, index: int = 0) -> tuple[int, int]:
-        """Of the host, with caches that it would give up; systems other than Linux do not say what is free."""
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if not _MEMINFO.exists():
-            return total, total
-        fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        return _kibibytes(fields["MemAvailable"]), total
-
-    def set_device(self, index: int = 0) -> None:
-        """Nothing to choose: every logical slot is the same processor."""
-
-    def synchronize(self) -> None:
-        """Work on the CPU is done when the call returns."""
-
-    def empty_cache(self) -> None:
-        """Hand free pages of the C heap back to the system, where the C library can (glibc)."""
-        if sys.platform == "linux":
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is not None:
-                trim(0)
-
-    def memory_stats(self) -> dict[str, int]:
-        if not _STATUS.exists():
+        if (module := self._accelerator()) is not None:
+            return {
+                "used": module.memory_allocated(),
+                "peak": module.max_memory_allocated(),
+                "reserved": module.memory_reserved(),
+                "peak_reserved": module.max_memory_reserved(),
+                "total": module.mem_get_info()[1],
+            }
+        if _STATUS.exists():
+            used, peak = _kibibytes(_STATUS, "VmRSS", "VmHWM")
+        else:
+            # getrusage counts bytes on macOS, kibibytes elsewhere.
             unit = 1 if sys.platform == "darwin" else 1024
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-            return {"used": peak, "peak": peak}
-        fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
-        return {"used": _kibibytes(fields["VmRSS"]), "peak": _kibibytes(fields["VmHWM"])}
+            used = peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"used": used, "peak": peak}
 
     def reset_peak_memory(self) -> None:
-        """Linux starts a new high-water mark on writing 5 to ``clear_refs`` (proc(5)); where a container's sandbox has
-        no such file the peak stays."""
-        if _CLEAR_REFS.exists():
+        """Begin a new peak at what is used now.
+
+        Linux starts a new high-water mark on writing 5 to ``clear_refs`` (proc(5)); where a container's sandbox has no
+        such file the peak stays.
+        """
+        if (module := self._accelerator()) is not None:
+            module.reset_peak_memory_stats()
+        elif _CLEAR_REFS.exists():
             _CLEAR_REFS.write_text("5")
 
 
-def _kibibytes(field: str) -> int:
-    return int(field.split()[0]) * 1024
-
-
-class AcceleratorPlatform(Platform):
-    """A device type that torch drives through a module of its own (``torch.cuda``, ``torch.npu``)."""
-
-    pin_memory: ClassVar[bool] = True
-
-    @property
-    def _module(self) -> Any:
-        import torch
-
-        return getattr(torch, self.device_type)
-
-    def device_count(self) -> int:
-        return int(self._module.device_count())
-
-    def device_name(self, index: int = 0) -> str:
-        return str(self._module.get_device_name(index))
-
-    def free_memory(self, index: int = 0) -> tuple[int, int]:
-        free, total = self._module.mem_get_info(index)
-        return int(free), int(total)
-
-    def set_device(self, index: int = 0) -> None:
-        self._module.set_device(index)
-
-    def synchronize(self) -> None:
-        self._module.synchronize()
-
-    def empty_cache(self) -> None:
-        self._module.empty_cache()
-
-    def memory_stats(self) -> dict[str, int]:
-        module = self._module
-        return {
-            "used": module.memory_allocated(),
-            "peak": module.max_memory_allocated(),
-            "reserved": module.memory_reserved(),
-            "peak_reserved": module.max_memory_reserved(),
-            "total": module.mem_get_info()[1],
-        }
-
-    def reset_peak_memory(self) -> None:
-        self._module.reset_peak_memory_stats()
-
-
-class CudaPlatform(AcceleratorPlatform):
-    name: ClassVar[str] = "cuda"
-    device_type: ClassVar[str] = "cuda"
-    collective_backend: ClassVar[str] = "nccl"
-    process_group_backend: ClassVar[str] = "cpu:gloo,cuda:nccl"
-    visible_devices_env: ClassVar[str | None] = "CUDA_VISIBLE_DEVICES"
-    ray_resource: ClassVar[str | None] = "GPU"
-
-
-class RocmPlatform(CudaPlatform):
-    """AMD devices: torch's ROCm build answers to the CUDA names, RCCL to NCCL's."""
-
-    name: ClassVar[str] = "rocm"
-    visible_devices_env: ClassVar[str | None] = "HIP_VISIBLE_DEVICES"
-
-
-class NpuPlatform(AcceleratorPlatform):
-    """Ascend devices, through the ``torch_npu`` package."""
-
-    name: ClassVar[str] = "npu"
-    device_type: ClassVar[str] = "npu"
-    collective_backend: ClassVar[str] = "hccl"
-    process_group_backend: ClassVar[str] = "cpu:gloo,npu:hccl"
-    visible_devices_env: ClassVar[str | None] = "ASCEND_RT_VISIBLE_DEVICES"
-    ray_resource: ClassVar[str | None] = "NPU"
+def _kibibytes(file: Path, *names: str) -> list[int]:
+    fields = dict(line.split(":", 1) for line in file.read_text().splitlines())
+    return [int(fields[name].split()[0]) * 1024 for name in names]
 
 
 PLATFORM_ENV = "ROLL_PLATFORM"
 """Set to a platform's name to skip detection (``cpu`` on a machine whose accelerators are to be left alone)."""
 
-PLATFORMS: dict[str, type[Platform]] = {
-    platform.name: platform for platform in (CpuPlatform, CudaPlatform, RocmPlatform, NpuPlatform)
+CPU = Platform("cpu", "cpu", "gloo", "gloo", pin_memory=False)
+PLATFORMS: dict[str, Platform] = {
+    one.name: one
+    for one in (
+        CPU,
+        Platform("cuda", "cuda", "nccl", "cpu:gloo,cuda:nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
+        # torch's ROCm build answers to the CUDA names, RCCL to NCCL's.
+        Platform("rocm", "cuda", "nccl", "cpu:gloo,cuda:nccl", "HIP_VISIBLE_DEVICES", "GPU"),
+        # Through the package torch_npu.
+        Platform("npu", "npu", "hccl", "cpu:gloo,npu:hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
+    )
 }
 
 _CUDA_OR_ROCM_FILES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd")
+_NPU_FILES = ("/dev/davinci[0-9]*",)
+# Files with a quota and its period (cgroup v2, v1); "max" or -1: no quota.
 _CPU_QUOTAS = (
     ("/sys/fs/cgroup/cpu.max",),
     ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", "/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
 )
-"""Files with a quota and its period; "max" or -1: no quota."""
-_NPU_FILES = ("/dev/davinci[0-9]*",)
 
 
 @functools.cache
@@ -248,11 +178,17 @@ def current_platform() -> Platform:
         ValueError: ``ROLL_PLATFORM`` names no platform.
     """
     name = os.environ.get(PLATFORM_ENV)
-    if name is None:
-        return _detect()
-    if name not in PLATFORMS:
+    if name is not None and name not in PLATFORMS:
         raise ValueError(f"{PLATFORM_ENV}={name!r}: must be one of {', '.join(PLATFORMS)}; unset it to detect")
-    return PLATFORMS[name]()
+    if name is not None:
+        return PLATFORMS[name]
+    if any(map(glob.glob, _CUDA_OR_ROCM_FILES)):
+        import torch
+
+        if torch.cuda.is_available():
+            return PLATFORMS["rocm" if torch.version.hip else "cuda"]
+    has_npu = any(map(glob.glob, _NPU_FILES)) and importlib.util.find_spec("torch_npu") is not None
+    return PLATFORMS["npu"] if has_npu and importlib.import_module("torch_npu").npu.is_available() else CPU
 
 
 def usable_cores() -> int:
@@ -273,29 +209,12 @@ def use_cpu_below(devices: int) -> None:
     """Choose the CPU for this process, and those that it starts, where the machine has accelerators but fewer than
     ``devices`` (an example for two logical devices on a machine with one GPU). ``ROLL_PLATFORM`` has precedence."""
     found = current_platform()
-    if PLATFORM_ENV in os.environ or isinstance(found, CpuPlatform) or found.device_count() >= devices:
+    if PLATFORM_ENV in os.environ or found is CPU or found.device_count() >= devices:
         return
     logger.warning(
         "the CPU is used: this example has %d devices, and this machine's platform %s has %d. To use it, set %s=%s and "
         "lower num_gpus_per_node and every device_mapping",
         *(devices, found.name, found.device_count(), PLATFORM_ENV, found.name),
     )
-    os.environ[PLATFORM_ENV] = CpuPlatform.name
+    os.environ[PLATFORM_ENV] = CPU.name
     current_platform.cache_clear()
-
-
-def _detect() -> Platform:
-    if _any_file(_CUDA_OR_ROCM_FILES):
-        import torch
-
-        if torch.cuda.is_available():
-            return RocmPlatform() if torch.version.hip else CudaPlatform()
-    if _any_file(_NPU_FILES) and importlib.util.find_spec("torch_npu") is not None:
-        module = importlib.import_module("torch_npu")
-        if module.npu.is_available():
-            return NpuPlatform()
-    return CpuPlatform()
-
-
-def _any_file(patterns: tuple[str, ...]) -> bool:
-    return any(glob.glob(pattern) for pattern in patterns)

@@ -1,34 +1,20 @@
-"""Checks right before a run starts: optional packages, models of the hub, the user's own code, the checkpoint."""
+"""Checks right before a run starts: optional packages, models of the hub, the user's own code."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from functools import partial, reduce
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from roll.checkpoint.contents import STATE_NAME as TRAINER_STATE
-from roll.checkpoint.contents import (
-    CheckpointMismatchError,
-    frozen_mismatches,
-    read_contents,
-    read_trainer_state,
-    strategy_problem,
-)
-from roll.checkpoint.folders import CheckpointDamagedError
-from roll.checkpoint.manager import probable_checkpoint
-from roll.checkpoint.store import ObjectStore, is_url, store_problem
 from roll.config.checks.base import check_output
 from roll.config.checks.roles import family_problem
 from roll.config.installation import install_command
 from roll.config.loader import LoadedConfig
-from roll.config.lora import frozen_by, names_of, uses_lora
 from roll.config.model_files import (
     CONFIG,
     dequantised_folder,
@@ -42,28 +28,19 @@ from roll.config.pipelines import GENERATES, find_own_modules
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.masking import masked
-from roll.config.roles import ModelArguments, WorkerConfig
+from roll.config.roles import ModelArguments
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, requested_stage
 from roll.config.strategies.registry import BACKENDS, typed_strategy_config
 from roll.platforms import current_platform
+from roll.resumption import check_resumption
 
-TRACKERS = {
-    "wandb": "wandb",
-    "swanlab": "swanlab",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-    "prometheus": "prometheus_client",
-}
-"""By tracker: its package, of the same name at the index."""
+# By tracker: its package, of the same name at the index.
+TRACKERS = {name: name for name in ("wandb", "swanlab", "trackio", "mlflow")} | {"prometheus": "prometheus_client"}
 
 
 def require_packages(loaded: LoadedConfig[Any]) -> None:
-    """Check that what strategies and kernels need is on this host.
-
-    Raises:
-        ConfigError: naming each role whose strategy has no package, and the command that installs it; or the key of
-            kernels that cannot be made here.
-    """
+    """Check that what strategies and kernels need is on this host. Raises ``ConfigError``: naming each role whose
+    strategy has no package, and the command that installs it; or the key of kernels that cannot be made here."""
     problems = []
     for name, role in loaded.plan.roles.items():
         backend = BACKENDS.get(role.strategy_name or "")
@@ -91,26 +68,19 @@ def kernel_problems(args: ModelArguments) -> Iterator[tuple[str, str]]:
 
 
 def require_trackers(loaded: LoadedConfig[Any]) -> None:
-    """Check that the packages of the trackers are installed.
-
-    Raises:
-        ConfigError: naming the tracker, and the command that installs it.
-    """
-    names = loaded.config.track_with
-    missing = [
-        name for name in ([names] if isinstance(names, str) else names) if not is_installed(TRACKERS.get(name, "sys"))
-    ]
+    """Check that the packages of the trackers are installed. Raises ``ConfigError``: naming the tracker, and the
+    command that installs it."""
+    chosen = loaded.config.track_with
+    names = [chosen] if isinstance(chosen, str) else chosen
+    missing = [name for name in names if not is_installed(TRACKERS.get(name, "sys"))]
     if missing:
         rule = f"needs a package that is not installed: pip install {TRACKERS[missing[0]]}"
         raise ConfigError([loaded.problem("track_with", missing[0], rule, "tensorboard")])
 
 
 def check_types(loaded: LoadedConfig[Any]) -> None:
-    """Check that DeepSpeed computes in fp16 on this host, where a role asks for it.
-
-    Raises:
-        ConfigError: a CPU without AVX512-FP16 or AMX-FP16, on which DeepSpeed starts no engine in fp16.
-    """
+    """Check that DeepSpeed computes in fp16 on this host, where a role asks for it. Raises ``ConfigError``: a CPU
+    without AVX512-FP16 or AMX-FP16, on which DeepSpeed starts no engine in fp16."""
     names = []
     for name, role in loaded.plan.roles.items():
         # Without a strategy the role has no model, so nothing reads its ``strategy_args``.
@@ -134,8 +104,7 @@ def computes_in_fp16() -> bool:
     return current_platform().name != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-SECONDS = 20.0
-"""Most time for one model's ``config.json``, retries included."""
+SECONDS = 20.0  # most time for one model's ``config.json``, retries included
 ENDPOINT = "https://huggingface.co"
 
 
@@ -239,29 +208,16 @@ def _download(path: str) -> str | None:
         return f"is no model in Hugging Face's format: the hub has no {CONFIG} of it"
     except HFValidationError as error:
         return str(error).splitlines()[0]
-    except (HfHubHTTPError, OSError) as error:
-        return f"cannot be fetched from the hub ({_reason(error)}): give a folder, or set HF_ENDPOINT to a mirror"
-    except HTTPError as error:
-        return f"the hub cannot be reached ({_reason(error)}): give a folder, or set HF_ENDPOINT to a mirror"
+    except (HfHubHTTPError, OSError, HTTPError) as error:
+        what = "cannot be fetched from the hub" if isinstance(error, OSError) else "the hub cannot be reached"
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return f"{what} ({reason}): give a folder, or set HF_ENDPOINT to a mirror"
     return None
 
 
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-STATE_FOLDER, PIPELINE_STATE = "pipeline", "state.json"
-"""Where a checkpoint has the state of its pipeline."""
-
-
 def check_parts(loaded: LoadedConfig[Any]) -> None:
-    """All checks of this module.
-
-    Raises:
-        ConfigError: a reward that cannot be built, a function that is not there, or options that they or trackers do
-            not have.
-    """
+    """All checks of this module. Raises ``ConfigError``: a reward that cannot be built, a function that is not there,
+    or options that they or trackers do not have."""
     require_trackers(loaded)
     check_types(loaded)
     loaded.pipeline.check_parts(loaded)
@@ -296,6 +252,7 @@ def check_first_rows(loaded: LoadedConfig[Any]) -> None:
     for key, data_args, read in loaded.pipeline.first_row_readers(loaded):
         names = [data_args.file_name] if isinstance(data_args.file_name, str) else data_args.file_name or []
         local = [name for name in names if not name.startswith("hub:")]
+        # Rows that may be skipped are no mistake of the configuration.
         for name in local if data_args.on_bad_row == "raise" else ():
             try:
                 for path in data_files(name):
@@ -320,6 +277,7 @@ def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) 
     Raises:
         ConfigError: every mistake.
     """
+    # In the order of their cost: the hub is asked last, when nothing else can be wrong.
     loaded = load()
     check_output(loaded.plan.output_dir, loaded.source)
     check_parts(loaded)
@@ -331,105 +289,16 @@ def prepared(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) 
 
 
 def ready(load: Callable[[], LoadedConfig[Any]], say: Callable[[str], None]) -> LoadedConfig[Any]:
-    """Like :func:`prepared`, with what the run needs from elsewhere asked as well.
-
-    Raises:
-        ConfigError: every mistake.
-    """
+    """Like :func:`prepared`, with what the run needs from elsewhere asked as well. Raises ``ConfigError``: every
+    mistake."""
     loaded = prepared(load, say)
     loaded.pipeline.check_services(loaded)
     return loaded
 
 
-def check_resumption(loaded: LoadedConfig[Any]) -> None:
-    """Check by the description in a checkpoint that this configuration resumes all of it.
-
-    Its tensors are compared with the model when that is built; what the configuration alone shows is refused here.
-
-    Raises:
-        ConfigError: no such checkpoint, one that another strategy wrote, or one of which something would be lost.
-    """
-    config, plan = loaded.config, loaded.plan
-    upload = config.checkpoint_config.output_dir
-    folders = [plan.checkpoint_dir, *([Path(upload)] if upload and not is_url(upload) else [])]
-    store = ObjectStore(upload, config.checkpoint_config.storage_options) if upload and is_url(upload) else None
-    wanted = config.resume_from_checkpoint
-    problems: list[Problem] = []
-    try:
-        for key, place in {"checkpoint_config.output_dir": upload, "resume_from_checkpoint": wanted}.items():
-            if isinstance(place, str) and is_url(place) and (cannot := store_problem(place)):
-                raise ConfigError([loaded.problem(key, place, cannot)])
-        checkpoint = probable_checkpoint(wanted, folders, store, (TRAINER_STATE, PIPELINE_STATE))
-    except (OSError, CheckpointDamagedError) as error:
-        raise ConfigError([loaded.problem("resume_from_checkpoint", wanted, str(error))]) from error
-    if checkpoint is None:
-        return
-    written = {path.parent.name for path in checkpoint.path.glob(f"*/{TRAINER_STATE}")}
-    for role in sorted(written ^ set(plan.training)):
-        rule = (
-            f"{checkpoint.path} holds a trained {role}, which this run has not; it would be left over"
-            if role in written
-            else f"{checkpoint.path} holds nothing of {role}; it holds {', '.join(sorted(written)) or 'no model'}"
-        )
-        problems.append(loaded.problem("resume_from_checkpoint", wanted, f"{rule}. {_ANEW}"))
-    for role in sorted(written & set(plan.training)):
-        for key, rule in _resumption_problems(checkpoint.role(role), getattr(config, role)):
-            path, value = f"{role}.{key}", reduce(getattr, key.split("."), getattr(config, role))
-            problems.append(loaded.problem(path, value, f"{rule}. {_ANEW}"))
-    state = json.loads((checkpoint.role(STATE_FOLDER) / PIPELINE_STATE).read_text(encoding="utf-8"))
-    for key, value, rule in loaded.pipeline.resumption_problems(loaded, str(checkpoint.path), state):
-        problems.append(loaded.problem(key, value, f"{rule}. {_ANEW}"))
-    if problems:
-        raise ConfigError(problems)
-
-
-_ANEW = (
-    "Go on with the configuration that wrote it (config.yaml in its output_dir), or start a new run: another "
-    "output_dir, or resume_from_checkpoint: false"
-)
-
-
-def _resumption_problems(folder: Path, section: WorkerConfig) -> Iterator[tuple[str, str]]:
-    """Keys of a role's section that do not go with the checkpoint in ``folder``, and why."""
-    args, strategy = section.model_args, section.strategy_args.strategy_name
-    try:
-        state = read_trainer_state(folder)
-        written = read_contents(state, folder)
-    except CheckpointMismatchError as error:
-        yield "strategy_args.strategy_name", str(error)
-        return
-    problem = strategy_problem(written, strategy)
-    if problem is not None:
-        yield "strategy_args.strategy_name", f"{folder} {problem}"
-        return
-    had_adapters = any(".lora_" in name for name in written.trained)
-    if had_adapters != uses_lora(args):
-        has = "holds adapters, and this role has none" if had_adapters else "holds a model without adapters"
-        yield "model_args.lora_target", f"{folder} {has}"
-    elif not had_adapters:
-        names = {*written.trained, *written.frozen}
-        trained = names.difference(*(frozen_by(prefix, names) for prefix in names_of(args.freeze_module_prefix)))
-        for problem in frozen_mismatches(written, trained):
-            yield "model_args.freeze_module_prefix", f"{folder}: {problem}"
-    elif args.adapter_name_or_path is None:
-        ranks = {shape[0] for name, shape in written.trained.items() if ".lora_A." in name}
-        scalings, own = set(written.scalings.values()), (args.lora_alpha or 2 * args.lora_rank) / args.lora_rank
-        if ranks != {args.lora_rank}:
-            yield "model_args.lora_rank", f"{folder} holds adapters of rank {', '.join(map(str, sorted(ranks)))}"
-        elif scalings != {own}:
-            alphas = ", ".join(f"{scaling * args.lora_rank:g}" for scaling in sorted(scalings))
-            yield (
-                "model_args.lora_alpha",
-                f"{folder} holds adapters whose alpha is {alphas}, here {own * args.lora_rank:g}",
-            )
-
-
 def check_own_functions(loaded: LoadedConfig[Any]) -> None:
     """Import every function and class that the configuration names by its path, and see that it takes its options.
-
-    Raises:
-        ConfigError: a function that is not there, or options that it does not have.
-    """
+    Raises ``ConfigError``: a function that is not there, or options that it does not have."""
     from roll.algorithms.registry import Registry
     from roll.datasets.columns import build_filter
 

@@ -25,12 +25,12 @@ from roll.preflight import prepared
 if TYPE_CHECKING:
     from roll.pipelines.batches import RecordedBatch
 
+# Relative differences within which strategies agree, by what they compute in (docs/backends.md, *Same numbers*).
 BOUNDS = {"fp32": 1e-5, "bf16": 1.5e-2, "fp16": 1.5e-2}
-"""Relative differences within which strategies agree, by what they compute in (docs/backends.md, *Same numbers*)."""
+# Absolute differences that count as none: a mean of numbers that cancel has no relative precision.
 SMALLEST = {"fp32": 1e-6, "bf16": 1e-3, "fp16": 1e-3}
-"""Absolute differences that count as none: a mean of numbers that cancel has no relative precision."""
+# Parts of names of metrics that say how the rows lie on the ranks.
 LAYOUT = ("tokens_per_micro_batch", "padding_ratio", "global_seqlen/", "memory/")
-"""Parts of names of metrics that say how the rows lie on the ranks."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,8 @@ def compare(recorded: Mapping[str, float], replayed: Mapping[str, float]) -> lis
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit status: 0 if all metrics agree, 1 if some do not.
-
-    Raises:
-        ConfigError: a mistake in the configuration, or one that the batch was not recorded for.
-    """
+    """The exit status: 0 if all metrics agree, 1 if some do not. Raises ``ConfigError``: a mistake in the
+    configuration, or one that the batch was not recorded for."""
     parser = argparse.ArgumentParser(prog="roll replay", description="take the step of a recorded batch again")
     parser.add_argument("dump", type=Path, help="file of the batch: batches/step-000012.safetensors")
     add_config_arguments(parser, "changes, of strategy and layout say")
@@ -69,6 +66,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--output", type=Path, help="folder of the logs (default: replay next to the dump)")
     arguments = parser.parse_intermixed_args(list(words))
     output = arguments.output or arguments.dump.parent / "replay"
+    # A replay writes beside the recorded run, never into it, and neither saves nor starts again.
     own = [f"output_dir={output}", f"logging_dir={output / 'logs'}", "track_with=[jsonl]"]
     own += ["save_steps=0", "eval_steps=0", "max_restarts=0", "on_nonfinite=skip", "dump_batches=0"]
     words = [*own, *arguments.overrides]
@@ -94,11 +92,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _recorded(dump: Path, loaded: LoadedConfig[Any]) -> RecordedBatch:
-    """The recorded batch, which must belong to the configuration.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """The recorded batch, which must belong to the configuration. Raises ``ConfigError``: it does not."""
     from roll.datasets import DataError
     from roll.pipelines.batches import RecordedBatch
 

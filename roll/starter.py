@@ -32,14 +32,12 @@ from roll.datasets.reading import SourceRow, data_files, stream_rows
 from roll.datasets.sft import read_demonstration
 from roll.datasets.types import DataError
 
-ROWS = 500
-"""First rows whose lengths are measured."""
-TEMPLATE = 32
-"""Tokens that a chat template adds to a prompt."""
-GROUP = 8
-"""Samples of a prompt, or episodes of a task."""
+ROWS = 500  # first rows whose lengths are measured
+TEMPLATE = 32  # tokens that a chat template adds to a prompt
+GROUP = 8  # samples of a prompt, or episodes of a task
+# Keys of ``data_args`` that ``--columns`` takes.
 COLUMN_KEYS = ("prompt", "messages", "response", "ground_truth", "tag", "id")
-"""Keys of ``data_args`` that ``--columns`` takes."""
+# Kind of training to what it is.
 KINDS = {
     "grpo": "reinforcement learning from verifiable rewards",
     "sft": "supervised learning from demonstrations",
@@ -48,7 +46,6 @@ KINDS = {
     "distill": "a student learns its teacher's distributions",
     "agent": "reinforcement learning in an environment",
 }
-"""Kind of training to what it is."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,9 @@ class Start:
 
     kind: str
     model: str
-    gpus: int
-    """0: the devices are slots of the CPU."""
-    train: str = ""
-    """File of the rows to learn from."""
-    columns: Mapping[str, str] = field(default_factory=dict)
-    """Keys of ``data_args`` that name columns."""
+    gpus: int  # 0: the devices are slots of the CPU
+    train: str = ""  # file of the rows to learn from
+    columns: Mapping[str, str] = field(default_factory=dict)  # keys of ``data_args`` that name columns
     validation: str | None = None
     teacher: str | None = None
     reward: str = ""
@@ -120,11 +114,8 @@ def power_of_two(least: int) -> int:
 
 
 def token_counter(model: str) -> Callable[[str], int]:
-    """Tokens of a text, by the tokenizer of a model that is on this machine, else as three characters a token.
-
-    Raises:
-        ConfigError: no model, or one without a tokenizer that can be read.
-    """
+    """Tokens of a text, by the tokenizer of a model that is on this machine, else as three characters a token. Raises
+    ``ConfigError``: no model, or one without a tokenizer that can be read."""
     try:
         require_model(model)
         if (folder := model_folder(model)) is None:
@@ -138,11 +129,7 @@ def token_counter(model: str) -> Callable[[str], int]:
 
 
 def column_names(words: Sequence[str]) -> dict[str, str]:
-    """The words of ``--columns``.
-
-    Raises:
-        ConfigError: a word that is written otherwise.
-    """
+    """The words of ``--columns``. Raises ``ConfigError``: a word that is written otherwise."""
     for word in words:
         if not re.fullmatch(f"({'|'.join(COLUMN_KEYS)})=.+", word):
             rule = f"must be KEY=COLUMN, with a key of {', '.join(COLUMN_KEYS)}"
@@ -151,11 +138,7 @@ def column_names(words: Sequence[str]) -> dict[str, str]:
 
 
 def with_data(start: Start, arguments: argparse.Namespace) -> Start:
-    """With files, lengths and reward.
-
-    Raises:
-        ConfigError: data that do not fit the method.
-    """
+    """With files, lengths and reward. Raises ``ConfigError``: data that do not fit the method."""
     kind, file, columns, found = start.kind, arguments.data, column_names(arguments.columns), ""
     options: dict[str, Any] = dict(columns)
     names, reward = DataArguments(**options), getattr(arguments, "reward", None) or ""
@@ -176,6 +159,7 @@ def with_data(start: Start, arguments: argparse.Namespace) -> Start:
     except DataError as error:
         hint = f"; the columns are {found}: say by --columns which is which" if found else ""
         raise ConfigError([Problem("--data", file, f"{error}{hint}")]) from error
+    # Of a model with few positions the prompt gets half at most, so that something is left for the response.
     positions = model_number(start.model, "max_position_embeddings")
     if positions is not None and prompt + response > positions:
         prompt = min(prompt, positions // 2)
@@ -193,16 +177,13 @@ def with_data(start: Start, arguments: argparse.Namespace) -> Start:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit status 0.
-
-    Raises:
-        ConfigError: data that do not fit, or a file that is there.
-    """
+    """Exit status 0. Raises ``ConfigError``: data that do not fit, or a file that is there."""
     arguments = build_parser().parse_args(argv)
     if arguments.kind == "recipes":
         for folder in copy_recipes(Path(arguments.folder)):
             sys.stdout.write(f"wrote {folder}\n")
         return 0
+    # Looked at before the data are read, which may take a while.
     output = Path(arguments.output or f"{arguments.kind}.yaml")
     if output.exists():
         raise ConfigError([Problem("--output", str(output), "is there and is not replaced", f"my_{output.name}")])

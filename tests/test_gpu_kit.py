@@ -62,16 +62,24 @@ def test_parts_come_together_where_all_have_arrived(tmp_path: Path) -> None:
     assert all(hashlib.sha256((parts / str(row["file"])).read_bytes()).hexdigest() == row["sha256"] for row in rows)
 
 
-def test_what_was_measured_is_kept_and_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stages that are measured, which takes a second each; ``train_step`` ends after its limit."""
+    made: list[str] = []
 
     def measured(name: str) -> dict[str, object]:
-        calls.append(name)
+        made.append(name)
         return {"seconds": 1.0} | ({"error": "ended after its limit"} if name == "train_step" else {})
 
     monkeypatch.setattr(run, "RESULT", tmp_path / "result.json")
     monkeypatch.setattr(run, "run_stage", measured)
     monkeypatch.setattr(run, "machine", lambda: {"gpu": "none"})
+    return made
+
+
+def test_what_was_measured_is_kept_and_not_measured_again(
+    calls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for names in (["tests", "train_step"], ["tests", "train_step", "generation"]):
         monkeypatch.setattr(sys, "argv", ["run", *names])
         run.main()
@@ -80,19 +88,10 @@ def test_what_was_measured_is_kept_and_not_measured_again(tmp_path: Path, monkey
 
 
 def test_a_call_leaves_what_it_has_no_time_for_to_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    calls: list[str] = []
-
-    def measured(name: str) -> dict[str, object]:
-        calls.append(name)
-        return {"seconds": 1.0}
-
     chosen = {name: stages.Stage(stages.tests, seconds, 1, name) for name, seconds in (("slow", 200), ("quick", 2))}
     monkeypatch.setattr(run, "STAGES", chosen)
-    monkeypatch.setattr(run, "RESULT", tmp_path / "result.json")
-    monkeypatch.setattr(run, "run_stage", measured)
-    monkeypatch.setattr(run, "machine", lambda: {"gpu": "none"})
     monkeypatch.setattr(sys, "argv", ["run"])
     for seconds in (100, 300):
         monkeypatch.setattr(run, "SECONDS", seconds)

@@ -19,8 +19,7 @@ from roll.cli import main
 from roll.config import objects
 from roll.config.loader import copy_recipes
 from roll.config.reading.compose import parse_override
-from roll.tracking.callbacks import Callbacks
-from roll.tracking.sample_rows import sample_rows
+from roll.tracking.callbacks import Callbacks, sample_rows
 from tests.config.good import GOOD_SFT
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
 from tests.examples.pages import named_files

@@ -28,9 +28,8 @@ import ray
 
 from roll.config import objects
 from roll.config.reading.masking import MaskingFormatter, masked_text, register_secrets
-from roll.distributed.nodes import interface_of
+from roll.distributed.nodes import LOG_DIR_ENV, interface_of
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext, registrations
-from roll.distributed.worker_environment import LOG_DIR_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +252,10 @@ class WorkerActor:
         os.umask(0o077)  # As the driver's: also on a Ray that was there before.
         log_dir = os.environ.get(LOG_DIR_ENV)
         self._calls_file = Path(log_dir) / f"{worker_name}{CALLS_SUFFIX}" if log_dir else None
-        log_file = open_worker_log(worker_name, Path(log_dir) if log_dir else None) or _ray_log_file()
+        log_file = open_worker_log(worker_name, Path(log_dir) if log_dir else None)
+        if log_file is None:
+            with suppress(OSError):  # the file of Ray's to which standard error goes
+                log_file = Path(os.readlink("/proc/self/fd/2"))
         node_ip = ray.util.get_node_ip_address()
         interface = interface_of(node_ip)
         if interface is not None:
@@ -297,14 +299,9 @@ class WorkerActor:
         gc.disable()
         try:
             host, port = rendezvous
-            context = dataclasses.replace(
-                context,
-                master_addr=host,
-                master_port=port,
-                # Detached: the TCPStore owns the descriptor from here on, and the Python socket must not close it a
-                # second time.
-                listen_fd=self._listener.detach() if self._listener is not None else None,
-            )
+            # Detached: the TCPStore owns the descriptor from here on, and the Python socket must not close it as well.
+            listen_fd = self._listener.detach() if self._listener is not None else None
+            context = dataclasses.replace(context, master_addr=host, master_port=port, listen_fd=listen_fd)
             os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(port))
             # Before anything of the role is imported or logged, so that its keys never reach the worker's log.
             register_secrets(dataclasses.asdict(context.role))
@@ -350,11 +347,8 @@ class WorkerActor:
 
 
 def load_worker_class(worker_class: str | bytes) -> type[Worker]:
-    """The class of a dotted path (``package.module.Class``) or a pickle of it.
-
-    Raises:
-        ValueError: the path leads to no subclass of :class:`Worker`.
-    """
+    """The class of a dotted path (``package.module.Class``) or a pickle of it. Raises ``ValueError``: the path leads to
+    no subclass of :class:`Worker`."""
     if isinstance(worker_class, bytes):
         found = pickle.loads(worker_class)
     else:
@@ -370,12 +364,11 @@ def load_worker_class(worker_class: str | bytes) -> type[Worker]:
 
 def _worker_raised(error: Exception) -> WorkerRaised:
     logger.error("a call failed", exc_info=error)
-    name = type(error).__name__
-    text = str(error)
+    text = ": ".join(filter(None, (type(error).__name__, str(error))))
     # Without the frames of this module, which are the same in each stack and say nothing about the failure.
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     stack = "".join(traceback.format_list(frames[-_STACK_FRAMES:])).rstrip()
-    return WorkerRaised(masked_text(f"{name}: {text}" if text else name), masked_text(stack), time.time())
+    return WorkerRaised(masked_text(text), masked_text(stack), time.time())
 
 
 def _show_devices(local_devices: tuple[int, ...]) -> None:
@@ -386,11 +379,3 @@ def _show_devices(local_devices: tuple[int, ...]) -> None:
         if names is not None and any(device >= len(names) for device in local_devices):
             raise ValueError(f"{variable}={inherited} on this node hides device {max(local_devices)}")
         os.environ[variable] = ",".join(names[device] if names else str(device) for device in local_devices)
-
-
-def _ray_log_file() -> Path | None:
-    """The file that this process's standard error goes to."""
-    try:
-        return Path(os.readlink("/proc/self/fd/2"))
-    except OSError:
-        return None

@@ -20,8 +20,7 @@ from roll.distributed.failures import DeadlineExceeded, RankReport, RemoteError,
 
 logger = logging.getLogger(__name__)
 
-R = TypeVar("R", default=Any)
-"""Type of a call's result."""
+R = TypeVar("R", default=Any)  # type of a call's result
 
 _REPORTED_RANKS = 3
 _GRACE_SECONDS = 2.0
@@ -32,9 +31,9 @@ _PEER_TROUBLE = re.compile(
     r"connection (closed|reset|refused)|broken pipe|gloo|nccl|DistBackendError|socket timeout|timed out", re.IGNORECASE
 )
 """Errors that a rank raises because another rank is in trouble."""
+_PEER = 2  # gravity of such an error
 
-_FAREWELL_SECONDS = 10.0
-"""Time for coroutines to end after they have been cancelled."""
+_FAREWELL_SECONDS = 10.0  # time for coroutines to end after they have been cancelled
 _PASSES_FOR_CALLBACKS = 16
 """Passes of the event loop: the end of a coroutine may begin another one only a few passes later."""
 
@@ -63,8 +62,7 @@ class PendingCall(Generic[R]):
         self._addresses = addresses
         self._collect = collect
         self._answers: dict[int, Any] = {}
-        self.error: RemoteError | None = None
-        """The first failure; None: nothing has failed so far."""
+        self.error: RemoteError | None = None  # the first failure
         self.began = time.monotonic()
 
     @property
@@ -116,8 +114,8 @@ class PendingCall(Generic[R]):
         return self._result().__await__()
 
     async def _result(self) -> R:
-        """Ray calls back when an answer is there, in a thread of its own, so that any number of calls in flight cost no
-        thread and no polling."""
+        # Ray calls back when an answer is there, in a thread of its own, so that any number of calls in flight cost no
+        # thread and no polling.
         if self.error is None and self.unanswered:
             answers = {ref: asyncio.wrap_future(ref.future()) for ref in self.unanswered}
             for answer in answers.values():
@@ -129,17 +127,14 @@ class PendingCall(Generic[R]):
             for ref, answer in answers.items():
                 if answer.done():
                     self.take(ref, answer.result)
-        if self.error is None and self.unanswered:
-            self.error = self.overdue()
+            if self.error is None and self.unanswered:
+                self.error = self.overdue()
         self.check()
         return self._collect(self._answers)
 
     def take(self, ref: ray.ObjectRef[Any], fetch: Callable[[], Any]) -> None:
-        """Keep one rank's answer, which ``fetch`` returns at once.
-
-        Raises:
-            WorkerFailed, WorkerDied: it is a failure.
-        """
+        """Keep one rank's answer, which ``fetch`` returns at once. Raises ``WorkerFailed, WorkerDied``: it is a
+        failure."""
         rank = self._rank_of[ref]
         try:
             self._answers[rank] = fetch()
@@ -157,7 +152,7 @@ class PendingCall(Generic[R]):
     def _failure(self, rank: int, error: ray.exceptions.RayError) -> RemoteError:
         failures = {rank: error}
         # A plain error of its own is the cause already; only ranks that failed at the same moment are collected.
-        self._listen(failures, _GRACE_SECONDS if _is_peer_trouble(error) else 0.1)
+        self._listen(failures, _GRACE_SECONDS if _gravity(error)[0] == _PEER else 0.1)
         worst = sorted(failures, key=lambda r: (_gravity(failures[r]), r))
         died = not isinstance(failures[worst[0]], ray.exceptions.RayTaskError)
         # A worker that raised has sent its stack; only of a process that died is the log all that is left.
@@ -190,12 +185,9 @@ class PendingCall(Generic[R]):
         else:
             text, stack = diagnosis.death_cause(error), ""
         return RankReport(
-            rank=rank,
-            where=_where(address),
-            error=text,
-            stack=stack,
+            *(rank, _where(address), text, stack),
             log_file=address.log_file if address else None,
-            log_tail=diagnosis.log_tail(address) if address and with_log else [],
+            log_tail=diagnosis.on_node(address, diagnosis.log_tail) if address and with_log else [],
         )
 
     def overdue(self) -> DeadlineExceeded:
@@ -217,16 +209,12 @@ class PendingCall(Generic[R]):
             if address is None:
                 evidence = [] if reports else diagnosis.lines_of_ray()
             else:
-                evidence = diagnosis.stacks(address) if address.node_id not in cut_off else []
+                evidence = diagnosis.on_node(address, diagnosis.stacks) if address.node_id not in cut_off else []
             text = f"{len(self._answers)} of {len(self._refs)} ranks answered (deadline {self.deadline:g} s)"
-            reports.append(
-                RankReport(
-                    rank, _where(address), text, log_file=address.log_file if address else None, log_tail=evidence
-                )
-            )
-        return DeadlineExceeded(
-            self.cluster, self.method, seconds, reports, silent, links=[link.text for link in links]
-        )
+            file = address.log_file if address else None
+            reports.append(RankReport(rank, _where(address), text, log_file=file, log_tail=evidence))
+        texts = [link.text for link in links]
+        return DeadlineExceeded(self.cluster, self.method, seconds, reports, silent, links=texts)
 
     def _address(self, rank: int) -> WorkerAddress | None:
         return self._addresses[rank] if rank < len(self._addresses) else None
@@ -250,8 +238,8 @@ class DriverLoop:
         self._loop = loop or asyncio.new_event_loop()
         self._waited_for: asyncio.Future[Any] | None = None
         self._failure: BaseException | None = None
+        # Signals' exceptions that have left the loop already, out of the middle of a task.
         self._left: list[BaseException] = []
-        """Signals' exceptions that have left the loop already, out of the middle of a task."""
         self._loop.set_exception_handler(self._report)
         self._threads.current = self
 
@@ -265,21 +253,16 @@ class DriverLoop:
         return self._loop.is_closed()
 
     def run(self, awaitable: Awaitable[R]) -> R:
-        """Run the loop until ``awaitable`` is done, and return its result.
-
-        Raises:
-            Exception: of ``awaitable``, which is cancelled when something else fails; of anything spawned, now or
-                since the last wait.
-        """
+        """Run the loop until ``awaitable`` is done, and return its result. Raises ``Exception``: of ``awaitable``,
+        which is cancelled when something else fails; of anything spawned, now or since the last wait."""
         waited_for = asyncio.ensure_future(awaitable, loop=self._loop)
         self._waited_for = waited_for
         if self._failure is not None:
             waited_for.cancel()
         try:
             return self._run(waited_for)
-        # _ended() cancels the wait when something spawned has failed: raise that failure, not the cancellation it
-        # caused.
         except asyncio.CancelledError:
+            # _ended() cancels the wait when something spawned has failed: its failure is raised, not the cancellation.
             if self._failure is None:
                 raise
             raise self._failure from None
@@ -317,7 +300,7 @@ class DriverLoop:
                 self._waited_for.cancel()
 
     def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Stay silent about tasks that a signal has ended: nobody awaits their results any more."""
+        # Silent about tasks that a signal has ended: nobody awaits their results any more.
         if context.get("exception") not in self._left:
             loop.default_exception_handler(context)
 
@@ -333,7 +316,7 @@ class DriverLoop:
             self._loop.close()
 
     async def _end_all(self) -> None:
-        """Cancel all tasks, and those that their ends begin."""
+        # Again and again: the end of a task may begin another one.
         end = time.monotonic() + _FAREWELL_SECONDS
         while True:
             for _ in range(_PASSES_FOR_CALLBACKS):
@@ -388,22 +371,18 @@ def _raised(error: Exception) -> WorkerRaised | None:
     return cause if isinstance(cause, WorkerRaised) else None
 
 
-def _is_peer_trouble(error: Exception) -> bool:
-    cause = _raised(error)
-    return cause is not None and is_peer_trouble(cause.error)
-
-
 def is_peer_trouble(text: str) -> bool:
     """True if an error reads like one that another rank has caused."""
     return bool(_PEER_TROUBLE.search(text))
 
 
 def _gravity(error: Exception) -> tuple[int, float]:
-    """Sorts the cause before its consequences: deaths, then a worker's own errors, then trouble with a peer."""
+    """Sorts the cause before its consequences: deaths, then a worker's own errors, then trouble with a peer; among
+    equals the earliest."""
     cause = _raised(error)
     if cause is None:
         return (0, 0.0)
-    return (2 if _is_peer_trouble(error) else 1, cause.when)
+    return (_PEER if is_peer_trouble(cause.error) else 1, cause.when)
 
 
 def _where(address: WorkerAddress | None) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -19,12 +18,12 @@ from roll.config.roles import WorkerConfig
 from roll.distributed import diagnosis
 from roll.distributed.actor import WorkerActor, WorkerAddress
 from roll.distributed.calls import PendingCall
+from roll.distributed.dispatch import Collect, RankArguments, in_rank_order, spread
 from roll.distributed.failures import RemoteError
 from roll.distributed.ray_node import ray_lost
 from roll.distributed.resources import Placement, ResourceManager
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext
-from roll.protocol import DataProto
-from roll.protocol.metrics import RankInfo, merge_metrics
+from roll.protocol.metrics import RankInfo
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +79,6 @@ class Cluster:
         self._start()
 
     def _start(self) -> None:
-        """Start a process for every rank."""
         self.workers = [self._create_actor(placement) for placement in self._placements]
         # Passed on as a reference: Ray resolves it in the workers, so the driver starts all ranks without waiting for
         # rank 0.
@@ -106,11 +104,8 @@ class Cluster:
         return f"Cluster({self.name!r}, {self.world_size} ranks)"
 
     def wait_ready(self) -> None:
-        """Wait until every worker is built; every call does so implicitly.
-
-        Raises:
-            WorkerFailed, WorkerDied, DeadlineExceeded: a worker did not start; the method is named ``start``.
-        """
+        """Wait until every worker is built; every call does so implicitly. Raises ``WorkerFailed, WorkerDied,
+        DeadlineExceeded``: a worker did not start; the method is named ``start``."""
         if self._registrations is None:
             # In place: calls in flight (the start itself) hold this very list, and name process and log of a failed
             # rank from it. Addresses come first since an actor has them before its worker class is imported.
@@ -125,7 +120,7 @@ class Cluster:
         self._left_out.add(rank)
         # Before ray.kill(), which ends the actor's process only: an engine's own subprocesses would keep the device's
         # memory.
-        diagnosis.kill_process(self._addresses[rank])
+        diagnosis.on_node(self._addresses[rank], diagnosis.kill_process)
         with contextlib.suppress(ray.exceptions.RayError):
             ray.kill(self.workers[rank])
 
@@ -140,7 +135,7 @@ class Cluster:
         if rank in self._replacements:  # it could not be initialised, and may hold the memory of the device
             actor, address = self._replacements.pop(rank)
             with contextlib.suppress(ray.exceptions.RayError):  # it may not have come up
-                diagnosis.kill_process(ray.get(address, timeout=0))
+                diagnosis.on_node(ray.get(address, timeout=0), diagnosis.kill_process)
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
         actor = self._create_actor(self._placements[rank])
@@ -283,18 +278,11 @@ class Cluster:
         collect: Collect | None = None,
     ) -> PendingCall:
         limit = deadline or self.rpc_timeout
-        return PendingCall(self.name, method, refs, limit, self._addresses, collect or _in_rank_order)
+        return PendingCall(self.name, method, refs, limit, self._addresses, collect or in_rank_order)
 
     def _start_worker(self, rank: int, actor: Any, rendezvous: object) -> Any:
-        context = WorkerContext(
-            cluster_name=self.name,
-            role=self.role,
-            rank=rank,
-            world_size=self.world_size,
-            device_ids=self._placements[rank].device_ids,
-            seed=self._seed,
-            settings=self._settings,
-        )
+        place = self.name, self.role, rank, self.world_size, self._placements[rank].device_ids
+        context = WorkerContext(*place, seed=self._seed, settings=self._settings)
         return actor.start.remote(self._target, context, rendezvous, objects.pickles())
 
     def _create_actor(self, placement: Placement) -> Any:
@@ -336,144 +324,3 @@ def _portable(worker_cls: str | type[Worker]) -> str | bytes:
     if worker_cls.__module__ == "__main__" or "<locals>" in worker_cls.__qualname__:
         return bytes(ray.cloudpickle.dumps(worker_cls))
     return f"{worker_cls.__module__}.{worker_cls.__qualname__}"
-
-
-_INLINE = (type(None), bool, int, float, str, ray.ObjectRef)
-"""Arguments that travel in the call itself, as do tuples of them; others go to the object store, once for all ranks
-that share them."""
-
-
-@dataclass(frozen=True)
-class RankArguments:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
-Collect = Callable[[dict[int, Any]], Any]
-"""Builds the result of a call from the answers by rank."""
-
-
-def spread(
-    registration: Registration,
-    world_size: int,
-    rank_infos: Callable[[], Sequence[RankInfo]],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> tuple[dict[int, RankArguments], Collect]:
-    """Prepare a call: its arguments by rank, and how the answers by rank become one result.
-
-    Args:
-        rank_infos: Read only by the modes that need to know the place of every rank.
-
-    Raises:
-        ValueError: arguments that do not fit the mode (list lengths, DataProtos of different lengths).
-    """
-    match registration.dispatch:
-        case Dispatch.ONE_TO_ALL:
-            placed = {name: _put(value, world_size) for name, value in kwargs.items()}
-            shared = RankArguments(tuple(_put(value, world_size) for value in args), placed)
-            return dict.fromkeys(range(world_size), shared), _in_rank_order
-        case Dispatch.RANK_ZERO:
-            return {0: RankArguments(args, dict(kwargs))}, lambda answers: answers[0]
-        case Dispatch.ALL_TO_ALL:
-            for name, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
-                if not isinstance(value, list | tuple) or len(value) != world_size:
-                    found = f"{len(value)} entries" if isinstance(value, list | tuple) else type(value).__name__
-                    raise ValueError(
-                        f"{name}: an all-to-all call takes a list with one entry for each of {world_size} ranks, "
-                        f"got {found}"
-                    )
-            ranks = range(world_size)
-            each = {r: RankArguments(tuple(a[r] for a in args), {k: v[r] for k, v in kwargs.items()}) for r in ranks}
-            return each, _in_rank_order
-        case Dispatch.DP_MP_COMPUTE | Dispatch.DP_MP_DISPATCH_FIRST:
-            return _spread_data(registration, list(rank_infos()), args, kwargs)
-
-
-def _in_rank_order(answers: dict[int, Any]) -> list[Any]:
-    return [answers[rank] for rank in sorted(answers)]
-
-
-def _put(value: object, users: int) -> object:
-    small = isinstance(value, _INLINE) or (isinstance(value, tuple) and all(isinstance(v, _INLINE) for v in value))
-    # A value with a single user goes with the call itself; one that several ranks share would be serialised for each of
-    # them.
-    return value if users == 1 or small else ray.put(value)
-
-
-def _spread_data(
-    registration: Registration, infos: list[RankInfo], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[dict[int, RankArguments], Collect]:
-    dp_size = infos[0].dp_size
-    batches = [v for v in (*args, *kwargs.values()) if isinstance(v, DataProto)]
-    lengths = {len(batch) for batch in batches}
-    if len(lengths) > 1:
-        raise ValueError(f"batches of one call must have the same number of rows, got {sorted(lengths)}")
-    rows = lengths.pop() if lengths else 0
-    columns = registration.columns(*args, **kwargs) if callable(registration.columns) else registration.columns
-    first_only = registration.dispatch is Dispatch.DP_MP_DISPATCH_FIRST
-    users = 1 if first_only else len(infos) // dp_size
-
-    def by_rank(value: object) -> list[object]:
-        if not isinstance(value, DataProto):
-            return [_put(value, len(infos))] * len(infos)
-        if columns is not None:  # keys(): a look into the batch itself would unpack columns
-            wanted = [name for name in columns if name in value.batch.keys()]  # noqa: SIM118
-            value = value.select(wanted, [name for name in columns if name in value.non_tensor_batch])
-        chunks = [_put(chunk, users) for chunk in chunked(value, dp_size)]
-        nothing = value.select([], []) if first_only else None
-        return [nothing if first_only and not info.is_first_of_replica else chunks[info.dp_rank] for info in infos]
-
-    spread_args = [by_rank(value) for value in args]
-    spread_kwargs = {key: by_rank(value) for key, value in kwargs.items()}
-    arguments = {
-        info.rank: RankArguments(
-            tuple(values[i] for values in spread_args), {key: values[i] for key, values in spread_kwargs.items()}
-        )
-        for i, info in enumerate(infos)
-    }
-    # One source per replica: its tensor- and pipeline-parallel ranks computed the same rows, which must count once.
-    sources = sorted((info for info in infos if info.is_data_source), key=lambda info: info.dp_rank)
-    padding = -rows % dp_size
-    return arguments, lambda answers: joined([answers[info.rank] for info in sources], rows + padding, padding)
-
-
-def chunked(batch: DataProto, chunks: int) -> list[DataProto]:
-    """Equal consecutive chunks.
-
-    Where rows do not divide, rows are repeated from the start of the batch with every mask but ``attention_mask`` (a
-    model needs a token to attend to) False, so that they weigh nothing.
-    """
-    padded, added = batch.pad_to_divisor(chunks)
-    if added:
-        for name in [name for name in padded.batch.keys() if name.endswith("_mask") and name != "attention_mask"]:  # noqa: SIM118
-            mask = padded.batch[name].clone()
-            mask[-added:] = 0
-            padded.batch[name] = mask
-    return padded.chunk(chunks)
-
-
-def joined(results: list[Any], rows: int, padding: int) -> Any:
-    """The results of the data-parallel replicas, in order, as one.
-
-    DataProtos are concatenated and lists chained, both without the ``padding`` rows when they have one entry for each
-    of the ``rows`` padded rows; metrics are merged; a tuple is joined part by part; None stays None; anything else
-    becomes a list with one entry a replica.
-    """
-    first = results[0]
-    if all(result is None for result in results):
-        return None
-    if isinstance(first, DataProto):
-        whole = DataProto.concat(results) if len(results) > 1 else first
-        return whole.unpad(padding) if padding and len(whole) == rows else whole
-    if isinstance(first, tuple):
-        return tuple(joined([result[i] for result in results], rows, padding) for i in range(len(first)))
-    if isinstance(first, list):
-        chain = [entry for result in results for entry in result]
-        # Padding rows were appended at the end of the batch, so they are the last of the last replica. A list of
-        # another length has no entry per row, and keeps all.
-        return chain[: len(chain) - padding] if padding and len(chain) == rows else chain
-    metrics = [value for result in results if isinstance(result, dict) for value in result.values()]
-    if all(isinstance(result, dict) for result in results) and all(hasattr(one, "merge") for one in metrics):
-        return merge_metrics(results)
-    return results

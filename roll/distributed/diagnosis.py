@@ -26,25 +26,10 @@ _PAYLOAD = 1 << 20
 _RAY_LINES = (":job_id:", ":actor_name:", ":task_name:")
 
 
-def log_tail(address: WorkerAddress) -> list[str]:
-    """The last lines of a worker's log, read on the worker's own node."""
-    return _on_node(address, _read_tail, _TAIL_LINES)
-
-
-def stacks(address: WorkerAddress) -> list[str]:
-    """The Python stacks of a live worker's threads, innermost frame first; empty when the process is gone."""
-    return _on_node(address, _dump_stacks, _STACK_LINES)
-
-
-def lines_of_ray(lines: int = 15) -> list[str]:
+def lines_of_ray() -> list[str]:
     """The last errors of Ray's daemon on this node, where the processes of workers write until they are workers."""
     node = ray._private.worker.global_worker.node
-    return tail(Path(node.get_logs_dir_path(), "raylet.err"), lines) if node is not None else []
-
-
-def kill_process(address: WorkerAddress) -> None:
-    """Kill a worker and all processes that it has started, where they are; Ray's own way needs the worker's help."""
-    _on_node(address, _kill_tree, 0)
+    return tail(Path(node.get_logs_dir_path(), "raylet.err"), _TAIL_LINES) if node is not None else []
 
 
 @dataclass(frozen=True)
@@ -54,8 +39,7 @@ class Link:
     node_id: str
     answers: bool
     text: str
-    is_slow: bool
-    """Takes less than a mebibyte a second, if anything."""
+    is_slow: bool  # takes less than a mebibyte a second, if anything
 
 
 def links(addresses: Iterable[WorkerAddress]) -> list[Link]:
@@ -107,31 +91,34 @@ def death_cause(error: Exception) -> str:
     return (found["detail"] if found else text)[:300]
 
 
-def _on_node(address: WorkerAddress, look: Callable[[WorkerAddress, int], list[str]], lines: int) -> list[str]:
+def on_node(address: WorkerAddress, look: Callable[[WorkerAddress], list[str]]) -> list[str]:
+    """The lines that ``look`` finds about a worker on the worker's own node, or one that says why there are none."""
     if address.node_id == ray.get_runtime_context().get_node_id():
-        return look(address, lines)
+        return look(address)
     strategy = NodeAffinitySchedulingStrategy(address.node_id, soft=False)
     task = ray.remote(look).options(num_cpus=0, scheduling_strategy=strategy)
     try:
-        found: list[str] = ray.get(task.remote(address, lines), timeout=_REMOTE_SECONDS)
+        found: list[str] = ray.get(task.remote(address), timeout=_REMOTE_SECONDS)
         return found
     except (ray.exceptions.RayError, TimeoutError) as error:
         return [f"(could not be read on node {address.node_ip}: {type(error).__name__})"]
 
 
-def _kill_tree(address: WorkerAddress, lines: int) -> list[str]:
+def kill_process(address: WorkerAddress) -> list[str]:
+    """Kill a worker and all processes that it has started; Ray's own way needs the worker's help."""
     if command_of(address.pid).startswith("ray::"):  # not a later process with the same id
         kill_tree(address.pid)
     return []
 
 
-def _read_tail(address: WorkerAddress, lines: int) -> list[str]:
-    if not address.log_file:
-        return []
-    return [line for line in tail(Path(address.log_file), lines + 3) if not line.startswith(_RAY_LINES)][-lines:]
+def log_tail(address: WorkerAddress) -> list[str]:
+    """The last lines of a worker's log."""
+    lines = tail(Path(address.log_file), _TAIL_LINES + len(_RAY_LINES)) if address.log_file else []
+    return [line for line in lines if not line.startswith(_RAY_LINES)][-_TAIL_LINES:]
 
 
-def _dump_stacks(address: WorkerAddress, lines: int) -> list[str]:
+def stacks(address: WorkerAddress) -> list[str]:
+    """The Python stacks of a live worker's threads, innermost frame first; empty when the process is gone."""
     if not address.log_file:
         return []
     log = Path(address.log_file)
@@ -148,7 +135,7 @@ def _dump_stacks(address: WorkerAddress, lines: int) -> list[str]:
         if grown > before and grown == size:
             break
         size = grown
-    return _working_thread(tail(log, 400, begin=before))[:lines]
+    return _working_thread(tail(log, 400, begin=before))[:_STACK_LINES]
 
 
 def _working_thread(dump: list[str]) -> list[str]:

@@ -20,11 +20,9 @@ class RankReport:
     """Evidence about one rank when a call fails."""
 
     rank: int
-    where: str = ""
-    """Process and node, ``pid 123 on 10.0.0.4``."""
+    where: str = ""  # process and node, ``pid 123 on 10.0.0.4``
     error: str = ""
-    stack: str = ""
-    """The frames that raised, without those of the machinery around the worker."""
+    stack: str = ""  # the frames that raised, without those of the machinery around the worker
     log_file: str | None = None
     log_tail: list[str] = field(default_factory=list)
 
@@ -33,9 +31,8 @@ class RayLost(RuntimeError):
     """A daemon of Ray has ended, and the run with it."""
 
     def __init__(self, what: str, log_tail: list[str]) -> None:
-        super().__init__(
-            "\n".join([f"{what}; without it the run cannot go on", *_quoted("end of its log", None, log_tail)])
-        )
+        lines = [f"{what}; without it the run cannot go on", *_quoted("end of its log", None, log_tail)]
+        super().__init__("\n".join(lines))
 
 
 class NotFinite(RuntimeError):
@@ -98,11 +95,8 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def needing_room(folder: Path) -> Iterator[None]:
-    """Explain a failure of the block that is due to a full disk.
-
-    Raises:
-        OutputRefused: in place of that error, with its notes.
-    """
+    """Explain a failure of the block that is due to a full disk. Raises ``OutputRefused``: in place of that error, with
+    its notes."""
     try:
         yield
     except Exception as error:
@@ -143,20 +137,15 @@ class RemoteError(RuntimeError):
         links: Sequence[str] = (),
     ) -> None:
         assert reports, "a failure is some rank's"
-        self.cluster = cluster
-        self.method = method
-        self.seconds = seconds
-        self.reports = reports
-        self.rank = reports[0].rank
-        self.silent_ranks = silent_ranks
-        self.links = list(links)
+        self.cluster, self.method, self.seconds = cluster, method, seconds
+        self.reports, self.rank = reports, reports[0].rank
+        self.silent_ranks, self.links = silent_ranks, list(links)
         super().__init__(masked_text(self.describe()))
 
     def describe(self) -> str:
         """The message: cause first, then the evidence."""
         first = self.reports[0]
-        lines = [self._headline(first)]
-        lines += self._evidence(first)
+        lines = [self._headline(first), *self._evidence(first)]
         others = [report.rank for report in self.reports[1:]]
         if others:
             lines.append(f"  then also rank {_ranks(others)}: {self.reports[1].error.partition(chr(10))[0][:200]}")
@@ -206,14 +195,9 @@ class DeadlineExceeded(RemoteError):
 
     def describe(self) -> str:
         first = self.reports[0]
-        return "\n".join(
-            [
-                self._headline(first),
-                f"  no answer from rank {_ranks(self.silent_ranks)}",
-                *_quoted("network from the driver to their nodes", None, self.links),
-                *self._evidence(first),
-            ]
-        )
+        lines = [self._headline(first), f"  no answer from rank {_ranks(self.silent_ranks)}"]
+        lines += _quoted("network from the driver to their nodes", None, self.links)
+        return "\n".join([*lines, *self._evidence(first)])
 
 
 def _quoted(title: str, file: str | None, lines: list[str]) -> list[str]:

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.strategies.registry import BACKENDS
 from roll.distributed.guard import MARK_ENV, session_dir
+from roll.distributed.nodes import LOG_DIR_ENV, absent_here, environment
 from roll.distributed.signals import ENDING
-from roll.distributed.worker_environment import LOG_DIR_ENV, absent_here
 from roll.distributed.worker_script import ASK_NEXT, FORKED, RAY_SUFFIX, SCRIPT_ENV, SOCKET_ENV
 from roll.platforms import current_platform
 
@@ -66,8 +66,7 @@ _WITH_RAY = (
 _READ_WHEN_USED = (MARK_ENV, LOG_DIR_ENV, SOCKET_ENV, SCRIPT_ENV, "SPT_NOENV")
 """The last one is for the title that Ray gives a worker's process."""
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-_PATIENCE_SECONDS = 5.0
-"""Time limit for reading a worker's request, which is sent in one piece."""
+_PATIENCE_SECONDS = 5.0  # time limit for reading a worker's request, which is sent in one piece
 
 _running: ForkServer | None = None
 
@@ -100,10 +99,7 @@ class ForkServer:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid = self._process.pid
 
     def environment(self, script: str) -> dict[str, str]:
         """Variables of a node whose workers are forked; ``script`` is the path of Ray's own."""
@@ -150,24 +146,26 @@ def fork_server() -> ForkServer | None:
 def serve() -> None:
     """Fork a worker for each connection to the socket of the first argument, as long as standard input is open."""
     path, *modules = sys.argv[1:]
-    environment = dict(os.environ)  # imports add to it
+    begun_with = dict(os.environ)  # imports add to it
     gc.disable()  # imports make a million objects that stay: a fifth of their time goes to looking for others
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen(64)  # who comes before the imports are done waits
-        with _one_blas_thread():
+        # Threads of OpenBLAS, which it starts when it is loaded, would be missing in a fork.
+        with environment({_BLAS_THREADS: "1"}):
             import_module("numpy")
         if not _import_all(_IMPORTED):
             return
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
         settings: Mapping[str, str] | None = None
         for request in _requests(server):
-            if request.would_import({**environment, **request.settings_of_ray}):
+            if request.would_import({**begun_with, **request.settings_of_ray}):
                 if settings is None:
                     settings = request.settings_of_ray
-                    _serve_with_ray(path + RAY_SUFFIX, modules, {**environment, **settings}, server, request)
+                    _serve_with_ray(path + RAY_SUFFIX, modules, {**begun_with, **settings}, server, request)
                 if request.settings_of_ray == settings:
-                    request.refer()
+                    with suppress(OSError):  # the worker is gone
+                        request.link.sendall(ASK_NEXT)
                 elif os.fork() == 0:
                     server.close()
                     request.become_worker()
@@ -175,9 +173,9 @@ def serve() -> None:
 
 
 def _serve_with_ray(
-    path: str, modules: Iterable[str], environment: Mapping[str, str], first: socket.socket, request: _Request
+    path: str, modules: Iterable[str], variables: Mapping[str, str], first: socket.socket, request: _Request
 ) -> None:
-    """Start the second server, which imports Ray and ``modules``; its workers import under ``environment``."""
+    """Start the second server, which imports Ray and ``modules``; its workers import under ``variables``."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
         server.listen(64)
@@ -187,7 +185,7 @@ def _serve_with_ray(
         request.close()
         os.environ.update(request.settings_of_ray)
         for request in _requests(server) if _import_all((*_WITH_RAY, *modules)) else ():
-            if request.would_import(environment) and os.fork() == 0:
+            if request.would_import(variables) and os.fork() == 0:
                 server.close()
                 request.become_worker()
             request.close()
@@ -223,17 +221,6 @@ def _requests(server: socket.socket) -> Iterator[_Request]:
             yield _Request(link)
 
 
-@contextmanager
-def _one_blas_thread() -> Iterator[None]:
-    """Keep an OpenBLAS that is loaded in the block from starting threads, which a fork would not have."""
-    given = os.environ.get(_BLAS_THREADS)
-    os.environ[_BLAS_THREADS] = "1"
-    yield
-    os.environ.pop(_BLAS_THREADS)
-    if given is not None:
-        os.environ[_BLAS_THREADS] = given
-
-
 class _Request:
     """Request of a worker's script: its arguments and environment, with its standard streams."""
 
@@ -244,30 +231,19 @@ class _Request:
         with link.makefile("rb") as file:
             message: dict[str, Any] = json.loads(file.read(struct.unpack("!I", header)[0]))
         link.settimeout(None)
-        self._link = link
+        self.link = link
         self._arguments: list[str] = message["arguments"]
         self._environment: dict[str, str] = message["environment"]
         self._folder: str = message["folder"]
+        self.settings_of_ray = {k: v for k, v in self._environment.items() if k.startswith("RAY_")}
 
-    @property
-    def settings_of_ray(self) -> dict[str, str]:
-        return {name: value for name, value in self._environment.items() if name.startswith("RAY_")}
-
-    def would_import(self, environment: Mapping[str, str]) -> bool:
-        """True if the worker imports under this environment; what the run reads later may differ."""
-
-        def imported(variables: Mapping[str, str]) -> dict[str, str]:
-            return {k: v for k, v in variables.items() if k not in _READ_WHEN_USED}
-
-        return imported(self._environment) == imported(environment)
-
-    def refer(self) -> None:
-        """Send the worker to the second server."""
-        with suppress(OSError):
-            self._link.sendall(ASK_NEXT)
+    def would_import(self, variables: Mapping[str, str]) -> bool:
+        """True if the worker imports under these variables; what the run reads later may differ."""
+        names = (self._environment.keys() | variables.keys()).difference(_READ_WHEN_USED)
+        return all(self._environment.get(name) == variables.get(name) for name in names)
 
     def close(self) -> None:
-        self._link.close()
+        self.link.close()
         for stream in self._streams:
             os.close(stream)
 
@@ -279,7 +255,7 @@ class _Request:
         for number, stream in enumerate(self._streams):
             os.dup2(stream, number)
             os.close(stream)
-        self._link.sendall(FORKED)
+        self.link.sendall(FORKED)
         os.chdir(self._folder)
         os.environ.update(self._environment)
         sys.argv = self._arguments

@@ -132,8 +132,7 @@ def end_run(mark: str, folder: Path | None = None, patience: float = 2.0) -> Non
 
 
 PREFIX = "roll-ray-"
-RAY_FOLDER = "s"
-"""Inside ours, since Ray opens the folder that it is given to everyone (mode 0777)."""
+RAY_FOLDER = "s"  # inside ours, since Ray opens the folder that it is given to everyone (mode 0777)
 _LOCK_FILE = "driver.lock"
 _LONGEST_BASE = 20
 """Ray's socket names under its folder take up to 67 of the 107 bytes that a Unix socket's path may have."""
@@ -267,7 +266,14 @@ def _messages(facts: dict[str, Any]) -> Iterator[str]:
 def _clean_up(facts: Mapping[str, Any]) -> None:
     folder = Path(facts["folder"]) if facts.get("folder") else None
     killed = f"the run's process (pid {facts['driver']}) ended without a word"
-    cause = facts.get("cause") or _cause_in_ray_log(folder) or killed
+    cause = facts.get("cause")
+    # The reason for which Ray's client has ended the driver, if it noticed the daemon's end first.
+    for log in [] if cause or folder is None else folder.glob("session_2*/logs/python-core-driver-*.log"):
+        with suppress(OSError):
+            text = log.read_text(encoding="utf-8", errors="replace")
+            if any(words in text for words in _RAYLET_ENDED):
+                cause = "Ray's raylet ended, and the run with it"
+    cause = cause or killed
     end_run(str(facts["mark"]), folder, patience=0.5)
     if folder is not None:
         shutil.rmtree(folder.parent, ignore_errors=True)
@@ -275,16 +281,6 @@ def _clean_up(facts: Mapping[str, Any]) -> None:
     if facts.get("command"):
         with suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(facts["command"], stdout=2, timeout=_COMMAND_SECONDS, check=False)
-
-
-def _cause_in_ray_log(folder: Path | None) -> str | None:
-    """The reason for which Ray's client has ended the driver, from its log, if it noticed the daemon's end first."""
-    for log in [] if folder is None else folder.glob("session_2*/logs/python-core-driver-*.log"):
-        with suppress(OSError):
-            text = log.read_text(encoding="utf-8", errors="replace")
-            if any(words in text for words in _RAYLET_ENDED):
-                return "Ray's raylet ended, and the run with it"
-    return None
 
 
 def _report(text: str, log: str | None) -> None:

@@ -1,5 +1,5 @@
-"""The nodes of a run: which one this is, by which address the others reach it, the secret that they share, and the roll
-call at which each announces its versions.
+"""This node of a run: which one it is, by which address the others reach it, the secret that they share, and the
+variables of the processes that start here. Light to import: what starts before Ray needs it too.
 
 ``RANK`` and ``WORLD_SIZE`` in the environment of the command count nodes; in workers they have torch's meaning.
 """
@@ -7,18 +7,17 @@ call at which each announces its versions.
 from __future__ import annotations
 
 import fcntl
-import json
-import platform
+import os
 import socket
 import struct
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from importlib import import_module, metadata
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from roll.config.reading.errors import ConfigError, Problem
-from roll.distributed.failures import NodeError
+from roll.distributed.guard import MARK_ENV
+from roll.platforms import current_platform, usable_cores
 
 _SOURCE = "environment"
 
@@ -37,11 +36,8 @@ class NodeEnvironment:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> NodeEnvironment:
-        """Read the variables.
-
-        Raises:
-            ConfigError: one that is not a number or out of range; the message names it.
-        """
+        """Read the variables. Raises ``ConfigError``: one that is not a number or out of range; the message names
+        it."""
         world_size = _number(environ, "WORLD_SIZE", 1, 1, 1 << 16)
         rank = _number(environ, "RANK", 0, 0, world_size - 1)
         master_addr = environ.get("MASTER_ADDR") or ("127.0.0.1" if world_size == 1 else "")
@@ -73,11 +69,8 @@ def _number(environ: Mapping[str, str], name: str, default: int, low: int, high:
 
 
 def own_address(nodes: NodeEnvironment) -> str:
-    """The address by which other nodes reach this one: the master's own on node 0, else the one that faces it.
-
-    Raises:
-        OSError: the master's name is not known here, or there is no route to it.
-    """
+    """The address by which other nodes reach this one: the master's own on node 0, else the one that faces it. Raises
+    ``OSError``: the master's name is not known here, or there is no route to it."""
     if nodes.rank == 0:
         return socket.gethostbyname(nodes.master_addr)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -133,95 +126,52 @@ def require_token(nodes: NodeEnvironment, environ: Mapping[str, str]) -> None:
     raise ConfigError([Problem("RAY_AUTH_TOKEN", None, problem, source=_SOURCE, has_value=False)])
 
 
-EQUAL_PACKAGES = ("torch", "ray", "transformers")
-"""Their versions, Python's and this package's must be the same on all nodes: objects travel as pickles, and ranks
-compute one model together."""
+LOG_DIR_ENV = "ROLL_LOG_DIR"
+"""The folder of worker logs; without it they are in Ray's session folder and are removed with it."""
+
+WORKER_DEFAULTS = {
+    # Several workers share the host's cores: threads that spin while they wait take them from one another.
+    "OMP_WAIT_POLICY": "passive",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+_MOST_THREADS = 16
+"""Most threads of a worker on a CPU host: matrices of models that a CPU can train are too small for more."""
+
+RAY_SETTINGS = {
+    # Actors request no devices from Ray (roles may share them), and Ray would hide all devices from such an actor.
+    "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_HIP_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ROCR_VISIBLE_DEVICES": "1",
+    "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 
-@dataclass(frozen=True)
-class NodeCard:
-    """A node's answer to the roll call."""
-
-    rank: int
-    hostname: str
-    address: str
-    versions: dict[str, str]
-
-    @classmethod
-    def of_this_node(cls, rank: int, address: str) -> NodeCard:
-        return cls(rank, socket.gethostname(), address, version_reader()())
-
-    @classmethod
-    def from_bytes(cls, text: bytes) -> NodeCard:
-        return cls(**json.loads(text))
-
-    def to_bytes(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    def __str__(self) -> str:
-        return f"node {self.rank} ({self.hostname}, {self.address})"
+def worker_threads(num_devices: int) -> int:
+    """Threads of each worker: on a CPU host the cores of its device (roles on one device compute in turns); else 1."""
+    if current_platform().device_type != "cpu":
+        return 1
+    return max(1, min(usable_cores() // num_devices, _MOST_THREADS))
 
 
-def version_reader() -> Callable[[], dict[str, str]]:
-    """A function that reads the versions of the node where it runs.
-
-    By name: Python, this package, and :data:`EQUAL_PACKAGES`, without the build (``+cpu``): a head node without
-    accelerators may have another one. A nested function is pickled by value, and another node may have no ``roll``.
-    """
-    names = EQUAL_PACKAGES
-
-    def versions() -> dict[str, str]:
-        found = {"python": platform.python_version(), "roll": "not installed"}
-        with suppress(ImportError):
-            found["roll"] = import_module("roll").__version__
-        for name in names:
-            # Metadata instead of an import: torch alone would take seconds on each node.
-            found[name] = "not installed"
-            with suppress(metadata.PackageNotFoundError):
-                found[name] = metadata.version(name).partition("+")[0]
-        return found
-
-    return versions
+def absent_here(num_devices: int, mark: str) -> dict[str, str]:
+    """Variables of the workers that this process's environment does not set."""
+    threads = {"OMP_NUM_THREADS": str(worker_threads(num_devices))}
+    wanted = {**WORKER_DEFAULTS, **threads, **RAY_SETTINGS, MARK_ENV: mark}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def check_same_versions(head: NodeCard, others: list[NodeCard], head_name: str | None = None) -> None:
-    """
-    Args:
-        head_name: in place of its number.
-
-    Raises:
-        NodeError: nodes whose versions differ from the head's, each with what it has and what the head has.
-    """
-    lines, head_name = [], head_name or f"node {head.rank}"
-    for card in others:
-        different = [
-            f"{name} {card.versions.get(name, 'unknown')} ({head_name}: {version})"
-            for name, version in head.versions.items()
-            if card.versions.get(name) != version
-        ]
-        if different:
-            lines.append(f"{card} has {', '.join(different)}")
-    if lines:
-        rule = "All nodes must have the same versions: give them one environment or one image"
-        raise NodeError("\n".join([*lines, rule]))
-
-
-def check_all_present(world_size: int, present: set[int], cards: Mapping[int, NodeCard], seconds: float) -> None:
-    """
-    Raises:
-        NodeError: nodes that are missing, by number, and by name where they have been heard of.
-    """
-    missing = [rank for rank in range(world_size) if rank not in present]
-    if not missing:
-        return
-    silent = [str(rank) for rank in missing if rank not in cards]
-    started = [str(cards[rank]) for rank in missing if rank in cards]
-    lines = [f"{len(present)} of WORLD_SIZE={world_size} nodes joined within {seconds:g} s"]
-    if silent:
-        lines.append(
-            f"never heard of: node {', '.join(silent)}. Is the command running there, with that RANK and the same "
-            "MASTER_ADDR and MASTER_PORT, and do they reach this node?"
-        )
-    if started:
-        lines.append(f"heard of, but its Ray did not join: {', '.join(started)}. Its own output says why")
-    raise NodeError("\n".join(lines))
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process for the length of the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -19,6 +19,7 @@ public way to any of this:
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import shutil
@@ -99,11 +100,6 @@ class RayWatch:
         return RayLost(what, lines[-_LOG_LINES:])
 
 
-def daemon_pids(node: Node) -> dict[str, int]:
-    """The daemons that ``node`` has started, by name."""
-    return {name: infos[0].process.pid for name, infos in node.all_processes.items() if name in DAEMONS and infos}
-
-
 _current: RayWatch | None = None
 
 
@@ -121,11 +117,9 @@ def ray_lost() -> RayLost | None:
 
 LOOPBACK = "127.0.0.1"
 
-SLOT_RESOURCE = "roll_slot"
-"""The Ray resource of logical CPU slots on nodes without accelerators."""
+SLOT_RESOURCE = "roll_slot"  # the Ray resource of logical CPU slots on nodes without accelerators
 
-NODE_RANK_LABEL = "roll-node-rank"
-"""Ray node label: the place of a node in the order of device ids."""
+NODE_RANK_LABEL = "roll-node-rank"  # Ray node label: the place of a node in the order of device ids
 
 _MEBIBYTE = 1 << 20
 _SMALL_SHM = 256 * _MEBIBYTE
@@ -178,16 +172,12 @@ class _LeanNode(Node):
 class NodeOptions:
     """Parameters of a node."""
 
-    address: str
-    """The IP address that the node's servers bind to and announce."""
-    num_devices: int
-    """Logical device slots, on a host without accelerators."""
+    address: str  # the IP address that the node's servers bind to and announce
+    num_devices: int  # logical device slots, on a host without accelerators
     platform: Platform
     rank: int = 0
-    gcs_port: int = 0
-    """Head: the port to serve the cluster's control service on; 0 takes a free one."""
-    gcs_address: str | None = None
-    """``host:port`` of the head to join; None starts a head."""
+    gcs_port: int = 0  # Head: the port to serve the cluster's control service on; 0 takes a free one
+    gcs_address: str | None = None  # ``host:port`` of the head to join; None starts a head
     dashboard_port: int | None = None
     object_store_bytes: int | None = None
 
@@ -206,14 +196,6 @@ def start_node(options: NodeOptions, temp_dir: Path, worker_script: str | None =
         NodeError: they do not report within Ray's limit of 30 seconds, and not at a second attempt either.
         RuntimeError: Ray did not come up; its logs are under ``temp_dir``.
     """
-    try:
-        return _started(options, temp_dir, worker_script)
-    except _LateNode as error:
-        logger.warning("%s. They are started once more", error)
-        return _started(options, temp_dir, worker_script)
-
-
-def _started(options: NodeOptions, temp_dir: Path, worker_script: str | None) -> Node:
     store_bytes, store_dir = object_store(options.object_store_bytes, temp_dir)
     is_head = options.gcs_address is None
     # Ray annotates dashboard_port as a bool and include_log_monitor as a str; it uses a number and a bool.
@@ -241,7 +223,12 @@ def _started(options: NodeOptions, temp_dir: Path, worker_script: str | None) ->
     )
     # The reaper process kills the daemons when this process dies, however it dies; a hook at exit would do so only
     # after a normal end, where the caller does it already.
-    return _LeanNode(parameters, head=is_head, shutdown_at_exit=False, spawn_reaper=True)
+    options_of_ray: dict[str, Any] = {"head": is_head, "shutdown_at_exit": False, "spawn_reaper": True}
+    try:
+        return _LeanNode(copy.deepcopy(parameters), **options_of_ray)
+    except _LateNode as error:
+        logger.warning("%s. They are started once more", error)
+        return _LeanNode(parameters, **options_of_ray)
 
 
 def reload_auth() -> None:
@@ -292,11 +279,8 @@ class Board:
         return True
 
     def get(self, key: str) -> bytes | None:
-        """The text under a key; None: there is none, or the head does not answer within a second.
-
-        Raises:
-            NodeError: the head does not know the token of this node.
-        """
+        """The text under a key; None: there is none, or the head does not answer within a second. Raises ``NodeError``:
+        the head does not know the token of this node."""
         try:
             with _token_accepted():
                 found: bytes | None = self._client.internal_kv_get(key.encode(), self._NAMESPACE, timeout=1)
@@ -328,9 +312,8 @@ def connect(address: str, node_ip: str | None, runtime_env: Mapping[str, Any] | 
         # Keep Ray from exchanging a loopback address for the host's outward one if the cluster is not there.
         ray._private.ray_constants.ENABLE_RAY_CLUSTER = True
         outward = ray.util.get_node_ip_address()
-        ray._private.ray_constants.ENABLE_RAY_CLUSTER = (
-            outward != LOOPBACK and connection_error(outward, int(port)) is None
-        )
+        is_there = outward != LOOPBACK and connection_error(outward, int(port)) is None
+        ray._private.ray_constants.ENABLE_RAY_CLUSTER = is_there
     ray.init(
         address=address,
         _node_ip_address=node_ip,

@@ -20,8 +20,7 @@ class Placement:
     """The place of one worker."""
 
     rank: int
-    bundle: int
-    """Index of the node's bundle in the placement group."""
+    bundle: int  # index of the node's bundle in the placement group
     device_ids: tuple[int, ...]
     local_devices: tuple[int, ...] | None
     """Devices of its node that the worker shall see; None where the cluster has no accelerators to hide."""
@@ -89,11 +88,8 @@ class ResourceManager:
                 across two nodes.
         """
         if role.device_mapping is None:
-            hidden = () if self._has_accelerators else None
-            return [
-                Placement(rank, self._bundles[rank % self.num_nodes], (), hidden)
-                for rank in range(role.world_size or 1)
-            ]
+            hidden, bundles, ranks = () if self._has_accelerators else None, self._bundles, range(role.world_size or 1)
+            return [Placement(rank, bundles[rank % self.num_nodes], (), hidden) for rank in ranks]
         self._check_mapping(name, role.device_mapping, role.num_gpus_per_worker)
         size = role.num_gpus_per_worker
         placements = []

@@ -37,11 +37,9 @@ logger = logging.getLogger(__name__)
 SOCKET_ENV = "ROLL_SUPERVISOR"
 LEFT_OUT_ENV = "ROLL_LEFT_OUT_STEPS"
 REJOIN_ENV = "ROLL_REJOIN_SECONDS"
-RECORD_NAME = "restarts.jsonl"
-"""File in the folder of logs with a line for every end, restart and recovery."""
+RECORD_NAME = "restarts.jsonl"  # file in the folder of logs with a line for every end, restart and recovery
 
-MOST_WAIT = 600.0
-"""Seconds of the longest pause before a restart."""
+MOST_WAIT = 600.0  # seconds of the longest pause before a restart
 MOST_REWINDS = 3
 """Most rewinds to the same checkpoint: if numbers are still non-finite then, skipping more batches does not help."""
 
@@ -49,8 +47,7 @@ FAILED, INTERRUPTED, DONE, WRONG, REWIND = "failed", "interrupted", "done", "wro
 """Reasons of an end: a fault that a restart may overcome, a signal, the last step, a mistake that a restart would
 repeat, a batch that gave a non-finite number."""
 _CLEANUP_SECONDS = 5.0
-_START_SECONDS = 120.0
-"""Time for the head to clean up after a run and to start again."""
+_START_SECONDS = 120.0  # time for the head to clean up after a run and to start again
 
 
 class Supervised:
@@ -58,8 +55,7 @@ class Supervised:
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
-        self.left_out: frozenset[int] = frozenset()
-        """Steps whose batches no model learns from."""
+        self.left_out: frozenset[int] = frozenset()  # steps whose batches no model learns from
         self.rejoin_seconds = 0.0
         """Seconds that a further node waits for the head to come back; 0: it serves for the first time."""
 
@@ -101,16 +97,11 @@ class Attempt:
 
     began: float = field(default_factory=time.monotonic)
     status: int = 0
-    mark: str = ""
-    """Mark of the run's processes (:mod:`roll.distributed.guard`)."""
-    reached: int | None = None
-    """Steps done; None: training had not begun."""
-    first: int | None = None
-    """Steps done when training began."""
-    checkpoints: list[list[str]] = field(default_factory=list)
-    """Places of each checkpoint, newest last."""
-    end: str = ""
-    """One of the reasons above; empty: it was killed."""
+    mark: str = ""  # mark of the run's processes (:mod:`roll.distributed.guard`)
+    reached: int | None = None  # steps done; None: training had not begun
+    first: int | None = None  # steps done when training began
+    checkpoints: list[list[str]] = field(default_factory=list)  # places of each checkpoint, newest last
+    end: str = ""  # one of the reasons above; empty: it was killed
     cause: str = ""
 
     def take(self, facts: Mapping[str, Any]) -> None:
@@ -160,8 +151,7 @@ class Supervisor:
         self._checkpoints: list[list[str]] = []
         self._left_out: set[int] = set()
         self._restarts = 0
-        self._in_a_row = 0
-        """Restarts from the present checkpoint."""
+        self._in_a_row = 0  # restarts from the present checkpoint
         self._rewinds = 0
         self._rejoin = 0.0
         self._previous: tuple[int | None, str | None] | None = None
@@ -190,9 +180,8 @@ class Supervisor:
                 self._died = time.monotonic()
                 checkpoint = self._newest(attempt)
                 refusal = self._refusal(attempt, checkpoint)
-                self._record(
-                    "ended", reached=attempt.reached, checkpoint=checkpoint, reason=attempt.reason, refused=refusal
-                )
+                facts = {"reached": attempt.reached, "checkpoint": checkpoint, "reason": attempt.reason}
+                self._record("ended", **facts, refused=refusal)
                 if refusal:
                     self._tell(f"not started again: {refusal}")
                     return attempt.exit_status or 1
@@ -226,7 +215,6 @@ class Supervisor:
         return attempt
 
     def _newest(self, attempt: Attempt) -> str | None:
-        """The newest whole checkpoint of all attempts."""
         self._checkpoints += [places for places in attempt.checkpoints if places not in self._checkpoints]
         for places in reversed(self._checkpoints):
             found = next((place for place in places if self._is_whole(place)), None)

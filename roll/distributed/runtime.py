@@ -18,40 +18,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll.config.reading.errors import ConfigError, Problem
 from roll.distributed import worker_script
 from roll.distributed.failures import NodeError, RayLost
 from roll.distributed.forked_workers import fork_server
 from roll.distributed.guard import Guard, end_run, session_dir
-from roll.distributed.nodes import (
-    NodeCard,
-    NodeEnvironment,
-    check_all_present,
-    check_same_versions,
-    own_address,
-    require_token,
-    version_reader,
-)
+from roll.distributed.nodes import LOG_DIR_ENV, NodeEnvironment, absent_here, environment, own_address, require_token
 from roll.distributed.ray_node import (
+    DAEMONS,
     LOOPBACK,
-    NODE_RANK_LABEL,
     WORKER_SCRIPT,
     Board,
     NodeOptions,
     RayWatch,
     connect,
     connection_error,
-    daemon_pids,
     ray_lost,
     reload_auth,
     set_current,
     start_node,
 )
 from roll.distributed.restarts import DONE, supervised
+from roll.distributed.roll_call import NodeCard, answer_roll_call, compare_nodes, wait_for_nodes
 from roll.distributed.signals import ENDING, ending
-from roll.distributed.worker_environment import LOG_DIR_ENV, absent_here, environment
 from roll.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -71,9 +60,6 @@ _HEAD_MISSES = 3
 _OVER = "over"
 _SIGNAL = "signal"
 """Key of the note that a further node leaves about a signal: its number, a running count, and the node's name."""
-_POLL_SECONDS = 0.1
-_ANSWER_SECONDS = 120.0
-"""Time limit for a node of an existing cluster to start a process and report its versions."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +68,8 @@ class RayRuntime:
 
     address: str
     log_dir: Path | None
-    mark: str
-    """The value of ``ROLL_RUN_MARK`` in the environment of every process of the run."""
-    guard: Guard
-    """Outlives this process where that ends hard."""
+    mark: str  # the value of ``ROLL_RUN_MARK`` in the environment of every process of the run
+    guard: Guard  # outlives this process where that ends hard
     actor_envs: Mapping[str, str] = field(default_factory=dict)
     """Variables that each actor must be given: those of the processes of a Ray that the caller had started."""
 
@@ -139,7 +123,7 @@ def ray_runtime(
         if has_ray or nodes.ray_address is not None:
             connected = contextlib.nullcontext() if has_ray else _connected(str(nodes.ray_address), None, inherited)
             with _guarded(mark, None) as guard, connected:
-                _compare_nodes()
+                compare_nodes()
                 address = ray.get_runtime_context().gcs_address if has_ray else str(nodes.ray_address)
                 # Ray hands `inherited` to the actors of a connection made here; the caller's own knows nothing of it.
                 yield RayRuntime(address, log_dir, mark, guard, actor_envs=inherited if has_ray else {})
@@ -150,9 +134,10 @@ def ray_runtime(
         # Workers on this node inherit the environment; those of other nodes get it from Ray.
         passed_on = inherited if nodes.world_size > 1 else None
         with session_dir() as folder, _guarded(mark, folder) as guard, _own_node(options, inherited, folder) as node:
-            guard.tell({"daemons": daemon_pids(node)})
+            started = {name: infos for name, infos in node.all_processes.items() if name in DAEMONS and infos}
+            guard.tell({"daemons": {name: infos[0].process.pid for name, infos in started.items()}})
             with _watched(node, folder, guard), _connected(node.address, options.address, passed_on):
-                _wait_for_nodes(node.address, options.address, nodes.world_size, num_nodes, join_timeout)
+                wait_for_nodes(node.address, options.address, nodes.world_size, num_nodes, join_timeout)
                 with (
                     _signals_of_nodes(node.address, nodes.world_size),
                     _dismissing_nodes(node.address, nodes.world_size > 1 and supervised.is_attached),
@@ -312,16 +297,16 @@ def _serve(options: NodeOptions, inherited: Mapping[str, str], mark: str, join_t
     port = int(text)
     give_up = time.monotonic() + join_timeout
     while (error := connection_error(host, port)) is not None:
-        if time.monotonic() > give_up and rejoin:
-            supervised.tell(end=DONE)
-            raise SystemExit(0)
         if time.monotonic() > give_up:
+            if rejoin:
+                supervised.tell(end=DONE)
+                raise SystemExit(0)
             raise NodeError(
                 f"no Ray head at {options.gcs_address} after {join_timeout:g} s ({error}): is the command running with "
                 "RANK=0 on that host, with the same MASTER_ADDR and MASTER_PORT?"
             )
         time.sleep(_HEAD_POLL_SECONDS)
-    board = _answer_roll_call(options, give_up)
+    board = answer_roll_call(options, give_up)
     with (
         session_dir() as folder,
         _guarded(mark, folder),
@@ -363,92 +348,6 @@ def _pass_on(board: Board, options: NodeOptions, number: signal.Signals) -> bool
     )
     card = NodeCard.of_this_node(options.rank, options.address)
     return board.put(_SIGNAL, f"{int(number)} {card}".encode(), _HEAD_POLL_SECONDS)
-
-
-def _answer_roll_call(options: NodeOptions, give_up: float) -> Board:
-    """Announce this node's versions and compare them with the head's; returns the head's board.
-
-    Raises:
-        NodeError: they differ, or the head does not announce any.
-    """
-    assert options.gcs_address is not None
-    board = Board(options.gcs_address, patience=give_up - time.monotonic())
-    card = NodeCard.of_this_node(options.rank, options.address)
-    # Put before waiting for the head's card: both sides compare, so that each prints the difference in its own log.
-    board.put(f"node/{options.rank}", card.to_bytes())
-    while (head := board.get("node/0")) is None:
-        if time.monotonic() > give_up:
-            raise NodeError(f"the head at {options.gcs_address} does not say what it is: does it run this package?")
-        time.sleep(_POLL_SECONDS)
-    check_same_versions(NodeCard.from_bytes(head), [card])
-    return board
-
-
-def _wait_for_nodes(gcs_address: str, address: str, world_size: int, num_nodes: int, join_timeout: float) -> None:
-    """Wait until every node has joined, on node 0.
-
-    Raises:
-        ConfigError: the run needs more nodes than there will be.
-        NodeError: some did not come in time, came twice, or have other versions than this one.
-    """
-    # Before any waiting: this can be known at once, and waiting for the others may take ten minutes.
-    if num_nodes > world_size:
-        rule = (
-            f"the device ids need {num_nodes} nodes: start the command on {num_nodes} nodes with "
-            f"WORLD_SIZE={num_nodes}, or use fewer devices"
-        )
-        raise ConfigError([Problem("WORLD_SIZE", world_size, rule, source="environment")])
-    if world_size == 1:
-        return
-    board, head = Board(gcs_address), NodeCard.of_this_node(0, address)
-    board.put("node/0", head.to_bytes())
-    cards: dict[int, NodeCard] = {}
-    give_up = time.monotonic() + join_timeout
-    while True:
-        for rank in range(1, world_size):
-            if rank not in cards and (text := board.get(f"node/{rank}")) is not None:
-                cards[rank] = NodeCard.from_bytes(text)
-        check_same_versions(head, list(cards.values()))
-        ranks = [int(node["Labels"].get(NODE_RANK_LABEL, -1)) for node in ray.nodes() if node["Alive"]]
-        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-        if twice:
-            raise NodeError(f"two nodes have joined as RANK={twice[0]}: every node needs a RANK of its own")
-        if len(set(ranks)) == world_size:
-            return
-        if time.monotonic() > give_up:
-            check_all_present(world_size, set(ranks), cards, join_timeout)
-        time.sleep(_POLL_SECONDS)
-
-
-def _compare_nodes() -> None:
-    """Compare the versions of the other nodes of an existing cluster with those of this one.
-
-    Raises:
-        NodeError: some differ, or do not answer.
-    """
-    own = ray.get_runtime_context().get_node_id()
-    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own]
-    # No CPU is requested, so that nodes whose CPUs are all taken by others still answer.
-    read = ray.remote(num_cpus=0, max_retries=0)(version_reader())
-    answers = [
-        read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote()
-        for node in others
-    ]
-    done, _ = ray.wait(answers, num_returns=len(answers), timeout=_ANSWER_SECONDS) if answers else ([], [])
-    silent = [node["NodeManagerHostname"] for node, one in zip(others, answers, strict=True) if one not in done]
-    if silent:
-        raise NodeError(
-            f"node {', '.join(silent)} of the cluster did not say within {_ANSWER_SECONDS:g} s which versions it has"
-        )
-    cards = []
-    for number, (node, one) in enumerate(zip(others, answers, strict=True), start=1):
-        try:
-            cards.append(NodeCard(number, node["NodeManagerHostname"], node["NodeManagerAddress"], ray.get(one)))
-        except ray.exceptions.RayError as error:
-            raise NodeError(
-                f"node {node['NodeManagerHostname']} of the cluster cannot start a worker: {error}"
-            ) from error
-    check_same_versions(NodeCard.of_this_node(0, ""), cards, "this one")
 
 
 @contextlib.contextmanager

@@ -19,8 +19,7 @@ from types import FrameType
 logger = logging.getLogger(__name__)
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_WAKE = signal.SIGALRM
-"""Brings an exception into the main thread (:meth:`EndingSignals.raise_in_main`)."""
+_WAKE = signal.SIGALRM  # brings an exception into the main thread (:meth:`EndingSignals.raise_in_main`)
 
 SAME_SECONDS = 0.5
 """``timeout``, ``make`` and terminals send a signal to a process and to its group: what comes again so soon is the
@@ -47,8 +46,7 @@ class EndingSignals:
 
     def __init__(self) -> None:
         self._depth = 0
-        self._is_installed = False
-        """Handlers are in place: not where the work is in another thread than the main one."""
+        self._is_installed = False  # handlers are in place: not where the work is in another thread than the main one
         self._held = 0
         self._pending: BaseException | None = None
         self._first: float | None = None
@@ -57,12 +55,10 @@ class EndingSignals:
         self._ignored: set[signal.Signals] = set()
         """Ignored since the process was started: by ``nohup``, or by a shell that started it in the background."""
         self._raised: BaseException | None = None
-        self.received: signal.Signals | None = None
-        """The first signal."""
+        self.received: signal.Signals | None = None  # the first signal
         self.on_first: Callable[[signal.Signals], None] | None = None
         """Called with the first signal, in the main thread, before anything is raised."""
-        self.on_second: Callable[[str], None] | None = None
-        """Called with the reason for which the process ends at once."""
+        self.on_second: Callable[[str], None] | None = None  # called with the reason for which the process ends at once
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -182,7 +178,6 @@ class EndingSignals:
             raise self._raised
 
     def _listen(self, reader: socket.socket) -> None:
-        """See every signal that comes, whatever the main thread does."""
         with reader:
             while numbers := reader.recv(16):
                 for number in numbers:

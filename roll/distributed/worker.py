@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from roll.config.roles import WorkerConfig
-from roll.distributed.effort import Effort
 from roll.platforms import current_platform
 
 if TYPE_CHECKING:
@@ -22,20 +24,20 @@ if TYPE_CHECKING:
     from roll.protocol.metrics import RankInfo
 
 
+logger = logging.getLogger(__name__)
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ATTRIBUTE = "_roll_registration"
+_FAREWELL_SECONDS = 10.0
 
 
 class Dispatch(StrEnum):
     """Distribution of a call's arguments to the ranks of a cluster, and collection of their results."""
 
-    ONE_TO_ALL = "one_to_all"
-    """Every rank gets the same arguments; a list with one result a rank."""
-    ALL_TO_ALL = "all_to_all"
-    """Every argument is a list with one entry a rank; a list with one result a rank."""
-    RANK_ZERO = "rank_zero"
-    """Only rank 0 is called; its result."""
+    ONE_TO_ALL = "one_to_all"  # every rank gets the same arguments; a list with one result a rank
+    ALL_TO_ALL = "all_to_all"  # every argument is a list with one entry a rank; a list with one result a rank
+    RANK_ZERO = "rank_zero"  # only rank 0 is called; its result
     DP_MP_COMPUTE = "dp_mp_compute"
     """Every DataProto is divided into a chunk for each data-parallel replica, which all its ranks get; other
     arguments go to all. The results of each replica's data-source rank, in order, become one
@@ -59,10 +61,7 @@ class Registration:
 
 
 def register(
-    dispatch: Dispatch,
-    columns: Columns | None = None,
-    deadline: float | None = None,
-    name: str | None = None,
+    dispatch: Dispatch, columns: Columns | None = None, deadline: float | None = None, name: str | None = None
 ) -> Callable[[F], F]:
     """Make a worker method callable on its cluster.
 
@@ -101,9 +100,61 @@ def registrations(cls: type) -> dict[str, Registration]:
     return found
 
 
-logger = logging.getLogger(__name__)
+BEAT_SECONDS = 0.05
+_TASKS = Path("/proc/self/task")
 
-_FAREWELL_SECONDS = 10.0
+
+class Effort:
+    """Time that a process needs for its own part of work in which ranks wait for each other.
+
+    By the wall clock all of them are equally slow. Processor time tells them apart where one computes more than the
+    others. Where one is slowed down it says nothing: whose processor others use, who is throttled by a container's
+    quota or stopped (SIGSTOP, a frozen container, a paused virtual machine) computes as much as its peers. So three
+    times are added up: that of the processor, that of waiting for one (Linux counts it by thread, in
+    ``/proc/<pid>/schedstat``), and that in which even a thread with nothing to do did not wake up. Waiting for a peer
+    is none of them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._delays = self._run_queue_seconds()
+        self._stalled = self._held_up = 0.0
+        self._beat_at = time.monotonic(), time.process_time()
+        threading.Thread(target=self._beat, daemon=True, name="effort").start()
+
+    def seconds(self) -> float:
+        """Processor time of all threads, and what held the process up besides."""
+        with self._lock:
+            delays = self._run_queue_seconds()
+            # Threads that wait for processors at the same time wait once.
+            waited = max((own - self._delays.get(task, 0.0) for task, own in delays.items()), default=0.0)
+            self._delays = delays
+            self._note_beat()
+            self._held_up += max(waited, self._stalled)
+            self._stalled = 0.0
+            return time.process_time() + self._held_up
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_SECONDS)
+            with self._lock:
+                self._note_beat()
+
+    def _note_beat(self) -> None:
+        before, worked_before = self._beat_at
+        now, worked = self._beat_at = time.monotonic(), time.process_time()
+        # A call that keeps Python's lock keeps the thread from waking up too, but computes.
+        lost = now - before - BEAT_SECONDS - (worked - worked_before)
+        if lost > BEAT_SECONDS:
+            self._stalled += lost
+
+    def _run_queue_seconds(self) -> dict[str, float]:
+        """Seconds that each thread was runnable without a processor; empty where the kernel does not count them."""
+        found = {}
+        for entry in _TASKS.glob("*/schedstat"):
+            with suppress(OSError, IndexError):  # the thread has ended, or the kernel counts nothing
+                found[entry.parent.name] = int(entry.read_text().split()[1]) / 1e9
+        return found
 
 
 @dataclass(frozen=True)
@@ -117,13 +168,11 @@ class WorkerContext:
     device_ids: tuple[int, ...] = ()
     """Logical ids of this worker's devices, as written in ``device_mapping``; empty for a CPU-only role."""
     master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    """The port at which rank 0 serves the rendezvous of the process group."""
+    master_port: int = 0  # the port at which rank 0 serves the rendezvous of the process group
     listen_fd: int | None = None
     """On rank 0: the listening socket of ``master_port``, taken when the actor started so that nobody else can."""
     seed: int = 42
-    settings: Any = None
-    """Values from the pipeline besides the role (:attr:`Worker.settings_class`)."""
+    settings: Any = None  # values from the pipeline besides the role (:attr:`Worker.settings_class`)
 
     @property
     def worker_name(self) -> str:
@@ -135,8 +184,7 @@ class Worker:
 
     settings_class: ClassVar[type | None] = None
     """A frozen dataclass; a class that has one declares the type of ``settings`` as well."""
-    settings: Any
-    """Those of the context, or the defaults of :attr:`settings_class`."""
+    settings: Any  # those of the context, or the defaults of :attr:`settings_class`
 
     def __init__(self, context: WorkerContext) -> None:
         kind = self.settings_class
@@ -172,16 +220,10 @@ class Worker:
 
         context, platform = self.context, current_platform()
         timeout = timedelta(minutes=context.role.backend_timeout)
+        place = context.master_addr, context.master_port, context.world_size, context.rank == 0, timeout
         # A store of our own instead of init_method="env://": rank 0 hands over the socket that it has listened on since
         # the actor's start, so no other process can take the port in between.
-        self._store = TCPStore(
-            context.master_addr,
-            context.master_port,
-            context.world_size,
-            is_master=context.rank == 0,
-            timeout=timeout,
-            master_listen_fd=context.listen_fd,
-        )
+        self._store = TCPStore(*place, master_listen_fd=context.listen_fd)
         if platform.device_type != "cpu":
             # 0 is the first of this worker's own devices: the actor has hidden all others (CUDA_VISIBLE_DEVICES).
             platform.set_device(0)
@@ -209,7 +251,7 @@ class Worker:
 
     @register(Dispatch.ONE_TO_ALL)
     def effort_seconds(self) -> float:
-        """Seconds that this process has worked, or was kept from working (:mod:`roll.distributed.effort`)."""
+        """Seconds that this process has worked, or was kept from working (:class:`Effort`)."""
         if self._effort is None:
             self._effort = Effort()
         return self._effort.seconds()

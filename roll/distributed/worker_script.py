@@ -9,12 +9,9 @@ import struct
 import sys
 
 SOCKET_ENV = "ROLL_FORK_SERVER"
-SCRIPT_ENV = "ROLL_WORKER_SCRIPT"
-"""Path of Ray's script."""
-RAY_SUFFIX = ".ray"
-"""At the end of the second server's socket."""
-FORKED, ASK_NEXT = b"1", b"2"
-"""Answers of a server; none: the worker starts as Ray starts it."""
+SCRIPT_ENV = "ROLL_WORKER_SCRIPT"  # path of Ray's script
+RAY_SUFFIX = ".ray"  # at the end of the second server's socket
+FORKED, ASK_NEXT = b"1", b"2"  # answers of a server; none: the worker starts as Ray starts it
 _CONTEXT = "--serialized-runtime-env-context="
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.loader import LoadedConfig
 from roll.config.reading.errors import ConfigError, Problem
-from roll.distributed.worker_environment import environment, worker_threads
+from roll.distributed.nodes import environment, worker_threads
 
 if TYPE_CHECKING:
     from roll.strategies.base import ModelStrategy

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
 
 KEY = "async_generation_ratio"
-BUILD_FILTER, BUILD_ROUTER = "roll.rollout.filters.build_filter", "roll.rollout.routing.build_router"
+BUILD_FILTER, BUILD_ROUTER = "roll.rollout.groups.build_filter", "roll.rollout.routing.build_router"
 ROUTE_RECORDERS = ("hf_infer", "vllm")  # engines that return the experts of every token
 # Keys at the top that take the dotted path of a function; losses, estimators and filters bring options along.
 OWN_FUNCTION_KEYS = (

@@ -20,8 +20,8 @@ from roll.protocol.vision import IMAGES, VisionInputs
 from roll.rollout.groups import SampleGroup
 from roll.strategies.base import Output
 from roll.tracking import SampleTable
+from roll.tracking.callbacks import sample_rows
 from roll.tracking.run_record import SampleLog
-from roll.tracking.sample_rows import sample_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

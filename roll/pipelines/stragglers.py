@@ -2,8 +2,8 @@
 
 Ranks that compute together wait for each other, so the wall-clock time of a phase is the same for all of them and says
 nothing about who is late. What says it is the time in which each has worked or was kept from working
-(:mod:`roll.distributed.effort`): who waits for a peer does neither. On accelerators that is the host's part of the work
-(launching kernels, preparing data): a device that is throttled does not show in it.
+(:class:`roll.distributed.worker.Effort`): who waits for a peer does neither. On accelerators that is the host's part of
+the work (launching kernels, preparing data): a device that is throttled does not show in it.
 """
 
 from __future__ import annotations

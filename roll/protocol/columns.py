@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, ItemsView, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,11 @@ def tensor_over(array: np.ndarray) -> torch.Tensor:
     Torch has no read-only tensors: whoever takes such a tensor must not write to it.
     """
     if not array.flags.writeable:
-        array = np.asarray(_Exposed(array)) if array.size else array.copy()
+        # Through the array interface without its read-only flag, of which torch.from_numpy warns; `owner` keeps the
+        # memory alive.
+        interface = array.__array_interface__ | {"data": (array.__array_interface__["data"][0], False)}
+        exposed = SimpleNamespace(owner=array, __array_interface__=interface)
+        array = np.asarray(exposed) if array.size else array.copy()
     return torch.from_numpy(array)
 
 
@@ -40,16 +45,6 @@ def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
         np.copyto(flat_view(target).view(torch.uint8).numpy(), flat_view(source).view(torch.uint8).numpy())
     else:
         target.copy_(source)
-
-
-class _Exposed:
-    """An array's memory under the array interface, without its read-only flag: ``torch.from_numpy`` warns of that."""
-
-    def __init__(self, array: np.ndarray) -> None:
-        self._owner = array
-        interface: dict[str, Any] = dict(array.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface
 
 
 ObjectColumns = dict[str, np.ndarray]
@@ -96,10 +91,6 @@ class Spans:
             part = Spans(self.starts[start:stop], self.stops[start:stop], self.width)
             self._last_rows = ((start, stop), part)
         return self._last_rows[1]
-
-    def payload_range(self, start: int, stop: int) -> slice:
-        first = int(self.ends[start - 1]) if start else 0
-        return slice(first, int(self.ends[stop - 1]) if stop > start else first)
 
     def covers(self, other: Spans, slack: int) -> bool:
         """True if these spans contain ``other``'s and have at most ``slack`` tokens more in all."""
@@ -158,7 +149,11 @@ class Packed:
         shape = torch.Size((stop - start, *self.shape[1:]))
         payload, spans = self.payload, self.spans
         if isinstance(payload, np.ndarray):
-            payload = payload[start:stop] if spans is None else payload[spans.payload_range(start, stop)]
+            begin, end = start, stop
+            if spans is not None:
+                begin = int(spans.ends[start - 1]) if start else 0
+                end = int(spans.ends[stop - 1]) if stop > start else begin
+            payload = payload[begin:end]
         return Packed(self.dtype, shape, payload, None if spans is None else spans.rows(start, stop), self.padding)
 
 
@@ -236,17 +231,8 @@ class TensorColumns(MutableMapping[str, torch.Tensor]):
     def __contains__(self, key: object) -> bool:  # the mixin's would unpack it
         return key in self._columns
 
-    def __repr__(self) -> str:
-        return repr(dict(self))
-
     def get(self, key: str, default: object = None) -> Any:
         return super().get(key, default)
-
-    def popitem(self) -> tuple[str, torch.Tensor]:  # the mixin's takes the first
-        if not self._columns:
-            raise KeyError("popitem: there are no columns")
-        key = next(reversed(self._columns))
-        return key, self.pop(key)
 
     def copy(self) -> TensorColumns:
         """The same columns in another dict; nothing is unpacked."""
@@ -260,9 +246,6 @@ class TensorColumns(MutableMapping[str, torch.Tensor]):
     def __ior__(self, other: Mapping[str, torch.Tensor]) -> TensorColumns:
         self.update(other)
         return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TensorColumns, (dict(self),)
 
 
 def object_array(key: str, values: Collection[object]) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -14,10 +14,7 @@ import torch
 
 from roll.protocol import joining, storage
 from roll.protocol.columns import Column, ObjectColumns, Packed, TensorColumns, object_array
-from roll.protocol.joining import RowIndex, mini_batch_rows, row_groups, row_numbers, same_value
 from roll.protocol.packing import to_wire
-
-Names = str | Collection[str]
 
 
 @dataclass(frozen=True)
@@ -121,9 +118,9 @@ class DataProto:
 
     def select(
         self,
-        batch_keys: Names | None = None,
-        non_tensor_batch_keys: Names | None = None,
-        meta_info_keys: Names | None = None,
+        batch_keys: joining.Names | None = None,
+        non_tensor_batch_keys: joining.Names | None = None,
+        meta_info_keys: joining.Names | None = None,
     ) -> DataProto:
         """A batch of the named columns, sharing their memory; None means all of a kind, an empty list none.
 
@@ -132,16 +129,16 @@ class DataProto:
         """
         tensors = dict(self._batch.stored())
         return self._build(
-            _pick("batch", tensors, batch_keys),
-            _pick("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys),
-            _pick("meta_info", self.meta_info, meta_info_keys),
+            joining.picked("batch", tensors, batch_keys),
+            joining.picked("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys),
+            joining.picked("meta_info", self.meta_info, meta_info_keys),
         )
 
     def pop(
         self,
-        batch_keys: Names | None = None,
-        non_tensor_batch_keys: Names | None = None,
-        meta_info_keys: Names | None = None,
+        batch_keys: joining.Names | None = None,
+        non_tensor_batch_keys: joining.Names | None = None,
+        meta_info_keys: joining.Names | None = None,
     ) -> DataProto:
         """Move the named columns out of this batch (changed in place) into a new one; None means none of a kind.
 
@@ -150,31 +147,19 @@ class DataProto:
         """
         # Selected before anything is removed: an unknown name raises here, with the batch unchanged.
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        for key in popped._batch:
-            del self._batch[key]
-        for key in popped.non_tensor_batch:
-            del self.non_tensor_batch[key]
-        for key in popped.meta_info:
-            del self.meta_info[key]
+        for kind in ("_batch", "non_tensor_batch", "meta_info"):
+            for key in getattr(popped, kind):
+                del getattr(self, kind)[key]
         return popped
 
-    def rename(self, old_keys: Names, new_keys: Names) -> Self:
+    def rename(self, old_keys: joining.Names, new_keys: joining.Names) -> Self:
         """Rename columns (tensors or objects) in place, keeping their order; returns self.
 
         Raises:
             KeyError: an old name that is not there.
             ValueError: lists of different lengths, or a new name that another column has.
         """
-        old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
-        if len(old) != len(new) or len(set(old)) != len(old):
-            raise ValueError(f"rename needs as many new names as old ones, each once: got {old} and {new}")
-        mapping = dict(zip(old, new, strict=True))
-        columns = [*self._batch, *self.non_tensor_batch]
-        if missing := [key for key in old if key not in columns]:
-            raise KeyError(f"no column {missing[0]!r}; there are {columns}")
-        renamed = [mapping.get(key, key) for key in columns]
-        if len(set(renamed)) != len(renamed):
-            raise ValueError(f"renaming {old} to {new} would give two columns one name; there are {columns}")
+        mapping = joining.new_names([*self._batch, *self.non_tensor_batch], old_keys, new_keys)
         self._batch = TensorColumns({mapping.get(key, key): column for key, column in self._batch.stored()})
         self.non_tensor_batch = {mapping.get(key, key): values for key, values in self.non_tensor_batch.items()}
         return self
@@ -187,7 +172,10 @@ class DataProto:
                 unchanged.
         """
         # All checks come before the first change, so that a failed union leaves the batch as it was.
-        joining.check_union(self, other)
+        ours, theirs = self._parts(), other._parts()
+        if any(ours[:2]) and any(theirs[:2]) and len(self) != len(other):
+            raise ValueError(f"union of a batch of {len(self)} rows with one of {len(other)}: they must be equal")
+        joining.check_union(ours, theirs)
         for key, column in other._batch.stored():
             if key not in self._batch:
                 self._batch[key] = column
@@ -206,7 +194,7 @@ class DataProto:
 
     # Rows
 
-    def __getitem__(self, index: RowIndex) -> Any:
+    def __getitem__(self, index: joining.RowIndex) -> Any:
         """``data[3]``: a :class:`DataProtoItem`; ``data[2:5]``: those rows, sharing memory; ``data[mask]`` (bool, one
         a row) and ``data[[1, 2]]``: those rows, copied.
 
@@ -214,16 +202,21 @@ class DataProto:
             IndexError: an index outside the batch, or a mask of another length.
         """
         if isinstance(index, int | np.integer):
-            return self._item(int(index))
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"row {index} of a batch of {len(self)} rows")
+            row = int(index)
+            tensors = {key: tensor[row] for key, tensor in self._batch.items()}
+            objects = {key: values[row] for key, values in self.non_tensor_batch.items()}
+            return DataProtoItem(tensors, objects, self.meta_info)
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
             if step == 1:
                 return self._slice(start, max(start, stop))
             index = np.arange(start, stop, step)
-        return self._take(row_numbers(index, len(self)))
+        return self._take(joining.row_numbers(index, len(self)))
 
     def __iter__(self) -> Iterator[DataProtoItem]:
-        return (self._item(row) for row in range(len(self)))
+        return (self[row] for row in range(len(self)))
 
     def reorder(self, indices: Sequence[int] | np.ndarray | torch.Tensor) -> Self:
         """Put row ``indices[i]`` at place i, in place (the tensors are new); returns self.
@@ -232,7 +225,7 @@ class DataProto:
             IndexError: an index outside the batch.
             ValueError: ``indices`` is no permutation of the rows.
         """
-        rows = row_numbers(indices, len(self))
+        rows = joining.row_numbers(indices, len(self))
         if len(rows) != len(self) or np.bincount(rows, minlength=len(self)).max(initial=1) != 1:
             raise ValueError(f"reorder needs each of the {len(self)} rows once; to pick rows, index: data[indices]")
         reordered = self._take(rows)
@@ -275,7 +268,7 @@ class DataProto:
         """
         if not data:
             raise ValueError("concat needs at least one batch, got an empty list")
-        columns, objects, meta_info = joining.concat(data, fill or {})
+        columns, objects, meta_info = joining.concat([one._parts() for one in data], fill or {})
         return data[0].select() if len(data) == 1 else data[0]._build(columns, objects, meta_info)
 
     def group_by(self, key: str) -> dict[Any, DataProto]:
@@ -285,7 +278,7 @@ class DataProto:
         Raises:
             KeyError: no such column.
         """
-        groups = row_groups(self._group_values(key))
+        groups = joining.row_groups(self._group_values(key))
         # One copy of all rows, of which the groups are slices: one index_select a column, not one a column and group.
         ordered = self._take(np.concatenate([*groups.values(), np.empty(0, np.int64)]))
         bounds = accumulate(map(len, groups.values()), initial=0)
@@ -308,14 +301,8 @@ class DataProto:
             raise ValueError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
         groups = None
         if group_key is not None:
-            groups = row_groups(self._group_values(group_key))
-            for value, rows in groups.items():
-                if len(rows) > mini_batch_size:
-                    raise ValueError(
-                        f"the group {group_key} = {value!r} has {len(rows)} rows and cannot stay together in a "
-                        f"mini-batch of {mini_batch_size}: mini_batch_size must be at least {len(rows)}"
-                    )
-        orders = mini_batch_rows(len(self), mini_batch_size, epochs, seed, groups)
+            groups = joining.whole_groups(self._group_values(group_key), mini_batch_size, group_key)
+        orders = joining.mini_batch_rows(len(self), mini_batch_size, epochs, seed, groups)
         return (self[rows] if isinstance(rows, slice) else self._take(rows) for rows in orders)
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
@@ -339,12 +326,9 @@ class DataProto:
             raise ValueError(f"pad_size must be between 0 and the batch's {len(self)} rows, got {pad_size}")
         return self[: len(self) - pad_size] if pad_size else self
 
-    # Comparing and keeping
-
     def equals(self, other: DataProto) -> bool:
         """Same columns (order aside), dtypes, shapes, values (exactly; NaN equals NaN) and ``meta_info``."""
-        ours, theirs = ((one.batch, one.non_tensor_batch, one.meta_info) for one in (self, other))
-        return same_value(ours, theirs)
+        return joining.same_value(self._parts(check=False), other._parts(check=False))
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: see :mod:`roll.protocol.storage` for what objects may hold."""
@@ -361,8 +345,7 @@ class DataProto:
         self.check()
         return _rebuild, to_wire(dict(self.batch.stored()), self.non_tensor_batch, self.meta_info)
 
-    def __copy__(self) -> DataProto:
-        return self.select()
+    __copy__ = select
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
         # Packed columns are never written to, so copies of the batch may share them.
@@ -372,6 +355,11 @@ class DataProto:
 
     # Helpers
 
+    def _parts(self, check: bool = True) -> joining.Parts:
+        if check:
+            self.check()
+        return self._batch, self.non_tensor_batch, self.meta_info
+
     @classmethod
     def _build(cls, tensors: Mapping[str, Column], objects: ObjectColumns, meta_info: Mapping[str, Any]) -> DataProto:
         """A batch of columns that are known to agree."""
@@ -380,12 +368,6 @@ class DataProto:
         data.non_tensor_batch = objects
         data.meta_info = dict(meta_info)
         return data
-
-    def _item(self, row: int) -> DataProtoItem:
-        if not -len(self) <= row < len(self):
-            raise IndexError(f"row {row} of a batch of {len(self)} rows")
-        tensors = {key: tensor[row] for key, tensor in self._batch.items()}
-        return DataProtoItem(tensors, {k: values[row] for k, values in self.non_tensor_batch.items()}, self.meta_info)
 
     def _slice(self, start: int, stop: int) -> DataProto:
         # non_tensor_batch is a plain dict: nothing has compared the lengths of what was assigned to it.
@@ -400,10 +382,8 @@ class DataProto:
     def _take(self, rows: np.ndarray) -> DataProto:
         self.check()
         index = torch.from_numpy(rows)
-        tensors: dict[str, Column] = {}
-        for key in self._batch:
-            column = self._batch.peek(key)
-            tensors[key] = column.index_select(0, index.to(column.device))
+        peeked = {key: self._batch.peek(key) for key in self._batch}
+        tensors: dict[str, Column] = {k: c.index_select(0, index.to(c.device)) for k, c in peeked.items()}
         return self._build(tensors, {k: values[rows] for k, values in self.non_tensor_batch.items()}, self.meta_info)
 
     def _group_values(self, key: str) -> list[Hashable]:
@@ -412,15 +392,6 @@ class DataProto:
         if key in self._batch and self._batch.peek(key).dim() == 1:
             return self._batch.peek(key).tolist()
         raise KeyError(f"no column {key!r} to group by; there are {[*self.non_tensor_batch, *self._batch]}")
-
-
-def _pick(kind: str, columns: Mapping[str, Any], keys: Names | None) -> dict[str, Any]:
-    if keys is None:
-        return dict(columns)
-    names = [keys] if isinstance(keys, str) else list(keys)
-    if missing := [key for key in names if key not in columns]:
-        raise KeyError(f"{kind} has no {missing[0]!r}; there are {list(columns)}")
-    return {key: columns[key] for key in names}
 
 
 def _rebuild(columns: dict[str, Column], objects: dict[str, list[Any]], meta_info: dict[str, Any]) -> DataProto:

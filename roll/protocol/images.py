@@ -20,8 +20,7 @@ import numpy as np
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-MAX_ASPECT_RATIO = 200
-"""Largest ratio of the longer side to the shorter one, as in Qwen's image processors."""
+MAX_ASPECT_RATIO = 200  # largest ratio of the longer side to the shorter one, as in Qwen's image processors
 
 
 class ImageError(ValueError):
@@ -51,11 +50,8 @@ class ImageProcessing:
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """Height and width after resizing: multiples of ``patch_size * merge_size`` with the aspect ratio kept as far
-        as that goes, and between ``min_pixels`` and ``max_pixels`` in all.
-
-        Raises:
-            ImageError: a strip that is hundreds of times as long as wide.
-        """
+        as that goes, and between ``min_pixels`` and ``max_pixels`` in all. Raises ``ImageError``: a strip that is
+        hundreds of times as long as wide."""
         if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
             raise ImageError(f"{width} x {height} pixels: one side is more than {MAX_ASPECT_RATIO} times the other")
         factor = self.patch_size * self.merge_size
@@ -82,10 +78,8 @@ class ImageProcessing:
 class EncodedImage:
     """One image as a file has it."""
 
-    data: np.ndarray = field(compare=False)
-    """uint8 (bytes,); an array, because arrays travel out of band."""
-    digest: str
-    """Hash of ``data``, by which images are compared."""
+    data: np.ndarray = field(compare=False)  # uint8 (bytes,); an array, because arrays travel out of band
+    digest: str  # hash of ``data``, by which images are compared
 
     @classmethod
     def of(cls, data: bytes) -> EncodedImage:
@@ -96,22 +90,13 @@ class EncodedImage:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Width and height, by the file's beginning.
-
-        Raises:
-            ImageError: not an image.
-        """
+        """Width and height, by the file's beginning. Raises ``ImageError``: not an image."""
         return self._header()[0]
 
     @property
-    def format(self) -> str:
-        """``png``, ``jpeg`` ..."""
-        return self._header()[1]
-
-    @property
     def file_name(self) -> str:
-        """``DIGEST.FORMAT``: the name of the image in files of a run."""
-        return f"{self.digest}.{self.format}"
+        """``DIGEST.FORMAT`` (``png``, ``jpeg`` ...): the name of the image in files of a run."""
+        return f"{self.digest}.{self._header()[1]}"
 
     def _header(self) -> tuple[tuple[int, int], str]:
         from PIL import Image as PilImage
@@ -123,11 +108,8 @@ class EncodedImage:
             raise ImageError(f"{type(error).__name__}: {error}") from error
 
     def thumbnail(self, side: int) -> bytes:
-        """A PNG of the image, shrunk to ``side`` pixels where it is longer or wider.
-
-        Raises:
-            ImageError: see :meth:`decode`.
-        """
+        """A PNG of the image, shrunk to ``side`` pixels where it is longer or wider. Raises ``ImageError``: see
+        :meth:`decode`."""
         small = self.decode()
         small.thumbnail((side, side))
         file = io.BytesIO()
@@ -135,11 +117,8 @@ class EncodedImage:
         return file.getvalue()
 
     def decode(self) -> Image:
-        """Decode to RGB; transparent pixels are blended with white.
-
-        Raises:
-            ImageError: not an image, one that ends early, or one of more pixels than a decoder should accept.
-        """
+        """Decode to RGB; transparent pixels are blended with white. Raises ``ImageError``: not an image, one that ends
+        early, or one of more pixels than a decoder should accept."""
         from PIL import Image as PilImage
 
         try:
@@ -165,14 +144,10 @@ class EncodedVideo:
     """The frames of one video that the model sees."""
 
     frames: tuple[EncodedImage, ...]
-    indices: tuple[int, ...]
-    """Index of each frame in the whole video, ascending."""
-    num_frames: int
-    """Frames of the whole video."""
-    fps: float
-    """Frames of the whole video in a second."""
-    height: int
-    """Pixels that every frame is resized to."""
+    indices: tuple[int, ...]  # index of each frame in the whole video, ascending
+    num_frames: int  # frames of the whole video
+    fps: float  # frames of the whole video in a second
+    height: int  # pixels that every frame is resized to
     width: int
     timed: bool
     """The prompt says the second of every grid of patches (Qwen3-VL), rather than their positions (Qwen2.5-VL)."""
@@ -204,11 +179,7 @@ class EncodedVideo:
         return times, self.height // processing.patch_size, self.width // processing.patch_size
 
     def resized(self) -> list[Image]:
-        """The frames in the size that they have as patches.
-
-        Raises:
-            VideoError: a frame that cannot be decoded.
-        """
+        """The frames in the size that they have as patches. Raises ``VideoError``: a frame that cannot be decoded."""
         from PIL import Image as PilImage
 
         size = (self.width, self.height)
@@ -216,16 +187,11 @@ class EncodedVideo:
         return [one if one.size == size else one.resize(size, PilImage.Resampling.BICUBIC) for one in images]
 
 
-Seen = EncodedImage | EncodedVideo
-"""An input that the vision tower sees as one."""
+Seen = EncodedImage | EncodedVideo  # an input that the vision tower sees as one
 
 
 def decoded_frame(frame: EncodedImage, number: int) -> Image:
-    """A frame of a video, counted from 0, in RGB.
-
-    Raises:
-        VideoError: see :meth:`EncodedImage.decode`.
-    """
+    """A frame of a video, counted from 0, in RGB. Raises ``VideoError``: see :meth:`EncodedImage.decode`."""
     try:
         return frame.decode()
     except ImageError as error:
@@ -234,10 +200,7 @@ def decoded_frame(frame: EncodedImage, number: int) -> Image:
 
 def encoded_image(value: object) -> EncodedImage:
     """An image of a program: bytes of a file, a ``data:`` URI, an image of PIL, or uint8 pixels (height, width, 3).
-
-    Raises:
-        ImageError: none of these.
-    """
+    Raises ``ImageError``: none of these."""
     if isinstance(value, EncodedImage):
         return value
     if isinstance(value, bytes):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,19 +11,9 @@ import torch
 from roll.protocol.columns import Column, ObjectColumns, TensorColumns, flat_view
 from roll.protocol.metrics import merge_metrics
 
-
-class Batch(Protocol):
-    """The part of a :class:`~roll.protocol.DataProto` that is compared and joined."""
-
-    non_tensor_batch: ObjectColumns
-    meta_info: dict[str, Any]
-
-    @property
-    def batch(self) -> TensorColumns: ...
-
-    def check(self) -> None: ...
-
-    def __len__(self) -> int: ...
+Parts = tuple[TensorColumns, ObjectColumns, dict[str, Any]]
+"""Tensor columns, object columns and ``meta_info`` of a :class:`~roll.protocol.DataProto`."""
+_KINDS = ("batch", "non_tensor_batch", "meta_info")
 
 
 def same_value(left: Any, right: Any) -> bool:
@@ -64,31 +54,28 @@ def _same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.allclose(left.to(wide), right.to(wide), rtol=0, atol=0, equal_nan=True)
 
 
-METRICS = "metrics"
-"""The ``meta_info`` key whose values (``roll.protocol.metrics.Metrics``) are merged, not compared."""
+METRICS = "metrics"  # the ``meta_info`` key whose values (``roll.protocol.metrics.Metrics``) are merged, not compared
 
 
 def concat(
-    parts: Sequence[Batch], fill: Mapping[str, float]
+    batches: Sequence[Parts], fill: Mapping[str, float]
 ) -> tuple[dict[str, Column], ObjectColumns, dict[str, Any]]:
-    """Columns and ``meta_info`` of ``DataProto.concat``; ``parts`` holds at least one batch."""
-    first = parts[0]
-    for number, part in enumerate(parts):
-        part.check()
-        for kind, ours, theirs in (
-            ("batch", first.batch, part.batch),
-            ("non_tensor_batch", first.non_tensor_batch, part.non_tensor_batch),
-        ):
+    """Columns and ``meta_info`` of ``DataProto.concat``, of at least one batch."""
+    first = batches[0]
+    for number, parts in enumerate(batches):
+        pairs: Any = zip(_KINDS[:2], first, parts, strict=False)
+        for kind, ours, theirs in pairs:
             if ours.keys() != theirs.keys():
                 raise ValueError(
                     f"batches of one concat must have the same columns, but {kind} of number 0 has {sorted(ours)} and "
                     f"that of number {number} has {sorted(theirs)}"
                 )
+    columns, objects, metas = zip(*batches, strict=True)
     tensors: dict[str, Column] = {
-        key: _concat_column(key, [part.batch.peek(key) for part in parts], fill.get(key, 0)) for key in first.batch
+        key: _concat_column(key, [one.peek(key) for one in columns], fill.get(key, 0)) for key in first[0]
     }
-    objects = {key: np.concatenate([part.non_tensor_batch[key] for part in parts]) for key in first.non_tensor_batch}
-    return tensors, objects, _concat_meta([part.meta_info for part in parts])
+    joined = {key: np.concatenate([one[key] for one in objects]) for key in first[1]}
+    return tensors, joined, _concat_meta(metas)
 
 
 def _concat_column(key: str, tensors: list[torch.Tensor], fill: float) -> torch.Tensor:
@@ -115,7 +102,7 @@ def _concat_column(key: str, tensors: list[torch.Tensor], fill: float) -> torch.
     return joined
 
 
-def _concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
+def _concat_meta(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
     joined: dict[str, Any] = {}
     for number, meta in enumerate(metas):
         for key, value in meta.items():
@@ -132,35 +119,49 @@ def _concat_meta(metas: list[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
-def check_union(left: Batch, right: Batch) -> None:
-    """Raise ``ValueError`` unless the columns of ``right`` can join those of ``left``."""
-    left.check()
-    right.check()
-    has_columns = [bool(data.batch or data.non_tensor_batch) for data in (left, right)]
-    if all(has_columns) and len(left) != len(right):
-        raise ValueError(f"union of a batch of {len(left)} rows with one of {len(right)}: they must be equal")
-    for key in left.batch.keys() & right.batch.keys():
-        _check_same(f"batch[{key!r}]", left.batch.peek(key), right.batch.peek(key))
-    for key in left.non_tensor_batch.keys() & right.non_tensor_batch.keys():
-        _check_same(f"non_tensor_batch[{key!r}]", left.non_tensor_batch[key], right.non_tensor_batch[key])
-    for key in left.meta_info.keys() & right.meta_info.keys():
-        _check_same(f"meta_info[{key!r}]", left.meta_info[key], right.meta_info[key])
+def check_union(left: Parts, right: Parts) -> None:
+    """Raise ``ValueError`` where columns or ``meta_info`` of equal names differ."""
+    pairs: Any = zip(_KINDS, left, right, strict=True)
+    for kind, ours, theirs in pairs:
+        look = "peek" if kind == "batch" else "__getitem__"  # without unpacking a column
+        for key in ours.keys() & theirs.keys():
+            if not same_value(getattr(ours, look)(key), getattr(theirs, look)(key)):
+                rule = "has different values in the two batches of a union: rename or pop one of them first"
+                raise ValueError(f"{kind}[{key!r}] {rule}")
 
 
-def _check_same(name: str, left: object, right: object) -> None:
-    if not same_value(left, right):
-        raise ValueError(f"{name} has different values in the two batches of a union: rename or pop one of them first")
+Names = str | Collection[str]
+
+
+def picked(kind: str, columns: Mapping[str, Any], keys: Names | None) -> dict[str, Any]:
+    """The named columns, None meaning all; raises ``KeyError`` for a name that is not there."""
+    if keys is None:
+        return dict(columns)
+    names = [keys] if isinstance(keys, str) else list(keys)
+    if missing := [key for key in names if key not in columns]:
+        raise KeyError(f"{kind} has no {missing[0]!r}; there are {list(columns)}")
+    return {key: columns[key] for key in names}
+
+
+def new_names(columns: Sequence[str], old_keys: Names, new_keys: Names) -> dict[str, str]:
+    """Old name to new name of each column that ``DataProto.rename`` renames, checked."""
+    old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))
+    if len(old) != len(new) or len(set(old)) != len(old):
+        raise ValueError(f"rename needs as many new names as old ones, each once: got {old} and {new}")
+    mapping = dict(zip(old, new, strict=True))
+    if missing := [key for key in old if key not in columns]:
+        raise KeyError(f"no column {missing[0]!r}; there are {columns}")
+    if len({mapping.get(key, key) for key in columns}) != len(columns):
+        raise ValueError(f"renaming {old} to {new} would give two columns one name; there are {columns}")
+    return mapping
 
 
 RowIndex = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
 
 
 def row_numbers(index: Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor, size: int) -> np.ndarray:
-    """The rows (int64, each in 0..size-1) that a list of indices or a mask of ``size`` bools names.
-
-    Raises:
-        IndexError: a row outside the batch, a mask of another length, or neither integers nor bools.
-    """
+    """The rows (int64, each in 0..size-1) that a list of indices or a mask of ``size`` bools names. Raises
+    ``IndexError``: a row outside the batch, a mask of another length, or neither integers nor bools."""
     rows = index.numpy(force=True) if isinstance(index, torch.Tensor) else np.asarray(index)
     if rows.ndim != 1:
         raise IndexError(f"rows are picked by a 1-dimensional index, got shape {rows.shape}")
@@ -185,6 +186,18 @@ def row_groups(values: Iterable[Hashable]) -> dict[Hashable, np.ndarray]:
     return dict(zip(numbers, np.split(np.argsort(codes, kind="stable"), bounds), strict=False))
 
 
+def whole_groups(values: Iterable[Hashable], size: int, key: str) -> dict[Hashable, np.ndarray]:
+    """:func:`row_groups`; raises ``ValueError`` where one is larger than a mini-batch of ``size`` rows."""
+    groups = row_groups(values)
+    for value, rows in groups.items():
+        if len(rows) > size:
+            raise ValueError(
+                f"the group {key} = {value!r} has {len(rows)} rows and cannot stay together in a mini-batch of {size}: "
+                f"mini_batch_size must be at least {len(rows)}"
+            )
+    return groups
+
+
 def mini_batch_rows(
     num_rows: int, size: int, epochs: int, seed: int | None, groups: Mapping[Hashable, np.ndarray] | None
 ) -> Iterator[np.ndarray | slice]:
@@ -192,25 +205,18 @@ def mini_batch_rows(
     generator = None if seed is None else np.random.default_rng(seed)
     for _ in range(epochs):
         if groups is not None:
-            rows = list(groups.values())
-            order = range(len(rows)) if generator is None else generator.permutation(len(rows))
-            yield from (np.concatenate(run) for run in _runs([rows[i] for i in order], size))
+            whole = list(groups.values())
+            order = range(len(whole)) if generator is None else generator.permutation(len(whole))
+            run: list[np.ndarray] = []
+            for group in (whole[place] for place in order):
+                if run and sum(map(len, run)) + len(group) > size:
+                    yield np.concatenate(run)
+                    run = []
+                run.append(group)
+            if run:
+                yield np.concatenate(run)
         elif generator is None:
             yield from (slice(start, start + size) for start in range(0, num_rows, size))
         else:
             permutation = generator.permutation(num_rows)
             yield from (permutation[start : start + size] for start in range(0, num_rows, size))
-
-
-def _runs(groups: list[np.ndarray], size: int) -> Iterator[list[np.ndarray]]:
-    """Runs of consecutive groups with at most ``size`` rows each, as many as fit."""
-    run: list[np.ndarray] = []
-    rows = 0
-    for group in groups:
-        if run and rows + len(group) > size:
-            yield run
-            run, rows = [], 0
-        run.append(group)
-        rows += len(group)
-    if run:
-        yield run

@@ -34,8 +34,7 @@ _NARROW = [
     (dtype, np.iinfo(dtype).min, np.iinfo(dtype).max)
     for dtype in (np.uint8, np.uint16, np.uint32, np.int8, np.int16, np.int32)
 ]
-_MIN_NARROW = 64
-"""Fewest values for which narrowing saves more than it costs."""
+_MIN_NARROW = 64  # fewest values for which narrowing saves more than it costs
 _DENSE_FRACTION = 0.85
 """A column with a larger fraction inside its spans is sent whole: less work at both ends for at most 18% more bytes."""
 
@@ -49,19 +48,15 @@ def pack(tensors: Sequence[torch.Tensor]) -> list[Packed]:
         TypeError: a dtype wider than 8 bytes.
     """
     packer = _Packer()
-    packed: dict[int, Packed] = {}
     # Masks first: their spans are the true ones, and serve columns in which a real token happens to equal the padding.
-    for place in sorted(range(len(tensors)), key=lambda i: tensors[i].dtype != torch.bool):
-        packed[place] = packer.pack(tensors[place])
+    order = sorted(range(len(tensors)), key=lambda i: tensors[i].dtype != torch.bool)
+    packed = {place: packer.pack(tensors[place]) for place in order}
     return [packed[place] for place in range(len(tensors))]
 
 
 def to_bits(tensor: torch.Tensor) -> np.ndarray:
     """The tensor's bits as integers of its width, over the same memory where the tensor is contiguous on the CPU.
-
-    Raises:
-        TypeError: a dtype wider than 8 bytes.
-    """
+    Raises ``TypeError``: a dtype wider than 8 bytes."""
     if tensor.dtype.itemsize not in BITS:
         raise TypeError(f"a {tensor.dtype} tensor cannot be sent: elements have at most 8 bytes, convert it first")
     integers = BITS[tensor.dtype.itemsize][0]
@@ -98,8 +93,11 @@ class _Packer:
                 return Packed(tensor.dtype, tensor.shape, 1 - padding, spans, padding)
         by_token = bits.reshape(bits.shape[0] * bits.shape[1], *bits.shape[2:])
         payload = _one_value(by_token.take(spans.index, axis=0))
-        if tensor.dtype == torch.int64 and isinstance(payload, np.ndarray):
-            payload = _narrowed(payload)
+        if tensor.dtype == torch.int64 and isinstance(payload, np.ndarray) and payload.size >= _MIN_NARROW:
+            low, high = int(payload.min()), int(payload.max())
+            # The first, being the smallest, type that holds them all.
+            narrow = (dtype for dtype, least, most in _NARROW if least <= low and high <= most)
+            payload = payload.astype(next(narrow, np.int64), copy=False)
         return Packed(tensor.dtype, tensor.shape, payload, spans, padding)
 
     def _find_spans(self, bits: np.ndarray, dtype: torch.dtype) -> tuple[Spans, int] | None:
@@ -161,23 +159,11 @@ def _padding_candidates(flat: np.ndarray, signed_zeros: bool) -> list[int]:
 
 
 def _one_value(values: np.ndarray) -> np.ndarray | int:
-    """An int if all values are equal, else the values."""
     flat = values.reshape(-1)
     first = flat[0]
     # Two samples spare most columns that are not constant the full comparison.
     if first == flat[-1] and first == flat[len(flat) // 2] and (flat == first).all():
         return int(first)
-    return values
-
-
-def _narrowed(values: np.ndarray) -> np.ndarray:
-    """The values in the smallest integer type that holds them all."""
-    if values.size < _MIN_NARROW:
-        return values
-    low, high = int(values.min()), int(values.max())
-    for narrow, smallest, largest in _NARROW:
-        if smallest <= low and high <= largest:
-            return values.astype(narrow)
     return values
 
 

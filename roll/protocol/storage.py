@@ -62,11 +62,8 @@ def save(columns: TensorColumns, objects: ObjectColumns, meta_info: Mapping[str,
 
 
 def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]], dict[str, Any]]:
-    """Columns, objects and ``meta_info`` in a file of :func:`save`; tensors come to the CPU.
-
-    Raises:
-        ValueError: a safetensors file that holds no DataProto.
-    """
+    """Columns, objects and ``meta_info`` in a file of :func:`save`; tensors come to the CPU. Raises ``ValueError``: a
+    safetensors file that holds no DataProto."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
@@ -83,9 +80,8 @@ def load(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]], dic
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor: safetensors refuses tensors that share memory, and columns may be views of each other."""
-    tensor = tensor.detach().cpu()
-    return tensor.clone(memory_format=torch.contiguous_format)
+    # A copy: safetensors refuses tensors that share memory, and columns may be views of each other.
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 class _Encoder:

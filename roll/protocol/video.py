@@ -16,28 +16,22 @@ import torch
 
 from roll.protocol.images import EncodedImage, EncodedVideo, ImageError, ImageProcessing, VideoError
 
-LEAST_FRAMES = 2
-"""A single frame is an image."""
+LEAST_FRAMES = 2  # A single frame is an image
 
 
 @dataclass(frozen=True)
 class VideoProcessing:
     """Settings of a video processor of the Qwen-VL kind, which chooses and resizes the frames that the model sees."""
 
-    timed: bool
-    """Qwen3-VL's way; false: Qwen2.5-VL's."""
-    min_pixels: int
-    """Fewest pixels of a frame; of all frames together where ``timed``."""
+    timed: bool  # Qwen3-VL's way; false: Qwen2.5-VL's
+    min_pixels: int  # fewest pixels of a frame; of all frames together where ``timed``
     max_pixels: int
-    fps: float = 2.0
-    """Frames taken from a second."""
+    fps: float = 2.0  # frames taken from a second
     min_frames: int = 4
     max_frames: int = 768
-    frame_min_pixels: int | None = None
-    """Fewest pixels of a frame in either family, instead of ``min_pixels``."""
+    frame_min_pixels: int | None = None  # fewest pixels of a frame in either family, instead of ``min_pixels``
     frame_max_pixels: int | None = None
-    total_pixels: int | None = None
-    """Most of all frames together."""
+    total_pixels: int | None = None  # most of all frames together
 
     def encoded(self, frames: Sequence[EncodedImage], fps: float | None, processing: ImageProcessing) -> EncodedVideo:
         """The frames of a whole video as the model sees them.
@@ -83,11 +77,7 @@ class VideoProcessing:
         return [int(index) for index in torch.arange(0, count, count / number).int()]
 
     def resized(self, count: int, height: int, width: int, processing: ImageProcessing) -> tuple[int, int]:
-        """Height and width of ``count`` frames after resizing.
-
-        Raises:
-            ImageError: strips.
-        """
+        """Height and width of ``count`` frames after resizing. Raises ``ImageError``: strips."""
         depth = processing.temporal_patch_size
         if not self.timed:
             low = self.frame_min_pixels or self.min_pixels
@@ -125,8 +115,7 @@ class EngineTime:
     """Positions of Qwen2.5-VL's videos in vLLM, where they count the seconds, next to those of transformers."""
 
     tokens_per_second: float
-    dtype: str
-    """The engine's dtype by torch's name: vLLM rounds the seconds of a grid to it."""
+    dtype: str  # the engine's dtype by torch's name: vLLM rounds the seconds of a grid to it
 
     def difference(self, video: EncodedVideo, processing: ImageProcessing) -> str | None:
         """Text of what differs from the positions that a trainer computes with; None: nothing."""

@@ -25,10 +25,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import PretrainedConfig
 
-IMAGES = "images"
-"""Object column of a batch: for each row its :class:`VisionInputs`, or None for a row of text."""
-PATCH_CACHE_BYTES = 512 * 2**20
-"""Size of a process's cache of patches, for images that come again."""
+IMAGES = "images"  # object column of a batch: for each row its :class:`VisionInputs`, or None for a row of text
+PATCH_CACHE_BYTES = 512 * 2**20  # size of a process's cache of patches, for images that come again
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +34,7 @@ class VisionInputs:
     """The images and videos of one prompt, in the order of their placeholders. All rows of a group hold the same
     object."""
 
-    images: tuple[Seen, ...]
-    """Videos too."""
+    images: tuple[Seen, ...]  # videos too
     processing: ImageProcessing
     grid_thw: np.ndarray
     """int64 (images, 3): frames (of a video: grids of patches in time), rows and columns of patches."""
@@ -87,11 +84,7 @@ class VisionInputs:
 
     def pixel_values(self) -> torch.Tensor:
         """Patches of all images, float32 (num_patches, patch_dim), as the model's processor would make them. Do not
-        write to them: they may be the cache's.
-
-        Raises:
-            ImageError: an image that cannot be decoded.
-        """
+        write to them: they may be the cache's. Raises ``ImageError``: an image that cannot be decoded."""
         parts = [patches_of(image, self.processing) for image in self.images]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -249,8 +242,7 @@ class _PatchCache:
         self._bytes = 0
         self._held: OrderedDict[tuple[str, ImageProcessing], torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
-        self.num_processed = 0
-        """Images and videos that were cut into patches, since the process began."""
+        self.num_processed = 0  # images and videos that were cut into patches, since the process began
 
     def get(self, image: Seen, processing: ImageProcessing) -> torch.Tensor:
         key = (image.digest, processing)
@@ -276,11 +268,8 @@ _PATCHES = _PatchCache(PATCH_CACHE_BYTES)
 
 
 def patches_of(image: Seen, processing: ImageProcessing) -> torch.Tensor:
-    """Patches of one image or video, float32 (patches, patch_dim); not to be written to.
-
-    Raises:
-        ImageError: an image that cannot be decoded.
-    """
+    """Patches of one image or video, float32 (patches, patch_dim); not to be written to. Raises ``ImageError``: an
+    image that cannot be decoded."""
     return _PATCHES.get(image, processing)
 
 

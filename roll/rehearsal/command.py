@@ -17,7 +17,7 @@ from rich.console import Console
 
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.compose import add_config_arguments
-from roll.distributed.worker_environment import WORKER_DEFAULTS
+from roll.distributed.nodes import WORKER_DEFAULTS
 from roll.rehearsal.catalog import BETWEEN, DEFAULT_GPU, DEFAULT_NETWORK, GPUS, HOST, WITHIN, hardware
 
 EXIT_DOES_NOT_FIT = 1

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from roll.config.plan.plan import RolePlan
-from roll.distributed.worker_environment import worker_threads
+from roll.distributed.nodes import worker_threads
 from roll.rehearsal.catalog import MIB, Gpu, Hardware
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.engine import GenerationEngine

@@ -15,20 +15,12 @@ from roll.report.run_files import REPORT_NAME, read_run
 
 
 def main(words: Sequence[str]) -> int:
-    """The command that ``words`` begin with; its exit status.
-
-    Raises:
-        ConfigError: a folder that holds no run.
-    """
+    """The command that ``words`` begin with; its exit status. Raises ``ConfigError``: a folder that holds no run."""
     return {"report": report, "diagnose": diagnosis}[words[0]](words[1:])
 
 
 def report(words: Sequence[str]) -> int:
-    """Write the report of one or more runs.
-
-    Raises:
-        ConfigError: a folder that holds no run.
-    """
+    """Write the report of one or more runs. Raises ``ConfigError``: a folder that holds no run."""
     parser = argparse.ArgumentParser(
         prog="roll report",
         description="Write one HTML file with everything that runs have recorded: curves, timeline, samples, "
@@ -54,11 +46,8 @@ def report(words: Sequence[str]) -> int:
 
 
 def diagnosis(words: Sequence[str]) -> int:
-    """Print what is wrong with a run: 0 where no rule finds anything, 1 where one does.
-
-    Raises:
-        ConfigError: a folder that holds no run.
-    """
+    """Print what is wrong with a run: 0 where no rule finds anything, 1 where one does. Raises ``ConfigError``: a
+    folder that holds no run."""
     parser = argparse.ArgumentParser(
         prog="roll diagnose",
         description="Name what is wrong with a run, with evidence and remedy, the most probable cause first. "

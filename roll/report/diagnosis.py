@@ -159,7 +159,6 @@ def entropy_collapse(facts: Facts) -> Finding | None:
 
 
 def _usual(members: list[Sample]) -> Sample:
-    """One with the most frequent text."""
     text = Counter(sample.text for sample in members).most_common(1)[0][0]
     return next(sample for sample in members if sample.text == text)
 

@@ -276,7 +276,6 @@ def _first_wrong_token(facts: Facts) -> list[str]:
 
 
 def _difference(written: str, read: str) -> str:
-    """The neighbourhood of the first difference of two texts."""
     place = next(
         (i for i, (a, b) in enumerate(zip(written, read, strict=False)) if a != b), min(len(written), len(read))
     )

@@ -15,10 +15,8 @@ from typing import Any
 from roll.report.run_files import Run
 from roll.tracking.run_record import decoded
 
-LEAST_STEPS = 3
-"""Steps that a run must have for its course to be judged."""
-MAX_BLOCKS = 40
-"""Steps whose samples are read, spread evenly over the run."""
+LEAST_STEPS = 3  # steps that a run must have for its course to be judged
+MAX_BLOCKS = 40  # steps whose samples are read, spread evenly over the run
 MARKER = re.compile(r"<[|/]?[A-Za-z_\u2581/][\w\u2581|]*[|]?>|<\uff5c[^<>]{1,40}\uff5c>")
 """Looks like a special token: ``<|im_end|>``, ``</s>``, ``<end_of_turn>``, ``<bos>``."""
 END_WORDS = re.compile(r"im_end|eot|eos|end|/s>", re.IGNORECASE)
@@ -31,28 +29,18 @@ class Sample:
     step: int
     group: tuple[int, str]
     prompt: Mapping[str, Any]
-    pieces: tuple[str, ...]
-    """Text of each token after the prompt; empty where only the text is known."""
+    pieces: tuple[str, ...]  # text of each token after the prompt; empty where only the text is known
     fields: Mapping[str, Any]
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces) if self.pieces else str(self.fields.get("response", ""))
-
-    @property
-    def score(self) -> float | None:
-        return self.fields.get("score")
-
-    @property
-    def length(self) -> int:
-        return int(self.fields.get("response_tokens") or 0)
+    text: str
+    score: float | None
+    length: int
 
 
+@dataclass
 class Facts:
     """A run as numbers."""
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    run: Run
 
     # Metrics
 
@@ -92,7 +80,9 @@ class Facts:
             for sample in block["samples"]:
                 own = tuple(pieces[place] for place in sample.get("tokens", ()))
                 group = (number, str(sample.get("group", "")))
-                found.append(Sample(block["step"], group, block["prompts"][sample["prompt"]], own, sample))
+                text = "".join(own) or str(sample.get("response", ""))
+                judged = text, sample.get("score"), int(sample.get("response_tokens") or 0)
+                found.append(Sample(block["step"], group, block["prompts"][sample["prompt"]], own, sample, *judged))
         return found
 
     @cached_property

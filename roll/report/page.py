@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 MAX_SAMPLES = 100_000
-MAX_CALLS = 200_000
-"""Spans of workers on the timeline; of longer runs the last ones."""
+MAX_CALLS = 200_000  # spans of workers on the timeline; of longer runs the last ones
 
 
 def write_page(runs: Sequence[Run], file: Path, max_samples: int = MAX_SAMPLES) -> int:
@@ -231,7 +230,6 @@ class _Index:
 
 
 def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
-    """The blocks that the page gets, entered into the index."""
     sizes = [len(block["samples"]) for block in run.blocks()]
     total, taken, seen = sum(sizes), 0, 0
     number = 0

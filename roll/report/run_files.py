@@ -77,8 +77,7 @@ class RunFiles:
 class Run:
     """A run on disk; its files are read when they are needed."""
 
-    folder: Path
-    """``output_dir``."""
+    folder: Path  # ``output_dir``
     log_dir: Path
     about: Mapping[str, Any]
 
@@ -140,11 +139,8 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """The run whose ``output_dir`` is ``path``; its log folder and ``metrics.jsonl`` are accepted too.
-
-    Raises:
-        ConfigError: nothing of a run is there.
-    """
+    """The run whose ``output_dir`` is ``path``; its log folder and ``metrics.jsonl`` are accepted too. Raises
+    ``ConfigError``: nothing of a run is there."""
     folder = path.parent if path.is_file() else path
     for candidate in (folder, folder.parent):
         about = candidate / RECORD_FOLDER / ABOUT_NAME

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -13,9 +13,13 @@ from numpy.typing import DTypeLike
 
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES
-from roll.rollout.groups import Response, Sample, SampleGroup
+from roll.rollout.groups import Sample, SampleGroup
 
-ResponseT = TypeVar("ResponseT", bound=Response)
+if TYPE_CHECKING:
+    from roll.agents.conversation import Call
+
+ResponseT = TypeVar("ResponseT", bound="Sample | Call")
+"""The outcome of one request: a sample of a prompt, or a call of an episode."""
 
 
 def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
@@ -33,8 +37,14 @@ def build_batch(groups: Sequence[SampleGroup], pad_token_id: int) -> DataProto:
     tensors["scores"] = torch.from_numpy(np.concatenate([group.scores() for group in groups]))
     sizes = [len(group.members) for group in groups]
     tensors["group_ids"] = torch.from_numpy(np.repeat(np.arange(len(groups)), sizes))
-    if any(one.routes is not None for one in samples):
-        tensors["routed_experts"] = torch.from_numpy(_routes(samples, tuple(tensors["input_ids"].shape)))
+    if (first := next((one.routes for one in samples if one.routes is not None), None)) is not None:
+        # The mark of a missing record: uint8 has no -1, and is used for up to 255 experts, whose numbers end at 254.
+        missing = 255 if first.dtype == np.uint8 else -1
+        routes = np.full((*tensors["input_ids"].shape, *first.shape[1:]), missing, first.dtype)
+        for row, one in enumerate(samples):
+            if one.routes is not None:
+                routes[row, : len(one.routes)] = one.routes
+        tensors["routed_experts"] = torch.from_numpy(routes)
     objects: dict[str, Sequence[object]] = {
         name: [getattr(one.prompt, name) for one in samples] for name in ("prompt_id", "domain", "tag")
     }
@@ -50,8 +60,7 @@ class Row(Generic[ResponseT]):
     """A row of a batch: responses one after the other, each behind its own new ids."""
 
     responses: Sequence[ResponseT]
-    is_trained: Sequence[bool]
-    """By response: whether the row trains it, or it is context."""
+    is_trained: Sequence[bool]  # by response: whether the row trains it, or it is context
 
     @property
     def trained(self) -> list[ResponseT]:
@@ -64,9 +73,7 @@ def response_columns(
     """The columns of every batch of sampled rows: those of :func:`token_columns`, where the trained tokens count, with
     ``rollout_log_probs`` float32 and ``weight_versions`` int32."""
     arrays: dict[int, np.ndarray] = {}
-    parts: list[Any] = []
-    counted: list[bool] = []
-    rows_of: list[int] = []
+    parts, counted, rows_of = list[Any](), list[bool](), list[int]()
     for number, row in enumerate(rows):
         for one, is_trained in zip(row.responses, row.is_trained, strict=True):
             # Once for all samples of a prompt, which share the list of its ids.
@@ -78,21 +85,15 @@ def response_columns(
     sizes = np.fromiter(map(len, parts), np.int64, len(parts))
     lengths = np.bincount(np.asarray(rows_of, np.int64), sizes, len(rows)).astype(np.int64)
     trained = [one for row in rows for one in row.trained]
-    return token_columns(
-        lengths,
-        _joined(parts),
-        np.repeat(counted, sizes),
-        pad_token_id,
-        least_width,
-        rollout_log_probs=(_joined([one.log_probs for one in trained]), np.float32, 0),
-        weight_versions=(_joined([one.versions for one in trained]), np.int32, 0),
-        **of_trained,
-    )
-
-
-def _joined(parts: Sequence[Any]) -> np.ndarray:
-    # For batches in which nothing was sampled: concatenate refuses an empty list.
-    return np.concatenate(parts) if parts else np.zeros(0)
+    # The empty part is for batches in which nothing was sampled: concatenate refuses an empty list.
+    log_probs = np.concatenate([np.zeros(0, np.float32), *(one.log_probs for one in trained)])
+    versions = np.concatenate([np.zeros(0, np.int32), *(one.versions for one in trained)])
+    sampled: dict[str, tuple[np.ndarray, DTypeLike, float]] = {
+        "rollout_log_probs": (log_probs, np.float32, 0),
+        "weight_versions": (versions, np.int32, 0),
+    }
+    ids = np.concatenate([np.zeros(0, np.int64), *parts])
+    return token_columns(lengths, ids, np.repeat(counted, sizes), pad_token_id, least_width, **sampled, **of_trained)
 
 
 def token_columns(
@@ -123,17 +124,6 @@ def token_columns(
     columns = {"input_ids": masked_column(own, ids, np.int64, pad_token_id)}
     columns |= {"attention_mask": torch.from_numpy(attended), "response_mask": torch.from_numpy(mask)}
     return columns | {name: masked_column(mask, *value) for name, value in of_counted.items()}
-
-
-def _routes(samples: Sequence[Sample], shape: tuple[int, ...]) -> np.ndarray:
-    """(B, L, layers, k): experts that each token went to; the mark of a missing record where the engine gave none."""
-    first = next(one.routes for one in samples if one.routes is not None)
-    # uint8 has no -1, and is used for up to 255 experts, whose numbers end at 254.
-    column = np.full((*shape, *first.shape[1:]), 255 if first.dtype == np.uint8 else -1, first.dtype)
-    for row, one in enumerate(samples):
-        if one.routes is not None:
-            column[row, : len(one.routes)] = one.routes
-    return column
 
 
 def masked_column(where: np.ndarray, flat: np.ndarray, dtype: DTypeLike, elsewhere: float = 0) -> torch.Tensor:

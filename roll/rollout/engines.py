@@ -6,69 +6,22 @@ import asyncio
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from roll.distributed import Cluster, PendingCall, RemoteError
-from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
-from roll.rollout.routing import EngineAccount, PromptAffinityRouter, Router
-from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, PromptScore
+from roll.rollout.groups import EngineCommand, EngineReport
+from roll.rollout.routing import EngineAccount, Generation, Listener, PromptAffinityRouter, Router
+from roll.strategies.engines.requests import GenerationRequest, PromptScore
 
 logger = logging.getLogger(__name__)
-
-Listener = Callable[[Sequence[GenerationOutput]], None]
 
 SLICE_SECONDS = 0.05
 """Length of an engine's turn, after which finished groups are reported, where nothing else is chosen."""
 PASSES_BEFORE_TURN = 4
 """Passes of the event loop between the first reason for a turn of an engine and its start: coroutines that wait for the
 same thing continue in one pass, those that wait by ``asyncio.gather`` a few later, and their requests join the turn."""
-
-
-@dataclass(eq=False, slots=True)
-class Generation:
-    """A request to the engines. Awaiting it gives its :class:`FinishedGroup`, or None if it was aborted.
-
-    Cancelling the coroutine that awaits it aborts it.
-    """
-
-    _client: EngineClient
-    name: str
-    request: GenerationRequest
-    """The request as it was last given to an engine, with what its samples had then."""
-    listener: Listener | None = None
-    done: bool = False
-    value: FinishedGroup | None = None
-    """Its samples; None: it is not finished, or was aborted."""
-    _error: Exception | None = None
-    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
-
-    def __await__(self) -> Generator[Any, None, FinishedGroup | None]:
-        if not self.done:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            try:
-                yield from waiter
-            except asyncio.CancelledError:
-                self.abort()
-                raise
-        if self._error is not None:
-            raise self._error
-        return self.value
-
-    def abort(self) -> None:
-        """Stop it; what it has so far is discarded."""
-        self._client.abort([self])
-
-    def finish(self, group: FinishedGroup | None, error: Exception | None = None) -> None:
-        """Hand over its samples (None: it was aborted), or what ended the engines."""
-        if group is not None:
-            group.request_id, group.context = self.name, self.request.prompt_token_ids
-        self.done, self.value, self._error = True, group, error
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
 
 class EngineWorker(Protocol):
@@ -79,6 +32,7 @@ class EngineWorker(Protocol):
     def prompt_score(self, asked: tuple[Sequence[int], int]) -> PromptScore | str: ...
 
 
+@dataclass(eq=False)
 class EngineClient:
     """The engines of a cluster for any number of coroutines on one event loop.
 
@@ -90,62 +44,42 @@ class EngineClient:
     answer means at least one token of each sample that it runs. It is killed and left out; the requests that it
     had go to the others, as they were given to it. The loss of the last one is raised by everything that waits. A new
     process may take the place of a lost one (:meth:`readmit`).
-
-    Args:
-        max_running_requests: requests that one engine holds at a time; further requests wait here.
-        slice_seconds: how long a turn lasts before finished groups are reported.
-        router: chooses among the engines that have room; None: the one with the fewest samples.
-        report_refusals: a request that an engine refuses comes back as a group with an ``error``.
-        max_restarts: how often an engine that was lost is started again.
-        turn_timeout: seconds after which an engine that has not answered is lost; None: as long as a call may take.
-        fixed_weights: the weights never change, so that an engine that has been started again takes part as soon as it
-            is ready, and even the last one may be lost and come back.
     """
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        max_running_requests: int,
-        slice_seconds: float = SLICE_SECONDS,
-        router: Router | None = None,
-        report_refusals: bool = False,
-        max_restarts: int = 0,
-        turn_timeout: float | None = None,
-        fixed_weights: bool = False,
-    ) -> None:
-        self._cluster = cluster
-        self._fixed_weights = fixed_weights
+    cluster: Cluster
+    max_running_requests: int  # that one engine holds at a time; further requests wait here
+    slice_seconds: float = SLICE_SECONDS  # a turn's length, before finished groups are reported
+    router: Router | None = None  # chooses among the engines that have room; None: the one with the fewest samples
+    report_refusals: bool = False  # a request that an engine refuses comes back as a group with an ``error``
+    max_restarts: int = 0  # how often an engine that was lost is started again
+    turn_timeout: float | None = None
+    """Seconds after which an engine that has not answered is lost; None: as long as a call may take."""
+    fixed_weights: bool = False
+    """The weights never change, so that an engine that has been started again takes part as soon as it is ready, and
+    even the last one may be lost and come back."""
+
+    def __post_init__(self) -> None:
+        cluster = self.cluster
         self._returns: dict[int, asyncio.Task[None]] = {}
-        self._turn_timeout = turn_timeout
-        self._router = router or PromptAffinityRouter()
-        self._max_running_requests = max_running_requests
-        self._slice_seconds = slice_seconds
-        self._report_refusals = report_refusals
+        self._router = self.router or PromptAffinityRouter()
         self._engines = [EngineAccount(rank) for rank in range(cluster.world_size)]
-        self._restarts_left = [max_restarts] * cluster.world_size
+        self._restarts_left = [self.max_restarts] * cluster.world_size
         self._restarting: dict[int, PendingCall] = {}
         self._waiting: OrderedDict[str, GenerationRequest] = OrderedDict()
         self._numbers = itertools.count()
+        # By the ids that engines get, each of which is used once.
         self._generations: dict[str, Generation] = {}
-        """By the ids that engines get, each of which is used once."""
         self._recalled: list[GenerationRequest] = []
         self._watched: dict[str, Generation] = {}
         self._paused = False
         self._wakes_in = 0
-        self.failure: Exception | None = None
-        """Error that ended the last engine."""
-        self.busy_seconds = 0.0
-        """Seconds of generation, summed over engines, since the client was made."""
-        self.prompt_tokens = 0
-        """Tokens of all prompts, as far as engines count them."""
-        self.reused_tokens = 0
-        """Prompt tokens that prefix caches had."""
-        self.num_turns = 0
-        """Turns that engines have ended."""
-        self.num_deaths = 0
-        """Engines that were lost."""
-        self.num_reissued = 0
-        """Requests that were given to another engine because theirs was lost."""
+        self.failure: Exception | None = None  # that ended the last engine
+        self.busy_seconds = 0.0  # of generation, summed over engines
+        self.prompt_tokens = 0  # of all prompts, as far as engines count them
+        self.reused_tokens = 0  # of prompts, that prefix caches had
+        self.num_turns = 0  # that engines have ended
+        self.num_deaths = 0  # of engines
+        self.num_reissued = 0  # requests that went to another engine because theirs was lost
 
     @property
     def num_engines(self) -> int:
@@ -164,16 +98,13 @@ class EngineClient:
         return len(self._waiting)
 
     async def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore | str:
-        """Log-probs of a prompt's own tokens, from the engine with the fewest samples; or why there are none.
-
-        Raises:
-            RemoteError: the engine is lost.
-        """
+        """Log-probs of a prompt's own tokens, from the engine with the fewest samples; or why there are none. Raises
+        ``RemoteError``: the engine is lost."""
         self._check()
         while not self._engines:  # the last engine is being started again
             await self._some_turn()
         engine = min(self._engines, key=lambda one: one.num_samples)
-        return await self._cluster.submit(engine.rank, EngineWorker.prompt_score, (token_ids, top))
+        return await self.cluster.submit(engine.rank, EngineWorker.prompt_score, (token_ids, top))
 
     def submit(self, request: GenerationRequest, listener: Listener | None = None) -> Generation:
         """Have a request generated in the background. Awaiting the result raises :class:`RemoteError` where the last
@@ -186,7 +117,7 @@ class EngineClient:
         request_id = f"{request.request_id}#{next(self._numbers)}"
         finished = tuple(replace(output, request_id=request_id) for output in request.finished)
         named = replace(request, request_id=request_id, finished=finished)
-        generation = Generation(self, request.request_id, named, listener)
+        generation = Generation(self.abort, request.request_id, named, listener)
         if self.failure is not None:
             generation.finish(None, self.failure)
             return generation
@@ -257,11 +188,8 @@ class EngineClient:
 
     async def pause(self) -> None:
         """Let the turns in flight end and start no others, so that weights can be exchanged. Samples stay at their
-        engines, partial, and continue after :meth:`resume`; requests submitted meanwhile wait.
-
-        Raises:
-            RemoteError: the last engine is lost.
-        """
+        engines, partial, and continue after :meth:`resume`; requests submitted meanwhile wait. Raises ``RemoteError``:
+        the last engine is lost."""
         self._paused = True
         while any(engine.turn is not None for engine in self._engines):
             await self._some_turn()
@@ -304,18 +232,18 @@ class EngineClient:
             except RemoteError as error:
                 logger.warning("engine %d did not start again: %s", rank, error)
                 self._restart(rank)
-                continue
-            self._rejoin(rank)
+            else:
+                self._rejoin(rank)
 
     def _rejoin(self, rank: int) -> None:
-        self._cluster.rejoin(rank)
+        self.cluster.rejoin(rank)
         self._engines = sorted([*self._engines, EngineAccount(rank)], key=lambda engine: engine.rank)
         logger.info("engine %d is back", rank)
 
     def _restart(self, rank: int) -> None:
         if self._restarts_left[rank]:
             self._restarts_left[rank] -= 1
-            self._restarting[rank] = self._cluster.restart(rank)
+            self._restarting[rank] = self.cluster.restart(rank)
 
     # Turns
 
@@ -338,7 +266,7 @@ class EngineClient:
     def _start_turns(self) -> None:
         """Give requests that wait to engines with room, and start the turns that are due."""
         while self._waiting and not self._paused:
-            free = [engine for engine in self._engines if len(engine.outstanding) < self._max_running_requests]
+            free = [engine for engine in self._engines if len(engine.outstanding) < self.max_running_requests]
             if not free:
                 break
             request = next(iter(self._waiting.values()))
@@ -359,9 +287,9 @@ class EngineClient:
                 engine.turn = asyncio.create_task(self._take_turn(engine))
 
     async def _take_turn(self, engine: EngineAccount) -> None:
-        command = engine.command(self._slice_seconds, not self._paused, self._report_refusals, self._watched)
+        command = engine.command(self.slice_seconds, not self._paused, self.report_refusals, self._watched)
         try:
-            turn = self._cluster.submit(engine.rank, EngineWorker.advance, command).within(self._turn_timeout)
+            turn = self.cluster.submit(engine.rank, EngineWorker.advance, command).within(self.turn_timeout)
             try:
                 report: EngineReport = await turn
             except RemoteError as loss:
@@ -388,11 +316,7 @@ class EngineClient:
         self._wake()
 
     async def _some_turn(self) -> None:
-        """Wait for the end of at least one turn, if there is any.
-
-        Raises:
-            RemoteError: the last engine is lost.
-        """
+        """Wait for the end of at least one turn, if there is any. Raises ``RemoteError``: the last engine is lost."""
         turns = [engine.turn for engine in self._engines if engine.turn is not None]
         waits = turns or list(self._returns.values())
         if waits:
@@ -404,49 +328,41 @@ class EngineClient:
             raise self.failure
 
     def _lose(self, engine: EngineAccount, loss: RemoteError) -> None:
-        """Give what a lost engine had to the others."""
         self._engines.remove(engine)
         # Read before `_restart`, which uses up one of the restarts.
-        comes_back = self._fixed_weights and self._restarts_left[engine.rank] > 0
+        comes_back = self.fixed_weights and self._restarts_left[engine.rank] > 0
         if not self._engines and not self._returns and not comes_back:
             self._fail(loss)
             return
-        self._cluster.leave_out(engine.rank)
+        self.cluster.leave_out(engine.rank)
         self._restart(engine.rank)
         if comes_back:
             self._returns[engine.rank] = asyncio.get_running_loop().create_task(self._return(engine.rank))
         self.num_deaths += 1
         self.num_reissued += len(engine.outstanding)
-        logger.warning(
-            "an engine is lost: its %d requests go to the other %d\n%s",
-            len(engine.outstanding),
-            self.num_engines,
-            loss,
-        )
+        held = len(engine.outstanding)
+        logger.warning("an engine is lost: its %d requests go to the other %d\n%s", held, self.num_engines, loss)
         # In front of those that wait, being older. They restart from what they had when they were given to the engine:
         # the tokens that it has sampled since are lost with it.
         self._waiting = OrderedDict([*engine.outstanding.items(), *self._waiting.items()])
 
     async def _return(self, rank: int) -> None:
         """Wait until an engine with fixed weights has been started again, and give it work."""
-        try:
-            while True:
-                try:
-                    await self._restarting.pop(rank)
-                    break
-                except RemoteError as error:
-                    logger.warning("engine %d did not start again: %s", rank, error)
-                    if not self._restarts_left[rank]:
-                        raise
-                    self._restart(rank)
-        except RemoteError as error:
-            del self._returns[rank]
-            if not self._engines and not self._returns:
-                self._fail(error)
-            return
+        failure: RemoteError | None = None
+        while rank in self._restarting:
+            try:
+                await self._restarting.pop(rank)
+                failure = None
+            except RemoteError as error:
+                logger.warning("engine %d did not start again: %s", rank, error)
+                failure = error
+                self._restart(rank)  # does nothing where no restart is left
         del self._returns[rank]
-        self._rejoin(rank)
-        self._wake()
+        if failure is None:
+            self._rejoin(rank)
+            self._wake()
+        elif not self._engines and not self._returns:
+            self._fail(failure)
 
     def _fail(self, error: Exception) -> None:
         """End all requests: no engine is left to answer them."""
@@ -457,11 +373,8 @@ class EngineClient:
             generation.finish(None, error)
 
     def _withdraw(self, request_ids: set[str]) -> list[GenerationRequest]:
-        """Take back those requests that no engine has been sent yet."""
         unsent = []
         for engine in self._engines:
             mine = [request for id_, request in engine.to_add.items() if id_ in request_ids]
             unsent += [request for request in mine if engine.withdraw(request.request_id)]
-        unsent += [request for id_, request in self._waiting.items() if id_ in request_ids]
-        self._waiting = OrderedDict((i, request) for i, request in self._waiting.items() if i not in request_ids)
-        return unsent
+        return unsent + [self._waiting.pop(id_) for id_ in list(self._waiting) if id_ in request_ids]

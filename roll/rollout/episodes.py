@@ -30,8 +30,7 @@ class Player:
     agent: Agent
     template: ChatTemplate
     limits: Limits
-    params: SamplingParams
-    """Without a seed; ``max_new_tokens`` is the limit's."""
+    params: SamplingParams  # without a seed; ``max_new_tokens`` is the limit's
     tool_format: str = "hermes"
     thinking: Thinking = "keep"
 
@@ -45,8 +44,7 @@ class EngineSampler:
     """
 
     calls: Calls
-    name: str
-    """The episode's, unique in the run; the router keeps its calls on one engine by this name."""
+    name: str  # the episode's, unique in the run; the router keeps its calls on one engine by this name
     params: SamplingParams
 
     async def __call__(
@@ -76,8 +74,7 @@ class _Member:
 
     calls: Calls
     attempt: int = 0
-    episode: Episode | None = None
-    """None: it is not over."""
+    episode: Episode | None = None  # None: it is not over
 
     def state(self) -> State:
         if self.episode is not None:
@@ -94,17 +91,13 @@ class EpisodeLoop:
     failed) and ``cancelled`` (not needed any more).
     """
 
-    players: Mapping[str, Player]
-    """By tag."""
+    players: Mapping[str, Player]  # by tag
     name: str
     """Seeds of calls are made of it, the number of the draw, the member and the call: it holds the run's seed, and
     tells validation from training."""
-    redundancy: int = 0
-    """Further members; the first ``group_size`` to end without a fault count, the rest is cancelled."""
-    max_groups: int = 1 << 30
-    """Most groups in flight; further groups wait."""
-    retries: int = 1
-    """Further attempts at an episode whose environment has failed."""
+    redundancy: int = 0  # further members; the first ``group_size`` to end without a fault count, the rest is cancelled
+    max_groups: int = 1 << 30  # most groups in flight; further groups wait
+    retries: int = 1  # further attempts at an episode whose environment has failed
     quarantine: SampleQuarantine = field(default_factory=SampleQuarantine)
     """Takes the tasks whose environments fail at every attempt."""
     _leaving: set[asyncio.Task[Episode]] = field(default_factory=set, init=False)
@@ -125,7 +118,6 @@ class EpisodeLoop:
     async def _members(
         self, context: RolloutContext, members: dict[int, _Member], recorded: Mapping[str, State]
     ) -> list[Episode]:
-        """The episodes that count, in the order of their numbers."""
         size = context.group_size
         tasks = {
             asyncio.create_task(self._episode(context, members, index, recorded.get(str(index)))): index
@@ -194,6 +186,7 @@ def episode_codec(players: Mapping[str, Player]) -> GroupCodec:
     """The codec of episodes of ``players``, by tag."""
 
     def member_from(task: Task, state: Mapping[str, Any]) -> Episode:
-        return Episode.from_state(state, task, players[task.tag].template, players[task.tag].thinking)
+        player = players[task.tag]
+        return Episode.from_state(state, task, player.template, player.thinking)
 
     return GroupCodec(Task.from_state, member_from)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from roll.agents.episode import Task
 
 MAX_DRAWS_PER_WANTED = 50
-CANCELLED_SECONDS = 30.0
-"""Time for the coroutine of a group to end after it has been cancelled."""
+CANCELLED_SECONDS = 30.0  # time for the coroutine of a group to end after it has been cancelled
 
 
 class RolloutExhausted(RuntimeError):
@@ -76,52 +75,38 @@ class Ended(NamedTuple):
 
     group: AnyGroup
     is_accepted: bool
-    version: int
-    """The weights that it was begun with."""
+    version: int  # the weights that it was begun with
 
 
+@dataclass(eq=False)
 class GroupFlow:
-    """Groups in flight: a coroutine each, which a rollout loop begins.
+    """Groups in flight: a coroutine each, which a rollout loop begins."""
 
-    Args:
-        rewards: score the samples of prompts; None: a loop brings the rewards itself.
-        draw: gives the next n prompts or tasks, or fewer when there are no more.
-        first_draw: how many were drawn before; continues the count of draws.
-        loop: makes a group of each; None: :class:`~roll.rollout.loops.SingleTurn`.
-    """
+    engines: EngineClient
+    rewards: RewardClient | None  # score the samples of prompts; None: a loop brings the rewards itself
+    draw: Callable[[int], Sequence[PromptRow | Task]]
+    """Gives the next n prompts or tasks, or fewer when there are no more."""
+    settings: GroupSettings
+    next_order: int = 0  # how many were drawn before
+    loop: RolloutLoop | None = None  # makes a group of each; None: :class:`~roll.rollout.loops.SingleTurn`
 
-    def __init__(
-        self,
-        engines: EngineClient,
-        rewards: RewardClient | None,
-        draw: Callable[[int], Sequence[PromptRow | Task]],
-        settings: GroupSettings,
-        first_draw: int = 0,
-        loop: RolloutLoop | None = None,
-    ) -> None:
-        self.engines = engines
-        self.rewards = rewards
-        self.settings = settings
+    def __post_init__(self) -> None:
+        # Groups that are not accepted or rejected yet.
         self.in_flight: dict[asyncio.Task[Ended], RolloutContext] = {}
-        """Groups that are not accepted or rejected yet."""
+        # Groups since the last take(), in the order of their ends.
         self.ended: list[Ended] = []
-        """Groups since the last :meth:`take`, in the order of their ends."""
+        # The loop's own numbers, since the beginning.
         self.counts: Counter[str] = Counter()
-        """Numbers of the loop's, since the beginning."""
-        self.next_order = first_draw
-        self.version = 0
-        """The weights that groups are begun with."""
-        self.exhausted = False
-        """There is nothing more to draw."""
-        self._draw = draw
-        self._loop = loop or SingleTurn()
+        self.version = 0  # of the weights that groups are begun with
+        self.exhausted = False  # there is nothing more to draw
+        self._loop = self.loop or SingleTurn()
         self._name = f"{type(self._loop).__name__}.answer"
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
 
     def start(self, count: int) -> int:
         """Draw ``count`` times and begin a group for each; return how many, fewer where there is no more."""
-        items = self._draw(count)
+        items = self.draw(count)
         self.exhausted = self.exhausted or len(items) < count
         for item in items:
             self.begin(RolloutContext(self, self.next_order, item, self.version))
@@ -154,11 +139,7 @@ class GroupFlow:
         return self.take()
 
     async def watched(self, event: asyncio.Event, deadline: float) -> None:
-        """Wait for ``event``.
-
-        Raises:
-            RolloutStalled: nothing has moved for ``deadline`` seconds.
-        """
+        """Wait for ``event``. Raises ``RolloutStalled``: nothing has moved for ``deadline`` seconds."""
         while not event.is_set():
             moved = self._moves()
             try:
@@ -190,6 +171,7 @@ class GroupFlow:
         if group is None:
             return Ended(Group(context.order, context.item, []), False, context.version)
         size, members = self.settings.group_size, group.members
+        # By identity: a reward that failed is a result of its own.
         scored = sum(one.reward is not UNSCORED for one in members)
         if not len(members) == scored == size or group.order != context.order:
             raise ValueError(
@@ -216,12 +198,10 @@ class GroupFlow:
         self._changed.set()
 
     def _moves(self) -> tuple[int, int, int]:
-        """Numbers that change when anything moves."""
         scored = 0 if self.rewards is None else self.rewards.num_calls
         return self.engines.num_turns, scored, self.counts.total()
 
     def _stall_message(self, seconds: float) -> str:
-        """The message of a stalled rollout: how many groups wait, and where the first of them do."""
         lines = [f"no group, engine or reward has moved for {seconds:g} s; {len(self.in_flight)} groups are in flight"]
         for task, begun in list(self.in_flight.items())[:3]:
             outer: Any = task.get_coro()
@@ -242,12 +222,7 @@ class RolloutResult:
     num_aborted: int = 0
 
 
-async def collected(
-    flow: GroupFlow,
-    count: int,
-    num_additional: int,
-    deadline: float,
-) -> RolloutResult:
+async def collected(flow: GroupFlow, count: int, num_additional: int, deadline: float) -> RolloutResult:
     """``count`` groups of ``flow``, or all that there are; the rest is aborted.
 
     Args:
@@ -290,26 +265,19 @@ async def collected(
 
 def sampling_params(args: GeneratingArguments, max_new_tokens: int) -> SamplingParams:
     """The parameters that training samples with; ``do_sample: false`` means greedy."""
+    names = ("min_new_tokens", "top_p", "top_k", "min_p", "repetition_penalty", "include_stop_str_in_output")
+    same: dict[str, Any] = {name: getattr(args, name) for name in names}
     return SamplingParams(
         max_new_tokens=max_new_tokens,
-        min_new_tokens=args.min_new_tokens,
         temperature=args.temperature if args.do_sample else 0.0,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
         stop_token_ids=tuple(args.stop_token_ids or ()),
         stop_strings=tuple(args.stop_strings or ()),
-        include_stop_str_in_output=args.include_stop_str_in_output,
+        **same,
     )
 
 
 def greedy(max_new_tokens: int, like: SamplingParams) -> SamplingParams:
     """The most probable continuation, stopping where ``like`` would."""
-    return SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=0.0,
-        stop_token_ids=like.stop_token_ids,
-        stop_strings=like.stop_strings,
-        include_stop_str_in_output=like.include_stop_str_in_output,
-    )
+    names = ("stop_token_ids", "stop_strings", "include_stop_str_in_output")
+    stops: dict[str, Any] = {name: getattr(like, name) for name in names}
+    return SamplingParams(max_new_tokens=max_new_tokens, temperature=0.0, **stops)

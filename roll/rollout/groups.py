@@ -1,15 +1,21 @@
-"""Groups of trajectories that share a baseline, and messages between driver and generation workers."""
+"""Groups of trajectories that share a baseline, messages between driver and generation workers, and filters of groups
+that are worth training on (dynamic sampling, DAPO: arXiv 2503.14476, section 3.2).
+
+A group whose samples all have the same reward has zero advantage everywhere and only dilutes the batch.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise, repeat
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from roll.algorithms.registry import Registry
+from roll.algorithms.samples import EPS
 from roll.datasets.types import PromptRow
 from roll.rewards.base import RewardResult, RewardSample
 from roll.strategies.engines.requests import FinishReason, GenerationOutput, GenerationRequest
@@ -22,14 +28,11 @@ class EngineCommand:
 
     add: Sequence[GenerationRequest] = ()
     abort: Sequence[str] = ()
-    recall: Sequence[str] = ()
-    """Requests to stop and report as they are."""
+    recall: Sequence[str] = ()  # requests to stop and report as they are
     slice_seconds: float = 0.05
     """Report finished groups after about this long; an engine that has finished everything reports at once."""
-    work: bool = True
-    """False: generate nothing, only do what is said here."""
-    watch: Sequence[str] = ()
-    """Requests whose samples are reported as they grow, about every ``slice_seconds``."""
+    work: bool = True  # False: generate nothing, only do what is said here
+    watch: Sequence[str] = ()  # requests whose samples are reported as they grow, about every ``slice_seconds``
     report_refusals: bool = False
     """A request that the engine refuses comes back as a group with an ``error``; else the turn fails."""
 
@@ -40,21 +43,16 @@ class FinishedGroup:
     of the flat arrays: the tokens after the prompt."""
 
     request_id: str
-    token_ids: np.ndarray
-    """int32 (sum of lengths,)."""
-    log_probs: np.ndarray
-    """float32 (sum of lengths,)."""
-    lengths: np.ndarray
-    """int64 (num_samples,)."""
+    token_ids: np.ndarray  # int32 (sum of lengths,)
+    log_probs: np.ndarray  # float32 (sum of lengths,)
+    lengths: np.ndarray  # int64 (num_samples,)
     finish_reasons: list[FinishReason]
-    texts: list[str]
-    """The decoded responses, without special tokens; for rewards and people, never tokenised again."""
+    texts: list[str]  # the decoded responses, without special tokens; for rewards and people, never tokenised again
     weight_versions: list[list[tuple[int, int, int]]]
     """By sample: (version, first, end) of its tokens; together they cover those that were sampled."""
     top_log_probs: list[list[list[tuple[int, float]]]] = field(default_factory=list)
     """By sample and position the most probable tokens, where the request wants them."""
-    error: str | None = None
-    """Why the engine refused the request; such a group has no samples."""
+    error: str | None = None  # why the engine refused the request; such a group has no samples
     routes: Sequence[np.ndarray | None] = ()
     """By sample, as :attr:`GenerationOutput.routes`; empty where the engine records none."""
     context: Sequence[int] = ()
@@ -93,6 +91,7 @@ class FinishedGroup:
 
     def samples(self, prompt: PromptRow) -> list[Sample]:
         """The samples as those of ``prompt``, with which the context begins."""
+        # Views of the flat arrays: a Python object a token would cost the driver more than the rest of a step.
         context, made, first = self.context, [], 0
         routes = self.routes or repeat(None)
         own = zip(self.lengths.tolist(), self.weight_versions, self.finish_reasons, self.texts, routes, strict=False)
@@ -117,25 +116,10 @@ class EngineReport:
     """Recalled requests, with everything that their samples have so far."""
     progress: dict[str, list[GenerationOutput]] = field(default_factory=dict)
     """By request that is watched and not finished: its samples so far, in any order."""
-    num_unfinished: int = 0
-    """Samples still queued or running."""
-    busy_seconds: float = 0.0
-    """Time spent generating during the turn."""
+    num_unfinished: int = 0  # samples still queued or running
+    busy_seconds: float = 0.0  # time spent generating during the turn
     prompt_counts: tuple[int, int] = (0, 0)
     """Prompt tokens since the last report, and those of them that the engine's prefix cache had."""
-
-
-class Response(Protocol):
-    """The outcome of one request: a sample of a prompt, or a call of an episode."""
-
-    new_ids: Any
-    """Ids in front of it, behind the response before, if there is one."""
-    response_ids: Any
-    log_probs: Any
-
-    @property
-    def versions(self) -> Any:
-        """Weight version of every sampled id."""
 
 
 class Trajectory(Protocol):
@@ -169,12 +153,9 @@ class Sample:
     prompt: PromptRow
     new_ids: Sequence[int]
     """All that the engine was given: the prompt's ids, and what a rollout loop has put after them."""
-    response_ids: np.ndarray
-    """int32 (length,)."""
-    log_probs: np.ndarray
-    """float32 (length,)."""
-    weight_versions: list[tuple[int, int, int]]
-    """As in :class:`FinishedGroup`."""
+    response_ids: np.ndarray  # int32 (length,)
+    log_probs: np.ndarray  # float32 (length,)
+    weight_versions: list[tuple[int, int, int]]  # as in :class:`FinishedGroup`
     finish_reason: FinishReason
     text: str
     routes: np.ndarray | None = None
@@ -193,6 +174,7 @@ class Sample:
 
     @property
     def versions(self) -> np.ndarray:
+        """Weight version of every sampled id, int32 (length,)."""
         parts = [np.full(end - first, version, np.int32) for version, first, end in self.weight_versions]
         return parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, np.int32), *parts])
 
@@ -201,16 +183,9 @@ class Sample:
 
     def for_reward(self) -> RewardSample:
         """The part of it that reward workers see."""
-        prompt = self.prompt
-        return RewardSample(
-            prompt.prompt_text,
-            self.text,
-            prompt.ground_truth,
-            self.finish_reason,
-            prompt.row,
-            len(self.response_ids),
-            self.model_result,
-        )
+        prompt, size = self.prompt, len(self.response_ids)
+        told = prompt.prompt_text, self.text, prompt.ground_truth, self.finish_reason, prompt.row, size
+        return RewardSample(*told, self.model_result)
 
     def state_dict(self) -> dict[str, Any]:
         names = ("response_ids", "log_probs", "weight_versions", "finish_reason", "text", "routes")
@@ -236,8 +211,7 @@ class Group(Generic[ItemT, TrajectoryT]):
 
     order: int
     """Position in the order in which prompts or tasks were drawn; results are sorted by it, whoever finished first."""
-    item: ItemT
-    """The prompt or task."""
+    item: ItemT  # the prompt or task
     members: list[TrajectoryT]
 
     @property
@@ -262,3 +236,69 @@ class Group(Generic[ItemT, TrajectoryT]):
 
 AnyGroup = Group[Any, Any]
 SampleGroup = Group[PromptRow, Sample]
+
+GroupFilter = Callable[[np.ndarray], bool]
+"""Takes the scores of a group, float32 (num_samples,) with NaN where a reward is missing; True keeps the group."""
+
+
+def mean_filter(threshold_down: float = 0.0, threshold_up: float = 1.0) -> GroupFilter:
+    """Keep groups whose mean score lies strictly between the two thresholds; compared in the scores' float32."""
+    low, high = np.float32(threshold_down), np.float32(threshold_up)
+    return lambda scores: bool(low < np.float32(np.nanmean(scores, dtype=np.float64)) < high)
+
+
+def std_filter(std_threshold: float = 0.0) -> GroupFilter:
+    """Keep groups whose scores differ, by a population standard deviation of more than ``std_threshold``, and by more
+    than arithmetic in float32 leaves of equal ones: a millionth of their size."""
+
+    def keep(scores: np.ndarray) -> bool:
+        exact = scores.astype(np.float64)
+        return bool(np.nanstd(exact) > max(std_threshold, EPS * np.nanmax(np.abs(exact))))
+
+    return keep
+
+
+def no_filter() -> GroupFilter:
+    """Keep every group."""
+    return lambda scores: True
+
+
+FilterFactory = Callable[..., GroupFilter]  # makes a filter from ``filter_args``, given as keywords
+
+group_filters: Registry[FilterFactory] = Registry("query_filter_config.type")
+for _factory in (no_filter, mean_filter, std_filter):
+    group_filters.add(_factory, _factory.__name__)
+
+
+def by_domain(filters: Mapping[str, GroupFilter]) -> Callable[[SampleGroup], bool]:
+    """The filter of each group's domain; a domain without one keeps all."""
+    return lambda group: group.item.domain not in filters or filters[group.item.domain](group.scores())
+
+
+def response_mask(scores: np.ndarray, domains: np.ndarray, filters: Mapping[str, GroupFilter]) -> np.ndarray:
+    """Responses that the filters of their domains keep, each judged as a group of one: bool (B,).
+
+    Args:
+        scores: float (B,), NaN where a reward is missing.
+        domains: object (B,).
+        filters: by domain; a domain without one keeps all.
+    """
+    pairs = zip(scores[:, None], domains, strict=True)
+    return np.array([domain not in filters or filters[domain](score) for score, domain in pairs], dtype=bool)
+
+
+def build_filter(kind: str, filter_args: Mapping[str, Any]) -> GroupFilter:
+    """Build the filter of a ``query_filter_config`` section.
+
+    ``kind`` is a name or the dotted path of a :data:`FilterFactory`.  A group without any reward is never kept,
+    whatever the filter.
+
+    Raises:
+        ValueError: no such factory, or one that does not take these arguments.
+    """
+    factory = group_filters.resolve(kind)
+    try:
+        keep = factory(**filter_args)
+    except TypeError as error:
+        raise ValueError(f"query_filter_config.filter_args {dict(filter_args)} do not fit {kind}: {error}") from error
+    return lambda scores: not np.isnan(scores).all() and keep(scores)

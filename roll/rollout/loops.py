@@ -19,9 +19,10 @@ import numpy as np
 
 from roll.algorithms.registry import Registry
 from roll.datasets.types import PromptRow
-from roll.rollout.engines import EngineClient, Generation
+from roll.rollout.engines import EngineClient
 from roll.rollout.groups import FinishedGroup, Group, SampleGroup
 from roll.rollout.rewarding import RewardClient
+from roll.rollout.routing import Generation
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams
 
 State = dict[str, Any]
@@ -45,8 +46,7 @@ class SingleTurn:
     """The loop of runs without one of their own: one request for all samples of a prompt, then their rewards."""
 
     async def answer(self, prompt: PromptRow, context: RolloutContext) -> SampleGroup | None:
-        finished = await context.start(prompt.token_ids)
-        assert finished is not None, "nobody else aborts it"
+        finished = await context.generate(prompt.token_ids)
         return await context.compute_rewards(context.group(prompt, finished))
 
 
@@ -57,23 +57,13 @@ rollout_loops: Registry[Callable[[], RolloutLoop]] = Registry("user_defined_roll
 class GroupSettings:
     """Settings of every group."""
 
-    group_size: int
-    """Samples of each prompt, or episodes of each task."""
-    params: SamplingParams | None = None
-    """None: the loop brings its own."""
+    group_size: int  # samples of each prompt, or episodes of each task
+    params: SamplingParams | None = None  # None: the loop brings its own
     seed: int = 0
     """The run's. With the draw number of a prompt it gives the seed of the prompt's samples, so that a resumed run
     samples what an uninterrupted run would have."""
-    keeps: Callable[[Any], bool] = lambda group: True
-    """The filter of scored groups."""
-    filter_key: str = "query_filter_config"
-    """Key of the configuration that the filter comes from, for messages."""
-
-    def params_of(self, order: int) -> SamplingParams:
-        """The sampling parameters with the seed of the prompt that was drawn as number ``order``."""
-        assert self.params is not None
-        # Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw.
-        return replace(self.params, seed=(self.seed & 0x7FFFFFFF) << 32 | (order & 0xFFFFFFFF))
+    keeps: Callable[[Any], bool] = lambda group: True  # the filter of scored groups
+    filter_key: str = "query_filter_config"  # key of the configuration that the filter comes from, for messages
 
 
 class Flow(Protocol):
@@ -90,25 +80,22 @@ class RolloutContext:
     """A group in the making: the engines and rewards of the run, for one prompt or task."""
 
     flow: Flow
-    order: int
-    """Position in the order in which prompts or tasks were drawn."""
-    item: Any
-    """The prompt or task."""
-    version: int = 0
-    """The weights that it was begun with: no token is older."""
-    recorded: Mapping[str, Any] = field(default_factory=dict)
-    """:attr:`state` in an earlier process."""
-    is_scoring: bool = False
-    """Its samples are there, and wait for rewards."""
+    order: int  # position in the order in which prompts or tasks were drawn
+    item: Any  # the prompt or task
+    version: int = 0  # the weights that it was begun with: no token is older
+    recorded: Mapping[str, Any] = field(default_factory=dict)  # :attr:`state` in an earlier process
+    is_scoring: bool = False  # its samples are there, and wait for rewards
     params: SamplingParams = field(init=False)
     """Sampling parameters of training, with the seed of the prompt; not for tasks, whose players have their own."""
     calls: Calls = field(init=False)
-    state: Callable[[], State] = field(init=False)
-    """The samples so far, as plain values and arrays."""
+    state: Callable[[], State] = field(init=False)  # the samples so far, as plain values and arrays
 
     def __post_init__(self) -> None:
-        if self.flow.settings.params is not None:
-            self.params = self.flow.settings.params_of(self.order)
+        settings = self.flow.settings
+        if settings.params is not None:
+            # Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw.
+            seed = (settings.seed & 0x7FFFFFFF) << 32 | (self.order & 0xFFFFFFFF)
+            self.params = replace(settings.params, seed=seed)
         self.calls = Calls(self.flow.engines, self.recorded)
         self.state = self.calls.state_dict
 
@@ -198,8 +185,7 @@ class Calls:
         self._engines = engines
         self._recorded: State = dict(recorded or {})
         self._settled: State = {}
-        self.made: dict[str, Generation] = {}
-        """Requests, but for those of :meth:`answer` that are over."""
+        self.made: dict[str, Generation] = {}  # Requests, but for those of :meth:`answer` that are over
         self.count = 0
 
     def submit(self, request: GenerationRequest) -> Generation:
@@ -211,7 +197,8 @@ class Calls:
             self._recorded, known = {}, None
         if known is not None and "finished" in known:
             value = FinishedGroup.from_state(known["finished"], request.prompt_token_ids)
-            generation = Generation(self._engines, name, request, done=True, value=value)
+            # Over already: there is nothing that its abort would discard.
+            generation = Generation(lambda _: None, name, request, done=True, value=value)
         else:
             generation = self._engines.submit(request if known is None else with_progress(request, known["progress"]))
         self.made[name] = generation
@@ -263,14 +250,13 @@ def _digest(request: GenerationRequest) -> str:
 
 def with_progress(request: GenerationRequest, state: Mapping[str, Any]) -> GenerationRequest:
     """``request`` with the samples that it had; sampling parameters are the configuration's."""
-    partial, finished = (
-        [
-            GenerationOutput(request.request_id, **{**entry, **{name: entry[name].tolist() for name in _ARRAYS}})
-            for entry in state[name]
-        ]
-        for name in ("partial", "finished")
-    )
-    return replace(request, partial={one.sample_index: one for one in partial}, finished=tuple(finished))
+
+    def samples(entries: Sequence[State]) -> list[GenerationOutput]:
+        lists = [entry | {name: entry[name].tolist() for name in _ARRAYS} for entry in entries]
+        return [GenerationOutput(request.request_id, **entry) for entry in lists]
+
+    partial = {one.sample_index: one for one in samples(state["partial"])}
+    return replace(request, partial=partial, finished=tuple(samples(state["finished"])))
 
 
 _ARRAYS = {"token_ids": np.int32, "log_probs": np.float32}

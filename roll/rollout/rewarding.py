@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -29,72 +29,52 @@ from roll.rollout.groups import SampleGroup
 
 logger = logging.getLogger(__name__)
 
-QUARANTINE_FILE = "set_aside.jsonl"
-"""In the folder of logs: a line for every sample that has killed its worker twice."""
-MOST_IN_A_ROW = 3
-"""Samples in a row that may kill their workers; where more do, the fault is not theirs."""
+QUARANTINE_FILE = "set_aside.jsonl"  # in the folder of logs: a line for every sample that has killed its worker twice
+MOST_IN_A_ROW = 3  # samples in a row that may kill their workers; where more do, the fault is not theirs
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
+@dataclass
 class SampleQuarantine:
-    """The account of samples that have killed their workers.
+    """The account of samples that have killed their workers."""
 
-    Args:
-        folder: where the file goes; None: no file is written.
-    """
-
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
-        self.num_deaths = 0
-        """Workers that were replaced."""
-        self.num_samples = 0
+    folder: Path | None = None  # where the file goes; None: no file is written
+    num_deaths: int = 0  # workers that were replaced
+    num_samples: int = 0
 
     def add(self, role: str, row: Mapping[str, Any], cause: object) -> None:
         """Write down a sample that has killed two workers of ``role``, or an episode whose environment fails again."""
         self.num_samples += 1
         logger.error("a sample has failed its worker of %s twice and is quarantined: %s", role, cause)
-        if self._folder is not None:
+        if self.folder is not None:
             line = json.dumps({"time": time.time(), "role": role, "cause": str(cause), **row}, default=str)
             with suppress(OSError):  # a full disk ends no run
-                self._folder.mkdir(parents=True, exist_ok=True)
-                with (self._folder / QUARANTINE_FILE).open("a", encoding="utf-8") as file:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                with (self.folder / QUARANTINE_FILE).open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
 
 
+@dataclass(eq=False)
 class RestartingWorker(Generic[T, R]):
-    """A worker, or a cluster that works as one, that is restarted when it dies.
+    """A worker, or a cluster that works as one, that is restarted when it dies."""
 
-    Args:
-        ask: has items worked on; raises :class:`WorkerDied`.
-        replace: puts a new worker in the place of the dead one.
-        quarantine: the result of an item that has killed two workers.
-    """
-
-    def __init__(
-        self,
-        ask: Callable[[Sequence[T]], Awaitable[list[R]]],
-        replace: Callable[[WorkerDied], Awaitable[None]],
-        quarantine: Callable[[T, WorkerDied], R],
-    ) -> None:
-        self._ask = ask
-        self._replace = replace
-        self._quarantine = quarantine
-        self._lock = asyncio.Lock()
-        self._in_flight: set[asyncio.Task[list[R]]] = set()
-        self._lives = 0
-        """Workers that were replaced."""
-        self._death: WorkerDied | None = None
-        """The present worker's, once it has died."""
-        self._in_a_row = 0
+    ask: Callable[[Sequence[T]], Awaitable[list[R]]]
+    """Has items worked on; raises :class:`WorkerDied`."""
+    replace: Callable[[WorkerDied], Awaitable[None]]
+    """Puts a new worker in the place of the dead one."""
+    quarantine: Callable[[T, WorkerDied], R]
+    """Gives the result of an item that has killed two workers."""
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _in_flight: set[asyncio.Task[list[R]]] = field(default_factory=set)
+    _lives: int = 0  # workers that were replaced
+    _death: WorkerDied | None = None  # the present worker's
+    _in_a_row: int = 0
 
     async def __call__(self, items: Sequence[T]) -> list[R]:
-        """One result an item.
-
-        Raises:
-            WorkerDied: of the last of too many that died one after the other, or of one that did not start.
-        """
+        """One result an item. Raises ``WorkerDied``: of the last of too many that died one after the other, or of one
+        that did not start."""
         async with self._lock:  # a successor may be starting, or a suspect may be alone with the worker
             if self._death is not None:
                 await self._revive(self._death)
@@ -108,7 +88,7 @@ class RestartingWorker(Generic[T, R]):
 
     async def _try(self, items: Sequence[T], life: int) -> list[R]:
         try:
-            return await self._ask(items)
+            return await self.ask(items)
         except WorkerDied as death:
             if life == self._lives:  # else it is known, and the worker has been replaced
                 self._death = death
@@ -129,14 +109,13 @@ class RestartingWorker(Generic[T, R]):
                 if self._in_a_row > MOST_IN_A_ROW:
                     raise
                 await self._revive(death)
-                return self._quarantine(item, death)
+                return self.quarantine(item, death)
             self._in_a_row = 0
             return result
 
     async def _revive(self, death: WorkerDied) -> None:
-        """Replace the worker that has died."""
         logger.warning("a worker is replaced, and its work done again:\n%s", death)
-        await self._replace(death)
+        await self.replace(death)
         self._death = None
         self._lives += 1
 
@@ -148,8 +127,7 @@ class ModelInput:
     token_ids: list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     response: str = ""
-    error: str | None = None
-    """Reason why there is no input."""
+    error: str | None = None  # reason why there is no input
 
 
 class RuleWorker(Protocol):
@@ -183,13 +161,10 @@ class ModelScorer:
         quarantine: SampleQuarantine | None = None,
     ) -> None:
         self._cluster = cluster
-        self._inputs = inputs
+        self.inputs = inputs
         self._columns = columns
         self._quarantine = quarantine or SampleQuarantine()
         self._worker = RestartingWorker(self._ask, self._replace, self._quarantine_input)
-
-    def wants(self, group: SampleGroup) -> bool:
-        return group.item.domain in self._inputs
 
     async def score(self, groups: Sequence[SampleGroup]) -> None:
         """Give every group the model's results; every rank gets all texts and takes its share of them."""
@@ -208,7 +183,6 @@ class ModelScorer:
         return [next(columns[number % len(columns)]) for number in range(count)]
 
     async def _replace(self, death: WorkerDied) -> None:
-        """All ranks: they compute together."""
         self._quarantine.num_deaths += 1
         self._cluster.start_again()
         await self._cluster.call_all(ScoringWorker.initialize)
@@ -218,32 +192,28 @@ class ModelScorer:
         return failure(f"{self._cluster.name}: this sample has killed its worker twice")
 
     def _model_inputs(self, group: SampleGroup) -> list[ModelInput]:
-        if self._inputs[group.item.domain] == TOKENS:
+        if self.inputs[group.item.domain] == TOKENS:
             return [ModelInput(token_ids=[*one.new_ids, *one.response_ids.tolist()]) for one in group.members]
-        try:
-            messages = self._messages(group.item.row)
-        except DataError as error:
-            return [ModelInput(error=str(error))] * len(group.members)
-        problem = "a sample of several rounds has no messages; a reward model that reads the policy's tokens sees all"
+        source, problem = SourceRow(Path("data"), 0, group.item.row), "no data section"
+        messages: list[dict[str, Any]] | None = None
+        for data_args in self._columns:
+            try:
+                messages = Columns.of(data_args, source).read_messages(source)
+                break
+            except DataError as error:  # another section's columns may fit
+                problem = str(error)
+        if messages is None:
+            return [ModelInput(error=problem)] * len(group.members)
+        several = "a sample of several rounds has no messages; a reward model that reads the policy's tokens sees all"
         return [
             ModelInput(messages=messages, response=one.text)
             if len(one.new_ids) == len(group.item.token_ids)
-            else ModelInput(error=problem)
+            else ModelInput(error=several)
             for one in group.members
         ]
 
-    def _messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        source, problem = SourceRow(Path("data"), 0, row), DataError("no data section")
-        for data_args in self._columns:
-            try:
-                return Columns.of(data_args, source).read_messages(source)
-            except DataError as error:
-                problem = error
-        raise problem
 
-
-Queue = list[tuple[SampleGroup, asyncio.Future[None]]]
-"""Groups to be scored, with who waits for each."""
+Queue = list[tuple[SampleGroup, asyncio.Future[None]]]  # groups to be scored, with who waits for each
 
 
 class RewardClient:
@@ -273,45 +243,37 @@ class RewardClient:
         self._calls: set[asyncio.Task[None]] = set()
         self._for_model: Queue = []
         self._for_workers: Queue = []
-        self.num_pending = 0
-        """Groups whose :meth:`score` has not returned."""
-        self.num_calls = 0
-        """Calls that have been answered."""
+        self.num_pending = 0  # groups whose :meth:`score` has not returned
+        self.num_calls = 0  # calls that have been answered
 
     async def score(self, group: SampleGroup) -> SampleGroup:
-        """``group`` with its rewards.
-
-        Raises:
-            RemoteError: a reward worker failed, or died and could not be replaced.
-        """
-        loop, stages = asyncio.get_running_loop(), [(self._for_workers, self._send_to_workers)]
-        if self._scorer is not None and self._scorer.wants(group):
-            stages.insert(0, (self._for_model, self._send_to_model))
+        """``group`` with its rewards. Raises ``RemoteError``: a reward worker failed, or died and could not be
+        replaced."""
+        loop, stages = asyncio.get_running_loop(), [(self._for_workers, False)]
+        if self._scorer is not None and group.item.domain in self._scorer.inputs:
+            stages.insert(0, (self._for_model, True))
         self.num_pending += 1
         try:
-            for queue, send in stages:
+            for queue, to_model in stages:
                 scored: asyncio.Future[None] = loop.create_future()
                 if not queue:
                     # Only the first of a pass schedules the sending: what the same pass queues after it goes along.
-                    loop.call_soon(send)
+                    loop.call_soon(self._send, queue, to_model)
                 queue.append((group, scored))
                 await scored
         finally:
             self.num_pending -= 1
         return group
 
-    def _send_to_model(self) -> None:
-        assert self._scorer is not None
-        queue = [(group, scored) for group, scored in self._for_model if not scored.done()]
-        self._for_model.clear()
-        self._begin(queue, self._scorer.score)
-
-    def _send_to_workers(self) -> None:
+    def _send(self, queue: Queue, to_model: bool) -> None:
+        waiting = [(group, scored) for group, scored in queue if not scored.done()]  # else nobody waits for it any more
+        queue.clear()
+        if to_model and self._scorer is not None:
+            self._begin(waiting, self._scorer.score)
+            return
         by_domain: dict[str, Queue] = defaultdict(list)
-        for group, scored in self._for_workers:
-            if not scored.done():  # else nobody waits for it any more
-                by_domain[group.item.domain].append((group, scored))
-        self._for_workers.clear()
+        for group, scored in waiting:
+            by_domain[group.item.domain].append((group, scored))
         for domain, members in by_domain.items():
             load = self._load[domain]
             workers = min(len(load), len(members))
@@ -328,17 +290,18 @@ class RewardClient:
 
     async def _answer(self, queue: Queue, score: Callable[[list[SampleGroup]], Coroutine[Any, Any, None]]) -> None:
         """Have groups scored, and wake up those who wait; a failure is theirs."""
+        failure: Exception | None = None
         try:
             await score([group for group, _ in queue])
+            self.num_calls += 1
         except Exception as error:
-            for _, scored in queue:
-                if not scored.done():
-                    scored.set_exception(error)
-            return
-        self.num_calls += 1
+            failure = error
         for _, scored in queue:
             if not scored.done():
-                scored.set_result(None)
+                if failure is None:
+                    scored.set_result(None)
+                else:
+                    scored.set_exception(failure)
 
     async def _ask_worker(self, domain: str, rank: int, groups: list[SampleGroup]) -> None:
         samples = [one.for_reward() for group in groups for one in group.members]

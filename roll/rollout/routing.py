@@ -1,45 +1,34 @@
-"""Engines as a router sees them, routers, and the account of what each engine has been given."""
+"""A request on its way: its handle, the routers that choose an engine for it, and the account of each engine."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from roll.algorithms.registry import Registry
-from roll.rollout.groups import EngineCommand
-from roll.strategies.engines.requests import GenerationRequest
-
-
-class EngineLoad(Protocol):
-    """An engine as a router sees it."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def num_requests(self) -> int:
-        """Requests that it holds."""
-
-    @property
-    def num_samples(self) -> int:
-        """Their samples that were unfinished when it got them."""
+from roll.rollout.groups import EngineCommand, FinishedGroup
+from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 
 
 class Router(Protocol):
     """Chooses an engine for each request, in the order in which they were submitted. One router serves a cluster."""
 
-    def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
-        """The rank of one of ``engines``: those that are alive and have room, by rank, at least one."""
+    def choose(self, request: GenerationRequest, engines: Sequence[EngineAccount]) -> int:
+        """By ``rank``, ``num_requests`` and ``num_samples`` of the engines.
+
+        Returns:
+            The rank of one of ``engines``: those that are alive and have room, by rank, at least one.
+        """
 
 
 class PromptAffinityRouter:
     """The engine with the fewest unfinished samples. The samples of a prompt are one request and stay together, so the
     prompt is computed once."""
 
-    def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
+    def choose(self, request: GenerationRequest, engines: Sequence[EngineAccount]) -> int:
         return min(engines, key=lambda engine: engine.num_samples).rank
 
 
@@ -55,7 +44,7 @@ class ConversationAffinityRouter:
         self._max_conversations = max_conversations
         self._homes: OrderedDict[str, int] = OrderedDict()
 
-    def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
+    def choose(self, request: GenerationRequest, engines: Sequence[EngineAccount]) -> int:
         least = min(engines, key=lambda engine: engine.num_samples).rank
         name = request.conversation
         if name is None:
@@ -75,11 +64,8 @@ routers.add(ConversationAffinityRouter, "EnvAffinityRouter")
 
 
 def build_router(name: str | None, options: Mapping[str, Any]) -> Router:
-    """Build the router of a ``router_args`` section; ``name`` may be the dotted path of a class of your own.
-
-    Raises:
-        ValueError: no such class, one that does not take these options, or one without a method ``choose``.
-    """
+    """Build the router of a ``router_args`` section; ``name`` may be the dotted path of a class of your own. Raises
+    ``ValueError``: no such class, one that does not take these options, or one without a method ``choose``."""
     shown = name or "PromptAffinityRouter"
     factory = routers.resolve(shown)
     try:
@@ -93,13 +79,12 @@ def build_router(name: str | None, options: Mapping[str, Any]) -> Router:
 
 @dataclass(slots=True)
 class EngineAccount:
-    """Requests of one engine, and the commands for its next turn."""
+    """Requests of one engine, which routers see, and the commands for its next turn."""
 
     rank: int
     outstanding: dict[str, GenerationRequest] = field(default_factory=dict)
     """Requests that were given to the engine and have not come back, as they were given."""
-    num_samples: int = 0
-    """Samples of ``outstanding`` that were unfinished when they were given."""
+    num_samples: int = 0  # samples of ``outstanding`` that were unfinished when they were given
     to_add: dict[str, GenerationRequest] = field(default_factory=dict)
     to_abort: list[str] = field(default_factory=list)
     to_recall: list[str] = field(default_factory=list)
@@ -107,6 +92,7 @@ class EngineAccount:
 
     @property
     def num_requests(self) -> int:
+        """Requests that it holds."""
         return len(self.outstanding)
 
     def accept(self, request: GenerationRequest) -> None:
@@ -130,15 +116,55 @@ class EngineAccount:
         self, slice_seconds: float, work: bool, report_refusals: bool, watched: Collection[str] = ()
     ) -> EngineCommand:
         """Commands for the next turn."""
-        command = EngineCommand(
-            tuple(self.to_add.values()),
-            tuple(self.to_abort),
-            tuple(self.to_recall),
-            slice_seconds,
-            # A turn with recalls returns at once: a checkpoint or an exchange of weights waits for it.
-            work and not self.to_recall,
-            tuple(request_id for request_id in watched if request_id in self.outstanding),
-            report_refusals,
-        )
+        own = tuple(request_id for request_id in watched if request_id in self.outstanding)
+        add, abort, recall = tuple(self.to_add.values()), tuple(self.to_abort), tuple(self.to_recall)
+        # A turn with recalls returns at once: a checkpoint or an exchange of weights waits for it.
+        command = EngineCommand(add, abort, recall, slice_seconds, work and not recall, own, report_refusals)
         self.to_add, self.to_abort, self.to_recall = {}, [], []
         return command
+
+
+Listener = Callable[[Sequence[GenerationOutput]], None]
+
+
+@dataclass(eq=False, slots=True)
+class Generation:
+    """A request to the engines. Awaiting it gives its :class:`FinishedGroup`, or None if it was aborted.
+
+    Cancelling the coroutine that awaits it aborts it.
+    """
+
+    _discard: Callable[[Sequence[Generation]], None]
+    name: str
+    request: GenerationRequest  # the request as it was last given to an engine, with what its samples had then
+    listener: Listener | None = None
+    done: bool = False
+    value: FinishedGroup | None = None  # its samples; None: it is not finished, or was aborted
+    _error: Exception | None = None
+    _waiters: list[asyncio.Future[None]] = field(default_factory=list)
+
+    def __await__(self) -> Generator[Any, None, FinishedGroup | None]:
+        if not self.done:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                self.abort()
+                raise
+        if self._error is not None:
+            raise self._error
+        return self.value
+
+    def abort(self) -> None:
+        """Stop it; what it has so far is discarded."""
+        self._discard([self])
+
+    def finish(self, group: FinishedGroup | None, error: Exception | None = None) -> None:
+        """Hand over its samples (None: it was aborted), or what ended the engines."""
+        if group is not None:
+            group.request_id, group.context = self.name, self.request.prompt_token_ids
+        self.done, self.value, self._error = True, group, error
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
-from roll.rollout.engines import Generation
 from roll.rollout.flow import Ended, GroupFlow, Rejections
 from roll.rollout.groups import AnyGroup, Group, Sample, Trajectory
 from roll.rollout.loops import RolloutContext
+from roll.rollout.routing import Generation
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,7 @@ class GroupCodec:
     """Prompts (or tasks) from their states, and the members of their groups."""
 
     item_from: Callable[[Mapping[str, Any]], Any]
-    member_from: Callable[[Any, Mapping[str, Any]], Trajectory]
-    """Takes the prompt or task."""
-
-    def group_from(self, state: Mapping[str, Any]) -> AnyGroup:
-        """The group of :meth:`Group.state_dict` and its ``order``."""
-        item = self.item_from(state)
-        return Group(int(state["order"]), item, [self.member_from(item, one) for one in state["members"]])
+    member_from: Callable[[Any, Mapping[str, Any]], Trajectory]  # takes the prompt or task
 
 
 def prompt_codec(find: Callable[[str, str], PromptRow]) -> GroupCodec:
@@ -41,54 +35,39 @@ class Ledger:
 
     drawn: int = 0
     trained: int = 0
-    filtered: int = 0
-    """Rejected by ``query_filter_config``."""
-    stale: int = 0
-    """Given up because a token was older than training allows."""
+    filtered: int = 0  # rejected by ``query_filter_config``
+    stale: int = 0  # given up because a token was older than training allows
 
 
+@dataclass(eq=False)
 class AsyncScheduler:
     """Begins groups as there is room for them, and hands out the groups of each step, the oldest first.
 
     :meth:`keep_going` runs in the background: groups continue, and others begin, whenever the event loop runs.
-
-    Args:
-        ahead: how many groups are begun, and how old they may become.
-        codec: reads what checkpoints hold.
-        num_steps: steps of the run; no group is begun that none of them needs.
-        deadline: seconds after which a wait in which nothing moves is given up.
-        in_flight: weights are exchanged while samples are partial, which then continue with the new ones; False: the
-            samples in flight are finished first.
-        takes_turns: other roles have the engines' devices between two :meth:`collect`: what is partial when a step has
-            its groups is taken back from the engines, and continues with the next step's weights.
     """
 
-    def __init__(
-        self,
-        flow: GroupFlow,
-        ahead: RunAhead,
-        codec: GroupCodec,
-        num_steps: int,
-        deadline: float,
-        in_flight: bool = True,
-        takes_turns: bool = False,
-    ) -> None:
-        self._engines = flow.engines
-        self._flow = flow
-        self._ahead = ahead
-        self._codec = codec
-        self._num_steps = num_steps
-        self._deadline = deadline
-        self._in_flight = in_flight
-        self._takes_turns = takes_turns
-        self._recalled: list[Generation] = []
-        self._taken_at_version = 0
-        self._may_begin = False
-        self._rejections = Rejections(flow.settings.filter_key)
-        self._changed = asyncio.Event()
-        self._ready: dict[int, tuple[AnyGroup, int]] = {}
-        """Accepted groups, each with the version of its oldest token."""
-        self.ledger = Ledger()
+    flow: GroupFlow
+    ahead: RunAhead  # how many groups are begun, and how old they may become
+    codec: GroupCodec  # reads what checkpoints hold
+    num_steps: int  # of the run; no group is begun that none of them needs
+    deadline: float  # seconds after which a wait in which nothing moves is given up
+    in_flight: bool = True
+    """Weights are exchanged while samples are partial, which then continue with the new ones; False: the samples in
+    flight are finished first."""
+    takes_turns: bool = False
+    """Other roles have the engines' devices between two :meth:`collect`: what is partial when a step has its groups is
+    taken back from the engines, and continues with the next step's weights."""
+    ledger: Ledger = field(default_factory=Ledger, init=False)
+    _recalled: list[Generation] = field(default_factory=list, init=False)
+    _taken_at_version: int = field(default=0, init=False)
+    _may_begin: bool = field(default=False, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _ready: dict[int, tuple[AnyGroup, int]] = field(default_factory=dict, init=False)
+    """Accepted groups, each with the version of its oldest token."""
+
+    def __post_init__(self) -> None:
+        self._engines = self.flow.engines
+        self._rejections = Rejections(self.flow.settings.filter_key)
 
     async def keep_going(self) -> None:
         """Act on whatever becomes of groups, for as long as the run lasts.
@@ -98,20 +77,17 @@ class AsyncScheduler:
             Exception: of a loop, of the last engine, of a reward worker.
         """
         while True:
-            self._absorb(await self._flow.progress())
-            self._rejections.check(self._ahead.prompts_per_step, len(self._ready))
+            self._absorb(await self.flow.progress())
+            self._rejections.check(self.ahead.prompts_per_step, len(self._ready))
             self._fill()
 
     async def collect(self, step: int) -> list[AnyGroup]:
-        """The groups that step ``step`` trains on, in the order in which they were drawn.
-
-        Raises:
-            RolloutStalled: nothing has moved for ``deadline`` seconds.
-        """
+        """The groups that step ``step`` trains on, in the order in which they were drawn. Raises ``RolloutStalled``:
+        nothing has moved for ``deadline`` seconds."""
         recalled, self._recalled = self._recalled, []
         self._engines.resubmit(recalled)
         await self._engines.resume()
-        self._absorb(self._flow.take())
+        self._absorb(self.flow.take())
         await self._drop_stale(step)
         self._may_begin = True
         self._fill()
@@ -121,7 +97,7 @@ class AsyncScheduler:
         # be a step older when trained (arXiv 2505.24298, eq. 3).
         self._taken_at_version += len(groups)
         self._rejections = Rejections(self._rejections.key)
-        if self._takes_turns:
+        if self.takes_turns:
             await self._take_back()
         else:
             self._fill()
@@ -133,14 +109,14 @@ class AsyncScheduler:
         :meth:`collect`."""
         self._may_begin = False
         # `_may_begin` is off by now: with new groups the flow would never run empty.
-        if not self._in_flight:
-            await self._wait_until(lambda: not self._flow.in_flight)
+        if not self.in_flight:
+            await self._wait_until(lambda: not self.flow.in_flight)
         await self._engines.pause()
         self._engines.readmit()
 
     def exchanged(self, version: int) -> None:
         """The engines have the weights of ``version``."""
-        self._flow.version = version
+        self.flow.version = version
         self._taken_at_version = 0
 
     async def free_engines(self) -> None:
@@ -151,8 +127,8 @@ class AsyncScheduler:
 
     def counts(self) -> dict[str, int]:
         """The ledger and where the rest is; ``drawn`` is the sum of the others."""
-        scoring = sum(context.is_scoring for context in self._flow.in_flight.values())
-        held = {"generating": len(self._flow.in_flight) - scoring, "scoring": scoring + len(self._flow.ended)}
+        scoring = sum(context.is_scoring for context in self.flow.in_flight.values())
+        held = {"generating": len(self.flow.in_flight) - scoring, "scoring": scoring + len(self.flow.ended)}
         return asdict(self.ledger) | held | {"ready": len(self._ready)}
 
     async def state_dict(self) -> dict[str, Any]:
@@ -167,17 +143,12 @@ class AsyncScheduler:
     def state_between_steps(self) -> dict[str, Any]:
         """Like :meth:`state_dict`, without a call to the engines: samples have what they had when an engine last got
         them."""
-        self._absorb(self._flow.take())
+        self._absorb(self.flow.take())
         return {
             "ledger": asdict(self.ledger),
             "unfinished": [
-                {
-                    "order": context.order,
-                    "version": context.version,
-                    "item": context.item.state_dict(),
-                    "progress": context.state(),
-                }
-                for context in self._flow.in_flight.values()
+                {"order": one.order, "version": one.version, "item": one.item.state_dict(), "progress": one.state()}
+                for one in self.flow.in_flight.values()
             ],
             "complete": [
                 group.state_dict() | {"order": order, "version": version}
@@ -191,11 +162,12 @@ class AsyncScheduler:
         self._engines.hold()
         self.ledger = Ledger(**state["ledger"])
         for entry in state["unfinished"]:
-            item, order, version = self._codec.item_from(entry["item"]), int(entry["order"]), int(entry["version"])
-            self._flow.begin(RolloutContext(self._flow, order, item, version, entry["progress"]))
+            item, order, version = self.codec.item_from(entry["item"]), int(entry["order"]), int(entry["version"])
+            self.flow.begin(RolloutContext(self.flow, order, item, version, entry["progress"]))
         for entry in state["complete"]:
-            group = self._codec.group_from(entry)
-            self._ready[group.order] = group, int(entry["version"])
+            item, order = self.codec.item_from(entry), int(entry["order"])
+            group = Group(order, item, [self.codec.member_from(item, one) for one in entry["members"]])
+            self._ready[order] = group, int(entry["version"])
 
     def check(self) -> None:
         """Assert that every drawn group has left once or is held in exactly one place."""
@@ -203,40 +175,38 @@ class AsyncScheduler:
         assert counts.pop("drawn") == sum(counts.values()), counts
 
     def _can_take(self, step: int) -> bool:
-        """See :meth:`RunAhead.can_be_taken`."""
-        if len(self._ready) < self._ahead.prompts_per_step:
+        if len(self._ready) < self.ahead.prompts_per_step:
             return False
         ready = Counter(version for _, version in self._ready.values())
-        unfinished = Counter(context.oldest for context in self._flow.in_flight.values())
-        return self._ahead.can_be_taken(step, ready, unfinished)
+        unfinished = Counter(context.oldest for context in self.flow.in_flight.values())
+        return self.ahead.can_be_taken(step, ready, unfinished)
 
     def _take(self, step: int) -> list[AnyGroup]:
         """The groups of a step, those with the oldest tokens first chosen, in the order in which they were drawn."""
         # Oldest first: `RunAhead.can_be_taken` counts on it when it promises that no held group becomes too old.
         by_age = sorted(self._ready, key=lambda order: (self._ready[order][1], order))
-        groups = [self._ready.pop(order) for order in sorted(by_age[: self._ahead.prompts_per_step])]
-        assert not any(self._ahead.is_too_old(version, step) for _, version in groups), "stale groups must have left"
+        groups = [self._ready.pop(order) for order in sorted(by_age[: self.ahead.prompts_per_step])]
+        assert not any(self.ahead.is_too_old(version, step) for _, version in groups), "stale groups must have left"
         self.ledger.trained += len(groups)
         return [group for group, _ in groups]
 
     async def _drop_stale(self, step: int) -> None:
         """Give up what is too old for ``step`` and for all steps after it."""
-        stale = [order for order, (_, version) in self._ready.items() if self._ahead.is_too_old(version, step)]
+        stale = [order for order, (_, version) in self._ready.items() if self.ahead.is_too_old(version, step)]
         for order in stale:
             del self._ready[order]
-        in_flight = self._flow.in_flight.values()
-        unfinished = [context.order for context in in_flight if self._ahead.is_too_old(context.oldest, step)]
-        await self._flow.abort(unfinished)
+        in_flight = self.flow.in_flight.values()
+        unfinished = [context.order for context in in_flight if self.ahead.is_too_old(context.oldest, step)]
+        await self.flow.abort(unfinished)
         self.ledger.stale += len(stale) + len(unfinished)
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
             # No await lies between the check and this, so that no event is lost.
             self._changed.clear()
-            await self._flow.watched(self._changed, self._deadline)
+            await self.flow.watched(self._changed, self.deadline)
 
     async def _take_back(self) -> None:
-        """Leave the engines without work."""
         self._may_begin = False
         self._engines.hold()
         for _ in range(2):  # prompts begun just now have yet to submit their requests
@@ -256,12 +226,11 @@ class AsyncScheduler:
         self._changed.set()
 
     def _fill(self) -> None:
-        """Begin as many groups as there is room for."""
         if not self._may_begin:
             return
-        ahead, version = self._ahead, self._flow.version
-        needed = (self._num_steps - version) * ahead.prompts_per_step + ahead.num_additional
-        held = len(self._flow.in_flight) + len(self._flow.ended) + len(self._ready)
+        ahead, version = self.ahead, self.flow.version
+        needed = (self.num_steps - version) * ahead.prompts_per_step + ahead.num_additional
+        held = len(self.flow.in_flight) + len(self.flow.ended) + len(self._ready)
         count = min(ahead.capacity, needed) - self._taken_at_version - held
         if count > 0:
-            self.ledger.drawn += self._flow.start(count)
+            self.ledger.drawn += self.flow.start(count)

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from roll.distributed.failures import RemoteError
-from roll.rollout.engines import EngineClient, Generation, Listener
+from roll.rollout.engines import EngineClient
 from roll.rollout.groups import FinishedGroup
+from roll.rollout.routing import Generation, Listener
 from roll.serving.http import BadRequest, Overloaded, Unavailable
 from roll.strategies.engines.requests import GenerationRequest, PromptScore, SamplingParams
 

@@ -1,8 +1,8 @@
-"""Callbacks of a run from Python: they see its steps, samples and checkpoints, and may end it."""
+"""Callbacks of a run from Python: they see its steps, samples (as rows of a table) and checkpoints, and may end it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +34,7 @@ class Callback:
         evaluation at its end.
 
         Args:
-            samples: rows of :func:`roll.tracking.sample_rows.sample_rows`.
+            samples: rows of :func:`sample_rows`.
         """
 
     def on_checkpoint(self, step: int, path: Path) -> Any:
@@ -82,3 +82,38 @@ class Callbacks:
             if answer is not None and answer is not STOP:
                 raise TypeError(f"{type(one).__name__}.{hook} returned {answer!r}: return roll.STOP, or nothing")
             self.stopping = self.stopping or answer is STOP
+
+
+PARTIAL = "\ufffd"  # replacement character in the text of a token that holds only a part of a character
+
+_PROMPT = {"id": "prompt_id", "text": "prompt", "truth": "ground_truth", "domain": "domain", "tag": "tag"}
+_SAMPLE = ("group", "score", "reward", "kind", "response_tokens", "finish_reason", "outcome", "error")
+
+
+def sample_rows(block: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> list[dict[str, Any]]:
+    """One row a sample of a block of :mod:`roll.tracking.run_record`.
+
+    A row has ``step``, ``set`` (``train``, ``validation``), ``prompt_id``, ``prompt``, ``response`` and, where the
+    record knows them, ``group``, ``ground_truth``, ``domain``, ``tag``, ``score``, ``reward`` (normalised), ``kind``
+    (``chosen`` or ``rejected``), ``response_tokens`` (sampled ones), ``finish_reason``, ``outcome``, ``error`` and the
+    parts of the reward as ``metrics/<name>``.
+
+    Args:
+        decode: from token ids to text; called for responses with characters of several tokens.
+    """
+    ids, pieces = block["ids"], block["pieces"]
+
+    def response(sample: Mapping[str, Any]) -> str:
+        if "response" in sample:
+            return str(sample["response"])
+        text = "".join(pieces[place] for place in sample.get("tokens", ()))
+        return decode([ids[place] for place in sample["tokens"]]) if PARTIAL in text else text
+
+    rows = []
+    for sample in block["samples"]:
+        prompt = block["prompts"][sample["prompt"]]
+        row = {"step": block["step"], "set": block["kind"], "response": response(sample)}
+        row |= {name: prompt[key] for key, name in _PROMPT.items() if key in prompt}
+        row |= {name: sample[name] for name in _SAMPLE if name in sample}
+        rows.append(row | {f"metrics/{name}": value for name, value in sample.get("metrics", {}).items()})
+    return rows

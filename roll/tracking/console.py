@@ -22,8 +22,7 @@ from rich.text import Text
 from roll.config.pipelines import Headline
 from roll.config.reading.masking import MaskingFormatter
 
-STEP_LOGGER = "roll.steps"
-"""Its records are the one line a step; on a terminal the progress bar shows them instead."""
+STEP_LOGGER = "roll.steps"  # its records are the one line a step; on a terminal the progress bar shows them instead
 ENDING_LOGGER = "roll.ending"
 """Its records say why a run ended early; on the console the command line says it, last of all."""
 LOG_NAME = "run.log"
@@ -35,16 +34,9 @@ _CONSOLE_FORMAT = "%(asctime)s %(levelname)s %(message)s"
 class _ConsoleHandler(logging.StreamHandler[TextIO]):
     """Writes to what ``sys.stderr`` is at the moment: a progress bar redirects it to draw itself below the lines."""
 
-    def __init__(self) -> None:
-        super().__init__(sys.stderr)
-
-    @property
-    def stream(self) -> TextIO:
-        return sys.stderr
-
-    @stream.setter
-    def stream(self, value: TextIO) -> None:
-        """Ignored: the base class sets it once."""
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def setup_logging(log_dir: Path, *, interactive: bool | None = None) -> Path:
@@ -66,9 +58,8 @@ def setup_logging(log_dir: Path, *, interactive: bool | None = None) -> Path:
     console.setFormatter(MaskingFormatter(_CONSOLE_FORMAT, datefmt="%H:%M:%S"))
     if interactive is None:
         interactive = sys.stderr.isatty()
-    console.addFilter(lambda record: record.name != ENDING_LOGGER)
-    if interactive:
-        console.addFilter(lambda record: record.name != STEP_LOGGER)
+    hidden = (ENDING_LOGGER, STEP_LOGGER) if interactive else (ENDING_LOGGER,)
+    console.addFilter(lambda record: record.name not in hidden)
     package = logging.getLogger("roll")
     for handler in list(package.handlers):
         package.removeHandler(handler)
@@ -148,9 +139,7 @@ class ProgressReporter:
 
     def seconds_left(self) -> float:
         """Expected time of the steps to come; 0 before the first step."""
-        if not self._durations:
-            return 0.0
-        return sum(self._durations) / len(self._durations) * max(self._total - self._done, 0)
+        return sum(self._durations) / max(1, len(self._durations)) * max(self._total - self._done, 0)
 
     def _numbers(self, metrics: Mapping[str, float]) -> list[str]:
         parts = [
@@ -169,10 +158,8 @@ class ProgressReporter:
 
 
 class _Bar(Live):
-    """Two lines that stay at the bottom of the terminal: the bar with the time left, and the numbers of the last step.
-
-    Two, because the numbers alone fill a terminal of usual width, and a bar next to them would be squeezed to nothing.
-    """
+    """Two lines that stay at the bottom of the terminal: the bar with the time left, and the numbers of the last step,
+    which alone fill a terminal of usual width."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
         self._progress = Progress(

@@ -12,11 +12,9 @@ from typing import Any
 
 from roll.tracking.records import SampleTable, Tracker, flattened, tracker_package
 
-MAX_PARAMS = 100
-"""Parameters, or tags, of one request to MLflow's server."""
+MAX_PARAMS = 100  # Parameters, or tags, of one request to MLflow's server
 MAX_METRICS = 1000
-MAX_VALUE = 6000
-"""Characters of a parameter's value."""
+MAX_VALUE = 6000  # characters of a parameter's value
 
 
 class MlflowTracker(Tracker):

@@ -15,8 +15,7 @@ from roll.tracking.records import SampleTable, Tracker
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PORT = 9464
-"""The port of OpenTelemetry's Prometheus exporters."""
+DEFAULT_PORT = 9464  # the port of OpenTelemetry's Prometheus exporters
 
 
 class PrometheusTracker(Tracker):

@@ -117,11 +117,9 @@ def strip_reducer_tags(metrics: Mapping[str, float]) -> dict[str, float]:
 
     Where two names would become one (``length@max`` and ``length@min``), they become ``length/max`` and ``length/min``.
     """
-    bare = Counter(_REDUCER_TAG.sub("", name) for name in metrics)
-    return {
-        (_REDUCER_TAG.sub("", name) if bare[_REDUCER_TAG.sub("", name)] == 1 else name.replace("@", "/")): value
-        for name, value in metrics.items()
-    }
+    bare = {name: _REDUCER_TAG.sub("", name) for name in metrics}
+    count = Counter(bare.values())
+    return {bare[k] if count[bare[k]] == 1 else k.replace("@", "/"): value for k, value in metrics.items()}
 
 
 METRICS_NAME = "metrics.jsonl"
@@ -167,13 +165,10 @@ class JsonlTracker(Tracker):
         if name not in self._files:
             # Unbuffered: whoever watches the file sees whole lines, and a killed run loses none.
             self._files[name] = open(self._folder / name, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-        }
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        text = json.dumps(finite, ensure_ascii=False, default=str) + "\n"
         # A line that a full disk has cut off is ended before the next one.
-        line = b"\n" * (name in self._torn) + (json.dumps(finite, ensure_ascii=False, default=str) + "\n").encode(
-            "utf-8", "surrogatepass"
-        )
+        line = b"\n" * (name in self._torn) + text.encode("utf-8", "surrogatepass")
         # Marked before the write: an exception leaves the line torn as well as a short write does.
         self._torn.add(name)
         written = self._files[name].write(line)
@@ -184,11 +179,8 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl`` in order, rows of the same step merged; null is read as nan.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """The rows of a ``metrics.jsonl`` in order, rows of the same step merged; null is read as nan. Raises
+    ``FileNotFoundError``: there is no such file."""
     rows: dict[int, dict[str, Any]] = {}
     for row in _rows(path):
         numbers = {key: math.nan if value is None else value for key, value in row.items()}

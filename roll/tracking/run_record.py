@@ -71,8 +71,7 @@ from roll.tracking.records import cut
 
 logger = logging.getLogger(__name__)
 
-RECORD_FOLDER = "record"
-"""Folder in a run's output folder: samples, timeline, and the places of the rest of the run."""
+RECORD_FOLDER = "record"  # folder in a run's output folder: samples, timeline, and the places of the rest of the run
 SAMPLES_NAME = "samples.blocks"
 
 MAX_BYTES = 1 << 30
@@ -118,7 +117,6 @@ class SampleLog:
             pending.result()
 
     def _write(self, block: Mapping[str, Any]) -> None:
-        """Write a block by a single system call."""
         data = frame(block)
         if self._file.tell() + len(data) > self._max_bytes:
             self._ended = True
@@ -216,8 +214,7 @@ def _seek_magic(file: BinaryIO, begin: int) -> bool:
 TIMELINE_NAME = "timeline.jsonl"
 CALLS_SUFFIX = ".calls.jsonl"
 
-Span = tuple[str, float, float]
-"""Name, begin, end."""
+Span = tuple[str, float, float]  # Name, begin, end
 
 
 PeakMemory = Callable[[], Mapping[str, float]]
@@ -356,12 +353,10 @@ def read_calls(folder: Path, since: float = 0.0) -> list[WorkerCalls]:
 
 
 def _is_span(row: object) -> bool:
-    """Test for a name and two times."""
     return isinstance(row, list) and len(row) == 3 and all(isinstance(time, int | float) for time in row[1:])
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """Whole lines only."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:

@@ -11,7 +11,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar
 
 from roll.config.names import UNPUBLISHED_TRACKERS
@@ -51,26 +50,13 @@ class TensorBoardTracker(Tracker):
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._add(Summary(value=values), step)
+        self._add([{"tag": name, "simple_value": value} for name, value in metrics.items()], step)
 
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-        from tensorboard.compat.proto.tensor_pb2 import TensorProto
-        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-        from tensorboard.compat.proto.types_pb2 import DT_STRING
-
-        text = _markdown_table(rows[:_MAX_SAMPLES])
-        metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        tensor = TensorProto(
-            dtype=DT_STRING,
-            string_val=[text.encode()],
-            tensor_shape=TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)]),
-        )
-        value = Summary.Value(tag=f"samples/{name}/text_summary", metadata=metadata, tensor=tensor)
-        self._add(Summary(value=[value]), step)
+        text = _markdown_table(rows[:_MAX_SAMPLES]).encode()
+        tensor = {"dtype": "DT_STRING", "string_val": [text], "tensor_shape": {"dim": [{"size": 1}]}}
+        metadata = {"plugin_data": {"plugin_name": "text"}}
+        self._add([{"tag": f"samples/{name}/text_summary", "metadata": metadata, "tensor": tensor}], step)
 
     def files(self) -> dict[str, Path]:
         return {"TensorBoard": self._folder}
@@ -78,10 +64,10 @@ class TensorBoardTracker(Tracker):
     def close(self) -> None:
         self._writer.close()
 
-    def _add(self, summary: object, step: int) -> None:
+    def _add(self, values: Sequence[Mapping[str, Any]], step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
-        self._writer.add_event(Event(step=step, wall_time=time.time(), summary=summary))
+        self._writer.add_event(Event(step=step, wall_time=time.time(), summary={"value": values}))
 
 
 # No text may end its cell or row, or start markup.
@@ -103,7 +89,34 @@ def _markdown_table(rows: SampleTable) -> str:
 _STEP = "global_step"
 
 
-class OnlineTracker(Tracker):
+class ServiceTracker(Tracker):
+    """A run of a package of a service: metrics by its ``log``, samples as a table."""
+
+    _module: Any
+    _run: Any
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        if rows:
+            self.log({f"samples/{name}": self._shown(rows)}, step)
+
+    def _shown(self, rows: SampleTable) -> Any:
+        """Rows as the ``Table`` of W&B or Trackio."""
+        columns = list(rows[0])
+        # A table's column has one type; what is neither number nor text is shown as text.
+        data = [
+            [v if isinstance(v := row.get(name), str | int | float | None) else str(v) for name in columns]
+            for row in rows
+        ]
+        return self._module.Table(columns=columns, data=data)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class OnlineTracker(ServiceTracker):
     """A run at an online service; a resumed run continues it, found by the id that is kept in ``folder``.
 
     Args:
@@ -133,9 +146,11 @@ class OnlineTracker(Tracker):
                 "run on this machine with tracker_kwargs.mode=offline"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
-        shared = {"mode": mode, "config": dict(run_config), "resume": "allow"}
-        self._run = self._start(id=run_id(folder / "run-id", resume_step is not None), **shared, **options)
+        self._folder, written = folder, folder / "run-id"
+        if resume_step is None or not written.exists():
+            written.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
+        own_id = written.read_text(encoding="utf-8").strip()
+        self._run = self._start(id=own_id, mode=mode, config=dict(run_config), resume="allow", **options)
 
     @abstractmethod
     def _has_key(self) -> bool:
@@ -147,9 +162,6 @@ class OnlineTracker(Tracker):
 
     def files(self) -> dict[str, Path]:
         return {self.title: self._folder}
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class WandbTracker(OnlineTracker):
@@ -166,12 +178,8 @@ class WandbTracker(OnlineTracker):
         run.define_metric("*", step_metric=_STEP)
         return run
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
         self._run.log({**metrics, _STEP: step})
-
-    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
-        if rows:
-            self._run.log({f"samples/{name}": _table(self._module, rows), _STEP: step})
 
 
 class SwanLabTracker(OnlineTracker):
@@ -185,16 +193,12 @@ class SwanLabTracker(OnlineTracker):
     def _start(self, **options: object) -> Any:
         return self._module.init(log_dir=str(self._folder), description=options.pop("notes", None), **options)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+    def _shown(self, rows: SampleTable) -> Any:
         texts = ["\n\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows]
-        if texts:
-            self._run.log({f"samples/{name}": [self._module.Text(text) for text in texts]}, step=step)
+        return [self._module.Text(text) for text in texts]
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(ServiceTracker):
     """A Trackio run: a database on this machine, or a Space. A resumed run continues the newest run of its name.
 
     Args:
@@ -217,37 +221,8 @@ class TrackioTracker(Tracker):
         resume = "never" if resume_step is None else "allow"
         self._run = self._module.init(config=dict(run_config), resume=resume, embed=False, **options)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
-        if rows:
-            self._run.log({f"samples/{name}": _table(self._module, rows)}, step=step)
-
     def files(self) -> dict[str, Path]:
         return {"Trackio": Path(self._module.TRACKIO_DIR)}
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def run_id(path: Path, resumed: bool) -> str:
-    """Read the id in ``path`` if the run is resumed; else make a new one and keep it there."""
-    if resumed and path.exists():
-        return path.read_text(encoding="utf-8").strip()
-    new_id = uuid.uuid4().hex[:16]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(new_id, encoding="utf-8")
-    return new_id
-
-
-def _table(module: ModuleType, rows: SampleTable) -> Any:
-    """Rows as the ``Table`` of W&B or Trackio."""
-    columns = list(rows[0])
-    cells = [[row.get(column) for column in columns] for row in rows]
-    # A table's column has one type; what is neither number nor text is shown as text.
-    data = [[value if isinstance(value, str | int | float | None) else str(value) for value in row] for row in cells]
-    return module.Table(columns=columns, data=data)
 
 
 _ONLINE_OPTIONS = frozenset({"log_dir", "project", "name", "notes", "tags", "group", "mode"})
@@ -341,11 +316,8 @@ def _understood(name: str) -> frozenset[str] | None:
 
 
 def tracker_options(track_with: str | Sequence[str], tracker_kwargs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The options of each tracker that ``track_with`` names, checked; nothing is started.
-
-    Raises:
-        ValueError: as :func:`build_trackers`.
-    """
+    """The options of each tracker that ``track_with`` names, checked; nothing is started. Raises ``ValueError``: as
+    :func:`build_trackers`."""
     names = [track_with] if isinstance(track_with, str) else list(dict.fromkeys(track_with))
     understood = {name: _understood(name) for name in names}
     # Options that are left empty count as absent.

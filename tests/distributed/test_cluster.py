@@ -23,12 +23,13 @@ from roll.distributed import (
     WorkerFailed,
     wait_any,
 )
-from roll.distributed.cluster import chunked, joined
+from roll.distributed.dispatch import chunked, joined
 from roll.distributed.guard import is_alive
 from roll.protocol import DataProto
 from tests.distributed.conftest import worker_path
 from tests.distributed.light_workers import BasicWorker, IndependentWorker, Note
 from tests.distributed.workers import CollectiveWorker, DataWorker
+from tests.support.processes import have_ended
 
 
 @pytest.fixture(scope="module")
@@ -283,7 +284,7 @@ def test_all_reduce(make_cluster, worker_logs):
     assert "[sums-0]" in (worker_logs / "sums-0.log").read_text()
     pids = [address.pid for address in cluster.addresses]
     cluster.shutdown()
-    _assert_gone(pids)
+    assert have_ended(pids)
 
 
 @pytest.mark.long
@@ -347,24 +348,11 @@ def test_deadline_and_name_of_a_registration(make_cluster):
         cluster.call_all(BasicWorker.nap, 30).result()
 
 
-def test_worker_that_cannot_be_built(make_cluster):
-    cluster = make_cluster("BrokenAtStart", name="reference", devices=[0, 1])
-    with pytest.raises(WorkerFailed, match=r"reference rank 1 .* 'start' .*OSError: cannot find the model folder"):
-        cluster.call_all(Worker.peak_memory).result()
-
-
 def test_unknown_worker_class(make_cluster):
     with pytest.raises(WorkerFailed, match="must be the dotted path of a subclass"):
         make_cluster("time").wait_ready()
     with pytest.raises(WorkerFailed, match="NoSuchWorker"):
         make_cluster("NoSuchWorker").wait_ready()
-
-
-def _assert_gone(pids: list[int]) -> None:
-    give_up = time.monotonic() + 30
-    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-        assert time.monotonic() < give_up, f"still there: {pids}"
-        time.sleep(0.05)
 
 
 def _batch(rows: int, width: int = 5) -> DataProto:

@@ -17,7 +17,7 @@ from roll.config.roles import WorkerConfig
 from roll.distributed import Cluster, ResourceManager, ray_runtime, worker_script
 from roll.distributed.forked_workers import fork_server, forked
 from roll.distributed.guard import MARK_ENV, is_alive
-from roll.distributed.worker_environment import absent_here
+from roll.distributed.nodes import absent_here
 from tests.distributed.light_workers import BasicWorker
 
 pytestmark = pytest.mark.long

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from roll.config.roles import WorkerConfig
-from roll.distributed import actor, effort
+from roll.distributed import actor
 from roll.distributed.actor import CallTimes, WorkerAddress, _show_devices, tail
-from roll.distributed.diagnosis import _dump_stacks, _working_thread
+from roll.distributed.diagnosis import _working_thread, stacks
 from roll.distributed.failures import DeadlineExceeded, RankReport, WorkerDied, WorkerFailed
 from roll.distributed.ray_node import object_store
 from roll.distributed.resources import SLOT_RESOURCE, _device_resource
@@ -69,7 +69,7 @@ def test_a_call_outlives_a_full_disk():
 def test_no_stacks_without_a_log(tmp_path):
     """Somebody may have removed it; a call that hangs is diagnosed all the same."""
     gone = WorkerAddress(0, "node", "127.0.0.1", "host", str(tmp_path / "removed.log"))
-    assert _dump_stacks(gone, 5) == []
+    assert stacks(gone) == []
 
 
 def _node(**resources: float) -> dict:
@@ -165,11 +165,12 @@ def test_messages_put_the_cause_first():
 
 
 EFFORT = """
-import os, runpy, sys, time
-effort = runpy.run_path(sys.argv[1])["Effort"]()
+import os, sys, time
+from roll.distributed.worker import Effort
+effort = Effort()
 print("ready", flush=True)
 sys.stdin.readline()
-if sys.argv[2] == "works":
+if sys.argv[1] == "works":
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     ends = time.process_time() + 0.2
     while time.process_time() < ends:
@@ -182,7 +183,7 @@ print(effort.seconds() - time.process_time(), flush=True)
 
 def held_up(*kinds: str, stops: bool = False) -> float:
     """Seconds for which the first of some processes, all at the same time, was kept from working."""
-    command = [sys.executable, "-c", EFFORT, str(effort.__file__)]
+    command = [sys.executable, "-c", EFFORT]
     pipe = subprocess.PIPE
     started = [subprocess.Popen([*command, kind], stdin=pipe, stdout=pipe, text=True) for kind in kinds]
     for one in started:

@@ -78,6 +78,7 @@ def failed(step: int, *checkpoints: str) -> list[tuple[str, Any]]:
 
 
 DONE = [("reached", 9), ("end", "done")]
+REWOUND = [[("checkpoint", ["c4"]), ("reached", 5 + n), ("end", "rewind"), ("exit", 1)] for n in range(9)]
 
 
 def test_a_run_goes_on_from_its_newest_whole_checkpoint(stage: Stage) -> None:
@@ -92,32 +93,23 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(stage: Stage) -> None:
     assert "restart 1 of 3" in (stage.logs / "run.log").read_text()
 
 
-def test_it_is_not_started_for_ever(stage: Stage) -> None:
-    """Twice in the same place, give or take the step that is in flight; or as often as it may."""
-    assert stage.run([*failed(5, "c4"), ("exit", 1)], [*failed(4, "c4"), ("exit", 1)], DONE) == 1
-    assert "died twice in the same place, after 4 steps, without progress; the evidence is in" in stage.said[-1]
-    assert len(stage.began_with) == 2
-
-
-def test_restarts_are_counted(stage: Stage) -> None:
-    runs = [[*failed(3 * n, f"c{n}"), ("exit", 1)] for n in range(1, 5)]
-    assert stage.run(*runs, DONE, max_restarts=2) == 1
-    assert "not started again: max_restarts: 2 is used up" in stage.said[-1]
-    assert len(stage.began_with) == 3
-
-
 @pytest.mark.parametrize(
-    ("acts", "status"),
+    ("runs", "status", "why"),
     [
-        ([("end", "wrong"), ("exit", 1)], 1),
-        ([("end", "interrupted"), ("exit", 143)], 143),
-        ([("end", "done"), ("die", signal.SIGKILL)], 0),
+        ([[("end", "wrong"), ("exit", 1)]], 1, ""),
+        ([[("end", "interrupted"), ("exit", 143)]], 143, ""),
+        ([[("end", "done"), ("die", signal.SIGKILL)]], 0, ""),
+        # Twice in the same place, give or take the step that is in flight; or as often as it may.
+        ([failed(5, "c4"), failed(4, "c4")], 1, "died twice in the same place, after 4 steps, without progress; the e"),
+        ([failed(3 * n, f"c{n}") for n in range(1, 5)], 1, "not started again: max_restarts: 3 is used up"),
+        (REWOUND, 1, "rewound 3 times to the same checkpoint"),
     ],
-    ids=["a mistake", "a signal", "done, then killed"],
+    ids=["a mistake", "a signal", "done, then killed", "the same place", "too often", "rewound"],
 )
-def test_what_ends_for_good(stage: Stage, acts: list[tuple[str, Any]], status: int) -> None:
-    assert stage.run(acts, DONE) == status
-    assert len(stage.began_with) == 1
+def test_what_ends_for_good(stage: Stage, runs: list[list[tuple[str, Any]]], status: int, why: str) -> None:
+    assert stage.run(*([*acts, ("exit", 1)] for acts in runs), DONE) == status
+    assert len(stage.began_with) == min(len(runs), 4)
+    assert why in "".join(stage.said[-1:])
 
 
 def test_a_further_node_serves_again_until_the_head_does_not_come_back(stage: Stage) -> None:
@@ -127,9 +119,8 @@ def test_a_further_node_serves_again_until_the_head_does_not_come_back(stage: St
 
 
 def test_a_rewound_run_leaves_the_batch_out(stage: Stage) -> None:
-    """It costs no restart, and is refused when it never gets further."""
-    rewound = [[("checkpoint", ["c4"]), ("reached", 5 + n), ("end", "rewind"), ("exit", 1)] for n in range(9)]
-    assert stage.run(*rewound[:2], DONE, max_restarts=0) == 0
+    """It costs no restart."""
+    assert stage.run(*REWOUND[:2], DONE, max_restarts=0) == 0
     assert [start[:2] for start in stage.began_with] == [["None", []], ["c4", [5]], ["c4", [5, 6]]]
 
 

@@ -17,15 +17,9 @@ import pytest
 from roll.config.reading.errors import ConfigError
 from roll.distributed import RayRuntime
 from roll.distributed.failures import NodeError
-from roll.distributed.guard import PREFIX, is_alive, remove_abandoned, run_processes, session_dir
-from roll.distributed.nodes import (
-    NodeCard,
-    NodeEnvironment,
-    check_all_present,
-    check_same_versions,
-    interface_of,
-    require_token,
-)
+from roll.distributed.guard import PREFIX, command_of, is_alive, remove_abandoned, run_processes, session_dir
+from roll.distributed.nodes import NodeEnvironment, interface_of, require_token
+from roll.distributed.roll_call import NodeCard, check_all_present, check_same_versions
 from roll.distributed.signals import SAME_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -85,20 +79,13 @@ def test_nothing_is_left_running(tmp_path, how, sent, status):
     assert driver.returncode == status
     give_up = time.monotonic() + (10 if status in (-signal.SIGKILL, 128 + signal.SIGHUP) else 0)
     while left := run_processes(started["mark"], folder):
-        assert time.monotonic() < give_up, f"still there: {[_command(pid) for pid in left]}"
+        assert time.monotonic() < give_up, f"still there: {[command_of(pid) for pid in left]}"
         time.sleep(0.1)
     assert not any(is_alive(pid) for pid in started["children"])
     assert not folder.parent.exists()
     assert ("the run failed on purpose" in errors) == (how == "failure")
     assert ("SIGHUP again: ended at once" in errors) == (how == "hold")
     assert ("ended without a word" in errors) == (sent == [signal.SIGKILL])
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""  # gone meanwhile; seen as left once more at most
 
 
 @pytest.mark.long
@@ -108,7 +95,7 @@ def test_daemons_that_are_late_are_started_once_more(tmp_path):
     driver = _start_driver("success", tmp_path / "started.json")
     give_up = time.monotonic() + 60
     children = Path(f"/proc/{driver.pid}/task/{driver.pid}/children")
-    while not (late := [int(pid) for pid in children.read_text().split() if "/raylet " in _command(int(pid))]):
+    while not (late := [int(pid) for pid in children.read_text().split() if "/raylet " in command_of(int(pid))]):
         assert time.monotonic() < give_up and driver.poll() is None
         time.sleep(0.01)
     os.kill(late[0], signal.SIGSTOP)
@@ -174,8 +161,8 @@ import os
 import sys
 import time
 from roll.distributed import ray_runtime
-from roll.distributed.nodes import NodeCard
 from roll.distributed.ray_node import connection_error
+from roll.distributed.roll_call import NodeCard
 
 read, cards = NodeCard.of_this_node, []
 
@@ -356,7 +343,6 @@ def test_several_nodes_share_a_secret(tmp_path, monkeypatch):
 def test_other_versions_and_missing_nodes_are_named():
     head = NodeCard(0, "a", "10.0.0.4", {"python": "3.11.7", "torch": "2.13.0"})
     same, other = NodeCard(1, "b", "10.0.0.5", head.versions), NodeCard(2, "c", "10.0.0.6", {"python": "3.11.7"})
-    assert NodeCard.from_bytes(same.to_bytes()) == same
     check_same_versions(head, [same])
     with pytest.raises(NodeError, match=re.escape("node 2 (c, 10.0.0.6) has torch unknown (node 0: 2.13.0)\nAll")):
         check_same_versions(head, [same, other])

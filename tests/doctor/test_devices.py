@@ -13,7 +13,7 @@ import pytest
 from roll import cli, platforms
 from roll.doctor import command, devices, trials
 from roll.doctor.trials import Finding, Outcome, Severity
-from roll.platforms import PLATFORM_ENV, CudaPlatform, current_platform
+from roll.platforms import PLATFORM_ENV, Platform, current_platform
 from tests.doctor.support import module_of
 
 
@@ -30,8 +30,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_machine_without_a_gpu_is_told(
     platform: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(platforms, "_any_file", lambda patterns: False)
-    monkeypatch.setattr(CudaPlatform, "device_count", lambda self: 0)
+    monkeypatch.setattr(platforms.glob, "glob", lambda pattern: [])
+    monkeypatch.setattr(Platform, "device_count", lambda self: 0)
     monkeypatch.delenv(PLATFORM_ENV)
     if platform:
         monkeypatch.setenv(PLATFORM_ENV, platform)

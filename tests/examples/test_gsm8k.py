@@ -67,27 +67,27 @@ def read(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-def test_without_data_the_script_says_how_to_get_it(checkout: Path) -> None:
-    done = run_script(checkout, gsm8k_dir=None)
+@pytest.mark.parametrize(
+    ("overrides", "folder", "said"),
+    [
+        ((), None, ("git clone https://github.com/openai/grade-school-math", "GSM8K_DIR=")),
+        ((), "no/such/folder", ("no/such/folder: expected train.jsonl",)),
+        # Own files need no download; the recipe's own mistakes are all told at once.
+        (
+            ("actor_train.data_args.file_name=mine.jsonl", "max_step=3"),
+            None,
+            ("'mine.jsonl': no such file", "max_step = 3: unknown key; the nearest known one is max_steps"),
+        ),
+    ],
+    ids=["no data", "wrong folder", "overrides"],
+)
+def test_mistakes_are_told_before_anything_starts(
+    checkout: Path, overrides: tuple[str, ...], folder: str | None, said: tuple[str, ...]
+) -> None:
+    done = run_script(checkout, *overrides, gsm8k_dir=folder)
     assert done.returncode == 2
-    assert "git clone https://github.com/openai/grade-school-math" in done.stderr
-    assert "GSM8K_DIR=" in done.stderr
-    assert not (checkout / "data").exists()
-
-
-def test_a_wrong_folder_is_named_and_nothing_is_started(checkout: Path) -> None:
-    done = run_script(checkout, gsm8k_dir="no/such/folder")
-    assert done.returncode == 2
-    assert "no/such/folder: expected train.jsonl" in done.stderr
-    assert not (checkout / "output").exists()
-
-
-def test_overrides_reach_the_configuration_and_own_files_need_no_download(checkout: Path) -> None:
-    """The recipe's own mistakes are all told at once, before anything starts."""
-    done = run_script(checkout, "actor_train.data_args.file_name=mine.jsonl", "max_step=3", gsm8k_dir=None)
-    assert done.returncode == 2
-    assert "'mine.jsonl': no such file" in done.stderr
-    assert "max_step = 3: unknown key; the nearest known one is max_steps" in done.stderr
+    assert all(text in done.stderr for text in said)
+    assert not (checkout / "data").exists() and not (checkout / "output").exists()
 
 
 @pytest.mark.long

@@ -14,16 +14,7 @@ import pytest
 import torch
 
 from roll import platforms
-from roll.platforms import (
-    PLATFORM_ENV,
-    PLATFORMS,
-    CpuPlatform,
-    CudaPlatform,
-    NpuPlatform,
-    RocmPlatform,
-    current_platform,
-    use_cpu_below,
-)
+from roll.platforms import CPU, PLATFORM_ENV, PLATFORMS, Platform, current_platform, use_cpu_below
 
 MEBIBYTE = 1 << 20
 
@@ -58,7 +49,7 @@ def test_detection_without_devices_imports_no_torch(tmp_path):
     code = (
         "import sys, glob\n"
         "import roll.platforms as detect\n"
-        "detect._any_file = lambda patterns: False\n"
+        "glob.glob = lambda pattern: []\n"
         "assert detect.current_platform().name == 'cpu'\n"
         "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
     )
@@ -66,17 +57,14 @@ def test_detection_without_devices_imports_no_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
-class OneGpu(CudaPlatform):
-    def device_count(self) -> int:
-        return 1
-
-
 @pytest.mark.parametrize(("devices", "chosen", "expected"), [(2, None, "cpu"), (1, None, "cuda"), (2, "cuda", "cuda")])
 def test_an_example_of_two_devices_leaves_a_single_gpu_alone(
     monkeypatch, fresh_detection, caplog, devices, chosen, expected
 ):
-    monkeypatch.setattr("roll.platforms._detect", OneGpu)
-    monkeypatch.setitem(PLATFORMS, "cuda", OneGpu)
+    monkeypatch.setattr(platforms.glob, "glob", lambda pattern: [pattern])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(Platform, "device_count", lambda self: 1)
     monkeypatch.setenv(PLATFORM_ENV, chosen or "")
     if chosen is None:
         monkeypatch.delenv(PLATFORM_ENV)
@@ -87,35 +75,36 @@ def test_an_example_of_two_devices_leaves_a_single_gpu_alone(
 
 
 @pytest.mark.parametrize(
-    ("platform", "device_type", "backend", "variable", "ray_resource"),
+    ("name", "device_type", "backend", "variable", "ray_resource"),
     [
-        (CpuPlatform, "cpu", "gloo", None, None),
-        (CudaPlatform, "cuda", "nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
-        (RocmPlatform, "cuda", "nccl", "HIP_VISIBLE_DEVICES", "GPU"),
-        (NpuPlatform, "npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
+        ("cpu", "cpu", "gloo", None, None),
+        ("cuda", "cuda", "nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
+        ("rocm", "cuda", "nccl", "HIP_VISIBLE_DEVICES", "GPU"),
+        ("npu", "npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
     ],
 )
-def test_names(platform, device_type, backend, variable, ray_resource):
-    assert platform.device_type == device_type
-    assert platform.collective_backend == backend
+def test_names(name, device_type, backend, variable, ray_resource):
+    platform = PLATFORMS[name]
+    assert (platform.device_type, platform.collective_backend) == (device_type, backend)
     assert backend in platform.process_group_backend
-    assert platform.visible_devices_env == variable
-    assert platform.ray_resource == ray_resource
-    assert PLATFORMS[platform.name] is platform
+    assert (platform.visible_devices_env, platform.ray_resource) == (variable, ray_resource)
 
 
 def test_cpu_device():
-    platform = CpuPlatform()
-    assert platform.device() == torch.device("cpu")
-    assert platform.device_count() == 1
-    assert not platform.pin_memory
-    platform.set_device(0)
-    platform.synchronize()
-    platform.empty_cache()
+    assert CPU.device() == torch.device("cpu")
+    assert CPU.device_count() == 1
+    assert not CPU.pin_memory
+    CPU.set_device(0)
+    CPU.synchronize()
+    CPU.empty_cache()
+    free, total = CPU.free_memory()
+    assert CPU.device_name()
+    assert 0 < free <= total
+    assert total == int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
 
 
 def test_cpu_peak_memory_rises_and_is_reset():
-    platform = CpuPlatform()
+    platform = CPU
     platform.reset_peak_memory()
     before = platform.memory_stats()
     block = mmap.mmap(-1, 64 * MEBIBYTE)  # not the heap: what malloc gives back depends on the process's past
@@ -129,14 +118,6 @@ def test_cpu_peak_memory_rises_and_is_reset():
     platform.reset_peak_memory()
     again = platform.memory_stats()
     assert again["peak"] - again["used"] < 16 * MEBIBYTE
-
-
-def test_cpu_name_and_free_memory_of_the_host():
-    platform = CpuPlatform()
-    free, total = platform.free_memory()
-    assert platform.device_name()
-    assert 0 < free <= total
-    assert total == int(re.search(r"MemTotal:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
 
 
 @pytest.mark.gpu

@@ -39,7 +39,6 @@ READS: list[Callable[[TensorColumns], object]] = [
     lambda held: (held | {})["packed"],
     lambda held: held.setdefault("packed"),
     lambda held: held.pop("packed"),
-    lambda held: held.popitem()[1],
     lambda held: pickle.loads(pickle.dumps(held))["packed"],
     lambda held: held.peek("packed"),
 ]

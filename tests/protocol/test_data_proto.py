@@ -247,10 +247,6 @@ class TestRows:
         assert_rows(padded, (rows * (1 + divisor))[: len(padded)])
         assert padded.unpad(pad_size).equals(data)
 
-    def test_unpad_more_than_there_is(self) -> None:
-        with pytest.raises(ValueError, match="between 0 and the batch's 6 rows, got 7"):
-            small().unpad(7)
-
 
 class TestConcat:
     def test_widths_are_padded_with_zero_or_the_given_value(self) -> None:
@@ -353,15 +349,13 @@ class TestIterator:
             for key, group in part.group_by("key").items():
                 assert group.batch["x"].tolist() == [i for i, other in enumerate(keys) if other == key]
 
-    def test_equal_groups_fill_every_mini_batch(self) -> None:
-        data = DataProto({"x": torch.arange(24)}, {"key": [i % 6 for i in range(24)]})
-        assert [len(part) for part in data.make_iterator(8, seed=0, group_key="key")] == [8, 8, 8]
-
     def test_bad_sizes(self) -> None:
         with pytest.raises(ValueError, match="mini_batch_size must be at least 3"):
             small().make_iterator(2, group_key="prompt_id")
         with pytest.raises(ValueError, match="mini_batch_size must be at least 1, got 0"):
             small().make_iterator(0)
+        with pytest.raises(ValueError, match="between 0 and the batch's 6 rows, got 7"):
+            small().unpad(7)
 
 
 class TestEquality:

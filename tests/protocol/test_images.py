@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image as PilImage
 
-from roll.distributed.cluster import spread
+from roll.distributed.dispatch import spread
 from roll.distributed.worker import Dispatch, Registration
 from roll.methods.base import MODEL_COLUMNS
 from roll.protocol import DataProto

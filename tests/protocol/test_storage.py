@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 
 import numpy as np
@@ -52,12 +51,6 @@ def test_columns_that_share_memory_and_order(tmp_path: Path) -> None:
     loaded = DataProto.load(tmp_path / "x")
     assert list(loaded.batch) == ["z", "a", "view"]
     assert loaded.equals(data)
-
-
-def test_received_batches_can_be_saved(tmp_path: Path) -> None:
-    data = DataProto({"x": torch.tensor([[1, 2, 0, 0, 0]] * 9)})
-    pickle.loads(pickle.dumps(data)).save(tmp_path / "x")
-    assert DataProto.load(tmp_path / "x").equals(data)
 
 
 def test_what_it_cannot_hold_is_named_and_leaves_the_old_file(tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ def test_every_rule_has_a_pathology_and_a_row() -> None:
     assert [cause for cause in named if f"| `{cause}` |" not in page] == []
 
 
+def made_blocks(steps: int) -> list[dict[str, Any]]:
+    return [made_block(step, 4, 4, 6, random.Random(step)) for step in range(steps)]
+
+
 def found(folder: Path, blocks: list[dict[str, Any]], **metrics: list[float]) -> dict[str, tuple[str, ...]]:
     """Evidence by cause of a made run; ``a__b`` stands for the metric ``a/b``."""
     run = made_run(folder, blocks)
@@ -64,7 +68,7 @@ def found(folder: Path, blocks: list[dict[str, Any]], **metrics: list[float]) ->
 
 
 def test_prompts_that_the_tokenizer_changes(tmp_path: Path) -> None:
-    blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(4)]
+    blocks = made_blocks(4)
     assert found(tmp_path / "healthy", blocks) == {}
     blocks[2]["prompts"][1]["decoded"] = "Question"
     assert "16 prompts" in found(tmp_path / "one", blocks)["tokeniser"][0]
@@ -72,7 +76,7 @@ def test_prompts_that_the_tokenizer_changes(tmp_path: Path) -> None:
 
 def test_a_rank_that_others_wait_for_in_every_call(tmp_path: Path) -> None:
     """Its calls take as long as theirs: the time in which it was busy tells."""
-    blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(6)]
+    blocks = made_blocks(6)
     even = {"time__step_train__actor_train__rank_0": [0.4] * 6, "time__step_total": [1.0] * 6}
     assert found(tmp_path / "even", blocks, **even, time__step_train__actor_train__rank_1=[0.5] * 6) == {}
     slow = found(tmp_path / "slow", blocks, **even, time__step_train__actor_train__rank_1=[1.3] * 6)
@@ -81,29 +85,23 @@ def test_a_rank_that_others_wait_for_in_every_call(tmp_path: Path) -> None:
 
 def test_rounding_is_no_mismatch_of_engine_and_trainer(tmp_path: Path) -> None:
     """The first is a run of a model of 135M in bf16; in the second the engine sampled from fewer tokens."""
-    blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(4)]
+    blocks = made_blocks(4)
     distance, excess = "actor__train_infer_log_diff_abs_mean", "actor__train_infer_kl_k1"
     assert found(tmp_path / "bf16", blocks, **{distance: [0.0465] * 4, excess: [0.0022, 0.001, 0.0013, 0.0077]}) == {}
     assert "engine_mismatch" in found(tmp_path / "top_k", blocks, **{distance: [0.05] * 4, excess: [0.05] * 4})
 
 
 def test_scores_that_become_equal_are_no_constant_reward(tmp_path: Path) -> None:
-    blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(6)]
+    blocks = made_blocks(6)
     low, high = "critic__score__min", "critic__score__max"
     assert "reward_constant" in found(tmp_path / "always", blocks, **{low: [0.0] * 6, high: [0.0] * 6})
     assert found(tmp_path / "later", blocks, **{low: [0.0] * 6, high: [1.0, *[0.0] * 5]}) == {}
-
-
-def test_scores_say_nothing_where_only_a_teacher_is_learnt_from(tmp_path: Path) -> None:
-    blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(6)]
-    low, high = "critic__score__min", "critic__score__max"
-    assert "reward_constant" in found(tmp_path, blocks, **{low: [0.0] * 6, high: [0.0] * 6})
-    (tmp_path / "config.yaml").write_text("is_pure_opd: true\n")
-    assert diagnose(read_run(tmp_path)) == []
+    (tmp_path / "always/config.yaml").write_text("is_pure_opd: true\n")
+    assert diagnose(read_run(tmp_path / "always")) == [], "they say nothing where only a teacher is learnt from"
 
 
 def test_rules_bear_a_single_finite_kl_and_samples_without_scores(tmp_path: Path) -> None:
-    blocks = [made_block(step, 4, 4, 6, random.Random(step)) for step in range(8)]
+    blocks = made_blocks(8)
     for block in blocks:
         for sample in block["samples"]:
             sample["score"] = None

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from roll.distributed.guard import is_alive
 from roll.rewards import RewardResult, RewardSample, build_reward
 from roll.rewards.answers import isolated_number, stated_answer
 from roll.rewards.base import RewardFunction
 from roll.rewards.math_rule import MathVerifier, Verdict
 from roll.rewards.verifier_child import ANSWER_SECONDS
 from tests.rewards.stated_cases import RIGHT, WRONG
-from tests.support.processes import have_ended, is_running
+from tests.support.processes import have_ended
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +122,7 @@ def test_the_helper_ends_when_its_owner_is_killed() -> None:
     owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     helper = int(owner.stdout.readline())
-    assert is_running(helper)
+    assert is_alive(helper)
     owner.kill()
     owner.wait()
     owner.stdout.close()

@@ -101,36 +101,51 @@ class FakeRestart:
 
 
 @dataclass
-class FakeEngines:
-    """Engines that finish up to ``per_turn`` requests a turn, in the order given; sample 0 of every other one that they
-    hold gets one token a turn that they work. Engines in ``dead`` never answer."""
+class EngineRanks:
+    """A cluster of engines, each with one turn in flight at most; those in ``dead`` never answer."""
 
     world_size: int = 1
-    per_turn: int = 1_000
+    rng: random.Random | None = None
     calls: list[FakeCall] = field(default_factory=list)
-    held: list[dict[str, GenerationRequest]] = field(default_factory=list)
-    seen: dict[str, tuple[int, GenerationRequest]] = field(default_factory=dict)
-    """Every request with the engine that got it last."""
-    aborted: list[str] = field(default_factory=list)
     dead: set[int] = field(default_factory=set)
+    left_out: list[int] = field(default_factory=list)
     loss: type[RemoteError] = WorkerDied
     """The error of a call to a dead one."""
-    left_out: list[int] = field(default_factory=list)
-    restarts: list[FakeRestart] = field(default_factory=list)
-    rng: random.Random | None = None
-
-    def __post_init__(self) -> None:
-        self.held = [{} for _ in range(self.world_size)]
 
     def submit(self, rank: int, method: Callable[..., Any], command: EngineCommand) -> FakeCall:
         assert method is EngineWorker.advance
         assert not any(call.rank == rank for call in self.calls), "one turn at a time"
-        call = FakeCall(rank, method.__name__, command, lambda: self._advance(call), self.rng)
+        call = FakeCall(rank, method.__name__, command, lambda: self._answer(call), self.rng)
         self.calls.append(call)
         return call
 
     def leave_out(self, rank: int) -> None:
         self.left_out.append(rank)
+
+    def _answer(self, call: FakeCall) -> EngineReport:
+        self.calls.remove(call)
+        if call.rank in self.dead:
+            raise self.loss("actor_infer", call.method, 0.0, [RankReport(call.rank, error="killed")], [])
+        return self.advance(call.rank, call.argument)
+
+    def advance(self, rank: int, command: EngineCommand) -> EngineReport:
+        raise NotImplementedError
+
+
+@dataclass
+class FakeEngines(EngineRanks):
+    """Engines that finish up to ``per_turn`` requests a turn, in the order given; sample 0 of every other one that they
+    hold gets one token a turn that they work."""
+
+    per_turn: int = 1_000
+    held: list[dict[str, GenerationRequest]] = field(default_factory=list)
+    seen: dict[str, tuple[int, GenerationRequest]] = field(default_factory=dict)
+    """Every request with the engine that got it last."""
+    aborted: list[str] = field(default_factory=list)
+    restarts: list[FakeRestart] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.held = [{} for _ in range(self.world_size)]
 
     def restart(self, rank: int) -> FakeRestart:
         self.restarts.append(FakeRestart(rank))
@@ -142,18 +157,14 @@ class FakeEngines:
         self.dead.remove(rank)
         self.held[rank] = {}
 
-    def _advance(self, call: FakeCall) -> EngineReport:
-        self.calls.remove(call)
-        if call.rank in self.dead:
-            raise self.loss("actor_infer", call.method, 0.0, [RankReport(call.rank, error="killed")], [])
-        command: EngineCommand = call.argument
-        held = self.held[call.rank]
+    def advance(self, rank: int, command: EngineCommand) -> EngineReport:
+        held = self.held[rank]
         for request_id in command.abort:
             self.aborted.append(bare(request_id))
             held.pop(request_id, None)
         recalled = [held.pop(request_id) for request_id in command.recall if request_id in held]
         for request in command.add:
-            self.seen[bare(request.request_id)] = (call.rank, request)
+            self.seen[bare(request.request_id)] = (rank, request)
             held[request.request_id] = request
         done = [held.pop(request_id) for request_id in list(held)[: self.per_turn]] if command.work else []
         if command.work:

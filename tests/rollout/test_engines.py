@@ -9,9 +9,9 @@ import pytest
 
 from roll.distributed import DeadlineExceeded, RemoteError, WorkerDied, WorkerFailed
 from roll.distributed.failures import RankReport
-from roll.rollout.engines import EngineClient, EngineWorker, Generation
+from roll.rollout.engines import EngineClient, EngineWorker
 from roll.rollout.groups import FinishedGroup
-from roll.rollout.routing import EngineLoad, build_router
+from roll.rollout.routing import EngineAccount, Generation, build_router
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.rollout.fake_clusters import FakeCall, FakeEngines, let_be_done, on_clock, settle
 
@@ -88,18 +88,6 @@ async def test_engines_work_until_nothing_is_left():
     assert desk.engines.calls == []
     assert desk.client.num_outstanding == 0
     assert desk.client.busy_seconds == 0.5 * 5, "five turns of half a second"
-
-
-@on_clock
-async def test_requests_given_during_a_turn_go_with_the_next():
-    desk = Desk(FakeEngines())
-    desk.submit(1)
-    await settle()
-    desk.submit(1, first=5)
-    await settle()
-    assert len(desk.engines.calls) == 1
-    assert await desk.advance() == ["0"]
-    assert await desk.advance() == ["5"]
 
 
 @on_clock
@@ -314,21 +302,6 @@ async def test_a_recall_reaches_requests_whose_engine_dies_meanwhile():
 
 
 @on_clock
-async def test_an_engine_may_die_in_a_pause():
-    desk = Desk(FakeEngines(world_size=2, per_turn=0))
-    desk.submit(1, 1)
-    await settle()
-    desk.engines.dead = {0}
-    pause = asyncio.ensure_future(desk.client.pause())
-    await desk.advance()
-    await pause
-    assert desk.engines.calls == []
-    desk.engines.per_turn = 10
-    await desk.client.resume()
-    assert await desk.advance(2) == ["1", "0"]
-
-
-@on_clock
 async def test_the_death_of_the_last_engine_is_an_error_of_all_who_wait():
     desk = Desk(FakeEngines(world_size=2))
     (first, second) = desk.submit(1, 1)
@@ -357,13 +330,13 @@ class ByFirstToken:
     def __init__(self, shift: int = 0) -> None:
         self.shift = shift
 
-    def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
+    def choose(self, request: GenerationRequest, engines: Sequence[EngineAccount]) -> int:
         wanted = request.prompt_token_ids[0] + self.shift
         return next((e.rank for e in engines if e.rank == wanted), engines[-1].rank)
 
 
 class NotThere:
-    def choose(self, request: GenerationRequest, engines: Sequence[EngineLoad]) -> int:
+    def choose(self, request: GenerationRequest, engines: Sequence[EngineAccount]) -> int:
         return 7
 
 
@@ -426,20 +399,6 @@ class LostForGood(FakeEngines):
         restart = super().restart(rank)
         restart.error = WorkerDied("actor_infer", "initialize", 0.0, [RankReport(rank)], [])
         return restart
-
-
-@on_clock
-async def test_engines_that_fail_to_start_at_the_same_moment_leave_nobody_waiting():
-    desk = Desk(LostForGood(world_size=2), max_restarts=1, fixed_weights=True)
-    waiting = desk.submit(1, 1)
-    await settle()
-    desk.engines.dead = {0, 1}
-    await desk.advance(2)
-    await settle(40)
-    assert desk.client.failure is not None
-    for generation in waiting:
-        with pytest.raises(WorkerDied):
-            await generation
 
 
 @pytest.mark.parametrize("passes", range(16))

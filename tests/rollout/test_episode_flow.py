@@ -223,12 +223,6 @@ def test_redundant_members_make_up_for_slow_ones(lakes: Any) -> None:
     assert len(failed) == SIZE and "took more than 60 s" in failed[0].error
 
 
-def test_filtered_groups_are_replaced(lakes: Any) -> None:
-    odd = lakes(keeps=lambda group: group.order % 2 == 1).collect(3, additional=1)
-    assert [group.order for group in odd.groups] == [1, 3, 5]
-    assert odd.num_filtered == 3
-
-
 class Ahead:
     """An asynchronous run of ``steps`` steps, stopped and continued in another process after each of ``stops``."""
 

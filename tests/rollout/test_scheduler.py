@@ -18,8 +18,8 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.rewards.base import RewardSample
 from roll.rollout.engines import EngineClient
-from roll.rollout.filters import build_filter, by_domain
 from roll.rollout.flow import MAX_DRAWS_PER_WANTED, GroupFlow, RolloutExhausted, RolloutResult, collected
+from roll.rollout.groups import build_filter, by_domain
 from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
@@ -128,13 +128,6 @@ def test_a_margin_of_additional_prompts_is_kept_while_groups_are_missing():
     bench.collect(wanted=4, filters={"d": DIFFERENT}, num_additional=2)
     assert bench.in_flight[0] == 6
     assert min(bench.in_flight) >= 3, "one group missing and two additional at the least"
-
-
-@given(benches)
-def test_two_collections_do_not_mix(bench):
-    first = bench.collect(wanted=3, num_additional=4)
-    second = bench.collect(wanted=3, first_draw=0, num_additional=4)
-    assert {g.item.prompt_id for g in first.groups}.isdisjoint(g.item.prompt_id for g in second.groups)
 
 
 def test_seed_depends_on_the_draw_alone():

@@ -39,9 +39,3 @@ def test_on_shared_devices_nobody_waits_for_the_longest() -> None:
     assert turns.idle < synchronous.idle
     assert 0 < turns.version_lag < 1
     assert turns.stale == 0
-
-
-def test_additional_prompts_are_given_up_for_speed() -> None:
-    more = figures(MORE_PROMPTS, steps=36)
-    assert more.stale > 0
-    assert more.step_seconds < 0.9 * figures(MODES[3], steps=36).step_seconds

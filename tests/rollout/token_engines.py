@@ -5,14 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from roll.distributed import WorkerDied
-from roll.distributed.failures import RankReport
-from roll.rollout.engines import EngineWorker
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, VersionSpan
-from tests.rollout.fake_clusters import FakeCall
+from tests.rollout.fake_clusters import EngineRanks
 
 LONGEST = 40
 
@@ -33,11 +29,10 @@ class _Request:
 
 
 @dataclass
-class TokenEngines:
+class TokenEngines(EngineRanks):
     """A cluster of engines that sample up to ``per_turn`` tokens of each of their ``slots`` samples a turn."""
 
-    world_size: int
-    rng: random.Random
+    rng: random.Random = field(default_factory=random.Random)
     per_turn: int = 3
     slots: int = 8
     respond: Callable[[int, int], list[int]] = response
@@ -45,22 +40,9 @@ class TokenEngines:
     version: int = -1
     tokens: int = 0
     """Sampled by all engines together."""
-    calls: list[FakeCall] = field(default_factory=list)
-    dead: set[int] = field(default_factory=set)
-    left_out: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._held: list[dict[str, _Request]] = [{} for _ in range(self.world_size)]
-
-    def submit(self, rank: int, method: Callable[..., Any], command: EngineCommand) -> FakeCall:
-        assert method is EngineWorker.advance
-        assert not any(call.rank == rank for call in self.calls), "one turn at a time"
-        call = FakeCall(rank, method.__name__, command, lambda: self._advance(call), self.rng)
-        self.calls.append(call)
-        return call
-
-    def leave_out(self, rank: int) -> None:
-        self.left_out.append(rank)
 
     def exchange(self, version: int) -> int:
         """New weights for all engines."""
@@ -68,12 +50,8 @@ class TokenEngines:
         self.version = version
         return version
 
-    def _advance(self, call: FakeCall) -> EngineReport:
-        self.calls.remove(call)
-        if call.rank in self.dead:
-            raise WorkerDied("actor_infer", call.method, 0.0, [RankReport(call.rank, error="killed")], [])
-        command: EngineCommand = call.argument
-        held = self._held[call.rank]
+    def advance(self, rank: int, command: EngineCommand) -> EngineReport:
+        held = self._held[rank]
         for request_id in command.abort:
             held.pop(request_id, None)
         recalled = [held.pop(request_id) for request_id in command.recall if request_id in held]

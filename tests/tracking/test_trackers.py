@@ -28,19 +28,6 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     }
 
 
-def test_tensorboard_file_reads_back(tmp_path: Path) -> None:
-    tracker = TensorBoardTracker(tmp_path)
-    for step in range(3):
-        tracker.log({"critic/score/mean": 0.25 * step, "actor/lr": 1e-6}, step)
-    tracker.log({"val_correct/all/mean": 0.5}, 2)
-    tracker.close()
-    assert curves(tmp_path) == {
-        "critic/score/mean": [(0, 0.0), (1, 0.25), (2, 0.5)],
-        "actor/lr": [(0, 1e-6), (1, 1e-6), (2, 1e-6)],
-        "val_correct/all/mean": [(2, 0.5)],
-    }
-
-
 def test_tensorboard_curves_continue_after_resumption(tmp_path: Path) -> None:
     first = TensorBoardTracker(tmp_path)
     for step in range(6):

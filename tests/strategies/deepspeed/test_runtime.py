@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll.config.installation import install_command
-from roll.platforms import CpuPlatform
+from roll.platforms import CPU
 from roll.strategies.deepspeed.strategy import join_process_group
 
 ROOT = Path(__file__).parents[3]
@@ -37,7 +37,7 @@ dist.destroy_process_group()
 def test_without_deepspeed_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ImportError, match=re.escape(install_command("deepspeed"))):
-        join_process_group(CpuPlatform())
+        join_process_group(CPU)
 
 
 @pytest.mark.long
