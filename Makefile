@@ -98,7 +98,7 @@ test-sglang: $(SGLANG)/.installed
 # Liger's kernels in Triton's interpreter, against transformers' layers: two minutes.
 test-liger: $(LIGER)/.installed
 	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/tests/strategies/triton_fixture $(LIGER)/bin/python -m pytest -q \
-		-n $(PYTEST_JOBS) --dist loadfile tests/strategies/test_liger.py $(PYTEST_ARGS)
+		-n $(PYTEST_JOBS) --dist loadfile tests/strategies/test_liger.py tests/pipelines/test_liger_run.py $(PYTEST_ARGS)
 
 # examples/cluster and compose.yaml, read by SkyPilot and others; checkpoints in S3.
 test-cluster: $(CLUSTER)/.installed
@@ -107,7 +107,7 @@ test-cluster: $(CLUSTER)/.installed
 
 # Environments of verifiers, played by the package itself: two minutes.
 test-verifiers: $(VENV)/.installed-test $(VERIFIERS)/.installed
-	$(PYTEST) tests/agents/test_tasksets.py $(PYTEST_ARGS)
+	$(PYTEST) tests/agents/test_tasksets.py tests/pipelines/test_tasksets_run.py $(PYTEST_ARGS)
 
 # Every recipe for real models at its full size, and predicted peaks against measured ones; the rest are in the long tier.
 test-recipes: $(VENV)/.installed-test

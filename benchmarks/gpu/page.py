@@ -27,9 +27,9 @@ PYTHONPATH=/opt/site:$PWD GPU_SITE=/opt/site benchmarks/gpu/run.sh
 in order of value, for nine minutes (`GPU_SECONDS`), each with a time limit; `result.json` is replaced after each, and
 a second call goes on with what is missing. `ROLL_PLATFORM=cpu benchmarks/gpu/run.sh` rehearses the whole without a GPU.
 
-verl's actor is not among the stages: 0.9.1 needs transformers below 5.11 and computes packed rows by flash-attn, of which the
-package index has no wheel. [`strict_on_policy`](strict-on-policy.md) is for CPUs; the stage `bisect` says in which
-operation engine and trainer part on the device.
+verl's actor is not among the stages: 0.9.1 needs transformers below 5.11 and computes packed rows by flash-attn, of
+which the package index has no wheel. [`strict_on_policy`](strict-on-policy.md) is for CPUs; the stage `bisect` says in
+which operation engine and trainer part on the device.
 """
 
 STEP = "A training step of Qwen2.5-1.5B's shape, 65,000 tokens packed, bf16 (`benchmarks/train_step.py`)"

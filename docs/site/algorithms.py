@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/algorithm-index.md"
@@ -41,16 +41,18 @@ class Family:
 def families() -> list[Family]:
     from roll.algorithms.advantages import advantage_estimators
     from roll.algorithms.aggregation import aggregation_modes
-    from roll.algorithms.distillation import DIVERGENCES
+    from roll.algorithms.distillation import divergence
     from roll.algorithms.kl import kl_estimators
     from roll.algorithms.policy_losses import policy_losses
     from roll.algorithms.preferences import pair_losses
+    from roll.config.losses import DivergenceConfig
 
     def of(registry: Any) -> dict[str, Callable[..., Any]]:
         # Tests and own modules may have registered more: the page is about those of this package.
         found = {name: registry.resolve(name) for name in registry.names}
         return {name: function for name, function in found.items() if function.__module__.startswith("roll.")}
 
+    objectives = get_args(get_type_hints(DivergenceConfig)["kd_objective"])
     here = "algorithms.md"
     return [
         Family("Advantages", "estimator", f"{here}#advantages-estimator", of(advantage_estimators)),
@@ -58,7 +60,7 @@ def families() -> list[Family]:
         Family("Aggregation", "loss_agg_mode", f"{here}#aggregation-loss_agg_mode", of(aggregation_modes)),
         Family("KL estimators", "kl_loss_type", f"{here}#kl", of(kl_estimators)),
         Family("Preference losses", "loss_type", "preferences.md", of(pair_losses)),
-        Family("Divergences to a teacher", "kd_objective", "distillation.md", DIVERGENCES),
+        Family("Divergences to a teacher", "kd_objective", "distillation.md", dict.fromkeys(objectives, divergence)),
     ]
 
 

@@ -320,7 +320,11 @@ class Agent(Protocol):
 
 
 async def run_episode(task: Task, agent: Agent, model: Model, limits: Limits) -> Episode:
-    """Let ``agent`` work on ``task``; errors in its code are an outcome of the episode, those of engines are raised."""
+    """Let ``agent`` work on ``task``; errors in its code are an outcome of the episode, those of engines are raised.
+
+    Raises:
+        Exception: errors of the engines; none of the agent or its environment.
+    """
     episode = Episode(task, model.conversations, outcome="terminated")
     begin = time.perf_counter()
     try:

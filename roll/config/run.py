@@ -26,8 +26,9 @@ class CheckpointConfig:
     """Keep the local checkpoint after the copy."""
     keep_best_metric: str | None = None
     """Name of a metric in the logs, such as ``val_correct/all/mean``: the checkpoint with its best value is kept as
-    well, and the link ``best`` leads there. The best is the largest value; of a metric with ``loss``, ``kl``,
-    ``perplexity`` or ``error`` in its name the smallest. null: none is best."""
+    well, and the link ``best`` leads there. null: none is best."""
+    keep_best_mode: Literal["max", "min"] = setting("max", read_if={"keep_best_metric": ()})
+    """Which value is best."""
 
 
 @dataclass(frozen=True)

@@ -207,7 +207,11 @@ def build_filter(setting: str | Mapping[str, Any] | None) -> Keep | None:
 
 
 def holds(source: SourceRow, column: str, condition: object) -> bool:
-    """The value is equal, one of a list, or within ``{min, max}`` (both included)."""
+    """The value is equal, one of a list, or within ``{min, max}`` (both included).
+
+    Raises:
+        DataError: no such column, or no number where the condition is a range.
+    """
     if column not in source.row:
         found = sorted(source.row)
         raise DataError(f"{source.place}: dataset_filter asks for the column {column!r}, found only {found}")
@@ -220,7 +224,11 @@ def holds(source: SourceRow, column: str, condition: object) -> bool:
 
 
 def as_number(source: SourceRow, column: str, wanted_by: str) -> float:
-    """The row's value in ``column`` as a number (CSV files hold texts)."""
+    """The row's value in ``column`` as a number (CSV files hold texts).
+
+    Raises:
+        DataError: no such column, or no number in it.
+    """
     value = source.row.get(column)
     try:
         # float(True) is 1.0, but a flag is no number.
@@ -242,7 +250,11 @@ def import_function(path: str) -> Callable[..., Any]:
 
 
 def filter_source(setting: str | Mapping[str, Any] | None) -> Any:
-    """Source of the filter's result, for a cache key: the conditions, or the module that holds the function."""
+    """Source of the filter's result, for a cache key: the conditions, or the module that holds the function.
+
+    Raises:
+        OSError: the function's source is not there, so nobody can tell whether it changed.
+    """
     if not isinstance(setting, str):
         return None if setting is None else dict(setting)
     module = inspect.getmodule(import_function(setting))

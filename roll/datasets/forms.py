@@ -132,7 +132,11 @@ def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
 
 
 def entry_of(source: SourceRow, name: str) -> Any:
-    """The entry of a column that a dotted name leads to; the column may be the JSON text of a section."""
+    """The entry of a column that a dotted name leads to; the column may be the JSON text of a section.
+
+    Raises:
+        DataError: a row without that entry.
+    """
     column, *path = name.split(".")
     value = require(source, column)
     value = parsed(source, column, value) if isinstance(value, str) else value
@@ -250,7 +254,11 @@ def turns(source: SourceRow, value: Any) -> Any:
 
 
 def alpaca_messages(source: SourceRow) -> list[dict[str, Any]]:
-    """As LLaMA-Factory documents it: ``history`` has earlier pairs, ``input`` follows on a line of its own."""
+    """As LLaMA-Factory documents it: ``history`` has earlier pairs, ``input`` follows on a line of its own.
+
+    Raises:
+        DataError: no instruction, or a history that is no list of pairs.
+    """
     row, asked = source.row, require(source, ALPACA)
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     for pair in row.get("history") or ():

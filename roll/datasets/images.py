@@ -303,7 +303,11 @@ class _Place:
 
 
 def read_video(reader: ImageReader, source: SourceRow, value: object, number: int) -> EncodedVideo:
-    """The row's video ``number``, from a list of frames or ``{"video": [...], "fps": ...}``."""
+    """The row's video ``number``, from a list of frames or ``{"video": [...], "fps": ...}``.
+
+    Raises:
+        DataError: a file, frames that cannot be read, or a rate that is no number.
+    """
     from roll.protocol.images import VideoError
 
     assert reader.model is not None

@@ -69,7 +69,11 @@ TokensT = TypeVar("TokensT")
 
 @dataclass(eq=False)
 class RowMaker(ABC, Generic[TokensT]):
-    """Turns rows as read into prepared rows of one kind (prompts, demonstrations)."""
+    """Turns rows as read into prepared rows of one kind (prompts, demonstrations).
+
+    Raises:
+        DataError: no file is named.
+    """
 
     limit_key: ClassVar[str]  # the key that limits the tokens of a row
     example: ClassVar[str]  # a file name, for error messages
@@ -91,7 +95,11 @@ class RowMaker(ABC, Generic[TokensT]):
 
     @abstractmethod
     def read(self, source: SourceRow) -> tuple[list[Message], Any]:
-        """The messages of a row's prompt, and the rest of the row (:attr:`Draft.content`)."""
+        """The messages of a row's prompt, and the rest of the row (:attr:`Draft.content`).
+
+        Raises:
+            DataError: a row that cannot be used.
+        """
 
     @abstractmethod
     def tokenize(self, drafts: Sequence[Draft]) -> Sequence[TokensT | DataError]:
@@ -99,7 +107,11 @@ class RowMaker(ABC, Generic[TokensT]):
 
     @abstractmethod
     def expand(self, draft: Draft, tokens: TokensT) -> TokensT:
-        """The tokens with as many placeholders for each image as it takes."""
+        """The tokens with as many placeholders for each image as it takes.
+
+        Raises:
+            DataError: placeholders in the row's own text.
+        """
 
     @abstractmethod
     def finish(self, draft: Draft, tokens: TokensT) -> StoredRow | None:
@@ -184,7 +196,11 @@ class Made:
 
 
 def make_all(maker: RowMaker[Any], chunks: Iterable[list[SourceRow]], processes: int) -> Iterator[Made]:
-    """Outcomes of all chunks, in order, from ``processes`` worker processes (1: this one); few chunks are in memory."""
+    """Outcomes of all chunks, in order, from ``processes`` worker processes (1: this one); few chunks are in memory.
+
+    Raises:
+        DataError: a row that ends the loading, or a process that has died.
+    """
     if processes <= 1:
         yield from (make(maker, chunk) for chunk in chunks)
         return

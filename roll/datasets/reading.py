@@ -180,6 +180,9 @@ def read_json(path: Path) -> Numbered:
 def whole_characters(value: T, text: str) -> T:
     """The value that was read from JSON ``text``, of whole characters only: JSON can write half a surrogate pair, which
     neither tokenizers nor files take.
+
+    Raises:
+        UnicodeEncodeError: half a character.
     """
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()

@@ -206,6 +206,9 @@ def unique_ids(index: pa.Table, paths: Sequence[Path], id_column: str, bad_rows:
     """The index with its final ids. Rows without an id get ``<file>:<row>``; equal ids in different files get the
     file's name in front; a row whose id its file has already is reported to ``bad_rows`` and left out. Files of equal
     names in different folders go by their paths.
+
+    Raises:
+        DataError: an id twice in one file, unless bad rows are skipped.
     """
     ids = index["id"]
     # Candidates are found in Arrow: usually there are none, and a million ids never become Python strings.

@@ -242,7 +242,11 @@ MAX_ATTEMPTS = 4  # a cut text may take another token or two at the seam, and is
 
 def truncate(one: Conversation, long: Rendered, limit: int, side: Side, renderer: Renderer) -> Rendered | None:
     """The conversation cut so that its prompt (now ``long``) has at most ``limit`` tokens; None where even an empty
-    message would leave it too long. ``side``: which part of the last user message goes."""
+    message would leave it too long. ``side``: which part of the last user message goes.
+
+    Returns:
+        None where even an empty message would leave the prompt too long.
+    """
     users = [i for i, message in enumerate(one.messages) if message["role"] == "user"]
     if not users:
         return None

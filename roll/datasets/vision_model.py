@@ -111,7 +111,14 @@ def load_processing(model_path: str) -> ImageProcessing:
 
 
 def load_video_processing(model_path: str, images: ImageProcessing, timed: bool) -> VideoProcessing:
-    """The settings of a model's video processor: those of its image processor's file where it has none of its own."""
+    """The settings of a model's video processor: those of its image processor's file where it has none of its own.
+
+    Args:
+        timed: as :class:`~roll.protocol.video.VideoProcessing` has it.
+
+    Raises:
+        DataError: other patches or another normalisation than for images.
+    """
     from transformers.utils.hub import cached_file
 
     from roll.protocol.video import VideoProcessing

@@ -61,7 +61,14 @@ class RecordedBatch:
 @dataclass
 class BatchRecorder:
     """Holds the batch of the step in flight, and writes it every so many steps (``dump_batches``), or when a number was
-    not finite."""
+    not finite.
+
+    Args:
+        folder: where the files go.
+        pipeline: name of the pipeline.
+        every: steps between files (``dump_batches``); 0: none but those that are not finite.
+        on_nonfinite: the key of that name.
+    """
 
     folder: Path
     pipeline: str

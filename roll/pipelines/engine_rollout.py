@@ -43,7 +43,12 @@ def engine_client(
     router: str | None,
     fixed_weights: bool = False,
 ) -> EngineClient:
-    """The client of the engines of ``actor_infer``; ``router``: where the configuration leaves it open."""
+    """The client of the engines of ``actor_infer``; ``router``: where the configuration leaves it open.
+
+    Args:
+        slice_seconds, fixed_weights: see :class:`~roll.rollout.engines.EngineClient`.
+        router: name of the router where the configuration leaves it open.
+    """
     keys, engines = config.router_args, config.actor_infer
     # A new process would load its model while others have the device, and threads would not wait for it.
     may_restart = not role.colocated_with and (engines.max_concurrency or 1) == 1
@@ -239,7 +244,11 @@ class EngineRollout:
 
 def staleness_metrics(samples: Sequence[Sequence[tuple[int, int]]], step: int) -> Metrics:
     """Steps by which the weights that sampled are older than those that are trained, by sample and by token, from the
-    versions of each sample (or episode), each with its number of tokens."""
+    versions of each sample (or episode), each with its number of tokens.
+
+    Args:
+        samples: the versions of the tokens of each sample, or episode, each with its number of tokens.
+    """
     sampled = [versions for versions in samples if versions]  # a sample without tokens has none
     oldest = np.array([step - min(version for version, _ in versions) for versions in sampled])
     lags = np.array([(step - version, count) for versions in sampled for version, count in versions])

@@ -386,7 +386,11 @@ def late(path: str, *arguments: Any) -> Any:
 
 
 def check_transport(loaded: LoadedConfig[Any]) -> None:
-    """Weights can only travel through memory that there is: no ``cuda_ipc`` on a host without CUDA."""
+    """Weights can only travel through memory that there is: no ``cuda_ipc`` on a host without CUDA.
+
+    Raises:
+        ConfigError: ``cuda_ipc`` on a host without CUDA.
+    """
     if loaded.config.weight_sync.transport != "cuda_ipc":
         return
     from roll.platforms import current_platform

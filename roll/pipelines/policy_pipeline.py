@@ -251,7 +251,11 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
 
     def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
         """Repeat the step of a recorded batch, without engines and rewards; the steps that the models had done before,
-        and the metrics of the step."""
+        and the metrics of the step.
+
+        Returns:
+            The steps that the models had done before, and the metrics of the step.
+        """
         with self.context.running() as resources:
             starter = ClusterStarter(self.config, self.plan, resources)
             computing = starter.start_computing()

@@ -89,7 +89,12 @@ class PendingCheckpoint:
 
 class RunCheckpoints:
     """The checkpoint that is being written, the newest one (``published`` is told its steps), and the one that the run
-    continues from."""
+    continues from.
+
+    Args:
+        record: takes metrics of the current step.
+        published: called with the steps that a checkpoint holds, when it has appeared.
+    """
 
     def __init__(
         self, config: RunConfig, plan: Plan, record: Callable[[Metrics], None], published: Callable[[int], None]

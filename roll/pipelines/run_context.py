@@ -169,7 +169,12 @@ class RunContext(RunLifetime):
 
     def dump_samples(self, kind: str, step: int, table: Callable[[], SampleTable], part: str = "") -> None:
         """Write a step's samples where ``rollout_dump_dir`` says; a few of each ``validation``, or of its set ``part``,
-        go to the trackers."""
+        go to the trackers.
+
+        Args:
+            kind: ``train`` or ``validation``.
+            part: the name of a validation set, if it has one.
+        """
         name = f"{kind}-{part}" if part else kind
         if self.plan.dump_dir is not None:
             file = self.plan.dump_dir / f"{name}-{step:06d}.jsonl"
@@ -186,7 +191,11 @@ class RunContext(RunLifetime):
 
     def replacing(self, cluster: Cluster, build: Callable[[], object], work: Callable[[], R]) -> R:
         """Run ``work`` of a role that never learns; when a worker dies, start all of them again, ``build`` its model
-        and repeat it. A second death, or that of a worker of another role, is raised."""
+        and repeat it. A second death, or that of a worker of another role, is raised.
+
+        Raises:
+            WorkerDied: it died again at the same work, or a worker of another role did.
+        """
         try:
             return work()
         except WorkerDied as death:

@@ -73,7 +73,12 @@ def sole_writer(folder: Path, source: Path) -> Iterator[None]:
 
 class RunLifetime:
     """Services of a run from its first moment to its last, whatever its steps are; ``record`` takes metrics of a
-    step."""
+    step.
+
+    Args:
+        loaded: its configuration.
+        record: takes metrics of the current step.
+    """
 
     def __init__(self, loaded: LoadedConfig[Any], record: Callable[[Metrics], None]) -> None:
         self.config, self.plan = loaded.config, loaded.plan
@@ -109,9 +114,7 @@ class RunLifetime:
                 self._open_files(stack)
             shape, envs = (self.plan.num_devices_per_node, self.plan.num_nodes), profiling.environment()
             # On the further nodes of a run this does not return.
-            runtime = stack.enter_context(
-                ray_runtime(*shape, envs | config.system_envs, log_dir / "workers")
-            )
+            runtime = stack.enter_context(ray_runtime(*shape, envs | config.system_envs, log_dir / "workers"))
             self._guard = runtime.guard
             supervised.tell(mark=runtime.mark)
             ending.on_first = self._interruption.begin

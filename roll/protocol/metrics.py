@@ -10,58 +10,70 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """Parts of a number; those of two batches or ranks are added, unless a subclass joins them otherwise."""
+class Metric(Protocol):
+    def merge(self, other: Self) -> Self: ...
 
-    total: float
-
-    def merge(self, other: Self) -> Self:
-        # By position: every field is a part, in the order in which the class takes them.
-        return type(self)(*(getattr(self, part) + getattr(other, part) for part in self.__match_args__))
-
-    def value(self) -> float:
-        return self.total
-
-
-class Sum(Metric):
-    __slots__ = ()
-
-
-class Max(Metric):
-    __slots__ = ()
-
-    def merge(self, other: Self) -> Self:
-        return type(self)(max(self.total, other.total))
-
-
-class Min(Metric):
-    __slots__ = ()
-
-    def merge(self, other: Self) -> Self:
-        return type(self)(min(self.total, other.total))
+    def value(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Mean(Metric):
+class Mean:
     """A weighted mean as its parts: ``total`` is the weighted sum, ``weight`` the sum of weights."""
 
+    total: float
     weight: float = 1.0
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.weight + other.weight)
 
     def value(self) -> float:
         return self.total / self.weight if self.weight else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Deviation(Metric):
+class Sum:
+    total: float
+
+    def merge(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    maximum: float
+
+    def merge(self, other: Max) -> Max:
+        return Max(max(self.maximum, other.maximum))
+
+    def value(self) -> float:
+        return self.maximum
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    minimum: float
+
+    def merge(self, other: Min) -> Min:
+        return Min(min(self.minimum, other.minimum))
+
+    def value(self) -> float:
+        return self.minimum
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
     """A weighted standard deviation as its moments."""
 
+    total: float
     squares: float
     weight: float
 
@@ -72,6 +84,9 @@ class Deviation(Metric):
         # vanishes.
         exact = values.double()
         return cls(*(float((exact**power * weights).sum()) for power in (1, 2, 0)))
+
+    def merge(self, other: Deviation) -> Deviation:
+        return Deviation(self.total + other.total, self.squares + other.squares, self.weight + other.weight)
 
     def value(self) -> float:
         if not self.weight:

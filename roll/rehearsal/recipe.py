@@ -121,7 +121,13 @@ def rehearse_recipe(
 ) -> Rehearsal:
     """Rehearse every role of a recipe, and put the phases of a step together; ConfigError for a model whose sizes are
     not known. ``given``: ``config.json`` by role, that of ``""`` for all roles without one. ``known``: roles that were
-    rehearsed before, by task and model; new ones are added."""
+    rehearsed before, by task and model; new ones are added.
+
+    Args:
+        loaded: a configuration, as :func:`roll.config.loader.load_config` gives it.
+        given: ``config.json`` by role; that of ``""`` for all roles without one.
+        known: roles that were rehearsed before, by task and model; new ones are added.
+    """
     plan: Plan = loaded.plan
     configs, known = _model_configs(plan, given), {} if known is None else known
     runs: dict[str, RoleRun] = {}

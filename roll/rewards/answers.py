@@ -246,7 +246,11 @@ def isolated_number(text: str) -> str | None:
 
 @lru_cache(maxsize=16)
 def mask(text: str) -> tuple[str, list[str]]:
-    """One private character in the place of each formula, bold type dropped; and the formulas, from ``_FIRST`` on."""
+    """One private character in the place of each formula, bold type dropped; and the formulas, from ``_FIRST`` on.
+
+    Returns:
+        The text, and its formulas by the code point of their character, from ``_FIRST`` on.
+    """
     formulas: list[str] = []
     if not text.isascii():
         text = re.sub(_MASK, " ", text)

@@ -37,6 +37,9 @@ class CustomReward(RewardFunction):
     that names ``samples`` gets the batch as :class:`RewardSample`s, with its options, and returns a result for each.
     ``async`` functions run concurrently in an event loop.  An exception is logged with its traceback the first time and
     becomes the error of the sample (of all samples of a batch), and so does a call that takes too long.
+
+    Raises:
+        RewardOptionError: an option that the function does not take.
     """
 
     def __init__(

@@ -79,7 +79,11 @@ def loosened(text: str) -> Iterator[str]:
 
 
 def read_instructions(sample: RewardSample) -> list[Instruction]:
-    """Types and arguments of a row's instructions, without null ones: published rows carry those of other types."""
+    """Types and arguments of a row's instructions, without null ones: published rows carry those of other types.
+
+    Raises:
+        ValueError: there are none, no such type, or an argument that it lacks.
+    """
     source = sample.row if sample.row.get("instruction_id_list") is not None else as_mapping(sample.ground_truth)
     if "func_name" in source:
         found = [(source["func_name"], source)]

@@ -83,7 +83,11 @@ def build_reward(
 
 
 def option_names(worker_cls: str) -> set[str]:
-    """The options of a rule; empty for a user's own function."""
+    """The options of a rule; empty for a user's own function.
+
+    Raises:
+        RewardOptionError: the reward does not exist.
+    """
     target = load_target(resolve_name(worker_cls))
     return {field.name for field in dataclasses.fields(target) if field.init} if isinstance(target, type) else set()
 

@@ -45,6 +45,9 @@ class RewardPool:
         instances: most at a time; further requests wait.
         own: the service's own options.
         allowed: names that clients may set, ``*`` for all; None: the rule's ``client_options``.
+
+    Raises:
+        RewardOptionError: options that the reward does not have or cannot use.
     """
 
     def __init__(

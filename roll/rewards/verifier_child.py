@@ -281,7 +281,11 @@ class TooLarge(Exception):
 
 
 def height(expression: object, limit: float = MAX_BITS) -> float:
-    """An upper bound in bits on numerator and denominator of every number in the value; at most ``limit``."""
+    """An upper bound in bits on numerator and denominator of every number in the value; at most ``limit``.
+
+    Raises:
+        TooLarge: a part is beyond ``limit``.
+    """
     bits = _height(expression, limit)
     if bits > limit:
         raise TooLarge

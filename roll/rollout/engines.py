@@ -44,6 +44,16 @@ class EngineClient:
     answer means at least one token of each sample that it runs. It is killed and left out; the requests that it
     had go to the others, as they were given to it. The loss of the last one is raised by everything that waits. A new
     process may take the place of a lost one (:meth:`readmit`).
+
+    Args:
+        max_running_requests: requests that one engine holds at a time; further requests wait here.
+        slice_seconds: how long a turn lasts before finished groups are reported.
+        router: chooses among the engines that have room; None: the one with the fewest samples.
+        report_refusals: a request that an engine refuses comes back as a group with an ``error``.
+        max_restarts: how often an engine that was lost is started again.
+        turn_timeout: seconds after which an engine that has not answered is lost; None: as long as a call may take.
+        fixed_weights: the weights never change, so that an engine that has been started again takes part as soon as it
+            is ready, and even the last one may be lost and come back.
     """
 
     cluster: Cluster

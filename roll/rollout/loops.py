@@ -65,6 +65,12 @@ class GroupSettings:
     keeps: Callable[[Any], bool] = lambda group: True  # the filter of scored groups
     filter_key: str = "query_filter_config"  # key of the configuration that the filter comes from, for messages
 
+    def params_of(self, order: int) -> SamplingParams:
+        """The sampling parameters with the seed of the prompt that was drawn as number ``order``."""
+        assert self.params is not None
+        # Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw.
+        return replace(self.params, seed=(self.seed & 0x7FFFFFFF) << 32 | (order & 0xFFFFFFFF))
+
 
 class Flow(Protocol):
     """The part of a flow that its groups share (:class:`~roll.rollout.flow.GroupFlow`)."""
@@ -93,9 +99,7 @@ class RolloutContext:
     def __post_init__(self) -> None:
         settings = self.flow.settings
         if settings.params is not None:
-            # Seeds of different runs and prompts never meet: 31 bits for the run, 32 for the draw.
-            seed = (settings.seed & 0x7FFFFFFF) << 32 | (self.order & 0xFFFFFFFF)
-            self.params = replace(settings.params, seed=seed)
+            self.params = settings.params_of(self.order)
         self.calls = Calls(self.flow.engines, self.recorded)
         self.state = self.calls.state_dict
 

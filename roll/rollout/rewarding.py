@@ -38,7 +38,11 @@ R = TypeVar("R")
 
 @dataclass
 class SampleQuarantine:
-    """The account of samples that have killed their workers."""
+    """The account of samples that have killed their workers.
+
+    Args:
+        folder: where the file goes; None: no file is written.
+    """
 
     folder: Path | None = None  # where the file goes; None: no file is written
     num_deaths: int = 0  # workers that were replaced
@@ -58,7 +62,13 @@ class SampleQuarantine:
 
 @dataclass(eq=False)
 class RestartingWorker(Generic[T, R]):
-    """A worker, or a cluster that works as one, that is restarted when it dies."""
+    """A worker, or a cluster that works as one, that is restarted when it dies.
+
+    Args:
+        ask: has items worked on; raises :class:`WorkerDied`.
+        replace: puts a new worker in the place of the dead one.
+        quarantine: the result of an item that has killed two workers.
+    """
 
     ask: Callable[[Sequence[T]], Awaitable[list[R]]]
     """Has items worked on; raises :class:`WorkerDied`."""

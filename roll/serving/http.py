@@ -22,7 +22,14 @@ from roll.agents.tool_arguments import no_constant
 
 
 class Refusal(Exception):
-    """A request that gets an error for a response."""
+    """A request that gets an error for a response.
+
+    Args:
+        kind: type of the error, by the names of OpenAI and Anthropic.
+        code: identifies the error to programs, where the type does not.
+        field: the field of the request that is wrong.
+        retry_after: seconds after which the client may try again; None: it need not.
+    """
 
     def __init__(
         self,

@@ -53,7 +53,13 @@ _MARGIN = 64  # tokens by which a beginning of a text may have more than the tex
 
 @dataclass(eq=False)
 class Endpoint:
-    """HTTP handlers on top of an engine service."""
+    """HTTP handlers on top of an engine service.
+
+    Args:
+        model: the name that the model is served under.
+        max_model_len: most tokens of prompt and response together; what cannot fit is not tokenised.
+        api_key: bearer token that requests must carry; empty: none.
+    """
 
     service: EngineService
     tokenizer: PreTrainedTokenizerBase

@@ -26,6 +26,10 @@ class EngineService:
     """Requests to an engine client with ``report_refusals``, with a limit on those in flight, and a pause.
 
     Everything happens on one event loop; engines compute in other processes meanwhile.
+
+    Args:
+        engines: with ``report_refusals``.
+        max_open_requests: requests in flight, those that wait for an engine included.
     """
 
     def __init__(self, engines: EngineClient, max_open_requests: int = 1024) -> None:

@@ -59,7 +59,13 @@ Answer = Response | Mapping[str, Any] | str | None
 
 @dataclass(frozen=True, eq=False)
 class Endpoint:
-    """Routes to a service."""
+    """Routes to a service.
+
+    Args:
+        api_key: that clients must send; empty: none.
+        secret: signs the addresses of files.
+        tokenizer: folder or hub name, as clients find it.
+    """
 
     service: Service
     api_key: str  # that clients must send; empty: none

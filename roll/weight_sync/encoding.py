@@ -173,7 +173,11 @@ class WeightBucket:
 
     @classmethod
     def pack(cls, named_tensors: NamedTensors, device: torch.device | str = "cpu") -> WeightBucket:
-        """Copy tensors (any device, dtype and layout) of different names into a new buffer on ``device``."""
+        """Copy tensors (any device, dtype and layout) of different names into a new buffer on ``device``.
+
+        Raises:
+            ValueError: a name that occurs twice.
+        """
         tensors = [(name, tensor.detach()) for name, tensor in named_tensors]
         entries, size = lay_out(tensors)
         # The gaps between tensors are zeroed, so that equal weights make equal buffers.
@@ -195,6 +199,9 @@ def iter_buckets(named_tensors: NamedTensors, bucket_bytes: int) -> Iterator[lis
     """Runs of consecutive tensors whose aligned sizes add up to at most ``bucket_bytes``; a larger tensor is alone.
 
     Tensors are taken from ``named_tensors`` one at a time, so gathered ones need not all exist at once.
+
+    Raises:
+        ValueError: ``bucket_bytes`` below 1.
     """
     return in_buckets(named_tensors, bucket_bytes, lambda named: _padded(named[1].nbytes))
 
@@ -215,7 +222,11 @@ def in_buckets(items: Iterable[T], bucket_bytes: int, num_bytes: Callable[[T], i
 
 
 def lay_out(tensors: Sequence[tuple[str, torch.Tensor]]) -> tuple[tuple[TensorEntry, ...], int]:
-    """The place of each tensor in one buffer, and the bytes of the buffer."""
+    """The place of each tensor in one buffer, and the bytes of the buffer.
+
+    Raises:
+        ValueError: a name that occurs twice.
+    """
     entries: list[TensorEntry] = []
     offset = 0
     for name, tensor in tensors:

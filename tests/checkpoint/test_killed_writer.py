@@ -73,3 +73,25 @@ def test_killed_at_any_moment(tmp_path: Path, max_to_keep: int, upload: bool) ->
         hidden = [path for folder in (tmp_path, tmp_path / "store") for path in folder.glob(".*")]
         assert not hidden, "leftovers of the killed writer were not swept away"
         last = found.step
+
+
+def test_killed_while_a_file_is_half_written(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    with manager.writing(1) as folder:
+        (folder / "shard").write_bytes(b"one")
+    code = textwrap.dedent(
+        f"""
+        import os, signal
+        from roll.checkpoint import CheckpointManager
+        with CheckpointManager({str(tmp_path)!r}).writing(2) as folder:
+            with open(folder / "shard", "wb") as file:
+                file.write(b"t")
+                file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
+    assert [path.name for path in tmp_path.glob(".checkpoint-2.*")], "the test did not leave a half-written folder"
+    found = CheckpointManager(tmp_path).latest()
+    assert found is not None and found.step == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from roll.config.roles import ModelArguments
 from roll.models import attention, patterns
-from roll.models.attention import Scores
-from roll.models.attention_setup import use_layout_attention
+from roll.models.attention import use_layout_attention
 from roll.models.build import enable_gradient_checkpointing
 from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, tree_layout, with_token_rows
 from roll.models.log_probs import ResponseModel
@@ -204,12 +203,25 @@ def episode(turns: int, forgets: bool, prompt: int = 40, thought: int = 12, answ
     return rows
 
 
-def test_turns_are_one_run_or_leave_the_common_history() -> None:
-    forgetful = (Run(64 + 16), Run(13 + 16, ((0, 64),)), Run(13 + 16, ((0, 64), (1, 13))))
+def test_turns_that_go_on_are_one_run() -> None:
+    input_ids, mask = batch_of(episode(8, forgets=False, prompt=64))
+    layout = tree_layout(input_ids, mask)
+    assert isinstance(layout.pattern, PrefixTree)
     # The last token of the last turn predicts nothing; those of earlier turns are in the prompts of later ones.
-    for turns, forgets, runs in ((8, False, (Run(64 + 8 * 25 - 8 - 1),)), (3, True, forgetful)):
-        pattern = tree_layout(*batch_of(episode(turns, forgets, prompt=64))).pattern
-        assert isinstance(pattern, PrefixTree) and pattern.runs == runs
+    assert layout.pattern.runs == (Run(64 + 8 * 25 - 8 - 1),)
+    assert layout.input_ids.numel() * 3 < packed_layout(input_ids, mask).input_ids.numel()
+
+
+def test_turns_without_thoughts_leave_the_common_history() -> None:
+    input_ids, mask = batch_of(episode(3, forgets=True, prompt=64))
+    layout = tree_layout(input_ids, mask)
+    assert isinstance(layout.pattern, PrefixTree)
+    # The answer and what the environment said; the thoughts and the answer of the turn, all but the last token.
+    assert layout.pattern.runs == (
+        Run(64 + 16),
+        Run(13 + 16, ((0, 64),)),
+        Run(13 + 16, ((0, 64), (1, 13))),
+    )
 
 
 def test_short_beginnings_of_different_prompts_are_not_shared() -> None:
@@ -225,6 +237,23 @@ def test_common_answers_of_one_prompt_are_shared_where_they_are_long() -> None:
         assert isinstance(pattern, PrefixTree)
         parts = (Run(5), *[Run(65, ((0, 5),))] * 2)
         assert pattern.runs == (parts if count == 63 else (Run(5 + 66), Run(2, ((0, 69),))))
+
+
+def test_a_shared_prompt_is_laid_out_once() -> None:
+    prompts = torch.arange(1, 42).expand(8, 41)
+    input_ids = torch.cat([prompts, torch.randint(1, VOCABULARY, (8, 27))], dim=1)
+    mask = torch.zeros(8, 68, dtype=torch.bool)
+    mask[:, 41:] = True
+    layout = tree_layout(input_ids, mask)
+    # The last token of each response predicts nothing.
+    assert layout.input_ids.shape == (1, 41 + 8 * 26)
+    assert row_layout(input_ids, mask).input_ids.numel() == 8 * 67
+
+
+def test_rows_of_different_prompts_stay_rows() -> None:
+    input_ids = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4]])
+    mask = torch.tensor([[False, False, True, True]] * 2)
+    assert tree_layout(input_ids, mask).pattern is None
 
 
 def _model(kind: str, head: str = "CausalLM", **options: Any) -> Any:
@@ -306,33 +335,32 @@ TREES = {
     "turns": episode(4, forgets=False),
     "turns-without-thoughts": episode(4, forgets=True) + episode(3, forgets=True),
 }
-RANDOM = [f"random-{seed}" for seed in range(4)]
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-@pytest.mark.parametrize("name", [*TREES, *RANDOM])
+@pytest.mark.parametrize("name", TREES)
 def test_runs_are_attended_to_one_by_one_as_all_at_once(
     monkeypatch: pytest.MonkeyPatch, name: str, padding: int
 ) -> None:
     """Prompts and responses of all lengths, one token among them; output and gradients, in float64."""
-    rows: Any = random_tree(int(name[-1])) if name in RANDOM else TREES[name]
+    rows: Any = TREES[name]
     if name == "pairs":
         rows = [
             ([1 + row // 2] * sum(lengths), [False] * lengths[0] + [True] * lengths[1])
             for row, lengths in enumerate(rows)
         ]
-    monkeypatch.setattr(patterns, "MIN_SHARED", 1 if name in RANDOM else 64 if name == "pairs" else 16)
+    monkeypatch.setattr(patterns, "MIN_SHARED", 64 if name == "pairs" else 16)
     layout = tree_layout(*batch_of(rows))
     tree, count = layout.pattern, layout.input_ids.numel()
     assert isinstance(tree, PrefixTree)
     if name == "pairs":
         assert [run.length for run in tree.runs] == [3, 3, 5, 3, 1, 1, 2, 7]
     wide, found = tree.padded(padding), []
-    for attend in (attention._run_by_run, attention._all_at_once):
+    for attend in (partial(attention._run_by_run, window=None), attention._all_at_once):
         generator = torch.Generator().manual_seed(0)
         given = [torch.randn(1, 2, count + padding, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
         leaves = [one.requires_grad_() for one in given]
-        output = attend(*leaves, wide, Scores())[:, :count]
+        output = attend(*leaves, wide, None)[:, :count]
         output.square().sum().backward()
         found.append([output.detach(), *(leaf.grad[:, :, :count] for leaf in leaves if leaf.grad is not None)])
     assert len(found[0]) == 4
@@ -366,6 +394,42 @@ def random_tree(seed: int) -> list[tuple[list[int], list[bool]]]:
     return rows
 
 
+@pytest.mark.parametrize("head", ["CausalLM", "TokenClassification"])
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_random_trees_change_no_log_prob_and_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, head: str, seed: int, least: int, one_by_one: bool
+) -> None:
+    """Against each row computed alone by the plain model; a token of several rows gets the gradients of all of them."""
+    monkeypatch.setattr(patterns, "MIN_SHARED", least)
+    if not one_by_one:
+        monkeypatch.setattr(attention, "_run_by_run", lambda *given: attention._all_at_once(*given[:-1]))
+    input_ids, mask = batch_of(random_tree(seed))
+    plain, other = _model("Qwen3", head), _model("Qwen3", head)
+    use_layout_attention(other, "use_prefix_sharing")
+    layout = tree_layout(input_ids, mask)
+    assert isinstance(layout.pattern, PrefixTree) and not layout.pattern.only_prompts
+    outputs = ("log_probs", "entropy") if head == "CausalLM" else ("values",)
+    weights = torch.randn(len(outputs), input_ids.numel(), generator=torch.Generator().manual_seed(seed))
+    actual = {
+        name: layout.scatter(value, input_ids.shape) for name, value in ResponseModel(other)(layout, outputs).items()
+    }
+    wanted = {name: torch.zeros(input_ids.shape, dtype=actual[name].dtype) for name in outputs}
+    for row in range(len(input_ids)):
+        alone = row_layout(input_ids[row : row + 1], mask[row : row + 1])
+        if len(alone.predictors):
+            for name, value in ResponseModel(plain)(alone, outputs).items():
+                wanted[name][row] = alone.scatter(value, input_ids[:1].shape)[0]
+    for values in (actual, wanted):
+        sum((value.flatten() * weight).sum() for value, weight in zip(values.values(), weights, strict=True)).backward()
+    for name in outputs:
+        torch.testing.assert_close(actual[name].float(), wanted[name].float(), rtol=0, atol=1e-6)
+    for one, (name, two) in zip(other.parameters(), plain.named_parameters(), strict=True):
+        scale = max(1.0, float(two.grad.abs().max()))
+        torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=2e-6 * scale, msg=name)
+
+
 @pytest.mark.parametrize(("tokens", "path"), [(8, "_all_at_once"), (80, "_run_by_run")])
 def test_a_cpu_computes_long_responses_one_by_one(monkeypatch: pytest.MonkeyPatch, tokens: int, path: str) -> None:
     rows = [([*range(1, 5), *range(row, row + tokens)], [False] * 4 + [True] * tokens) for row in range(5, 500, 99)]
@@ -374,5 +438,5 @@ def test_a_cpu_computes_long_responses_one_by_one(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(attention, name, lambda *_, name=name: called.append(name))
     states = [torch.ones(1, 2, layout.input_ids.shape[1], 4)] * 3
     assert isinstance(layout.pattern, PrefixTree) and layout.pattern.only_prompts
-    attention.tree_attention(*states, layout.pattern, Scores())
+    attention.tree_attention(*states, layout.pattern, None, None)
     assert called == [path]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.pipelines.judging import TEMPLATE, chance_of_yes
 
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
-from tests.pipelines.test_judges import TEMPLATE, chance_of_yes
 from tests.support.subprocess_runs import Start
 from tests.support.tiny_runs import FinishedRun, TinyWorld, agentic_settings, load_changed, role, training_args
 
@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 HERE = "tests.pipelines.agentic_environments"
 LETTERS = {
-    "custom_envs": {"letters": {"env_type": f"{HERE}.Letters", "max_steps": 2, "max_tokens_per_step": 8}},
+    "custom_envs": {
+        "letters": {"env_type": f"{HERE}.Letters", "max_steps": 2, "max_tokens_per_step": 8},
+    },
     "train_env_manager.tags": ["letters"],
     "sequence_length": 128,
     "actor_infer.strategy_args.strategy_config": {"prefix_cache_tokens": 4096},
@@ -92,8 +94,13 @@ def test_faults_of_environments_cost_no_step(run: Run, ratio: int, tmp_path: Pat
     assert len(found) == 3 * 16
     outcomes = {outcome for _, _, outcome in found.values()}
     assert "terminated" in outcomes and outcomes <= {"terminated", "environment_error"}
-    names = ("collect_query_count", "query_use_count", "group_filter_count", "episodes_ended", "episodes_retried")
-    drawn, used, failed, ended, retried = (sum(finished.values(f"scheduler/{name}")) for name in names)
+    drawn, used, failed, ended, retried = (
+        sum(finished.values(f"scheduler/{name}"))
+        for name in (
+            *("collect_query_count", "query_use_count", "group_filter_count"),
+            *("episodes_ended", "episodes_retried"),
+        )
+    )
     assert used == 12 and failed > 0 and retried > 0
     if not ratio:
         assert outcomes == {"terminated"}, "a group that only fails is replaced"
@@ -128,6 +135,89 @@ def test_a_killed_run_goes_on(start: Start, run: Run, world: TinyWorld, tmp_path
     if not ratio:
         whole = tmp_path / "whole"
         assert found == episodes(run(dumped(whole), "agentic", whole))
+
+
+STRATEGIES = {
+    "FSDP2": ("fsdp2_train", {}),
+    "ZeRO-2": ("deepspeed_train", {"zero_optimization": {"stage": 2}}),
+    "Megatron, two tensor ranks": ("megatron_train", {"tensor_model_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def two_steps(run: Run) -> Any:
+    """Of the same episodes: recorded by the first strategy, replayed by the others, so that no sample differs."""
+    recorded = run(
+        {
+            "max_steps": 2,
+            "rollout_mock": {"enable": True, "mode": "dump"},
+            "actor_train.device_mapping": [0, 1],
+            "actor_train.training_args": training_args(8, 1),
+            "enable_old_logprobs_recompute": True,
+        },
+        "agentic",
+    )
+    return recorded
+
+
+@pytest.mark.parametrize("name", list(STRATEGIES)[1:])
+def test_every_strategy_learns_the_same_from_episodes(run: Run, two_steps: FinishedRun, name: str) -> None:
+    strategy, config = STRATEGIES[name]
+    ranks = 1 if "tensor" in name else 2
+    replayed = run(
+        {
+            "max_steps": 2,
+            "rollout_mock": {"enable": True, "mode": "mock", "dump_dir": str(two_steps.output / "rollouts")},
+            "actor_train.device_mapping": [0, 1],
+            "actor_train.training_args": training_args(8, 2 // ranks),
+            "actor_train.strategy_args": {"strategy_name": strategy, "strategy_config": config},
+            "enable_old_logprobs_recompute": True,
+        },
+        "agentic",
+    )
+    for metric in ("actor/loss", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+        if metric in two_steps.steps[0]:
+            assert replayed.values(metric) == pytest.approx(two_steps.values(metric), rel=2e-4, abs=2e-5), metric
+    assert any(value > 0 for value in two_steps.values("actor/grad_norm"))
+
+
+def test_turns_share_their_beginnings_in_training(run: Run) -> None:
+    """Eight turns of 16 episodes, a row each, with actor, reference and critic: the same numbers, a third of the
+    tokens."""
+    learns = training_args(32, 4)
+    settings = {
+        "custom_envs": {
+            "rules": {"env_type": f"{HERE}.Rules", "max_steps": 8, "max_tokens_per_step": 8, "samples": "step"}
+            | {"env_config": {"turns": 8}},
+        },
+        "train_env_manager.tags": ["rules"],
+        "sequence_length": 512,
+        "enable_old_logprobs_recompute": True,
+        "estimator": "turn_gae",
+        "ppo_epochs": 2,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.05,
+        "entropy_loss_coef": 0.01,
+        "reference": role("fsdp2_infer", [0], infer_batch_size=32),
+        "critic": role("fsdp2_train", [0], training_args=learns, infer_batch_size=32),
+        "actor_train.training_args": learns,
+        "actor_train.infer_batch_size": 32,
+    }
+    recorded = run(settings | {"rollout_mock": {"enable": True, "mode": "dump"}}, "agentic")
+    replays = {"rollout_mock": {"enable": True, "mode": "mock", "dump_dir": str(recorded.output / "rollouts")}}
+    sharing = {f"{name}.use_prefix_sharing": True for name in ("actor_train", "reference", "critic")}
+    (alone,), (shared,) = recorded.steps, run(settings | replays | sharing, "agentic").steps
+    names = [name for name in alone if name.startswith(("actor/", "critic/")) and "time" not in name]
+    assert {"actor/kl_loss", "actor/entropy", "actor/grad_norm", "critic/loss", "critic/grad_norm"} <= set(names)
+    assert min(alone["actor/grad_norm"], alone["critic/grad_norm"]) > 1e-3
+    counted = [name for name in names if name.endswith(("tokens_per_micro_batch", "padding_ratio"))]
+    for name in sorted(set(names) - set(counted)):
+        assert shared[name] == pytest.approx(alone[name], rel=2e-4, abs=2e-5), name
+    for name in ("actor", "critic"):
+        tokens = [
+            step[f"{name}/tokens_per_micro_batch"] * (1 - step[f"{name}/padding_ratio"]) for step in (alone, shared)
+        ]
+        assert tokens[0] > 3 * tokens[1] > 0
 
 
 def test_a_model_of_the_run_judges_episodes(run: Run, world: TinyWorld, tmp_path: Path) -> None:

@@ -1,15 +1,13 @@
-"""KL, clipping and epochs as whole runs; and the shortest file that can be run."""
+"""Estimators, KL, clipping and epochs as whole runs."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
-import roll
 from tests.pipelines.conftest import Run
-from tests.support.tiny_runs import HERE, TinyWorld, role, training_args
+from tests.support.tiny_runs import role, training_args
 
 pytestmark = pytest.mark.e2e
 
@@ -36,6 +34,24 @@ def test_ppo_learns_values_and_keeps_near_the_reference(run: Run) -> None:
     assert kl[:7] == [pytest.approx(0, abs=1e-6)] * 7, "nothing has moved the policy yet"
     assert abs(kl[-1]) > 1e-5
     assert finished.values("critic/kl_coef") == [0.1] * 12
+
+
+@pytest.mark.default_rows("rloo")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"estimator": "reinforce++", "whiten_advantages": True},
+        pytest.param({"estimator": "rloo"}, marks=pytest.mark.long),
+        {"estimator": "reinforce", "norm_mean_type": "batch"},
+    ],
+    ids=["reinforce++", "rloo", "reinforce"],
+)
+def test_estimators_raise_the_reward(run: Run, changes: dict[str, Any]) -> None:
+    """An easy reward (letters among the characters): a few large steps are enough to see it rise."""
+    sizes = {"max_steps": 24, "rollout_batch_size": 8, "actor_train.training_args": training_args(16, 2, 3e-3)}
+    reward = {"rewards.digits.worker_cls": "tests.pipelines.rewards.letter_share"}
+    rewards = run(changes | sizes | reward).values("critic/score/mean")
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
 
 
 @pytest.mark.long
@@ -80,6 +96,15 @@ def test_prompts_shuffled_mini_batches_and_a_target_entropy_reach_the_update(run
 
 
 @pytest.mark.long
+def test_the_engine_anchors_the_ratio_of_a_single_update(run: Run) -> None:
+    (row,) = run({"max_steps": 1, "force_disable_old_logprobs_recompute": True}).steps
+    assert "time/old_log_probs" not in row
+    # The ratio to the engine's own log-probs, which agree with the trainer's but for rounding.
+    assert row["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+    assert row["actor/approxkl"] > 0 or row["actor/ratio_max"] > 1 or row["actor/train_infer_log_diff_abs_max"] == 0
+
+
+@pytest.mark.long
 def test_rejected_tokens_are_not_learnt_from(run: Run) -> None:
     """Engine and trainer round differently: a bound at ratio 1 rejects some of the tokens, and one that no token
     reaches rejects all, with their KL and entropy: nothing is learnt then."""
@@ -100,29 +125,3 @@ def test_rejected_tokens_are_not_learnt_from(run: Run) -> None:
     (rejected,) = run(changes | {"max_steps": 1, "train_infer_correction": [{"action": "reject", "low": 1e6}]}).steps
     assert rejected["actor/rejected_token_ratio"] == 1.0
     assert rejected["actor/grad_norm"] == 0.0 and rejected["actor/total_loss"] == 0.0
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("run")
-def test_it_learns(world: TinyWorld, tmp_path: Path, shared_ray: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten prompts of eight samples a step; the rate is that of a model of a hundred thousand weights."""
-    text = f"""\
-pretrain: {world.model}
-rollout_batch_size: 10
-prompt_length: 128
-response_length: 12
-max_steps: 25
-output_dir: {tmp_path}
-actor_train:
-  training_args: {{learning_rate: 3.0e-3}}
-  data_args: {{file_name: {world.train}}}
-  strategy_args: {{strategy_name: fsdp2_train}}
-actor_infer: {{strategy_args: {{strategy_name: hf_infer}}}}
-rewards: {{digits: {{worker_cls: {HERE}.rewards.digit_share}}}}
-"""
-    monkeypatch.setenv("ROLL_PLATFORM", "cpu")
-    monkeypatch.setenv("RAY_ADDRESS", shared_ray)
-    finished = roll.run(yaml.safe_load(text))
-    scores = [row["critic/score/mean"] for row in finished.metrics]
-    first, last = sum(scores[:5]) / 5, sum(scores[-5:]) / 5
-    assert last > first + 0.2, scores

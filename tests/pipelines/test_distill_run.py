@@ -288,6 +288,19 @@ def test_what_teachers_say_does_not_depend_on_the_layout(run: Run, world: TinyWo
             assert found[metric] == pytest.approx(whole[metric], rel=2e-4, abs=2e-6), (strategy, metric)
 
 
+def test_forms_agree_on_the_divergence_from_a_teacher(run: Run, world: TinyWorld) -> None:
+    """The sampled estimate and the whole distributions; the k tokens with the rest as one bucket are below."""
+    forms = ("advantage", "full_vocabulary", "topk")
+    changes = {"rollout_batch_size": 16, "actor_train.training_args": training_args(16, 4, 1e-2)}
+    done = {form: run(opd(opd_form=form, opd_topk=32, teacher=teacher(world), **changes)) for form in forms}
+    sampled, exact, top = (done[form].steps[0]["opd/teacher/kl"] for form in forms)
+    assert sampled == pytest.approx(exact, rel=0.3)
+    assert 0 < top <= exact + 1e-6
+    for form in ("full_vocabulary", "topk"):
+        assert done[form].steps[1]["opd/teacher/kl"] < done[form].steps[0]["opd/teacher/kl"]
+        assert 0 < done[form].steps[0]["opd/teacher/teacher_top_k_mass"] <= 1 + 1e-6
+
+
 def test_teachers_by_tag_in_addition_to_rewards(run: Run, world: TinyWorld) -> None:
     """Two teachers, the second for some rows only and with its own weight: each has metrics, and rewards still
     count."""

@@ -21,6 +21,7 @@ from roll.tracking import METRICS_NAME, read_metrics
 from tests.config.good import changed
 from tests.pipelines.conftest import Run
 from tests.serving.conftest import Serving
+from tests.serving.test_harness import INSPECT
 from tests.support.subprocess_runs import Start
 from tests.support.tiny_runs import GENERATING, FinishedRun, TinyWorld, rlvr_settings, training_args
 
@@ -86,7 +87,10 @@ def test_weights_swapped_in_answer_as_those_loaded_at_the_start(
     found = results(both)["metrics"]
     assert found["second"] == results(swapped)["metrics"]["second"], "the second is the baseline in both"
     compared = found["first"]
-    assert sum(compared[f"compare/second/t1/{name}"] for name in ("wins", "losses", "ties")) == PROMPTS
+    assert (
+        compared["compare/second/t1/wins"] + compared["compare/second/t1/losses"] + compared["compare/second/t1/ties"]
+        == PROMPTS
+    )
     logged = [row for row in read_metrics(both.logs / "evaluation" / METRICS_NAME) if "val/t1/accuracy" in row]
     assert [row["val/t1/reward"] for row in logged] == [found[name]["val/t1/reward"] for name in ("first", "second")]
     assert not list((both.logs / "evaluation" / "workers").glob("actor_train*"))
@@ -241,3 +245,20 @@ def test_tasks_of_lm_eval_inside_training(run: Run, world: TinyWorld, tmp_path: 
         assert found[row["step"]]["val_correct/all/mean"] == row["val_correct/all/mean"]
     assert done.values("actor/grad_norm") == alone.values("actor/grad_norm")
     assert done.values("critic/score/mean") == alone.values("critic/score/mean")
+
+
+@pytest.mark.skipif(find_spec("inspect_ai") is None, reason="inspect-ai is not installed (the extra harness)")
+def test_tasks_of_inspect_inside_training(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+    """Every validation leaves a log of its own and metrics."""
+    rows, task = tmp_path / "rows.jsonl", tmp_path / "tiny_inspect.py"
+    rows.write_text("".join(json.dumps({"input": f"{number} eggs", "target": "3"}) + "\n" for number in range(4)))
+    task.write_text(INSPECT.format(file=str(rows)))
+    data = {"file_name": [str(world.validation)], "messages": "messages"}
+    harness = {"name": "inspect", "tasks": [str(task)]}
+    validation = {"data_args": data, **VALIDATION, "before_train": False, "harness": harness}
+    done = run({"eval_steps": 1, "validation": validation})
+    name = "inspect/tiny_inspect/match/accuracy"
+    found = {row["step"]: row[name] for row in read_metrics(done.logs / METRICS_NAME) if name in row}
+    assert list(found) == [1, 2] and all(0 <= value <= 1 for value in found.values())
+    logs = [list(folder.glob("*.json")) for folder in sorted((done.output / "validation" / "inspect").iterdir())]
+    assert [len(files) for files in logs] == [1, 1]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from roll.distributed import WorkerFailed
 from roll.tracking import METRICS_NAME, read_metrics
-from tests.support.tiny_runs import GRPO_STEPS, SECRET
+from tests.pipelines.conftest import Run
+from tests.support.tiny_runs import GRPO_STEPS, HERE, SECRET
 
 pytestmark = pytest.mark.e2e
 
@@ -118,3 +121,36 @@ def test_trained_model_loads_with_the_auto_classes(grpo_run, world):
 def test_peak_memory_in_the_steps_asked_for(grpo_run):
     measured = [any(name.startswith("memory/") for name in row) for row in grpo_run.steps]
     assert measured == [True, False, True, False]
+
+
+PLANTED = {
+    "PLANTED_PAT": "pat-planted-1",
+    "PLANTED_PGPASSWORD": "password-planted-2",
+    "PLANTED_URL": "https://user:url-planted-3@example.org/score?token=query-planted-5",
+}
+
+
+@pytest.mark.long
+def test_no_secret_is_in_anything_that_a_run_writes(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rewards quote them in their errors, which are logged, counted, dumped with the samples, and end the run."""
+    changes = {
+        "system_envs": PLANTED,
+        "rewards.digits.worker_cls": f"{HERE}.rewards.leaks_for_some",
+        "rollout_dump_dir": str(tmp_path / "rollouts"),
+        "track_with": ["jsonl", "stdout", "tensorboard"],
+        "tracker_kwargs": {"tensorboard": {}},
+    }
+    run(changes | {"max_steps": 1, "save_steps": 1, "async_generation_ratio": 1.0}, output=tmp_path)
+    with pytest.raises(WorkerFailed) as failure:
+        run(changes | {"rewards.digits.on_error": "raise"}, output=tmp_path)
+    assert "rewards.digits rank 0" in str(failure.value) and "'score'" in str(failure.value)
+    out, err = capfd.readouterr()
+    texts = {"message": str(failure.value).encode(), "stdout": out.encode(), "stderr": err.encode()}
+    given = tmp_path / "input"
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.is_relative_to(given)]
+    texts |= {str(path): path.read_bytes() for path in files}
+    assert sum(b"401 for https://user:********@example.org" in text for text in texts.values()) >= 4, "log, dump, ..."
+    for name, text in texts.items():
+        assert b"-planted-" not in text, (name, text[max(0, text.index(b"-planted-") - 200) :][:300])

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipelines.conftest import Run
-from tests.strategies.moe_models import write_moe
-from tests.support.tiny_runs import FinishedRun, TinyWorld, role, training_args
+from tests.strategies.moe_models import moe_config
+from tests.support.tiny_runs import FinishedRun, TinyWorld, training_args
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -67,6 +67,30 @@ def test_trainer_and_engine_agree_before_and_after_an_update(finished: FinishedR
     assert finished.values("actor/ratio_max") == finished.values("actor/ratio_min") == [1.0, 1.0]
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next"])
+def test_families_that_one_engine_generates_with(run: Run, world: TinyWorld, tmp_path: Path, family: str) -> None:
+    """Values shorter than keys; sinks and windows; linear attention: agreement before and after an update."""
+    folder = tmp_path / "model"
+    shutil.copytree(world.model, folder)
+    own = AutoConfig.from_pretrained(world.model)
+    ids = {name: getattr(own, name) for name in ("vocab_size", "eos_token_id", "pad_token_id")}
+    sizes = {"max_position_embeddings": 256} | ({"sliding_window": 8} if family == "gpt_oss" else {})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(moe_config(family, **ids, **sizes)).save_pretrained(folder)
+    finished = run(
+        {
+            "max_steps": 2,
+            "pretrain": str(folder),
+            "reward_pretrain": str(folder),
+            "actor_train.training_args": training_args(8, 2, 1e-2),
+            "actor_train.model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True},
+        },
+        output=tmp_path / "output",
+    )
+    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < (1e-3 if family == "qwen3_next" else 1e-4)
+    assert finished.values("actor/grad_norm")[0] > 0
+
+
 def test_the_load_is_in_the_metrics(finished: FinishedRun) -> None:
     first, second = finished.values("actor/moe_aux_loss")
     assert 2.0 <= second != first
@@ -88,72 +112,12 @@ def test_dpo_10_pairs_train_the_balance_loss_as_well(run: Run, model: Path) -> N
     """Also behind shared prompts; without its coefficient the gradient is another."""
     changes: dict[str, Any] = {"pretrain": str(model), "max_steps": 1, "actor_train.use_prefix_sharing": True}
     with_it, without = (
-        run(changes | {"actor_train.model_args": MODEL_ARGS | {"moe_aux_loss_coef": weight}}, pipeline="dpo").steps[0]
+        run(
+            changes | {"actor_train.model_args": MODEL_ARGS | {"moe_aux_loss_coef": weight}},
+            pipeline="dpo",
+        ).steps[0]
         for weight in (1.0, 0.0)
     )
     assert with_it["actor/moe_aux_loss"] >= 1 - 1e-6, "evenly spread it is 1"
     assert with_it["actor/loss"] == pytest.approx(without["actor/loss"], rel=1e-6), "the loss of the pairs alone"
     assert with_it["actor/grad_norm"] != pytest.approx(without["actor/grad_norm"], rel=1e-3)
-
-
-LAYOUT = {
-    "actor_train.use_sequence_packing": True,
-    "actor_train.use_prefix_sharing": True,
-    "actor_train.device_mapping": [0, 1],
-    "actor_train.training_args": training_args(8, 1),
-    "use_kl_loss": True,
-    "kl_loss_coef": 0.01,
-    "reference": role("fsdp2_infer", [0, 1], infer_batch_size=4),
-    "enable_old_logprobs_recompute": True,
-    "shuffle_mini_batches": True,
-}
-
-
-@pytest.fixture(scope="module")
-def experts(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    tokenizer = AutoTokenizer.from_pretrained(world.model)
-    folder = write_moe(
-        tmp_path_factory.mktemp("experts"),
-        vocab_size=-(-len(tokenizer) // 8) * 8,
-        max_position_embeddings=512,
-        num_experts=16,
-        num_experts_per_tok=4,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    tokenizer.save_pretrained(folder)
-    shutil.copy(world.model / "generation_config.json", folder)
-    return folder
-
-
-def changes(folder: Path, mode: str) -> dict[str, Any]:
-    modes = {
-        "actor_train.router_replay.mode": mode,
-        "actor_infer.router_replay.mode": "R3" if mode == "R3" else "disabled",
-    }
-    return LAYOUT | modes | {"pretrain": str(folder)}
-
-
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-def test_every_token_has_its_route(run: Run, experts: Path, mode: str) -> None:
-    """In float32 engine and trainer choose alike, so what is replayed is what would have been chosen."""
-    finished = run(changes(experts, mode))
-    assert finished.values("actor/moe_replay_missing") == [0.0, 0.0]
-    assert finished.values("actor/moe_replay_changed") == pytest.approx([0.0, 0.0], abs=1e-3)
-    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-5
-
-
-def test_the_routes_of_episodes_are_replayed(run: Run, experts: Path) -> None:
-    """R2 with turns: every trained token of a conversation has the route of the pass before the update."""
-    finished = run(
-        {
-            "pretrain": str(experts),
-            "enable_old_logprobs_recompute": True,
-            "actor_train.router_replay.mode": "R2",
-            "actor_train.use_sequence_packing": True,
-            "actor_train.device_mapping": [0, 1],
-            "actor_train.training_args": training_args(8, 1),
-        },
-        "agentic",
-    )
-    assert finished.values("actor/moe_replay_missing") == [0.0]
-    assert finished.values("actor/moe_replay_changed") == pytest.approx([0.0], abs=1e-3)

@@ -97,6 +97,60 @@ def test_every_layout_gives_the_same_numbers(run: Run, whole: FinishedRun, name:
     assert_same(run(LAYOUTS[name], pipeline="rm"), whole.steps)
 
 
+@pytest.fixture(scope="module")
+def rankings(world: TinyWorld) -> Path:
+    """From two to four responses to a question, with scores."""
+    path = world.folder / "rankings.jsonl"
+    pairs = list(map(json.loads, world.preferences.read_text().splitlines()))
+    rows = []
+    for index, pair in enumerate(pairs):
+        responses = [pair["chosen"], pair["rejected"], "no", "#### 1 #### 2"][: 2 + index % 3]
+        scores = [2, 1, 0, 0][: len(responses)]
+        row = {"id": pair["id"], "prompt": pair["instruction"], "responses": responses, "scores": scores}
+        rows.append(row | {"margin": index % 3 / 2})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_rankings_do_not_depend_on_the_layout(run: Run, rankings: Path) -> None:
+    changes = {
+        "reward_train.data_args": {"file_name": str(rankings)},
+        "margin_key": "margin",
+        "center_rewards_coefficient": 0.01,
+        "label_smoothing": 0.1,
+    }
+    one = run(changes, pipeline="rm")
+    two = run(LAYOUTS["two ranks, shared prompts"] | changes, pipeline="rm")
+    assert_same(two, one.steps)
+    assert any(name.startswith("reward/acc_margin/") for name in one.steps[0])
+
+
+def test_steps_of_one_response_do_not_depend_on_the_layout(run: Run, world: TinyWorld) -> None:
+    """Scores behind every step, and the new head of a LoRA model trained with its adapters."""
+    path = world.folder / "steps.jsonl"
+    rows = []
+    for pair in map(json.loads, world.preferences.read_text().splitlines()):
+        steps = pair["chosen"].splitlines()
+        labels = [1] * (len(steps) - 1) + [0]
+        rows.append({"id": pair["id"], "prompt": pair["instruction"], "completions": steps, "labels": labels})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "reward_train.data_args": {"file_name": str(path)},
+        "loss_type": "process",
+        "score_input": "tokens",
+        "responses_key": "completions",
+        "scores_key": "labels",
+        "reward_train.model_args.lora_target": "all-linear",
+        "reward_train.model_args.lora_rank": 4,
+    }
+    one = run(changes, pipeline="rm")
+    two = run(LAYOUTS["packed to equal work"] | changes, pipeline="rm")
+    names = ("reward/loss", "reward/acc", "reward/score", "reward/score_std", "reward/grad_norm")
+    for row, wanted in zip(two.steps, one.steps, strict=True):
+        assert {name: row[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, rel=5e-4)
+    assert one.steps[-1]["reward/loss"] < one.steps[0]["reward/loss"]
+
+
 def test_it_goes_on_where_it_was_and_its_model_scores_in_a_run(run: Run, world: TinyWorld, tmp_path: Path) -> None:
     changes = {
         "max_steps": 4,

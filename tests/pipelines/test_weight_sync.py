@@ -1,4 +1,4 @@
-"""Engines that are lost in an update of weights are named; tests/weight_sync has those that hold other weights."""
+"""Engines that do not hold what the trainer sent are found out and named."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from tests.pipelines.faulty_workers import FaultyEngine
 from tests.support.tiny_runs import HERE, TinyWorld
 
 pytestmark = pytest.mark.e2e
+
+FIRST_NORM, SECOND_NORM = "model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight"
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +56,13 @@ def weights(world: TinyWorld) -> dict[str, torch.Tensor]:
 def senders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WeightSender]:
     """By transport; they stay, with their connections, as a trainer's does."""
     folder = str(tmp_path_factory.mktemp("weights"))
-    names: tuple[TransportName, ...] = ("object_store", "broadcast")
+    names: tuple[TransportName, ...] = ("object_store", "broadcast", "safetensors")
     return {name: WeightSender(build_transport(name, folder, "gloo", "127.0.0.1")) for name in names}
+
+
+@pytest.fixture(params=["object_store", "broadcast", "safetensors"])
+def sender(request: pytest.FixtureRequest, senders: dict[str, WeightSender]) -> WeightSender:
+    return senders[request.param]
 
 
 def send(
@@ -70,6 +77,31 @@ def send(
         engines.submit(rank, FaultyEngine.be_faulty, fault).result()
     receivers = RayEngines(dict(enumerate(engines.workers[: len(faults)])))
     return sender.send(iter_buckets(weights.items(), 2**17), receivers, Update(3, 60, patience=patience))
+
+
+def test_right_weights_pass(sender: WeightSender, engines: Cluster, weights: dict[str, torch.Tensor]) -> None:
+    report = send(sender, engines, weights, ["", ""])
+    assert report.num_tensors == len(weights)
+    assert report.num_bytes == sum(tensor.nbytes for tensor in weights.values())
+    assert report.num_buckets > 2, "the case needs several buckets"
+
+
+@pytest.mark.default_rows("object_store-swap-*", "broadcast-corrupt-*", "safetensors-drop-*")
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("corrupt", rf"engine 1 holds other values than the trainer sent in 1 of \d+ tensors \({FIRST_NORM}\)"),
+        ("drop", rf"engine 1 holds other values than the trainer sent in 1 of \d+ tensors \({FIRST_NORM}\)"),
+        ("swap", rf"engine 1 holds other values .* in 2 of \d+ tensors \({FIRST_NORM}, {SECOND_NORM}\)"),
+    ],
+)
+def test_the_faulty_engine_and_its_tensors_are_named(
+    sender: WeightSender, engines: Cluster, weights: dict[str, torch.Tensor], fault: str, expected: str
+) -> None:
+    new = {name: tensor * 1.5 for name, tensor in weights.items()}
+    with pytest.raises(WeightSyncError, match=f"weight update 3: {expected}"):
+        send(sender, engines, new, ["", fault])
+    assert send(sender, engines, weights, ["", ""]).num_tensors == len(weights), "the next update puts it right"
 
 
 def test_an_engine_that_fails_is_named(senders: Any, engines: Cluster, weights: dict[str, torch.Tensor]) -> None:

@@ -172,6 +172,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "efsdp_size": "experts are sharded over the role's ranks / ep_size",
         "model_type": "config.json of the model says its family",
     },
+    "RouterConfig": {"max_running_requests": "max_running_requests at the top decides"},
     "CheckpointConfig": {"type": "output_dir decides: a folder, or the URL of a store"},
     "DeepSpeedStrategyConfig": {
         "optimizer": BATCHES,

@@ -56,6 +56,10 @@ def build_players(
         agents: agents of tags without an environment, tools around environments and their verifiers, which are reused
             if they exist; collects new ones, for :func:`close_agents`.
         judge: address and key of the role ``reward``, for verifiers.
+
+    Raises:
+        TemplateError: conversations cannot grow with the chat template.
+        DataError: the policy's image processor is of an unknown kind.
     """
     params = sampling_params(manager.generating_args, plan.max_new_tokens)
     policy = plan.roles.get("actor_train") or plan.roles["actor_infer"]

@@ -148,7 +148,11 @@ def passes_of(config: EvaluateConfig, sets: tuple[ValidationSet, ...]) -> Iterat
 
 
 def models_of(config: PolicyRunConfig, keys: EvaluationConfig) -> Iterator[EvaluatedModel]:
-    """The models that ``evaluate.models`` names, checkpoints of folders one by one; see :func:`read_entry`."""
+    """The models that ``evaluate.models`` names, checkpoints of folders one by one; see :func:`read_entry`.
+
+    Raises:
+        ValueError: a folder that holds neither a model nor a checkpoint.
+    """
     own = config.actor_infer.model_args.model_name_or_path or config.pretrain
     for name, path in (keys.models or {Path(own).name: own}).items():
         yield from read_entry(name, path, own)

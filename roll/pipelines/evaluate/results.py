@@ -169,7 +169,11 @@ def sign_flip_p_value(differences: np.ndarray) -> float:
 
 def missed(thresholds: Mapping[str, float], results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """A sentence for every threshold that a model stays below; metrics that compare two models are those of the one
-    that is compared."""
+    that is compared.
+
+    Args:
+        results: metrics by model; those that compare two models are listed under the model that is compared.
+    """
     for key, least in thresholds.items():
         name, _, rest = key.partition("/")
         metrics = {name: rest} if name in results and rest in results[name] else dict.fromkeys(results, key)

@@ -133,7 +133,11 @@ class SampleFile:
         return [group for _, group in sorted(self._groups[model, name].items())]
 
     def write(self, model: str, name: str, order: int, records: Sequence[Record]) -> None:
-        """Add the samples of a prompt, in one piece; ``of`` is their number."""
+        """Add the samples of a prompt, in one piece; ``of`` is their number.
+
+        Args:
+            records: with ``model``, ``pass``, ``order``, and ``of``, the number of samples.
+        """
         self._file.write("".join(map(_line, records)))
         self._file.flush()
         # Numbers as they are read back: a resumed evaluation gives the same results, bit for bit.

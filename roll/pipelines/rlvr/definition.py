@@ -321,7 +321,12 @@ def require_scorable(domain: str, section: RewardConfig, source: SourceRow) -> N
 
 def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
     """Build each domain's reward once: a wrong ``reward_kwargs``, a host that gives too little, or ``weights`` of the
-    estimator that it does not return are found early."""
+    estimator that it does not return are found early.
+
+    Raises:
+        ConfigError: a reward that cannot be built, an option that it does not have, or ``weights`` of the estimator
+            that it does not return.
+    """
     find_own_modules()
     from roll.rewards import RewardOptionError, build_section
 

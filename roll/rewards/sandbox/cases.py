@@ -55,6 +55,9 @@ def read_cases(ground_truth: object, row: Mapping[str, Any]) -> Cases:
     """The cases of a row: its column ``test_cases``, else ``ground_truth``, else its columns themselves.
 
     What tests only define is called.
+
+    Raises:
+        CaseError: there are none, they have no known shape, test nothing, or cannot work.
     """
     given = row.get("test_cases") or ground_truth
     source = read_json(given) if given else row

@@ -43,7 +43,11 @@ def readable_paths(extra: Sequence[str] = ()) -> list[str]:
 
 
 def enter_view(readable: Sequence[str]) -> None:
-    """Make the calling process's own mount namespace contain ``readable``, a few devices and an empty ``/tmp``."""
+    """Make the calling process's own mount namespace contain ``readable``, a few devices and an empty ``/tmp``.
+
+    Raises:
+        OSError: this host does not let the process mount.
+    """
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     # The mount of the new root may hide a source: hold them all before.
     sources = {path: os.open(path, os.O_PATH) for path in (*readable, *DEVICES) if not os.path.islink(path)}
@@ -115,6 +119,10 @@ def remove_tree(path: str, budget: int | None = None) -> None:
 
     Args:
         budget: entries to remove at most; None: all.
+
+    Raises:
+        OutOfBudget: some are left.
+        OSError: it cannot be removed.
     """
     steps = itertools.count()
     mark = secrets.token_hex(8)
@@ -178,7 +186,11 @@ def listed(folder: int) -> list[tuple[str, bool]]:
 
 @contextlib.contextmanager
 def opened(path: str, parent: int | None = None) -> Iterator[int]:
-    """Open a folder, after restoring all rights to its owner. Symbolic links are not followed."""
+    """Open a folder, after restoring all rights to its owner. Symbolic links are not followed.
+
+    Raises:
+        OSError: it is no folder, or someone else's.
+    """
     flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         folder = os.open(path, os.O_RDONLY | flags, dir_fd=parent)
@@ -263,6 +275,9 @@ def confine(means: Means, limits: Limits, uid: int | None, scratch: str, readabl
         scratch: the folder that stays writable; the working folder afterwards.
         readable: paths that stay readable.
         proc: whether programs need ``/proc``, as other languages' do.
+
+    Raises:
+        OSError: a means that the host had at the start failed; nothing may run then.
     """
     os.setsid()
     if means.mounts:

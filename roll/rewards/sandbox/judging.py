@@ -58,7 +58,12 @@ class Outcome:
 
 
 def judge(sandbox: Sandbox, source: str, cases: Cases, options: JudgingOptions) -> Outcome:
-    """Run a source against its cases. Whatever the source does is an outcome, not an error."""
+    """Run a source against its cases. Whatever the source does is an outcome, not an error.
+
+    Raises:
+        SandboxError: the host could not run it.
+        CaseError: the tests want what the sandbox cannot do.
+    """
     outcome = Outcome(total=cases.count)
     deadline = time.monotonic() + options.limits.wall
     # A lone surrogate has no UTF-8; a source that holds one would not be read anyway.

@@ -120,6 +120,9 @@ def restrict_files(readable: Sequence[str], writable: Sequence[str], version: in
 
     Args:
         version: of Landlock's interface, 1 to :func:`landlock_abi`.
+
+    Raises:
+        OSError: the kernel has no Landlock.
     """
     # Each version knows more kinds of access; a kind that is not named here would stay allowed.
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1

@@ -121,6 +121,9 @@ def install(new_processes: bool, only_process: int | None, own_files: bool = Fal
         only_process: the one process id that signals may go to; None: any.
         own_files: whether all files that it could change are its own, so that it may change modes, owners and times.
         truncate: whether something else decides on which files may be cut off by their name.
+
+    Raises:
+        OSError: the kernel takes no filter.
     """
     own_id = struct.pack("<I", 0 if only_process is None else only_process)
     code = build_program(new_processes, only_process is not None, own_files, truncate)

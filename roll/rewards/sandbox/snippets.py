@@ -42,6 +42,17 @@ def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> str | tupl
     """One source per case, with the method of a unittest class that runs after it; or the text of a pytest file.
 
     ``texts`` run one after the other in one namespace; ``entry_point``: what ``check(candidate)`` is called with.
+
+    Args:
+        texts: the tests, executed one after the other in one namespace.
+        setup: executed before them.
+        entry_point: what a ``check(candidate)`` is called with; empty: none named.
+
+    Returns:
+        One source per case, with the method of a unittest class that runs after it; or the text of a pytest file.
+
+    Raises:
+        CaseError: they are no Python, test nothing, or need what the sandbox does not have.
     """
     pieces = [Piece(f"test {number}", text, entry_point) for number, text in enumerate(texts)]
     whole = [Piece("the set-up", setup, entry_point), *pieces]
@@ -118,7 +129,11 @@ class Piece:
         )
 
     def calls(self, only_checks: bool = False) -> list[tuple[str, Method | None]]:
-        """A source or a method for each test that nothing calls; ``only_checks``: of ``check(candidate)`` alone."""
+        """A source or a method for each test that nothing calls; ``only_checks``: of ``check(candidate)`` alone.
+
+        Raises:
+            CaseError: a ``check(candidate)`` without an entry point.
+        """
         calls: list[tuple[str, Method | None]] = []
         for node in self._functions:
             takes = takes_candidate(node)
@@ -204,7 +219,11 @@ def star_names(tree: ast.AST) -> set[str]:
 
 
 def as_pytest_file(setup: str, pieces: Iterable[Piece]) -> str:
-    """One file; what a piece executes at its top becomes a test of its own."""
+    """One file; what a piece executes at its top becomes a test of its own.
+
+    Raises:
+        CaseError: this Python has no pytest.
+    """
     if importlib.util.find_spec("pytest") is None:
         raise CaseError("the tests have fixtures or parameters of pytest, which is not installed here")
     parts = [setup]

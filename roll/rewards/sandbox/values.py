@@ -91,7 +91,12 @@ def shared_class(module: str, name: str) -> type:
 
 
 def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:
-    """The value of what :func:`encode` gave, or what a hostile process pretends that it gave."""
+    """The value of what :func:`encode` gave, or what a hostile process pretends that it gave.
+
+    Args:
+        data: what :func:`encode` gave, or what a hostile process pretends that it gave.
+        other: decodes what ``other`` of :func:`encode` encoded.
+    """
     if isinstance(data, list):
         return [decode(item, other) for item in data]
     if not isinstance(data, dict):

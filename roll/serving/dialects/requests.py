@@ -280,7 +280,11 @@ def named_tools(messages: list[Message]) -> list[Message]:
 def tool_schema(tool: object, kind: str = "function", parameters: str = "parameters") -> Message:
     """The schema of a function, without the fields that only its interface knows; it may be in a field ``function``.
     ``kind``: the ``type`` that it must have; ``custom`` may be left out; ``parameters``: its field with the schema of
-    the arguments."""
+    the arguments.
+
+    Raises:
+        BadRequest: it has another type, or no name.
+    """
     if not isinstance(tool, Mapping) or (tool.get("type") or "custom") != kind:
         found = tool.get("type") if isinstance(tool, Mapping) else tool
         raise BadRequest(f"tools: only tools of type {kind} are available, not {found!r}", "tools")

@@ -116,7 +116,12 @@ def interrupted(
     request: GenerationRequest, aborted: Iterable[GenerationOutput], finished: Iterable[GenerationOutput]
 ) -> GenerationRequest:
     """Make of ``request`` one with which any engine continues where it was stopped, from its unfinished samples (whole
-    responses so far) and its finished ones, those that it came with included."""
+    responses so far) and its finished ones, those that it came with included.
+
+    Args:
+        aborted: its unfinished samples, whole responses so far.
+        finished: its finished samples, those that it came with included.
+    """
     begun = {output.sample_index: output for output in aborted if output.token_ids}
     return replace(request, partial=begun, finished=tuple(sorted(finished, key=lambda output: output.sample_index)))
 
@@ -279,7 +284,13 @@ class StopStringMatcher:
 
 def longest_sequence(max_model_len: int | None, config: PretrainedConfig, model_path: str | None) -> int:
     """Most tokens of prompt and response together: ``strategy_config.max_model_len``, else the model's positions.
-    Raises ValueError: more than the model has positions, or no number at all."""
+    Raises ValueError: more than the model has positions, or no number at all.
+
+    Args:
+        max_model_len: ``strategy_config.max_model_len``; None: as many as the model has positions.
+        config: the model's Hugging Face config.
+        model_path: for messages.
+    """
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_model_len is None:
         if longest is None:

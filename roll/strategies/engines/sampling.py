@@ -125,7 +125,12 @@ def invert_cumulative(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 class RowSettings:
     """The settings of a batch's rows on the device; None or False where no row uses one. ``top_k`` is int64
-    (B,), 0 is off; the others are float32 (B,)."""
+    (B,), 0 is off; the others are float32 (B,).
+
+    Args:
+        temperature, top_p, min_p, penalty: float32 (B,).
+        top_k: int64 (B,), 0 is off.
+    """
 
     def __init__(
         self,

@@ -107,7 +107,13 @@ class Decoder(ABC):
     ) -> PromptStates:
         """Compute the rest of prompts whose first tokens are there, ``known`` of each; at least one is not.
         ``keys_values``: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim), finite everywhere; those
-        of the rest are filled in."""
+        of the rest are filled in.
+
+        Args:
+            keys_values: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim), finite everywhere; those
+                of the rest are filled in.
+            images: of each prompt; None: all are text.
+        """
 
     @abstractmethod
     def decode(self, tokens: torch.Tensor, slots: DecodeSlots) -> torch.Tensor:
@@ -124,6 +130,9 @@ def decode_attention(
         keys, values: (B, num_kv_heads, T, head_dim); consecutive query heads share a key head.
         bias: (B, T), added to the scores of all heads.
         scale: factor of the scores.
+
+    Returns:
+        (B, num_heads * head_dim).
     """
     batch, num_heads, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1], keys.shape[2]
@@ -228,7 +237,7 @@ class FusedDecoder(Decoder):
             for part, new in zip(keys_values[index], (keys, values), strict=True):
                 part[rows, :, places] = new[: len(rows)].to(part.dtype)
             queries = grid.pad(heads).transpose(1, 2)[:, : self._num_heads]
-            x = self._attend(index, grid, x, (queries, *keys_values[index].unbind()), mask, begins)
+            x = self._attend(index, grid, x, (queries, keys_values[index, 0], keys_values[index, 1]), mask, begins)
         return PromptStates(keys_values, self.head(self._rms_norm(x, self._final_norm))[: grid.num_prompts])
 
     def _attend(

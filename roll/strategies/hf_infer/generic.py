@@ -50,11 +50,10 @@ class GenericDecoder(Decoder):
         self.cache_shape = CacheShape(len(written), heads.pop(), max(max(pair) for pair in self._widths), states)
         self._layers = [_RowsLayer(index, widths) for index, widths in enumerate(self._widths)]
         self._linear = [LinearAttentionLayer() for layer in probe.layers if isinstance(layer, LinearAttentionLayer)]
+        # In the order of the model's layers.
         linear, rows = iter(self._linear), iter(self._layers)
-        self._cache = Cache(
-            # In the order of the model's layers.
-            layers=[next(linear if isinstance(layer, LinearAttentionLayer) else rows) for layer in probe.layers]
-        )
+        in_order: list[Any] = [next(linear if isinstance(x, LinearAttentionLayer) else rows) for x in probe.layers]
+        self._cache = Cache(layers=in_order)
 
     def prefill(self, prompts: Sequence[Sequence[int]], images: Images | None = None) -> PromptStates:
         if not self.cache_shape.states or len({len(prompt) for prompt in prompts}) == 1:

@@ -130,7 +130,12 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
     @torch.no_grad()
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """See the base class; a tensor of another dtype is converted to the engine's. ValueError for a name that the
-        model does not have, or a tensor of another shape."""
+        model does not have, or a tensor of another shape.
+
+        Raises:
+            ValueError: a name that the model does not have, or a tensor of another shape.
+            RuntimeError: no update has been started.
+        """
         self._updating("update_weights")
         weights = self.held_weights()
         for name, tensor in tensors.items():
@@ -260,7 +265,11 @@ class HfForwardStrategy(DataParallelStrategy):
     """Forward passes of a plain Hugging Face model in the compute dtype; ranks share rows and nothing else."""
 
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Load the model; see :func:`build_model` for errors."""
+        """Load the model; see :func:`build_model` for errors.
+
+        Raises:
+            ValueError: optimizer steps requested of a forward-only strategy; see also :func:`build_model`.
+        """
         self._refuse_steps(num_training_steps)
         self.compute_dtype = DTYPES[self.role.model_args.dtype]
         self._load_model(self.compute_dtype)

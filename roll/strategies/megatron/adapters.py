@@ -307,7 +307,11 @@ def add_to_chunk(
     stored: StoredLayout,
 ) -> None:
     """Give a model chunk this rank's parts of the adapters, not yet filled; ``shapes`` are those of whole tensors, A
-    and B among them, ``scalings`` by the Hugging Face name of an adapted weight."""
+    and B among them, ``scalings`` by the Hugging Face name of an adapted weight.
+
+    Raises:
+        ValueError: expert-tensor-parallel ranks that do not divide the experts' adapters.
+    """
     tensor_size = chunk.config.tensor_model_parallel_size
     for layer in chunk.decoder.layers:
         is_sparse = not hasattr(layer.mlp, "linear_fc1")

@@ -37,7 +37,7 @@ from roll.strategies.training.optimizer import TrainingProgress
 
 
 class OwnPart(ModelStrategy):
-    """What of the model is on this rank, in the process groups that exist."""
+    """The part of the model that is on this rank, in the process groups that exist."""
 
     config: MegatronStrategyConfig
     transformer_config: TransformerConfig

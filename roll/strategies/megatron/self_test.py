@@ -68,6 +68,9 @@ def check_megatron(
 
     Raises:
         ValueError: it is computed otherwise; the message says in which layout, by how much, and what would work.
+
+    Args:
+        config: of the model itself.
     """
     begin = time.monotonic()
     where = f"{role.name}.model_args.model_name_or_path: {role.model_args.model_name_or_path}"

@@ -227,7 +227,7 @@ class _Weight:
     num_bytes: int
     is_trained: bool
     parts: tuple[tuple[Collect, int], ...]
-    """What collects a part, and which of its tensors the part is."""
+    """The collector of a part, and which of its tensors the part is."""
     merge: Callable[..., Tensor] | None = None
     """Makes one tensor of several parts."""
 

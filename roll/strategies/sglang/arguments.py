@@ -44,7 +44,11 @@ def engine_arguments(
     seed: int,
     platform: Platform,
 ) -> dict[str, Any]:
-    """Keyword arguments of SGLang's ``ServerArgs``; what stays out is left to SGLang."""
+    """Keyword arguments of SGLang's ``ServerArgs``; what stays out is left to SGLang.
+
+    Args:
+        model_config: the model's Hugging Face config.
+    """
     on_cpu = platform.device_type == "cpu"
     arguments: dict[str, Any] = {
         "model_path": role.model_args.model_name_or_path,

@@ -81,7 +81,11 @@ class DistributionSampler(Sampler):
         *,
         logprob_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """SGLang's own signature; ``positions`` (B,) are those of the last token of each row's context."""
+        """SGLang's own signature; ``positions`` (B,) are those of the last token of each row's context.
+
+        Returns:
+            int64 (B,).
+        """
         logits = logits_output.next_token_logits.float()
         rows = sampling_info.custom_params
         if self._settings is None or self._settings.rows is not rows:
@@ -98,7 +102,11 @@ class DistributionSampler(Sampler):
 
 def draw(logits: torch.Tensor, settings: Settings, generated: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """A token a row, int64 (B,), and the log-probs (B, V) of the distribution it comes from, -inf for what could not be
-    drawn. ``logits``: float32 (B, V); may be overwritten. ``generated``: int64 (B,), tokens that each response has."""
+    drawn. ``logits``: float32 (B, V); may be overwritten. ``generated``: int64 (B,), tokens that each response has.
+
+    Returns:
+        int64 (B,); float32 (B, V), -inf for what could not be drawn.
+    """
     rows = settings.rows
     if settings.penalty is not None:
         nothing = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)

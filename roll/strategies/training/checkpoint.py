@@ -41,7 +41,13 @@ def describe_model(
     role: WorkerConfig, shapes: Mapping[str, Sequence[int]], trained: Collection[str], scalings: dict[str, float]
 ) -> ModelContents:
     """Description of a model in a checkpoint: ``shapes`` of all parameters, whole; which of them training changes; and
-    ``scalings`` as of :class:`ModelContents`."""
+    ``scalings`` as of :class:`ModelContents`.
+
+    Args:
+        shapes: of all parameters, whole, by name.
+        trained: names of those that training changes.
+        scalings: see :attr:`ModelContents.scalings`.
+    """
     frozen = [name for name in shapes if name not in trained]
     return ModelContents(
         strategy=role.strategy_args.strategy_name,
@@ -69,6 +75,9 @@ def save_training(
 
     Raises:
         OSError: on all ranks, if one could not write its part (its disk is full, say), so that none waits for another.
+
+    Returns:
+        With ``background``: done when this rank's part is on disk.
     """
     path.mkdir(parents=True, exist_ok=True)
     rank = dist.get_rank()

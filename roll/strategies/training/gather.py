@@ -71,6 +71,9 @@ def gather_to_rank0(
 
     Args:
         parts: this rank's elements of each tensor, flat or not; more than the rank's share are ignored.
+
+    Returns:
+        On rank 0 the tensors, of ``dtype`` on ``device``; empty ones on the others.
     """
     rank = dist.get_rank(group)
     if span is not None:

@@ -129,7 +129,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         return torch.cat(runs).view(pieces.shape)
 
     def _change(self, update: Tensor, learning_rate: float) -> Tensor:
-        """What PyTorch's Muon adds to the matrix, or to each of a stack; float32."""
+        """The update of PyTorch's Muon, added to the matrix or to each of a stack; float32."""
         change = torch.zeros(update.shape, device=update.device)
         matrices = list(change.view(-1, *change.shape[-2:]).unbind())
         for matrix, gradient in zip(matrices, update.float().view(-1, *update.shape[-2:]).unbind(), strict=True):

@@ -38,7 +38,11 @@ def engine_arguments(
     platform: Platform,
 ) -> dict[str, Any]:
     """Keyword arguments of vLLM's ``EngineArgs``; what stays out is left to vLLM. ValueError for a model that it cannot
-    compute on a CPU, or not without torchvision."""
+    compute on a CPU, or not without torchvision.
+
+    Args:
+        model_config: the model's Hugging Face config.
+    """
     on_cpu = platform.device_type == "cpu"
     arguments: dict[str, Any] = {
         "model": role.model_args.model_name_or_path,
@@ -167,6 +171,9 @@ def sampling_params(
         end_token_ids: end every sample, in addition to the request's own stop tokens.
         room: tokens that fit after the prompt.
         num_begun: tokens of the response that the sample comes with; vLLM counts them to its prompt.
+
+    Raises:
+        ValueError: see :func:`schema_grammar`.
     """
     own, max_tokens, seed = params.normalised(), min(params.max_new_tokens, room) - num_begun, None
     if params.seed is not None:

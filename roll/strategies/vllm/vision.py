@@ -31,7 +31,13 @@ def check_torchvision() -> None:
 
 
 class ImagePrompts:
-    """Makes prompts of one model, for an engine of ``dtype`` (torch's name)."""
+    """Makes prompts of one model, for an engine of ``dtype`` (torch's name).
+
+    Args:
+        config: the model's Hugging Face configuration.
+        tokenizer: its tokenizer.
+        dtype: of the engine, by torch's name.
+    """
 
     def __init__(self, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, dtype: str) -> None:
         self._config = config

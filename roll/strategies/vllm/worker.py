@@ -95,7 +95,12 @@ class PolicyAdapter:
     def replace(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> dict[str, int]:
         """Put an adapter in the place of the last one, given as to :meth:`GenerationStrategy.update_adapter`. Returns
         the checksum of each tensor, as sent, where this rank computes with exactly its part of it. A stage of several
-        leaves out what belongs to the others."""
+        leaves out what belongs to the others.
+
+        Args:
+            tensors: A (r, in) and B (out, r), whole, by the weight's name with ``#lora_A`` or ``#lora_B`` appended.
+            scalings: the factor of ``B A`` by weight.
+        """
         layers = {}
         for weight, scaling in scalings.items():
             # Copies: vLLM multiplies B by the scaling in place.
