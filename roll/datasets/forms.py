@@ -179,6 +179,7 @@ def truth_column(data_args: DataArguments, first: SourceRow) -> tuple[str | None
 
 
 def found_truth(source: SourceRow, column: str, value: object, pattern: str | None) -> Any:
+    """The ground truth in a column's value."""
     if not isinstance(value, str):
         return value
     if pattern is None:

@@ -176,9 +176,11 @@ class RowMaker(ABC, Generic[TokensT]):
         )
 
     def in_order(self, counts: LoadCounts) -> LoadCounts:
+        """The counts as they are shown."""
         return counts
 
     def columns_of(self, first: SourceRow) -> Columns:
+        """The columns of the set that begins with ``first``."""
         return Columns.of(self.data_args, first)
 
     def conversation(self, source: SourceRow) -> list[Message]:

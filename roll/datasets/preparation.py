@@ -55,6 +55,7 @@ def load_rows(maker: RowMaker[Any]) -> tuple[RowStore, Callable[..., VisionInput
 
 
 def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
+    """The prepared rows of ``data_args.file_name``, and its files."""
     import pyarrow
 
     from roll.datasets.store import RowStore
@@ -95,6 +96,7 @@ def prepare(maker: RowMaker[Any]) -> tuple[RowStore, list[Path]]:
 
 
 def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None) -> RowStore:
+    """Read, prepare and write all rows."""
     from roll.datasets.store import RowStoreWriter, unique_ids
 
     policy = maker.data_args.on_bad_row
@@ -131,6 +133,7 @@ def build_store(maker: RowMaker[Any], paths: Sequence[Path], folder: Path | None
 
 
 def nothing_left(maker: RowMaker[Any], tally: Tally, counts: LoadCounts) -> str:
+    """The reason why no row is left."""
     if not counts.too_long:
         return f"no row is left: {counts}"
     limit, what = maker.limit, maker.what

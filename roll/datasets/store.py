@@ -143,9 +143,11 @@ class RowStore:
         return len(self._positions)
 
     def column(self, name: str) -> np.ndarray:
+        """An index column as a whole, (rows,)."""
         return self.index[name].to_numpy()
 
     def value(self, name: str, index: int) -> Any:
+        """One value of an index column."""
         return self.index[name][index].as_py()
 
     def token_ids(self, index: int) -> list[int]:
@@ -198,6 +200,7 @@ class RowStoreWriter:
         return RowStore.open(self._folder)
 
     def abandon(self) -> None:
+        """Close the files; they make no store."""
         self._writer.close()
         self._sink.close()
 

@@ -216,6 +216,11 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
 
 
 def end_of_response(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The token that closes a response.
+
+    Raises:
+        DataError: the tokenizer has none.
+    """
     if tokenizer.eos_token is None:
         raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
     return str(tokenizer.eos_token)

@@ -83,6 +83,11 @@ class VisionModel:
 
 
 def load_processing(model_path: str) -> ImageProcessing:
+    """The settings of a model's image processor.
+
+    Raises:
+        DataError: no image processor, or one of another kind.
+    """
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     from roll.protocol.images import ImageProcessing

@@ -110,6 +110,11 @@ def is_instant(env_type: str) -> bool:
 
 
 def load_environment_class(env_type: str) -> Callable[..., Environment]:
+    """The class or function of a name or dotted path.
+
+    Raises:
+        EnvironmentOptionError: there is none.
+    """
     if env_type in BUILT_IN:
         return _load(*BUILT_IN[env_type])
     module, _, attribute = dotted_path("environments", env_type).replace(":", ".").rpartition(".")

@@ -42,6 +42,11 @@ class RecordedBatch:
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the step
 
     def save(self, file: Path) -> None:
+        """Write the file.
+
+        Raises:
+            OSError: it could not be written; no part of it remains.
+        """
         file.parent.mkdir(parents=True, exist_ok=True)
         batch = stored_images(self.batch)
         facts = {"pipeline": self.pipeline, "step": self.step, "state": self.state, "metrics": self.metrics}

@@ -135,6 +135,7 @@ class Pair:
         return sampling_params(self.loaded.plan.roles[ENGINE].section.generating_args, max_new_tokens)
 
     def sample(self, prompts: Sequence[list[int]], count: int, max_new_tokens: int) -> list[GenerationOutput]:
+        """Answers to all prompts, the same in each call."""
         from roll.strategies.engines.requests import GenerationRequest
 
         params = self.params(max_new_tokens)
@@ -147,6 +148,7 @@ class Pair:
         return sorted(outputs, key=lambda one: (int(one.request_id), one.sample_index))
 
     def compute(self, rows: Sequence[tuple[list[int], list[int]]], temperature: float) -> list[list[float]]:
+        """The trainer's log-probs of each response."""
         import torch
 
         from roll.strategies.base import Output

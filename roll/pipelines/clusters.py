@@ -92,9 +92,11 @@ class Clusters(Scorers):
 
     @cached_property
     def by_role(self) -> dict[str, Cluster]:
+        """The clusters of :meth:`computing` by their names."""
         return {cluster.name: cluster for cluster in self.computing()}
 
     def computing(self) -> list[Cluster]:
+        """The roles that learn or look at samples."""
         roles = (self.actor_train, self.reference, self.critic, *self.added.values())
         return [role for role in roles if role is not None]
 
@@ -164,6 +166,7 @@ class ClusterStarter:
         return {"actor_infer": self.start("actor_infer", GENERATION_WORKER)}
 
     def start(self, name: str, worker: str, settings: ModelSettings | None = None) -> Cluster:
+        """A role with a model, which is yet to be built."""
         section = self._plan.roles[name].section
         worker_cls = section.worker_cls or worker
         cluster = start_cluster(self._config, name, worker_cls, self._resources, section, settings)

@@ -216,11 +216,13 @@ class EngineRollout:
         self._validation = self.driver.spawn(self._source.validation())
 
     def finish_validation(self) -> Validation:
+        """Wait for what :meth:`begin_validation` began."""
         assert self._validation is not None, "none was begun"
         validation, self._validation = self.driver.run(self._validation), None
         return validation
 
     def close(self) -> None:
+        """Cancel what is in flight; before the clusters end."""
         self._source.close(self.driver)
 
     def state_dict(self, interrupt: bool = True) -> dict[str, Any]:

@@ -91,6 +91,7 @@ def write_images(folder: Path, images: Iterable[EncodedImage]) -> None:
 
 
 def load_tokenizer(model_path: str | None, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """From a model's folder or hub name."""
     from transformers import AutoTokenizer
 
     assert model_path is not None, "a role with a model has a model path"

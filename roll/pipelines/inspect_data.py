@@ -89,6 +89,7 @@ def rows_shown(dataset: AnyDataset, num_rows: int, row_id: str | None) -> Iterat
 
 
 def counts_table(counts: LoadCounts) -> Table:
+    """The fate of the rows: kept, or left out and why."""
     table = Table()
     for column in ("domain", "kept", "too long", "truncated"):
         table.add_column(column, justify="left" if column == "domain" else "right")

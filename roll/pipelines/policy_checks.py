@@ -117,6 +117,7 @@ def check_recorded_rollouts(config: PolicyConfig, checks: Checks) -> None:
 
 
 def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -> None:
+    """The algorithm's keys against one another; ``response_limit``: most tokens of a response."""
     group, name = config.group_size, config.estimator.name
     if traits(config.estimator).leaves_one_out and group < 2:
         rule = f"must be at least 2 with {name}: a sample is compared with the others of its prompt"
@@ -160,6 +161,7 @@ def check_algorithm(config: PolicyConfig, response_limit: int, checks: Checks) -
 
 
 def check_passes(config: PolicyConfig, checks: Checks) -> None:
+    """Keys that forbid or need the pass before the update."""
     key = "force_disable_old_logprobs_recompute"
     if not config.force_disable_old_logprobs_recompute:
         return
@@ -209,6 +211,7 @@ def check_router_replay(config: PolicyConfig, checks: Checks) -> None:
 
 
 def check_rewards_of_estimator(config: PolicyConfig, checks: Checks) -> None:
+    """Rewards in the form that the estimator compares them in."""
     name, weights = config.estimator.name, config.estimator.get("weights")
     if traits(config.estimator).needs_greedy:
         for key, value in (("norm_mean_type", config.norm_mean_type), ("norm_std_type", config.norm_std_type)):
@@ -225,6 +228,7 @@ def check_rewards_of_estimator(config: PolicyConfig, checks: Checks) -> None:
 
 
 def note_without_effect(config: PolicyConfig, checks: Checks) -> None:
+    """Keys that are written and have no effect alongside the others."""
     if config.use_kl_loss and config.kl_loss_coef == 0:
         checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
     if config.add_token_level_kl and config.init_kl_coef == 0:
@@ -300,6 +304,7 @@ def check_engine_devices(config: PolicyConfig, checks: Checks) -> None:
 
 
 def check_weight_sync(config: PolicyConfig, checks: Checks) -> None:
+    """Mistakes that do not depend on the hosts."""
     options = config.weight_sync
     sender = (config.actor_train.device_mapping or [0])[0]
     elsewhere = sorted(set(config.actor_infer.device_mapping or []) - {sender})

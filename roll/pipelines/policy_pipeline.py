@@ -86,6 +86,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         self.context = RunContext(loaded)
 
     def run(self) -> None:
+        """Train until ``max_steps``; everything that was started is stopped again, however it ends."""
         with self.context.running() as resources:
             self.start(resources)
             first_step = self.restore()
@@ -134,6 +135,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         """The algorithm."""
 
     def connect(self) -> None:
+        """Build the phases on top of clusters and data."""
         config, plan = self.config, self.plan
         role, cluster = plan.roles["actor_infer"], self.clusters.actor_infer
         engines = engine_client(config, role, cluster, self.slice_seconds, self.router)
@@ -171,11 +173,13 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
             self.save(step + 1, self.state_dict())
 
     def update_engines(self, version: int) -> None:
+        """Give the engines the trainer's weights."""
         with self.context.phase("step_model_update"):
             self.residency.bring({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
             self.context.record(self.rollout.exchange(version, lambda: self.weight_sync.sync(version)))
 
     def generate(self, step: int) -> DataProto:
+        """The step's samples with their scores."""
         if self.recorded.replays:
             with self.context.phase("step_generate"):
                 batch, metrics = self.recorded.read(step, self.rows_per_step)
@@ -231,6 +235,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         self.context.samples.policy(step, batch, self.rollout.notes, self.tokenizer, trainer)
 
     def learn(self, batch: DataProto, step: int) -> None:
+        """All optimizer steps of actor and critic on this batch."""
         seed = (self.config.seed, step) if self.config.shuffle_mini_batches else None
         warms_up = self.plan.needs_critic and step < self.config.critic_warmup
         with self.context.phase("step_train"):
@@ -250,8 +255,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
                     compared.add(metrics)
 
     def replay(self, recorded: RecordedBatch) -> tuple[int, dict[str, float]]:
-        """Repeat the step of a recorded batch, without engines and rewards; the steps that the models had done before,
-        and the metrics of the step.
+        """Repeat the step of a recorded batch, without engines and rewards.
 
         Returns:
             The steps that the models had done before, and the metrics of the step.
@@ -293,6 +297,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         self.report(validation, step)
 
     def report(self, validation: Validation, step: int) -> None:
+        """Record the results of a validation after ``step`` steps."""
         self.context.record({"time/val_step_total": Mean(validation.seconds)})
         self.context.record_validation(validation.metrics | self.by_harness, step)
         for name, groups in validation.groups.items():
@@ -322,6 +327,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         self.save(step, state)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
+        """A checkpoint after ``step`` steps, with what the driver must remember."""
         with self.context.writing_checkpoint(step, state, self.learners) as path:
             for cluster in self.learners:
                 # One after the other: they may share devices.
@@ -339,6 +345,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         return checkpoint.step
 
     def restore_models(self) -> Checkpoint | None:
+        """Load the models that learn from the checkpoint that the configuration names, if any."""
         checkpoint = self.context.checkpoint_to_resume()
         if checkpoint is not None:
             for cluster in self.learners:

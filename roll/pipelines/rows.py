@@ -77,6 +77,7 @@ class RowsPipeline:
         self.in_flight: deque[tuple[DataProto, PendingCall[Metrics] | None]] = deque()
 
     def run(self) -> None:
+        """Train for all steps; everything that was started is stopped again, however it ends."""
         with self.context.running() as resources:
             first_step = self.start(resources)
             self.context.save_when_interrupted(self.state_between_steps, self.save)
@@ -210,6 +211,7 @@ class RowsPipeline:
         return rows.batch
 
     def draw(self) -> DrawnRows:
+        """Draw the rows of a step, and let the frozen model begin with them."""
         state = self.rows.state_dict()
         dealt = drawn = self.rows.next_batch(self.plan.global_batch_size)
         lengths = self.method.lengths(drawn)
@@ -219,6 +221,7 @@ class RowsPipeline:
         return DrawnRows(drawn, dealt, batch, self.method.request(dealt, batch, self, "train"), state)
 
     def begin_update(self, batch: DataProto) -> PendingCall[Metrics]:
+        """Start one optimizer step."""
         # A phase only where there is something to wait for.
         if self.residency.moves(self.role):
             with self.context.phase("step_train"):
@@ -226,12 +229,14 @@ class RowsPipeline:
         return self.learner.call(TrainWorker.step, batch, self.method.loss)
 
     def finish_update(self, update: PendingCall[Metrics]) -> None:
+        """Wait for an optimizer step."""
         with self.context.phase("step_train"):
             self.context.record(update.result())
 
     # Between steps
 
     def pause(self, steps_done: int) -> None:
+        """Evaluate and save where that is due after ``steps_done`` steps."""
         if self.is_evaluation_due(steps_done):
             self.evaluate(steps_done)
         if self.context.is_save_due(steps_done - 1):
@@ -248,6 +253,7 @@ class RowsPipeline:
         self.context.record_validation(metrics, steps_done)
 
     def save(self, steps_done: int, state: dict[str, Any]) -> None:
+        """A checkpoint after ``steps_done`` steps, with what the driver must remember."""
         self.method.flush()
         with self.context.writing_checkpoint(steps_done, state, [self.learner]) as path:
             self.residency.bring({self.role: TRAINING})
@@ -264,6 +270,7 @@ class RowsPipeline:
         return None if self.in_flight else self.state_dict()
 
     def finish(self) -> None:
+        """A last evaluation, the trained model in Hugging Face format, and the summary."""
         last, steps = self.method.evaluates_at_end and self.held_out and self.plan.eval_steps, self.context.steps_done
         if last and steps % self.plan.eval_steps:
             self.evaluate(steps)

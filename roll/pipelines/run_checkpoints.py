@@ -105,6 +105,7 @@ class RunCheckpoints:
         self._record, self._published, self._max_steps = record, published, plan.max_steps
 
     def take_up(self) -> Checkpoint | None:
+        """The checkpoint that ``resume_from_checkpoint`` names, if there is one; later checkpoints are renamed."""
         if self.resume is not None:
             self.manager.supersede_after(self.resume.step)
             logger.info("continuing from %s", self.resume.path)
@@ -158,6 +159,7 @@ class RunCheckpoints:
             self.publish()
 
     def publish(self) -> None:
+        """Wait until the pending checkpoint, if there is one, has appeared."""
         # Forgotten first: if it cannot be published, nothing may try to do so again.
         pending, self.pending = self.pending, None
         if pending is None:

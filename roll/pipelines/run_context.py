@@ -122,6 +122,7 @@ class RunContext(RunLifetime):
             yield
 
     def record(self, metrics: Metrics) -> None:
+        """Metrics of the current step."""
         self._recorded.append(metrics)
 
     def recorded(self) -> dict[str, float]:
@@ -161,6 +162,7 @@ class RunContext(RunLifetime):
             self._timeline.append(step, min(begin for _, begin, _ in spans), time.time(), spans)
 
     def record_validation(self, metrics: Mapping[str, float], steps_done: int) -> None:
+        """Metrics of a validation after ``steps_done`` steps."""
         self._validations[steps_done] = dict(metrics)
         self._tracker.log(metrics, steps_done)
         self._checkpoints.manager.measured(steps_done, metrics)
@@ -281,6 +283,7 @@ class RunContext(RunLifetime):
             yield path
 
     def checkpoint_to_resume(self) -> Checkpoint | None:
+        """The checkpoint that ``resume_from_checkpoint`` names, if there is one."""
         if (found := self._checkpoints.take_up()) is not None:
             self._interruption.saved_steps = found.step
         return found

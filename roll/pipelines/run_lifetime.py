@@ -214,6 +214,7 @@ class RunLifetime:
         self._guard.tell({"account": self._account(), "log": log, "command": command})
 
     def at_end(self, hook: Callable[[], None]) -> None:
+        """Add a shutdown hook, called before the clusters end, however the run ends."""
         self._shutdown_hooks.append(hook)
 
     def _shut_down(self, graceful: bool) -> None:
@@ -302,6 +303,7 @@ class Interruption:
             self.end()
 
     def end(self) -> None:
+        """Lift the limit in time."""
         if self._timer is not None:
             self._timer.cancel()
         ending.forget_pending()
@@ -312,6 +314,7 @@ class Interruption:
 
 
 def command_to_go_on(loaded: LoadedConfig[Any]) -> str:
+    """The command line that continues the run."""
     if loaded.written is not None:  # of a dictionary, which no command line names
         words = [str(loaded.plan.output_dir / RESOLVED_CONFIG)]
     else:

@@ -87,6 +87,7 @@ class SampleRecorder:
         self._shown: set[str] = set()  # names of the images that the record has
 
     def flush(self) -> None:
+        """Wait until everything is on disk."""
         if self._log is not None:
             self._log.flush()
 

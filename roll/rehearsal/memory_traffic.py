@@ -56,6 +56,7 @@ class MemoryTraffic:
         return moved + self._make_room()
 
     def forget(self, key: int) -> None:
+        """The storage is freed."""
         self._used -= self._there.pop(key, (0, 0))[0]
 
     def _make_room(self) -> int:

@@ -184,6 +184,7 @@ class RehearsedModule(_Rehearsed):
 
     @cached_property
     def dims(self) -> ParallelDims:
+        """Plain data parallelism, whatever the role's own strategy."""
         # Plain data parallelism, whatever the role's own strategy.
         return ParallelDims(dist.get_world_size())
 

@@ -136,6 +136,11 @@ def is_solved_inequality(expression: str) -> bool:
 
 
 def says_the_same(truth: list[Any], given: str) -> bool:
+    """Compare an answer with the forms of a truth.
+
+    Raises:
+        TooLarge: parsing the answer would take too long, or evaluating it make numbers far beyond those of the truth.
+    """
     from math_verify import parse, verify
 
     depths = accumulate((character in "([{") - (character in ")]}") for character in given)

@@ -21,4 +21,5 @@ def only_scores(section: WorkerConfig) -> bool:
 
 
 def frozen_worker(section: WorkerConfig) -> str:
+    """The worker class of a role that never learns."""
     return SCORING_WORKER if only_scores(section) else REFERENCE_WORKER

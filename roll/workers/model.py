@@ -122,6 +122,7 @@ class ScoringWorker(ModelWorker):
 
     @property
     def rank_info(self) -> RankInfo:
+        """Plain data parallelism."""
         return Worker.rank_info.__get__(self)
 
     def close(self) -> None:

@@ -46,5 +46,6 @@ class RewardWorker(Worker):
         return apply_on_error(results, self.section.on_error, self.section.error_value, self.section.name)
 
     def close(self) -> None:
+        """Release the reward's helper processes when the cluster shuts down."""
         if hasattr(self, "reward"):
             self.reward.close()

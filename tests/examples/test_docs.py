@@ -76,6 +76,17 @@ def test_functions_on_the_walks_are_in_their_files() -> None:
     assert missing == []
 
 
+def test_names_that_contributors_are_told_are_in_the_code() -> None:
+    words: set[str] = set()
+    for folder in ("roll", "tests"):
+        for file in (ROOT / folder).rglob("*.py"):
+            words.update(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+    named = re.findall(r"`@?([A-Za-z_]\w*)[`(=]", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    assert len(named) > 20
+    # Of plain words such as a command's name the code says nothing.
+    assert [name for name in named if re.search(r"_|[A-Z]", name) and name not in words] == []
+
+
 def test_every_page_is_on_the_map_and_in_the_navigation() -> None:
     pages = {page.name for page in (ROOT / "docs").glob("*.md")}
     records = {f"design/{page.name}" for page in (ROOT / "docs/design").glob("*.md")}

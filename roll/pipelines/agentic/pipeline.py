@@ -74,6 +74,7 @@ class EpisodeSource(RolloutSource):
         self._validation_tasks = in_validation
 
     def connect(self, engines: EngineClient) -> None:
+        """Make the flow of episodes on the engines."""
         self._engines = engines
         config, plan = self._config, self._plan
         train, keeps = plan.train, group_filter(plan.train.section, config.train_roles)
@@ -171,6 +172,8 @@ def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Call
 
 
 class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan]):
+    """A run, from start to summary."""
+
     slice_seconds = SLICE_SECONDS
     router = "EnvAffinityRouter"
 

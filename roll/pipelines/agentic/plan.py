@@ -54,10 +54,12 @@ class ManagerPlan:
 
     @property
     def num_groups(self) -> int:
+        """Groups at a time."""
         return sum(self.groups_by_tag.values())
 
     @property
     def groups(self) -> int:
+        """Groups of one step, or one validation."""
         return self.episodes // self.group_size
 
 

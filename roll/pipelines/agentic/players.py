@@ -143,6 +143,7 @@ def environment_agent(
 
 
 def make_with_variables(variables: Mapping[str, str], make: Callable[[], Environment]) -> Environment:
+    """Set environment variables of this process, then build an environment."""
     os.environ.update(variables)
     return make()
 
@@ -172,6 +173,7 @@ class TaskSource:
         self.num_drawn = 0  # tasks drawn since the run began
 
     def draw(self, count: int) -> list[Task]:
+        """The next ``count`` tasks."""
         tasks = [self.task(self.num_drawn + index) for index in range(count)]
         self.num_drawn += count
         return tasks

@@ -59,6 +59,7 @@ def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
 
 
 def agent_problems(key: str, section: CustomEnvConfig) -> Iterator[Problem]:
+    """Problems of an entry's agent, or of its environment's verifier, and their options."""
     agent, options = agent_of(section)
     if agent is None and not section.verifier:
         return

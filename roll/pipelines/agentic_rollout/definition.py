@@ -129,6 +129,7 @@ class AgenticRollout(ModelsDefinition, Agentic):
 
 
 def settings_of(config: AgenticRolloutConfig, plan: AgenticRolloutPlan) -> dict[str, Any]:
+    """Everything that the episodes depend on."""
     from roll.pipelines.evaluate.samples import shared_settings
 
     data = [entry.section.data_args for entry in plan.entries.values() if entry.section.data_args is not None]

@@ -62,6 +62,7 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
         await self.complete(flow, model, way, numbers, played.num_groups, partial(self.records, model, way))
 
     def records(self, model: EvaluatedModel, way: Pass, group: EpisodeGroup) -> Iterator[Record]:
+        """A row an episode, with every turn."""
         templates = {tag: player.template for tag, player in self.players.items()}
         for row, episode in zip(episode_table([group], templates), group.members, strict=True):
             yield {

@@ -129,6 +129,7 @@ class EvaluatePlan(ModelsPlan):
 
 
 def own_folders(output_dir: Path, log_dir: Path, **_: object) -> dict[str, Path]:
+    """Those of an evaluation, below those of the file."""
     return {"output_dir": output_dir / FOLDER, "log_dir": log_dir / FOLDER}
 
 

@@ -173,11 +173,13 @@ class ModelRun(EngineRun[ConfigT, PlanT]):
             await flow.abort()
 
     def open(self) -> None:
+        """Open the file of samples."""
         self.samples = SampleFile(self.plan.output_dir, self.settings_of(self.config, self.plan), self.keys.resume)
         self.context.at_end(self.samples.close)
         self.results = Results(self.keys, self.plan, self.samples)
 
     def finish(self) -> list[str]:
+        """Write and print the results; a sentence for every threshold that was missed."""
         return self.results.finish()
 
     def evaluate_group(self, models: Sequence[EvaluatedModel]) -> None:

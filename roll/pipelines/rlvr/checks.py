@@ -26,6 +26,7 @@ SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
 def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
+    """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
     check_method(config, checks, config.actor_infer.generating_args, "actor_infer.generating_args", "rlvr")
     check_lengths(config, options, checks.pipeline.model(config, "actor_train", config.actor_train)[1], checks)
@@ -97,6 +98,7 @@ def check_pair(key: str, prompt: int | None, sequence: int | None, config: RLVRC
 
 
 def check_batches(config: RLVRConfig, checks: Checks) -> None:
+    """Samples of a step divide into optimizer steps, for each trained role."""
     prompts, group = config.rollout_batch_size, config.num_return_sequences_in_group
     if checks.broken("rollout_batch_size", "num_return_sequences_in_group"):
         return
@@ -113,6 +115,7 @@ def check_batches(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_templates(config: RLVRConfig, checks: Checks) -> None:
+    """Templates by tag are known names or files, and files are there."""
     check_template_file("global_template", config.global_template, checks)
     for tag, template in config.tag_to_template.items():
         if template not in TEMPLATES and not template.endswith(TEMPLATE_ENDINGS):
@@ -147,6 +150,7 @@ def check_shares(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_validation(config: RLVRConfig, checks: Checks) -> None:
+    """Files, columns, lengths and names of all sets."""
     section = config.validation
     if section is None:
         return
@@ -171,6 +175,7 @@ def check_validation(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_harness(config: RLVRConfig, harness: HarnessConfig, checks: Checks) -> None:
+    """A harness has tasks, and the engines to itself."""
     key = "validation.harness"
     if not harness.tasks:
         rule = "is needed: names of tasks (lm_eval) or task files (inspect)"

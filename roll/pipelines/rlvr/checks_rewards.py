@@ -41,6 +41,7 @@ from roll.pipelines.rlvr.plan import started_roles
 
 
 def check_reward_model(config: RLVRConfig, checks: Checks) -> None:
+    """The role ``reward_model`` and the rewards that ask it."""
     askers, role = model_inputs(config.rewards), config.reward_model
     if askers and role is None:
         rule = f"is needed by rewards.{next(iter(askers))}: the model that scores, and its devices"
@@ -93,6 +94,7 @@ def check_rewards(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_components(key: str, reward: RewardConfig, checks: Checks) -> None:
+    """Every component names a reward; something is added up; gates are gates."""
     if reward.worker_cls is not None:
         rule = "does not go with components: make it one of them"
         checks.add(f"{key}.worker_cls", reward.worker_cls, rule, "~")
@@ -114,6 +116,7 @@ def check_components(key: str, reward: RewardConfig, checks: Checks) -> None:
 
 
 def check_own_keys(key: str, name: str, reward: RewardConfig, checks: Checks) -> None:
+    """Keys of the section that only one reward has."""
     written = {part.worker_cls or component for component, part in reward.components.items()} or {
         reward.worker_cls or name
     }

@@ -170,6 +170,8 @@ def reward_metrics(groups: list[SampleGroup]) -> Metrics:
 
 
 class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan]):
+    """A run, from start to summary."""
+
     def __init__(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         super().__init__(loaded)
         self.rows_per_step = self.plan.samples_per_step

@@ -54,6 +54,7 @@ class RLVRPlan(PolicyPlan):
 
     @property
     def max_sequence_length(self) -> int:
+        """Longest sequence that an engine meets, validation included."""
         # The 0 is for runs without sets: max() of a single number would look for its items.
         return max(self.sequence_length, *(one.sequence_length for one in self.validation_sets), 0)
 
@@ -114,6 +115,7 @@ def planned_set(name: str, filled: ValidationSetConfig, config: RLVRConfig, sequ
 
 
 def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
+    """The sections of roles that hold a model and that this run starts."""
     roles = policy_roles(config)
     if config.reward_model is not None and (judged_domains(config.rewards) or model_inputs(config.rewards)):
         roles[JUDGE_ROLE] = with_engine_size(config.reward_model)
@@ -121,14 +123,17 @@ def model_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
 
 
 def reward_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
+    """The sections of the reward domains, whose workers hold no model."""
     return {f"rewards.{name}": reward_workers(name, role) for name, role in config.rewards.items()}
 
 
 def started_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
+    """Every role whose workers this run starts."""
     return model_roles(config) | reward_roles(config)
 
 
 def max_new_tokens(config: RLVRConfig) -> int:
+    """Most tokens of a response in training."""
     response = config.response_and_sequence[0]
     return min(response, config.actor_infer.generating_args.max_new_tokens or response)
 
@@ -149,5 +154,6 @@ def finished(config: RLVRConfig, longest: int, name: str, section: WorkerConfig)
 
 
 def judge_roles(config: RLVRConfig) -> set[str]:
+    """The roles whose engines answer judges."""
     judging = {judge_role(name, section) for name, section in config.rewards.items()}
     return {role for role in judging if role is not None}

@@ -55,6 +55,11 @@ class Process:
     end: Future[Ended] = field(default_factory=Future)
 
     def wait(self) -> Ended:
+        """Wait for the process to end.
+
+        Raises:
+            SandboxError: the host could not run it.
+        """
         try:
             ended = self.end.result(self.wall + END_GRACE)
         except TimeoutError:

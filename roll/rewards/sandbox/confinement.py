@@ -167,6 +167,11 @@ def holds_too_much(path: str, size: int) -> bool:
 
 
 def sizes_below(folder: int, depth: int = 0) -> Iterator[int]:
+    """Bytes of each entry.
+
+    Raises:
+        OutOfBudget: it is too deep.
+    """
     if depth > _MAX_DEPTH:
         raise OutOfBudget
     with os.scandir(folder) as entries:

@@ -95,6 +95,7 @@ class Report:
         return [name for name, held in self.given.items() if not held]
 
     def line(self) -> str:
+        """One line for the log."""
         given = ", ".join(name for name, held in self.given.items() if held)
         lacking = f"; this host does not give: {', '.join(self.missing)}" if self.missing else ""
         return f"{given} (by {', '.join(self.means) or 'nothing'}){lacking}"

@@ -173,6 +173,7 @@ class Piece:
 
 
 def names_in(*nodes: ast.AST) -> set[str]:
+    """Names anywhere in the nodes."""
     return {node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name)}
 
 
@@ -258,6 +259,7 @@ def takes_candidate(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def required(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
+    """Arguments without a default value."""
     positional = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args)]
     named = [
         argument.arg

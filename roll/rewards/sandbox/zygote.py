@@ -78,6 +78,7 @@ class Zygote:
         seccomp.prepare()
 
     def serve(self) -> None:
+        """Answer requests until the other side closes the socket."""
         is_open = True
         while is_open:
             waiting = [child.deadline for child in self._children.values() if not child.timed_out]

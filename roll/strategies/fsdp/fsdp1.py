@@ -163,4 +163,5 @@ class FsdpStrategy(ShardedStrategy):
 
 
 def clean_name(name: str) -> str:
+    """The Hugging Face name of a parameter of a wrapped model."""
     return name.replace(WRAPPER, "")

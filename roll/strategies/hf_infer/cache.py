@@ -188,6 +188,7 @@ class PrefixCache:
         self._table.update(dict.fromkeys(blocks, sequence))
 
     def clear(self) -> None:
+        """Drop everything."""
         self._sequences.clear()
         self._table.clear()
         self.num_tokens = 0

@@ -206,6 +206,7 @@ class Sampler:
         self._seen[row, torch.tensor(prompt, device=self._device)] = True
 
     def move(self, destination: np.ndarray, source: np.ndarray) -> None:
+        """Rows have changed places."""
         if self._seen is not None:
             self._seen[torch.from_numpy(destination)] = self._seen[torch.from_numpy(source)]
 

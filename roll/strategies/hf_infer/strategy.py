@@ -161,6 +161,7 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
         return updated
 
     def held_weights(self) -> dict[str, torch.Tensor]:
+        """See the base class; views of what the engine computes with."""
         return self._stored.views(self._decoder.weights)
 
     def sleep(self) -> None:

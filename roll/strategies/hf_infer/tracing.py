@@ -45,6 +45,7 @@ class Recorder:
             held |= {position: rows[row].clone() for row, position in self.places[len(rows)]}
 
     def begins_with(self, tokens: Sequence[int]) -> bool:
+        """Return True if ``tokens`` are a prefix of the sequence."""
         return self.sequence[: len(tokens)] == list(tokens)
 
 

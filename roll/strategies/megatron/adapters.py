@@ -343,6 +343,7 @@ def add_to_chunk(
 
 @contextmanager
 def disabled(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Compute without adapters, in a block without gradients."""
     modules = [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapted)]
     for module in modules:
         module.uses_adapters = False

@@ -121,6 +121,7 @@ class RotaryAngles(nn.Module):
 
 
 def block(config: TransformerConfig, hf: PretrainedConfig, virtual_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one model chunk."""
     first = get_transformer_layer_offset(config, vp_stage=virtual_stage)
     count = get_num_layers_to_build(config, vp_stage=virtual_stage)
     layers = [_layer(config, hf, is_sparse) for is_sparse in sparse_layers(hf)[first : first + count]]

@@ -211,6 +211,7 @@ class SglangStrategy(PackagedEngine):
         return self._held
 
     def held_checksums(self, names: Sequence[str]) -> dict[str, int]:
+        """See the base class; they were computed at the end of the last update."""
         return {name: self._held[name] for name in names if name in self._held}
 
     def _release(self) -> bool:

@@ -280,6 +280,7 @@ class DataParallelStrategy(GatheredWeights):
 
     @cached_property
     def contents(self) -> ModelContents:
+        """Description of the model in a checkpoint."""
         return describe_model(self.role, self._shapes, self._trained_names, self.adapter_scalings())
 
     def optimizer_step(self) -> Metrics:
@@ -294,6 +295,7 @@ class DataParallelStrategy(GatheredWeights):
         temperature: float = 1.0,
         comparisons: Comparisons = (),
     ) -> Metrics:
+        """Collective. Forward and backward passes over all micro-batches."""
         self._check_outputs(outputs)
         batch, images = self._with_images(batch)
         rule, balance = micro_batching(self.role, trains=True), self.balance

@@ -158,6 +158,7 @@ def adamw(groups: list[dict[str, Any]], args: TrainingArguments) -> torch.optim.
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The moments and step counts that the optimizer holds."""
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, torch.Tensor)]
 
 

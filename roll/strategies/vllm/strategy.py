@@ -294,6 +294,7 @@ class VllmStrategy(PackagedEngine):
         return joined_checksums(self._ask_ranks("roll_held_checksums", list(names)))
 
     def finish_weight_update(self) -> dict[str, Checksum]:
+        """See the base class. The checksum of a tensor is there only if the engine holds exactly that tensor."""
         version, engine = self._updating("finish_weight_update"), self._engine
         if self._is_reloading:
             self._checksums |= joined_checksums(self._ask_ranks("roll_finish_reload"))

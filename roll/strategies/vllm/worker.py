@@ -205,6 +205,7 @@ class WeightReceiver:
 
     @returning_failures
     def roll_close_memory(self) -> None:
+        """At the end of an update: give back the memory that its tensors came in."""
         self._roll_memory.close()
 
     @returning_failures
