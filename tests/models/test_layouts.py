@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from roll.config.roles import ModelArguments
 from roll.models import attention, patterns
-from roll.models.attention import use_layout_attention
+from roll.models.attention import Scores
+from roll.models.attention_setup import use_layout_attention
 from roll.models.build import enable_gradient_checkpointing
 from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, tree_layout, with_token_rows
 from roll.models.log_probs import ResponseModel
@@ -203,25 +204,12 @@ def episode(turns: int, forgets: bool, prompt: int = 40, thought: int = 12, answ
     return rows
 
 
-def test_turns_that_go_on_are_one_run() -> None:
-    input_ids, mask = batch_of(episode(8, forgets=False, prompt=64))
-    layout = tree_layout(input_ids, mask)
-    assert isinstance(layout.pattern, PrefixTree)
+def test_turns_are_one_run_or_leave_the_common_history() -> None:
+    forgetful = (Run(64 + 16), Run(13 + 16, ((0, 64),)), Run(13 + 16, ((0, 64), (1, 13))))
     # The last token of the last turn predicts nothing; those of earlier turns are in the prompts of later ones.
-    assert layout.pattern.runs == (Run(64 + 8 * 25 - 8 - 1),)
-    assert layout.input_ids.numel() * 3 < packed_layout(input_ids, mask).input_ids.numel()
-
-
-def test_turns_without_thoughts_leave_the_common_history() -> None:
-    input_ids, mask = batch_of(episode(3, forgets=True, prompt=64))
-    layout = tree_layout(input_ids, mask)
-    assert isinstance(layout.pattern, PrefixTree)
-    # The answer and what the environment said; the thoughts and the answer of the turn, all but the last token.
-    assert layout.pattern.runs == (
-        Run(64 + 16),
-        Run(13 + 16, ((0, 64),)),
-        Run(13 + 16, ((0, 64), (1, 13))),
-    )
+    for turns, forgets, runs in ((8, False, (Run(64 + 8 * 25 - 8 - 1),)), (3, True, forgetful)):
+        pattern = tree_layout(*batch_of(episode(turns, forgets, prompt=64))).pattern
+        assert isinstance(pattern, PrefixTree) and pattern.runs == runs
 
 
 def test_short_beginnings_of_different_prompts_are_not_shared() -> None:
@@ -237,23 +225,6 @@ def test_common_answers_of_one_prompt_are_shared_where_they_are_long() -> None:
         assert isinstance(pattern, PrefixTree)
         parts = (Run(5), *[Run(65, ((0, 5),))] * 2)
         assert pattern.runs == (parts if count == 63 else (Run(5 + 66), Run(2, ((0, 69),))))
-
-
-def test_a_shared_prompt_is_laid_out_once() -> None:
-    prompts = torch.arange(1, 42).expand(8, 41)
-    input_ids = torch.cat([prompts, torch.randint(1, VOCABULARY, (8, 27))], dim=1)
-    mask = torch.zeros(8, 68, dtype=torch.bool)
-    mask[:, 41:] = True
-    layout = tree_layout(input_ids, mask)
-    # The last token of each response predicts nothing.
-    assert layout.input_ids.shape == (1, 41 + 8 * 26)
-    assert row_layout(input_ids, mask).input_ids.numel() == 8 * 67
-
-
-def test_rows_of_different_prompts_stay_rows() -> None:
-    input_ids = torch.tensor([[1, 2, 3, 4], [1, 9, 3, 4]])
-    mask = torch.tensor([[False, False, True, True]] * 2)
-    assert tree_layout(input_ids, mask).pattern is None
 
 
 def _model(kind: str, head: str = "CausalLM", **options: Any) -> Any:
@@ -335,32 +306,33 @@ TREES = {
     "turns": episode(4, forgets=False),
     "turns-without-thoughts": episode(4, forgets=True) + episode(3, forgets=True),
 }
+RANDOM = [f"random-{seed}" for seed in range(4)]
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", [*TREES, *RANDOM])
 def test_runs_are_attended_to_one_by_one_as_all_at_once(
     monkeypatch: pytest.MonkeyPatch, name: str, padding: int
 ) -> None:
     """Prompts and responses of all lengths, one token among them; output and gradients, in float64."""
-    rows: Any = TREES[name]
+    rows: Any = random_tree(int(name[-1])) if name in RANDOM else TREES[name]
     if name == "pairs":
         rows = [
             ([1 + row // 2] * sum(lengths), [False] * lengths[0] + [True] * lengths[1])
             for row, lengths in enumerate(rows)
         ]
-    monkeypatch.setattr(patterns, "MIN_SHARED", 64 if name == "pairs" else 16)
+    monkeypatch.setattr(patterns, "MIN_SHARED", 1 if name in RANDOM else 64 if name == "pairs" else 16)
     layout = tree_layout(*batch_of(rows))
     tree, count = layout.pattern, layout.input_ids.numel()
     assert isinstance(tree, PrefixTree)
     if name == "pairs":
         assert [run.length for run in tree.runs] == [3, 3, 5, 3, 1, 1, 2, 7]
     wide, found = tree.padded(padding), []
-    for attend in (partial(attention._run_by_run, window=None), attention._all_at_once):
+    for attend in (attention._run_by_run, attention._all_at_once):
         generator = torch.Generator().manual_seed(0)
         given = [torch.randn(1, 2, count + padding, 4, generator=generator, dtype=torch.float64) for _ in range(3)]
         leaves = [one.requires_grad_() for one in given]
-        output = attend(*leaves, wide, None)[:, :count]
+        output = attend(*leaves, wide, Scores())[:, :count]
         output.square().sum().backward()
         found.append([output.detach(), *(leaf.grad[:, :, :count] for leaf in leaves if leaf.grad is not None)])
     assert len(found[0]) == 4
@@ -394,6 +366,18 @@ def random_tree(seed: int) -> list[tuple[list[int], list[bool]]]:
     return rows
 
 
+@pytest.mark.parametrize(("tokens", "path"), [(8, "_all_at_once"), (80, "_run_by_run")])
+def test_a_cpu_computes_long_responses_one_by_one(monkeypatch: pytest.MonkeyPatch, tokens: int, path: str) -> None:
+    rows = [([*range(1, 5), *range(row, row + tokens)], [False] * 4 + [True] * tokens) for row in range(5, 500, 99)]
+    layout, called = tree_layout(*batch_of(rows)), []
+    for name in ("_all_at_once", "_run_by_run"):
+        monkeypatch.setattr(attention, name, lambda *_, name=name: called.append(name))
+    states = [torch.ones(1, 2, layout.input_ids.shape[1], 4)] * 3
+    assert isinstance(layout.pattern, PrefixTree) and layout.pattern.only_prompts
+    attention.tree_attention(*states, layout.pattern, Scores())
+    assert called == [path]
+
+
 @pytest.mark.parametrize("head", ["CausalLM", "TokenClassification"])
 @pytest.mark.parametrize("least", [1, 4])
 @pytest.mark.parametrize("seed", range(4))
@@ -404,7 +388,7 @@ def test_random_trees_change_no_log_prob_and_no_gradient(
     """Against each row computed alone by the plain model; a token of several rows gets the gradients of all of them."""
     monkeypatch.setattr(patterns, "MIN_SHARED", least)
     if not one_by_one:
-        monkeypatch.setattr(attention, "_run_by_run", lambda *given: attention._all_at_once(*given[:-1]))
+        monkeypatch.setattr(attention, "_run_by_run", attention._all_at_once)
     input_ids, mask = batch_of(random_tree(seed))
     plain, other = _model("Qwen3", head), _model("Qwen3", head)
     use_layout_attention(other, "use_prefix_sharing")
@@ -428,15 +412,3 @@ def test_random_trees_change_no_log_prob_and_no_gradient(
     for one, (name, two) in zip(other.parameters(), plain.named_parameters(), strict=True):
         scale = max(1.0, float(two.grad.abs().max()))
         torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=2e-6 * scale, msg=name)
-
-
-@pytest.mark.parametrize(("tokens", "path"), [(8, "_all_at_once"), (80, "_run_by_run")])
-def test_a_cpu_computes_long_responses_one_by_one(monkeypatch: pytest.MonkeyPatch, tokens: int, path: str) -> None:
-    rows = [([*range(1, 5), *range(row, row + tokens)], [False] * 4 + [True] * tokens) for row in range(5, 500, 99)]
-    layout, called = tree_layout(*batch_of(rows)), []
-    for name in ("_all_at_once", "_run_by_run"):
-        monkeypatch.setattr(attention, name, lambda *_, name=name: called.append(name))
-    states = [torch.ones(1, 2, layout.input_ids.shape[1], 4)] * 3
-    assert isinstance(layout.pattern, PrefixTree) and layout.pattern.only_prompts
-    attention.tree_attention(*states, layout.pattern, None, None)
-    assert called == [path]

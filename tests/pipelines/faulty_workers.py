@@ -61,13 +61,27 @@ class FaultyEngine(GenerationWorker):
         self.fault = fault
 
     def spoilt(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.fault == "raise":
+        norms = [name for name in tensors if "layers.0." in name and name.endswith("layernorm.weight")]
+        if self.fault == "corrupt" and norms:
+            tensors[norms[0]] = tensors[norms[0]].clone()
+            tensors[norms[0]][3] += 1e-6
+        elif self.fault == "drop" and norms:
+            del tensors[norms[0]]
+        elif self.fault == "swap" and len(norms) > 1:
+            tensors[norms[0]], tensors[norms[1]] = tensors[norms[1]], tensors[norms[0]]
+        elif self.fault == "raise":
             raise RuntimeError("the engine has no room for this")
         elif self.fault == "die":
             os._exit(1)
         elif self.fault == "hang":
             wait_for_ever()
         return tensors
+
+
+class CorruptingEngine(FaultyEngine):
+    """Changes one element of one tensor at every update."""
+
+    fault = "corrupt"
 
 
 class EngineDyingInUpdate(GenerationWorker):

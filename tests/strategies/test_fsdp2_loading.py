@@ -90,7 +90,7 @@ def load_by_parts(role: WorkerConfig) -> dict[str, Any]:
     read = []
 
     class Counting(TensorFiles):
-        def read_region(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
+        def read_region(self, name: str, rows: slice, columns: slice = slice(None)) -> torch.Tensor:
             tensor = super().read_region(name, rows, columns)
             if self.folder == Path(str(role.model_args.model_name_or_path)):  # not the self-test's small copy
                 read.append(tensor.numel())
