@@ -113,12 +113,10 @@ def in_flight(world: World, advance: Advance) -> tuple[int, bool]:
 def spoilt_on_the_way(world: World) -> str:
     """The message of an update in which an element of A changed."""
     receiver = world.engines.receivers[0]
-    take, spoilt = receiver._adapted.take, next(iter(world.policy.scalings))
-
-    def taking_wrong(key: str, tensor: torch.Tensor) -> Any:
-        return take(key, tensor + 1e-3 * (key == spoilt + DOWN_PART))
-
-    receiver._adapted.take = taking_wrong
+    whole_tensors, spoilt = receiver._whole_tensors, next(iter(world.policy.scalings)) + DOWN_PART
+    receiver._whole_tensors = lambda tensors: whole_tensors(
+        {key: tensor + 1e-3 * (key == spoilt) for key, tensor in tensors.items()}
+    )
     message = world.complaint(5)
-    receiver._adapted.take = take
+    receiver._whole_tensors = whole_tensors
     return message
