@@ -43,7 +43,7 @@ def engine_client(
     router: str | None,
     fixed_weights: bool = False,
 ) -> EngineClient:
-    """The client of the engines of ``actor_infer``; ``router``: where the configuration leaves it open.
+    """The client of the engines of ``actor_infer``.
 
     Args:
         slice_seconds, fixed_weights: see :class:`~roll.rollout.engines.EngineClient`.

@@ -52,7 +52,7 @@ GENERATION = frozenset({StateKind.MODEL_PARAMS, StateKind.KV_CACHE})
 def start_cluster(
     config: RunConfig, name: str, worker: str, resources: ResourceManager, role: WorkerConfig, settings: object = None
 ) -> Cluster:
-    """Start the processes of a role with the run's seed and deadline; ``settings``: what they need besides ``role``.
+    """Start the processes of a role with the run's seed and deadline.
 
     Args:
         worker: dotted path of the worker class.

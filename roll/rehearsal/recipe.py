@@ -120,8 +120,7 @@ def rehearse_recipe(
     known: dict[Any, RoleRun] | None = None,
 ) -> Rehearsal:
     """Rehearse every role of a recipe, and put the phases of a step together; ConfigError for a model whose sizes are
-    not known. ``given``: ``config.json`` by role, that of ``""`` for all roles without one. ``known``: roles that were
-    rehearsed before, by task and model; new ones are added.
+    not known.
 
     Args:
         loaded: a configuration, as :func:`roll.config.loader.load_config` gives it.

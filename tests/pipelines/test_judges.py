@@ -21,25 +21,9 @@ from roll.rewards import RewardSample
 from roll.workers.reward import RewardSettings, RewardWorker
 from tests.config.good import changed, load
 from tests.pipelines.conftest import Run
+from tests.pipelines.judging import TEMPLATE, chance_of_yes
 from tests.serving.local_cluster import LocalCluster
 from tests.support.tiny_runs import TinyWorld, role
-
-TEMPLATE = "{{ response }} {{ positive }} or {{ negative }}?"
-
-
-def chance_of_yes(model: Any, tokenizer: Any, response: str) -> float:
-    """P(Y...) against P(N...) of the first token that the judge would say, by its logits."""
-    message = {"role": "user", "content": f"{response} Yes or No?"}
-    prompt = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
-    with torch.no_grad():
-        probabilities = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
-    chances = {"yes": 0.0, "no": 0.0}
-    for token in range(len(probabilities)):
-        text = tokenizer.decode([token]).strip().casefold()
-        for word in chances:
-            if text and word.startswith(text):
-                chances[word] += float(probabilities[token])
-    return chances["yes"] / sum(chances.values())
 
 
 def loaded_with_judge(world: TinyWorld, folder: Path) -> LoadedConfig[Any]:

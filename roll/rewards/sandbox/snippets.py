@@ -39,9 +39,7 @@ Method = tuple[str, str]  # a class and one of its methods
 
 @functools.lru_cache(maxsize=512)
 def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> str | tuple[tuple[str, Method | None], ...]:
-    """One source per case, with the method of a unittest class that runs after it; or the text of a pytest file.
-
-    ``texts`` run one after the other in one namespace; ``entry_point``: what ``check(candidate)`` is called with.
+    """Make the sources that judge a response, one for each case or one for all.
 
     Args:
         texts: the tests, executed one after the other in one namespace.

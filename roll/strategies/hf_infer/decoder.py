@@ -106,8 +106,6 @@ class Decoder(ABC):
         images: Images | None = None,
     ) -> PromptStates:
         """Compute the rest of prompts whose first tokens are there, ``known`` of each; at least one is not.
-        ``keys_values``: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim), finite everywhere; those
-        of the rest are filled in.
 
         Args:
             keys_values: (num_layers, 2, num_prompts, num_kv_heads, longest prompt, head_dim), finite everywhere; those

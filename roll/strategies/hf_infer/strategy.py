@@ -129,8 +129,7 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
 
     @torch.no_grad()
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See the base class; a tensor of another dtype is converted to the engine's. ValueError for a name that the
-        model does not have, or a tensor of another shape.
+        """See the base class; a tensor of another dtype is converted to the engine's.
 
         Raises:
             ValueError: a name that the model does not have, or a tensor of another shape.
