@@ -83,11 +83,8 @@ def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[st
 
     def trl(threads: int) -> Contestant:
         words = [dequantised_path(str(model)), *own, "--threads", str(threads), "--recipe", name]
-        script, trainer = {
-            "smollm2_sft": ("trl_rows.py", "SFTTrainer"),
-            "smollm2_dpo": ("trl_rows.py", "DPOTrainer"),
-        }.get(name, ("trl_grpo.py", "GRPOTrainer"))
-        command = [sys.executable, str(scripts / script), *words]
+        trainer = {"smollm2_sft": "SFTTrainer", "smollm2_dpo": "DPOTrainer"}.get(name, "GRPOTrainer")
+        command = [sys.executable, str(scripts / "trl_recipes.py"), *words]
         return Contestant(f"TRL {trainer}, {threads} thread{'s'[: threads - 1]}", command)
 
     def roll(title: str, *overrides: str, pipeline: str = "rlvr", config: str = "rlvr_config") -> Contestant:

@@ -274,7 +274,7 @@ def grpo_trl() -> Figures:
     from roll.models.gguf_reading import dequantise
 
     artifacts = prepared()
-    script = ROOT / "benchmarks/rlvr/trl_grpo.py"
+    script = ROOT / "benchmarks/rlvr/trl_recipes.py"
     words = [dequantise(artifacts / MODEL), artifacts / "instructions_train.jsonl", "--recipe", "smollm2"]
     output = call(sys.executable, script, *words, "--steps", 8 if ON_GPU else 1, *(["--gpu"] if ON_GPU else []))
     seconds = [float(found) for found in re.findall(r"'step_time': '?([\d.]+)", output)]

@@ -1,6 +1,6 @@
-"""The same recipe with TRL's GRPOTrainer: same model, data, reward, batch shape and loss, old log-probs not recomputed.
+"""The same recipes with TRL's trainers: same model, data, batch, loss and optimizer; GRPO recomputes no old log-probs.
 
-python benchmarks/rlvr/trl_grpo.py MODEL TRAIN.jsonl --steps 20 [--threads 1] [--recipe smollm2] ...  (--help)
+python benchmarks/rlvr/trl_recipes.py MODEL TRAIN.jsonl --steps 20 [--threads 1] [--recipe smollm2] ...  (--help)
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import json
 import os
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if "--gpu" not in sys.argv:
@@ -22,23 +24,9 @@ from bare_loop import reward
 from datasets import Dataset
 from markers import mark_step
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from roll.rewards.ifeval_instructions import CHECKS
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What differs between the recipes; ``bf16``: autocast over float32 weights, activations computed again."""
-
-    prompts: int
-    max_new_tokens: int
-    learning_rate: float
-    bf16: bool = False
-    group: int = 8
-
-
-RECIPES = {"tiny": Recipe(32, 36, 8e-4), "smollm2": Recipe(8, 48, 1e-5, bf16=True)}
 
 
 class Markers(TrainerCallback):
@@ -74,9 +62,64 @@ def score(completions, truth, **_):
     ]
 
 
-def truth_of(row):
+def question(row):
     checks = row.get("instruction_id_list")
-    return json.dumps([checks[0], row["kwargs"][0]] if checks else row["ground_truth"])
+    truth = [checks[0], row["kwargs"][0]] if checks else row["ground_truth"]
+    return {"prompt": row["messages"], "truth": json.dumps(truth)}
+
+
+def said(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def demonstration(row):
+    return {"prompt": row["messages"], "completion": said(row["solution"])}
+
+
+def pair(row):
+    return {"prompt": row["messages"], "chosen": said(row["chosen"]), "rejected": said(row["rejected"])}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What differs between the recipes; ``bf16``: autocast over float32 weights, activations computed again."""
+
+    trainer: type
+    config: type
+    example: Callable[[dict[str, Any]], dict[str, Any]]
+    batch: int
+    learning_rate: float
+    bf16: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the trainer, besides those that all have."""
+
+
+def grpo(prompts: int, max_new_tokens: int, learning_rate: float, bf16: bool, group: int = 8) -> Recipe:
+    options = {
+        "num_generations": group,
+        "max_completion_length": max_new_tokens,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "beta": 0.0,
+        "epsilon": 0.2,
+        "num_iterations": 1,
+        "loss_type": "grpo",
+        "scale_rewards": "group",
+    }
+    arguments = {"reward_funcs": score}
+    return Recipe(GRPOTrainer, GRPOConfig, question, prompts * group, learning_rate, bf16, options, arguments)
+
+
+LENGTH = {"max_length": 144}
+PREFERENCE = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0], "beta": 0.1}
+RECIPES = {
+    "tiny": grpo(32, 36, 8e-4, bf16=False),
+    "smollm2": grpo(8, 48, 1e-5, bf16=True),
+    "smollm2_sft": Recipe(SFTTrainer, SFTConfig, demonstration, 16, 2e-5, options=LENGTH),
+    "smollm2_dpo": Recipe(DPOTrainer, DPOConfig, pair, 8, 2e-5, options=LENGTH | PREFERENCE),
+}
 
 
 def main() -> None:
@@ -93,24 +136,14 @@ def main() -> None:
     recipe = RECIPES[arguments.recipe]
     torch.set_num_threads(arguments.threads)
     rows = [json.loads(line) for line in Path(arguments.data).read_text().splitlines()]
-    questions = Dataset.from_list([{"prompt": row["messages"], "truth": truth_of(row)} for row in rows])
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
+        config = recipe.config(
+            **recipe.options,
             output_dir=folder,
             use_cpu=not arguments.gpu,
             bf16=recipe.bf16,
             gradient_checkpointing=recipe.bf16,
-            per_device_train_batch_size=recipe.prompts * recipe.group,
-            num_generations=recipe.group,
-            max_completion_length=recipe.max_new_tokens,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            beta=0.0,
-            epsilon=0.2,
-            num_iterations=1,
-            loss_type="grpo",
-            scale_rewards="group",
+            per_device_train_batch_size=recipe.batch,
             learning_rate=recipe.learning_rate,
             lr_scheduler_type="constant",
             max_grad_norm=1.0,
@@ -124,11 +157,11 @@ def main() -> None:
             dataloader_num_workers=0,
             dataloader_pin_memory=False,
         )
-        trainer = GRPOTrainer(
+        trainer = recipe.trainer(
+            **recipe.arguments,
             model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
-            reward_funcs=score,
             args=config,
-            train_dataset=questions,
+            train_dataset=Dataset.from_list([recipe.example(row) for row in rows]),
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
             callbacks=[Markers(), *([SavedModels(arguments.save)] if arguments.save else [])],
         )
