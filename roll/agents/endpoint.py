@@ -180,8 +180,8 @@ class Session:
         by_role: Mapping[str, Any] = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
         for role, value in by_role.items():
             if by_role is rewards and role not in self.roles:
-                known = f"there are {', '.join(self.roles)}"
-                known = known if self.roles else "the agent has none (agent_config.roles)"
+                names = ", ".join(self.roles)
+                known = f"there are {names}" if names else "the agent has none (agent_config.roles)"
                 raise BadRequest(f"reward: {role!r} is no role of this agent; {known}", "reward")
             # JSON true is a bool, which Python counts among the integers.
             if not isinstance(value, int | float) or isinstance(value, bool) or finite_number(value) is None:
