@@ -143,8 +143,10 @@ class CustomEnvConfig:
     """Tasks from a data set: ``reset`` is given a row as ``task``, an agent has it as ``task.row``."""
     time_limit: float | None = setting(None, gt=0)
     """Seconds of a whole episode; null: none."""
+    reset_timeout: float = setting(60.0, gt=0)
+    """Seconds that a call of ``reset`` may take, the start of the environment's process with it."""
     step_timeout: float = setting(60.0, gt=0)
-    """Seconds that a call of ``reset`` or ``step`` may take."""
+    """Seconds that a call of ``step`` may take."""
     thinking: Literal["keep", "new_sample"] = "keep"
     """Where the chat template drops thoughts of earlier turns: ``keep`` them in the ids, or begin a ``new_sample``."""
     tool_wrapper: ToolWrapperConfig | None = None

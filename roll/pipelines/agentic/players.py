@@ -129,7 +129,7 @@ def environment_agent(
         history_length=section.history_length,
         max_steps=entry.turns,
         max_tokens=entry.new_tokens,
-        reset_seconds=section.step_timeout,
+        reset_seconds=section.reset_timeout,
         step_seconds=section.step_timeout,
         concurrent=entry.concurrent,
     )
