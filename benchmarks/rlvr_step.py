@@ -110,7 +110,10 @@ def contestants(name: str, steps: int, folder: Path, model: Path, extra: list[st
         ]
     if name in ("smollm2_sft", "smollm2_dpo"):
         pipeline = name.removeprefix("smollm2_")
-        return [roll("roll", pipeline=pipeline, config=f"{pipeline}_config"), *([trl(2)] if has_trl else [])]
+        role = {"sft": "sft_train", "dpo": "actor_train"}[pipeline]
+        overrides = ("logging_steps=1", f"{role}.training_args.save_hf_model=false")
+        ours = roll("roll", *overrides, pipeline=pipeline, config=f"{pipeline}_config")
+        return [ours, *([trl(2)] if has_trl else [])]
     one_device = [
         "num_gpus_per_node=1",
         "actor_train.device_mapping=[0]",
