@@ -13,7 +13,7 @@ from rich.table import Table
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.compose import add_config_arguments
 from roll.config.reading.errors import ConfigError, Problem
-from roll.pipelines.bisect_log_probs import ENGINE, TRAINER, Pair, by_layer, one_rank, parting_in_words
+from roll.pipelines.strict import ENGINE, TRAINER, Pair, by_layer, one_rank, parting_in_words
 from roll.preflight import prepared
 
 

@@ -39,7 +39,7 @@ def main(words: Sequence[str]) -> int:
 def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the program of a harness against the models; the exit status. Raises ``ConfigError``: every mistake."""
     from roll.cli import ready, run
-    from roll.pipelines.evaluate.harness import HarnessRun
+    from roll.pipelines.evaluate.models import HarnessRun
     from roll.serving.harness import HARNESSES, HarnessConfig
 
     HARNESSES[arguments.harness].require("--harness")

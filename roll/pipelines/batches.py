@@ -42,11 +42,7 @@ class RecordedBatch:
     metrics: dict[str, float] = field(default_factory=dict)  # metrics of the step
 
     def save(self, file: Path) -> None:
-        """Write the file.
-
-        Raises:
-            OSError: it could not be written; no part of it remains.
-        """
+        """Write the file; OSError: it could not be written, and no part of it remains."""
         file.parent.mkdir(parents=True, exist_ok=True)
         batch = stored_images(self.batch)
         facts = {"pipeline": self.pipeline, "step": self.step, "state": self.state, "metrics": self.metrics}
@@ -66,18 +62,11 @@ class RecordedBatch:
 @dataclass
 class BatchRecorder:
     """Holds the batch of the step in flight, and writes it every so many steps (``dump_batches``), or when a number was
-    not finite.
-
-    Args:
-        folder: where the files go.
-        pipeline: name of the pipeline.
-        every: steps between files (``dump_batches``); 0: none but those that are not finite.
-        on_nonfinite: the key of that name.
-    """
+    not finite."""
 
     folder: Path
     pipeline: str
-    every: int  # 0: none but those that are not finite
+    every: int  # steps between files (``dump_batches``); 0: none but those that are not finite
     on_nonfinite: str
     held: RecordedBatch | None = None
     num_not_finite: int = 0
@@ -87,11 +76,8 @@ class BatchRecorder:
         self.held = RecordedBatch(self.pipeline, step, batch.select(), dict(state))
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the batch held, if its time has come or a number was not finite.
-
-        Raises:
-            NotFinite: a loss or gradient was not finite, and ``on_nonfinite`` does not let the run continue as it is.
-        """
+        """Write the batch held, if its time has come or a number was not finite. Raises ``NotFinite``: a loss or
+        gradient was not finite, and ``on_nonfinite`` does not let the run continue as it is."""
         held, self.held = self.held, None
         # Skipped updates by which the loss scale of fp16 is found do not count. At a scale of 1 nothing is left to
         # lower: the update itself was not finite.

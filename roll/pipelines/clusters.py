@@ -50,7 +50,6 @@ class JudgeService(HttpFront):
 
     @property
     def options(self) -> dict[str, str]:
-        """Options of a judge that asks this service."""
         return {"base_url": self.base_url, "api_key": self._key, "model": self.model}
 
     @property
@@ -88,17 +87,13 @@ class Clusters(Scorers):
     added: Mapping[str, Cluster] = field(default_factory=dict)
 
     def all(self) -> list[Cluster]:
-        return [*self.computing(), self.actor_infer, *super().all()]
+        return [*self.computing.values(), self.actor_infer, *super().all()]
 
     @cached_property
-    def by_role(self) -> dict[str, Cluster]:
-        """The clusters of :meth:`computing` by their names."""
-        return {cluster.name: cluster for cluster in self.computing()}
-
-    def computing(self) -> list[Cluster]:
-        """The roles that learn or look at samples."""
+    def computing(self) -> dict[str, Cluster]:
+        """The roles that learn or look at samples, by name."""
         roles = (self.actor_train, self.reference, self.critic, *self.added.values())
-        return [role for role in roles if role is not None]
+        return {role.name: role for role in roles if role is not None}
 
 
 @dataclass(frozen=True)
@@ -153,7 +148,7 @@ class ClusterStarter:
         rewards = {}
         for name, section in config.rewards.items():
             judge = judges["judges"].get(judge_role(name, section))
-            settings = RewardSettings(**judge.address) if judge is not None else None
+            settings = RewardSettings(judge.address) if judge is not None else None
             role = f"rewards.{name}"
             rewards[name] = start_cluster(
                 self._config, role, REWARD_WORKER, self._resources, self._plan.roles[role].section, settings

@@ -8,7 +8,7 @@ from asyncio import Task
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.routing import build_router
 from roll.rollout.scheduling import AsyncScheduler, GroupCodec
 from roll.tracking import SampleTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -43,12 +46,7 @@ def engine_client(
     router: str | None,
     fixed_weights: bool = False,
 ) -> EngineClient:
-    """The client of the engines of ``actor_infer``.
-
-    Args:
-        slice_seconds, fixed_weights: see :class:`~roll.rollout.engines.EngineClient`.
-        router: name of the router where the configuration leaves it open.
-    """
+    """The client of the engines of ``actor_infer``; ``router``: its name where the configuration leaves it open."""
     keys, engines = config.router_args, config.actor_infer
     # A new process would load its model while others have the device, and threads would not wait for it.
     may_restart = not role.colocated_with and (engines.max_concurrency or 1) == 1
@@ -78,7 +76,12 @@ class RolloutSource(ABC):
 
     flow: GroupFlow
     codec: GroupCodec
+    tokenizer: PreTrainedTokenizerBase
     filtered_metric = "scheduler/filtered_query_count"  # metric of groups that filters rejected
+
+    @abstractmethod
+    def connect(self, engines: EngineClient) -> None:
+        """Make the flow on the engines, on top of data and clusters."""
 
     @abstractmethod
     def batch(self, groups: list[Any], driver: DriverLoop) -> tuple[DataProto, Metrics]:
@@ -246,11 +249,7 @@ class EngineRollout:
 
 def staleness_metrics(samples: Sequence[Sequence[tuple[int, int]]], step: int) -> Metrics:
     """Steps by which the weights that sampled are older than those that are trained, by sample and by token, from the
-    versions of each sample (or episode), each with its number of tokens.
-
-    Args:
-        samples: the versions of the tokens of each sample, or episode, each with its number of tokens.
-    """
+    versions of each sample (or episode), each with its number of tokens."""
     sampled = [versions for versions in samples if versions]  # a sample without tokens has none
     oldest = np.array([step - min(version for version, _ in versions) for versions in sampled])
     lags = np.array([(step - version, count) for versions in sampled for version, count in versions])

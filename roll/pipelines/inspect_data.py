@@ -156,7 +156,13 @@ class Painter:
 
     def paint(self, token_ids: Sequence[int], contents: Sequence[str], rest: str) -> Text:
         """The text of ``token_ids``; where ``contents`` occur in it, in their order, it is the data's own."""
-        text, special = self._decoded(token_ids)
+        text, special = "", []
+        # Runs of plain tokens are decoded together: a character may need several.
+        for is_special, run in groupby(token_ids, key=self._special.__contains__):
+            piece = str(self._tokenizer.decode(list(run), skip_special_tokens=False))
+            if is_special:
+                special.append((len(text), len(text) + len(piece)))
+            text += piece
         painted, position = Text(text), 0
         for content in contents:
             begin = text.find(content, position) if content else -1
@@ -168,13 +174,3 @@ class Painter:
         for begin, end in special:
             painted.stylize(STYLES["special"], begin, end)
         return painted
-
-    def _decoded(self, token_ids: Sequence[int]) -> tuple[str, list[tuple[int, int]]]:
-        text, spans = "", []
-        # Runs of plain tokens are decoded together: a character may need several.
-        for is_special, run in groupby(token_ids, key=self._special.__contains__):
-            piece = str(self._tokenizer.decode(list(run), skip_special_tokens=False))
-            if is_special:
-                spans.append((len(text), len(text) + len(piece)))
-            text += piece
-        return text, spans

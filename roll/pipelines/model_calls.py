@@ -52,12 +52,8 @@ GENERATION = frozenset({StateKind.MODEL_PARAMS, StateKind.KV_CACHE})
 def start_cluster(
     config: RunConfig, name: str, worker: str, resources: ResourceManager, role: WorkerConfig, settings: object = None
 ) -> Cluster:
-    """Start the processes of a role with the run's seed and deadline.
-
-    Args:
-        worker: dotted path of the worker class.
-        settings: what the workers need besides the section ``role``.
-    """
+    """Start the processes of a role, of the class at the dotted path ``worker``, with the run's seed and deadline;
+    ``settings``: what they need besides the section ``role``."""
     limit = config.rpc_timeout
     return Cluster(name, worker, resources, role, seed=config.seed, settings=settings, rpc_timeout=limit)
 
@@ -71,41 +67,25 @@ class _Tenant:
     states: frozenset[StateKind]
     resident: frozenset[StateKind]
 
-    def move(self, kinds: frozenset[StateKind], arrives: bool) -> None:
-        if StateKind.KV_CACHE not in self.states:
-            method = ModelWorker.load_states if arrives else ModelWorker.offload_states
-            self.cluster.call_all(method, sorted(kinds)).result()
-        elif arrives:
-            # Without the KV cache an exchange of weights has room for the trainer's copy beside the engine's.
-            self._ask_engines(GenerationWorker.wake, StateKind.KV_CACHE not in kinds)
-        else:
-            kinds = self.states  # an engine leaves as a whole
-            self._ask_engines(GenerationWorker.sleep)
-        self.resident = self.resident | kinds if arrives else self.resident - kinds
 
-    def _ask_engines(self, method: Callable[..., None], *arguments: object) -> None:
-        """Those that are lost are left out as long as there are others."""
-        role = self.cluster.role
-        timeout = role.engine_timeout if isinstance(role, GenerationWorkerConfig) else None
-        try:
-            self.cluster.call_all(method, *arguments).within(timeout).result()
-        except RemoteError as loss:
-            silent = loss.silent_ranks if isinstance(loss, DeadlineExceeded) else []
-            lost = {*silent, *(report.rank for report in loss.reports)}
-            if lost.issuperset(self.cluster.live_ranks):
-                raise
-            for rank in lost:
-                self.cluster.leave_out(rank)
-            logger.warning("an engine is lost, and the run goes on with the others:\n%s", loss)
+def _ask_engines(cluster: Cluster, method: Callable[..., None], *arguments: object) -> None:
+    """Those that are lost are left out as long as there are others."""
+    timeout = cluster.role.engine_timeout if isinstance(cluster.role, GenerationWorkerConfig) else None
+    try:
+        cluster.call_all(method, *arguments).within(timeout).result()
+    except RemoteError as loss:
+        silent = loss.silent_ranks if isinstance(loss, DeadlineExceeded) else []
+        lost = {*silent, *(report.rank for report in loss.reports)}
+        if lost.issuperset(cluster.live_ranks):
+            raise
+        for rank in lost:
+            cluster.leave_out(rank)
+        logger.warning("an engine is lost, and the run goes on with the others:\n%s", loss)
 
 
 class Residency:
-    """Moves the states of roles that share devices.
-
-    Args:
-        plan: says which devices each role has.
-        enabled: False: everything stays where it is; None: as the device's memory is the host's or not.
-    """
+    """Moves the states of roles that share devices; ``enabled`` False: everything stays where it is, None: as the
+    device's memory is the host's or not."""
 
     def __init__(self, plan: Plan, enabled: bool | None) -> None:
         # On a CPU nothing becomes free when a role leaves.
@@ -152,8 +132,17 @@ class Residency:
                     self._move(name, kinds & tenant.states, arrives=True)
 
     def _move(self, name: str, kinds: frozenset[StateKind], arrives: bool) -> None:
-        begin = time.perf_counter()
-        self._tenants[name].move(kinds, arrives)
+        begin, tenant = time.perf_counter(), self._tenants[name]
+        if StateKind.KV_CACHE not in tenant.states:
+            method = ModelWorker.load_states if arrives else ModelWorker.offload_states
+            tenant.cluster.call_all(method, sorted(kinds)).result()
+        elif arrives:
+            # Without the KV cache an exchange of weights has room for the trainer's copy beside the engine's.
+            _ask_engines(tenant.cluster, GenerationWorker.wake, StateKind.KV_CACHE not in kinds)
+        else:
+            kinds = tenant.states  # an engine leaves as a whole
+            _ask_engines(tenant.cluster, GenerationWorker.sleep)
+        tenant.resident = tenant.resident | kinds if arrives else tenant.resident - kinds
         self._seconds[f"time/{name}/{'onload' if arrives else 'offload'}/total"] += time.perf_counter() - begin
 
     def metrics(self) -> Metrics:
@@ -271,11 +260,8 @@ def answers(
     replacing: Callable[[Cluster, Callable[[], Values]], Values],
 ) -> Iterator[Answer]:
     """The answers of the roles of a phase, in their order. Roles without a device in common compute concurrently,
-    others take turns; a role without rows is left out.
-
-    Args:
-        replacing: runs the work of a role, once more where its workers have to be replaced.
-    """
+    others take turns; a role without rows is left out. ``replacing`` runs the work of a role, once more where its
+    workers have to be replaced."""
     turns: list[list[tuple[RoleAsk, NDArray[np.bool_]]]] = [[]]
     busy: set[int] = set()
     for asked in asks:
@@ -320,10 +306,7 @@ def start_computing(
     batch: DataProto, cluster: Cluster, ask: Ask, residency: Residency | None = None
 ) -> Callable[[], Values]:
     """Start to compute columns (B, L), on each rank an equal share of the work; the function returned waits for them,
-    and gives them in the order of ``batch``.
-
-    Args:
-        residency: brings the model onto its devices before; None: it is there.
+    and gives them in the order of ``batch``. ``residency`` brings the model onto its devices before; None: it is there.
     """
     if residency is not None:
         residency.bring({cluster.name: WEIGHTS})
@@ -359,11 +342,8 @@ def update_model(
     """``epochs`` passes over a batch, with an optimizer step on each of ``num_mini_batches`` parts.
 
     Mini-batches are of equally many samples, or episodes, whose rows stay in one; of episodes that do not divide, some
-    have one fewer than others.
-
-    Args:
-        shuffle_seed: seed of the mini-batches, which are drawn again for every pass; None: consecutive rows, each pass
-            the same.
+    have one fewer than others. They are drawn from ``shuffle_seed`` again for every pass; None: consecutive rows, each
+    pass the same.
     """
     loss = replace(loss, num_groups=int(batch.batch["group_ids"].max()) + 1)
     by_prompt = cluster.role.use_prefix_sharing

@@ -1,14 +1,9 @@
-"""Checks of every run whose policy learns from its own samples: of its configuration across keys; and by the parts
-themselves, before anything starts: own functions, and how weights can travel."""
+"""Checks of the configuration across keys, of every run whose policy learns from its own samples."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks, check_resume
 from roll.config.checks.roles import note_needless_reference
@@ -17,8 +12,6 @@ from roll.config.lora import adapter_rank, adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.plan.planning import shares_devices
 from roll.config.policy import update_mode
-from roll.config.reading.errors import ConfigError
-from roll.config.reading.fields import DOTTED_PATH
 from roll.config.strategies.registry import BACKENDS, backend_of
 from roll.methods.policy_plan import (
     PolicyConfig,
@@ -35,23 +28,10 @@ from roll.methods.policy_plan import (
     trainer_is_old,
     uses_old_log_probs,
 )
-from roll.pipelines.strict_checks import check_strict
-
-if TYPE_CHECKING:
-    from roll.config.loader import LoadedConfig
+from roll.pipelines.policy_preflight import check_strict
 
 KEY = "async_generation_ratio"
-BUILD_FILTER, BUILD_ROUTER = "roll.rollout.groups.build_filter", "roll.rollout.routing.build_router"
 ROUTE_RECORDERS = ("hf_infer", "vllm")  # engines that return the experts of every token
-# Keys at the top that take the dotted path of a function; losses, estimators and filters bring options along.
-OWN_FUNCTION_KEYS = (
-    *("entropy_loss_agg_mode", "kl_loss_agg_mode", "kl_loss_type", "kl_penalty", "loss_agg_mode"),
-    *("train_infer_correction", "value_loss_agg_mode"),
-)
-CHOICES = {
-    "estimator": "roll.algorithms.advantages.advantage_estimators.options_of",
-    "loss": "roll.algorithms.policy_losses.policy_losses.options_of",
-}
 
 
 def check_policy(config: PolicyConfig, response_limit: int, checks: Checks) -> None:
@@ -357,50 +337,3 @@ def _check_adapter(config: PolicyConfig, checks: Checks) -> None:
     elif rank > most:
         rule = f"must be at most {most} for {engine}; with weight_sync.lora: merged it may be more"
         checks.add(key, rank, rule, most)
-
-
-# Before anything starts
-
-
-def policy_functions(config: PolicyConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
-    """(key, value, look-up) of what a user may have written a function for; nothing is imported for the known names."""
-
-    def resolve(key: str, path: str) -> object:
-        from roll.algorithms.registry import Registry
-
-        return Registry(key).resolve(path)
-
-    for key in OWN_FUNCTION_KEYS:
-        value = getattr(config, key)
-        if isinstance(value, str) and DOTTED_PATH.fullmatch(value):
-            yield key, value, partial(resolve, key, value)
-    for key, options_of in CHOICES.items():
-        choice = getattr(config, key)
-        if isinstance(choice.options, Mapping):  # of a function that is not imported yet
-            yield key, choice.name, partial(late, options_of, choice)
-    router = config.router_args
-    if router.router_config or DOTTED_PATH.fullmatch(router.router_name or ""):
-        key = "router_config" if router.router_config else "router_name"
-        build = partial(late, BUILD_ROUTER, router.router_name, router.router_config)
-        yield f"router_args.{key}", getattr(router, key), build
-
-
-def late(path: str, *arguments: Any) -> Any:
-    """Call the function at a dotted path, which is imported only now: it needs torch."""
-    return resolve_name(path)(*arguments)
-
-
-def check_transport(loaded: LoadedConfig[Any]) -> None:
-    """Weights can only travel through memory that there is: no ``cuda_ipc`` on a host without CUDA.
-
-    Raises:
-        ConfigError: ``cuda_ipc`` on a host without CUDA.
-    """
-    if loaded.config.weight_sync.transport != "cuda_ipc":
-        return
-    from roll.platforms import current_platform
-
-    device_type = current_platform().device_type
-    if device_type != "cuda":
-        rule = f"needs CUDA devices, this host's are of type {device_type}; object_store works everywhere"
-        raise ConfigError([loaded.problem("weight_sync.transport", "cuda_ipc", rule)])

@@ -12,9 +12,8 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from roll.checkpoint import Checkpoint
 from roll.config.loader import LoadedConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.rewards import REWARD_MODEL
@@ -42,13 +41,9 @@ from roll.pipelines.run_context import RunContext
 from roll.pipelines.strict import Certificate
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean
-from roll.rollout.engines import SLICE_SECONDS, EngineClient
+from roll.rollout.engines import SLICE_SECONDS
 from roll.strategies.base import Output
 from roll.weight_sync.sender import WeightSync, sync_options
-from roll.workers.model import TrainWorker
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ConfigT = TypeVar("ConfigT", bound=PolicyRunConfig)
 PlanT = TypeVar("PlanT", bound=PolicyPlan)
@@ -64,7 +59,6 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
 
     source: RolloutSource
     rollout: EngineRollout
-    tokenizer: PreTrainedTokenizerBase
     clusters: Clusters
     slice_seconds = SLICE_SECONDS  # see :class:`~roll.rollout.engines.EngineClient`
     certificate: Certificate | None = None
@@ -102,7 +96,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         roles = starter.start_computing() | self.start_scorers(starter) | starter.start_engines()
         self.clusters = Clusters(**roles)
         self.begin_loading(starter, self.clusters.all())
-        self.load_data()
+        self.source = self.load_data()
         starter.finish(self.residency)
         self.connect()
 
@@ -123,23 +117,18 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         """Start the processes that score, by field of :class:`~roll.pipelines.clusters.Scorers`."""
 
     @abstractmethod
-    def load_data(self) -> None:
-        """Read the prompts or tasks, and set ``tokenizer``."""
-
-    @abstractmethod
-    def build_source(self, engines: EngineClient) -> RolloutSource:
-        """The rollout's source, on top of clusters and data."""
+    def load_data(self) -> RolloutSource:
+        """Read the prompts or tasks; the rollout's source, which is yet to be connected."""
 
     @abstractmethod
     def build_method(self) -> PolicyMethod:
         """The algorithm."""
 
     def connect(self) -> None:
-        """Build the phases on top of clusters and data."""
         config, plan = self.config, self.plan
         role, cluster = plan.roles["actor_infer"], self.clusters.actor_infer
         engines = engine_client(config, role, cluster, self.slice_seconds, self.router)
-        self.source = self.build_source(engines)
+        self.source.connect(engines)
         self.rollout = EngineRollout(config, plan, engines, self.source)
         self.context.at_end(self.rollout.close)
         self.method = self.build_method()
@@ -173,13 +162,11 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
             self.save(step + 1, self.state_dict())
 
     def update_engines(self, version: int) -> None:
-        """Give the engines the trainer's weights."""
         with self.context.phase("step_model_update"):
             self.residency.bring({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
             self.context.record(self.rollout.exchange(version, lambda: self.weight_sync.sync(version)))
 
     def generate(self, step: int) -> DataProto:
-        """The step's samples with their scores."""
         if self.recorded.replays:
             with self.context.phase("step_generate"):
                 batch, metrics = self.recorded.read(step, self.rows_per_step)
@@ -214,7 +201,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         # groupby joins neighbours only: a method lists the asks of one phase together.
         for phase, asks in groupby(self.method.asks(self.plan, self.temperature), key=attrgetter("phase")):
             with self.context.phase(phase):
-                found = answers(batch, list(asks), self.clusters.by_role, self.residency, self.replacing)
+                found = answers(batch, list(asks), self.clusters.computing, self.residency, self.replacing)
                 self.context.record(self.method.receive(batch, found, phase))
 
     def replacing(self, cluster: Cluster, work: Callable[[], R]) -> R:
@@ -232,7 +219,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
             with self.context.phase("sample_log"):
                 ask = Ask(temperature=self.temperature)
                 trainer = start_computing(batch, self.clusters.actor_train, ask, self.residency)()[Output.LOG_PROBS]
-        self.context.samples.policy(step, batch, self.rollout.notes, self.tokenizer, trainer)
+        self.context.samples.policy(step, batch, self.rollout.notes, self.source.tokenizer, trainer)
 
     def learn(self, batch: DataProto, step: int) -> None:
         """All optimizer steps of actor and critic on this batch."""
@@ -244,7 +231,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
                 if role == "actor_train" and warms_up:
                     continue
                 self.residency.bring({role: TRAINING})
-                training, cluster = self.plan.training[role], self.clusters.by_role[role]
+                training, cluster = self.plan.training[role], self.clusters.computing[role]
                 # The last mini-batch may be smaller: rows of episodes need not divide.
                 num_mini_batches = -(-num_samples(batch) // training.mini_batch_size)
                 compared = self.certificate if role == "actor_train" else None
@@ -265,9 +252,9 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
             computing = starter.start_computing()
             # Nothing generates: actor_train is named for the engines as well.
             self.clusters = Clusters(**computing, actor_infer=computing["actor_train"])
-            self.begin_loading(starter, self.clusters.computing())
+            self.begin_loading(starter, list(self.clusters.computing.values()))
             starter.finish(self.residency)
-            checkpoint = self.restore_models()
+            checkpoint = self.context.resume_models(self.learners, self.residency)
             self.method = self.build_method()
             self.method.load_state_dict(recorded.state)
             self.add_model_columns(recorded.batch)
@@ -297,7 +284,6 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         self.report(validation, step)
 
     def report(self, validation: Validation, step: int) -> None:
-        """Record the results of a validation after ``step`` steps."""
         self.context.record({"time/val_step_total": Mean(validation.seconds)})
         self.context.record_validation(validation.metrics | self.by_harness, step)
         for name, groups in validation.groups.items():
@@ -312,7 +298,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         with self.context.finishing(steps):
             if self.config.actor_train.training_args.save_hf_model:
                 self.residency.bring({"actor_train": WEIGHTS})
-                export_model(self.clusters.actor_train, self.tokenizer, self.plan.output_dir / "model")
+                export_model(self.clusters.actor_train, self.source.tokenizer, self.plan.output_dir / "model")
 
     def save_abandoned(self, step: int, state: dict[str, Any]) -> None:
         """A checkpoint after ``step`` steps, written in the next one, which was abandoned before it changed a model.
@@ -327,31 +313,17 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
         self.save(step, state)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """A checkpoint after ``step`` steps, with what the driver must remember."""
-        with self.context.writing_checkpoint(step, state, self.learners) as path:
-            for cluster in self.learners:
-                # One after the other: they may share devices.
-                self.residency.bring({cluster.name: TRAINING})
-                cluster.call_all(TrainWorker.save_checkpoint, str(path / cluster.name)).result()
+        self.context.save_models(step, state, self.learners, self.residency)
 
     def restore(self) -> int:
         """Continue from a checkpoint if the configuration names one; the number of steps done."""
-        checkpoint = self.restore_models()
+        checkpoint = self.context.resume_models(self.learners, self.residency)
         if checkpoint is None:
             return 0
         self.load_state_dict(self.context.load_state(checkpoint))
         if self.certificate is not None:
             self.certificate.go_on()
         return checkpoint.step
-
-    def restore_models(self) -> Checkpoint | None:
-        """Load the models that learn from the checkpoint that the configuration names, if any."""
-        checkpoint = self.context.checkpoint_to_resume()
-        if checkpoint is not None:
-            for cluster in self.learners:
-                self.residency.bring({cluster.name: TRAINING})
-                cluster.call_all(TrainWorker.load_checkpoint, str(checkpoint.role(cluster.name))).result()
-        return checkpoint
 
     def state_dict(self, interrupt: bool = True) -> dict[str, Any]:
         """State of the driver: plain JSON values. Without ``interrupt`` engines go on, and what they have begun is

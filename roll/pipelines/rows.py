@@ -139,11 +139,9 @@ class RowsPipeline:
         self.context.watch([cluster for cluster in (self.learner, self.frozen) if cluster is not None])
         self.load_data()
         build_models(self.learner, self.frozen, self.num_steps, self.residency)
-        checkpoint = self.context.checkpoint_to_resume()
+        checkpoint = self.context.resume_models([self.learner], self.residency)
         if checkpoint is None:
             return 0
-        self.residency.bring({self.role: TRAINING})
-        self.learner.call_all(TrainWorker.load_checkpoint, str(checkpoint.role(self.role))).result()
         self.rows.load_state_dict(self.context.load_state(checkpoint)[self.method.state_key])
         return checkpoint.step
 
@@ -221,7 +219,6 @@ class RowsPipeline:
         return DrawnRows(drawn, dealt, batch, self.method.request(dealt, batch, self, "train"), state)
 
     def begin_update(self, batch: DataProto) -> PendingCall[Metrics]:
-        """Start one optimizer step."""
         # A phase only where there is something to wait for.
         if self.residency.moves(self.role):
             with self.context.phase("step_train"):
@@ -229,7 +226,6 @@ class RowsPipeline:
         return self.learner.call(TrainWorker.step, batch, self.method.loss)
 
     def finish_update(self, update: PendingCall[Metrics]) -> None:
-        """Wait for an optimizer step."""
         with self.context.phase("step_train"):
             self.context.record(update.result())
 
@@ -253,11 +249,8 @@ class RowsPipeline:
         self.context.record_validation(metrics, steps_done)
 
     def save(self, steps_done: int, state: dict[str, Any]) -> None:
-        """A checkpoint after ``steps_done`` steps, with what the driver must remember."""
         self.method.flush()
-        with self.context.writing_checkpoint(steps_done, state, [self.learner]) as path:
-            self.residency.bring({self.role: TRAINING})
-            self.learner.call_all(TrainWorker.save_checkpoint, str(path / self.role)).result()
+        self.context.save_models(steps_done, state, [self.learner], self.residency)
 
     def state_dict(self) -> dict[str, Any]:
         """State of the driver: plain JSON values."""

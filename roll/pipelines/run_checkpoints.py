@@ -23,12 +23,8 @@ STATE_FOLDER = "pipeline"
 
 
 class PendingCheckpoint:
-    """A checkpoint folder under its hidden name, and the clusters of training workers that write into it.
-
-    Args:
-        writing: gives the folder when it is entered, publishes it when it is left.
-        steps_done: by the weights that it holds.
-    """
+    """A checkpoint folder under its hidden name (``writing`` gives it when it is entered, and publishes it when it is
+    left), and the clusters of training workers that write into it."""
 
     def __init__(self, writing: AbstractContextManager[Path], writers: Sequence[Cluster], steps_done: int = 0) -> None:
         self._stack = ExitStack()
@@ -88,13 +84,8 @@ class PendingCheckpoint:
 
 
 class RunCheckpoints:
-    """The checkpoint that is being written, the newest one (``published`` is told its steps), and the one that the run
-    continues from.
-
-    Args:
-        record: takes metrics of the current step.
-        published: called with the steps that a checkpoint holds, when it has appeared.
-    """
+    """The checkpoint that is being written, the newest one (``published`` is told its steps when it has appeared), and
+    the one that the run continues from; ``record`` takes metrics of the current step."""
 
     def __init__(
         self, config: RunConfig, plan: Plan, record: Callable[[Metrics], None], published: Callable[[int], None]
@@ -125,7 +116,6 @@ class RunCheckpoints:
 
     @contextmanager
     def writing(self, steps_done: int, state: Mapping[str, Any], writers: Sequence[Cluster]) -> Iterator[Path]:
-        """See :meth:`roll.pipelines.run_context.RunContext.writing_checkpoint`."""
         # One at a time: ranks answer for their last `save_checkpoint` only.
         self.publish()
         pending = PendingCheckpoint(self.manager.writing(steps_done), writers, steps_done)

@@ -1,13 +1,13 @@
-"""The context that every pipeline runs in: steps, phases, metrics, checkpoints."""
+"""The context that every pipeline runs in: steps, phases, the ranks that are late in them, metrics, checkpoints."""
 
 from __future__ import annotations
 
 import json
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from roll.checkpoint import Checkpoint
@@ -19,22 +19,25 @@ from roll.distributed.restarts import supervised
 from roll.distributed.signals import ending
 from roll.pipelines.batches import FOLDER as BATCHES
 from roll.pipelines.batches import BatchRecorder
+from roll.pipelines.model_calls import TRAINING, Residency
 from roll.pipelines.run_checkpoints import STATE_FOLDER
 from roll.pipelines.run_lifetime import RunLifetime
-from roll.pipelines.stragglers import StragglerWatch
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.report.run_files import REPORT_NAME
 from roll.tracking import LOG_NAME, PhaseTimer, ProgressReporter, RunSummary, SampleTable
 from roll.tracking.console import INTERVAL_ENDS
 from roll.tracking.records import strip_reducer_tags
+from roll.workers.model import TrainWorker
 
 logger = logging.getLogger(__name__)
 
-
-SHOWN_SAMPLES = 8
 R = TypeVar("R")
-MEMORY_SECONDS = 30.0  # time for a worker to report how much memory it has used
+SHOWN_SAMPLES = 8
+ASK_SECONDS = 30.0  # time for a worker to report its memory, or how long it has worked
+SLOW = 2.0  # times the median
+LEAST_SECONDS = 1.0  # shortest phase that is compared: in shorter ones a busy host makes such differences now and then
+MOST_RANKS = 16  # ranks of a role whose seconds are each a metric; of more, the median and the slowest
 
 
 class RunContext(RunLifetime):
@@ -47,7 +50,7 @@ class RunContext(RunLifetime):
         self._validations: dict[int, dict[str, float]] = {}
         self._began = time.perf_counter()
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
-        self._stragglers = StragglerWatch(self._clusters)
+        self._rank_seconds: dict[str, float] = {}  # metrics of the current step
         self._measures_memory = False
         config = self.config
         self._batches = BatchRecorder(
@@ -118,8 +121,34 @@ class RunContext(RunLifetime):
         # Polled at phases: no thread of the driver waits until the ranks have written a checkpoint.
         if self._checkpoints.pending is not None:
             self._checkpoints.publish_if_written()
-        with self._stragglers.phase(name) if self._measures_memory else nullcontext(), self._timer.phase(name):
+        compares = self._measures_memory
+        before = self._ask_workers(Worker.effort_seconds, 2) if compares else {}
+        with self._timer.phase(name):
             yield
+        after = self._ask_workers(Worker.effort_seconds, 2) if compares else {}
+        for cluster in self._clusters if compares else ():
+            early, late = before.get(cluster.name, ()), after.get(cluster.name, ())
+            if len(early) == len(late) > 1:  # else a rank was lost during the phase
+                self._compare_ranks(name, cluster, [end - begin for begin, end in zip(early, late, strict=True)])
+
+    def _compare_ranks(self, phase: str, cluster: Cluster, seconds: Sequence[float]) -> None:
+        """Note what each rank needed as ``time/<phase>/<role>/rank_<n>``, ``median`` and ``slowest``.
+
+        Ranks that compute together wait for each other, so the wall-clock time of a phase says nothing about who is
+        late. What says it is the time in which each has worked or was kept from working
+        (:class:`roll.distributed.worker.Effort`): who waits for a peer does neither. On accelerators that is the host's
+        part of the work (launching kernels, preparing data): a device that is throttled does not show in it.
+        """
+        prefix, median = f"time/{phase}/{cluster.name}", statistics.median(seconds)
+        if len(seconds) <= MOST_RANKS:
+            self._rank_seconds |= {f"{prefix}/rank_{rank}": own for rank, own in enumerate(seconds)}
+        self._rank_seconds |= {f"{prefix}/median": median, f"{prefix}/slowest": max(seconds)}
+        for rank in stragglers(seconds):
+            where = cluster.addresses[rank]
+            logger.warning(
+                "%s rank %d (pid %d on %s) is slow: it needed %.2f s in %s, the median of %d ranks is %.2f s",
+                *(cluster.name, rank, where.pid, where.node_ip, seconds[rank], phase, len(seconds), median),
+            )
 
     def record(self, metrics: Metrics) -> None:
         """Metrics of the current step."""
@@ -136,14 +165,12 @@ class RunContext(RunLifetime):
         self._batches.hold(step, batch, state or {})
 
     def end_step(self, step: int) -> None:
-        """Write what was recorded since the last step.
-
-        Raises:
-            NotFinite: a loss or gradient was not finite, and ``on_nonfinite`` says that this ends the run.
-        """
+        """Write what was recorded since the last step. Raises ``NotFinite``: a loss or gradient was not finite, and
+        ``on_nonfinite`` says that this ends the run."""
         self._checkpoints.publish_if_written()
         seconds = time.perf_counter() - self._step_began
-        metrics = self.recorded() | self._timer.pop() | self._stragglers.pop()
+        metrics = self.recorded() | self._timer.pop() | self._rank_seconds
+        self._rank_seconds = {}
         metrics |= {"time/step_total": seconds, "system/global_step": float(step)}
         if "system/tokens" in metrics:
             metrics["system/tps"] = metrics["system/tokens"] / seconds
@@ -170,13 +197,8 @@ class RunContext(RunLifetime):
         logger.info("validation after %d steps: %s", steps_done, shown)
 
     def dump_samples(self, kind: str, step: int, table: Callable[[], SampleTable], part: str = "") -> None:
-        """Write a step's samples where ``rollout_dump_dir`` says; a few of each ``validation``, or of its set ``part``,
-        go to the trackers.
-
-        Args:
-            kind: ``train`` or ``validation``.
-            part: the name of a validation set, if it has one.
-        """
+        """Write a step's samples where ``rollout_dump_dir`` says; of each ``kind`` ``validation``, or of its set
+        ``part``, a few go to the trackers."""
         name = f"{kind}-{part}" if part else kind
         if self.plan.dump_dir is not None:
             file = self.plan.dump_dir / f"{name}-{step:06d}.jsonl"
@@ -193,11 +215,7 @@ class RunContext(RunLifetime):
 
     def replacing(self, cluster: Cluster, build: Callable[[], object], work: Callable[[], R]) -> R:
         """Run ``work`` of a role that never learns; when a worker dies, start all of them again, ``build`` its model
-        and repeat it. A second death, or that of a worker of another role, is raised.
-
-        Raises:
-            WorkerDied: it died again at the same work, or a worker of another role did.
-        """
+        and repeat it. Raises ``WorkerDied``: one died again at the same work, or one of another role did."""
         try:
             return work()
         except WorkerDied as death:
@@ -214,24 +232,25 @@ class RunContext(RunLifetime):
         # Asking every worker at every phase would cost more than a small step.
         if not self._measures_memory:
             return {}
-        alive = [cluster for cluster in self._clusters if cluster.live_ranks]
+        return {name: float(max(peaks)) for name, peaks in self._ask_workers(Worker.peak_memory, 1).items()}
+
+    def _ask_workers(self, method: Callable[..., float], least_ranks: int) -> dict[str, list[float]]:
+        """The answers of all live ranks, by role with so many of them."""
+        asked = [cluster for cluster in self._clusters if len(cluster.live_ranks) >= least_ranks]
         # All of them are asked before the first answer is waited for.
-        calls = [(one.name, one.call_all(Worker.peak_memory).within(MEMORY_SECONDS)) for one in alive]
-        peaks = {}
+        calls = [(one.name, one.call_all(method).within(ASK_SECONDS)) for one in asked]
+        answers = {}
         for name, call in calls:
             try:
-                peaks[name] = float(max(call.result()))
+                answers[name] = call.result()
             except RemoteError as error:  # an engine may be lost and the run go on: its next call decides
-                logger.debug("no measurement of memory: %s", error)
-        return peaks
+                logger.debug("no measurement of %s: %s", name, error)
+        return answers
 
     @contextmanager
     def finishing(self, steps: int) -> Iterator[None]:
-        """Write the trained model in the block; then write the report and show the summary.
-
-        Raises:
-            OutputRefused: the disk did not take the model. The rest of the run's end comes all the same.
-        """
+        """Write the trained model in the block; then write the report and show the summary. Raises ``OutputRefused``:
+        the disk did not take the model. The rest of the run's end comes all the same."""
         refused: OutputRefused | None = None
         try:
             yield
@@ -268,31 +287,43 @@ class RunContext(RunLifetime):
         """True when a checkpoint follows step ``step``."""
         return bool(self.plan.save_steps) and (step + 1) % self.plan.save_steps == 0
 
-    @contextmanager
-    def writing_checkpoint(
-        self, steps_done: int, state: Mapping[str, Any], writers: Sequence[Cluster]
-    ) -> Iterator[Path]:
-        """A folder for the roles to write into; with ``state`` it becomes a checkpoint.
+    def save_models(
+        self, steps_done: int, state: Mapping[str, Any], learners: Sequence[Cluster], residency: Residency
+    ) -> None:
+        """Write a checkpoint after ``steps_done`` steps: the models that learn, and ``state``, what the driver must
+        remember.
 
-        It appears when ``writers`` have all of it on disk: at the end of the block, else at the beginning of a later
+        It appears when all ranks have their part on disk: at the end of the call, else at the beginning of a later
         phase, at the latest before the next checkpoint or the end of the run.
         """
         validations = {str(steps): metrics for steps, metrics in self._validations.items()}
         whole = dict(state) | {"validations": validations}
-        with self._timer.phase("save"), self._checkpoints.writing(steps_done, whole, writers) as path:
-            yield path
+        with self._timer.phase("save"), self._checkpoints.writing(steps_done, whole, learners) as path:
+            for cluster in learners:
+                # One after the other: they may share devices.
+                residency.bring({cluster.name: TRAINING})
+                cluster.call_all(TrainWorker.save_checkpoint, str(path / cluster.name)).result()
 
-    def checkpoint_to_resume(self) -> Checkpoint | None:
-        """The checkpoint that ``resume_from_checkpoint`` names, if there is one."""
+    def resume_models(self, learners: Sequence[Cluster], residency: Residency) -> Checkpoint | None:
+        """Load the models that learn from the checkpoint that ``resume_from_checkpoint`` names, if there is one."""
         if (found := self._checkpoints.take_up()) is not None:
             self._interruption.saved_steps = found.step
+            for cluster in learners:
+                residency.bring({cluster.name: TRAINING})
+                cluster.call_all(TrainWorker.load_checkpoint, str(found.role(cluster.name))).result()
         return found
 
     def load_state(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        """The state that was passed to :meth:`writing_checkpoint`."""
+        """The state that was passed to :meth:`save_models`."""
         state = load_state(checkpoint.role(STATE_FOLDER))
         self._validations = {int(steps): metrics for steps, metrics in state["validations"].items()}
         return state
+
+
+def stragglers(seconds: Sequence[float]) -> list[int]:
+    """The ranks that needed twice as long as the median (of two: as the other)."""
+    median = statistics.median_low(seconds)
+    return [rank for rank, own in enumerate(seconds) if own >= max(SLOW * median, LEAST_SECONDS)]
 
 
 def whole_sets(metrics: Mapping[str, float], intervals: bool = False) -> dict[str, float]:

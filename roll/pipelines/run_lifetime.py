@@ -73,12 +73,7 @@ def sole_writer(folder: Path, source: Path) -> Iterator[None]:
 
 class RunLifetime:
     """Services of a run from its first moment to its last, whatever its steps are; ``record`` takes metrics of a
-    step.
-
-    Args:
-        loaded: its configuration.
-        record: takes metrics of the current step.
-    """
+    step."""
 
     def __init__(self, loaded: LoadedConfig[Any], record: Callable[[Metrics], None]) -> None:
         self.config, self.plan = loaded.config, loaded.plan
@@ -314,7 +309,6 @@ class Interruption:
 
 
 def command_to_go_on(loaded: LoadedConfig[Any]) -> str:
-    """The command line that continues the run."""
     if loaded.written is not None:  # of a dictionary, which no command line names
         words = [str(loaded.plan.output_dir / RESOLVED_CONFIG)]
     else:

@@ -87,7 +87,6 @@ class SampleRecorder:
         self._shown: set[str] = set()  # names of the images that the record has
 
     def flush(self) -> None:
-        """Wait until everything is on disk."""
         if self._log is not None:
             self._log.flush()
 
@@ -109,15 +108,12 @@ class SampleRecorder:
         tokenizer: PreTrainedTokenizerBase,
         trainer_log_probs: Tensor | None,
     ) -> None:
-        """The samples of a training step, when they have advantages.
-
-        Args:
-            trainer_log_probs: float32 (B, L), before the update; None: no pass has computed them.
-        """
+        """The samples of a training step, when they have advantages; ``trainer_log_probs`` float32 (B, L), before the
+        update, None: no pass has computed them."""
         if self._log is None:
             return
         self._tokenizer = tokenizer
-        block = _Block(step, "train", MAX_TOKENS, self._piece)
+        block = _Block(step, "train", self._piece)
         rows, limit = np.arange(len(batch)), self._settings.max_samples_per_step
         if len(batch) > limit:
             # Whole groups, up to the limit; of a first group above it, its first rows.
@@ -133,7 +129,7 @@ class SampleRecorder:
             columns[Output.ROUTES] = last_layer[rows].numpy()
         if trainer_log_probs is not None:
             columns["trainer_log_probs"] = trainer_log_probs[rows].numpy()
-        of_rows = _Rows(columns, MAX_TOKENS)
+        of_rows = _Rows(columns)
         objects = {name: batch.non_tensor_batch.get(name) for name in _OBJECTS}
         about = notes()
         for place, row in enumerate(rows.tolist()):
@@ -172,7 +168,7 @@ class SampleRecorder:
         """Samples as text, without their tokens: those of a validation, or of its set ``part``."""
         if self._log is None or not table:
             return
-        block = _Block(step, kind, MAX_TOKENS, self._piece)
+        block = _Block(step, kind, self._piece)
         for number, row in enumerate(table[: self._settings.max_samples_per_step]):
             prompt = {
                 "id": str(row.get("prompt_id", "")),
@@ -193,7 +189,7 @@ class SampleRecorder:
         if self._log is None:
             return
         self._tokenizer = tokenizer
-        block = _Block(step, "train", MAX_TOKENS, self._piece)
+        block = _Block(step, "train", self._piece)
         rows = rows[: self._settings.max_samples_per_step]
         for row in rows:
             ids, response = row.input_ids[: row.prompt_length], row.input_ids[row.prompt_length :]
@@ -209,7 +205,7 @@ class SampleRecorder:
         if self._log is None:
             return
         self._tokenizer = tokenizer
-        block = _Block(step, "train", MAX_TOKENS, self._piece)
+        block = _Block(step, "train", self._piece)
         reference, mask = batch.batch.get("ref_log_probs"), batch.batch["response_mask"]
         place = -1
         for row in rows[: max(1, self._settings.max_samples_per_step // 2)]:
@@ -252,9 +248,9 @@ _OBJECTS = ("prompt_id", "domain", "tag", "finish_reason", "outcome", "role")
 
 
 class _Block:
-    def __init__(self, step: int, kind: str, max_tokens: int, piece: Callable[[int], str]) -> None:
+    def __init__(self, step: int, kind: str, piece: Callable[[int], str]) -> None:
         self._head = {"step": step, "kind": kind, "time": time.time()}
-        self._max_tokens, self._piece = max_tokens, piece
+        self._piece = piece
         self._prompts: list[dict[str, Any]] = []
         self._places: dict[tuple[str, str, str], int] = {}
         self._samples: list[dict[str, Any]] = []
@@ -269,10 +265,10 @@ class _Block:
             self._prompts.append({name: value for name, value in prompt.items() if value not in (None, "")})
         kept = {name: value for name, value in sample.items() if value is not None and value != {}}
         if ids is not None:
-            self._ids.append(np.asarray(ids[: self._max_tokens], dtype=np.int64))
+            self._ids.append(np.asarray(ids[:MAX_TOKENS], dtype=np.int64))
             kept["tokens"] = len(self._ids) - 1
-            if len(ids) > self._max_tokens:
-                kept["cut"] = len(ids) - self._max_tokens
+            if len(ids) > MAX_TOKENS:
+                kept["cut"] = len(ids) - MAX_TOKENS
         self._samples.append({"prompt": self._places[key], **kept})
 
     def read_back(
@@ -305,13 +301,13 @@ class _Block:
 class _Rows:
     """The rows of a batch as fields of samples. What can be is computed for all rows at once: a step is not to wait."""
 
-    def __init__(self, columns: Mapping[str, NDArray[Any]], max_tokens: int) -> None:
+    def __init__(self, columns: Mapping[str, NDArray[Any]]) -> None:
         self._columns = columns
         self._mask = mask = columns["response_mask"]
         lengths = columns["attention_mask"].sum(-1)
         begins = np.where(mask.any(-1), mask.argmax(-1), lengths)
         self.begins, self.lengths = begins.tolist(), lengths.tolist()
-        self._ends = np.minimum(lengths, begins + max_tokens).tolist()
+        self._ends = np.minimum(lengths, begins + MAX_TOKENS).tolist()
         self._counts = mask.sum(-1).tolist()
         self.episodes: list[int] | None = columns["episode_ids"].tolist() if "episode_ids" in columns else None
         self._log_probs = _scaled(columns["rollout_log_probs"], LOG_PROB_SCALE)

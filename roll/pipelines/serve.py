@@ -31,11 +31,8 @@ MODEL_SAMPLES = 32  # samples at a time of an engine that no file describes
 
 
 def served_role(loaded: LoadedConfig[Any], name: str) -> WorkerConfig:
-    """The section of the role as its engines get it.
-
-    Raises:
-        ConfigError: the configuration starts no such role, it does not generate, or its model is not there.
-    """
+    """The section of the role as its engines get it. Raises ``ConfigError``: the configuration starts no such role, it
+    does not generate, or its model is not there."""
     plan = loaded.plan
     generating = [role.name for role in plan.roles.values() if role.strategy_name in generation_strategies()]
     if name not in generating:
@@ -70,14 +67,8 @@ def of_file(loaded: LoadedConfig[Any], name: str) -> Served:
 
 
 def of_model(path: str, strategy: str | None) -> Served:
-    """One engine for a model folder, GGUF file or hub name.
-
-    Args:
-        strategy: None: ``vllm`` on an accelerator where it is installed, else ``hf_infer``.
-
-    Raises:
-        ConfigError: a strategy whose package is missing; no such model.
-    """
+    """One engine for a model folder, GGUF file or hub name; ``strategy`` None: ``vllm`` on an accelerator where it is
+    installed, else ``hf_infer``. Raises ``ConfigError``: a strategy whose package is missing; no such model."""
     strategy = strategy or ("vllm" if current_platform().name != "cpu" and is_installed("vllm") else "hf_infer")
     if (package := BACKENDS[strategy].package) is not None and not is_installed(package.module):
         raise ConfigError(

@@ -44,16 +44,6 @@ class EngineClient:
     answer means at least one token of each sample that it runs. It is killed and left out; the requests that it
     had go to the others, as they were given to it. The loss of the last one is raised by everything that waits. A new
     process may take the place of a lost one (:meth:`readmit`).
-
-    Args:
-        max_running_requests: requests that one engine holds at a time; further requests wait here.
-        slice_seconds: how long a turn lasts before finished groups are reported.
-        router: chooses among the engines that have room; None: the one with the fewest samples.
-        report_refusals: a request that an engine refuses comes back as a group with an ``error``.
-        max_restarts: how often an engine that was lost is started again.
-        turn_timeout: seconds after which an engine that has not answered is lost; None: as long as a call may take.
-        fixed_weights: the weights never change, so that an engine that has been started again takes part as soon as it
-            is ready, and even the last one may be lost and come back.
     """
 
     cluster: Cluster
@@ -104,7 +94,6 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no engine has been given."""
         return len(self._waiting)
 
     async def prompt_score(self, token_ids: Sequence[int], top: int) -> PromptScore | str:
@@ -118,11 +107,8 @@ class EngineClient:
 
     def submit(self, request: GenerationRequest, listener: Listener | None = None) -> Generation:
         """Have a request generated in the background. Awaiting the result raises :class:`RemoteError` where the last
-        engine is lost.
-
-        Args:
-            listener: is called with what the samples have so far, after every turn of an engine that can tell.
-        """
+        engine is lost. ``listener`` is called with what the samples have so far, after every turn of an engine that can
+        tell."""
         # The number keeps names apart: a late report about an aborted request must not end a later one of its name.
         request_id = f"{request.request_id}#{next(self._numbers)}"
         finished = tuple(replace(output, request_id=request_id) for output in request.finished)
@@ -210,7 +196,6 @@ class EngineClient:
         self._paused = True
 
     async def resume(self) -> None:
-        """Go on after :meth:`pause`."""
         self._paused = False
         self._wake()
 

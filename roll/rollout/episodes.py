@@ -70,8 +70,6 @@ class EngineSampler:
 
 @dataclass(slots=True)
 class _Member:
-    """One episode of a group."""
-
     calls: Calls
     attempt: int = 0
     episode: Episode | None = None  # None: it is not over
@@ -132,22 +130,18 @@ class EpisodeLoop:
                     episode = task.result()
                     (failed if episode.failed else sound)[tasks[task]] = episode
         finally:
-            await self._cancel(context, running)
+            for task in running:
+                task.cancel()
+                # Held until it ends, and its environment has closed: the event loop has weak references to tasks only.
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+                context.flow.counts["cancelled"] += 1
+            if running:
+                await asyncio.sleep(0)  # their requests are withdrawn in this pass
         context.flow.counts["ended"] += len(sound) + len(failed)
         # Failed episodes only fill up a group that has too few others.
         chosen = [*sound.items(), *failed.items()][:size]
         return [episode for _, episode in sorted(chosen, key=lambda pair: pair[0])]
-
-    async def _cancel(self, context: RolloutContext, running: set[asyncio.Task[Episode]]) -> None:
-        """Have episodes end; their environments may take their time to close."""
-        for task in running:
-            task.cancel()
-            # Held until it ends: the event loop has weak references to tasks only.
-            self._leaving.add(task)
-            task.add_done_callback(self._leaving.discard)
-            context.flow.counts["cancelled"] += 1
-        if running:
-            await asyncio.sleep(0)  # their requests are withdrawn in this pass
 
     async def _episode(
         self, context: RolloutContext, members: dict[int, _Member], index: int, recorded: State | None

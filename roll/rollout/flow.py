@@ -34,13 +34,9 @@ class RolloutStalled(RuntimeError):
 
 @dataclass
 class Rejections:
-    """Rejections by filters, and the reason why nothing else may come.
+    """Rejections by filters, and the reason why nothing else may come."""
 
-    Args:
-        key: key of the configuration that the filter comes from.
-    """
-
-    key: str
+    key: str  # key of the configuration that the filter comes from
     count: int = 0
     mean_scores: list[float] = field(default_factory=list)
     last_error: str | None = None
@@ -51,10 +47,7 @@ class Rejections:
         self.last_error = group.error or self.last_error
 
     def check(self, wanted: int, accepted: int) -> None:
-        """
-        Raises:
-            RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` rejected groups for each wanted one.
-        """
+        """RolloutExhausted: more than ``MAX_DRAWS_PER_WANTED`` rejected groups for each wanted one."""
         if self.count <= MAX_DRAWS_PER_WANTED * wanted:
             return
         so_far = f"{self.count} groups while {wanted} were wanted and {accepted} accepted"
@@ -71,8 +64,6 @@ class Rejections:
 
 
 class Ended(NamedTuple):
-    """A group whose coroutine has ended."""
-
     group: AnyGroup
     is_accepted: bool
     version: int  # the weights that it was begun with
@@ -114,7 +105,6 @@ class GroupFlow:
         return len(items)
 
     def begin(self, context: RolloutContext) -> None:
-        """Run the coroutine of a group."""
         task = asyncio.create_task(self._run(context))
         self.in_flight[task] = context
         task.add_done_callback(self._end)

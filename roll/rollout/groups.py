@@ -76,7 +76,6 @@ class FinishedGroup:
 
     @staticmethod
     def empty(request_id: str, error: str | None = None) -> FinishedGroup:
-        """A group without samples."""
         none = np.zeros(0, dtype=np.int64)
         return FinishedGroup(request_id, none.astype(np.int32), none.astype(np.float32), none, [], [], [], error=error)
 
@@ -92,15 +91,9 @@ class FinishedGroup:
     def samples(self, prompt: PromptRow) -> list[Sample]:
         """The samples as those of ``prompt``, with which the context begins."""
         # Views of the flat arrays: a Python object a token would cost the driver more than the rest of a step.
-        context, made, first = self.context, [], 0
-        routes = self.routes or repeat(None)
-        own = zip(self.lengths.tolist(), self.weight_versions, self.finish_reasons, self.texts, routes, strict=False)
-        for length, versions, reason, text, route in own:
-            end = first + length
-            ids, log_probs = self.token_ids[first:end], self.log_probs[first:end]
-            made.append(Sample(prompt, context, ids, log_probs, versions, reason, text, route))
-            first = end
-        return made
+        ids, log_probs, routes = self.split(self.token_ids), self.split(self.log_probs), self.routes or repeat(None)
+        own = zip(ids, log_probs, self.weight_versions, self.finish_reasons, self.texts, routes, strict=False)
+        return [Sample(prompt, self.context, *parts) for parts in own]
 
     def split(self, flat: np.ndarray) -> list[np.ndarray]:
         """The per-sample views of one of the flat arrays."""
@@ -259,7 +252,6 @@ def std_filter(std_threshold: float = 0.0) -> GroupFilter:
 
 
 def no_filter() -> GroupFilter:
-    """Keep every group."""
     return lambda scores: True
 
 

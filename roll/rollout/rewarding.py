@@ -38,18 +38,15 @@ R = TypeVar("R")
 
 @dataclass
 class SampleQuarantine:
-    """The account of samples that have killed their workers.
-
-    Args:
-        folder: where the file goes; None: no file is written.
-    """
+    """The account of samples that have killed their workers."""
 
     folder: Path | None = None  # where the file goes; None: no file is written
     num_deaths: int = 0  # workers that were replaced
     num_samples: int = 0
 
-    def add(self, role: str, row: Mapping[str, Any], cause: object) -> None:
-        """Write down a sample that has killed two workers of ``role``, or an episode whose environment fails again."""
+    def add(self, role: str, row: Mapping[str, Any], cause: object) -> RewardResult:
+        """Write down a sample that has killed two workers of ``role``, or an episode whose environment fails again;
+        return the result of such a sample."""
         self.num_samples += 1
         logger.error("a sample has failed its worker of %s twice and is quarantined: %s", role, cause)
         if self.folder is not None:
@@ -58,24 +55,16 @@ class SampleQuarantine:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 with (self.folder / QUARANTINE_FILE).open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
+        return failure(f"{role}: this sample has killed its worker twice")
 
 
 @dataclass(eq=False)
 class RestartingWorker(Generic[T, R]):
-    """A worker, or a cluster that works as one, that is restarted when it dies.
+    """A worker, or a cluster that works as one, that is restarted when it dies."""
 
-    Args:
-        ask: has items worked on; raises :class:`WorkerDied`.
-        replace: puts a new worker in the place of the dead one.
-        quarantine: the result of an item that has killed two workers.
-    """
-
-    ask: Callable[[Sequence[T]], Awaitable[list[R]]]
-    """Has items worked on; raises :class:`WorkerDied`."""
-    replace: Callable[[WorkerDied], Awaitable[None]]
-    """Puts a new worker in the place of the dead one."""
-    quarantine: Callable[[T, WorkerDied], R]
-    """Gives the result of an item that has killed two workers."""
+    ask: Callable[[Sequence[T]], Awaitable[list[R]]]  # has items worked on; raises :class:`WorkerDied`
+    replace: Callable[[WorkerDied], Awaitable[None]]  # puts a new worker in the place of the dead one
+    quarantine: Callable[[T, WorkerDied], R]  # gives the result of an item that has killed two workers
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _in_flight: set[asyncio.Task[list[R]]] = field(default_factory=set)
     _lives: int = 0  # workers that were replaced
@@ -173,8 +162,10 @@ class ModelScorer:
         self._cluster = cluster
         self.inputs = inputs
         self._columns = columns
-        self._quarantine = quarantine or SampleQuarantine()
-        self._worker = RestartingWorker(self._ask, self._replace, self._quarantine_input)
+        self._quarantine = account = quarantine or SampleQuarantine()
+        self._worker: RestartingWorker[ModelInput, RewardResult] = RestartingWorker(
+            self._ask, self._replace, lambda given, death: account.add(cluster.name, asdict(given), death)
+        )
 
     async def score(self, groups: Sequence[SampleGroup]) -> None:
         """Give every group the model's results; every rank gets all texts and takes its share of them."""
@@ -196,10 +187,6 @@ class ModelScorer:
         self._quarantine.num_deaths += 1
         self._cluster.start_again()
         await self._cluster.call_all(ScoringWorker.initialize)
-
-    def _quarantine_input(self, given: ModelInput, death: WorkerDied) -> RewardResult:
-        self._quarantine.add(self._cluster.name, asdict(given), death)
-        return failure(f"{self._cluster.name}: this sample has killed its worker twice")
 
     def _model_inputs(self, group: SampleGroup) -> list[ModelInput]:
         if self.inputs[group.item.domain] == TOKENS:
@@ -332,13 +319,10 @@ class RewardClient:
             cluster.rejoin(rank)
 
         def quarantine(sample: RewardSample, death: WorkerDied) -> RewardResult:
-            section = cluster.role
-            on_error = section.on_error if isinstance(section, RewardConfig) else "mask"
-            if on_error == "raise":
+            section = cluster.role if isinstance(cluster.role, RewardConfig) else RewardConfig()
+            if section.on_error == "raise":
                 raise death
-            self.quarantine.add(cluster.name, asdict(sample), death)
-            result = failure(f"{cluster.name}: this sample has killed its worker twice")
-            value = section.error_value if isinstance(section, RewardConfig) else 0.0
-            return apply_on_error([result], on_error, value)[0]
+            result = self.quarantine.add(cluster.name, asdict(sample), death)
+            return apply_on_error([result], section.on_error, section.error_value)[0]
 
         return RestartingWorker(lambda samples: cluster.submit(rank, RuleWorker.score, samples), replace, quarantine)

@@ -34,10 +34,8 @@ class PromptAffinityRouter:
 
 class ConversationAffinityRouter:
     """The turns of a conversation go to the engine that had the last one, whose prefix cache knows it, as long as it is
-    alive and has room; a new conversation, or one that has lost its engine, to the engine with the fewest samples.
-
-    Args:
-        max_conversations: conversations remembered; the least recently used are forgotten first.
+    alive and has room; a new conversation, or one that has lost its engine, to the engine with the fewest samples. Of
+    more than ``max_conversations`` the least recently used are forgotten.
     """
 
     def __init__(self, max_conversations: int = 100_000) -> None:
@@ -92,7 +90,6 @@ class EngineAccount:
 
     @property
     def num_requests(self) -> int:
-        """Requests that it holds."""
         return len(self.outstanding)
 
     def accept(self, request: GenerationRequest) -> None:
@@ -115,7 +112,6 @@ class EngineAccount:
     def command(
         self, slice_seconds: float, work: bool, report_refusals: bool, watched: Collection[str] = ()
     ) -> EngineCommand:
-        """Commands for the next turn."""
         own = tuple(request_id for request_id in watched if request_id in self.outstanding)
         add, abort, recall = tuple(self.to_add.values()), tuple(self.to_abort), tuple(self.to_recall)
         # A turn with recalls returns at once: a checkpoint or an exchange of weights waits for it.

@@ -44,16 +44,6 @@ class AsyncScheduler:
     """Begins groups as there is room for them, and hands out the groups of each step, the oldest first.
 
     :meth:`keep_going` runs in the background: groups continue, and others begin, whenever the event loop runs.
-
-    Args:
-        ahead: how many groups are begun, and how old they may become.
-        codec: reads what checkpoints hold.
-        num_steps: steps of the run; no group is begun that none of them needs.
-        deadline: seconds after which a wait in which nothing moves is given up.
-        in_flight: weights are exchanged while samples are partial, which then continue with the new ones; False: the
-            samples in flight are finished first.
-        takes_turns: other roles have the engines' devices between two :meth:`collect`: what is partial when a step has
-            its groups is taken back from the engines, and continues with the next step's weights.
     """
 
     flow: GroupFlow
@@ -125,7 +115,6 @@ class AsyncScheduler:
         self._engines.readmit()
 
     def exchanged(self, version: int) -> None:
-        """The engines have the weights of ``version``."""
         self.flow.version = version
         self._taken_at_version = 0
 

@@ -40,7 +40,6 @@ class GenerationWorker(Worker):
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
-        """Load model and tokenizer."""
         from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
 
@@ -225,7 +224,6 @@ class Quarantine:
         return bool(self._suspects) or (self._tries_suspects and self._engine.num_unfinished > 0)
 
     def drop(self, request_id: str) -> None:
-        """Remove a waiting request."""
         groups = ([one for one in group if one.request_id != request_id] for group in self._suspects)
         self._suspects = deque(group for group in groups if group)
         self.newcomers = [request for request in self.newcomers if request.request_id != request_id]

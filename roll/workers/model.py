@@ -18,7 +18,7 @@ from roll.datasets.templates import chat_text
 from roll.distributed import Dispatch, Worker, register
 from roll.methods.base import LOG_PROBS, POLICY_COLUMNS, Ask, Loss, Totals
 from roll.methods.losses import SAME_WEIGHTS
-from roll.models.build import load_config
+from roll.models.build import DTYPES, load_config
 from roll.platforms import current_platform
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, RankInfo, merge_metrics
@@ -41,7 +41,6 @@ def columns_of(batch: DataProto) -> TensorBatch:
 
 
 LEAST_LOG_PROB = -6e4
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,6 @@ class ScoringWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Build the engine, or find the service."""
         strategy = create_scoring_strategy(self.context.role, seed=self.context.seed)
         assert isinstance(strategy, ScoringStrategy), type(strategy)
         self.strategy = strategy
@@ -122,7 +120,6 @@ class ScoringWorker(ModelWorker):
 
     @property
     def rank_info(self) -> RankInfo:
-        """Plain data parallelism."""
         return Worker.rank_info.__get__(self)
 
     def close(self) -> None:
@@ -135,11 +132,7 @@ class RewardModelWorker(ModelWorker):
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. Load model and tokenizer.
-
-        Raises:
-            ValueError: a model without a score.
-        """
+        """Collective. Load model and tokenizer. Raises ``ValueError``: a model without a score."""
         from transformers import AutoTokenizer
 
         args = self.context.role.model_args

@@ -64,13 +64,8 @@ class StoredWeightsWorker(Worker):
 
 @torch.no_grad()
 def read_weights(arguments: ModelArguments, checkpoint: Path | None) -> dict[str, Tensor]:
-    """Tensors of a model (``arguments`` without adapters) as they travel to engines, in the compute type; tied ones
-    once.
-
-    Args:
-        arguments: ``model_args`` of the model's folder, without adapters.
-        checkpoint: see :meth:`StoredWeightsWorker.open`.
-    """
+    """Tensors of a model (``arguments`` without adapters, and what ``checkpoint`` has in their place) as they travel to
+    engines, in the compute type; tied ones once."""
     dtype = DTYPES[arguments.dtype]
     # With a checkpoint in float32: adapters are merged before anything is rounded.
     model = build_model(arguments, "causal_lm", dtype=dtype if checkpoint is None else torch.float32)

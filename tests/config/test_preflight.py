@@ -9,7 +9,7 @@ import pytest
 
 from roll.config.checks.base import check_output
 from roll.config.reading.errors import ConfigError
-from roll.pipelines.policy_checks import OWN_FUNCTION_KEYS
+from roll.pipelines.policy_preflight import OWN_FUNCTION_KEYS
 from roll.pipelines.rlvr.definition import check_rewards
 from roll.preflight import check_own_functions
 from tests.config.good import changed, load

@@ -9,7 +9,7 @@ import pytest
 
 from roll.config.names import INVARIANT_ATTENTION
 from roll.config.reading.errors import ConfigError
-from roll.pipelines.strict_checks import check_strict_host
+from roll.pipelines.policy_preflight import check_policy_host
 from tests.config.good import changed, load
 
 STRICT = {"strict_on_policy": True}
@@ -31,4 +31,4 @@ def test_a_family_whose_attention_cannot_be_replaced(tmp_path: Path) -> None:
     GPTNeoConfig(hidden_size=32, num_layers=2, attention_types=[[["global"], 2]], num_heads=4).save_pretrained(folder)
     loaded = load(tmp_path, changed(STRICT | {"pretrain": str(folder)}))
     with pytest.raises(ConfigError, match="strict_on_policy = true: does not work here"):
-        check_strict_host(loaded)
+        check_policy_host(loaded)

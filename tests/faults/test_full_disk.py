@@ -18,7 +18,7 @@ from roll.distributed.failures import OutputRefused, needing_room
 from roll.methods.distill import TeacherCache
 from roll.pipelines.batches import BatchRecorder, RecordedRollouts
 from roll.pipelines.files import write_images
-from roll.pipelines.stragglers import stragglers
+from roll.pipelines.run_context import stragglers
 from roll.protocol import DataProto
 from roll.protocol.images import EncodedImage
 from roll.report.command import main

@@ -111,7 +111,7 @@ def run_here(pipeline: Any, patch: pytest.MonkeyPatch) -> tuple[dict[int, dict[s
     def no_checkpoint(*_: Any) -> Iterator[Path]:
         yield Path()
 
-    patch.setattr(context, "writing_checkpoint", no_checkpoint)
+    patch.setattr(context._checkpoints, "writing", no_checkpoint)
     patch.setattr(rows, "export_model", export)
     pipeline.run()
     return context._validations, exported

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pipelines.judging import TEMPLATE, chance_of_yes
 
 from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
+from tests.pipelines.judging import TEMPLATE, chance_of_yes
 from tests.support.subprocess_runs import Start
 from tests.support.tiny_runs import FinishedRun, TinyWorld, agentic_settings, load_changed, role, training_args
 

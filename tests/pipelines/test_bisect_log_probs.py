@@ -9,7 +9,7 @@ import yaml
 
 from roll.bisect import prompts_of
 from roll.cli import main
-from roll.pipelines.bisect_log_probs import Pair, one_rank, parting
+from roll.pipelines.strict import Pair, one_rank, parting
 from tests.support.tiny_runs import load_changed, rlvr_settings
 
 

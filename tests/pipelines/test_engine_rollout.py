@@ -41,6 +41,8 @@ class Rows(RolloutSource):
         self.flow = GroupFlow(engines, rewards, self.draw, settings, 0)
         self.codec = prompt_codec(lambda domain, name: row(int(name[1:])))
 
+    def connect(self, engines: EngineClient) -> None: ...
+
     def draw(self, number: int) -> list[PromptRow]:
         return [row(next(self.numbers)) for _ in range(number)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,7 @@ def test_engines_of_the_role_answer_a_reward_worker(world: TinyWorld, tmp_path: 
         # 2 x 100 tokens and 2,048 for the template do not fit the tiny model's 2,048 positions.
         assert cluster.role.strategy_args.strategy_config == {"max_model_len": 2048, "load_format": "auto"}
         section = loaded.plan.roles["rewards.judged"].section
-        settings = RewardSettings(**service.address)
+        settings = RewardSettings(service.address)
         worker = RewardWorker(WorkerContext("rewards.judged", section, rank=0, world_size=1, settings=settings))
         worker.initialize()
         samples = [RewardSample("p", f"answer {number}", "4") for number in range(6)]
@@ -74,7 +73,7 @@ def test_engines_of_the_role_answer_a_reward_worker(world: TinyWorld, tmp_path: 
         assert all(not worker.engine.num_unfinished for worker in cluster.workers)
         service.resume()
         assert worker.score([RewardSample("p", "another", "4")])[0].score is not None
-        settings = replace(settings, judge_api_key="guessed")
+        settings = RewardSettings({**service.address, "judge_api_key": "guessed"})
         other = RewardWorker(WorkerContext("rewards.judged", section, rank=0, world_size=1, settings=settings))
         other.initialize()
         assert "status 401" in (other.score([RewardSample("p", "unasked", "4")])[0].error or "")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from roll.config.loader import load_config
-from roll.pipelines.rlvr.pipeline import RLVRPipeline
+from roll.pipelines.rlvr.pipeline import PromptSource, RLVRPipeline
 from tests.config.good import changed, load
 from tests.config.test_preflight import ALL_KINDS
 from tests.support.tiny_runs import GENERATING, HERE, TinyWorld
@@ -79,7 +79,9 @@ def on_clusters_of(started: RLVRPipeline, recipe: RLVRPipeline) -> RLVRPipeline:
         reference=started.clusters.reference if plan.needs_reference else None,
         critic=started.clusters.critic if plan.needs_critic else None,
     )
-    recipe.data, recipe.residency, recipe.models = started.data, started.residency, started.models
+    assert isinstance(started.source, PromptSource)
+    recipe.source = PromptSource(recipe.config, plan, recipe.clusters, started.source.data)
+    recipe.residency, recipe.models = started.residency, started.models
     started.rollout.close()  # a thread has one event loop
     recipe.connect()
     started.rollout = recipe.rollout

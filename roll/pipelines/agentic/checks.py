@@ -30,7 +30,6 @@ from roll.pipelines.policy_checks import check_policy
 
 
 def check_agentic(config: AgenticConfig, checks: Checks) -> None:
-    """Every check; mistakes and notes go to ``checks.problems``."""
     if not checks.written("actor_train"):
         rule = "is needed: to play without training, run `roll evaluate` on the file"
         checks.missing("actor_train", rule, "actor_train.device_mapping: [0]")
@@ -100,7 +99,6 @@ def check_tags(key: str, section: EnvManagerConfig, config: AgenticConfig, check
 
 
 def check_shares(key: str, section: EnvManagerConfig, checks: Checks) -> None:
-    """The groups of the tags sum to ``num_env_groups``."""
     shares, path, tags = section.num_groups_partition, f"{key}.num_groups_partition", section.tags
     if checks.broken(f"{key}.tags"):
         return
@@ -120,7 +118,6 @@ def check_shares(key: str, section: EnvManagerConfig, checks: Checks) -> None:
 
 
 def training_entries(config: AgenticConfig, checks: Checks) -> list[EntryPlan]:
-    """The plans of the entries that are played in training."""
     most = training_sampling(config, checks.written).max_new_tokens
     return [entry_plan(config, tag, most) for tag in config.train_env_manager.tags if tag in config.custom_envs]
 

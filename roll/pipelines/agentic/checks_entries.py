@@ -159,7 +159,6 @@ def check_tool_wrapper(key: str, section: CustomEnvConfig, checks: Checks) -> No
 
 
 def check_texts(key: str, section: CustomEnvConfig, checks: Checks) -> None:
-    """The texts of a turn use the names that its context has."""
     (context, _), whole = played_as(section), section.agent_template is not None
     names = ("agent_template", "pre_step_template", "next_step_template")
     for name in names if agent_of(section)[0] is None else ():

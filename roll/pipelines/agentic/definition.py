@@ -37,13 +37,10 @@ from roll.pipelines.agentic.plan import (
     used_entries,
 )
 from roll.pipelines.agentic.preflight import check_chat_template, check_environments, own_group_filter
-from roll.pipelines.policy_checks import BUILD_FILTER, check_transport, late, policy_functions
-from roll.pipelines.strict_checks import check_strict_host
+from roll.pipelines.policy_preflight import BUILD_FILTER, check_policy_host, late, policy_functions
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
-
-MANAGER_KEYS = frozenset(("generating_args", "system_envs"))
 
 
 class Agentic(PolicyDefinition[AgenticConfig, AgenticPlan]):
@@ -135,7 +132,7 @@ class Agentic(PolicyDefinition[AgenticConfig, AgenticPlan]):
 
     def reads(self, key: str, section: WorkerConfig, config: AgenticConfig) -> frozenset[str]:
         if isinstance(section, EnvManagerConfig):
-            return MANAGER_KEYS
+            return frozenset(("generating_args", "system_envs"))
         return super().reads(key, section, config)
 
     def batch_facts(self, plan: AgenticPlan) -> list[tuple[str, str]]:
@@ -170,8 +167,7 @@ class Agentic(PolicyDefinition[AgenticConfig, AgenticPlan]):
         super().check_parts(loaded)
 
     def check_host(self, loaded: LoadedConfig[AgenticConfig]) -> None:
-        check_transport(loaded)
-        check_strict_host(loaded)
+        check_policy_host(loaded)
         check_chat_template(loaded)
 
     def own_functions(self, loaded: LoadedConfig[AgenticConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:

@@ -37,8 +37,6 @@ from roll.rollout.rewarding import SampleQuarantine
 from roll.tracking import SampleTable
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from roll.config.loader import LoadedConfig
 
 SLICE_SECONDS = 0.02  # duration of an engine's turn: short, since agents wait for their next observation
@@ -53,18 +51,18 @@ class EpisodeSource(RolloutSource):
         self,
         config: AgenticConfig,
         plan: AgenticPlan,
-        tokenizer: PreTrainedTokenizerBase,
         judge: Mapping[str, str] | None = None,
     ) -> None:
         """Build environments and agents, and read chat templates and data sets; ``judge``: address and key of the role
         ``reward``. :meth:`connect` comes next."""
-        self._config, self._plan, self._tokenizer = config, plan, tokenizer
+        self._config, self._plan, role = config, plan, plan.roles["actor_train"]
+        self.tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
         self._processes: list[EnvironmentProcesses] = []  # of environments that do not live in the driver
         # Agents without an environment, tools around environments and their verifiers.
         self._shared: dict[str, Any] = {}
 
         validation = plan.validation
-        shared = tokenizer, self._processes, self._shared, judge
+        shared = self.tokenizer, self._processes, self._shared, judge
         self._players = build_players(config, plan, plan.train, *shared)
         self._validation_players = {} if validation is None else build_players(config, plan, validation, *shared)
         data, in_order = read_tasks(plan, self._players | self._validation_players)
@@ -74,7 +72,6 @@ class EpisodeSource(RolloutSource):
         self._validation_tasks = in_validation
 
     def connect(self, engines: EngineClient) -> None:
-        """Make the flow of episodes on the engines."""
         self._engines = engines
         config, plan = self._config, self._plan
         train, keeps = plan.train, group_filter(plan.train.section, config.train_roles)
@@ -91,7 +88,7 @@ class EpisodeSource(RolloutSource):
         batch = build_episode_batch(
             groups,
             {tag: entry.samples for tag, entry in self._plan.entries.items()},
-            pad_token_id(self._tokenizer),
+            pad_token_id(self.tokenizer),
             roles=self._config.train_roles or None,
             bootstrap=self._config.bootstraps,
         )
@@ -172,8 +169,6 @@ def group_filter(section: EnvManagerConfig, roles: Collection[str] = ()) -> Call
 
 
 class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan]):
-    """A run, from start to summary."""
-
     slice_seconds = SLICE_SECONDS
     router = "EnvAffinityRouter"
 
@@ -185,16 +180,9 @@ class AgenticPipeline(PolicyPipeline[AgenticConfig, AgenticPlan]):
     def start_scorers(self, starter: ClusterStarter) -> dict[str, Any]:
         return starter.start_judges([REWARD] if REWARD in self.plan.roles else [])
 
-    def load_data(self) -> None:
-        role = self.plan.roles["actor_train"]
-        self.tokenizer = load_tokenizer(role.model_path, role.section.model_args.trust_remote_code)
+    def load_data(self) -> EpisodeSource:
         judge = self.clusters.judges.get(REWARD)
-        options = None if judge is None else judge.options
-        self.episodes = EpisodeSource(self.config, self.plan, self.tokenizer, options)
-
-    def build_source(self, engines: EngineClient) -> EpisodeSource:
-        self.episodes.connect(engines)
-        return self.episodes
+        return EpisodeSource(self.config, self.plan, None if judge is None else judge.options)
 
     def build_method(self) -> EpisodeMethod:
         most = max(entry.turns * entry.new_tokens for entry in self.plan.entries.values())

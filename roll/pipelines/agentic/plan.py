@@ -145,7 +145,6 @@ def managers(config: AgenticConfig) -> Iterator[tuple[str, EnvManagerConfig, int
 
 
 def used_entries(config: AgenticConfig) -> dict[str, CustomEnvConfig]:
-    """The entries of ``custom_envs`` that are played, by tag."""
     tags = dict.fromkeys(tag for _, section, _ in managers(config) for tag in section.tags)
     return {tag: config.custom_envs[tag] for tag in tags if tag in config.custom_envs}
 

@@ -143,7 +143,6 @@ def environment_agent(
 
 
 def make_with_variables(variables: Mapping[str, str], make: Callable[[], Environment]) -> Environment:
-    """Set environment variables of this process, then build an environment."""
     os.environ.update(variables)
     return make()
 
@@ -173,7 +172,6 @@ class TaskSource:
         self.num_drawn = 0  # tasks drawn since the run began
 
     def draw(self, count: int) -> list[Task]:
-        """The next ``count`` tasks."""
         tasks = [self.task(self.num_drawn + index) for index in range(count)]
         self.num_drawn += count
         return tasks
@@ -196,7 +194,6 @@ class TaskSource:
 
 @lru_cache(maxsize=16)
 def _shuffled(name: str, count: int) -> list[int]:
-    """The numbers below ``count`` in an order drawn from ``name``."""
     order = list(range(count))
     random.Random(name).shuffle(order)
     return order

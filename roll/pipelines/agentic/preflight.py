@@ -42,11 +42,8 @@ class OwnGroupFilter(Protocol):
 
 
 def check_environments(loaded: LoadedConfig[AgenticConfig]) -> None:
-    """The environments and agents that are played exist and have the options that their sections set.
-
-    Raises:
-        ConfigError: with every problem.
-    """
+    """The environments and agents that are played exist and have the options that their sections set. Raises
+    ``ConfigError``: with every problem."""
     find_own_modules()
     problems: list[Problem] = []
     for tag, section in used_entries(loaded.config).items():
@@ -136,11 +133,7 @@ def chat_template(
 
 def check_chat_template(loaded: LoadedConfig[AgenticConfig]) -> None:
     """Conversations of more than one turn can grow with the chat template. The tokenizer of a model that is not on this
-    machine yet is checked when the run starts.
-
-    Raises:
-        ConfigError: they cannot.
-    """
+    machine yet is checked when the run starts. Raises ``ConfigError``: they cannot."""
     assert isinstance(loaded.plan, AgenticPlan)
     role = loaded.plan.roles.get("actor_train") or loaded.plan.roles["actor_infer"]
     folder = model_folder(role.model_path) if role.model_path is not None else None

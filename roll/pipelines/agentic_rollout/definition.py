@@ -34,8 +34,6 @@ class AgenticRolloutConfig(AgenticConfig):
 
 @dataclass(frozen=True)
 class AgenticRolloutPlan(ModelsPlan, AgenticPlan):
-    """Plan of a run that only plays."""
-
     played: ManagerPlan  # `val_env_manager`, or `train_env_manager` for as many steps as the file has
     is_validation: bool
 
@@ -48,16 +46,13 @@ def with_training(config: AgenticRolloutConfig) -> AgenticRolloutConfig:
     return replace(config, train_env_manager=config.val_env_manager, rollout_batch_size=config.val_batch_size)
 
 
-ROLES = ("actor_infer",)
-
-
 class AgenticRollout(ModelsDefinition, Agentic):
     """Episodes of models and checkpoints, without training."""
 
     name = "agentic_rollout"
     config_class = AgenticRolloutConfig
     pipeline_class = "roll.pipelines.agentic_rollout.pipeline.AgenticRolloutPipeline"
-    roles = tuple(Role(name, GENERATES) for name in ROLES)
+    roles = (Role("actor_infer", GENERATES),)
     panels = (Panel("Success", ("val/*/accuracy",), unit_range=True), Panel("Return", ("val/*/reward",)))
     reference = (
         ("Playing without training (top level, in addition to agentic)", AgenticRolloutConfig, (AgenticConfig,)),
@@ -113,7 +108,7 @@ class AgenticRollout(ModelsDefinition, Agentic):
         )
 
     def models(self, config: AgenticConfig) -> dict[str, WorkerConfig]:
-        return {name: role for name, role in super().models(config).items() if name in ROLES}
+        return {"actor_infer": super().models(config)["actor_infer"]}
 
     def facts(self, plan: object) -> list[tuple[str, str]]:
         assert isinstance(plan, AgenticRolloutPlan)
@@ -129,7 +124,6 @@ class AgenticRollout(ModelsDefinition, Agentic):
 
 
 def settings_of(config: AgenticRolloutConfig, plan: AgenticRolloutPlan) -> dict[str, Any]:
-    """Everything that the episodes depend on."""
     from roll.pipelines.evaluate.samples import shared_settings
 
     data = [entry.section.data_args for entry in plan.entries.values() if entry.section.data_args is not None]

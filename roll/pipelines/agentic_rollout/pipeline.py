@@ -43,14 +43,12 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
 
     settings_of = staticmethod(settings_of)
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
+    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> dict[str, int]:
         plan, played = self.plan, self.plan.played
         self.players = build_players(self.config, plan, played, tokenizer, self._processes, self._shared)
         name = "validation" if plan.is_validation else f"train/{self.config.seed}"
         self.tasks = TaskSource(played, name, *read_tasks(plan, self.players))
-
-    def num_asked(self, way: Pass) -> int:
-        return self.plan.played.groups
+        return {way.name: played.groups for way in plan.passes}
 
     async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: EngineClient) -> None:
         """``num_env_groups`` tasks are in flight at a time. Tasks and seeds are those of a training run."""
@@ -62,7 +60,6 @@ class AgenticRolloutPipeline(ModelRun[AgenticRolloutConfig, AgenticRolloutPlan])
         await self.complete(flow, model, way, numbers, played.num_groups, partial(self.records, model, way))
 
     def records(self, model: EvaluatedModel, way: Pass, group: EpisodeGroup) -> Iterator[Record]:
-        """A row an episode, with every turn."""
         templates = {tag: player.template for tag, player in self.players.items()}
         for row, episode in zip(episode_table([group], templates), group.members, strict=True):
             yield {

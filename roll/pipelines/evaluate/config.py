@@ -123,8 +123,6 @@ class ModelsPlan(Plan):
 
 @dataclass(frozen=True)
 class EvaluatePlan(ModelsPlan):
-    """Plan of an evaluation on prompts."""
-
     validation_sets: tuple[ValidationSet, ...]
 
 
@@ -149,11 +147,8 @@ def passes_of(config: EvaluateConfig, sets: tuple[ValidationSet, ...]) -> Iterat
 
 
 def models_of(config: PolicyRunConfig, keys: EvaluationConfig) -> Iterator[EvaluatedModel]:
-    """The models that ``evaluate.models`` names, checkpoints of folders one by one; see :func:`read_entry`.
-
-    Raises:
-        ValueError: a folder that holds neither a model nor a checkpoint.
-    """
+    """The models that ``evaluate.models`` names, checkpoints of folders one by one; ValueError: see
+    :func:`read_entry`."""
     own = config.actor_infer.model_args.model_name_or_path or config.pretrain
     for name, path in (keys.models or {Path(own).name: own}).items():
         yield from read_entry(name, path, own)
@@ -162,11 +157,8 @@ def models_of(config: PolicyRunConfig, keys: EvaluationConfig) -> Iterator[Evalu
 
 
 def read_entry(name: str, path: str, base: str) -> Iterator[EvaluatedModel]:
-    """The model or the checkpoints at a path.
-
-    Raises:
-        ValueError: a folder that holds neither a model nor a checkpoint.
-    """
+    """The model or the checkpoints at a path. Raises ``ValueError``: a folder that holds neither a model nor a
+    checkpoint."""
     folder = Path(path).expanduser()
     # A folder that is not there, as before an example makes it, is for the check of files to name.
     is_model = os.path.isfile(folder / CONFIG) or gguf_files(path)

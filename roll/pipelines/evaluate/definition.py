@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from roll.config.checks.base import Checks
 from roll.config.checks.roles import check_roles
-from roll.config.pipelines import GENERATES, READ_KEYS, Headline, Panel, PipelineDefinition, Role, Written
+from roll.config.pipelines import GENERATES, Headline, Panel, PipelineDefinition, Role, Written
 from roll.config.plan.planning import shared_plan, with_cache_length
 from roll.config.reading.errors import count
 from roll.config.rewards import REWARD_MODEL, own_judges
@@ -40,6 +40,7 @@ class ModelsDefinition(PipelineDefinition[Any, Any]):
     headlines: ClassVar[tuple[Headline, ...]] = ()
     compares_log_probs = False
     # Those of a policy are about its training.
+    batch_facts = PipelineDefinition.batch_facts
     effective = PipelineDefinition.effective
     own_functions = PipelineDefinition.own_functions
     validation_words = PipelineDefinition.validation_words
@@ -53,9 +54,6 @@ class ModelsDefinition(PipelineDefinition[Any, Any]):
         yield from super().named_models(loaded)
         plan: Any = loaded.plan
         yield from ((f"evaluate.models.{one.name}", one.base) for one in plan.models)
-
-    def batch_facts(self, plan: Any) -> list[tuple[str, str]]:
-        return []
 
     def facts(self, plan: Any) -> list[tuple[str, str]]:
         swaps = len(plan.models) - len(plan.groups())
@@ -118,18 +116,8 @@ class Evaluate(ModelsDefinition, RLVR):
         answering = ("actor_infer", REWARD_MODEL, *own_judges(config.rewards))
         return {name: role for name, role in model_roles(config).items() if name in answering}
 
-    def reads(self, key: str, section: WorkerConfig, config: RLVRConfig) -> frozenset[str]:
-        return READ_KEYS[GENERATES] if key == "actor_infer" else super().reads(key, section, config)
-
     def check_host(self, loaded: LoadedConfig[Any]) -> None:
         from roll.pipelines.evaluate.samples import check_taken_up, settings_of
 
         assert isinstance(loaded.plan, EvaluatePlan)
         check_taken_up(loaded, partial(settings_of, loaded.config, loaded.plan))
-
-    def filtered_sections(self, config: RLVRConfig) -> dict[str, Any]:
-        sections = super().filtered_sections(config)
-        return {name: section for name, section in sections.items() if name != "actor_train"}
-
-    def reading_role(self) -> str:
-        return "actor_infer"

@@ -11,7 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+from rich.text import Text
 
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import loadable
@@ -20,14 +23,23 @@ from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
 from roll.distributed.signals import ending
 from roll.pipelines.engine_rollout import between_turns, engine_client
-from roll.pipelines.evaluate.config import EvaluatedModel, EvaluationConfig, ModelsPlan, Pass
-from roll.pipelines.evaluate.results import Results
-from roll.pipelines.evaluate.samples import Record, SampleFile
+from roll.pipelines.evaluate.config import (
+    EvaluateConfig,
+    EvaluatedModel,
+    EvaluatePlan,
+    EvaluationConfig,
+    ModelsPlan,
+    Pass,
+)
+from roll.pipelines.evaluate.results import Results, plain_table, show_results
+from roll.pipelines.evaluate.samples import RESULTS, Record, SampleFile
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.model_calls import GENERATION, WEIGHTS, Residency, start_cluster
 from roll.pipelines.run_context import RunContext
 from roll.rollout.engines import SLICE_SECONDS, EngineClient
 from roll.rollout.flow import GroupFlow
+from roll.serving.harness import HarnessConfig, run_program
+from roll.serving.server import FrontOptions, HttpFront
 from roll.weight_sync.encoding import MIB, SyncOptions
 from roll.weight_sync.sender import WeightSync
 from roll.workers import GENERATION_WORKER, STORED_WEIGHTS_WORKER
@@ -61,6 +73,9 @@ class EngineRun(ABC, Generic[ConfigT, PlanT]):
 
     slice_seconds = SLICE_SECONDS  # see :class:`~roll.rollout.engines.EngineClient`
     router: str | None = None  # name of the router where the configuration leaves it open
+    client: EngineClient
+    cluster: Cluster | None = None  # the engines of ``actor_infer``, while there are some
+    _source: Cluster | None = None  # sends them the weights of other models
 
     def __init__(self, loaded: LoadedConfig[ConfigT]) -> None:
         config: Any = loaded.config
@@ -71,7 +86,6 @@ class EngineRun(ABC, Generic[ConfigT, PlanT]):
         self.version = 0
 
     def run(self) -> int:
-        """Ask all models; the exit status."""
         with self.context.running() as resources:
             self.open()
             self.driver = DriverLoop()
@@ -80,6 +94,11 @@ class EngineRun(ABC, Generic[ConfigT, PlanT]):
             self.resources = resources
             for group in self.plan.groups():
                 self.evaluate_group(group)
+                for cluster in (self._source, self.cluster):  # the next group has another architecture
+                    if cluster is not None:
+                        cluster.shutdown(graceful=True)
+                self._source = self.cluster = None
+                self.residency.dismiss("actor_infer")
         return EXIT_BELOW if self.finish() else 0
 
     def open(self) -> None:
@@ -101,28 +120,57 @@ class EngineRun(ABC, Generic[ConfigT, PlanT]):
         self.driver.close()
 
     def role_of(self, model: EvaluatedModel) -> RolePlan:
-        """``actor_infer`` with the folder of a model."""
         role = self.plan.roles["actor_infer"]
         path = loadable(model.base)
         model_args = replace(role.section.model_args, model_name_or_path=path)
         return replace(role, model_path=path, section=replace(role.section, model_args=model_args))
 
-    def load(self, model: EvaluatedModel, base: RolePlan, engines: Engines | None, is_last: bool) -> Engines:
+    def load(self, model: EvaluatedModel, base: RolePlan, is_last: bool) -> Cluster:
         """Engines that hold the weights of ``model``: started with them, or updated. After the last model that they
         serve nothing exchanges their weights."""
-        has_weights = engines is None and model.checkpoint is None
-        if engines is None:
+        config, has_weights = self.config, self.cluster is None and model.checkpoint is None
+        if (cluster := self.cluster) is None:
             self.start_scorers()
             # An engine loads a model folder by itself; weights of a checkpoint are sent to it after its start.
             role = base if model.checkpoint else self.role_of(model)
-            engines = Engines(self, role, keeps_weights=is_last and has_weights)
+            worker = role.section.worker_cls or GENERATION_WORKER
+            self.cluster = cluster = start_cluster(config, "actor_infer", worker, self.resources, role.section)
+            self.context.watch([cluster])
+            cluster.call_all(GenerationWorker.initialize).result()
+            self.residency.admit(cluster, GENERATION)
+            # An engine that is lost is started again: if nothing exchanges its weights it goes on, else from the next
+            # model on.
+            keeps = is_last and has_weights
+            self.client = engine_client(config, role, cluster, self.slice_seconds, self.router, keeps)
         if not has_weights:
             self.residency.bring({"actor_infer": WEIGHTS})
             self.version += 1
             with self.context.phase("step_model_update"):
-                engines.exchange(model, self.version)
+                self._exchange(model, cluster)
         self.bring()
-        return engines
+        return cluster
+
+    def _exchange(self, model: EvaluatedModel, cluster: Cluster) -> None:
+        """Give the engines the weights of another model, verified tensor by tensor."""
+        config = self.config
+        if self._source is None:
+            # It reads files into host memory, and needs no device.
+            section = cluster.role
+            section = replace(section, device_mapping=None, num_gpus_per_worker=1, world_size=1, worker_cls=None)
+            self._source = start_cluster(config, "stored_weights", STORED_WEIGHTS_WORKER, self.resources, section)
+            self.context.watch([self._source])
+            # Through memory of the host, where the weights are read; whole, since models have nothing in common.
+            options = SyncOptions(
+                buffer_bytes=config.model_update_buffer_size_mb * MIB,
+                deadline=config.rpc_timeout,
+                patience=min(config.actor_infer.engine_timeout, config.rpc_timeout),
+                transport="safetensors" if config.weight_sync.transport == "safetensors" else "shared_memory",
+                directory=str(self.plan.output_dir / "weight_sync"),
+            )
+            self._sync = WeightSync(self._source, cluster, options)
+        checkpoint = None if model.checkpoint is None else str(model.checkpoint)
+        self._source.call_all(StoredWeightsWorker.open, str(loadable(model.base)), checkpoint).result()
+        between_turns(self.driver, self.client, partial(self._sync.sync, self.version))
 
     def bring(self) -> None:
         """Everything that answers and scores, on its devices."""
@@ -135,12 +183,8 @@ class ModelRun(EngineRun[ConfigT, PlanT]):
     settings_of: Callable[[Any, Any], dict[str, Any]]  # of configuration and plan, all that the answers depend on
 
     @abstractmethod
-    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
-        """Read the prompts or tasks of a group of models."""
-
-    @abstractmethod
-    def num_asked(self, way: Pass) -> int:
-        """Prompts, or tasks, of a pass."""
+    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> dict[str, int]:
+        """Read the prompts or tasks of a group of models; how many of them each pass asks, by its name."""
 
     @abstractmethod
     async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: EngineClient) -> None:
@@ -173,33 +217,33 @@ class ModelRun(EngineRun[ConfigT, PlanT]):
             await flow.abort()
 
     def open(self) -> None:
-        """Open the file of samples."""
         self.samples = SampleFile(self.plan.output_dir, self.settings_of(self.config, self.plan), self.keys.resume)
         self.context.at_end(self.samples.close)
         self.results = Results(self.keys, self.plan, self.samples)
 
     def finish(self) -> list[str]:
-        """Write and print the results; a sentence for every threshold that was missed."""
         return self.results.finish()
 
     def evaluate_group(self, models: Sequence[EvaluatedModel]) -> None:
         """Models that share engines: the first of them that has something left to do loads its own weights."""
         base = self.role_of(models[0])
-        self.read(load_tokenizer(base.model_path, base.section.model_args.trust_remote_code), base)
-        engines: Engines | None = None
+        asked = self.read(load_tokenizer(base.model_path, base.section.model_args.trust_remote_code), base)
         for model in models:
             left = []
             for way in self.plan.passes:
                 answered = self.samples.answered(model.name, way.name)
-                if numbers := [number for number in range(self.num_asked(way)) if number not in answered]:
+                if numbers := [number for number in range(asked[way.name]) if number not in answered]:
                     left.append((way, numbers))
             origin = model.name, model.path
             if left:
                 with ending.interruptible():
-                    client = self.client_of(model)
-                    if client is None:
-                        engines = self.load(model, base, engines, is_last=model is models[-1])
-                        client = engines.client
+                    client: Any = SimpleNamespace(num_turns=0)
+                    if model.url is not None:  # nothing in this run generates
+                        self.start_scorers()
+                        self.bring()
+                    else:
+                        self.load(model, base, is_last=model is models[-1])
+                        client = self.client
                     for way, numbers in left:
                         logger.info("%s (%s): %s, %d x %d", *origin, way.name, len(numbers), way.num_samples)
                         self.driver.run(self.answer(model, way, numbers, client))
@@ -207,54 +251,40 @@ class ModelRun(EngineRun[ConfigT, PlanT]):
             self.context.record_validation(metrics, self.plan.models.index(model))
             shown = ", ".join(f"{way.name} {metrics[f'val/{way.name}/accuracy']:.3f}" for way in self.plan.passes)
             logger.info("%s (%s): accuracy %s", *origin, shown)
-        if engines is not None:
-            engines.close(self.residency)
-
-    def client_of(self, model: EvaluatedModel) -> EngineClient | None:
-        """Stand-in for the engines of a model that needs none of this run's."""
-        return None
 
 
-class Engines:
-    """The engines of ``actor_infer``, and who sends them the weights of other models."""
+class HarnessRun(EngineRun[EvaluateConfig, EvaluatePlan]):
+    """Every model works on the tasks of lm-eval or Inspect (:mod:`roll.serving.harness`)."""
 
-    def __init__(self, run: EngineRun[Any, Any], role: RolePlan, keeps_weights: bool) -> None:
-        config = run.config
-        self._run, self._role = run, role
-        worker = role.section.worker_cls or GENERATION_WORKER
-        self.cluster = start_cluster(config, "actor_infer", worker, run.resources, role.section)
-        run.context.watch([self.cluster])
-        self.cluster.call_all(GenerationWorker.initialize).result()
-        run.residency.admit(self.cluster, GENERATION)
-        # An engine that is lost is started again: with `keeps_weights` it goes on, else from the next model on.
-        self.client = engine_client(config, role, self.cluster, run.slice_seconds, run.router, keeps_weights)
-        self._source: Cluster | None = None
+    def __init__(self, loaded: LoadedConfig[EvaluateConfig], options: HarnessConfig) -> None:
+        super().__init__(loaded)
+        self._options = options
+        self.metrics: dict[str, dict[str, float]] = {}
 
-    def exchange(self, model: EvaluatedModel, version: int) -> None:
-        """Give the engines the weights of another model, verified tensor by tensor."""
-        run, config = self._run, self._run.config
-        if self._source is None:
-            # It reads files into host memory, and needs no device.
-            section = self._role.section
-            section = replace(section, device_mapping=None, num_gpus_per_worker=1, world_size=1, worker_cls=None)
-            self._source = start_cluster(config, "stored_weights", STORED_WEIGHTS_WORKER, run.resources, section)
-            run.context.watch([self._source])
-            # Through memory of the host, where the weights are read; whole, since models have nothing in common.
-            options = SyncOptions(
-                buffer_bytes=config.model_update_buffer_size_mb * MIB,
-                deadline=config.rpc_timeout,
-                patience=min(config.actor_infer.engine_timeout, config.rpc_timeout),
-                transport="safetensors" if config.weight_sync.transport == "safetensors" else "shared_memory",
-                directory=str(run.plan.output_dir / "weight_sync"),
-            )
-            self._sync = WeightSync(self._source, self.cluster, options)
-        checkpoint = None if model.checkpoint is None else str(model.checkpoint)
-        self._source.call_all(StoredWeightsWorker.open, str(loadable(model.base)), checkpoint).result()
-        between_turns(run.driver, self.client, partial(self._sync.sync, version))
+    def evaluate_group(self, models: Sequence[EvaluatedModel]) -> None:
+        base = self.role_of(models[0])
+        front = HttpFront(FrontOptions(self._options.name, max_running_requests=self.config.max_running_requests))
+        self.context.at_end(front.close)
+        for model in models:
+            with ending.interruptible():
+                is_new = self.cluster is None
+                cluster = self.load(model, base, is_last=False)
+                if is_new:
+                    tokenizer = load_tokenizer(base.model_path, base.section.model_args.trust_remote_code)
+                    front.open(cluster, tokenizer)
+                output = self.plan.output_dir / self._options.name / model.name
+                logger.info("%s (%s)", model.name, model.path)
+                self.metrics[model.name] = run_program(self._options, front, model.base, output)
+            named = {f"{self._options.name}/{name}": value for name, value in self.metrics[model.name].items()}
+            self.context.record_validation(named, self.plan.models.index(model))
+        front.close()
 
-    def close(self, residency: Residency) -> None:
-        """End the engines, for those of another architecture."""
-        for cluster in (self._source, self.cluster):
-            if cluster is not None:
-                cluster.shutdown(graceful=True)
-        residency.dismiss("actor_infer")
+    def finish(self) -> list[str]:
+        """Write ``results.json`` and print the table; a sentence for every threshold that was missed."""
+        table = plain_table("metric", *self.metrics)
+        for name in dict.fromkeys(name for found in self.metrics.values() for name in found):
+            if not name.endswith("_stderr"):
+                cells = [f"{found[name]:.4f}" if name in found else "" for found in self.metrics.values()]
+                table.add_row(*map(Text, (name, *cells)))
+        file, facts = self.plan.output_dir / self._options.name / RESULTS, {"harness": self._options.name}
+        return show_results([table], {"results": file}, facts, self.metrics, self.keys.thresholds)

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -128,16 +127,14 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
 
     settings_of = staticmethod(settings_of)
 
-    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> None:
+    def read(self, tokenizer: PreTrainedTokenizerBase, role: RolePlan) -> dict[str, int]:
         self.tokenizer = tokenizer
         plan = replace(self.plan, roles={**self.plan.roles, "actor_infer": role})
         self.prompts = {
             one.name: read_prompts(self.config, plan, one.data_args, one.prompt_length, tokenizer)
             for one in self.plan.validation_sets
         }
-
-    def num_asked(self, way: Pass) -> int:
-        return len(self.prompts[way.set_name])
+        return {way.name: len(self.prompts[way.set_name]) for way in self.plan.passes}
 
     async def answer(self, model: EvaluatedModel, way: Pass, numbers: Sequence[int], client: EngineClient) -> None:
         """``val_batch_size`` prompts are in flight at a time.
@@ -173,14 +170,6 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
             if served is not None:
                 served.close()
 
-    def client_of(self, model: EvaluatedModel) -> EngineClient | None:
-        if model.url is None:
-            return None
-        self.start_scorers()
-        self.bring()
-        client: Any = SimpleNamespace(num_turns=0)  # nothing in this run generates
-        return client
-
     def bring(self) -> None:
         assert self.scorers is not None
         generating = dict.fromkeys(("actor_infer", *self.scorers.judges), GENERATION)
@@ -189,7 +178,6 @@ class EvaluatePipeline(ModelRun[EvaluateConfig, EvaluatePlan]):
             judge.resume()
 
     def start_scorers(self) -> None:
-        """Reward workers, judges and the reward model."""
         if self.scorers is not None:
             return
         starter = ClusterStarter(self.config, self.plan, self.resources)

@@ -59,18 +59,10 @@ class Results:
             for way in self.plan.passes if model != baseline else ():
                 found = compare(self.answers[model][way.name], self.answers[baseline][way.name])
                 self.metrics[model] |= {f"compare/{baseline}/{way.name}/{name}": one for name, one in found.items()}
-        failed = list(missed(self.keys.thresholds, self.metrics))
-        content = {
-            "models": {one.name: one.path for one in self.plan.models},
-            "baseline": self.plan.baseline,
-            "metrics": self.metrics,
-            "below_threshold": failed,
-        }
-        file = self.plan.output_dir / RESULTS
-        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         tables = [self._table(), *([self._comparisons()] if len(self.metrics) > 1 else [])]
-        show_results(tables, {"results": file, "samples": self.samples.path}, failed)
-        return failed
+        facts = {"models": {one.name: one.path for one in self.plan.models}, "baseline": self.plan.baseline}
+        files = {"results": self.plan.output_dir / RESULTS, "samples": self.samples.path}
+        return show_results(tables, files, facts, self.metrics, self.keys.thresholds)
 
     def _table(self) -> Table:
         several = sorted({way.num_samples for way in self.plan.passes if way.num_samples > 1})
@@ -110,8 +102,18 @@ def plain_table(*headings: str) -> Table:
     return table
 
 
-def show_results(tables: Sequence[Table], files: Mapping[str, Path], failed: Sequence[str]) -> None:
-    """Print tables, the places of files, and the thresholds that were missed."""
+def show_results(
+    tables: Sequence[Table],
+    files: Mapping[str, Path],
+    facts: Mapping[str, Any],
+    metrics: Mapping[str, Mapping[str, float]],
+    thresholds: Mapping[str, float],
+) -> list[str]:
+    """Write ``files["results"]``, print tables, the places of files, and a sentence for every threshold that was
+    missed, which are returned."""
+    failed = list(missed(thresholds, metrics))
+    content = {**facts, "metrics": metrics, "below_threshold": failed}
+    files["results"].write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     console = Console(emoji=False)
     if not console.is_terminal:  # rich takes 80 columns for a file or a log
         console = Console(emoji=False, width=WIDTH)
@@ -121,6 +123,7 @@ def show_results(tables: Sequence[Table], files: Mapping[str, Path], failed: Seq
         console.print(Text(f"{name:<10}{path}"), soft_wrap=True)
     for sentence in failed:
         console.print(Text(f"below its threshold: {sentence}", style="red"), soft_wrap=True)
+    return failed
 
 
 def _with_interval(metrics: Mapping[str, float], name: str, sign: str = "") -> str:
@@ -168,12 +171,8 @@ def sign_flip_p_value(differences: np.ndarray) -> float:
 
 
 def missed(thresholds: Mapping[str, float], results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """A sentence for every threshold that a model stays below; metrics that compare two models are those of the one
-    that is compared.
-
-    Args:
-        results: metrics by model; those that compare two models are listed under the model that is compared.
-    """
+    """A sentence for every threshold that a model stays below; ``results``: metrics by model, of which those that
+    compare two models are listed under the one that is compared."""
     for key, least in thresholds.items():
         name, _, rest = key.partition("/")
         metrics = {name: rest} if name in results and rest in results[name] else dict.fromkeys(results, key)

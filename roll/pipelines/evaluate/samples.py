@@ -87,10 +87,7 @@ def differing(folder: Path, wanted: Mapping[str, Any]) -> list[str] | None:
 
 
 def check_taken_up(loaded: LoadedConfig[Any], settings: Callable[[], dict[str, Any]]) -> None:
-    """
-    Raises:
-        ConfigError: the samples in the output folder are those of an evaluation with other settings.
-    """
+    """ConfigError: the samples in the output folder are those of an evaluation with other settings."""
     folder = loaded.plan.output_dir
     if loaded.config.evaluate.resume and (found := differing(folder, settings())):
         rule = (
@@ -133,11 +130,8 @@ class SampleFile:
         return [group for _, group in sorted(self._groups[model, name].items())]
 
     def write(self, model: str, name: str, order: int, records: Sequence[Record]) -> None:
-        """Add the samples of a prompt, in one piece; ``of`` is their number.
-
-        Args:
-            records: with ``model``, ``pass``, ``order``, and ``of``, the number of samples.
-        """
+        """Add the samples of a prompt, in one piece, each with ``model``, ``pass``, ``order``, and ``of``, their
+        number."""
         self._file.write("".join(map(_line, records)))
         self._file.flush()
         # Numbers as they are read back: a resumed evaluation gives the same results, bit for bit.
@@ -170,7 +164,6 @@ def read_samples(path: Path) -> Iterator[Record]:
 
 
 def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Record]:
-    """A row a sample."""
     for row, one in zip(sample_table([group]), group.members, strict=True):
         yield {
             **shared,
@@ -184,11 +177,8 @@ def sample_records(group: SampleGroup, shared: Mapping[str, Any]) -> Iterator[Re
 
 
 def answers_of(groups: Iterable[Sequence[Record]], correct_from: float, select_by: str) -> list[Answers]:
-    """The samples of each prompt as numbers.
-
-    Raises:
-        DataError: no sample has the number ``select_by``; the message lists those that there are.
-    """
+    """The samples of each prompt as numbers. Raises ``DataError``: no sample has the number ``select_by``; the message
+    lists those that there are."""
     found: list[Answers] = []
     known: set[str] = set()
     has_any = select_by == "score"

@@ -242,11 +242,8 @@ def overall(primary: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
 
 
 def pass_at_k(correct: np.ndarray, k: int) -> float:
-    """Unbiased estimate of the chance that one of k samples is right, from n >= k samples (arXiv 2107.03374, eq. 1).
-
-    Args:
-        correct: bool (n,).
-    """
+    """Unbiased estimate of the chance that one of k samples is right, from n >= k samples, ``correct`` bool (n,)
+    (arXiv 2107.03374, eq. 1)."""
     n, c = len(correct), int(correct.sum())
     if n - c < k:
         return 1.0
@@ -254,11 +251,8 @@ def pass_at_k(correct: np.ndarray, k: int) -> float:
 
 
 def best_at_k(scores: np.ndarray, k: int) -> float:
-    """Mean over all choices of k of the n samples of their best score; unbiased for the best of k.
-
-    Args:
-        scores: float (n,); NaN, a reward that failed, counts as the smallest score there is, 0 if there is none.
-    """
+    """Mean over all choices of k of the n samples of their best score; unbiased for the best of k. Of ``scores``, float
+    (n,), NaN, a reward that failed, counts as the smallest there is, 0 if there is none."""
     worst = 0.0 if np.isnan(scores).all() else float(np.nanmin(scores))
     ordered = np.sort(np.nan_to_num(scores, nan=worst).astype(np.float64))
     n = len(ordered)

@@ -26,7 +26,6 @@ SET_NAME = re.compile(r"[A-Za-z0-9][\w-]*")
 
 
 def check_rlvr(config: RLVRConfig, checks: Checks) -> None:
-    """Every check; mistakes and notes go to ``checks.problems``."""
     options = check_roles(config, checks)
     check_method(config, checks, config.actor_infer.generating_args, "actor_infer.generating_args", "rlvr")
     check_lengths(config, options, checks.pipeline.model(config, "actor_train", config.actor_train)[1], checks)
@@ -115,7 +114,6 @@ def check_batches(config: RLVRConfig, checks: Checks) -> None:
 
 
 def check_templates(config: RLVRConfig, checks: Checks) -> None:
-    """Templates by tag are known names or files, and files are there."""
     check_template_file("global_template", config.global_template, checks)
     for tag, template in config.tag_to_template.items():
         if template not in TEMPLATES and not template.endswith(TEMPLATE_ENDINGS):

@@ -1,4 +1,4 @@
-"""Data of a run: training prompts by domain, validation prompts, the tokenizer that reads both, recorded rollouts."""
+"""Data of a run: training prompts by domain, validation prompts, the tokenizer that reads both."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
 from roll.config.strategies.base import own_weights
 from roll.methods.policy_plan import POLICY_PANELS, PolicyConfig, PolicyDefinition, policy_plan, policy_training_plans
-from roll.pipelines.policy_checks import BUILD_FILTER, check_transport, late, policy_functions
+from roll.pipelines.policy_preflight import BUILD_FILTER, check_policy_host, late, policy_functions
 from roll.pipelines.rlvr.checks import check_rlvr
 from roll.pipelines.rlvr.config import RLVRConfig, ValidationConfig, ValidationSetConfig
 from roll.pipelines.rlvr.plan import (
@@ -62,7 +62,6 @@ from roll.pipelines.rlvr.plan import (
     validates_concurrently,
     validation_sets,
 )
-from roll.pipelines.strict_checks import check_strict_host
 from roll.serving.harness import HARNESSES, HarnessConfig
 
 if TYPE_CHECKING:
@@ -122,6 +121,7 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
     check = staticmethod(check_rlvr)
     models = staticmethod(model_roles)
     section_key = staticmethod(section_of)
+    check_host = staticmethod(check_policy_host)
 
     def plan(self, config: RLVRConfig, exp_name: str, written: Written) -> RLVRPlan:
         response, sequence = config.response_and_sequence
@@ -208,10 +208,6 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
             HARNESSES[validation.harness.name].require("validation.harness.name", shown(loaded.source))
         super().check_parts(loaded)
 
-    def check_host(self, loaded: LoadedConfig[RLVRConfig]) -> None:
-        check_transport(loaded)
-        check_strict_host(loaded)
-
     def own_functions(self, loaded: LoadedConfig[RLVRConfig]) -> Iterator[tuple[str, Any, Callable[[], object]]]:
         yield from policy_functions(loaded.config)
         if loop := loaded.config.user_defined_rollout_loop_cls:
@@ -223,10 +219,11 @@ class RLVR(PolicyDefinition[RLVRConfig, RLVRPlan]):
                     yield f"rewards.{name}.{key}", own.type, partial(late, BUILD_FILTER, own.type, own.filter_args)
 
     def filtered_sections(self, config: RLVRConfig) -> dict[str, Any]:
-        if config.validation is None:
-            return {"actor_train": config.actor_train}
-        sets = {f"validation.sets.{name}": one for name, one in config.validation.sets.items()}
-        return {"actor_train": config.actor_train, "validation": config.validation, **sets}
+        sections: dict[str, Any] = {"actor_train": config.actor_train} if self.is_role("actor_train") else {}
+        if config.validation is not None:
+            sections |= {"validation": config.validation}
+            sections |= {f"validation.sets.{name}": one for name, one in config.validation.sets.items()}
+        return sections
 
     def resumption_problems(
         self, loaded: LoadedConfig[RLVRConfig], checkpoint: str, state: Mapping[str, Any]
@@ -320,13 +317,8 @@ def require_scorable(domain: str, section: RewardConfig, source: SourceRow) -> N
 
 
 def check_rewards(loaded: LoadedConfig[RLVRConfig]) -> None:
-    """Build each domain's reward once: a wrong ``reward_kwargs``, a host that gives too little, or ``weights`` of the
-    estimator that it does not return are found early.
-
-    Raises:
-        ConfigError: a reward that cannot be built, an option that it does not have, or ``weights`` of the estimator
-            that it does not return.
-    """
+    """Build each domain's reward once. Raises ``ConfigError``: a reward that cannot be built, or not on this host, an
+    option that it does not have, or ``weights`` of the estimator that it does not return."""
     find_own_modules()
     from roll.rewards import RewardOptionError, build_section
 

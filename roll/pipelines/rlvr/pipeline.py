@@ -76,10 +76,12 @@ async def validate(
 class PromptSource(RolloutSource):
     """Prompts in the seeded order of their data, answered by the engines and scored by the rewards."""
 
-    def __init__(
-        self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData, engines: EngineClient
-    ) -> None:
-        self._config, self._plan, self._data, self._engines = config, plan, data, engines
+    def __init__(self, config: RLVRConfig, plan: RLVRPlan, clusters: Clusters, data: RunData) -> None:
+        self._config, self._plan, self._clusters, self.data = config, plan, clusters, data
+        self.tokenizer = data.tokenizer
+
+    def connect(self, engines: EngineClient) -> None:
+        config, plan, clusters, self._engines = self._config, self._plan, self._clusters, engines
         quarantine = SampleQuarantine(plan.log_dir)
         scorer = None
         if clusters.reward_model is not None:
@@ -93,15 +95,15 @@ class PromptSource(RolloutSource):
         }
         path = config.user_defined_rollout_loop_cls
         loop: RolloutLoop | None = None if path is None else rollout_loops.resolve(path)()
-        self._rows = PromptRows(config, data.tokenizer, plan.max_new_tokens)
+        self._rows = PromptRows(config, self.tokenizer, plan.max_new_tokens)
         settings = GroupSettings(plan.group_size, self._params, config.seed, by_domain(filters))
         self.flow: GroupFlow = GroupFlow(
-            engines, self._rewards, data.sampler.next_batch, settings, 0, self._rows.loop or loop
+            engines, self._rewards, self.data.sampler.next_batch, settings, 0, self._rows.loop or loop
         )
-        self.codec = prompt_codec(data.sampler.find)
+        self.codec = prompt_codec(self.data.sampler.find)
 
     def batch(self, groups: list[SampleGroup], driver: DriverLoop) -> tuple[DataProto, Metrics]:
-        batch, metrics = build_batch(groups, pad_token_id(self._data.tokenizer)), reward_metrics(groups)
+        batch, metrics = build_batch(groups, pad_token_id(self.tokenizer)), reward_metrics(groups)
         if self._rows.are_read:
             metrics |= self._rows.add_columns(batch, groups)
         quarantine = self._rewards.quarantine
@@ -137,13 +139,13 @@ class PromptSource(RolloutSource):
     notes = staticmethod(sample_notes)
 
     def validation(self) -> Coroutine[Any, Any, Validation]:
-        return validate(self._plan.validation_sets, self._data.validation, self._config.val_batch_size, self._answer)
+        return validate(self._plan.validation_sets, self.data.validation, self._config.val_batch_size, self._answer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sampler": self._data.sampler.state_dict()}
+        return {"sampler": self.data.sampler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._data.sampler.load_state_dict(state["sampler"])
+        self.data.sampler.load_state_dict(state["sampler"])
 
 
 def reward_metrics(groups: list[SampleGroup]) -> Metrics:
@@ -170,8 +172,6 @@ def reward_metrics(groups: list[SampleGroup]) -> Metrics:
 
 
 class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan]):
-    """A run, from start to summary."""
-
     def __init__(self, loaded: LoadedConfig[RLVRConfig]) -> None:
         super().__init__(loaded)
         self.rows_per_step = self.plan.samples_per_step
@@ -180,14 +180,10 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan]):
     def start_scorers(self, starter: ClusterStarter) -> dict[str, Any]:
         return starter.start_scorers(self.config)
 
-    def load_data(self) -> None:
+    def load_data(self) -> PromptSource:
         if self.plan.eval_steps and any(one.samples_per_prompt > 1 for one in self.plan.validation_sets):
             verifier().start()  # It will compare votes, and imports while prompts are read.
-        self.data = load_data(self.config, self.plan)
-        self.tokenizer = self.data.tokenizer
-
-    def build_source(self, engines: EngineClient) -> PromptSource:
-        return PromptSource(self.config, self.plan, self.clusters, self.data, engines)
+        return PromptSource(self.config, self.plan, self.clusters, load_data(self.config, self.plan))
 
     def build_method(self) -> PolicyMethod:
         return PolicyMethod(self.config, self.plan.norm_types, self.plan.max_new_tokens)
@@ -200,7 +196,7 @@ class RLVRPipeline(PolicyPipeline[RLVRConfig, RLVRPlan]):
             with self.context.phase("val_harness"), self.generating():
                 front = HttpFront(FrontOptions(name, max_running_requests=self.config.max_running_requests))
                 try:
-                    front.open(self.clusters.actor_infer, self.tokenizer)
+                    front.open(self.clusters.actor_infer, self.source.tokenizer)
                     output = self.plan.output_dir / "validation" / name / f"step-{step}"
                     metrics = run_program(harness, front, str(model.model_path), output)
                 finally:

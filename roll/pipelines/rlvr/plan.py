@@ -45,8 +45,6 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class RLVRPlan(PolicyPlan):
-    """Plan of an RLVR run."""
-
     prompt_length: int
     response_length: int
     validation_sets: tuple[ValidationSet, ...]
@@ -133,7 +131,6 @@ def started_roles(config: RLVRConfig) -> dict[str, WorkerConfig]:
 
 
 def max_new_tokens(config: RLVRConfig) -> int:
-    """Most tokens of a response in training."""
     response = config.response_and_sequence[0]
     return min(response, config.actor_infer.generating_args.max_new_tokens or response)
 

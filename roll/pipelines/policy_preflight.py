@@ -1,8 +1,12 @@
-"""Refusals of what ``strict_on_policy`` cannot compute with the same bits on both sides. Torch-free until a start."""
+"""Checks of every run whose policy learns from its own samples by its parts, before anything starts: own functions, how
+weights can travel, and what ``strict_on_policy`` can compute with the same bits on both sides. Torch-free until a
+start."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
@@ -10,6 +14,8 @@ from roll.config.model_files import model_config, needed
 from roll.config.names import KERNELS
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError
+from roll.config.reading.fields import DOTTED_PATH
+from roll.methods.policy_plan import PolicyConfig
 
 if TYPE_CHECKING:
     from roll.config.loader import LoadedConfig
@@ -17,10 +23,47 @@ if TYPE_CHECKING:
 KEY = "strict_on_policy"
 ENGINE = "hf_infer"
 TRAINERS = ("fsdp2_train", "fsdp_train", "deepspeed_train")
+BUILD_FILTER, BUILD_ROUTER = "roll.rollout.groups.build_filter", "roll.rollout.routing.build_router"
+# Keys at the top that take the dotted path of a function; losses, estimators and filters bring options along.
+OWN_FUNCTION_KEYS = (
+    *("entropy_loss_agg_mode", "kl_loss_agg_mode", "kl_loss_type", "kl_penalty", "loss_agg_mode"),
+    *("train_infer_correction", "value_loss_agg_mode"),
+)
+CHOICES = {
+    "estimator": "roll.algorithms.advantages.advantage_estimators.options_of",
+    "loss": "roll.algorithms.policy_losses.policy_losses.options_of",
+}
+
+
+def policy_functions(config: PolicyConfig) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+    """(key, value, look-up) of what a user may have written a function for; nothing is imported for the known names."""
+
+    def resolve(key: str, path: str) -> object:
+        from roll.algorithms.registry import Registry
+
+        return Registry(key).resolve(path)
+
+    for key in OWN_FUNCTION_KEYS:
+        value = getattr(config, key)
+        if isinstance(value, str) and DOTTED_PATH.fullmatch(value):
+            yield key, value, partial(resolve, key, value)
+    for key, options_of in CHOICES.items():
+        choice = getattr(config, key)
+        if isinstance(choice.options, Mapping):  # of a function that is not imported yet
+            yield key, choice.name, partial(late, options_of, choice)
+    router = config.router_args
+    if router.router_config or DOTTED_PATH.fullmatch(router.router_name or ""):
+        key = "router_config" if router.router_config else "router_name"
+        build = partial(late, BUILD_ROUTER, router.router_name, router.router_config)
+        yield f"router_args.{key}", getattr(router, key), build
+
+
+def late(path: str, *arguments: Any) -> Any:
+    """Call the function at a dotted path, which is imported only now: it needs torch."""
+    return resolve_name(path)(*arguments)
 
 
 def check_strict(config: PolicyRunConfig, checks: Checks) -> None:
-    """Refuse what cannot be computed with the same bits on both sides."""
     if not config.strict_on_policy:
         return
     for key, value, rule, works in _obstacles(config):
@@ -96,23 +139,27 @@ def _changed_distributions(config: PolicyRunConfig) -> Iterator[tuple[str, Any, 
             yield f"actor_infer.generating_args.{name}", value, "changes the distribution that is sampled from", works
 
 
-def check_strict_host(loaded: LoadedConfig[Any]) -> None:
-    """Try the mode with a small copy of the model; ConfigError: devices other than a CPU, or log-probs that are not
-    equal."""
-    config = loaded.config
-    if not config.strict_on_policy:
+def check_policy_host(loaded: LoadedConfig[Any]) -> None:
+    """Weights can travel on this host, and ``strict_on_policy`` works with a small copy of the model. Raises
+    ``ConfigError``: ``cuda_ipc`` on a host without CUDA; with ``strict_on_policy`` devices other than a CPU, or
+    log-probs that are not equal."""
+    config, transport = loaded.config, loaded.config.weight_sync.transport
+    if transport != "cuda_ipc" and not config.strict_on_policy:
         return
     from roll.platforms import current_platform
 
-    device_type, rule = current_platform().device_type, None
+    device_type = current_platform().device_type
+    if transport == "cuda_ipc" and device_type != "cuda":
+        rule = f"needs CUDA devices, this host's are of type {device_type}; object_store works everywhere"
+        raise ConfigError([loaded.problem("weight_sync.transport", "cuda_ipc", rule)])
+    if not config.strict_on_policy:
+        return
     if device_type != "cpu":
         rule = f"is for CPUs; this host's devices are of type {device_type}, so set it to false"
-    else:
-        from roll.strategies.hf_infer.strategy import check_strict_copy
-
-        try:
-            check_strict_copy(loaded.plan.roles["actor_infer"].section)
-        except ValueError as error:
-            rule = f"does not work here: {error}"
-    if rule is not None:
         raise ConfigError([loaded.problem(KEY, True, rule)])
+    from roll.strategies.hf_infer.strategy import check_strict_copy
+
+    try:
+        check_strict_copy(loaded.plan.roles["actor_infer"].section)
+    except ValueError as error:
+        raise ConfigError([loaded.problem(KEY, True, f"does not work here: {error}")]) from None
