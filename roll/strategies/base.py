@@ -29,8 +29,7 @@ from roll.config.strategies.base import ParallelDims, StrategyConfig
 from roll.config.strategies.registry import train_strategies, trains, typed_strategy_config
 from roll.models.layouts import TopTokens
 from roll.platforms import current_platform
-from roll.protocol.metrics import Metrics, merge_metrics
-from roll.protocol.metrics import RankInfo as RankInfo
+from roll.protocol.metrics import Metrics, RankInfo, merge_metrics
 
 if TYPE_CHECKING:
     from roll.models.lora import Adapters
@@ -160,10 +159,7 @@ class ModelStrategy(ABC):
         """Collective. Build and load the model; with ``num_training_steps`` > 0 also optimizer and schedule.
 
         Without steps a model that could train can be computed and exported, with weights as the optimizer would have
-        them.
-
-        Raises:
-            ValueError: optimizer steps requested of a forward-only strategy; an unsupported model or unsupported sizes.
+        them. Raises ValueError: optimizer steps requested of a forward-only strategy; an unsupported model or sizes.
         """
 
     @cached_property
@@ -198,7 +194,7 @@ class ModelStrategy(ABC):
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Compute forward passes inside the block without the model's LoRA adapters, if it has any."""
-        return nullcontext()
+        return nullcontext() if self.adapters is None else self.adapters.disabled()
 
     @abstractmethod
     def named_full_weights(
@@ -304,11 +300,8 @@ class ModelStrategy(ABC):
         raise self._takes_no_steps()
 
     def saved(self, wait: bool = True) -> bool:
-        """Return True once this rank's part of the last :meth:`save` is on disk; with ``wait``, block until it is.
-
-        Raises:
-            Exception: what went wrong with writing it.
-        """
+        """Return True once this rank's part of the last :meth:`save` is on disk; with ``wait``, block until it is. What
+        went wrong with writing it is raised."""
         return True
 
     def load(self, path: Path) -> None:
@@ -332,22 +325,19 @@ class ModelStrategy(ABC):
 
 
 class OffloadedStorages:
-    """Device storages of some tensors, with their contents in (page-locked) host memory.
-
-    Args:
-        keep_contents: False for what is rewritten before it is read (gradients); it comes back as zeros.
-    """
+    """Device storages of some tensors, with their contents in (page-locked) host memory. ``keep_contents``: False for
+    what is rewritten before it is read (gradients); it comes back as zeros."""
 
     def __init__(self, tensors: Iterable[Tensor], keep_contents: bool = True) -> None:
-        self._held: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._held: list[tuple[torch.UntypedStorage, int, torch.UntypedStorage | None]] = []
         # By storage, not by tensor: parameters that are views of one flat buffer share it, and a view frees nothing.
         for storage in storages_of(tensors).values():
             if not storage.resizable():  # a file mapped into host memory, as freshly loaded weights are
                 continue
             size, copy = storage.nbytes(), None
             if keep_contents:
-                copy = torch.empty(size, dtype=torch.uint8, pin_memory=current_platform().pin_memory)
-                copy.copy_(_as_bytes(storage))
+                memory = torch.empty(size, dtype=torch.uint8, pin_memory=current_platform().pin_memory)
+                copy = memory.untyped_storage().copy_(storage)
             storage.resize_(0)  # frees the memory; the tensors, and whoever holds them, stay the same objects
             self._held.append((storage, size, copy))
 
@@ -356,16 +346,12 @@ class OffloadedStorages:
             storage, size, copy = self._held.pop()
             storage.resize_(size)
             if copy is None:
-                _as_bytes(storage).zero_()
+                storage.fill_(0)  # type: ignore[attr-defined]
             else:
-                _as_bytes(storage).copy_(copy)
+                storage.copy_(copy)
 
 
 def storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the storages of the tensors by address, each once; empty ones (all at address 0) are left out."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage for storage in storages if storage.nbytes()}
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

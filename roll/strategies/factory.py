@@ -15,14 +15,9 @@ from roll.strategies.engines.base import GenerationStrategy
 def create_strategy(
     role: WorkerConfig, head: ModelHead = ModelHead.CAUSAL_LM, seed: int = 42, max_grad_norm: float | None = None
 ) -> ModelStrategy:
-    """The strategy that ``role.strategy_args.strategy_name`` names, not yet initialised.
-
-    Args:
-        max_grad_norm: the pipeline's; a training strategy uses it unless the role sets its own.
-
-    Raises:
-        ValueError: an unknown name or one that cannot compute batches.
-    """
+    """The strategy that ``role.strategy_args.strategy_name`` names, not yet initialised. ``max_grad_norm``: the
+    pipeline's; a training strategy uses it unless the role sets its own. Raises ValueError: an unknown name or one that
+    cannot compute batches."""
     return _import(role, "computes", "compute batches")(role, head=head, seed=seed, max_grad_norm=max_grad_norm)
 
 

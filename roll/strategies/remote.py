@@ -63,15 +63,17 @@ class RemoteService:
             found = {str(entry["id"]): entry for entry in response.json()["data"]}
         except (httpx2.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ServiceRefused(f"{url}: {type(error).__name__}: {error}") from error
-        if (options.model is None and len(found) != 1) or (options.model is not None and options.model not in found):
+        names = list(found) if options.model is None else [options.model]
+        if len(names) != 1 or names[0] not in found:
             raise ServiceRefused(
                 f"{url} lists {', '.join(sorted(found)) or 'no model'}; strategy_config.model names one"
             )
-        self.model = options.model if options.model is not None else next(iter(found))
+        self.model = names[0]
         length = found[self.model].get("max_model_len")
         # Tokens that the model takes; not every server says so.
         self.max_model_len: int | None = length if isinstance(length, int) else None
         self._client = JsonClient(f"{self._base_url}/{path}", service, self._key, MAX_REPLY)
+        self.close = self._client.close
 
     def post(self, bodies: Sequence[Any]) -> list[Any]:
         """The answer to each body; ServiceRefused if one is not answered."""
@@ -79,9 +81,6 @@ class RemoteService:
         if errors := [reply.error for reply in replies if reply.error is not None]:
             raise ServiceRefused(errors[0])
         return [reply.body for reply in replies]
-
-    def close(self) -> None:
-        self._client.close()
 
 
 class PromptLogProbs(RemoteService):

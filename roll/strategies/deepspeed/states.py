@@ -150,8 +150,7 @@ class MasterStates:
             masters = [master for group in self._adam.param_groups for master in group["params"]]
         for index, master in enumerate(masters):
             # A group of ZeRO-3 that is kept on a disk comes from there, and goes back.
-            swaps = self._stage == 3 and self._optimizer._swappable_optimizer_subgroup(index)
-            if swaps:
+            if swaps := self._stage == 3 and self._optimizer._swappable_optimizer_subgroup(index):
                 self._optimizer._optimizer_states_and_gradient_swap_in(index)
             state: dict[str, Any] = self._adam.state[master]
             for name in MOMENTS:
@@ -179,5 +178,4 @@ def set_masters(engine: DeepSpeedEngine, elements: Callable[[str, torch.Size, in
         engine.basic_optimizer.state.clear()
     for run in masters.runs():
         if run.length:
-            shape = full_shape(run.parameter)
-            masters.set_master(run, elements(run.name, shape, run.start, run.start + run.length))
+            masters.set_master(run, elements(run.name, full_shape(run.parameter), run.start, run.start + run.length))

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece
 from roll.config.installation import install_command
-from roll.config.strategies.deepspeed import ZeroPlan, numbers, plan_zero, switch
+from roll.config.strategies.deepspeed import numbers, plan_zero, switch
 from roll.config.strategies.registry import DeepSpeedStrategyConfig
 from roll.models.build import DTYPES, enable_gradient_checkpointing
 from roll.models.loading import MetaModel, ModuleReader
@@ -30,7 +30,7 @@ from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
-from roll.strategies.training.optimizer import INITIAL_SCALE, TrainingProgress, adamw, decay_groups, state_tensors
+from roll.strategies.training.optimizer import INITIAL_SCALE, TrainingProgress, adamw, decay_groups
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -48,23 +48,16 @@ class DeepSpeedStrategy(DataParallelStrategy):
         # Float32 weights are read apart, into DeepSpeed's masters.
         self.compute_dtype = self._meta_dtype = DTYPES[self.role.model_args.dtype]
         self.environ = {**os.environ, **self.role.system_envs}
-        self.plan = self._plan(self.trains)
         self._clips_at, self._sums_in_fp32 = 0.0, False
         self.steps_each_micro_batch = self.trains and switch(self.config, "step_each_micro_batch", self.environ)
 
-    def _plan(self, trains: bool) -> ZeroPlan:
-        has_accelerator = self.platform.device_type != "cpu"
-        return plan_zero(self.config, self.environ, trains=trains, has_accelerator=has_accelerator)
-
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Collective. Build the model, and under ZeRO-3 partition it; see :meth:`ModelStrategy.initialize`.
-
-        Raises:
-            ImportError: DeepSpeed is not installed.
-        """
+        """Collective. Build the model, and under ZeRO-3 partition it; see :meth:`ModelStrategy.initialize`. Raises
+        ImportError: DeepSpeed is not installed."""
         self._refuse_steps(num_training_steps)
+        on_device = self.platform.device_type != "cpu"
+        self.plan = plan_zero(self.config, self.environ, trains=num_training_steps > 0, has_accelerator=on_device)
         if not num_training_steps:
-            self.plan = self._plan(trains=False)
             self._load_model(self.compute_dtype)
             self._read_model()
             self.model.requires_grad_(False)
@@ -91,6 +84,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
         # What ZeRO-3 has partitioned is flat: the whole shape says whether it is a matrix.
         groups = decay_groups(self.model, args.weight_decay, lambda one: len(full_shape(one)))
         self.engine = self._start_engine(adamw(groups, args))
+        self.optimizer = self.engine.basic_optimizer
         if rounds and meta is not None:
             set_masters(self.engine, meta.elements)
         elif rounds:
@@ -261,7 +255,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
     def _clip_and_step(self, learning_rate: float) -> float:
         for group in self.engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        if self.engine.optimizer is self.engine.basic_optimizer:
+        if self.engine.optimizer is self.optimizer:
             # ZeRO-0 in float32: DeepSpeed sums the gradients, and torch's optimizer does the rest.
             gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
             norm = float(torch.nn.utils.get_total_norm(gradients))
@@ -318,7 +312,9 @@ class DeepSpeedStrategy(DataParallelStrategy):
         # Rank r holds the r-th part of a flattened parameter in `ds_tensor`, the last part padded.
         if not is_partitioned(tensor):
             return None
-        return tensor.ds_tensor, Pieces.even(full_shape(tensor), tensor.ds_tensor.numel(), self.world_size)
+        shape, size = full_shape(tensor), tensor.ds_tensor.numel()
+        sizes = tuple(max(0, min(size, shape.numel() - rank * size)) for rank in range(self.world_size))
+        return tensor.ds_tensor, Pieces(shape, sizes)
 
     def _shard_group(self) -> ProcessGroup | None:
         return dist.group.WORLD
@@ -327,25 +323,16 @@ class DeepSpeedStrategy(DataParallelStrategy):
         held = super()._device_tensors(kind)
         if kind is StateKind.MODEL_PARAMS:
             held += self._on_device([one.ds_tensor for one in self.model.parameters() if is_partitioned(one)])
+        elif kind is StateKind.OPTIMIZER_STATES and self.optimizer is not None:
+            held += self._on_device([one for group in self.optimizer.param_groups for one in group["params"]])
+            # Under ZeRO-3 the groups are filled during a step only.
+            held += self._on_device(getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", []))
         return held
-
-    def _optimizer_tensors(self) -> list[torch.Tensor]:
-        optimizer = self.engine.basic_optimizer if hasattr(self, "engine") else None
-        if optimizer is None:
-            return []
-        masters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        # Under ZeRO-3 the groups are filled during a step only.
-        masters += getattr(self.engine.optimizer, "fp32_partitioned_groups_flat", [])
-        return [*masters, *state_tensors(optimizer)]
 
 
 def join_process_group(platform: Platform) -> ModuleType:
     """Collective. The ``deepspeed`` module, quiet, for the devices of ``platform``, in torch's default process group,
-    which must exist.
-
-    Raises:
-        ImportError: DeepSpeed is not installed; the message names the extra.
-    """
+    which must exist. Raises ImportError: DeepSpeed is not installed; the message names the extra."""
     if platform.device_type == "cpu":
         # Read while the package is imported; without it DeepSpeed guesses from whatever tools the host has.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

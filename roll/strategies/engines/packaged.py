@@ -56,8 +56,7 @@ class PackagedEngine(GenerationStrategy):
             self._asleep = ["weights", "kv_cache"]
 
     def wake(self, weights_only: bool = False) -> None:
-        wanted = [part for part in self._asleep if part == "weights" or not weights_only]
-        if wanted:
+        if wanted := [part for part in self._asleep if part == "weights" or not weights_only]:
             self._resume(wanted)
             self._asleep = [part for part in self._asleep if part not in wanted]
 
@@ -127,10 +126,8 @@ class RankWatch:
     """Ends this process when a rank of its engine has died, and the other ranks first.
 
     A model without one of its shards computes nothing, and a peer that waits for that shard may wait forever. So the
-    death of any rank becomes the death of the engine, which its driver handles.
-
-    Args:
-        ranks: child processes; none for an engine that has no rank outside of this process.
+    death of any rank becomes the death of the engine, which its driver handles. ``ranks``: child processes; none for an
+    engine that has no rank outside of this process.
     """
 
     def __init__(self, ranks: Sequence[BaseProcess]) -> None:

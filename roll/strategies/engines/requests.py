@@ -116,12 +116,7 @@ def interrupted(
     request: GenerationRequest, aborted: Iterable[GenerationOutput], finished: Iterable[GenerationOutput]
 ) -> GenerationRequest:
     """Make of ``request`` one with which any engine continues where it was stopped, from its unfinished samples (whole
-    responses so far) and its finished ones, those that it came with included.
-
-    Args:
-        aborted: its unfinished samples, whole responses so far.
-        finished: its finished samples, those that it came with included.
-    """
+    responses so far) and its finished ones, those that it came with included."""
     begun = {output.sample_index: output for output in aborted if output.token_ids}
     return replace(request, partial=begun, finished=tuple(sorted(finished, key=lambda output: output.sample_index)))
 
@@ -146,8 +141,7 @@ def continued(begun: GenerationOutput, output: GenerationOutput) -> GenerationOu
 def visible_text(text: str, params: SamplingParams) -> str:
     """Return the response as rewards and people see it: it ends before its stop string, or with it if
     ``include_stop_str_in_output`` is set. The token ids keep the whole stop string either way."""
-    found = [(text.find(stop), stop) for stop in params.stop_strings if stop in text]
-    if not found:
+    if not (found := [(text.find(stop), stop) for stop in params.stop_strings if stop in text]):
         return text
     position, stop = min(found, key=lambda place: (place[0], -len(place[1])))
     return text[: position + len(stop) * params.include_stop_str_in_output]
@@ -283,14 +277,8 @@ class StopStringMatcher:
 
 
 def longest_sequence(max_model_len: int | None, config: PretrainedConfig, model_path: str | None) -> int:
-    """Most tokens of prompt and response together: ``strategy_config.max_model_len``, else the model's positions.
-    Raises ValueError: more than the model has positions, or no number at all.
-
-    Args:
-        max_model_len: ``strategy_config.max_model_len``; None: as many as the model has positions.
-        config: the model's Hugging Face config.
-        model_path: for messages.
-    """
+    """Most tokens of prompt and response together: ``strategy_config.max_model_len``, else (None) as many as the model
+    has positions. Raises ValueError: more than those, or no number at all."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if max_model_len is None:
         if longest is None:

@@ -1,4 +1,5 @@
-"""Sampling by the settings of requests: random streams, filters, penalties, and the draw of a token by one number.
+"""Sampling by the settings of requests: random streams, filters, penalties, the draw of a token by one number, and JSON
+schemas of responses (``response_format``), which are compiled within bounds before an engine sees them.
 
 What a sample draws depends on its seed and position, not on its neighbours. A stream is a 64-bit key; its t-th number
 is the t-th output of SplitMix64 started at that key (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
@@ -7,8 +8,16 @@ generators"), which needs no state but t.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+
+import llguidance
+import llguidance.hf
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase, TokenizersBackend
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -96,13 +105,8 @@ def invert_cumulative(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """The first token whose cumulative probability exceeds ``draws`` times the row's sum; never one of probability 0.
 
     Long rows are summed in blocks and the sums are added in float64, so that a vocabulary of 150,000 is searched
-    without the error of a long float32 sum, and only one block is looked at token by token.
-
-    Args:
-        probs: float32 (B, V), not necessarily normalised. draws: float64 (B,), in [0, 1).
-
-    Returns:
-        int64 (B,).
+    without the error of a long float32 sum, and only one block is looked at token by token. ``probs`` are float32
+    (B, V), not necessarily normalised; ``draws`` float64 (B,), in [0, 1); the tokens int64 (B,).
     """
     batch, vocab_size = probs.shape
     if vocab_size <= _SHORT_ROW:
@@ -125,12 +129,7 @@ def invert_cumulative(probs: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 
 class RowSettings:
     """The settings of a batch's rows on the device; None or False where no row uses one. ``top_k`` is int64
-    (B,), 0 is off; the others are float32 (B,).
-
-    Args:
-        temperature, top_p, min_p, penalty: float32 (B,).
-        top_k: int64 (B,), 0 is off.
-    """
+    (B,), 0 is off; the others are float32 (B,)."""
 
     def __init__(
         self,
@@ -165,3 +164,76 @@ class RowSettings:
         # The search may end past a row that is not finite. Any valid token will do: its log-prob is not finite either.
         tokens = invert_cumulative(probs, draws).clamp_(0, probs.shape[1] - 1)
         return tokens if self.greedy is None else torch.where(self.greedy, logits.argmax(-1), tokens)
+
+
+_MEMORY = 1 << 30  # bytes of address space; schemas of applications need a hundredth
+_CPU_SECONDS = 2
+_TRIAL = f"""
+import resource, sys
+import llguidance
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_AS, ({_MEMORY}, {_MEMORY}))
+resource.setrlimit(resource.RLIMIT_CPU, ({_CPU_SECONDS}, {_CPU_SECONDS}))
+llguidance.LLMatcher(llguidance.LLTokenizer("byte"), sys.stdin.read(), log_level=0)
+"""
+
+
+def schema_grammar(schema: str) -> str:
+    """A JSON schema as llguidance's grammar.
+
+    It is compiled in a process of its own first: a short schema (an array of 10^9 items, a multiple of 123456789) may
+    need more memory than there is, of which the compiler does not raise an error but ends its process, the engine.
+    Raises ValueError: no JSON schema, or one that needs too much time or memory.
+    """
+    grammar, problem = _tried(schema)
+    if problem:
+        raise ValueError(f"response_format: not a JSON schema that can be followed: {problem}"[:500])
+    return grammar
+
+
+@lru_cache(maxsize=64)
+def _tried(schema: str) -> tuple[str, str]:
+    """The grammar and what is wrong with it, the latter empty for none."""
+    try:
+        # With free white space an unsure model may write nothing else until its tokens are used up.
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(
+            schema, defaults={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+        )
+    except ValueError as error:  # a text that the compiler does not take for JSON, or nested too deeply
+        return "", str(error)
+    trial = subprocess.run([sys.executable, "-I", "-c", _TRIAL], input=grammar.encode(), capture_output=True)
+    if trial.returncode:
+        return "", f"it needs more than {_CPU_SECONDS} s or {_MEMORY >> 30} GiB to compile; give it smaller numbers"
+    return grammar, llguidance.LLMatcher.validate_grammar(grammar)
+
+
+class JsonGrammars:
+    """Compiles schemas for a tokenizer: which tokens can come next, by llguidance. ``vocab_size``: tokens of the
+    model's distribution, of which the tokenizer may know fewer. ``end_token_ids``: may follow a text that is
+    complete."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Sequence[int]) -> None:
+        self._tokenizer, self._vocab_size, self._end_token_ids = tokenizer, vocab_size, list(end_token_ids)
+        self._compiled = lru_cache(maxsize=64)(self._compile)
+
+    def start(self, schema: str, begun: Sequence[int] = ()) -> llguidance.LLMatcher:
+        """State of a response after the tokens ``begun``. Raises ValueError for a text that is no JSON schema."""
+        matcher: llguidance.LLMatcher = self._compiled(schema).deep_copy()
+        for token in begun:
+            matcher.consume_token(token)
+        return matcher
+
+    def _compile(self, schema: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._vocabulary, schema_grammar(schema), log_level=0)
+        if matcher.is_error():
+            raise ValueError(f"response_format: {matcher.get_error()}"[:500])
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> llguidance.LLTokenizer:
+        if not isinstance(self._tokenizer, TokenizersBackend):
+            kind = type(self._tokenizer).__name__
+            raise ValueError(f"response_format: needs a fast tokenizer, this model's is a {kind}; vllm takes it")
+        if not self._end_token_ids:
+            raise ValueError("response_format: the model has no end token (eos_token_id), so no text would end")
+        return llguidance.hf.from_tokenizer(self._tokenizer, self._vocab_size, self._end_token_ids)

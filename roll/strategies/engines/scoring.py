@@ -65,10 +65,9 @@ class ScoringStrategy(ModelStrategy):
         probable ones have ids that the student does not know."""
         assert temperature == 1.0 or not wanted.count, (wanted, temperature)
         mask = batch["response_mask"]
-        parts = []
-        for positions, score in self._scored(batch, wanted.count or ALL):
-            for at in positions.tolist():
-                parts.append(listed_tokens(score.top[at - 1], wanted, temperature))
+        scored = self._scored(batch, wanted.count or ALL)
+        places = [score.top[at - 1] for positions, score in scored for at in positions.tolist()]
+        parts = [listed_tokens(entries, wanted, temperature) for entries in places]
         width = len(parts[0][0]) if parts else 0
         columns = {
             "top_log_probs": torch.zeros(*mask.shape, width),

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import MethodType
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -69,7 +67,6 @@ class FsdpStrategy(ShardedStrategy):
         A model without weights reads those of each unit when it is wrapped.
         """
         model, config, meta, device = self.model, self.config, self._meta, self.device
-        units = {id(unit) for unit in wrapped_units(model, config.wrap_policy, self.sparse_layers)}
         tower = vision_modules(model.language_model)
         precision = MixedPrecision(
             # Token ids and positions are all that goes in, so there is nothing to cast; an image is cast where it is
@@ -79,12 +76,10 @@ class FsdpStrategy(ShardedStrategy):
             cast_root_forward_inputs=False,
         )
 
-        def unit_options(module: nn.Module) -> bool | dict[str, Any]:
-            if id(module) in units and id(module) in tower:
-                # The angles that rotate patches stay in float32.
-                return {"mixed_precision": replace(precision, cast_forward_inputs=False)}
-            return id(module) in units
-
+        # The angles that rotate patches stay in float32.
+        of_tower = {"mixed_precision": replace(precision, cast_forward_inputs=False)}
+        units = wrapped_units(model, config.wrap_policy, self.sparse_layers)
+        options = {id(unit): of_tower if id(unit) in tower else True for unit in units}
         head = model.language_model.get_output_embeddings()
         if config.wrap_policy.wrap_lm_output:
             if len(output_matrices(model.language_model)) > 1:
@@ -93,14 +88,12 @@ class FsdpStrategy(ShardedStrategy):
                     "trained in full alongside adapters) under FSDP1; set it to false"
                 )
             run_head_when_called(model.language_model)
+        freeing, keeping = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
+        if self.mesh.ndim == 2:
+            freeing, keeping = ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2
+        kind = freeing if config.reshard_after_forward else keeping
         if self.mesh.size() == 1:
             kind = ShardingStrategy.NO_SHARD
-        elif self.mesh.ndim == 2:
-            kind = (
-                ShardingStrategy.HYBRID_SHARD if config.reshard_after_forward else ShardingStrategy._HYBRID_SHARD_ZERO2
-            )
-        else:
-            kind = ShardingStrategy.FULL_SHARD if config.reshard_after_forward else ShardingStrategy.SHARD_GRAD_OP
         with warnings.catch_warnings():
             # On one rank there is no other strategy.
             warnings.filterwarnings("ignore", message="The `NO_SHARD` sharding strategy", category=FutureWarning)
@@ -109,7 +102,7 @@ class FsdpStrategy(ShardedStrategy):
                 device_mesh=self.mesh,
                 sharding_strategy=kind,
                 cpu_offload=CPUOffload(offload_params=True) if offload else None,
-                auto_wrap_policy=CustomPolicy(unit_options),
+                auto_wrap_policy=CustomPolicy(lambda module: options.get(id(module), False)),
                 backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
                 mixed_precision=precision,
                 device_id=device,

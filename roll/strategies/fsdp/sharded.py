@@ -38,7 +38,6 @@ from roll.strategies.training.optimizer import (
     decay_groups,
     global_norm,
     local_tensor,
-    state_tensors,
 )
 
 if TYPE_CHECKING:
@@ -50,11 +49,8 @@ logger = logging.getLogger(__name__)
 def wrapped_units(
     model: ResponseModel, policy: WrapPolicy, sparse_layers: Sequence[SparseLayer] = ()
 ) -> list[nn.Module]:
-    """The modules to shard as units of their own, innermost first.
-
-    Raises:
-        ValueError: a wrap policy that names no module of this model.
-    """
+    """The modules to shard as units of their own, innermost first. Raises ValueError: a wrap policy that names no
+    module of this model."""
     language_model = model.language_model
     chosen = policy.transformer_layer_cls_to_wrap
     # An empty list is valid: one unit for everything is cheapest for a very small model.
@@ -105,7 +101,6 @@ class ShardedStrategy(DataParallelStrategy):
 
     config: ShardedStrategyConfig
     mesh: DeviceMesh
-    optimizer: torch.optim.Optimizer | None = None
 
     def _configure(self) -> None:
         self.compute_dtype = DTYPES[self.config.param_dtype or self.role.model_args.dtype]
@@ -201,9 +196,6 @@ class ShardedStrategy(DataParallelStrategy):
         # None on the ranks of any copy of the parameters but the first.
         is_copy = self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp") > 0
         return None if is_copy else self.mesh.get_group("fsdp")
-
-    def _optimizer_tensors(self) -> list[torch.Tensor]:
-        return [] if self.optimizer is None else state_tensors(self.optimizer)
 
     def _differentiate(self, loss: torch.Tensor) -> None:
         scale = self.progress.scale

@@ -142,10 +142,8 @@ class PrefixCache:
     """Keys and values of ended samples, for prompts that begin with them (the next turn of a conversation).
 
     A table of blocks of tokens, each chained to those before it, leads to the sequence that holds a prefix, so a
-    look-up costs the length of a prompt, however many sequences there are.
-
-    Args:
-        max_tokens: capacity of all sequences together; the least recently used leave first. 0: nothing is held.
+    look-up costs the length of a prompt, however many sequences there are. ``max_tokens``: capacity of all sequences
+    together; the least recently used leave first. 0: nothing is held.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -159,8 +157,7 @@ class PrefixCache:
         """The sequence with the longest prefix of a prompt, and how many of its tokens that is: never all of the
         prompt, since its last one must be computed for its logits. Valid until the next :meth:`put`."""
         prompt = np.asarray(token_ids, dtype=np.int64)
-        found = self._holder(prompt, _chained(prompt))
-        if found is None:
+        if (found := self._holder(prompt, _chained(prompt))) is None:
             return None
         known = min(found.common(prompt), len(prompt) - 1)
         if known < _BLOCK:

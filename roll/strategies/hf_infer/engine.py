@@ -18,8 +18,7 @@ from roll.strategies.engines.requests import (
     StopStringMatcher,
     check_request,
 )
-from roll.strategies.engines.sampling import stream_key
-from roll.strategies.engines.schemas import JsonGrammars
+from roll.strategies.engines.sampling import JsonGrammars, stream_key
 from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates, round_up
 from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler

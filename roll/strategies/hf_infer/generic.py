@@ -21,13 +21,9 @@ FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention
 
 
 class GenericDecoder(Decoder):
-    """Calls ``model(...)`` with a transformers ``Cache`` that reads and writes the engine's rows.
-
-    Layers may attend to all tokens, to a window of them, or linearly, by a state.
-
-    Raises:
-        ValueError: the model's layers have different numbers of heads, or no keys and values at all.
-    """
+    """Calls ``model(...)`` with a transformers ``Cache`` that reads and writes the engine's rows. Layers may attend to
+    all tokens, to a window of them, or linearly, by a state. Raises ValueError: the model's layers have different
+    numbers of heads, or no keys and values at all."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)

@@ -103,11 +103,8 @@ class RunningRows:
         self.min_new[row] = params.min_new_tokens
         self.max_new[row] = min(params.max_new_tokens, self.max_model_len - prompt_length)
         self.stream_keys[row] = stream_key
-        self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.repetition_penalty[row] = params.repetition_penalty
+        for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+            getattr(self, name)[row] = getattr(params, name)
         self.num_top[row] = params.top_log_probs
         self.offsets[row] = offset
         if len(stop_ids) > self.stop_ids.shape[1]:
@@ -211,14 +208,8 @@ class Sampler:
             self._seen[torch.from_numpy(destination)] = self._seen[torch.from_numpy(source)]
 
     def sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        """Draw a token for every active row.
-
-        Args:
-            logits: (size, vocab_size), any float dtype; may be overwritten.
-
-        Returns:
-            tokens int64 (size,), log-probs float64 (size,), on the host.
-        """
+        """Draw a token for every active row: tokens int64 (size,), log-probs float64 (size,), on the host. ``logits``:
+        (size, vocab_size), any float dtype; may be overwritten."""
         rows = self._rows
         if self._epoch != rows.epoch:
             n, self._epoch = rows.size, rows.epoch

@@ -37,17 +37,9 @@ _OTHERS = "set strategy_args.strategy_name: vllm or sglang, or use another famil
 def check_engine(
     role: WorkerConfig, config: PretrainedConfig, max_model_len: int, make: Callable[[PreTrainedModel, int], Decoder]
 ) -> bool:
-    """Compare a small copy of the model of ``config`` in an engine with transformers.
-
-    Args:
-        make: a decoder of a model for so many tokens.
-
-    Returns:
-        The logits are known to be the output matrix's of the body's hidden states.
-
-    Raises:
-        ValueError: log-probs that are other ones; see also ``make``.
-    """
+    """Compare a small copy of the model of ``config`` in an engine with transformers. ``make``: a decoder of a model,
+    for so many tokens. True: the logits are known to be the output matrix's of the body's hidden states. Raises
+    ValueError: log-probs that are other ones; see also ``make``."""
     begin, args = time.monotonic(), role.model_args
     reads_images(config)  # refuses families whose towers are not known
     where = f"{role.name}.model_args.model_name_or_path: {args.model_name_or_path}"
@@ -135,7 +127,6 @@ def _difference(model: PreTrainedModel, prompt: list[int], output: GenerationOut
         row = torch.tensor([prompt + output.token_ids[:index]])
         logits = model(input_ids=row, use_cache=False).logits[0, -1].float()
         logits[excluded] = -torch.inf
-        wanted = logits.log_softmax(-1)[token]
-        worst = max(worst, abs(float(wanted) - found))
+        worst = max(worst, abs(float(logits.log_softmax(-1)[token]) - found))
     # The engine has no end tokens here: a sample that ended early was not compared to its end.
     return worst if output.finish_reason == "length" else float("nan")

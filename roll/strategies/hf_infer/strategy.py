@@ -34,7 +34,7 @@ from roll.protocol.columns import copy_into
 from roll.strategies.base import OffloadedStorages
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import PromptScore, longest_sequence
-from roll.strategies.engines.schemas import JsonGrammars
+from roll.strategies.engines.sampling import JsonGrammars
 from roll.strategies.hf_infer.decoder import Decoder, FusedDecoder
 from roll.strategies.hf_infer.engine import GenerationEngine
 from roll.strategies.hf_infer.generic import FULL, LINEAR, SLIDING, GenericDecoder
@@ -76,8 +76,7 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
         self._stored = StoredLayout(model).on_the_way()
         decoder = create_decoder(model, max_model_len)
         if self.role.router_replay.mode == "R3":
-            layers = sparse_layers(decoder.model)
-            if not layers:
+            if not (layers := sparse_layers(decoder.model)):
                 raise ValueError(
                     f"{self.role.name}.router_replay.mode: R3 records experts, and "
                     f"{self.role.model_args.model_name_or_path} has none; set it to disabled"
@@ -129,12 +128,8 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
 
     @torch.no_grad()
     def update_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See the base class; a tensor of another dtype is converted to the engine's.
-
-        Raises:
-            ValueError: a name that the model does not have, or a tensor of another shape.
-            RuntimeError: no update has been started.
-        """
+        """See the base class; a tensor of another dtype is converted to the engine's. ValueError for a name that the
+        model does not have, or a tensor of another shape; RuntimeError outside of an update."""
         self._updating("update_weights")
         weights = self.held_weights()
         for name, tensor in tensors.items():
@@ -151,8 +146,7 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
 
     def finish_weight_update(self) -> dict[str, int]:
         """See the base class; the checksums are those of the tensors of this update."""
-        version = self._updating("finish_weight_update")
-        self.set_version(version)
+        self.set_version(self._updating("finish_weight_update"))
         if self._config.in_flight_update == "recompute":
             self.recompute_running()
         self._new_version = None
@@ -186,8 +180,7 @@ class HfInferStrategy(GenerationEngine, GenerationStrategy):
 def _before_angles_change(written: int | None, max_model_len: int, config: PretrainedConfig) -> int:
     """At most the length up to which rotary angles stay as they are: cached keys cannot follow them. Raises ValueError:
     ``written``, which is ``strategy_config.max_model_len``, is more."""
-    rotaries = dependent_rotaries(empty_model(config, "causal_lm"))
-    alike = min(map(longest_alike, rotaries), default=max_model_len)
+    alike = min(map(longest_alike, dependent_rotaries(empty_model(config, "causal_lm"))), default=max_model_len)
     if max_model_len <= alike:
         return max_model_len
     why = f"the rotary angles of a {config.model_type} model are other ones in rows of more than {alike} tokens"
@@ -265,11 +258,7 @@ class HfForwardStrategy(DataParallelStrategy):
     """Forward passes of a plain Hugging Face model in the compute dtype; ranks share rows and nothing else."""
 
     def initialize(self, num_training_steps: int = 0) -> None:
-        """Load the model; see :func:`build_model` for errors.
-
-        Raises:
-            ValueError: optimizer steps requested of a forward-only strategy; see also :func:`build_model`.
-        """
+        """Load the model. ValueError for optimizer steps; see also :func:`build_model`."""
         self._refuse_steps(num_training_steps)
         self.compute_dtype = DTYPES[self.role.model_args.dtype]
         self._load_model(self.compute_dtype)

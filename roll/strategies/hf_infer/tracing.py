@@ -44,10 +44,6 @@ class Recorder:
             held = self.trace.setdefault(name, {})
             held |= {position: rows[row].clone() for row, position in self.places[len(rows)]}
 
-    def begins_with(self, tokens: Sequence[int]) -> bool:
-        """Return True if ``tokens`` are a prefix of the sequence."""
-        return self.sequence[: len(tokens)] == list(tokens)
-
 
 @contextmanager
 def watching_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
@@ -55,8 +51,8 @@ def watching_modules(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     with ExitStack() as stack:
         for name, module in model.named_modules():
             path = base_name(f"{_WRAPPERS.sub('', name)}.").rstrip(".")
-            is_adapted = hasattr(module, "lora_A")
-            if not path or _INSIDE_ADAPTER.search(name) or (any(module.children()) and not is_adapted):
+            is_inner = any(module.children()) and not hasattr(module, "lora_A")
+            if not path or _INSIDE_ADAPTER.search(name) or is_inner:
                 continue
             stack.callback(module.register_forward_hook(partial(_record, recorder, path)).remove)
         yield
@@ -78,7 +74,7 @@ def watching_engine(engine: GenerationEngine, recorder: Recorder) -> Iterator[No
         recorder.places.clear()
         longest, flat, tokens, grid, last = max(map(len, prompts)), 0, [], [], []
         for row, prompt in enumerate(prompts):
-            if recorder.begins_with(prompt):
+            if recorder.sequence[: len(prompt)] == list(prompt):
                 tokens += [(flat + position, position) for position in range(len(prompt))]
                 grid += [(row * longest + position, position) for position in range(len(prompt))]
                 last.append((row, len(prompt) - 1))
@@ -93,7 +89,8 @@ def watching_engine(engine: GenerationEngine, recorder: Recorder) -> Iterator[No
     def decode(tokens: Tensor, slots: DecodeSlots) -> Tensor:
         recorder.places.clear()
         rows = [(row, engine._rows.token_ids(row)) for row in range(len(engine._rows.samples))]
-        recorder.places[slots.size] = [(row, len(ids) - 1) for row, ids in rows if recorder.begins_with(ids)]
+        own = [(row, len(ids) - 1) for row, ids in rows if recorder.sequence[: len(ids)] == ids]
+        recorder.places[slots.size] = own
         return cast("Tensor", plain["decode"](tokens, slots))
 
     with ExitStack() as stack:

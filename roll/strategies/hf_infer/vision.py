@@ -23,10 +23,8 @@ FEATURE_CACHE_TOKENS = 16384  # placeholders of images whose features an engine 
 class VisionDecoder(GenericDecoder):
     """A vision-language model of the Qwen-VL kind: images come before the tokens, positions have three dimensions.
 
-    The vision tower sees each image once for the weights that it has, however many prompts and samples have it.
-
-    Raises:
-        ValueError: a family whose forward pass does not take the tower's outputs.
+    The vision tower sees each image once for the weights that it has, however many prompts and samples have it. Raises
+    ValueError: a family whose forward pass does not take the tower's outputs.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

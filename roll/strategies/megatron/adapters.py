@@ -218,14 +218,8 @@ class AdaptedExperts(Adapted, SequentialMLP):
     def adapt(
         self, ranks: Mapping[str, int], scalings: Mapping[str, float], shapes: Mapping[str, Sequence[int]]
     ) -> None:
-        """Add an adapter for each of the two tensors, by the name that peft gives it.
-
-        Args:
-            shapes: of the whole tensors, (E, out, in).
-
-        Raises:
-            ValueError: sizes that do not divide a tensor.
-        """
+        """Add an adapter for each of the two tensors, by the name that peft gives it. ``shapes``: of the whole tensors,
+        (E, out, in). Raises ValueError: sizes that do not divide a tensor."""
         like, sharing = self.local_experts[0].linear_fc1.weight, self.tp_group.size()
         for name, rank in ranks.items():
             _, outputs, inputs = shapes[name]
@@ -268,14 +262,9 @@ class AdaptedExperts(Adapted, SequentialMLP):
 def adapted_skeleton(model: PreTrainedModel, args: ModelArguments, seed: int, dtype: torch.dtype) -> Adapters:
     """Put whole adapters into a model without weights, in place, by the code that does so under every other backend.
 
-    Targets and the random numbers of A are therefore the same everywhere.
-
-    Args:
-        dtype: of the base, to which a new A is rounded.
-
-    Raises:
-        ValueError: see :func:`roll.models.lora.add_adapters`; modules to be trained in full that are no embeddings,
-            output matrix or norm.
+    Targets and the random numbers of A are therefore the same everywhere. ``dtype``: of the base, to which a new A is
+    rounded. Raises ValueError: see :func:`roll.models.lora.add_adapters`; modules to be trained in full that are no
+    embeddings, output matrix or norm.
     """
     # peft puts an adapter on the device of its base, which here is meta: so the base becomes expanded zeros on the CPU,
     # one element of memory each.
@@ -307,18 +296,14 @@ def add_to_chunk(
     stored: StoredLayout,
 ) -> None:
     """Give a model chunk this rank's parts of the adapters, not yet filled; ``shapes`` are those of whole tensors, A
-    and B among them, ``scalings`` by the Hugging Face name of an adapted weight.
-
-    Raises:
-        ValueError: expert-tensor-parallel ranks that do not divide the experts' adapters.
-    """
+    and B among them, ``scalings`` by the Hugging Face name of an adapted weight. Raises ValueError:
+    expert-tensor-parallel ranks that do not divide the experts' adapters."""
     tensor_size = chunk.config.tensor_model_parallel_size
     for layer in chunk.decoder.layers:
         is_sparse = not hasattr(layer.mlp, "linear_fc1")
         if is_sparse:
             path = f"model.layers.{layer.layer_number - 1}.mlp.experts"
-            weights = {name: f"{path}.{name}" for name in EXPERT_TENSORS if f"{path}.{name}" in scalings}
-            if weights:
+            if weights := {name: f"{path}.{name}" for name in EXPERT_TENSORS if f"{path}.{name}" in scalings}:
                 whole = {name: stored.live_shape(weight) for name, weight in weights.items()}
                 ranks = {name: shapes[adapter_names(one)[0]][0] // whole[name][0] for name, one in weights.items()}
                 layer.mlp.experts.adapt(ranks, {name: scalings[one] for name, one in weights.items()}, whole)
@@ -327,8 +312,7 @@ def add_to_chunk(
             sources, layout = in_layer(f"{path}.weight", hf)
             # `q_proj` of `self_attn.q_proj.weight`.
             weights = {name.split(".")[-2]: f"model.layers.{layer.layer_number - 1}.{name}" for name in sources}
-            adapted = {name: weight for name, weight in weights.items() if weight in scalings}
-            if not adapted:
+            if not (adapted := {name: weight for name, weight in weights.items() if weight in scalings}):
                 continue
             ranks = {name: shapes[adapter_names(weight)[0]][0] for name, weight in adapted.items()}
             factors = {name: scalings[weight] for name, weight in adapted.items()}

@@ -21,7 +21,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,15 +75,6 @@ def construction() -> Iterator[None]:
         torch.Tensor.cuda, torch.Tensor.type = to_cuda, type_of  # type: ignore[method-assign]
 
 
-class _Stream:
-    """A stream or an event that is always done."""
-
-    wait_stream = synchronize = staticmethod(lambda *_: None)
-
-    def record_event(self) -> _Stream:
-        return self
-
-
 def _all_gather(outputs: list[torch.Tensor], tensor: torch.Tensor, group: Any = None) -> None:
     """gloo gathers tensors of one shape only; the tokens of an expert's ranks are of any number."""
     if len({len(output) for output in outputs}) == 1:
@@ -103,21 +94,18 @@ def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Pro
             output.copy_(total)
 
 
-class _Over(ModuleType):
-    """A module with some names of its own; all others are those of another."""
-
-    def __init__(self, base: ModuleType, **own: object) -> None:
-        super().__init__(base.__name__)
-        vars(self).update(own, _base=base)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_base"], name)
+def _over(base: ModuleType, **own: object) -> ModuleType:
+    """A module with some names of its own; all others are those of ``base``."""
+    module = ModuleType(base.__name__)
+    vars(module).update(own, __getattr__=functools.partial(getattr, base))
+    return module
 
 
 @functools.cache
 def _stand_in() -> ModuleType:
-    stream = _Stream()
-    cuda = _Over(
+    stream = SimpleNamespace(wait_stream=lambda *_: None, synchronize=lambda *_: None)
+    stream.record_event = lambda: stream  # of a stream or an event that is always done
+    cuda = _over(
         torch.cuda,
         Stream=lambda *_, **__: stream,
         Event=lambda *_, **__: stream,
@@ -129,9 +117,9 @@ def _stand_in() -> ModuleType:
         get_rng_state=lambda *_: torch.get_rng_state(),
         set_rng_state=lambda state, *_: torch.set_rng_state(state),
     )
-    distributed = _Over(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
+    distributed = _over(dist, all_gather=_all_gather, reduce_scatter=_reduce_scatter)
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
-    return _Over(torch, cuda=cuda, distributed=distributed, **factories)
+    return _over(torch, cuda=cuda, distributed=distributed, **factories)
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

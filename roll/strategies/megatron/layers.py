@@ -50,10 +50,8 @@ if TYPE_CHECKING:
 class RMSNorm(nn.Module):
     """Root-mean-square normalisation (Zhang & Sennrich, 2019, arXiv:1910.07467), in float32 inside.
 
-    Megatron's own runs with sequence parallelism only where Transformer Engine is installed.
-
-    Args:
-        heads: queries (or keys) of all heads are normalised together, as OLMoE has it, over tensor-parallel ranks.
+    Megatron's own runs with sequence parallelism only where Transformer Engine is installed. ``heads``: queries (or
+    keys) of all heads are normalised together, as OLMoE has it, over tensor-parallel ranks.
     """
 
     def __init__(
@@ -199,18 +197,15 @@ class RoutedLayer(TransformerLayer):
     """A transformer layer with experts."""
 
     def forward(self, *args: object, **kwargs: Any) -> Any:
-        arrangement = kwargs["packed_seq_params"]
-        self.mlp.router._share = arrangement.share
+        router, arrangement = self.mlp.router, kwargs["packed_seq_params"]
+        router._share, routes = arrangement.share, arrangement.routes
         assert arrangement.is_padding is not None
         # Nothing is masked in a micro-batch of padding alone: a mean over no tokens would be 0 / 0 (its share is 0).
-        self.mlp.router._is_padding = self.mlp.router._own(arrangement.is_padding) if arrangement.share else None
-        routes = (
-            None
-            if arrangement.routes is None
-            else self.mlp.router._own(arrangement.routes)[:, :, self.mlp.router.index].flatten(0, 1)
-        )
-        note = partial(self.mlp.router._note, arrangement) if self.mlp.router.records else None
-        self.mlp.router.router_replay = None if routes is None and note is None else Choices(routes, note)
+        router._is_padding = router._own(arrangement.is_padding) if arrangement.share else None
+        if routes is not None:
+            routes = router._own(routes)[:, :, router.index].flatten(0, 1)
+        note = partial(router._note, arrangement) if router.records else None
+        router.router_replay = None if routes is None and note is None else Choices(routes, note)
         return super().forward(*args, **kwargs)
 
 

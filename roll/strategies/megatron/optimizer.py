@@ -27,13 +27,8 @@ from roll.strategies.megatron.weights import OwnParameter
 def build_optimizer(
     chunks: list[nn.Module], args: TrainingArguments, dtype: torch.dtype, distributed: bool
 ) -> ChainedOptimizer:
-    """Collective. AdamW (Loshchilov & Hutter, 2019) over the trainable parameters; vectors never decay.
-
-    Experts with ranks of their own have an optimizer of their own in the chain.
-
-    Raises:
-        ValueError: nothing is trainable.
-    """
+    """Collective. AdamW (Loshchilov & Hutter, 2019) over the trainable parameters; vectors never decay. Experts with
+    ranks of their own have an optimizer of their own in the chain. Raises ValueError: nothing is trainable."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     trainable = torch.tensor(sum(parameter.requires_grad for parameter in parameters), device=parameters[0].device)
     dist.all_reduce(trainable)  # a single stage may well be frozen as a whole
@@ -82,8 +77,7 @@ class MasterStates:
     def get(self, parameter: nn.Parameter, key: str) -> Tensor:
         """Collective over data-parallel ranks. ``key``: ``weight`` or one of :data:`MOMENTS`; float32, whole."""
         whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
-        held = self._held(parameter)
-        if held is not None:
+        if (held := self._held(parameter)) is not None:
             main, interval, adam = held
             part = main if key == "weight" else adam.state.get(main, {}).get(key)
             if part is not None:
@@ -97,16 +91,14 @@ class MasterStates:
     def set_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
         """Give the parameter, and its float32 master where there is one, the values of ``weight`` (float32, whole)."""
         parameter.copy_(weight)
-        held = self._held(parameter)
-        if held is not None:
+        if (held := self._held(parameter)) is not None:
             main, interval, _ = held
             main.copy_(weight.flatten()[interval].view_as(main))
 
     @torch.no_grad()
     def set_moments(self, parameter: nn.Parameter, moments: dict[str, Tensor], step: int) -> None:
         """Give AdamW its moments (float32, whole) and the number of updates that they are the result of."""
-        held = self._held(parameter)
-        if held is None:
+        if (held := self._held(parameter)) is None:
             return
         main, interval, adam = held
         state: dict[str, Any] = adam.state[main]
@@ -128,8 +120,7 @@ class MasterStates:
             return None
         if self._is_distributed:
             for one in self._optimizers:
-                place = one.model_param_group_index_map.get(parameter)
-                if place is not None:
+                if (place := one.model_param_group_index_map.get(parameter)) is not None:
                     group, order = place
                     interval = one._get_model_param_range_map(parameter)["param"]
                     main = one.optimizer.param_groups[group]["params"][order]

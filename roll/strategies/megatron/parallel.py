@@ -32,23 +32,15 @@ if TYPE_CHECKING:
 def build_transformer_config(
     hf: PretrainedConfig, args: ModelArguments, options: MegatronStrategyConfig, dims: ParallelDims, dtype: torch.dtype
 ) -> TransformerConfig:
-    """
-    Raises:
-        ValueError: an unknown name in ``additional_configs``.
-    """
+    """Megatron's configuration. Raises ValueError: an unknown name in ``additional_configs``."""
     settings = _architecture(hf) | _parallelism(options, dims, dtype)
     # Each layer is computed again in the backward pass unless the role chooses otherwise.
     if options.recompute_granularity == "selective":
         settings |= {"recompute_granularity": "selective", "recompute_modules": options.recompute_modules}
     elif options.recompute_granularity == "full" or not args.disable_gradient_checkpointing:
-        settings |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     known = {name for name in TransformerConfig.__dataclass_fields__ if not name.startswith("_")}
-    unknown = options.additional_configs.keys() - known
-    if unknown:
+    if unknown := options.additional_configs.keys() - known:
         raise ValueError(
             f"strategy_config.additional_configs: Megatron's TransformerConfig has no {', '.join(sorted(unknown))}; "
             "see megatron.core.transformer.TransformerConfig for its fields"
@@ -177,8 +169,7 @@ def skeleton(args: ModelArguments, head: ModelHead) -> PreTrainedModel:
         "biases in MLP layers": getattr(config, "mlp_bias", False),
         f"the activation {getattr(config, 'hidden_act', '')}": getattr(config, "hidden_act", "silu") != "silu",
     }
-    found = [reason for reason, holds in reasons.items() if holds]
-    if found:
+    if found := [reason for reason, holds in reasons.items() if holds]:
         raise ValueError(
             f"model_args.model_name_or_path: {args.model_name_or_path} has {' and '.join(found)}, which the Megatron "
             "backend does not compute; use a Qwen2, Qwen2.5, Qwen3, Llama, Mixtral or OLMoE model, or strategy_name: "
@@ -188,11 +179,8 @@ def skeleton(args: ModelArguments, head: ModelHead) -> PreTrainedModel:
 
 
 def rotary_frequencies(model: PreTrainedModel) -> torch.Tensor:
-    """float32 (head_dim / 2,): the inverse frequencies, with the model's own scaling (Llama 3, linear ...).
-
-    Raises:
-        ValueError: a kind of scaling that also depends on the length of the sequence, or rescales attention.
-    """
+    """float32 (head_dim / 2,): the inverse frequencies, with the model's own scaling (Llama 3, linear ...). Raises
+    ValueError: a kind of scaling that also depends on the length of the sequence, or rescales attention."""
     on_meta: Any = model.base_model.rotary_emb
     rotary = type(on_meta)(model.config)
     if "dynamic" in rotary.rope_type or rotary.rope_type == "longrope" or rotary.attention_scaling != 1.0:

@@ -61,6 +61,9 @@ class OwnPart(ModelStrategy):
         self._adapter_tensors: dict[str, torch.Tensor] = {}
         if uses_lora(args):
             self.adapters = adapted_skeleton(self._skeleton, args, self.seed, self.compute_dtype)
+        self._live_names = {source_name(name): name for name, p in self._skeleton.named_parameters() if p.requires_grad}
+        """The trained parameters' names in the model folder, to those that peft gives them."""
+        if self.adapters is not None:
             # Whole on every rank: they are small.
             tensors = {name: p.detach() for name, p in self._skeleton.named_parameters() if p.requires_grad}
             experts = num_experts(self._skeleton.config)
@@ -101,10 +104,8 @@ class OwnPart(ModelStrategy):
             if own.correspondence.of_expert:
                 # Megatron marks an expert's own process groups with several expert-parallel ranks only.
                 own.parameter.allreduce = not self.dims.has_expert_groups  # type: ignore[attr-defined]
-        trained = {source_name(name) for name, p in self._skeleton.named_parameters() if p.requires_grad}
-        for own in self.parameters:
             sources = own.correspondence.sources
-            frozen = [name for name in sources if self._stored.live_name(name) not in trained]
+            frozen = [name for name in sources if self._stored.live_name(name) not in self._live_names]
             if frozen and len(frozen) < len(sources):
                 raise ValueError(
                     f"model_args.freeze_module_prefix: {self.role.model_args.freeze_module_prefix!r} freezes "
@@ -189,24 +190,16 @@ class OwnPart(ModelStrategy):
         return Named(self._live_names.get(live, live), part.begin, torch.Size(self._shapes[source]))
 
     @cached_property
-    def _live_names(self) -> dict[str, str]:
-        named = self._skeleton.named_parameters()
-        return {source_name(name): name for name, parameter in named if parameter.requires_grad}
-
-    @cached_property
     def contents(self) -> ModelContents:
-        named = dict(self._skeleton.named_parameters())
-        trained = {name for name, parameter in named.items() if parameter.requires_grad}
-        shapes = {name: parameter.shape for name, parameter in named.items()}
-        return describe_model(self.role, shapes, trained, self.adapter_scalings())
+        shapes = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
+        return describe_model(self.role, shapes, set(self._live_names.values()), self.adapter_scalings())
 
 
 def _read(own: OwnParameter, names: list[Named], stored: StoredTensors, kind: str) -> Tensor:
     layout, rank, size = own.correspondence.layout, own.shards.rank(), own.shards.size()
     parts = []
     for named in names:
-        region = layout.region(named.shape, rank, size)
-        first, last, left, right = named.place(region)
+        first, last, left, right = named.place(layout.region(named.shape, rank, size))
         if kind != WEIGHT and not stored.has(kind, named.name):
             rows = torch.zeros((last - first) * named.width)  # of a module that had no gradient yet
         else:

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,16 +45,9 @@ logger = logging.getLogger(__name__)
 Build = Callable[[WorkerConfig, MegatronStrategyConfig], ModelStrategy]
 """This rank's part of another model under other options, in the process groups that exist. Not collective."""
 _Setting = tuple[WorkerConfig, MegatronStrategyConfig]
+_Copy = tuple[dict[str, bytes], Rows, Tensor]
+"""The folder that transformers writes, by file name; the rows; float32 (3, T), what transformers computes of them."""
 _OTHERS = "use strategy_name: fsdp2_train (fsdp2_infer), or another family (Qwen, Llama, Mistral ...)"
-
-
-@dataclass(frozen=True)
-class _Copy:
-    files: dict[str, bytes]
-    """The folder that transformers writes, by file name."""
-    rows: Rows
-    wanted: Tensor
-    """float32 (3, T), what transformers computes."""
 
 
 class _Uncomputed(Exception):
@@ -64,14 +57,9 @@ class _Uncomputed(Exception):
 def check_megatron(
     role: WorkerConfig, head: ModelHead, config: PretrainedConfig, options: MegatronStrategyConfig, build: Build
 ) -> None:
-    """Collective. Compare a small copy of the role's model with transformers. Random states stay as they are.
-
-    Raises:
-        ValueError: it is computed otherwise; the message says in which layout, by how much, and what would work.
-
-    Args:
-        config: of the model itself.
-    """
+    """Collective. Compare a small copy of the role's model, of ``config``, with transformers. Random states stay as
+    they are. Raises ValueError: it is computed otherwise; the message says in which layout, by how much, and what would
+    work."""
     begin = time.monotonic()
     where = f"{role.name}.model_args.model_name_or_path: {role.model_args.model_name_or_path}"
     device, tracker = current_platform().device(), get_cuda_rng_tracker()
@@ -106,11 +94,9 @@ def _difference(
     dims = options.parallel_dims(role, dist.get_world_size())
     made = [_small_copy(config, head, dims) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(made, src=0)
-    copied = made[0]
-    if copied is None:
+    if (copied := made[0]) is None:
         raise _Uncomputed(f"no small copy of a {config.model_type} model works")
-    fault = _fault(setting, build, copied, folder)
-    if fault is None:
+    if (fault := _fault(setting, build, copied, folder)) is None:
         return None
     remedy = _OTHERS
     for text, other in _other_settings(*setting):
@@ -127,8 +113,7 @@ def _small_copy(config: PretrainedConfig, head: ModelHead, dims: ParallelDims) -
     widths = (width for width in count(1) if not (4 * width % heads or 2 * width % dims.tp or 4 * width % experts))
     divided = Divided(next(widths), max(2, dims.pp * dims.vpp))
     try:
-        model = small_model(config, head.value, None, divided=divided)
-        if model is None:
+        if (model := small_model(config, head.value, None, divided=divided)) is None:
             return None
         rows = rows_of(model)
         wanted, _ = plain_values(model, rows, head.value)
@@ -138,7 +123,7 @@ def _small_copy(config: PretrainedConfig, head: ModelHead, dims: ParallelDims) -
     except Exception as error:  # whatever a family's own code makes of sizes that it has never seen
         logger.debug("self-test: no copy of %s: %r", config.model_type, error)
         return None
-    return _Copy(files, rows, wanted)
+    return files, rows, wanted
 
 
 def _of_copy(role: WorkerConfig, options: MegatronStrategyConfig, folder: str) -> _Setting:
@@ -160,9 +145,9 @@ def _of_copy(role: WorkerConfig, options: MegatronStrategyConfig, folder: str) -
 
 def _fault(setting: _Setting, build: Build, copied: _Copy, folder: Path) -> str | None:
     """Collective. Difference of the copy's outputs under a setting, in words; None: they are right on every rank."""
-    rows, part, problem, fault = copied.rows, None, None, None
+    (files, rows, wanted), part, problem, fault = copied, None, None, None
     try:
-        for name, data in copied.files.items():
+        for name, data in files.items():
             (folder / name).write_bytes(data)
         part = build(*setting)
     except Exception as error:  # of Megatron's own checks, in many types, or of a full disk
@@ -173,7 +158,7 @@ def _fault(setting: _Setting, build: Build, copied: _Copy, folder: Path) -> str 
     output = Output.VALUES if part.head is ModelHead.VALUE else Output.LOG_PROBS
     batch = {"input_ids": rows.ids, "attention_mask": rows.attended, "response_mask": rows.mask}
     try:
-        fault = difference_of(part.forward(batch, [output])[output], copied.wanted, str(output))
+        fault = difference_of(part.forward(batch, [output])[output], wanted, str(output))
     except Exception as error:  # of kernels (some want half precision) and of Megatron's own checks, in many types
         problem = repr(error)
     if not agreed(problem is None, dist.group.WORLD):

@@ -21,7 +21,6 @@ from roll.config.strategies.registry import MegatronStrategyConfig
 from roll.models.build import DTYPES, has_tied_embeddings
 from roll.models.distributions import COMPARED
 from roll.models.layouts import TopTokens
-from roll.models.lora import source_name
 from roll.models.routes import encoded, with_shared_routes
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
@@ -279,16 +278,15 @@ class MegatronStrategy(OwnPart):
             path.mkdir(parents=True, exist_ok=True)
             model.save_pretrained(path)
         if self.adapters is not None:
-            trained = [name for name, parameter in self._skeleton.named_parameters() if parameter.requires_grad]
-            sources = {source_name(name) for name in trained}
-            held = [own for own in self.parameters if own.correspondence.sources[0] in sources]
+            held = [own for own in self.parameters if own.correspondence.sources[0] in self._live_names]
             whole: dict[str, torch.Tensor] = {}
             full = FullWeights(held, self._info, self._shapes, self.compute_dtype, self._stored)
             for bucket in full.buckets(EXPORT_BUCKET_BYTES):
                 whole |= {name: tensor.cpu() for name, tensor in bucket}
             if self._info.rank == 0:
                 shapes = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
-                own_tensors = self.adapters.own((name, whole[source_name(name)].view(shapes[name])) for name in trained)
+                named = self._live_names.items()
+                own_tensors = self.adapters.own((name, whole[source].view(shapes[name])) for source, name in named)
                 self.adapters.save(
                     path / ADAPTER_FOLDER, dict(own_tensors), str(self.role.model_args.model_name_or_path)
                 )
@@ -332,8 +330,7 @@ class MegatronStrategy(OwnPart):
         norm = float(self.optimizer.get_grad_norm()) / scale
         if math.isfinite(norm):
             mains = [main for one in self.optimizer.chained_optimizers for main in one.get_parameters()]
-            gradients = [main.grad for main in mains if main.grad is not None]
-            clip_(gradients, scale, norm, self.max_grad_norm)
+            clip_([main.grad for main in mains if main.grad is not None], scale, norm, self.max_grad_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = self.progress.learning_rate
             self.optimizer.step_with_ready_grads()

@@ -47,14 +47,8 @@ class OwnParameter:
 
 
 def read_parameter(own: OwnParameter, files: TensorFiles, given: Mapping[str, Tensor], stored: StoredLayout) -> Tensor:
-    """Read this rank's part of a parameter, float32. A value head that the folder lacks is zero.
-
-    Args:
-        given: whole tensors by name that are not taken from the folder: those of adapters.
-
-    Raises:
-        ValueError: the folder lacks a tensor.
-    """
+    """Read this rank's part of a parameter, float32. A value head that the folder lacks is zero. ``given``: whole
+    tensors by name that are not taken from the folder: those of adapters. Raises ValueError: the folder lacks one."""
     sources, group, layout = own.correspondence.sources, own.shards, own.correspondence.layout
     if sources[0] in given:
         return layout.split([given[name] for name in sources], group.rank(), group.size())
@@ -90,17 +84,16 @@ class FullWeights:
         self._device = current_platform().device()
         mine = [own.correspondence for own in parameters if not own.correspondence.is_copy]
         frozen = {own.correspondence.name for own in parameters if not own.parameter.requires_grad}
-        self._frozen: list[set[str]] = [set() for _ in range(info.pp_size)]
+        stages = [(mine, frozen)] * info.pp_size
+        dist.all_gather_object(stages, (mine, frozen), group=parallel_state.get_pipeline_model_parallel_group())
+        self._frozen = [names for _, names in stages]
         """Names of the parameters of each stage that training never changes."""
-        dist.all_gather_object(self._frozen, frozen, group=parallel_state.get_pipeline_model_parallel_group())
-        stages: list[list[Correspondence]] = [[] for _ in range(info.pp_size)]
-        dist.all_gather_object(stages, mine, group=parallel_state.get_pipeline_model_parallel_group())
         self._owners: dict[str, int] = {}
         """The rank that joins an expert's parameter, by name."""
         experts = self._experts_of_stages(parameters)
         self._all = [
             (stage, entry)
-            for stage, entries in enumerate(stages)
+            for stage, (entries, _) in enumerate(stages)
             for entry in [*(one for one in entries if not one.of_expert), *experts[stage]]
         ]
         places = {entry.sources[0]: (stage, entry) for stage, entry in self._all}
@@ -139,8 +132,7 @@ class FullWeights:
             whole: list[tuple[str, Tensor]] = []
             while bucket:
                 weight = bucket.pop(0)  # drops its cache of gathered tensors, or a bucket would hold them all
-                tensor = weight.read()
-                if tensor is not None:
+                if (tensor := weight.read()) is not None:
                     whole.append((weight.name, tensor))
             yield whole
 

@@ -44,11 +44,7 @@ def engine_arguments(
     seed: int,
     platform: Platform,
 ) -> dict[str, Any]:
-    """Keyword arguments of SGLang's ``ServerArgs``; what stays out is left to SGLang.
-
-    Args:
-        model_config: the model's Hugging Face config.
-    """
+    """Keyword arguments of SGLang's ``ServerArgs``; what stays out is left to SGLang."""
     on_cpu = platform.device_type == "cpu"
     arguments: dict[str, Any] = {
         "model_path": role.model_args.model_name_or_path,
@@ -73,26 +69,23 @@ def engine_arguments(
     }
     if changed := overrides(role.model_args):
         arguments["json_model_override_args"] = json.dumps(changed)
+    tokens = options.max_total_tokens
+    if on_cpu and not tokens:
+        # A cache no larger than can be used; by default SGLang takes a share of the host's memory.
+        text = model_config.get_text_config()
+        kv_heads, head_dim = cache_numbers(text)
+        token_bytes = 2 * text.num_hidden_layers * kv_heads * head_dim * 4  # float32 at most
+        most, longest = _MOST_CPU_CACHE_BYTES // token_bytes, max_model_len + _SPARE_TOKENS
+        tokens = max(min(options.max_num_seqs * longest, most), longest)
     wanted: dict[str, Any] = {
         "attention_backend": "torch_native" if on_cpu else None,
-        "max_total_tokens": options.max_total_tokens,
+        "max_total_tokens": tokens,
         "mem_fraction_static": options.mem_fraction_static,
     }
-    if on_cpu:
-        wanted["max_total_tokens"] = options.max_total_tokens or _cpu_tokens(options, model_config, max_model_len)
-    elif options.enable_memory_saver:
+    if not on_cpu and options.enable_memory_saver:
         wanted |= {"enable_memory_saver": True, "enable_weights_cpu_backup": options.sleep_level == 1}
     arguments |= {key: value for key, value in wanted.items() if value is not None}
     return arguments | typed_arguments(options.engine_args, ServerArgs, role.name)
-
-
-def _cpu_tokens(options: SglangStrategyConfig, model_config: PretrainedConfig, max_model_len: int) -> int:
-    """A cache no larger than can be used; by default SGLang takes a share of the host's memory."""
-    text = model_config.get_text_config()
-    kv_heads, head_dim = cache_numbers(text)
-    token_bytes = 2 * text.num_hidden_layers * kv_heads * head_dim * 4  # float32 at most
-    longest = max_model_len + _SPARE_TOKENS
-    return max(min(options.max_num_seqs * longest, _MOST_CPU_CACHE_BYTES // token_bytes), longest)
 
 
 @contextmanager
@@ -171,8 +164,7 @@ class Sample:
             if self.matcher is not None and self.matcher.push(int(token_id)):
                 self.finish_reason = "stop"
                 return
-        reason = meta["finish_reason"]
-        if reason is None:
+        if (reason := meta["finish_reason"]) is None:
             return
         if reason["type"] not in ("stop", "length"):
             name = f"sample {self.index} of request {self.request.request_id!r}"

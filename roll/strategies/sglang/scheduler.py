@@ -81,11 +81,8 @@ class DistributionSampler(Sampler):
         *,
         logprob_logits: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """SGLang's own signature; ``positions`` (B,) are those of the last token of each row's context.
-
-        Returns:
-            int64 (B,).
-        """
+        """Tokens, int64 (B,). SGLang's own signature; ``positions`` (B,) are those of the last token of each row's
+        context."""
         logits = logits_output.next_token_logits.float()
         rows = sampling_info.custom_params
         if self._settings is None or self._settings.rows is not rows:
@@ -102,11 +99,7 @@ class DistributionSampler(Sampler):
 
 def draw(logits: torch.Tensor, settings: Settings, generated: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """A token a row, int64 (B,), and the log-probs (B, V) of the distribution it comes from, -inf for what could not be
-    drawn. ``logits``: float32 (B, V); may be overwritten. ``generated``: int64 (B,), tokens that each response has.
-
-    Returns:
-        int64 (B,); float32 (B, V), -inf for what could not be drawn.
-    """
+    drawn. ``logits``: float32 (B, V); may be overwritten. ``generated``: int64 (B,), tokens that each response has."""
     rows = settings.rows
     if settings.penalty is not None:
         nothing = torch.zeros(logits.shape[1], dtype=torch.bool, device=logits.device)
@@ -170,8 +163,7 @@ class TokenEngine(Engine):
     def shutdown(self) -> None:
         """End the schedulers and wait for them. SGLang's own would end every child of this process."""
         atexit.unregister(self.shutdown)
-        watchdog = getattr(self.tokenizer_manager, "_subprocess_watchdog", None)
-        if watchdog is not None:
+        if (watchdog := getattr(self.tokenizer_manager, "_subprocess_watchdog", None)) is not None:
             watchdog.stop()
         own = set(self.get_all_child_pids())
         schedulers = [process for process in multiprocessing.active_children() if process.pid in own]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import signal
+import tempfile
 import zlib
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import sglang
 import torch
 from sglang.srt.managers import io_struct
+from sglang.srt.utils import MultiprocessingSerializer
 
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.sglang import SGLANG, SglangStrategyConfig
@@ -22,7 +26,8 @@ from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 from roll.strategies.engines.sampling import stream_key
 from roll.strategies.sglang.arguments import Sample, bound_threads, engine_arguments, sampling_settings
 from roll.strategies.sglang.scheduler import TokenEngine
-from roll.strategies.sglang.weights import WeightUpdates, check
+from roll.strategies.sglang.weights import LOADER, REPORTER, agreed_checksums
+from roll.weight_sync.encoding import WeightBucket
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +63,7 @@ class SglangStrategy(PackagedEngine):
             self._engine = TokenEngine(**arguments)
         self._manager: Any = self._engine.tokenizer_manager
         self._loop = self._engine.loop
-        self._updates = WeightUpdates(self._manager, self._config.tp_size, self._config.in_flight_update == "keep")
+        self._keeps_cache = self._config.in_flight_update == "keep"
         self._run(self._listen())
         logger.info(
             "sglang %s: up to %d samples of %d tokens; %d rank(s)",
@@ -111,7 +116,6 @@ class SglangStrategy(PackagedEngine):
         """Record a sample's tokens as they arrive, until it ends."""
         assert self._engine is not None
         self._num_started += 1
-        keep = self._config.in_flight_update == "keep"
         stream = await self._engine.async_generate(
             input_ids=token_ids,
             sampling_params=settings,
@@ -121,7 +125,7 @@ class SglangStrategy(PackagedEngine):
             # SGLang aborts every request whose id has the given prefix: without the point, aborting 1 would abort 10.
             rid=f"{self._num_started}.",
             # The cache then survives updates; the salt keeps new requests from reusing prefixes of older weights.
-            cache_salt=str(self._version) if keep else None,
+            cache_salt=str(self._version) if self._keeps_cache else None,
         )
         try:
             async for chunk in stream:
@@ -142,8 +146,7 @@ class SglangStrategy(PackagedEngine):
         done = [sample for sample, task in self._following.items() if task.done()]
         failed: dict[str, str] = {}
         for sample in done:
-            error = self._following.pop(sample).exception()
-            if isinstance(error, Exception):
+            if isinstance(error := self._following.pop(sample).exception(), Exception):
                 failed[sample.request.request_id] = f"{type(error).__name__}: {error}"
         outputs = [sample.output() for sample in done if sample.request.request_id not in failed]
         return self._without_failed(outputs, failed)
@@ -187,8 +190,11 @@ class SglangStrategy(PackagedEngine):
         return [s.output() for s in self._following if s.request.request_id in wanted and s.finish_reason is None]
 
     def start_weight_update(self, version: int) -> None:
+        """See the base class. Samples that are running wait until the end of the update."""
         super().start_weight_update(version)
-        self._run(self._updates.open())
+        mode = "in_place" if self._keeps_cache else "retract"
+        self._run(self._manager.pause_generation(io_struct.PauseGenerationReqInput(mode=mode)))
+        self._request("begin_weight_update", io_struct.BeginWeightUpdateReqInput())
         # The reply came after the last tokens of the old weights.
         self._run(self._settle())
 
@@ -197,18 +203,40 @@ class SglangStrategy(PackagedEngine):
         it."""
         self._updating("update_weights")
         if tensors:
-            self._run(self._updates.load(tensors))
+            # One contiguous copy: these may be read-only shared memory, and each by itself costs a file descriptor.
+            bucket = WeightBucket.pack(tensors.items(), next(iter(tensors.values())).device)
+            self._send(LOADER, list(bucket.tensors().items()))
 
     def finish_weight_update(self) -> dict[str, int]:
         """See the base class; of all tensors that any update has brought. RuntimeError where SGLang refuses it, or its
         model could not load a tensor."""
         version = self._updating("finish_weight_update")
-        self._held = self._run(self._updates.close(version))
+        with tempfile.TemporaryDirectory(prefix="roll-sglang-") as folder:
+            message = [(folder, torch.zeros(1))]
+            self._send(REPORTER, message, flush_cache=not self._keeps_cache, weight_version=str(version))
+            reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).iterdir())]
+        self._request("end_weight_update", io_struct.EndWeightUpdateReqInput())
+        self._run(self._manager.continue_generation(io_struct.ContinueGenerationReqInput()))
+        self._held = agreed_checksums(reports, self._config.tp_size)
         self._version, self._new_version = version, None
         for sample, task in self._following.items():
             if not task.done():
                 sample.new_version(self._version)
         return self._held
+
+    def _send(self, load_format: str, tensors: list[tuple[str, torch.Tensor]], **options: bool | str) -> None:
+        # Serialised once for each rank: a handle can be opened once.
+        payloads = [MultiprocessingSerializer.serialize(tensors) for _ in range(self._config.tp_size)]
+        message = io_struct.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads, load_format=load_format, **{"flush_cache": False, **options}
+        )
+        self._request("update_weights_from_tensor", message)
+
+    def _request(self, method: str, message: object) -> None:
+        """RuntimeError where SGLang replies that it did not do something; it raises nothing itself."""
+        success, text = self._run(getattr(self._manager, method)(message, None))
+        if not success:
+            raise RuntimeError(f"sglang: {method} failed: {text}")
 
     def held_checksums(self, names: Sequence[str]) -> dict[str, int]:
         """See the base class; they were computed at the end of the last update."""
@@ -219,7 +247,8 @@ class SglangStrategy(PackagedEngine):
             return False
         # A scheduler that still works at something would end its process, and this one with it.
         reply = self._run(self._manager.flush_cache(timeout_s=_STEP_SECONDS * 10))
-        check("flush_cache", (reply.success, "requests are still running"))
+        if not reply.success:
+            raise RuntimeError("sglang: flush_cache failed: requests are still running")
         request = io_struct.ReleaseMemoryOccupationReqInput(tags=["weights", "kv_cache"])
         self._run(self._manager.release_memory_occupation(request, None))
         return True

@@ -1,4 +1,4 @@
-"""Weight updates of SGLang: the protocol of its tokenizer manager, and the comparison inside its schedulers.
+"""Weight updates of SGLang inside its schedulers: what a rank should hold of each tensor, and what it does.
 
 SGLang fuses matrices (query, key and value; gate and up) and shards them over the tensor-parallel ranks. Every rank
 gets whole tensors, so each compares its own part; the engine is right where all ranks are.
@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from sglang.srt.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear, get_group_rank_size
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from sglang.srt.managers import io_struct
-from sglang.srt.utils import MultiprocessingSerializer
 
-from roll.weight_sync.encoding import WeightBucket, tensor_checksum
-
-if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from roll.weight_sync.encoding import tensor_checksum
 
 LOADER = f"{__name__}.load"
 REPORTER = f"{__name__}.report"
@@ -77,8 +71,7 @@ def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
             place = place_of(model, name, tensor)
             part = whole
             if place is not None and (place.length != tensor.shape[place.dim] or place.parameter.dtype != tensor.dtype):
-                wanted = tensor.narrow(place.dim, place.start, place.length)
-                part = tensor_checksum(wanted.to(place.parameter.dtype))
+                part = tensor_checksum(tensor.narrow(place.dim, place.start, place.length).to(place.parameter.dtype))
             _expected[name] = Expected(whole, part, tuple(tensor.shape))
         model.load_weights(iter(named_tensors))
     except Exception as error:  # SGLang's process would end with it
@@ -95,8 +88,7 @@ def report(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tens
     held: dict[str, int] = {}
     try:
         for name, expected in _expected.items():
-            place = place_of(model, name, torch.empty(expected.shape, device="meta"))
-            if place is not None:
+            if (place := place_of(model, name, torch.empty(expected.shape, device="meta"))) is not None:
                 checksum = tensor_checksum(place.parameter.data.narrow(place.dim, place.offset, place.length))
                 held[name] = expected.whole if checksum == expected.part else checksum
     except Exception as error:  # as above
@@ -170,59 +162,13 @@ def _share(parameter: torch.Tensor, dim: int, offset: int, index: int, size: int
     return Place(parameter, dim, offset, start, min(size, total - start))
 
 
-def check(method: str, reply: tuple[bool, str]) -> None:
-    """RuntimeError where SGLang replies that it did not do something; it raises nothing itself."""
-    success, message = reply
-    if not success:
-        raise RuntimeError(f"sglang: {method} failed: {message}")
-
-
-class WeightUpdates:
-    """Updates of one engine. Samples that are running wait from :meth:`open` to :meth:`close`.
-
-    Args:
-        manager: SGLang's tokenizer manager.
-        num_ranks: tensor-parallel ranks of the engine.
-        keep_cache: running samples keep their keys and values; else they are computed again afterwards.
-    """
-
-    def __init__(self, manager: TokenizerManager, num_ranks: int, keep_cache: bool) -> None:
-        self._manager, self._num_ranks, self._keep_cache = manager, num_ranks, keep_cache
-
-    async def open(self) -> None:
-        mode = "in_place" if self._keep_cache else "retract"
-        await self._manager.pause_generation(io_struct.PauseGenerationReqInput(mode=mode))
-        reply = await self._manager.begin_weight_update(io_struct.BeginWeightUpdateReqInput(), None)
-        check("begin_weight_update", reply)
-
-    async def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Full tensors by Hugging Face name; at least one."""
-        device = next(iter(tensors.values())).device
-        # One contiguous copy: this may be read-only shared memory, and each separate tensor costs a file descriptor.
-        bucket = WeightBucket.pack(tensors.items(), device)
-        await self._send(LOADER, list(bucket.tensors().items()))
-
-    async def close(self, version: int) -> dict[str, int]:
-        """Go on with the new weights; the checksum of every tensor of this and earlier updates of which each rank holds
-        exactly its part. RuntimeError where SGLang refuses it, or its model could not load a tensor."""
-        with tempfile.TemporaryDirectory(prefix="roll-sglang-") as folder:
-            message = [(folder, torch.zeros(1))]
-            await self._send(REPORTER, message, flush_cache=not self._keep_cache, weight_version=str(version))
-            reports = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).iterdir())]
-        check("end_weight_update", await self._manager.end_weight_update(io_struct.EndWeightUpdateReqInput(), None))
-        await self._manager.continue_generation(io_struct.ContinueGenerationReqInput())
-        errors = [error for report in reports for error in report["errors"]]
-        if errors or len(reports) != self._num_ranks:
-            raise RuntimeError(f"sglang: the model did not load the weights: {'; '.join(errors) or 'a rank is silent'}")
-        first, *others = [report["held"] for report in reports]
-        known = [name for name in first if all(name in held for held in others)]
-        # 0 where the ranks do not agree.
-        return {name: first[name] if all(held[name] == first[name] for held in others) else 0 for name in known}
-
-    async def _send(self, load_format: str, tensors: list[tuple[str, torch.Tensor]], **options: bool | str) -> None:
-        # Serialised once for each rank: a handle can be opened once.
-        payloads = [MultiprocessingSerializer.serialize(tensors) for _ in range(self._num_ranks)]
-        message = io_struct.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=payloads, load_format=load_format, **{"flush_cache": False, **options}
-        )
-        check("update_weights_from_tensor", await self._manager.update_weights_from_tensor(message, None))
+def agreed_checksums(reports: Sequence[Mapping[str, Any]], num_ranks: int) -> dict[str, int]:
+    """The checksum of every tensor of which each rank holds exactly its part, from what the ranks have written (see
+    :func:`report`); 0 where they do not agree. RuntimeError where a model could not load a tensor, or a rank is
+    silent."""
+    errors = [error for report in reports for error in report["errors"]]
+    if errors or len(reports) != num_ranks:
+        raise RuntimeError(f"sglang: the model did not load the weights: {'; '.join(errors) or 'a rank is silent'}")
+    first, *others = [report["held"] for report in reports]
+    known = [name for name in first if all(name in held for held in others)]
+    return {name: first[name] if all(held[name] == first[name] for held in others) else 0 for name in known}

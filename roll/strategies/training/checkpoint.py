@@ -41,13 +41,7 @@ def describe_model(
     role: WorkerConfig, shapes: Mapping[str, Sequence[int]], trained: Collection[str], scalings: dict[str, float]
 ) -> ModelContents:
     """Description of a model in a checkpoint: ``shapes`` of all parameters, whole; which of them training changes; and
-    ``scalings`` as of :class:`ModelContents`.
-
-    Args:
-        shapes: of all parameters, whole, by name.
-        trained: names of those that training changes.
-        scalings: see :attr:`ModelContents.scalings`.
-    """
+    ``scalings`` as of :class:`ModelContents`."""
     frozen = [name for name in shapes if name not in trained]
     return ModelContents(
         strategy=role.strategy_args.strategy_name,
@@ -75,9 +69,6 @@ def save_training(
 
     Raises:
         OSError: on all ranks, if one could not write its part (its disk is full, say), so that none waits for another.
-
-    Returns:
-        With ``background``: done when this rank's part is on disk.
     """
     path.mkdir(parents=True, exist_ok=True)
     rank = dist.get_rank()
@@ -93,8 +84,7 @@ def save_training(
     # Raised on all ranks or none: a single rank that left here would let the others wait in their next collective.
     failures: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
-    first = next((rank for rank, text in enumerate(failures) if text), None)
-    if first is not None:
+    if (first := next((rank for rank, text in enumerate(failures) if text), None)) is not None:
         raise OSError(f"rank {first} could not write its part of {path}: {failures[first]}")
     if background is not None:
         return background.submit(held.write, path, rank)

@@ -6,8 +6,7 @@ give the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -52,7 +51,7 @@ from roll.strategies.training.micro_batches import (
     row_index,
     targets_of,
 )
-from roll.strategies.training.optimizer import TrainingProgress, local_tensor
+from roll.strategies.training.optimizer import TrainingProgress, local_tensor, state_tensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -65,6 +64,7 @@ class DataParallelStrategy(GatheredWeights):
     called: Callable[..., dict[str, torch.Tensor]]
     """The response model's forward pass (collective): itself, or the backend's wrapper of it."""
     progress: TrainingProgress
+    optimizer: torch.optim.Optimizer | None = None
     sparse_layers: Sequence[SparseLayer] = ()
     """Layers with experts; none of a dense model."""
     balance: ExpertBalance | None = None
@@ -155,11 +155,6 @@ class DataParallelStrategy(GatheredWeights):
             self.adapters = add_adapters(language_model, args, self.seed, storage_dtype)
         return language_model
 
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        with self.adapters.disabled() if self.adapters else nullcontext():
-            yield
-
     def forward(
         self, batch: TensorBatch, outputs: Outputs, temperature: float = 1.0, comparisons: Comparisons = ()
     ) -> TensorBatch:
@@ -234,8 +229,7 @@ class DataParallelStrategy(GatheredWeights):
         self, layout: TokenLayout, outputs: Collection[str], temperature: float, shape: torch.Size
     ) -> TensorBatch:
         """Collective. Each output as (B, L), on the device, whole on each rank that shares its sequences."""
-        group = self.model.context_group
-        if group is not None:
+        if (group := self.model.context_group) is not None:
             layout = layout.chunk(group.rank(), group.size())
         layout = layout.to(self.device)
         computed = self.called(layout, outputs, temperature)
@@ -246,8 +240,7 @@ class DataParallelStrategy(GatheredWeights):
             for values in aligned.values():
                 dist.all_reduce(values, group=group)
             return aligned
-        summed = sum_of_parts(torch.stack(list(aligned.values())), group)
-        return dict(zip(aligned, summed.unbind(), strict=True))
+        return dict(zip(aligned, sum_of_parts(torch.stack(list(aligned.values())), group).unbind(), strict=True))
 
     def _layout(
         self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None, comparisons: Comparisons = ()
@@ -327,8 +320,7 @@ class DataParallelStrategy(GatheredWeights):
         self.model.eval()
         for index, rows in enumerate(plan):
             part = micro_batch(batch, rows)
-            layout = with_token_rows(self._layout(part, rule, images))
-            self._outputs(layout, (), 1.0, part["input_ids"].shape)
+            self._outputs(with_token_rows(self._layout(part, rule, images)), (), 1.0, part["input_ids"].shape)
             balance.count(last=index == len(plan) - 1)
         self._reshard()
         self.model.train()
@@ -349,8 +341,7 @@ class DataParallelStrategy(GatheredWeights):
             routing.replay_counts = None
         if self.balance is not None:
             layout = with_token_rows(layout)
-        names = [str(name) for name in outputs]
-        aligned = self._outputs(layout, names, temperature, part["input_ids"].shape)
+        aligned = self._outputs(layout, [str(name) for name in outputs], temperature, part["input_ids"].shape)
         balance_loss = None if self.balance is None else self.balance.share()  # a collective: also for an empty part
         if is_empty(part):
             self._differentiate(_zero_loss(aligned))
@@ -365,14 +356,11 @@ class DataParallelStrategy(GatheredWeights):
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         if kind is StateKind.OPTIMIZER_STATES:
-            return self._on_device(self._optimizer_tensors())
+            return self._on_device([] if self.optimizer is None else state_tensors(self.optimizer))
         if kind is not StateKind.MODEL_PARAMS:
             return []
         self._reshard()
         return self._on_device([*self.model.parameters(), *self.model.buffers()])
-
-    def _optimizer_tensors(self) -> list[torch.Tensor]:
-        return []
 
     def _on_device(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         local = [local_tensor(tensor.detach()) for tensor in tensors]

@@ -66,12 +66,10 @@ class ExpertBalance:
     def share(self) -> Tensor | None:
         """Collective. The last pass's share of the balance loss, with gradient; None without a coefficient."""
         sums = self._pop_sums()
-        own, total = replace(sums, probs=sums.probs.detach()), self._totals
-        self._totals = (
-            own
-            if total is None
-            else RoutingSums(*(getattr(total, item.name) + getattr(own, item.name) for item in fields(RoutingSums)))
-        )
+        own, names = replace(sums, probs=sums.probs.detach()), [item.name for item in fields(sums)]
+        if self._totals is not None:
+            own = RoutingSums(*(getattr(self._totals, name) + getattr(own, name) for name in names))
+        self._totals = own
         if not self.coefficient:
             return None
         if self.is_global:

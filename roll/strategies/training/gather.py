@@ -42,12 +42,6 @@ class Pieces:
     sizes: tuple[int, ...]
     """Elements that each rank holds; they sum to those of ``shape``."""
 
-    @classmethod
-    def even(cls, shape: torch.Size, size: int, num_ranks: int) -> Pieces:
-        """``size`` elements for each rank in turn, until there are none left."""
-        total = shape.numel()
-        return cls(shape, tuple(max(0, min(size, total - rank * size)) for rank in range(num_ranks)))
-
     def within(self, part: torch.Tensor, rank: int, begin: int, end: int) -> tuple[torch.Tensor, Pieces]:
         """Return the elements of ``part``, held by ``rank``, that lie in ``begin:end`` of the flattened whole, and the
         pieces of that stretch."""
@@ -67,14 +61,8 @@ def gather_to_rank0(
     span: tuple[int, int] | None = None,
 ) -> list[torch.Tensor]:
     """Collective over ``group``, which rank 0 of the world is in. There the tensors whole, or ``span`` of each,
-    flattened, by messages all in flight at once; empty ones on the other ranks.
-
-    Args:
-        parts: this rank's elements of each tensor, flat or not; more than the rank's share are ignored.
-
-    Returns:
-        On rank 0 the tensors, of ``dtype`` on ``device``; empty ones on the others.
-    """
+    flattened, of ``dtype`` on ``device``, by messages all in flight at once; empty ones on the other ranks. ``parts``:
+    this rank's elements of each tensor, flat or not; more than the rank's share are ignored."""
     rank = dist.get_rank(group)
     if span is not None:
         cut = [piece.within(part, rank, *span) for part, piece in zip(parts, pieces, strict=True)]

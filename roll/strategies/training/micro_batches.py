@@ -24,6 +24,7 @@ from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import Comparison, TensorBatch, target_columns
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 Rows = Sequence[int]
 """Ascending row indices; a ``range`` where they are consecutive. Empty: a pass without a row."""
@@ -64,12 +65,12 @@ def plan_micro_batches(
             plan = fixed_rows(total, rule.rows)
         else:
             plan = [[row for i in some for row in units[i]] for some in fixed_rows(len(units), rule.rows)]
-        return _filled(plan, largest_count(len(plan)))
+        return plan + [range(0)] * (largest_count(len(plan)) - len(plan))
     lengths: np.ndarray = batch["attention_mask"].sum(1).cpu().numpy()
     if not rule.balances and not rule.removes_padding and not shares_prompts:
         assert rule.max_tokens is not None
         plan = rows_of_like_lengths(lengths, rule.max_tokens, rule.width_multiple, units)
-        return _filled(plan, largest_count(len(plan)))
+        return plan + [range(0)] * (largest_count(len(plan)) - len(plan))
     capacity = rule.max_tokens or max(1, int(lengths.max(initial=0)))
     if units is not None:
         groups = [(unit, int(lengths[unit].sum())) for unit in units]
@@ -91,20 +92,15 @@ def plan_micro_batches(
     # Heaviest first on every rank: ranks wait for one another in each pass, so the i-th passes should be alike.
     packs.sort(key=lambda pack: -int(costs[pack].sum()))
     plan = [sorted(row for group in pack for row in groups[group][0]) for pack in packs]
-    return _filled(plan, wanted)
+    return plan + [range(0)] * (wanted - len(plan))
 
 
 def rows_of_like_lengths(
     lengths: np.ndarray, max_tokens: int, width_multiple: int, units: list[list[int]] | None = None
 ) -> list[Rows]:
     """Group rows from long to short, so that each group, padded to its longest row, has at most ``max_tokens``.
-
-    Args:
-        units: rows that stay together, as long as the longest of them; None: every row alone.
-
-    Raises:
-        ValueError: a row (a unit) that is wider alone.
-    """
+    ``units``: rows that stay together, as long as the longest of them; None: every row alone. Raises ValueError: a row
+    (a unit) that is wider alone."""
     units = units or [[row] for row in range(len(lengths))]
     longest = np.array([lengths[unit].max() for unit in units], dtype=np.int64)
     plan: list[list[int]] = []
@@ -148,10 +144,6 @@ def _families(batch: TensorBatch, lengths: np.ndarray, capacity: int) -> list[tu
         families.append(([row], length if last[row] else 0))
         family_of_row[row] = len(families) - 1
     return families
-
-
-def _filled(plan: list[Rows], count: int) -> list[Rows]:
-    return plan + [range(0)] * (count - len(plan))
 
 
 def micro_batch(batch: TensorBatch, rows: Rows) -> TensorBatch:
@@ -220,11 +212,6 @@ def replay_metrics(counts: torch.Tensor) -> Metrics:
     if missing:
         _warn_once("router_replay: some tokens have no recorded route and choose anew; see moe_replay_missing")
     return {"moe_replay_missing": Mean(missing, replayed + missing), "moe_replay_changed": Mean(changed, replayed)}
-
-
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)
 
 
 def is_empty(batch: TensorBatch) -> bool:

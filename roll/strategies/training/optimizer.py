@@ -118,13 +118,8 @@ def decay_groups(
     model: torch.nn.Module, weight_decay: float, num_dims: Callable[[torch.Tensor], int] = torch.Tensor.dim
 ) -> list[dict[str, Any]]:
     """The trainable parameters as optimizer groups: matrices decay; biases and vectors (norm weights) never do, nor do
-    those of experts, which a layer holds stacked: (E, out) for a bias next to (E, in, out).
-
-    Args:
-        num_dims: the number of dimensions of a whole parameter, of which the model may hold a flat part.
-
-    Raises:
-        ValueError: nothing is trainable.
+    those of experts, which a layer holds stacked: (E, out) for a bias next to (E, in, out). ``num_dims``: the number of
+    dimensions of a whole parameter, of which the model may hold a flat part. Raises ValueError: nothing is trainable.
     """
     matrices: list[torch.Tensor] = []
     vectors: list[torch.Tensor] = []
@@ -148,10 +143,8 @@ def decay_groups(
 
 
 def adamw(groups: list[dict[str, Any]], args: TrainingArguments) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101), float32 moments.
-
-    The fused kernel does a step in one pass over memory, on CPU as on CUDA.
-    """
+    """AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101), float32 moments, by the fused kernel, which does a step in
+    one pass over memory, on CPU as on CUDA."""
     return torch.optim.AdamW(
         groups, lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, fused=True
     )

@@ -29,9 +29,14 @@ from roll.strategies.engines.requests import (
     check_request,
     continued,
 )
-from roll.strategies.vllm.arguments import by_position, engine_arguments, recorded_routes, sampling_params
+from roll.strategies.vllm.arguments import (
+    ImagePrompts,
+    by_position,
+    engine_arguments,
+    recorded_routes,
+    sampling_params,
+)
 from roll.strategies.vllm.verification import quieten
-from roll.strategies.vllm.vision import ImagePrompts
 from roll.strategies.vllm.worker import POLICY, RankMemory, check_results, joined_checksums
 from roll.weight_sync.encoding import Checksum
 
@@ -244,8 +249,7 @@ class VllmStrategy(PackagedEngine):
         for request_id in request_ids:
             own = [self._samples[key] for key in self._unfinished.get(request_id, ())]
             for sample in sorted(own, key=lambda sample: sample.index):
-                state = states[sample.internal_id]
-                results.append(state.make_request_output([], None, FinishReason.ABORT, None))
+                results.append(states[sample.internal_id].make_request_output([], None, FinishReason.ABORT, None))
         return results
 
     def _take(self, result: RequestOutput) -> GenerationOutput:

@@ -24,7 +24,7 @@ from types import FunctionType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.models.utils import is_pp_missing_parameter
@@ -75,7 +75,7 @@ class ReloadVerifier:
         self._as_loaded: dict[tuple[int, str], int] = {}  # checksums of parameters as they are computed with
         self._received: dict[str, int] = {}  # checksums of tensors that cannot be found again
         self._probes: dict[int, Probe] = {}  # probes of the packed layers, by identity
-        self._sent: dict[str, torch.Tensor] = {}
+        self._sent: dict[str, Tensor] = {}
         self._names: dict[int, str] = {}
         """Names of tensors sent, by their address in memory: loaders pass views of them on."""
         self._wholes: dict[str, tuple[int, dict[str, int]]] = {}
@@ -92,13 +92,12 @@ class ReloadVerifier:
             if hasattr(method, "process_weights_after_loading") and method not in self._watched:
                 self._watch(method)
 
-    def expect(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    def expect(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         """Register a tensor that is about to be loaded; return what to load, in these very objects: the comparison
         finds tensors again by address."""
         parts = checkpoint_tensors(self._model_type, name, tensor)
         if [part for part, _ in parts] != [name]:
-            checksums = {part: tensor_checksum(content) for part, content in parts}
-            self._wholes[name] = tensor_checksum(tensor), checksums
+            self._wholes[name] = tensor_checksum(tensor), {part: tensor_checksum(content) for part, content in parts}
         self._sent.update(parts)
         self._names.update((content.data_ptr(), part) for part, content in parts)
         return parts
@@ -129,7 +128,7 @@ class ReloadVerifier:
         for parameter_name, bound in get_layerwise_info(layer).loaded_weights:
             arguments = bound.arguments
             loaded = arguments.get("loaded_weight")
-            if not isinstance(loaded, torch.Tensor):
+            if not isinstance(loaded, Tensor):
                 continue
             name = self._names.get(loaded.data_ptr())
             if name is None or loaded.numel() != self._sent[name].numel():
@@ -151,8 +150,8 @@ class ReloadVerifier:
                 self._note(name, layer, parameter_name, sent, held, whole)
 
     def _compare(self, name: str, layer: nn.Module, parameter_name: str, shard: Shard | None = None) -> None:
-        sent = self._taken(name)
-        held, whole = held_part(layer, getattr(layer, parameter_name), shard, len(sent)), None
+        sent = whole = self._taken(name)
+        held = held_part(layer, getattr(layer, parameter_name), shard, len(sent))
         if isinstance(shard, tuple):  # several tensors of a fused parameter in one, each of which ranks share by rows
             own: Any = layer
             sizes = [own.output_partition_sizes[index] for index in shard]
@@ -163,17 +162,11 @@ class ReloadVerifier:
         self._note(name, layer, parameter_name, sent, held, whole)
 
     def _note(
-        self,
-        name: str,
-        layer: nn.Module,
-        parameter_name: str,
-        sent: torch.Tensor,
-        held: torch.Tensor,
-        whole: torch.Tensor | None = None,
+        self, name: str, layer: nn.Module, parameter_name: str, sent: Tensor, held: Tensor, whole: Tensor
     ) -> None:
-        """Record the checksum of a part; ``whole`` is the tensor in the layer's orientation, if that differs."""
+        """Record the checksum of a part; ``whole`` is the tensor sent, in the layer's orientation."""
         checksum = tensor_checksum(held)
-        meant = meant_part(layer, sent if whole is None else whole, held).to(held.dtype)
+        meant = meant_part(layer, whole, held).to(held.dtype)
         if meant is not sent and checksum == tensor_checksum(meant):
             checksum = tensor_checksum(sent)
         self._held[name] = _Held(layer, parameter_name, checksum)
@@ -224,7 +217,7 @@ class ReloadVerifier:
             self._as_loaded = {held.key: self._now(held) for held in self._held.values()}
         return self._as_sent(self._checksums | received)
 
-    def _taken(self, name: str) -> torch.Tensor:
+    def _taken(self, name: str) -> Tensor:
         """A tensor that was sent, which is no longer waited for."""
         sent = self._sent.pop(name)
         del self._names[sent.data_ptr()]
@@ -233,8 +226,7 @@ class ReloadVerifier:
     def _as_sent(self, found: dict[str, int]) -> dict[str, int]:
         """The checksums by the names that were sent: that of the whole if those of all its parts are right."""
         for name, (whole, parts) in self._wholes.items():
-            own = {part: found.pop(part) for part in parts if part in found}
-            if own:
+            if own := {part: found.pop(part) for part in parts if part in found}:
                 is_right = all(parts[part] == checksum for part, checksum in own.items())
                 found[name] = whole if is_right else ~whole & _MASK
         return found
@@ -267,12 +259,12 @@ def is_packed(layer: Any) -> bool:
 class Probe:
     """One product of a matrix (out, in), computed the plain way; float32."""
 
-    vector: torch.Tensor  # random signs, (in,)
-    product: torch.Tensor  # (out,)
-    magnitude: torch.Tensor  # sum of the magnitudes of each row, (out,): what rounding is relative to
+    vector: Tensor  # random signs, (in,)
+    product: Tensor  # (out,)
+    magnitude: Tensor  # sum of the magnitudes of each row, (out,): what rounding is relative to
 
     @staticmethod
-    def of(weight: torch.Tensor) -> Probe:
+    def of(weight: Tensor) -> Probe:
         generator = torch.Generator().manual_seed(1)
         vector = torch.randint(0, 2, (weight.shape[1],), generator=generator).mul_(2).sub_(1).float()
         products, magnitudes = [], []
@@ -301,7 +293,7 @@ def computes_with(layer: Any, probe: Probe) -> bool:
     return bool(agrees.all())
 
 
-def held_part(layer: Any, parameter: torch.Tensor, shard: Shard | None, num_rows: int) -> torch.Tensor:
+def held_part(layer: Any, parameter: Tensor, shard: Shard | None, num_rows: int) -> Tensor:
     """The part of a layer's parameter that one tensor of the checkpoint went to, as far as this rank has any of it.
     ``shard``: which of a fused parameter's tensors: ``q``, ``k``, ``v``, an index, or consecutive ones that the
     checkpoint has as one; None: the parameter is not fused. ``num_rows``: of the tensor."""
@@ -318,18 +310,18 @@ def held_part(layer: Any, parameter: torch.Tensor, shard: Shard | None, num_rows
     return parameter.data[begin : begin + size]
 
 
-def loaded_alone(parameter: Any, whole: torch.Tensor) -> torch.Tensor | None:
+def loaded_alone(parameter: Any, whole: Tensor) -> Tensor:
     """The part of a tensor that a parameter's own loader takes on this rank, such as some channels each of queries,
-    keys and values for a convolution over all of them; None: the loader is the layer's."""
+    keys and values for a convolution over all of them; the whole where the loader is the layer's."""
     loader = getattr(parameter, "weight_loader", None)
     if not isinstance(loader, FunctionType):
-        return None
+        return whole
     own = nn.Parameter(torch.empty_like(parameter.data), requires_grad=False)
     loader(own, whole)
     return own.data
 
 
-def meant_part(layer: nn.Module, whole: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+def meant_part(layer: nn.Module, whole: Tensor, held: Tensor) -> Tensor:
     """The part of a tensor that belongs into ``held``; the whole where sizes do not tell, which is then no match."""
     if hasattr(layer, "shard_indices"):
         own: Any = layer.shard_indices
@@ -347,7 +339,7 @@ def meant_part(layer: nn.Module, whole: torch.Tensor, held: torch.Tensor) -> tor
     return whole
 
 
-def checkpoint_tensors(model_type: str, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+def checkpoint_tensors(model_type: str, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     """A tensor as it was sent, under the names of a checkpoint that vLLM loads: views, several of some."""
     if found := _MATRIX.fullmatch(name):
         layer, matrix, expert = found.groups()

@@ -95,12 +95,7 @@ class PolicyAdapter:
     def replace(self, tensors: Mapping[str, torch.Tensor], scalings: Mapping[str, float]) -> dict[str, int]:
         """Put an adapter in the place of the last one, given as to :meth:`GenerationStrategy.update_adapter`. Returns
         the checksum of each tensor, as sent, where this rank computes with exactly its part of it. A stage of several
-        leaves out what belongs to the others.
-
-        Args:
-            tensors: A (r, in) and B (out, r), whole, by the weight's name with ``#lora_A`` or ``#lora_B`` appended.
-            scalings: the factor of ``B A`` by weight.
-        """
+        leaves out what belongs to the others."""
         layers = {}
         for weight, scaling in scalings.items():
             # Copies: vLLM multiplies B by the scaling in place.
@@ -155,8 +150,7 @@ class WeightReceiver:
         # vLLM allocates a later stage's receive buffers in its profiling run, which on a CPU takes place only if it
         # compiles the model.
         runner = self.model_runner
-        is_later_stage = not get_pp_group().is_first_rank
-        if is_later_stage and runner.device.type == "cpu" and runner.intermediate_tensors is None:
+        if not get_pp_group().is_first_rank and runner.device.type == "cpu" and runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
@@ -185,13 +179,11 @@ class WeightReceiver:
         the model does not have."""
         verifier = self._roll_verifier
         assert verifier is not None, "no reload has been started"
-        device = self.model_runner.device
 
         def arriving() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in self._roll_opened(tensors).items():
                 # A copy: its layer may wait for a tensor of the next bucket, and this may be shared memory.
-                received = tensor.to(device, copy=True)
-                yield from verifier.expect(name, received)
+                yield from verifier.expect(name, tensor.to(self.model_runner.device, copy=True))
 
         self.model_runner.model.load_weights(arriving())
 

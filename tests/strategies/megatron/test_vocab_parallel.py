@@ -13,8 +13,7 @@ def cut_head(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, temperature: float, chunk_tokens: int
 ) -> dict[str, torch.Tensor]:
     """On each rank: its rows of ``weight``; gradients of a loss through both outputs."""
-    from roll.strategies.megatron.distributions import OwnTokens
-    from roll.strategies.megatron.model import vocab_parallel_log_probs
+    from roll.strategies.megatron.model import OwnTokens, vocab_parallel_log_probs
 
     ranks, rank = dist.get_world_size(), dist.get_rank()
     rows = -(-len(weight) // ranks)

@@ -129,7 +129,7 @@ def placed(folder: Path, torchvision: str) -> list[tuple[tuple[Any, ...], bool, 
 
     from roll.protocol.video import EngineTime
     from roll.protocol.vision import vision_inputs
-    from roll.strategies.vllm.vision import ImagePrompts
+    from roll.strategies.vllm.arguments import ImagePrompts
     from tests import vision_models
     from tests.strategies.vision_cases import vision_keywords
 
