@@ -322,7 +322,7 @@ def print_completion(arguments: argparse.Namespace) -> int:
     """The completion script of a shell: commands, files and keys."""
     import shtab
 
-    from roll.config.completion import BASH_END, key_completion
+    from roll.config.json_schema import BASH_END, key_completion
 
     parser = build_parser(key_completion())
     end = BASH_END if arguments.shell == "bash" else ""

@@ -49,11 +49,13 @@ class PPOConfig:
     estimator: Choice = field(default=Choice("gae", GaeOptions()), metadata=ESTIMATOR)
     """Advantage estimator: its name, or a section with ``name`` and the options that it has: ``gae`` (needs a critic),
     ``grpo``, ``reinforce``, ``reinforce++``, ``rloo`` ..."""
-    loss: Choice = field(
-        default=Choice("ppo", PpoOptions()),
-        metadata=rules(
-            table=POLICY_LOSSES, choices=POLICY_LOSSES, dotted_path=True, plugins="losses", aliases=("pg_variant",)
-        ),
+    loss: Choice = setting(
+        Choice("ppo", PpoOptions()),
+        table=POLICY_LOSSES,
+        choices=POLICY_LOSSES,
+        dotted_path=True,
+        plugins="losses",
+        aliases=("pg_variant",),
     )
     """Policy loss: its name, or a section with ``name`` and the options that it has."""
     value_clip: float | None = setting(None, gt=0, read_if={"critic": ()})
@@ -128,8 +130,8 @@ class PPOConfig:
     force_disable_old_logprobs_recompute: bool = False
     """Never compute them: the engine's log-probs stand in for them, also with a single update a batch (there, a
     ``train_infer_correction`` compares the current policy with the engine)."""
-    train_infer_correction: str | list[Any] | dict[str, Any] | None = field(
-        default=None, metadata=rules(parse=parse_correction, example="tis")
+    train_infer_correction: str | list[Any] | dict[str, Any] | None = setting(
+        None, parse=parse_correction, example="tis"
     )
     """Correction for engine probabilities that differ from the trainer's: a preset's name, a list of rules, a section
     with ``is_weight`` and ``filters``, or the dotted path of your own function. null: measured only."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll.config.names import TEMPLATE_ENDINGS, TEMPLATES
-from roll.config.reading.fields import DOTTED_PATH, rules, setting
+from roll.config.reading.fields import DOTTED_PATH, setting
 
 
 def parse_filter(value: object) -> Any:
@@ -75,9 +75,7 @@ class DataArguments:
     on_bad_row: Literal["raise", "skip"] = "raise"
     """Treatment of a row that cannot be used: the run ends with its file and number, or it is left out and
     counted."""
-    dataset_filter: str | dict[str, Any] | None = field(
-        default=None, metadata=rules(parse=parse_filter, example="{difficulty: {min: 0.2}}")
-    )
+    dataset_filter: str | dict[str, Any] | None = setting(None, parse=parse_filter, example="{difficulty: {min: 0.2}}")
     """Which rows are used: ``{column: value}``, ``{column: [values]}`` or ``{column: {min: 0.2, max: 0.8}}``, all of
     which must hold; or the dotted path of a function from a row to true or false. null: all."""
     filter_overlong_prompts: bool = True
@@ -112,8 +110,8 @@ class DataArguments:
     """Column of the demonstrated response in supervised training."""
     messages: str | None = None
     """Column of the chat messages (a list, or the same as a JSON string); excludes ``prompt``."""
-    ground_truth: str | dict[str, str] | None = field(
-        default=None, metadata=rules(parse=parse_truth, example="{column: answer, pattern: '#### (.+)'}")
+    ground_truth: str | dict[str, str] | None = setting(
+        None, parse=parse_truth, example="{column: answer, pattern: '#### (.+)'}"
     )
     """Column of what a reward compares with: its text after ``####``, its last box, or all of it; with a pattern, the
     last match. null: ``ground_truth``, verl's and SkyRL's sections, ``answer``, or the box of ``solution``."""
@@ -193,10 +191,8 @@ def matching_files(path: Path) -> list[Path]:
 
 
 def saved_files(folder: Path) -> list[Path]:
-    """The Arrow files of a folder that ``datasets`` wrote (``save_to_disk``), in its order; none: another folder.
-
-    Of a folder with several splits those of ``train``, or of the only one.
-    """
+    """The Arrow files of a folder that ``datasets`` wrote (``save_to_disk``), in its order; of a folder with several
+    splits those of ``train``, or of the only one. None: another folder."""
     splits = saved_splits(folder)
     if splits:
         return saved_files(folder / splits[0]) if len(splits) == 1 or splits[0] == "train" else []

@@ -30,16 +30,12 @@ class GaeOptions(DiscountOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PassAtKOptions:
-    """Options of ``pass@k``."""
-
     k: int = setting(4, ge=1)
     """The k, less than ``num_return_sequences_in_group``. Right is a raw score of 1 or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GdpoOptions:
-    """Options of ``gdpo``."""
-
     weights: dict[str, float] = field(default_factory=dict)
     """The rewards to normalise separately, with their weights: names of further numbers that the reward returns
     (``reward/<domain>/<name>`` in the log), or ``score`` for the score itself."""
@@ -55,8 +51,6 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GigpoOptions(StepOptions):
-    """Options of ``gigpo``."""
-
     episode_weight: float = setting(1.0, ge=0)
     """Weight of the advantage of the episode within its group."""
     step_weight: float = setting(1.0, ge=0)

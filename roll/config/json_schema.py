@@ -1,4 +1,4 @@
-"""JSON schema of a pipeline's file, for editors: ``roll schema``."""
+"""Keys for other programs: JSON schema of a pipeline's file for editors (``roll schema``), key paths for shells."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from roll.config.pipelines import definitions
 from roll.config.reading.fields import DOTTED_PATH
 from roll.config.reading.legacy_keys import dead_keys, dead_words
-from roll.config.reading.schema import flat_options, mapped_section, rules_of, type_hints
+from roll.config.reading.schema import flat_options, mapped_section, rules_of, schema_paths, type_hints
 from roll.config.reference import field_texts
 from roll.config.strategies.registry import BACKENDS
 
@@ -97,22 +98,54 @@ def _type_schemas(hint: object, definitions: dict[str, Any]) -> Iterator[dict[st
             yield from _type_schemas(option, definitions)
     elif origin is Literal:
         yield {"enum": list(arguments)}
-    elif origin is list:
-        yield {"type": "array", "items": _any_of(arguments[0], definitions)}
-    elif origin is dict:
-        yield {"type": "object", "additionalProperties": _any_of(arguments[1], definitions)}
-        yield {"type": "null"}
+    elif origin in (list, dict):
+        inner = {"anyOf": [*_type_schemas(arguments[-1], definitions), INTERPOLATION]}
+        if origin is list:
+            yield {"type": "array", "items": inner}
+        else:
+            yield from ({"type": "object", "additionalProperties": inner}, {"type": "null"})
     elif hint in simple:
         yield from simple[hint]
     elif isinstance(hint, type) and is_dataclass(hint):
         if hint.__name__ not in definitions:
             definitions[hint.__name__] = {}  # a class that holds itself ends here
             definitions[hint.__name__] = _section_schema(hint, definitions)
-        yield {"$ref": f"#/$defs/{hint.__name__}"}
-        yield {"type": "null"}
+        yield from ({"$ref": f"#/$defs/{hint.__name__}"}, {"type": "null"})
     else:
         yield {}
 
 
-def _any_of(hint: object, definitions: dict[str, Any]) -> dict[str, Any]:
-    return {"anyOf": [*_type_schemas(hint, definitions), INTERPOLATION]}
+# Function of the words that may come next.
+BASH = """_roll_keys() {{
+  compgen -W "{keys}" -- "$1"
+}}"""
+BASH_END = """
+# A value follows a key at once.
+_roll_without_space() {
+  _shtab_roll
+  [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+  return 0
+}
+complete -o bashdefault -F _roll_without_space roll
+"""
+ZSH = """_roll_keys() {{
+  compadd -S '' -- {keys}
+}}"""
+
+
+def key_paths() -> list[str]:
+    """Full paths of the keys of all pipelines, but those below a name that the file chooses."""
+    classes: list[type] = [one.config_class for one in definitions()]
+    found = {path for cls in classes for paths in schema_paths(cls).values() for path in paths}
+    # Of the options of a loss those inside its section; the flat names would be offered twice.
+    for cls in classes:
+        for name, flat in flat_options(cls).items():
+            found = found - {name} | {f"{flat.choice.name}.name", f"{flat.choice.name}.{flat.option.name}"}
+    return sorted(path for path in found if "<name>" not in path)
+
+
+def key_completion() -> dict[str, object]:
+    """The keys as shtab takes them for an argument."""
+    keys = " ".join(f"{path}=" for path in key_paths())
+    preamble = {"bash": BASH.format(keys=keys), "zsh": ZSH.format(keys=keys)}
+    return {"preamble": preamble, "bash": "_roll_keys", "zsh": "_roll_keys", "tcsh": ""}

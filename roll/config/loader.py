@@ -16,6 +16,7 @@ from roll.config.checks.base import Checks
 from roll.config.checks.keys import refuse_unavailable
 from roll.config.checks.unknown_keys import name_unknown
 from roll.config.defaults import with_estimator, with_learning_defaults
+from roll.config.installation import dotted_path, offered
 from roll.config.pipelines import (
     NAMES,
     PIPELINES,
@@ -26,7 +27,6 @@ from roll.config.pipelines import (
     load_definition,
 )
 from roll.config.plan.plan import Plan
-from roll.config.plugins import dotted_path, offered
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.compose import LEARNING, Composed, compose_file
 from roll.config.reading.errors import ConfigError, Notice, Problem, Problems, closest

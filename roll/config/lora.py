@@ -6,15 +6,13 @@ import os
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from roll.config.checks.base import Checks
 from roll.config.data import json_object
 from roll.config.installation import install_command
+from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.registry import backend_of
-
-if TYPE_CHECKING:
-    from roll.config.checks.base import Checks
-    from roll.config.roles import ModelArguments, WorkerConfig
 
 ALL_LINEAR = "all-linear"  # every linear layer but the output matrix
 EXPERTS = "experts"  # in `lora_target`, alone or after a path: the fused experts of sparse layers
@@ -59,13 +57,8 @@ _VISION_NAMES = ("vision_model", "vision_tower", "visual", "model.vision_model",
 
 
 def frozen_by(prefix: str, names: Iterable[str]) -> list[str]:
-    """The parameters that a prefix of ``freeze_module_prefix`` means.
-
-    In a vision-language model the tower goes by any of its usual names, and ``model.`` may be left out.
-
-    Args:
-        names: of all parameters of the model.
-    """
+    """Those of a model's parameters that a prefix of ``freeze_module_prefix`` means. In a vision-language model the
+    tower goes by any of its usual names, and ``model.`` may be left out."""
     every = list(names)
     spellings = [prefix]
     if any(name.startswith(f"{VISION_TOWER}.") for name in every):
@@ -78,13 +71,8 @@ def frozen_by(prefix: str, names: Iterable[str]) -> list[str]:
 
 
 def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks: Checks) -> None:
-    """Mistakes and notices of a role's LoRA keys.
-
-    Args:
-        name: of the role's section.
-        trains: the role's model learns.
-        in_rl: its log-probs or values are compared with those of an earlier pass.
-    """
+    """Mistakes and notices of a role's LoRA keys; ``in_rl``: its log-probs or values are compared with those of an
+    earlier pass."""
     args, path = role.model_args, f"{name}.model_args"
     strategy = role.strategy_args.strategy_name
     if name == "actor_infer":
@@ -126,11 +114,8 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
 
 
 def is_trained_whole_everywhere(name: str) -> bool:
-    """True for modules that every backend can train in full alongside adapters: embeddings, output matrix, norms.
-
-    Args:
-        name: of the module, or the end of it.
-    """
+    """True for the name of a module, or the end of it, that every backend can train in full alongside adapters:
+    embeddings, output matrix, norms."""
     last = name.rpartition(".")[2]
     return last in ("embed_tokens", "lm_head") or last.endswith("norm")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from roll.config.reading.fields import Named, Table, rules, setting
+from roll.config.reading.fields import Named, Table, setting
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,6 @@ PREFERENCE_LOSSES = Table(
 )
 
 
-def parse_preference_loss(value: object) -> object:
-    """``ipo: true`` and ``ipo: false`` of ROLL's files as the losses that they mean."""
-    return {True: "ipo", False: "sigmoid"}[value] if isinstance(value, bool) else value
-
-
 # `read_if` of a key of losses of single responses.
 UNPAIRED = {"loss_type": PREFERENCE_LOSSES.where(lambda row: row.is_unpaired)}
 
@@ -53,9 +48,13 @@ UNPAIRED = {"loss_type": PREFERENCE_LOSSES.where(lambda row: row.is_unpaired)}
 class PreferenceLossConfig:
     """Keys at the top of a DPO configuration that say what is minimised."""
 
-    loss_type: str | list[str] = field(
-        default="sigmoid",
-        metadata=rules(choices=PREFERENCE_LOSSES, example="sigmoid", aliases=("ipo",), parse=parse_preference_loss),
+    loss_type: str | list[str] = setting(
+        "sigmoid",
+        choices=PREFERENCE_LOSSES,
+        example="sigmoid",
+        aliases=("ipo",),
+        # ROLL's files have `ipo: true` and `ipo: false`.
+        parse=lambda value: {True: "ipo", False: "sigmoid"}[value] if isinstance(value, bool) else value,
     )
     """Preference loss, or a list of losses to add: ``sigmoid`` (DPO), ``ipo`` (ROLL writes ``ipo: true``), ``hinge``,
     ``simpo``, ``orpo`` ..."""
@@ -91,10 +90,6 @@ def weighted_losses(config: PreferenceLossConfig) -> tuple[tuple[str, float], ..
 
 def needs_reference(config: PreferenceLossConfig) -> bool:
     return any(row.needs_reference for row in loss_rows(config))
-
-
-def couples_pairs(config: PreferenceLossConfig) -> bool:
-    return any(row.couples_pairs for row in loss_rows(config))
 
 
 def is_unpaired(config: PreferenceLossConfig) -> bool:

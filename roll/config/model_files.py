@@ -1,5 +1,5 @@
-"""A model's files on disk: its folder, GGUF file or the hub's cache, its ``config.json``, its tokenizer's vocabulary.
-Torch-free; only the hub's vocabularies are fetched."""
+"""A model's files on disk: its folder, GGUF file or the hub's cache, its ``config.json``, its tokenizer's vocabulary;
+and its family, by its name where the file is not here. Torch-free; only the hub's vocabularies are fetched."""
 
 from __future__ import annotations
 
@@ -27,12 +27,8 @@ def looks_like_folder(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or os.path.exists(path)
 
 
-def is_offline() -> bool:
-    """``HF_HUB_OFFLINE`` or ``TRANSFORMERS_OFFLINE`` forbids to ask the hub."""
-    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE)
-
-
-OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")  # variables that forbid to ask the hub, where they have one of
+TRUE_WORDS = ("1", "ON", "YES", "TRUE")
 
 
 def cache_home() -> Path:
@@ -100,11 +96,9 @@ def dequantised_folder(file: Path) -> Path:
 @lru_cache(maxsize=32)
 def _content_hash(file: Path, size: int, modified: int) -> str:
     """Size and time of the last change tell a file that was replaced in the meantime."""
-    digest = xxhash.xxh3_128(version("transformers").encode())
     with open(file, "rb", buffering=0) as stream:
-        while chunk := stream.read(8 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()[:16]
+        begun = hashlib.file_digest(stream, lambda: xxhash.xxh3_128(version("transformers").encode()))
+    return begun.hexdigest()[:16]
 
 
 def is_installed(module: str) -> bool:
@@ -169,10 +163,8 @@ def model_number(path: str | None, key: str) -> int | None:
 
 @cache
 def layer_classes(model_type: str) -> frozenset[str]:
-    """Names of the classes in transformers' file of a model type; empty where there is no such file.
-
-    The file is read as text: importing it would take seconds.
-    """
+    """Names of the classes in transformers' file of a model type, which is read as text: importing it would take
+    seconds. Empty where there is no such file."""
     spec = find_spec("transformers")
     if spec is None or not re.fullmatch(r"\w+", model_type):
         return frozenset()
@@ -298,16 +290,58 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield value
 
 
+_HAS_EXPERTS: dict[str, Any] = {"num_experts": 2}
+_SEES: dict[str, Any] = {"vision_config": {}}
+# Patterns of names, the first that fits, and as much of a `config.json` as says what the family needs.
+NAMES_OF_FAMILIES: tuple[tuple[str, dict[str, Any]], ...] = (
+    (r"qwen2[.-]?5-vl", {"model_type": "qwen2_5_vl", **_SEES}),
+    (r"qwen3-vl-\d+b-a\d+b", {"model_type": "qwen3_vl_moe", **_SEES, **_HAS_EXPERTS}),
+    (r"qwen3-vl", {"model_type": "qwen3_vl", **_SEES}),
+    (r"qwen3-omni|qwen2[.-]?5-omni", {"model_type": "qwen_omni", "thinker_config": {"hidden_size": 1}}),
+    (r"qwen3-next", {"model_type": "qwen3_next", **_HAS_EXPERTS}),
+    (r"qwen3\.[5-9]-\d+b-a\d+b", {"model_type": "qwen3_5_moe", **_SEES, **_HAS_EXPERTS}),
+    (r"qwen3\.[5-9]", {"model_type": "qwen3_5", **_SEES}),
+    (r"qwen3-(?:\w+-)?\d+b-(?:a\d+b|moe)|qwen3-?moe", {"model_type": "qwen3_moe", **_HAS_EXPERTS}),
+    (r"qwen2-57b-a14b|qwen1\.5-moe", {"model_type": "qwen2_moe", **_HAS_EXPERTS}),
+    (r"mixtral", {"model_type": "mixtral", **_HAS_EXPERTS}),
+    (r"olmoe", {"model_type": "olmoe", **_HAS_EXPERTS}),
+    (r"moonlight|671b|deepseek-(?:v3|r1$|r1-0528$)|(?<![a-z])dsv3", {"model_type": "deepseek_v3", **_HAS_EXPERTS}),
+    (r"deepseek-(?:v2|moe)", {"model_type": "deepseek_v2", **_HAS_EXPERTS}),
+    (r"glm-4\.7-flash", {"model_type": "glm4_moe_lite", **_HAS_EXPERTS}),
+    (r"glm-4\.[5-9]v", {"model_type": "glm4v_moe", **_SEES, **_HAS_EXPERTS}),
+    (r"glm-4\.[5-9]", {"model_type": "glm4_moe", **_HAS_EXPERTS}),
+    (r"glm-?5", {"model_type": "glm_moe_dsa", **_HAS_EXPERTS}),
+    (r"gpt-oss", {"model_type": "gpt_oss", **_HAS_EXPERTS}),
+    (
+        r"(?<![a-z])vl(?:a|m)?(?![a-z])|[\d.]vl(?![a-z])|vision|minicpm-?[ov]|omni(?![a-z])|llava|internvl|openvla|pixtral"
+        r"|glm-?4\.?\d?v|kimi-vl|paligemma|idefics|smolvlm",
+        {"model_type": "", **_SEES},
+    ),
+    (r"(?<![a-z])moe(?![a-z])|-a\d+(?:\.\d+)?b\b|kimi-k|minimax-m|llama-4|dbrx", {"model_type": "", **_HAS_EXPERTS}),
+    (
+        r"mamba|rwkv|jamba|recurrentgemma|falcon-h1|(?<![a-z])lfm|nemotron-(?:h|nano|3(?:\.\d)?-[a-z])",
+        {"model_type": "falcon_h1"},
+    ),
+    (r"(?<![a-z])(?:flan-)?t5(?![a-z])|(?<![a-z])bart|whisper", {"model_type": "t5", "is_encoder_decoder": True}),
+    (r"qwen|llama|mistral|ministral|smollm|olmo|gemma|phi-?\d|granite|deepseek|internlm|yi-|glm|gpt2|pythia|opt-", {}),
+)
+
+
+def family_of(name: str) -> Mapping[str, Any] | None:
+    """Entries of the model's ``config.json`` that its name tells (none for a dense language model); None: the name
+    says nothing."""
+    # The folders above say nothing.
+    last = "/".join(name.rstrip("/").split("/")[-2:]).lower()
+    return next((config for pattern, config in NAMES_OF_FAMILIES if re.search(pattern, last)), None)
+
+
 TOKENIZER = "tokenizer.json"
 
 
 @lru_cache(maxsize=8)
 def vocabulary_of(path: str, fetch: bool = False) -> Mapping[int, str] | None:
-    """Token by id, added tokens included; None where the tokenizer is not on this machine.
-
-    Args:
-        fetch: then load it by transformers, from the hub if need be.
-    """
+    """Token by id, added tokens included; None where the tokenizer is not on this machine, unless ``fetch`` lets
+    transformers load it, from the hub if need be."""
     folder = model_folder(path)
     if folder is None or not os.path.isfile(folder / TOKENIZER):
         if not fetch:

@@ -19,11 +19,8 @@ _pickles: dict[str, bytes] = {}
 
 
 def path_of(value: object, pickled: Callable[[Any], bytes]) -> str:
-    """Dotted path of a function, class or other callable, by which every process of a run finds it.
-
-    Args:
-        pickled: pickles by value what cannot be imported, as ``cloudpickle.dumps``; whatever it raises is raised.
-    """
+    """Dotted path of a function, class or other callable, by which every process of a run finds it. ``pickled`` pickles
+    by value what cannot be imported, as ``cloudpickle.dumps``; whatever it raises is raised."""
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     if module not in (None, "__main__", "__mp_main__") and getattr(sys.modules.get(module), name, None) is value:
         return f"{module}.{name}"

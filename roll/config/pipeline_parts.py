@@ -42,23 +42,15 @@ class Headline:
 
 @dataclass(frozen=True)
 class Panel:
-    """One chart of the report.
-
-    Attributes:
-        title: shown above it.
-        keys: the metrics drawn, where the log has them; ``*`` matches one part between slashes.
-        first_only: draw only the first key that the log has.
-        unit_range: the axis shows 0 to 1.
-        smooth: draw a moving average over the raw curve.
-        zero_is_none: a metric that is 0 in every step says nothing, such as the KL of a run without a reference whose
-            updates are on-policy.
-    """
+    """One chart of the report."""
 
     title: str
-    keys: tuple[str, ...]
-    first_only: bool = False
-    unit_range: bool = False
-    smooth: bool = False
+    keys: tuple[str, ...]  # the metrics drawn, where the log has them; `*` matches one part between slashes
+    first_only: bool = False  # draw only the first key that the log has
+    unit_range: bool = False  # the axis shows 0 to 1
+    smooth: bool = False  # draw a moving average over the raw curve
+    # A metric that is 0 in every step says nothing, such as the KL of a run without a reference whose updates are
+    # on-policy.
     zero_is_none: bool = False
 
 

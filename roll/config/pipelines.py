@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar, Generic
+from typing import Any, ClassVar, Generic
 
 from typing_extensions import TypeVar
 
@@ -24,9 +24,11 @@ from roll.config.pipeline_parts import Panel as Panel
 from roll.config.pipeline_parts import ReadableSet as ReadableSet
 from roll.config.pipeline_parts import Role as Role
 from roll.config.pipeline_parts import Task as Task
+from roll.config.plan.plan import Plan
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.fields import Table
 from roll.config.roles import DataArguments, WorkerConfig
+from roll.config.run import RunConfig
 from roll.config.strategies.base import own_weights
 from roll.config.strategies.registry import (
     all_scoring_strategies,
@@ -35,13 +37,8 @@ from roll.config.strategies.registry import (
     train_strategies,
 )
 
-if TYPE_CHECKING:
-    from roll.config.plan.plan import Plan
-    from roll.config.run import RunConfig
-
-
-C = TypeVar("C", bound="RunConfig", default=Any)
-P = TypeVar("P", bound="Plan", default=Any)
+C = TypeVar("C", bound=RunConfig, default=Any)
+P = TypeVar("P", bound=Plan, default=Any)
 Written = Callable[[str], bool]  # says whether a key path is written, in a file or on the command line
 
 TRAINS = Task("trains", train_strategies)
@@ -341,7 +338,6 @@ def definition_of(name: str) -> PipelineDefinition:
 
 
 def definitions() -> tuple[PipelineDefinition, ...]:
-    """The definitions of all :data:`NAMES`."""
     return tuple(definition_of(name) for name in NAMES)
 
 
@@ -367,10 +363,8 @@ def load_definition(path: str) -> PipelineDefinition:
 
 
 def find_own_modules() -> None:
-    """Put the working directory on the module path, as Ray's workers and ``python -m`` do.
-
-    An installed command and a script start with their own folder on the path instead.
-    """
+    """Put the working directory on the module path, as Ray's workers and ``python -m`` do; an installed command and a
+    script start with their own folder there instead."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 

@@ -54,11 +54,7 @@ def update_mode(options: WeightSyncConfig, engine: str) -> UpdateMode:
 def transport_name(
     options: WeightSyncConfig, train_devices: Collection[int], infer_devices: Collection[int], device_type: str
 ) -> TransportName:
-    """The transport that a run uses.
-
-    Args:
-        device_type: ``cpu``, ``cuda`` ...: what a device id means on these hosts.
-    """
+    """The transport that a run uses; ``device_type`` (``cpu``, ``cuda`` ...) says what a device id means."""
     if options.transport != "auto":
         return options.transport
     apart = set(train_devices).isdisjoint(infer_devices)

@@ -49,16 +49,12 @@ class DualClipOptions(ClipOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PpoOptions(DualClipOptions):
-    """Options of ``ppo``."""
-
     importance_sampling: Literal["token", "segment", "seq"] = "token"
     """Level of the probability ratio: of each token, each turn (``segment``) or each response (``seq``, as in GSPO)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TisOptions:
-    """Options of ``tis``."""
-
     lower_bound: float = setting(0.0, ge=0)
     """Least weight."""
     upper_bound: float = setting(1.0, gt=0)
@@ -67,8 +63,6 @@ class TisOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CispoOptions:
-    """Options of ``cispo``."""
-
     epsilon_low: float = setting(0.1, ge=0)
     """Weights are clipped at 1 - this from below."""
     epsilon_high: float = setting(0.1, ge=0)
@@ -79,16 +73,12 @@ class CispoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class M2poOptions:
-    """Options of ``m2po``."""
-
     threshold: float = setting(0.04, gt=0)
     """Greatest mean squared log-ratio of the tokens that stay; those of the largest are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VespoOptions:
-    """Options of ``vespo``."""
-
     k_pos: float = setting(2.0, ge=0)
     """Exponent of weights: how fast those below 1 fall, for positive advantages."""
     lambda_pos: float = setting(3.0, ge=0)
@@ -101,8 +91,6 @@ class VespoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ToprOptions:
-    """Options of ``topr``."""
-
     positive_weight: float = setting(1.0, ge=0)
     """Weight of samples with positive reward."""
     negative_weight: float = setting(1.0, ge=0)
@@ -115,16 +103,12 @@ class ToprOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Kimi15Options:
-    """Options of ``kimi15``."""
-
     tau: float = setting(0.1, ge=0)
     """Weight of the squared log-ratio."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SapoOptions:
-    """Options of ``sapo``."""
-
     tau_pos: float = setting(1.0, gt=0)
     """Temperature of the gate for positive advantages."""
     tau_neg: float = setting(1.05, gt=0)
@@ -133,8 +117,6 @@ class SapoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GmpoOptions:
-    """Options of ``gmpo``."""
-
     clip_low: float = setting(0.4, ge=0)
     """A token's ratio is at least exp(-this)."""
     clip_high: float = setting(0.4, ge=0)
@@ -143,16 +125,12 @@ class GmpoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DroOptions:
-    """Options of ``dro``."""
-
     tau: float = setting(0.1, gt=0)
     """Strength of the regularisation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DppoOptions:
-    """Options of ``dppo``."""
-
     divergence: Literal["tv", "kl"] = "tv"
     """Total variation or KL of the sampled token's probability."""
     threshold: float = setting(0.15, gt=0)
@@ -163,8 +141,6 @@ class DppoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovOptions(PpoOptions):
-    """Options of ``clip_cov``."""
-
     ratio: float = setting(2e-4, ge=0, le=1)
     """Share of tokens that lose their gradient."""
     low: float = 1.0
@@ -175,8 +151,6 @@ class ClipCovOptions(PpoOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class KlCovOptions:
-    """Options of ``kl_cov``."""
-
     ratio: float = setting(2e-3, ge=0, le=1)
     """Share of tokens that get the KL penalty."""
     coef: float = setting(1.0, ge=0)

@@ -181,11 +181,7 @@ def judge_sampling(name: str, section: RewardConfig) -> dict[str, Any]:
 
 def judge_length(sequence_length: int, positions: int | None) -> int:
     """Tokens of the longest question and answer of a judge, where its section does not say: a question and a response
-    of the policy may become longer in the judge's own tokens.
-
-    Args:
-        positions: what the judge's model was made for; None: not known.
-    """
+    of the policy may become longer in the judge's own tokens. ``positions`` of its model: None: not known."""
     wanted = 2 * sequence_length + TEMPLATE_TOKENS
     return wanted if positions is None else min(wanted, positions)
 

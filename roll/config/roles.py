@@ -75,11 +75,6 @@ class ModelArguments:
     """Run code that comes with the model. Only for sources you trust."""
 
 
-def parse_optimizer(value: object) -> object:
-    """``muon`` for ``{name: muon}``."""
-    return {"name": value} if isinstance(value, str) else value
-
-
 @dataclass(frozen=True)
 class OptimizerConfig:
     """``training_args.optimizer``: which optimizer, by its name alone (``optimizer: muon``) or with its options."""
@@ -97,7 +92,10 @@ class TrainingArguments:
 
     learning_rate: float = setting(5.0e-5, ge=0, example=1.0e-6)
     """Peak learning rate of the optimizer."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig, metadata=rules(parse=parse_optimizer))
+    optimizer: OptimizerConfig = field(
+        default_factory=OptimizerConfig,
+        metadata=rules(parse=lambda value: {"name": value} if isinstance(value, str) else value),
+    )
     """``adamw`` or ``muon``, or a section with ``name`` and options; ``muon`` under ``fsdp2_train`` and
     ``fsdp_train``."""
     lr_scheduler_type: str = setting("linear", choices=LR_SCHEDULERS)
@@ -226,9 +224,7 @@ class WorkerConfig:
     world_size: int | None = setting(None, ge=1)
     """Workers of a role without devices (rewards); null: 1. A role with devices has one worker per
     ``num_gpus_per_worker`` devices."""
-    device_mapping: list[int] | None = field(
-        default=None, metadata=rules(parse=parse_device_mapping, example="list(range(0, 2))")
-    )
+    device_mapping: list[int] | None = setting(None, parse=parse_device_mapping, example="list(range(0, 2))")
     """Logical device ids in order: a list, or a string such as ``list(range(0, 8))``. Roles that name the same device
     take turns. Without accelerators an id is a CPU slot. null: a role without devices."""
     num_gpus_per_worker: int = setting(1, ge=1)
@@ -272,15 +268,11 @@ class WorkerConfig:
     """Rows with one of these tags are routed here."""
 
 
-def _strategy(name: str) -> StrategyArguments:
-    return StrategyArguments(strategy_name=name)
-
-
 @dataclass(frozen=True)
 class ReferenceWorkerConfig(WorkerConfig):
     """A role that computes log-probs and never learns."""
 
-    strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("fsdp2_infer"))
+    strategy_args: StrategyArguments = field(default_factory=lambda: StrategyArguments("fsdp2_infer"))
     """Strategy that computes the model."""
 
 
@@ -288,7 +280,8 @@ class ReferenceWorkerConfig(WorkerConfig):
 class GenerationWorkerConfig(WorkerConfig):
     """A role that generates."""
 
-    strategy_args: StrategyArguments = field(default_factory=lambda: _strategy("hf_infer"))  # which engine generates
+    # Which engine generates.
+    strategy_args: StrategyArguments = field(default_factory=lambda: StrategyArguments("hf_infer"))
     # Number of restarts of each engine that is lost, while the others do its work; it takes part from the next weight
     # update on. Engines that share devices with other roles are not started again.
     max_restarts: int = setting(1, ge=0)

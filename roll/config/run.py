@@ -79,9 +79,8 @@ class RunConfig:
     """Folder for the sampled texts of every step; null: none are written."""
     sample_log: SampleLogConfig = field(default_factory=SampleLogConfig)
     """The record of samples that ``roll report`` and ``roll diagnose`` read."""
-    track_with: str | list[str] = field(
-        default="tensorboard",
-        metadata=rules(choices=TRACKERS, dotted_path=True, plugins="trackers", example="tensorboard"),
+    track_with: str | list[str] = setting(
+        "tensorboard", choices=TRACKERS, dotted_path=True, plugins="trackers", example="tensorboard"
     )
     """Tracker or list of trackers: ``tensorboard`` (also ROLL's ``ml_tracker``), ``stdout``, ``jsonl``, ``prometheus``,
     ``wandb``, ``swanlab``, ``trackio``, ``mlflow``, or the dotted path of your own subclass of

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll.config.plugins import dotted_path, offered
+from roll.config.installation import dotted_path, offered
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.fields import dotted
 from roll.environments.base import Environment

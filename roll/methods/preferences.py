@@ -22,13 +22,7 @@ from roll.algorithms.preferences import (
     unpaired_metrics,
 )
 from roll.config.loader import LoadedConfig
-from roll.config.losses import (
-    PreferenceLossConfig,
-    couples_pairs,
-    is_unpaired,
-    needs_mismatched,
-    needs_reference,
-)
+from roll.config.losses import PreferenceLossConfig, is_unpaired, loss_rows, needs_mismatched, needs_reference
 from roll.datasets.preferences import JudgedColumns, JudgedDataset, JudgedRow, Judgement
 from roll.methods.base import MODEL_COLUMNS, Loss, Totals
 from roll.methods.preferences_keys import DPOConfig
@@ -160,7 +154,7 @@ class DPO(RowMethod[DPOConfig, JudgedRow]):
 
     def add_own_columns(self, batch: DataProto, models: Models) -> None:
         """``slopes`` float32 (B,): the derivative of a loss that couples pairs, from a pass over all of them."""
-        if not couples_pairs(self.config):
+        if not any(row.couples_pairs for row in loss_rows(self.config)):
             return
         sums = self.sums_of(batch, models)
         loss, slope = slopes(sums, self.config)

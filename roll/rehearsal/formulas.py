@@ -17,17 +17,11 @@ from roll.config.model_files import model_config
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.reading.errors import Problem
 from roll.config.strategies.base import ParallelDims, model_size
-from roll.config.strategies.deepspeed import plan_zero
+from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, plan_zero
 from roll.config.strategies.fsdp import ShardedStrategyConfig
-from roll.config.strategies.registry import (
-    DeepSpeedStrategyConfig,
-    HfInferStrategyConfig,
-    MegatronStrategyConfig,
-    backend_of,
-    generation_strategies,
-    trains,
-    typed_strategy_config,
-)
+from roll.config.strategies.hf_infer import HfInferStrategyConfig
+from roll.config.strategies.megatron import MegatronStrategyConfig
+from roll.config.strategies.registry import backend_of, generation_strategies, trains, typed_strategy_config
 from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.platforms import current_platform

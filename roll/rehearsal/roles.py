@@ -26,16 +26,11 @@ from roll.config.plan.plan import RolePlan
 from roll.config.policy import PolicyRunConfig
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import ParallelDims
-from roll.config.strategies.deepspeed import numbers, plan_zero
-from roll.config.strategies.fsdp import frees_gathered
-from roll.config.strategies.registry import (
-    DeepSpeedStrategyConfig,
-    Fsdp1StrategyConfig,
-    Fsdp2StrategyConfig,
-    HfInferStrategyConfig,
-    MegatronStrategyConfig,
-    typed_strategy_config,
-)
+from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, numbers, plan_zero
+from roll.config.strategies.fsdp import Fsdp1StrategyConfig, Fsdp2StrategyConfig, frees_gathered
+from roll.config.strategies.hf_infer import HfInferStrategyConfig
+from roll.config.strategies.megatron import MegatronStrategyConfig
+from roll.config.strategies.registry import typed_strategy_config
 from roll.models.build import DTYPES
 from roll.rehearsal.catalog import Hardware
 from roll.rehearsal.formulas import BYTES, ModelShape, megatron_share, megatron_states, model_shape

@@ -9,8 +9,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from roll.config.installation import dotted_path, offered
 from roll.config.names import PLANNED_REWARDS, PUBLISHED_REWARDS, REWARDS
-from roll.config.plugins import dotted_path, offered
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.schema import Mismatch, convert
 from roll.rewards.base import RewardFunction, RewardNameError, RewardOptionError, RewardRule

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from roll.config.installation import dotted_path, offered
 from roll.config.names import UNPUBLISHED_TRACKERS
 from roll.config.pipelines import find_own_modules
-from roll.config.plugins import dotted_path, offered
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.fields import DOTTED_PATH
 from roll.tracking.mlflow import MlflowTracker

@@ -31,13 +31,6 @@ SHARED_CLIP = {"cispo_low": "clip_low", "cispo_high": "clip_high"}
 LOSS_FACTS = ("clip_low", "clip_high", "dual_clip", *(f for facts in OPTIONS_OF_LOSS.values() for f in facts.values()))
 
 
-def put_algorithm(draft: Draft) -> None:
-    """Every key of the algorithm that is one for all rewards."""
-    steps = (put_bypass, put_advantages, put_kl, put_loss, put_aggregation, put_critic, put_passes, put_correction)
-    for step in steps:
-        step(draft)
-
-
 def put_advantages(draft: Draft) -> None:
     """Estimator, normalisation and discounts."""
     estimator = str(draft.get("estimator", default="gae"))
@@ -101,26 +94,22 @@ def put_kl(draft: Draft) -> None:
         draft.put("add_token_level_kl", in_reward, "kl_in_reward")
     facts = ("kl_in_reward", "reward_kl_coef", "reward_kl_type", "kl_type", "kl_control", "target_kl", "kl_horizon")
     if in_reward and draft.states(*facts, "kl_loss_coef"):
-        put_kl_in_reward(draft)
+        # SkyRL has one weight for both places.
+        weights = ("reward_kl_coef", "kl_loss_coef") if draft.facts.get("one_kl_coef") else ("reward_kl_coef",)
+        draft.put("init_kl_coef", draft.first_of(*weights), *weights)
+        draft.put("kl_penalty", draft.first_of("reward_kl_type", "kl_type"), "reward_kl_type", "kl_type")
+        if draft.value_of("kl_control") == "adaptive":
+            draft.put("target_kl", draft.value_of("target_kl"), "target_kl", "kl_control")
+            draft.put("kl_horizon", draft.value_of("kl_horizon"), "kl_horizon")
+        else:
+            if not draft.whole:
+                draft.put("target_kl", None, "kl_control")
+            draft.without_effect("the weight stays fixed", "target_kl", "kl_horizon")
     if not in_loss:
         unused = () if in_reward and draft.facts.get("one_kl_coef") else ("kl_loss_coef",)
         draft.without_effect("no KL in the loss", *unused, "kl_loss_type")
     if not in_reward:
         draft.without_effect("no KL in the reward", *(fact for fact in facts[1:] if fact != "kl_type"))
-
-
-def put_kl_in_reward(draft: Draft) -> None:
-    """Its weight, estimator and controller. SkyRL has one weight for both places."""
-    weights = ("reward_kl_coef", "kl_loss_coef") if draft.facts.get("one_kl_coef") else ("reward_kl_coef",)
-    draft.put("init_kl_coef", draft.first_of(*weights), *weights)
-    draft.put("kl_penalty", draft.first_of("reward_kl_type", "kl_type"), "reward_kl_type", "kl_type")
-    if draft.value_of("kl_control") == "adaptive":
-        draft.put("target_kl", draft.value_of("target_kl"), "target_kl", "kl_control")
-        draft.put("kl_horizon", draft.value_of("kl_horizon"), "kl_horizon")
-    else:
-        if not draft.whole:
-            draft.put("target_kl", None, "kl_control")
-        draft.without_effect("the weight stays fixed", "target_kl", "kl_horizon")
 
 
 def put_loss(draft: Draft) -> None:
@@ -135,7 +124,13 @@ def put_loss(draft: Draft) -> None:
         for fact in LOSS_FACTS:
             if fact not in used:
                 draft.without_effect(f"{name} does not read it, there as here", fact)
-    refuse_symmetric_clip(draft, variant)
+    # verl's `clip_ratio`: its losses read the two sides, which its files set to 0.2.
+    both = {"clip_low", "clip_high"} <= draft.explicit
+    if "clip" in draft.explicit and (both or variant not in (*CLIPPING, "cispo", "gmpo", "dppo")):
+        draft.without_effect("clip_ratio_low and clip_ratio_high are what counts" if both else "not read", "clip")
+    elif "clip" in draft.explicit and draft.facts["clip"] != 0.2:
+        rule = "has no effect in verl since clip_ratio_low and clip_ratio_high are 0.2 in its own files, and was all "
+        draft.refuse("clip", f"{rule}there was before: write clip_ratio_low and clip_ratio_high")
     if draft.states("entropy_coef", "entropy_on"):
         on = draft.value_of("entropy_on") is not False
         draft.put("entropy_loss_coef", draft.value_of("entropy_coef") if on else 0.0, "entropy_coef", "entropy_on")
@@ -175,18 +170,6 @@ def put_options(draft: Draft, variant: str) -> set[str]:
         divergence = "kl" if str(draft.raw.get("loss")).endswith("kl") else "tv"
         draft.put("dppo_divergence", divergence, "loss")
     return used
-
-
-def refuse_symmetric_clip(draft: Draft, variant: str) -> None:
-    """verl's ``clip_ratio``: its losses read the two sides, which its files set to 0.2."""
-    if "clip" not in draft.explicit:
-        return
-    both = {"clip_low", "clip_high"} <= draft.explicit
-    if both or variant not in (*CLIPPING, "cispo", "gmpo", "dppo"):
-        draft.without_effect("clip_ratio_low and clip_ratio_high are what counts" if both else "not read", "clip")
-    elif draft.facts["clip"] != 0.2:
-        rule = "has no effect in verl since clip_ratio_low and clip_ratio_high are 0.2 in its own files, and was all "
-        draft.refuse("clip", f"{rule}there was before: write clip_ratio_low and clip_ratio_high")
 
 
 def put_aggregation(draft: Draft) -> None:
@@ -248,3 +231,7 @@ def put_passes(draft: Draft) -> None:
     for fact, (value, why) in of_actor.items() if "critic" in draft.roles else ():
         if fact in draft.explicit and draft.facts[fact] != value:
             draft.refuse(fact, f"must equal the actor's: {why}")
+
+
+# Steps for the keys of the algorithm that are one for all rewards, in order.
+ALGORITHM = (put_bypass, put_advantages, put_kl, put_loss, put_aggregation, put_critic, put_passes, put_correction)

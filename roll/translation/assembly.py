@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from roll.translation.algorithms import put_algorithm
+from roll.translation.algorithms import ALGORITHM
 from roll.translation.distillation import put_distillation
 from roll.translation.episodes import put_episodes
 from roll.translation.families import LANGUAGE_PART, put_family, put_routes
@@ -24,7 +24,7 @@ from roll.translation.placement import (
     put_strategies,
     put_token_budgets,
 )
-from roll.translation.rules import Dialect, Draft
+from roll.translation.rules import Draft
 from roll.translation.sampling import (
     ignores_scale,
     is_signed,
@@ -65,12 +65,6 @@ def find_roles(draft: Draft) -> None:
     if draft.states("kl_loss", "kl_in_reward"):
         used = bool(draft.get("kl_loss")) or bool(draft.get("kl_in_reward"))
         draft.roles = (draft.roles | {"reference"}) if used else (draft.roles - {"reference"})
-
-
-def assemble(draft: Draft, dialect: Dialect) -> None:
-    """Set every key that follows from several facts."""
-    for step in dialect.steps or STEPS:
-        (dialect.algorithm or step if step is put_algorithm else step)(draft)
 
 
 def put_steps(draft: Draft) -> None:
@@ -266,7 +260,7 @@ STEPS: tuple[Callable[[Draft], None], ...] = (
     put_forward_batches,
     put_token_budgets,
     put_optimizers,
-    put_algorithm,
+    *ALGORITHM,
     put_family,
     put_routes,
     put_adapters,

@@ -59,8 +59,16 @@ def find_distillation(draft: Draft) -> None:
         _state_alone(draft, form)
     if form == "advantage":
         _check_single_update(draft)
-    if form == "loss":
-        _state_loss(draft)
+    if form != "loss":
+        return
+    # The KL loss to the teacher.
+    kind = str(draft.value_of("distill_mode"))
+    if kind == "k1":
+        draft.refuse("distill_mode", "is refused by verl too: its gradient does not depend on the teacher", "k3")
+    for fact, value in (("kl_loss", True), ("kl_loss_coef", draft.facts["distill_weight"]), ("kl_loss_type", kind)):
+        draft.state(fact, value)
+    if draft.get("distill_clamp") is not None and kind != "k3":
+        draft.refuse("distill_clamp", f"bounds {kind} there; here a KL loss is bounded with k3 only")
 
 
 def _check_with_rewards(draft: Draft, form: str) -> None:
@@ -102,17 +110,6 @@ def _check_single_update(draft: Draft) -> None:
     if draft.get("bypass"):
         rule = "would compare the engine's log-probs with the teacher's here, there the policy's"
         draft.refuse("bypass", rule, False)
-
-
-def _state_loss(draft: Draft) -> None:
-    """The KL loss to the teacher."""
-    kind = str(draft.value_of("distill_mode"))
-    if kind == "k1":
-        draft.refuse("distill_mode", "is refused by verl too: its gradient does not depend on the teacher", "k3")
-    for fact, value in (("kl_loss", True), ("kl_loss_coef", draft.facts["distill_weight"]), ("kl_loss_type", kind)):
-        draft.state(fact, value)
-    if draft.get("distill_clamp") is not None and kind != "k3":
-        draft.refuse("distill_clamp", f"bounds {kind} there; here a KL loss is bounded with k3 only")
 
 
 def put_distillation(draft: Draft) -> None:

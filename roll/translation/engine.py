@@ -13,7 +13,7 @@ from roll.config.reading.errors import ConfigError, Problem, closest
 from roll.config.reading.legacy_keys import FLAT_NAMES
 from roll.config.strategies.registry import strategy_keys
 from roll.pipelines.rlvr.config import RLVRConfig
-from roll.translation.assembly import assemble, find_roles
+from roll.translation.assembly import STEPS, find_roles
 from roll.translation.families import find_family, strategy_of
 from roll.translation.matching import (
     BLANKS,
@@ -226,7 +226,9 @@ def _put_all(
                 name = f"actor_train{name.removeprefix(dialect.learner)}"
             draft.put(name, match.value)
             direct[key] += [name] if name in draft.keys else []
-    assemble(draft, dialect)
+    # Every key that follows from several facts.
+    for step in dialect.steps or STEPS:
+        step(draft)
     dropped = _drop_idle_keys(draft) if draft.whole else {}
     notes = []
     for key, match in matches.items():

@@ -10,8 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from roll.config.model_files import EXPERTS, NEEDS, OTHER_VISION, VISION, missing, needed
-from roll.config.model_names import family_of
+from roll.config.model_files import EXPERTS, NEEDS, OTHER_VISION, VISION, family_of, missing, needed
 from roll.config.words.rows import OPTIONS
 from roll.translation.rules import Draft
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from roll.config.checks.keys import leaves
 from roll.config.reading.compose import parse_override
 from roll.config.reading.errors import ConfigError, Problem
 from roll.translation.launching import Launch, Variables, commands, launch_of
@@ -120,7 +121,8 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
     empty, complaint = [key for key, value in source.keys.items() if value == ""], FAILED.search(recording.output)
     if empty and complaint:
         raise ConfigError([Problem(empty[0], "", f"is empty: the script's own arithmetic fails ({complaint[1]})")])
-    left_out = dict.fromkeys(_short(other) for other in recording.commands if other is not command)
+    others = (" ".join(other.words) for other in recording.commands if other is not command)
+    left_out = dict.fromkeys(text if len(text) <= SHORT else f"{text[:SHORT]}..." for text in others)
     source.left_out = list(left_out)[:MAX_LEFT_OUT]
     if call is None and len(runs) > 1:
         source.remarks.append(f"the first of {len(runs)} runs: --call N takes another")
@@ -160,11 +162,6 @@ def _no_run(recording: Recording, launches: Sequence[tuple[Command, Launch]]) ->
     return f"{rule}. Variables are given in front, arguments behind: roll translate NAME=value script.sh argument"
 
 
-def _short(command: Command) -> str:
-    text = " ".join(command.words)
-    return text if len(text) <= SHORT else f"{text[:SHORT]}..."
-
-
 def read_words(words: Sequence[str]) -> Source:
     """Read a command that the shell has split already.
 
@@ -188,7 +185,8 @@ def read_yaml(text: str, name: str) -> Source:
         raise ConfigError([Problem("(YAML)", name, "must be a section of keys")])
     source = Source()
     mistakes = []
-    flat = dict(flatten(data))
+    # Dotted keys; empty sections are left out.
+    flat = {key: value for key, value in leaves(data) if not isinstance(value, Mapping)}
     for key, value in flat.items():
         if key == "defaults" or key.rpartition(".")[2] == "_target_":
             source.left_out.append(key)
@@ -203,18 +201,6 @@ def read_yaml(text: str, name: str) -> Source:
     if mistakes:
         raise ConfigError(mistakes)
     return source
-
-
-def flatten(data: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted keys and their values; empty sections are left out."""
-    found: list[tuple[str, Any]] = []
-    for key, value in data.items():
-        path = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            found += flatten(value, f"{path}.")
-        else:
-            found.append((path, value))
-    return found
 
 
 def _resolve(value: object, flat: Mapping[str, Any], depth: int = 8) -> Any:

@@ -327,16 +327,9 @@ def driver(
     absolute: list[str],
     go_on: bool,
 ) -> str:
-    """A bash program that lays out the files below the working folder and runs one of them under stand-ins.
-
-    Args:
-        script: path of the script below the root folder; it is one of ``files``.
-        arguments: of the script.
-        environment: variables set in front of it.
-        unset: names of variables that get a marker for a value.
-        absolute: programs that the script names by their paths.
-        go_on: whether an ``exit`` with an error is passed over.
-    """
+    """A bash program that lays out the files below the working folder and runs ``script``, one of them, under
+    stand-ins. Variables in ``unset`` get a marker for a value, ``absolute`` are programs that the script names by their
+    paths, and with ``go_on`` an ``exit`` with an error is passed over."""
     base = 'ROLL_BASE=$PWD\nmkdir -p "$ROLL_BASE/.bin" "$ROLL_BASE/.tools" "$ROLL_BASE/root"\n'
     lines = ["umask 022", f"exec {DESCRIPTOR}>&4 4>&- 3<&-", base]
     lines += [f"[ \"$(echo runs)\" = runs ] && printf '{READY}\\0' >&{DESCRIPTOR}"]

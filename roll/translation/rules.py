@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from roll.config.reading.errors import Problems, closest
 from roll.config.reading.legacy_keys import FLAT_NAMES
-
-if TYPE_CHECKING:
-    from roll.translation.reading import Source
+from roll.translation.reading import Source
 
 # Names of roles in facts, and their sections.
 ROLES = {"actor": "actor_train", "critic": "critic", "reference": "reference"}
@@ -168,8 +166,6 @@ class Dialect:
     files: Callable[[Source], Mapping[str, Any]] | None = None
     # The first step: states the project's facts under the names that the common arithmetic reads.
     prepare: Callable[[Draft], None] | None = None
-    # Sets the algorithm's keys for a project with its own vocabulary; None: `roll.translation.algorithms`.
-    algorithm: Callable[[Draft], None] | None = None
     # Steps from facts to keys; empty: what an RLVR run has (`roll.translation.assembly`).
     steps: tuple[Callable[[Draft], None], ...] = ()
     empty_is_false: bool = False  # their program reads an empty text as false where it expects a switch

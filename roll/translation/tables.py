@@ -95,7 +95,6 @@ def number(value: object) -> float | int:
 
 
 def pair(value: object) -> list[float | int]:
-    """Two numbers."""
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise ValueError("must be two numbers")
     return [number(entry) for entry in value]

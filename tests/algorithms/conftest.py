@@ -18,4 +18,4 @@ def own_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))
         monkeypatch.setattr(registry, "_names", list(registry._names))
     for table in (ADV_ESTIMATORS, POLICY_LOSSES):
-        monkeypatch.setattr(table, "_rows", dict(table._rows))
+        monkeypatch.setattr(table, "data", dict(table))

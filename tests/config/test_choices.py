@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from roll.config.completion import key_paths
 from roll.config.estimators import (
     ADV_ESTIMATORS,
     DiscountOptions,
@@ -17,7 +16,7 @@ from roll.config.estimators import (
     NoOptions,
     PassAtKOptions,
 )
-from roll.config.json_schema import json_schema
+from roll.config.json_schema import json_schema, key_paths
 from roll.config.policy_losses import (
     POLICY_LOSSES,
     CispoOptions,

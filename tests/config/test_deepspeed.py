@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from roll.config.loader import load_config
-from roll.config.strategies.deepspeed import ENVIRONMENT, ZeroPlan, numbers, plan_zero, switch
-from roll.config.strategies.registry import DeepSpeedStrategyConfig, typed_strategy_config
+from roll.config.strategies.deepspeed import ENVIRONMENT, DeepSpeedStrategyConfig, ZeroPlan, numbers, plan_zero, switch
+from roll.config.strategies.registry import typed_strategy_config
 from tests.config.good import changed, load, mistakes
 
 ROOT = Path(__file__).parents[2]

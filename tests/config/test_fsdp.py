@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from roll.config.roles import ModelArguments, OptimizerConfig, StrategyArguments, WorkerConfig
-from roll.config.strategies.registry import Fsdp1StrategyConfig, Fsdp2StrategyConfig, typed_strategy_config
+from roll.config.strategies.fsdp import Fsdp1StrategyConfig, Fsdp2StrategyConfig
+from roll.config.strategies.registry import typed_strategy_config
 from tests.config.good import GOOD, GOOD_SFT, changed, load, mistakes
 
 NAME, CONFIG = "strategy_args.strategy_name", "strategy_args.strategy_config"

@@ -8,7 +8,8 @@ import pytest
 
 from roll.config.plan.planning import data_parallel_size
 from roll.config.roles import StrategyArguments, WorkerConfig
-from roll.config.strategies.registry import MegatronStrategyConfig, typed_strategy_config
+from roll.config.strategies.megatron import MegatronStrategyConfig
+from roll.config.strategies.registry import typed_strategy_config
 from tests.config.good import changed, load
 
 STRATEGY = "actor_train.strategy_args"

@@ -9,7 +9,8 @@ import pytest
 
 from roll.config.loader import LoadedConfig, load_config
 from roll.config.reading.errors import ConfigError
-from roll.config.strategies.registry import Fsdp2StrategyConfig, typed_strategy_config
+from roll.config.strategies.fsdp import Fsdp2StrategyConfig
+from roll.config.strategies.registry import typed_strategy_config
 from roll.methods.sft_keys import SFTConfig
 from roll.pipelines.rlvr.config import RLVRConfig
 from tests.config.good import GOOD, changed, load, mistakes

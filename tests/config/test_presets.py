@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from roll.config.loader import load_config
-from roll.config.strategies.registry import Fsdp2StrategyConfig, typed_strategy_config
+from roll.config.strategies.fsdp import Fsdp2StrategyConfig
+from roll.config.strategies.registry import typed_strategy_config
 from tests.config.good import changed, load
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -10,17 +10,10 @@ from roll.config.reading.errors import ConfigError
 from roll.config.roles import StrategyArguments
 from roll.config.strategies import registry
 from roll.config.strategies.base import Backend
-from roll.config.strategies.registry import (
-    BACKENDS,
-    DeepSpeedStrategyConfig,
-    Fsdp1StrategyConfig,
-    Fsdp2StrategyConfig,
-    HfInferStrategyConfig,
-    checkpoint_readers,
-    strategy_keys,
-    trains,
-    typed_strategy_config,
-)
+from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig
+from roll.config.strategies.fsdp import Fsdp1StrategyConfig, Fsdp2StrategyConfig
+from roll.config.strategies.hf_infer import HfInferStrategyConfig
+from roll.config.strategies.registry import BACKENDS, checkpoint_readers, strategy_keys, trains, typed_strategy_config
 
 SECTION_E_KEYS = {
     "fsdp_size",

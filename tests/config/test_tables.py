@@ -40,7 +40,7 @@ def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of each kind, forgotten afterwards."""
     tables: tuple[Table[Any], ...] = (POLICY_LOSSES, ADV_ESTIMATORS, REWARDS, BACKENDS)
     for table in tables:
-        monkeypatch.setattr(table, "_rows", dict(table._rows))
+        monkeypatch.setattr(table, "data", dict(table))
     POLICY_LOSSES.add(PolicyLoss("toy_loss", ("toy-loss",)))
     ADV_ESTIMATORS.add(Estimator("toy_estimator", leaves_one_out=True))
     REWARDS.add(BuiltInReward("toy_reward", target=f"{__name__}.ToyOptions"))

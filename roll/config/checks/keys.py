@@ -9,22 +9,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from roll.config.checks.base import Checks
 from roll.config.names import KERNELS
+from roll.config.pipelines import PipelineDefinition
 from roll.config.reading.errors import Problems, plain_words
 from roll.config.reading.fields import DOTTED_PATH, Choice
 from roll.config.reading.schema import rules_of, says_no
 from roll.config.rewards import CLASSIFIER
 from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.config.run import RunConfig
-from roll.config.strategies.base import Backend
-from roll.config.strategies.registry import BACKENDS, StrategyConfig
-
-if TYPE_CHECKING:
-    from roll.config.checks.base import Checks
-    from roll.config.pipelines import PipelineDefinition
-
+from roll.config.strategies.base import Backend, StrategyConfig
+from roll.config.strategies.registry import BACKENDS
 
 Test = Callable[[Any], bool]
 
@@ -45,10 +42,6 @@ def other_than(neutral: str) -> Test:
     return lambda value: is_set(value) and value != neutral
 
 
-def nowhere(backend: Backend) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class Refusal:
     """A key (``*`` matches one name, ``**`` any number) that is refused when ``applies`` to its value."""
@@ -58,7 +51,7 @@ class Refusal:
     # A value that loads; None: the file is for a model that this version does not train, whatever it says.
     instead: Any = None
     applies: Test = is_set
-    except_under: Callable[[Backend], bool] = nowhere  # backends that deal with the key themselves
+    except_under: Callable[[Backend], bool] | None = None  # backends that deal with the key themselves
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
@@ -140,7 +133,7 @@ def refuse_unavailable(data: Mapping[str, Any], problems: Problems) -> None:
         for refusal in REFUSALS:
             if not refusal.regex.fullmatch(path) or not refusal.applies(value):
                 continue
-            if refusal.except_under is not nowhere:
+            if refusal.except_under is not None:
                 node: Any = data
                 for name in (path.partition(".")[0], "strategy_args", "strategy_name"):
                     node = node.get(name) if isinstance(node, Mapping) else None
@@ -165,11 +158,7 @@ _WHY = {
 
 
 def note_unread(config: RunConfig, options: Mapping[str, StrategyConfig], checks: Checks) -> None:
-    """A note for every written key that nothing reads.
-
-    Args:
-        options: the typed options of each role's strategy, by the role's section.
-    """
+    """A note for every written key that nothing reads. ``options``: those of each role's strategy, by its section."""
     facts = checks.pipeline.effective(config)
     strategies = ((f"{name}.strategy_args.strategy_config", one) for name, one in options.items())
     for path, section in (*sections_of(config, ""), *strategies):

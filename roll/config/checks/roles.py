@@ -18,17 +18,17 @@ from roll.config.model_files import (
     GGUF,
     HUB_NAME,
     OFFLINE,
+    TRUE_WORDS,
+    family_of,
     gguf_file,
     gguf_files,
     is_installed,
-    is_offline,
     lacks_flash_attention,
     looks_like_folder,
     model_folder,
     model_number,
     read_model_config,
 )
-from roll.config.model_names import family_of
 from roll.config.names import KERNELS, UNPUBLISHED_TRACKERS
 from roll.config.pipelines import COMPUTES_LOG_PROBS, GENERATES, TEACHES, TRAINS
 from roll.config.plan.plan import check_micro_batching
@@ -36,9 +36,9 @@ from roll.config.plan.planning import devices_per_worker, world_size
 from roll.config.rewards import CLASSIFIER, JUDGE_ROLE, OWN_PREFIX
 from roll.config.roles import WorkerConfig
 from roll.config.run import RunConfig
+from roll.config.strategies.base import StrategyConfig
 from roll.config.strategies.registry import (
     BACKENDS,
-    StrategyConfig,
     backend_of,
     generation_strategies,
     is_sized_engine,
@@ -53,11 +53,7 @@ def check_model(
     config: RunConfig, name: str, role: WorkerConfig, options: StrategyConfig | None, checks: Checks
 ) -> None:
     """The model is given and there, of a family that the role's strategy has, and of a shape that its ranks can share.
-
-    Args:
-        name: of the role.
-        options: the strategy's; None where they have a mistake.
-    """
+    ``options``: the strategy's; None where they have a mistake."""
     key, named = checks.pipeline.model(config, name, role)
     if named is None:
         checks.missing("pretrain", "is needed: the folder or hub name of the model to start from", "Qwen/Qwen2.5-0.5B")
@@ -111,7 +107,7 @@ def _check_place(key: str, path: str, checks: Checks) -> None:
             checks.add(key, path, f"is not a model folder: it has no {CONFIG}")
     elif HUB_NAME.fullmatch(path) is None:
         checks.add(key, path, "is neither a folder nor a hub name", "Qwen/Qwen2.5-0.5B")
-    elif model_folder(path) is None and is_offline():
+    elif model_folder(path) is None and any(os.environ.get(one, "").upper() in TRUE_WORDS for one in OFFLINE):
         rule = f"is not in the local cache, and {' or '.join(OFFLINE)} is set: give a folder, or download it beforehand"
         checks.add(key, path, rule)
 

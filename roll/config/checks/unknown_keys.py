@@ -39,23 +39,14 @@ MOST_PLACES = 4
 
 @dataclass(frozen=True)
 class Place:
-    """A key of a configuration.
+    """A key of a configuration."""
 
-    Attributes:
-        path: as a message shows it; ``<name>`` stands for the names of a mapping with several or none.
-        schema_path: with ``<name>`` for every name of a mapping.
-        state: :data:`READ`, :data:`CONDITIONAL` or :data:`ABSENT`.
-        condition: why it is not read.
-        field: the key's field; None: an option of a strategy.
-        hint: the type of its values.
-    """
-
-    path: str
-    schema_path: str
-    state: int = READ
-    condition: str = ""
-    field: Field[Any] | None = None
-    hint: Any = None
+    path: str  # as a message shows it; `<name>` stands for the names of a mapping with several or none
+    schema_path: str  # with `<name>` for every name of a mapping
+    state: int = READ  # or CONDITIONAL or ABSENT
+    condition: str = ""  # why it is not read
+    field: Field[Any] | None = None  # None: an option of a strategy
+    hint: Any = None  # the type of its values
 
     def takes(self, value: object) -> bool:
         """Return true for a value that the key may have."""
@@ -91,11 +82,8 @@ class Offer:
 def name_unknown(
     unknown: Sequence[Unknown], config: RunConfig, pipeline: PipelineDefinition, problems: Problems
 ) -> None:
-    """Make the mistakes of unknown keys name the key that was meant, where that is not in their own section.
-
-    Args:
-        config: what the file says apart from them.
-    """
+    """Make the mistakes of unknown keys name the key that was meant, where that is not in their own section; ``config``
+    is what the file says apart from them."""
     if unknown:
         guide = Guide(config, pipeline)
         for one in unknown:
@@ -105,11 +93,7 @@ def name_unknown(
 
 
 class Guide:
-    """Finds keys in a configuration.
-
-    Args:
-        config: the configuration, without its unknown keys.
-    """
+    """Finds keys in a configuration, which is without its unknown ones."""
 
     def __init__(self, config: RunConfig, pipeline: PipelineDefinition) -> None:
         self.config, self.pipeline = config, pipeline
@@ -237,7 +221,8 @@ class Guide:
 
     def options(self, key: str) -> Iterator[Place]:
         """Where the strategy of a role has an option of this name, or another strategy that the role may have."""
-        owners = [name for name in BACKENDS if key in option_names(name)]
+        options: dict[str, type] = {name: backend.options for name, backend in BACKENDS.items()}
+        owners = [name for name, cls in options.items() if key in known_keys(cls)]
         for name, role in self.roles.items():
             strategy = role.strategy_args.strategy_name
             if not owners or not has_use("strategy_args", name, role, self.config, self.pipeline):
@@ -247,12 +232,6 @@ class Guide:
                 yield Place(path, path)
             elif able := [owner for owner in owners if owner in self.pipeline.task_of(name, role).able()]:
                 yield Place(path, path, CONDITIONAL, f"with strategy_name: {strategy} (read with {', '.join(able)})")
-
-
-def option_names(strategy: str) -> tuple[str, ...]:
-    """The options of a strategy that have an effect."""
-    options: type = BACKENDS[strategy].options
-    return known_keys(options)
 
 
 def also(places: Sequence[Place]) -> str:

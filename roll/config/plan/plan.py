@@ -11,14 +11,9 @@ from fractions import Fraction
 from functools import cached_property
 from math import ceil, floor, gcd, isqrt
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from roll.config.reading.errors import count
+from roll.config.reading.errors import Problems, count
 from roll.config.roles import WorkerConfig
-
-if TYPE_CHECKING:
-    from roll.config.reading.errors import Problems
-
 
 KINDS = ("train", "infer")  # endings of the keys of training passes and of passes without gradient
 _PACKED_KEY_ENDING = {"train": "train", "infer": "forward"}
@@ -93,13 +88,8 @@ def with_packed_lengths(role: WorkerConfig, sequence_length: int) -> WorkerConfi
 def check_micro_batching(
     name: str, role: WorkerConfig, sequence_length: int, rows_per_step: int | None, problems: Problems
 ) -> None:
-    """Report budgets that are missing or too small for the longest sequence, and keys that have no effect.
-
-    Args:
-        name: of the role's section.
-        sequence_length: tokens of the longest row.
-        rows_per_step: rows of one rank in an optimizer step; None for a role that does not train.
-    """
+    """Report budgets that are missing or too small for the longest row, of ``sequence_length`` tokens, and keys that
+    have no effect. ``rows_per_step``: rows of one rank in an optimizer step; None for a role that does not train."""
     kinds = KINDS if rows_per_step is not None else KINDS[1:]
     for kind in KINDS:
         _check_dynamic(name, role, kind, kind in kinds, sequence_length, problems)
@@ -275,18 +265,15 @@ def explain_indivisible(plan: TrainingPlan, prompts: int, group_size: int) -> st
 
 def working_values(plan: TrainingPlan, prompts: int, group_size: int, section: str) -> str:
     """Single changes that make the batch divide, each the nearest one to what is written."""
-    samples = plan.samples_per_step
-    unit = plan.micro_batch_size * plan.dp_size
-    found = []
-    accumulation = nearest(
-        plan.gradient_accumulation_steps, [steps for steps in divisors(samples // unit) if samples % unit == 0]
-    )
-    if accumulation is not None:
-        found.append(f"{section}.training_args.gradient_accumulation_steps: {accumulation}")
-    rows = plan.gradient_accumulation_steps * plan.dp_size
-    micro = nearest(plan.micro_batch_size, [size for size in divisors(samples // rows) if samples % rows == 0])
-    if micro is not None:
-        found.append(f"{section}.training_args.per_device_train_batch_size: {micro}")
+    found, steps, rows = [], plan.gradient_accumulation_steps, plan.micro_batch_size
+    for key, written, other in (
+        ("gradient_accumulation_steps", steps, rows),
+        ("per_device_train_batch_size", rows, steps),
+    ):
+        quotient, rest = divmod(plan.samples_per_step, other * plan.dp_size)
+        if not rest and quotient:
+            _, value = min((abs(one - written), one) for one in divisors(quotient))
+            found.append(f"{section}.training_args.{key}: {value}")
     # prompts x group_size is a multiple of mini_batch_size exactly where prompts is one of this.
     quantum = plan.mini_batch_size // gcd(plan.mini_batch_size, group_size)
     multiple = max(1, round(prompts / quantum)) * quantum
@@ -300,10 +287,6 @@ def divisors(number: int) -> list[int]:
     large = [number // candidate for candidate in reversed(small)]
     # The root of a square is in both halves.
     return small + large[1 if small and small[-1] == large[0] else 0 :]
-
-
-def nearest(wanted: int, candidates: list[int]) -> int | None:
-    return min(candidates, key=lambda candidate: abs(candidate - wanted), default=None)
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,6 @@ def training_plan(
     role: WorkerConfig, sequence_length: int, samples: int, epochs: int, num_steps: int | None
 ) -> TrainingPlan:
     arguments = role.training_args
-    rule = micro_batching(with_packed_lengths(role, sequence_length), trains=True)
     return TrainingPlan(
         samples_per_step=samples,
         micro_batch_size=arguments.per_device_train_batch_size,
@@ -70,17 +69,13 @@ def training_plan(
         dp_size=data_parallel_size(role),
         epochs=epochs,
         num_steps=num_steps,
-        rule=rule,
+        rule=micro_batching(with_packed_lengths(role, sequence_length), trains=True),
     )
 
 
 def role_plans(definition: PipelineDefinition, config: RunConfig, finish: Finish) -> dict[str, RolePlan]:
-    """The plan of every role whose workers a run starts.
-
-    Args:
-        finish: from a role's name and its section, with model, workers and packed lengths filled in, to the section
-            that the workers get.
-    """
+    """The plan of every role whose workers a run starts; ``finish`` is given sections with model, workers and packed
+    lengths filled in."""
     models, sections = definition.models(config), definition.started(config)
     sequence = definition.longest_row(config)
     plans = {}

@@ -17,7 +17,7 @@ from roll import __version__
 from roll.config.checks.keys import default_of, has_use, roles_of, sections_of, unmet_condition
 from roll.config.loader import LoadedConfig
 from roll.config.pipelines import PipelineDefinition
-from roll.config.plan.plan import Plan, RolePlan
+from roll.config.plan.plan import Plan
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.compose import ROLL
 from roll.config.reading.errors import count
@@ -71,13 +71,10 @@ def role_table(plan: Plan) -> Table:
         placed = ["●" if device in role.device_mapping else "·" for device in devices]
         cells = placed if as_dots else [compact(role.device_mapping)]
         does = role.strategy_name or role.worker_cls or ""
-        texts = (role.name, does, workers(role), *cells, ", ".join(role.colocated_with))
+        workers = f"{role.world_size}" + (f" x {role.num_gpus_per_worker}" if role.num_gpus_per_worker > 1 else "")
+        texts = (role.name, does, workers, *cells, ", ".join(role.colocated_with))
         table.add_row(*map(Text, texts))
     return table
-
-
-def workers(role: RolePlan) -> str:
-    return f"{role.world_size} x {role.num_gpus_per_worker}" if role.num_gpus_per_worker > 1 else str(role.world_size)
 
 
 def compact(devices: Sequence[int]) -> str:

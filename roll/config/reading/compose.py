@@ -64,7 +64,7 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
     unreadable = [one for one in source.files() if not readable(one, problems)]
     if unreadable:
         return Composed({}, source)
-    named = source.default_set and source.default_set.name
+    named = source.default_set and source.default_set[1]
     if named is not None and named not in DEFAULT_SETS:
         problems.add("defaults", named, f"must be one of {', '.join(DEFAULT_SETS)}, or a list of files", LEARNING)
     try:
@@ -82,7 +82,7 @@ def compose_file(file: Path, overrides: Sequence[str], problems: Problems) -> Co
         written = dict(_interpolations(config, ""))
         texts = [*written.values(), *(file.read_text(encoding="utf-8") for file in source.files())]
         names = frozenset(name for text in texts for name in re.findall(r"\$\{\s*(\w+)", text))
-        return Composed(_resolve(config, problems), source, names, frozenset(written), defaults)
+        return Composed(_resolve(config, written, problems), source, names, frozenset(written), defaults)
     except MissingConfigException as error:
         rule = f"there is no {error.missing_cfg_file}.yaml in {file.parent} or in a folder named there"
         problems.add("defaults", error.missing_cfg_file, rule)
@@ -103,7 +103,7 @@ def _hydra_folder(source: SourceFile) -> Iterator[str]:
         yield str(source.file.parent.resolve())
         return
     lines = source.file.read_text(encoding="utf-8").splitlines(keepends=True)
-    number, column = source.default_set.line, source.default_set.column
+    number, column = source.default_set[0].line, source.default_set[0].column
     lines[number] = f"{lines[number][:column]}{_SET_ASIDE}{lines[number][column + len('defaults') :]}"
     with TemporaryDirectory() as folder:
         (Path(folder) / source.file.name).write_text("".join(lines), encoding="utf-8")
@@ -157,10 +157,10 @@ def _first_lines(error: Exception) -> str:
 KEY = re.compile(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d+\])*")  # key of an override: names with dots between them
 
 
-def _resolve(config: DictConfig, problems: Problems) -> dict[str, Any]:
-    """Plain data; an interpolation that leads nowhere and a ``???`` left unset are mistakes and are left out."""
+def _resolve(config: DictConfig, written: Mapping[str, str], problems: Problems) -> dict[str, Any]:
+    """Plain data; of the interpolations in ``written`` one that leads nowhere, and a ``???`` left unset, are mistakes
+    and are left out."""
     broken = []
-    written = dict(_interpolations(config, ""))
     for path, raw in written.items():
         try:
             OmegaConf.select(config, path, throw_on_resolution_failure=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from roll.config.plugins import Group, dotted_path, offered
+from roll.config.installation import Group, dotted_path, offered
 from roll.config.reading.errors import closest_value
 from roll.config.reading.fields import DOTTED_PATH, FieldRules, dotted
 from roll.config.words.rows import meanings_of
@@ -94,7 +94,11 @@ def convert(value: object, hint: object) -> Any:
     if origin in (Union, UnionType):
         return _convert_union(value, get_args(hint))
     if origin is Literal:
-        return _convert_literal(value, get_args(hint))
+        for option in get_args(hint):
+            if value == option and type(value) is type(option):
+                return option
+        names = [str(option) for option in get_args(hint)]
+        raise Mismatch(f"must be one of {', '.join(names)}", closest_value(str(value), names) or names[0])
     if origin is list:
         if not isinstance(value, list | tuple):
             raise Mismatch("must be a list", f"[{value}]" if isinstance(value, str | int | float) else "[]")
@@ -107,7 +111,7 @@ def convert(value: object, hint: object) -> Any:
         return {
             str(key): _convert_entry(entry, get_args(hint)[1], f"{{{{{key}: {{}}}}}}") for key, entry in value.items()
         }
-    return _SCALARS[hint](value)
+    return _convert_scalar(value, hint)
 
 
 def _convert_entry(value: object, hint: object, form: str) -> Any:
@@ -138,63 +142,43 @@ def _convert_union(value: object, options: tuple[Any, ...]) -> Any:
     raise Mismatch(", or ".join(dict.fromkeys(failure.rule for failure in failures)), failures[0].example)
 
 
-def _convert_literal(value: object, allowed: tuple[Any, ...]) -> Any:
-    for option in allowed:
-        if value == option and type(value) is type(option):
-            return option
-    names = [str(option) for option in allowed]
-    raise Mismatch(f"must be one of {', '.join(names)}", closest_value(str(value), names) or names[0])
-
-
 _BOOLS = {"true": True, "false": False}
 
 
-def _convert_bool(value: object) -> bool:
-    if isinstance(value, str):
-        value = _BOOLS.get(value.strip().lower())
-    if isinstance(value, bool):
-        return value
-    raise Mismatch("must be true or false", "true")
+def _convert_scalar(value: object, hint: object) -> bool | int | float | str:
+    """A bool, an int, a float or a text."""
+    if hint is bool:
+        value = _BOOLS.get(value.strip().lower()) if isinstance(value, str) else value
+        if isinstance(value, bool):
+            return value
+        raise Mismatch("must be true or false", "true")
+    if hint is str:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        if isinstance(value, str):
+            return value
+        example = f"'{value}'" if value is not None else "'text'"
+        raise Mismatch("must be text (quote it if that is what is meant)", example)
+    return _convert_number(value, is_whole=hint is int)
 
 
-def _convert_number(value: object) -> int | float:
+def _convert_number(value: object, is_whole: bool) -> int | float:
+    kind = "whole number" if is_whole else "number"
     if isinstance(value, str):
         try:
             value = int(value) if re.fullmatch(r"\s*[+-]?\d+\s*", value) else float(value)
         except ValueError:
-            raise Mismatch("must be a number", 1) from None
+            raise Mismatch(f"must be a {kind}", 1) from None
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Mismatch("must be a number", 1)
+        raise Mismatch(f"must be a {kind}", 1)
     if isinstance(value, int) and abs(value) > LARGEST:
-        raise Mismatch(f"must be a number of at most {LARGEST}", 1)
+        raise Mismatch(f"must be a {kind} of at most {LARGEST}", 1)
     if not math.isfinite(value):
-        raise Mismatch("must be a finite number", 1)
-    return value
-
-
-def _convert_int(value: object) -> int:
-    try:
-        number = _convert_number(value)
-    except Mismatch as error:
-        raise Mismatch(error.rule.replace("number", "whole number"), error.example) from None
-    if isinstance(number, float) and not number.is_integer():
-        raise Mismatch("must be a whole number", max(1, round(number)))
-    if abs(number) > LARGEST:
+        raise Mismatch(f"must be a finite {kind}", 1)
+    if not is_whole:
+        return float(value)
+    if not float(value).is_integer():
+        raise Mismatch("must be a whole number", max(1, round(value)))
+    if abs(value) > LARGEST:
         raise Mismatch(f"must be a number of at most {LARGEST}", 1)
-    return int(number)
-
-
-def _convert_str(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    raise Mismatch("must be text (quote it if that is what is meant)", f"'{value}'" if value is not None else "'text'")
-
-
-_SCALARS: dict[object, Callable[[object], object]] = {
-    bool: _convert_bool,
-    int: _convert_int,
-    float: lambda value: float(_convert_number(value)),
-    str: _convert_str,
-}
+    return int(value)

@@ -31,7 +31,10 @@ class Problem:
         where = f"{self.source}: " if self.source else ""
         name = self.key.rsplit(".", 1)[-1]
         is_hidden = isinstance(self.value, str) and masked({name: self.value})[name] == MASK
-        written = f" = {MASK if is_hidden else shorten(self.value)}" if self.has_value else ""
+        is_plain = self.value is None or isinstance(self.value, bool)
+        value = MASK if is_hidden else plain_words(self.value) if is_plain else repr(masked(self.value))
+        value = value if len(value) <= MAX_VALUE_LENGTH else f"{value[: MAX_VALUE_LENGTH - 3]}..."
+        written = f" = {value}" if self.has_value else ""
         example = plain_words(self.example)
         is_whole = self.key.startswith("(") or (isinstance(self.example, str) and ":" in example and example[0] != "{")
         works = f"; for example {example if is_whole else f'{name}: {example}'}" if self.example is not None else ""
@@ -94,20 +97,10 @@ class Problems:
         named = [replace(item, key=self.rename(item.key)) for item in self.errors]
         return [replace(item, source=source_of(item.key)) for item in named]
 
-    def mentions(self, key: str) -> bool:
-        """True when an error about this key or something under it was found already."""
-        return any(item.key == key or item.key.startswith(f"{key}.") for item in self.errors)
-
 
 def plain_words(value: object) -> str:
     """A value as YAML has it: ``null``, ``true``; texts without quotes."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def shorten(value: object) -> str:
-    """The value as it would be written in YAML, cut to a readable length."""
-    text = plain_words(value) if value is None or isinstance(value, bool) else repr(masked(value))
-    return text if len(text) <= MAX_VALUE_LENGTH else f"{text[: MAX_VALUE_LENGTH - 3]}..."
 
 
 def count(number: int, noun: str, plural: str | None = None) -> str:

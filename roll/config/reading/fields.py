@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import Counter, UserDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from roll.config.plugins import Group
+from roll.config.installation import Group
 
 
 class Row(Protocol):
@@ -38,20 +38,16 @@ class Named:
 R = TypeVar("R", bound=Row)
 
 
-class Table(Mapping[str, R]):
-    """Rows by each of their names, in the order in which they were added.
-
-    Args:
-        key: of the YAML, for messages.
-        rows: what comes with this package; rows that are added later are a user's own.
-    """
+class Table(UserDict[str, R]):
+    """Rows by each of their names, in the order in which they were added; rows that are added after its making are a
+    user's own. ``key``: of the YAML, for messages."""
 
     def __init__(self, key: str, *rows: R) -> None:
+        super().__init__()
         self.key = key
-        self._rows: dict[str, R] = {}
         for row in rows:
             self.add(row)
-        self._shipped = frozenset(self._rows)
+        self._shipped = frozenset(self)
 
     def add(self, row: R) -> None:
         """Add a row.
@@ -60,31 +56,22 @@ class Table(Mapping[str, R]):
             ValueError: a name that is taken.
         """
         for name in row.names:
-            if name in self._rows:
+            if name in self:
                 raise ValueError(f"{self.key} {name!r} is registered already; choose another name")
-        self._rows |= dict.fromkeys(row.names, row)
+        self.update(dict.fromkeys(row.names, row))
 
     @property
     def rows(self) -> tuple[R, ...]:
         """The rows, each once."""
-        return tuple(dict.fromkeys(self._rows.values()))
+        return tuple(dict.fromkeys(self.values()))
 
     def is_own(self, name: str) -> bool:
         """True for a name that a user has added."""
-        return name in self._rows and name not in self._shipped
+        return name in self and name not in self._shipped
 
     def where(self, holds: Callable[[R], bool]) -> tuple[str, ...]:
         """Names of the rows for which ``holds``."""
-        return tuple(name for name, row in self._rows.items() if holds(row))
-
-    def __getitem__(self, name: str) -> R:
-        return self._rows[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        return tuple(name for name, row in self.items() if holds(row))
 
 
 @dataclass(frozen=True)

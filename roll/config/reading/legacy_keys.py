@@ -97,9 +97,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "generate_opt_level": "requests are always scheduled one by one",
         "reward_system_config": "",
     },
-    "RLVRConfig": {
-        "is_num_return_sequences_expand": "a prompt is computed once for all of its samples",
-    },
+    "RLVRConfig": {"is_num_return_sequences_expand": "a prompt is computed once for all of its samples"},
     "AgenticConfig": {
         "render_save_dir": "",
         "dirty_data_mask": "",
@@ -126,12 +124,8 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "global_scale_factor": "",
         "global_shift_value": "",
     },
-    "RewardConfig": {
-        **dict.fromkeys(("reward_manager_config",)),
-    },
-    "DistillConfig": {
-        "logits_transfer_backend": "log-probs travel as columns of their batch",
-    },
+    "RewardConfig": {"reward_manager_config": None},
+    "DistillConfig": {"logits_transfer_backend": "log-probs travel as columns of their batch"},
     "WorkerConfig": {
         "logits_in_fp32": "softmax arithmetic is always float32",
         "apply_loss_scale": "loss denominators are always global",
@@ -142,7 +136,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
     "ModelArguments": {
         "device_map": "device_mapping decides",
         "autocast_adapter_dtype": "adapters are trained in the type of master weights",
-        **dict.fromkeys(("num_labels",)),
+        "num_labels": None,
     },
     "TrainingArguments": {
         "fp16": DTYPE,
@@ -155,7 +149,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "length_penalty": "it belongs to beam search",
         "logprobs": "the log-prob of each sampled token always comes with it",
         "seed": "the run's seed decides",
-        **dict.fromkeys(("num_beams",)),
+        "num_beams": None,
     },
     "DataArguments": {
         "eval_file_name": "validation.data_args.file_name decides",
@@ -164,9 +158,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "dataset_dir": "file names start from the working directory",
         **dict.fromkeys(("audio_folder", "custom_data_kwargs_func")),
     },
-    "Fsdp1StrategyConfig": {
-        "use_orig_params": "parameters keep their names and weight decay",
-    },
+    "Fsdp1StrategyConfig": {"use_orig_params": "parameters keep their names and weight decay"},
     "Fsdp2StrategyConfig": {
         "tp_size": None,
         "efsdp_size": "experts are sharded over the role's ranks / ep_size",

@@ -82,11 +82,8 @@ def is_secret(key: str, value: object = None) -> bool:
 
 
 def masked(data: object, key: str = "") -> Any:
-    """A copy of a configuration tree with the values of secret keys, and secrets in other texts, replaced.
-
-    Args:
-        key: of ``data``.
-    """
+    """A copy of a configuration tree, which is at ``key``, with the values of secret keys, and secrets in other texts,
+    replaced."""
     if isinstance(data, Mapping):
         return {
             name: MASK if value and _is_hidden(str(name), value, key) else masked(value, str(name))

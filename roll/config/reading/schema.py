@@ -28,7 +28,6 @@ MOST_KEYS_LISTED = 12
 
 @cache
 def type_hints(cls: type) -> dict[str, Any]:
-    """Types of a section's keys."""
     return get_type_hints(cls)
 
 

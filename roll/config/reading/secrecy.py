@@ -9,7 +9,6 @@ from itertools import pairwise
 
 
 def word_set(text: str) -> frozenset[str]:
-    """The words of a text."""
     return frozenset(text.split())
 
 

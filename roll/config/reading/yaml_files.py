@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -138,15 +137,6 @@ def yaml_problem(error: yaml.YAMLError, file: Path) -> tuple[str, str]:
 COMMAND_LINE = "command line"
 
 
-@dataclass(frozen=True)
-class DefaultSet:
-    """``defaults: NAME``, and where the key is, both from 0."""
-
-    name: str
-    line: int
-    column: int
-
-
 class SourceFile:
     """A configuration file with the files of its ``defaults:`` and the overrides given on the command line."""
 
@@ -161,15 +151,15 @@ class SourceFile:
                 self.add_override(f"{key}.{name}", inner)
 
     @cached_property
-    def default_set(self) -> DefaultSet | None:
-        """The scalar at ``defaults``; None: there is none, or hydra's list."""
+    def default_set(self) -> tuple[yaml.Mark, str] | None:
+        """Where the key ``defaults`` is, and the scalar at it; None: there is none, or hydra's list."""
         try:
             root = compose_nodes(self.file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, ValueError, OSError):
             return None
         for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
             if key.value == "defaults" and isinstance(value, yaml.ScalarNode):
-                return DefaultSet(value.value, key.start_mark.line, key.start_mark.column)
+                return key.start_mark, value.value
         return None
 
     def place_of(self, key: str) -> str:
@@ -182,7 +172,7 @@ class SourceFile:
             for file, lines in self._files:
                 if path in lines:
                     return f"{shown(file)}:{lines[path]}"
-            if self._is_overridden_below(path):
+            if self.rank(path):
                 return COMMAND_LINE
         return shown(self.file)
 
@@ -190,26 +180,20 @@ class SourceFile:
         """True when the key, or one below it, is in the main file or on the command line, not only in a file of its
         ``defaults``."""
         path = key.replace("[", ".[")
-        if path in self._overrides or self._is_overridden_below(path):
-            return True
-        return any(path in lines for file, lines in self._files if file == self.file)
+        return self.rank(path) > 0 or self.file in self.files_with(path)
 
     def rank(self, key: str) -> int:
         """Place of the key, or of one below it, among the overrides, from 1; 0: it is in a file."""
         places = (place for place, one in enumerate(self._overrides, start=1) if f"{one}.".startswith(f"{key}."))
         return max(places, default=0)
 
-    def _is_overridden_below(self, path: str) -> bool:
-        return any(key.startswith(f"{path}.") for key in self._overrides)
-
     def included(self, key: str) -> bool:
         """True when a file of the ``defaults`` has this top-level key and the main file has not."""
-        return not any(key in lines for file, lines in self._files if file == self.file) and any(
-            key in lines for _, lines in self._files
-        )
+        files = self.files_with(key)
+        return bool(files) and self.file not in files
 
     def files_with(self, key: str) -> list[Path]:
-        """The files that have this top-level key."""
+        """The files that have this key."""
         return [file for file, lines in self._files if key in lines]
 
     def files(self) -> list[Path]:

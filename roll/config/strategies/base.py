@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, fields, replace
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from roll.config.reading.errors import Problems
 from roll.config.reading.fields import setting
 from roll.config.reading.legacy_keys import dead_keys, dead_words
+from roll.config.roles import WorkerConfig
 
 if TYPE_CHECKING:
-    from roll.config.reading.errors import Problems
-    from roll.config.roles import WorkerConfig
     from roll.protocol.metrics import RankInfo
 
 
@@ -118,7 +118,6 @@ class ParallelDims:
             raise ValueError(f"{role}.{key}: {size} {rule}; use e.g. {example}")
 
     def rank_info(self, rank: int) -> RankInfo:
-        """The coordinates of a rank."""
         from roll.protocol.metrics import RankInfo  # its package imports torch, which a check does without
 
         rest, tensor = divmod(rank, self.tp)
@@ -166,16 +165,13 @@ class StrategyConfig:
             trains: the role takes optimizer steps.
         """
         for key, size, rule, example in self.parallel_dims(role, world_size).problems():
-            if not problems.mentions(f"{name}.{key}"):
-                problems.add(f"{name}.{key}", size, rule, example)
+            path = f"{name}.{key}"
+            # One mistake of the key, or of one under it, is enough.
+            if not any(f"{known.key}.".startswith(f"{path}.") for known in problems.errors):
+                problems.add(path, size, rule, example)
 
     def shape_problems(self, name: str, role: WorkerConfig, model: Mapping[str, Any]) -> Iterator[ShapeProblem]:
-        """Sizes that do not fit the model.
-
-        Args:
-            name: of the role's section.
-            model: its ``config.json``.
-        """
+        """Sizes that do not fit the model, which has the ``config.json`` ``model``; ``name`` is the role's section."""
         yield from ()
 
 

@@ -8,17 +8,15 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from roll.config.installation import install_command
 from roll.config.reading.errors import Problems, closest
 from roll.config.reading.fields import setting
 from roll.config.reading.schema import MOST_KEYS_LISTED
+from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import Backend, Package, StrategyConfig
 from roll.config.strategies.deepspeed_keys import KEYS, REMOVED, VERSION
-
-if TYPE_CHECKING:
-    from roll.config.roles import WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,6 @@ class DeepSpeedStrategyConfig(StrategyConfig):
     )
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report mistakes, and requests that have no effect."""
         path, environ = f"{name}.strategy_args.strategy_config", {**os.environ, **role.system_envs}
         _check_keys(path, self, role.strategy_args.strategy_config, problems)
         _check_zero_section(path, self, problems)
@@ -172,10 +169,8 @@ def plan_zero(
 
 
 def numbers(value: object) -> Any:
-    """The tree with every number as DeepSpeed wants it: ``1e8`` (text or float) becomes the int 100000000.
-
-    Entries with the value ``auto`` are left out: DeepSpeed's own default takes their place.
-    """
+    """The tree with every number as DeepSpeed wants it: ``1e8`` (text or float) becomes the int 100000000. Entries with
+    the value ``auto`` are left out: DeepSpeed's own default takes their place."""
     if isinstance(value, Mapping):
         return {key: numbers(entry) for key, entry in value.items() if entry != "auto"}
     if isinstance(value, list):

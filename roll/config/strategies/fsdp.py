@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from roll.config.model_files import EXPERTS, layer_classes, needed, num_experts
-from roll.config.reading.fields import parse_dtype, rules, setting
+from roll.config.reading.errors import Problems
+from roll.config.reading.fields import parse_dtype, setting
+from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import Backend, ParallelDims, ShapeProblem, StrategyConfig, largest_divisor, model_size
-
-if TYPE_CHECKING:
-    from roll.config.reading.errors import Problems
-    from roll.config.roles import WorkerConfig
-
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 
@@ -42,12 +39,12 @@ class ShardedStrategyConfig(StrategyConfig):
     fsdp_size: int = 1
     """Ranks over which parameters are sharded. 1 or less, or at least the role's ranks: all of them; between: replicas
     of fsdp_size shards (HSDP)."""
-    param_dtype: Dtype | None = field(default=None, metadata=rules(parse=parse_dtype, example="bf16"))
+    param_dtype: Dtype | None = setting(None, parse=parse_dtype, example="bf16")
     """Compute type of gathered parameters; null: ``model_args.dtype``. Master weights are float32 all the same."""
-    master_dtype: Literal["fp32", "bf16"] = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
+    master_dtype: Literal["fp32", "bf16"] = setting("fp32", parse=parse_dtype, example="fp32")
     """Type of the weights that the optimizer updates, and of its moments. ``bf16`` (with bf16 computation) halves their
     memory and loses updates of less than 1/256 of a weight, which is most of them in reinforcement learning."""
-    reduce_dtype: Dtype = field(default="fp32", metadata=rules(parse=parse_dtype, example="fp32"))
+    reduce_dtype: Dtype = setting("fp32", parse=parse_dtype, example="fp32")
     """Type in which gradients are summed over ranks; fp16 with fp16 computation only."""
     offload_policy: bool = setting(False, aliases=("cpu_offload",))
     """Keep parameters (in training also gradients and optimizer states) in host memory. Under FSDP1 for forward-only
@@ -71,7 +68,6 @@ class ShardedStrategyConfig(StrategyConfig):
         return self.param_dtype or role.model_args.dtype
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report types that do not go together as well."""
         super().check(name, role, world_size, trains, problems)
         path = f"{name}.strategy_args.strategy_config"
         if trains and self.reduce_dtype == "fp16" and self.compute_type(role) != "fp16":
@@ -137,7 +133,6 @@ class Fsdp2StrategyConfig(ShardedStrategyConfig):
         return replace(super().parallel_dims(role, world_size), ep=self.ep_size)
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report options that exclude expert parallelism as well."""
         super().check(name, role, world_size, trains, problems)
         path, size = f"{name}.strategy_args.strategy_config", self.ep_size
         if size == 1:
@@ -173,7 +168,6 @@ class Fsdp1StrategyConfig(ShardedStrategyConfig):
     pass: ``FULL_SHARD`` and ``SHARD_GRAD_OP``, with replicas ``HYBRID_SHARD`` and its variant."""
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report what FSDP1 cannot do as well."""
         super().check(name, role, world_size, trains, problems)
         path = f"{name}.strategy_args.strategy_config"
         if not trains:

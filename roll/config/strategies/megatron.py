@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from roll.config.installation import install_command
-from roll.config.reading.fields import parse_names, rules, setting
+from roll.config.reading.errors import Problems
+from roll.config.reading.fields import parse_names, setting
+from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import (
     Backend,
     Package,
@@ -17,11 +19,6 @@ from roll.config.strategies.base import (
     largest_divisor,
     model_size,
 )
-
-if TYPE_CHECKING:
-    from roll.config.reading.errors import Problems
-    from roll.config.roles import WorkerConfig
-
 
 _KEYS = {
     degree: f"strategy_args.strategy_config.{key}"
@@ -70,8 +67,8 @@ class MegatronStrategyConfig(StrategyConfig):
     recompute_granularity: Literal["full", "selective"] | None = None
     """Compute activations again in the backward pass: whole layers or ``recompute_modules``. null: whole layers,
     unless ``model_args.disable_gradient_checkpointing``."""
-    recompute_modules: list[str] | None = field(
-        default=None, metadata=rules(parse=parse_names, read_if={"recompute_granularity": ("selective",)})
+    recompute_modules: list[str] | None = setting(
+        None, parse=parse_names, read_if={"recompute_granularity": ("selective",)}
     )
     """With ``selective``: Megatron's names (``core_attn``, ``mlp``, ``layernorm``, ``moe``), a list or with commas;
     null: ``core_attn``."""

@@ -11,27 +11,18 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from pkgutil import resolve_name
 
-from roll.config.plugins import offered
+from roll.config.installation import offered
 from roll.config.reading.errors import ConfigError, Problems, closest_value
 from roll.config.reading.fields import Table
 from roll.config.reading.legacy_keys import dead_keys
 from roll.config.reading.schema import SchemaReader, build, known_keys
 from roll.config.roles import StrategyArguments, WorkerConfig
-from roll.config.strategies.base import Backend
-from roll.config.strategies.base import StrategyConfig as StrategyConfig
+from roll.config.strategies.base import Backend, StrategyConfig
 from roll.config.strategies.deepspeed import DEEPSPEED
-from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig as DeepSpeedStrategyConfig
 from roll.config.strategies.fsdp import FSDP1, FSDP2
-from roll.config.strategies.fsdp import Fsdp1StrategyConfig as Fsdp1StrategyConfig
-from roll.config.strategies.fsdp import Fsdp2StrategyConfig as Fsdp2StrategyConfig
-from roll.config.strategies.fsdp import ShardedStrategyConfig as ShardedStrategyConfig
-from roll.config.strategies.fsdp import WrapPolicy as WrapPolicy
 from roll.config.strategies.hf_infer import HF_INFER
-from roll.config.strategies.hf_infer import HfInferStrategyConfig as HfInferStrategyConfig
 from roll.config.strategies.megatron import MEGATRON
-from roll.config.strategies.megatron import MegatronStrategyConfig as MegatronStrategyConfig
 from roll.config.strategies.remote import REMOTE
-from roll.config.strategies.remote import RemoteStrategyConfig as RemoteStrategyConfig
 from roll.config.strategies.sglang import SGLANG
 from roll.config.strategies.vllm import VLLM
 
@@ -79,14 +70,13 @@ def generation_strategies() -> tuple[str, ...]:
 
 
 def trains(strategy_name: str) -> bool:
-    """True for a strategy that takes optimizer steps."""
     return strategy_name in train_strategies()
 
 
 def checkpoint_readers(strategy_name: str) -> tuple[str, ...]:
     """The strategies that read training checkpoints of ``strategy_name``."""
-    backend = BACKENDS.get(strategy_name)
-    if backend is None or not backend.trains:
+    backend = backend_of(strategy_name)
+    if not backend.trains:
         return (strategy_name,)
     return tuple(other.names[0] for other in BACKENDS.rows if other.checkpoints == backend.checkpoints)
 
@@ -97,11 +87,6 @@ def strategy_keys(strategy_name: str) -> frozenset[str]:
     return frozenset((*known_keys(options), *dead_keys(options)))
 
 
-def owners_of(key: str) -> list[str]:
-    """Every strategy that has an option of this name."""
-    return [name for name in BACKENDS if key in strategy_keys(name)]
-
-
 def read_strategy_config(arguments: StrategyArguments, path: str, problems: Problems) -> StrategyConfig | None:
     """The typed options, with every mistake added to ``problems`` under ``path``; None for a strategy without any."""
     name = arguments.strategy_name
@@ -110,10 +95,12 @@ def read_strategy_config(arguments: StrategyArguments, path: str, problems: Prob
         problems.add(f"{path}.strategy_name", name, rule, closest_value(name, BACKENDS))
         return None
     options, own = BACKENDS[name].options, strategy_keys(name)
-    foreign = [key for key in arguments.strategy_config if key not in own and owners_of(key)]
-    section = f"{path}.strategy_config"
-    for key in foreign:
-        problems.note(f"{section}.{key}", f"belongs to {', '.join(owners_of(key))}; no effect under {name}")
+    foreign, section = [], f"{path}.strategy_config"
+    for key in arguments.strategy_config:
+        owners = [] if key in own else [strategy for strategy in BACKENDS if key in strategy_keys(strategy)]
+        if owners:
+            foreign.append(key)
+            problems.note(f"{section}.{key}", f"belongs to {', '.join(owners)}; no effect under {name}")
     data = {key: value for key, value in arguments.strategy_config.items() if key not in foreign}
     whole, parts = options.passes_through
     typed = {*(item.name for item in fields(options)), *dead_keys(options)}
@@ -139,16 +126,15 @@ def typed_strategy_config(arguments: StrategyArguments) -> StrategyConfig:
 
 def is_sized_engine(role: WorkerConfig) -> bool:
     """True for an engine whose workers take as many devices as it has ranks."""
-    backend = BACKENDS.get(role.strategy_args.strategy_name)
-    return backend is not None and bool(backend.size_keys)
+    return bool(backend_of(role.strategy_args.strategy_name).size_keys)
 
 
 def with_engine_size(role: WorkerConfig) -> WorkerConfig:
     """The role with its engines' tensor-parallel size: as ``strategy_config`` says, else ``num_gpus_per_worker``, which
     ROLL's files often give alone."""
     arguments = role.strategy_args
-    backend, options = BACKENDS.get(arguments.strategy_name), arguments.strategy_config
-    if backend is None or not backend.size_keys or any(options.get(key) is not None for key in backend.size_keys):
+    backend, options = backend_of(arguments.strategy_name), arguments.strategy_config
+    if not backend.size_keys or any(options.get(key) is not None for key in backend.size_keys):
         return role
     has_stages = "pipeline_parallel_size" in strategy_keys(arguments.strategy_name)
     stages = options.get("pipeline_parallel_size") if has_stages else 1

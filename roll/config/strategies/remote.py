@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from roll.config.reading.errors import Problems
 from roll.config.reading.fields import setting
+from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import Backend, StrategyConfig
-
-if TYPE_CHECKING:
-    from roll.config.reading.errors import Problems
-    from roll.config.roles import WorkerConfig
 
 EXAMPLE_URL = "http://127.0.0.1:8000/v1"
 
@@ -46,7 +43,6 @@ class RemoteStrategyConfig(StrategyConfig):
     """Tries beyond the first, with growing pauses: a service may be started again meanwhile."""
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report an address that is none, and a variable that is not set."""
         path = f"{name}.strategy_args.strategy_config"
         wrong = "is needed: the address of the service" if not self.base_url else url_problem(self.base_url)
         if wrong is not None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 from roll.config.installation import install_command
-from roll.config.reading.fields import rules, setting
+from roll.config.reading.errors import Problems
+from roll.config.reading.fields import setting
+from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import Backend, Package, PackagedEngineConfig
-
-if TYPE_CHECKING:
-    from roll.config.reading.errors import Problems
-    from roll.config.roles import WorkerConfig
 
 
 @dataclass(frozen=True)
@@ -33,31 +31,27 @@ class SglangStrategyConfig(PackagedEngineConfig):
     tensor_size_key: ClassVar[str] = "tp_size"
     passes_through = ("engine_args", ("chunked_prefill_size", "attention_backend"))
 
-    max_num_seqs: int = field(default=256, metadata=rules(ge=1, aliases=("max_running_requests",)))
+    max_num_seqs: int = setting(256, ge=1, aliases=("max_running_requests",))
     """Samples that are generated at the same time; further ones wait."""
-    max_model_len: int | None = field(default=None, metadata=rules(ge=2, aliases=("context_length",)))
+    max_model_len: int | None = setting(None, ge=2, aliases=("context_length",))
     """Longest prompt plus response; responses end there. null: the pipeline's longest sequence."""
     max_total_tokens: int | None = setting(None, ge=1)
     """Tokens of the KV cache. null: on a GPU what ``mem_fraction_static`` leaves; on a CPU room for ``max_num_seqs``
     full sequences, at most 4 GiB."""
-    tp_size: int = field(default=1, metadata=rules(ge=1, aliases=("tensor_parallel_size",)))
+    tp_size: int = setting(1, ge=1, aliases=("tensor_parallel_size",))
     """Ranks over which every matrix is sharded; a worker takes so many devices. Left out: ``num_gpus_per_worker``."""
-    mem_fraction_static: float | None = field(
-        default=None, metadata=rules(gt=0, lt=1, example=0.8, aliases=("gpu_memory_utilization",))
-    )
+    mem_fraction_static: float | None = setting(None, gt=0, lt=1, example=0.8, aliases=("gpu_memory_utilization",))
     """Share of a GPU's memory for weights and KV cache together; null: SGLang's choice. No effect on a CPU."""
-    disable_cuda_graph: bool | None = field(default=None, metadata=rules(aliases=("enforce_eager",)))
+    disable_cuda_graph: bool | None = setting(None, aliases=("enforce_eager",))
     """No graph capture. null: true on a CPU."""
     enable_memory_saver: bool = True
     """Release the memory of a GPU while other roles use it. No effect on a CPU."""
 
     @property
     def devices_per_worker(self) -> int:
-        """Ranks of an engine."""
         return self.tp_size
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report ranks that do not fit the role's devices as well."""
         super().check(name, role, world_size, trains, problems)
         if role.num_gpus_per_worker not in (1, self.tp_size):
             path = f"{name}.strategy_args.strategy_config"

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from roll.config.installation import install_command
-from roll.config.reading.fields import rules, setting
+from roll.config.reading.errors import Problems
+from roll.config.reading.fields import setting
+from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import Backend, Package, PackagedEngineConfig
-
-if TYPE_CHECKING:
-    from roll.config.reading.errors import Problems
-    from roll.config.roles import WorkerConfig
-
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapters that an engine can make room for
 
@@ -55,18 +52,16 @@ class VllmStrategyConfig(PackagedEngineConfig):
     """Tokens of a block of the KV cache; null: vLLM's choice. On a CPU rounded up to a multiple of 32."""
     enforce_eager: bool | None = None
     """No graph capture and no compilation. null: true on a CPU, where compiling takes longer than it saves."""
-    cudagraph_capture_sizes: list[int] | None = field(default=None, metadata=rules(aliases=("cuda_graph_sizes",)))
+    cudagraph_capture_sizes: list[int] | None = setting(None, aliases=("cuda_graph_sizes",))
     """Batch sizes for which CUDA graphs are captured; null: vLLM's choice."""
     limit_mm_per_prompt: dict[Literal["image", "video"], int] = field(default_factory=dict)
     """``{image: n, video: m}``: most images and videos of a prompt; null or left out: vLLM's choice."""
 
     @property
     def devices_per_worker(self) -> int:
-        """Ranks of an engine."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
-        """Report sizes that do not agree as well."""
         super().check(name, role, world_size, trains, problems)
         path = f"{name}.strategy_args.strategy_config"
         ranks = self.devices_per_worker

@@ -29,21 +29,13 @@ DEFINED = re.compile(r"\$([A-Z_]+)")
 
 @dataclass(frozen=True)
 class Row:
-    """A row for one role.
+    """A row for one role."""
 
-    Attributes:
-        title: of its section.
-        theirs: the key under all its names.
-        ours: the keys that get its value; empty: nothing here needs it.
-        how: the cell of conversion and fact.
-        default: theirs, in YAML.
-    """
-
-    title: str
-    theirs: tuple[str, ...]
-    ours: tuple[str, ...]
-    how: str
-    default: str
+    title: str  # of its section
+    theirs: tuple[str, ...]  # the key under all its names
+    ours: tuple[str, ...]  # the keys that get its value; empty: nothing here needs it
+    how: str  # the cell of conversion and fact
+    default: str  # theirs, in YAML
     note: str
 
 
@@ -109,19 +101,12 @@ PROJECTS = {
 
 @dataclass(frozen=True)
 class Meaning:
-    """Meaning of a word here.
+    """Meaning of a word here."""
 
-    Attributes:
-        theirs: the word in full.
-        project: whose; empty: of several.
-        ours: the keys with that effect, the first before all; empty: none, and the note says why.
-        note: of all values.
-    """
-
-    theirs: str
-    project: str
-    ours: tuple[str, ...]
-    note: str
+    theirs: str  # the word in full
+    project: str  # whose; empty: of several
+    ours: tuple[str, ...]  # the keys with that effect, the first before all; empty: none, and the note says why
+    note: str  # of all values
 
 
 @cache

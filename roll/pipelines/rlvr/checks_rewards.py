@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from roll.config.checks.base import Checks
+from roll.config.installation import offered
 from roll.config.losses import SCORE_INPUT
 from roll.config.model_files import model_config
 from roll.config.names import (
@@ -14,7 +15,6 @@ from roll.config.names import (
     WHY_PLANNED,
 )
 from roll.config.plan.planning import shares_devices
-from roll.config.plugins import offered
 from roll.config.reading.errors import closest
 from roll.config.reading.fields import DOTTED_PATH, dotted
 from roll.config.rewards import (

@@ -18,8 +18,7 @@ from torch.distributed import ProcessGroup
 
 from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece
 from roll.config.installation import install_command
-from roll.config.strategies.deepspeed import numbers, plan_zero, switch
-from roll.config.strategies.registry import DeepSpeedStrategyConfig
+from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, numbers, plan_zero, switch
 from roll.models.build import DTYPES, enable_gradient_checkpointing
 from roll.models.loading import MetaModel, ModuleReader
 from roll.models.log_probs import run_head_when_called

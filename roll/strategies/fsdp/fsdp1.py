@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._runtime_utils import _reshard
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from roll.config.strategies.registry import Fsdp1StrategyConfig
+from roll.config.strategies.fsdp import Fsdp1StrategyConfig
 from roll.models.build import DTYPES
 from roll.models.loading import ModuleReader
 from roll.models.log_probs import output_matrices, run_head_when_called

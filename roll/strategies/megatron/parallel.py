@@ -20,8 +20,7 @@ from megatron.core.transformer import TransformerConfig
 
 from roll.config.roles import ModelArguments
 from roll.config.strategies.base import ParallelDims
-from roll.config.strategies.megatron import OF_WHOLE_LAYERS
-from roll.config.strategies.registry import MegatronStrategyConfig
+from roll.config.strategies.megatron import OF_WHOLE_LAYERS, MegatronStrategyConfig
 from roll.models.build import checked_config, empty_model, local_folder
 from roll.strategies.base import ModelHead
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from roll.checkpoint.contents import ModelContents
 from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece, StoredTensors
 from roll.config.lora import uses_lora
-from roll.config.strategies.registry import MegatronStrategyConfig
+from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.models.build import freeze_modules
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_names, is_trained_whole, source_name

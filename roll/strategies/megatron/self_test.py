@@ -28,8 +28,7 @@ from torch import Tensor
 
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.base import ParallelDims
-from roll.config.strategies.megatron import OF_THE_LAYERS
-from roll.config.strategies.registry import MegatronStrategyConfig
+from roll.config.strategies.megatron import OF_THE_LAYERS, MegatronStrategyConfig
 from roll.models.build import quiet_transformers
 from roll.models.self_test import agreed, difference_of, layouts_of, plain_values
 from roll.models.self_test_rows import Rows, rows_of

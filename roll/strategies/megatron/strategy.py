@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from roll.config.plan.plan import micro_batching
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.registry import MegatronStrategyConfig
+from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.models.build import DTYPES, has_tied_embeddings
 from roll.models.distributions import COMPARED
 from roll.models.layouts import TopTokens
