@@ -8,7 +8,6 @@ import logging
 import os
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll.agents.agent_options import BlackBoxOptions
@@ -37,7 +36,8 @@ class BlackBoxAgent:
     def __init__(self, options: BlackBoxOptions, verifier: Verifier | None = None) -> None:
         self._options, self._verifier = options, verifier
         self._endpoint = AgentEndpoint(options)
-        self._workers = _Workers(self._endpoint, options) if options.processes else None
+        self._workers: list[asyncio.Task[None]] = []  # each keeps a program that serves the whole run
+        self._fault: EngineFault | None = None  # these programs ended too often without serving an episode
 
     @property
     def url(self) -> str:
@@ -54,12 +54,14 @@ class BlackBoxAgent:
         with tempfile.TemporaryDirectory(prefix="roll-episode-", ignore_cleanup_errors=True) as scratch:
             try:
                 ended = None
-                if options.command and self._workers is None:
+                if options.command and not options.processes:
                     ended = await self._run_program(session, scratch)
                 else:
                     self._endpoint.offer(session)
-                    if self._workers is not None:
-                        self._workers.start()
+                    if self._fault is not None:
+                        raise self._fault
+                    if not self._workers:
+                        self._workers = [asyncio.create_task(self._keep()) for _ in range(options.processes)]
                     await session.done.wait()
             finally:
                 # On cancellation too: agents from elsewhere live on, and their calls must not reach the engines.
@@ -77,9 +79,9 @@ class BlackBoxAgent:
         return 0.0
 
     async def close(self) -> None:
-        """End the programs and stop serving."""
-        if self._workers is not None:
-            await self._workers.close()
+        for task in self._workers:
+            task.cancel()
+        await asyncio.gather(*self._workers, return_exceptions=True)
         self._endpoint.close()
         if self._verifier is not None:
             self._verifier.close()
@@ -126,7 +128,7 @@ class BlackBoxAgent:
         if session.limit is not None:
             episode.outcome = session.limit.outcome
         if not episode.calls:
-            raise self._fault(session, episode, "made no model call", ended)
+            raise self._not_done(session, episode, "made no model call", ended)
         source = self._options.reward
         if source == "verifier":
             assert self._verifier is not None
@@ -137,9 +139,9 @@ class BlackBoxAgent:
             return float(ended.status == 0)
         if source == "post" and session.reward is not None:
             return session.reward
-        raise self._fault(session, episode, "posted no reward" if source == "post" else "failed", ended)
+        raise self._not_done(session, episode, "posted no reward" if source == "post" else "failed", ended)
 
-    def _fault(self, session: Session, episode: Episode, what: str, ended: Exit | None) -> EpisodeOver:
+    def _not_done(self, session: Session, episode: Episode, what: str, ended: Exit | None) -> EpisodeOver:
         """The end of an episode whose agent has not done its part: its limit, if it met one, else a fault."""
         if session.limit is not None:
             episode.success = False
@@ -149,31 +151,8 @@ class BlackBoxAgent:
         episode.error = f"{name} {what}" + (f" ({how})" if how else "")
         return EpisodeOver("agent_error")
 
-
-@dataclass(eq=False)
-class _Workers:
-    """Programs that serve the whole run; one that ends is restarted."""
-
-    _endpoint: AgentEndpoint
-    _options: BlackBoxOptions
-    _tasks: list[asyncio.Task[None]] = field(default_factory=list)
-    _fault: EngineFault | None = None
-
-    def start(self) -> None:
-        """Start the programs; a second call does nothing. ``EngineFault`` once they ended too often without serving an
-        episode."""
-        if self._fault is not None:
-            raise self._fault
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(self._keep()) for _ in range(self._options.processes)]
-
-    async def close(self) -> None:
-        """End the programs."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     async def _keep(self) -> None:
+        """Run a program that serves the whole run, again and again where it ends."""
         url, options, failures = self._endpoint.url, self._options, 0
         own = {"ROLL_URL": url, "ROLL_EPISODES_URL": f"{url}/episodes"}
         while failures < _MOST_FAILURES:

@@ -49,7 +49,6 @@ class PythonTool:
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="python-tool")
 
     def tool(self) -> Tool:
-        """The tool ``python``."""
         code = {"type": "string", "description": "The program. What it prints is the result."}
         parameters = {"type": "object", "properties": {"code": code}, "required": ["code"]}
         return Tool("python", "Run a Python program and see what it prints.", parameters, self)
@@ -85,7 +84,6 @@ class PythonTool:
         return ToolResult(text or "The program has printed nothing.")
 
     async def close(self) -> None:
-        """End the sandbox."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._sandbox.close()
 
@@ -228,7 +226,6 @@ class ToolSet:
             return self._box
 
     async def close(self) -> None:
-        """End servers and sandboxes."""
         for server in self._servers:
             await server.close()
         for program in self._programs:

@@ -1,4 +1,5 @@
-"""Tool calls in texts, in the formats that model families write: where each begins and ends, and what it says."""
+"""Tool calls in texts, in the formats that model families write: where each begins and ends, what it says, and what
+type an argument has that is written without quotes."""
 
 from __future__ import annotations
 
@@ -9,8 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from roll.agents.tool_arguments import no_constant, typed_value
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,11 @@ class ToolCall:
 
 class BadCall(ValueError):
     """A call that cannot be read."""
+
+
+def no_constant(text: str) -> Any:
+    """Refuse ``NaN`` and ``Infinity`` as ``parse_constant`` of Python's JSON reader, which accepts them."""
+    raise ValueError(f"{text} is no JSON")
 
 
 Schemas = Mapping[str, Mapping[str, Any]]  # tool to the JSON schema of its arguments
@@ -61,6 +65,7 @@ _HARMONY_END = re.compile(r"<\|(?:end|call|return)\|>")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 _SPACE = re.compile(r"\s*")
 _LAST_LINE_END = re.compile(r"\r?\n\Z")
+_UNENDED = "a tool call that does not end: {!r}"
 _DECODER = json.JSONDecoder(parse_constant=no_constant)
 
 
@@ -68,14 +73,71 @@ def _json_end(text: str, start: int) -> int:
     """The end of the JSON value at ``start``, whose strings may hold any mark; ``start`` where there is none."""
     try:
         # RecursionError: a policy may write thousands of opening brackets.
-        return _DECODER.raw_decode(text, _after(_SPACE, text, start))[1]
+        return _DECODER.raw_decode(text, next(_SPACE.finditer(text, start)).end())[1]
     except (ValueError, RecursionError):
         return start
 
 
-def _after(pattern: re.Pattern[str], text: str, start: int) -> int:
-    match = pattern.match(text, start)
-    return start if match is None else match.end()
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+    "string": (str,),
+}
+# Words that templates write for values, to the JSON type and its word.
+_PYTHON_WORDS = {"True": ("boolean", "true"), "False": ("boolean", "false"), "None": ("null", "null")}
+
+
+def typed_value(text: str, name: str, schema: Mapping[str, Any]) -> Any:
+    """The value of the argument ``name``.
+
+    A string stays the text as it is written, quotes included. What may be of another type is read as JSON (``True``,
+    ``False`` and ``None`` too); where that gives no value of the schema's types it stays the text, which the tool's
+    own check refuses. An argument that the schema does not type is JSON or the text.
+    """
+    properties = schema.get("properties")
+    allowed = _types(properties.get(name) if isinstance(properties, Mapping) else None, schema)
+    if allowed == {"string"}:
+        return text
+    kind, word = _PYTHON_WORDS.get(text.strip(), ("", text))
+    spelled = word if kind in allowed else text
+    try:
+        value = json.loads(spelled, parse_constant=no_constant)
+    except (ValueError, RecursionError):
+        return text
+    return value if not allowed or _is_of(value, allowed - {"string"}) else text
+
+
+def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """Names of the JSON types that a schema allows; empty: any."""
+    # Bounded: references of a schema may form a circle.
+    if not isinstance(schema, Mapping) or depth > 8:
+        return set()
+    if isinstance(reference := schema.get("$ref"), str):
+        target: Any = root
+        for part in reference.removeprefix("#/").split("/"):
+            target = target.get(part) if isinstance(target, Mapping) else None
+        return _types(target, root, depth + 1)
+    written = schema.get("type")
+    if written is not None:
+        return {written} if isinstance(written, str) else set(written)
+    branches = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf") or []
+    found = [_types(branch, root, depth + 1) for branch in branches]
+    if found:
+        return set().union(*found) if all(found) else set()
+    values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else ())]
+    return {name for name in _JSON_TYPES if any(_is_of(value, {name}) for value in values)}
+
+
+def _is_of(value: object, types: set[str]) -> bool:
+    if isinstance(value, bool):
+        return "boolean" in types
+    if isinstance(value, float) and value.is_integer() and "integer" in types:
+        return True
+    return any(isinstance(value, _JSON_TYPES.get(name, ())) for name in types)
 
 
 def _unquoted(
@@ -103,7 +165,7 @@ def _unquoted(
 
     def one(name: str, body: str, ends: list[re.Match[str]], schemas: Schemas | None) -> list[ToolCall]:
         if not ends:
-            raise _unended(body)
+            raise BadCall(_UNENDED.format(body[:80]))
         if _NAME.fullmatch(name) is None:
             raise BadCall(f"a tool call without a name: {name[:80]!r}")
         return [read(name, body[: ends[-1].start("end")], (schemas or {}).get(name, {}))]
@@ -171,16 +233,15 @@ def _mistral(text: str, schemas: Schemas | None) -> Found:
         if stop == at:  # not JSON: everything up to the next call is its text
             following = text.find(_CALLS, at)
             stop = len(text) if following < 0 else following
-        yield begin, stop, functools.partial(_mistral_calls, named, text[at:stop].strip())
+        body = text[at:stop].strip()
+        call: object = body
+        if named is not None and (body or named["marked"]):
+            call = {"name": named["name"], "arguments": body}
+        elif not body.startswith("["):
+            rule = "is followed by neither a list of calls nor name{arguments}"
+            call = BadCall(f"{_CALLS} {rule}: {body[:80]!r}")
+        yield begin, stop, functools.partial(_calls_of, call)
         begin = text.find(_CALLS, stop)
-
-
-def _mistral_calls(named: re.Match[str] | None, body: str) -> list[ToolCall]:
-    if named is not None and (body or named["marked"]):
-        return _calls_of({"name": named["name"], "arguments": body})
-    if not body.startswith("["):
-        raise BadCall(f"{_CALLS} is followed by neither a list of calls nor name{{arguments}}: {body[:80]!r}")
-    return _calls_of(body)
 
 
 def _sections(
@@ -195,7 +256,7 @@ def _sections(
             closing = ending.search(text, _json_end(text, begun.end()))
             stop = len(text) if closing is None else closing.end()
             body = text[begun.end() : len(text) if closing is None else closing.start()]
-            call = _unended(body) if closing is None else read(begun, body)
+            call = BadCall(_UNENDED.format(body[:80])) if closing is None else read(begun, body)
             yield begun.start(), stop, functools.partial(_calls_of, call)
             begun = opening.search(text, stop)
 
@@ -219,7 +280,7 @@ def _llama3(text: str, schemas: Schemas | None) -> Found:
     position = end = broken = 0
     while (opening := _LLAMA.search(text, position)) is not None and broken < _MOST_BROKEN:
         begin = opening.start()
-        joined = _after(_BETWEEN, text, end) == begin
+        joined = _BETWEEN.fullmatch(text, end, begin) is not None
         tag = text.find(_PYTHON_TAG, max(end, begin - 2 * len(_PYTHON_TAG)), begin)
         is_next = tag >= 0 or (is_next and joined)
         first = tag if tag >= 0 else end if joined else begin
@@ -254,8 +315,6 @@ def _is_quoted(text: str, begin: int, end: int) -> bool:
 
 @dataclass(frozen=True)
 class HarmonyMessage:
-    """A message of gpt-oss."""
-
     channel: str
     recipient: str | None  # name of the tool that is called, without `functions.`; None: the message calls none
     body: str
@@ -308,10 +367,6 @@ def call_spans(text: str) -> list[tuple[int, int]]:
     return spans
 
 
-def _unended(body: str) -> BadCall:
-    return BadCall(f"a tool call that does not end: {body[:80]!r}")
-
-
 def _json(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=no_constant)
@@ -319,25 +374,24 @@ def _json(text: str) -> Any:
         raise BadCall(f"{text.strip()[:80]!r} is no JSON: {error}") from None
 
 
-def _calls_of(*values: object) -> list[ToolCall]:
-    """The calls that JSON values or their texts say; a :class:`BadCall` among them is raised."""
-    read = [_json(value) if isinstance(value, str) else value for value in values]
-    if [] in read:
+def _calls_of(value: object) -> list[ToolCall]:
+    """The calls that a JSON value or its text says; a :class:`BadCall` is raised."""
+    read = _json(value) if isinstance(value, str) else value
+    if read == []:
         raise BadCall("a list of no tool calls")
-    return [_call_of(call) for value in read for call in (value if isinstance(value, list) else [value])]
-
-
-def _call_of(value: object) -> ToolCall:
-    if isinstance(value, BadCall):
-        raise value
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
-        raise BadCall(f"a tool call needs a name: {str(value)[:80]}")
-    arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = _json(arguments) if arguments.strip() else {}
-    # Templates of some families write null for a tool without parameters.
-    if arguments is None:
-        arguments = {}
-    if not isinstance(arguments, dict):
-        raise BadCall(f"arguments of {value['name']} must be an object, got {str(arguments)[:80]}")
-    return ToolCall(value["name"], arguments)
+    calls = []
+    for call in read if isinstance(read, list) else [read]:
+        if isinstance(call, BadCall):
+            raise call
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
+            raise BadCall(f"a tool call needs a name: {str(call)[:80]}")
+        arguments = call.get("arguments", call.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = _json(arguments) if arguments.strip() else {}
+        # Templates of some families write null for a tool without parameters.
+        if arguments is None:
+            arguments = {}
+        if not isinstance(arguments, dict):
+            raise BadCall(f"arguments of {call['name']} must be an object, got {str(arguments)[:80]}")
+        calls.append(ToolCall(call["name"], arguments))
+    return calls

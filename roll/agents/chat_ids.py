@@ -87,7 +87,6 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The template's text."""
         return str(self._arguments.get("chat_template") or self._tokenizer.get_chat_template(tools=self.tools or None))
 
     def shows_tools(self) -> bool:
@@ -260,15 +259,10 @@ def probe_boundary(template: ChatTemplate, name: str) -> Bridge:
 
 
 def check_template(template: ChatTemplate, thinking: Thinking, tools: bool) -> None:
-    """Refuse a template whose conversations cannot grow by appending, before anything is generated.
-
-    Args:
-        tools: conversations have tool messages; otherwise only the boundaries between users and responses count.
-
-    Raises:
-        TemplateError: ``thinking`` is ``keep`` and the template moves earlier text at a boundary that is needed, or
-            cannot render it at all.
-    """
+    """Refuse a template whose conversations cannot grow by appending, before anything is generated. ``tools``: they
+    have tool messages; otherwise only the boundaries between users and responses count. Raises ``TemplateError``:
+    ``thinking`` is ``keep`` and the template moves earlier text at a boundary that is needed, or cannot render it at
+    all."""
     for name in ("tool", "tool, twice") if tools else ("user", "user, twice"):
         try:
             bridge = probe_boundary(template, name)

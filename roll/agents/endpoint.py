@@ -145,12 +145,6 @@ class Session:
             model=request.model,
         )
 
-    def close(self) -> None:
-        """Drop the calls in flight; further ones are refused."""
-        self.closed = True
-        for task in self.in_flight:
-            task.cancel()
-
     async def count_tokens(self, request: ChatRequest) -> int:
         """The tokens of the conversation as a prompt; ``Refusal`` where the chat template does not take it."""
         try:
@@ -252,8 +246,11 @@ class AgentEndpoint:
         self._sessions[session.key] = session
 
     def retire(self, session: Session) -> None:
-        """End a session: later requests with its key get the error that the episode has ended."""
-        session.close()
+        """End a session and drop its calls in flight: later requests with its key get the error that the episode has
+        ended."""
+        session.closed = True
+        for task in session.in_flight:
+            task.cancel()
         self._sessions.pop(session.key, None)
         with self._lock:
             if session in self.waiting:

@@ -22,8 +22,6 @@ from roll.environments.off_loop import call_off_loop, in_own_process
 
 @dataclass(frozen=True)
 class EnvironmentOptions:
-    """Settings of playing an environment."""
-
     system: str | None = None  # system message
     # Text of a turn. With `context: append` and `last`: `{observation} {turn_idx} {suffix} {actions_left}
     # {max_response_length}`; with `observation`: `{env_instruction} {history} {step_count} {history_length}
@@ -52,7 +50,6 @@ class EnvironmentAgent:
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     async def run(self, task: Task, model: Model, episode: Episode) -> None:
-        """Play one episode to its end."""
         environment, turn = await self._reset(task, episode)
         seen: list[Turn] = []
         try:

@@ -31,8 +31,6 @@ Outcome = Literal[
 
 @dataclass(frozen=True)
 class Task:
-    """A task to work on."""
-
     tag: str  # name of the configured environment or agent
     seed: int  # equal for all members of a group
     row: Mapping[str, Any] = field(default_factory=dict)  # row of a data set; empty for environments that need none
@@ -54,8 +52,6 @@ class Task:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one episode."""
-
     turns: int = 10  # model calls
     new_tokens: int = 128  # tokens of a response
     context: int = 2048  # tokens of a call's prompt and response together
@@ -106,8 +102,6 @@ class Seconds:
 
 @dataclass
 class Episode:
-    """Result of an episode."""
-
     task: Task
     conversations: Conversations
     outcome: Outcome = "agent_error"
@@ -321,10 +315,7 @@ class Agent(Protocol):
 
 async def run_episode(task: Task, agent: Agent, model: Model, limits: Limits) -> Episode:
     """Let ``agent`` work on ``task``; errors in its code are an outcome of the episode, those of engines are raised.
-
-    Raises:
-        Exception: errors of the engines; none of the agent or its environment.
-    """
+    Raises ``Exception``: errors of the engines; none of the agent or its environment."""
     episode = Episode(task, model.conversations, outcome="terminated")
     begin = time.perf_counter()
     try:

@@ -230,7 +230,6 @@ def loaded(options: Mapping[str, Any]) -> tuple[Played | None, list[tuple[str, .
 
 
 def main() -> None:
-    """Serve the run, or describe the tasks."""
     played, problems = loaded(json.loads(sys.argv[1]))
     if "--describe" in sys.argv:
         sys.stdout.write(json.dumps({"problems": problems} if played is None else {"tasks": len(played.tasks)}))

@@ -69,7 +69,6 @@ class TemplateFiles:
         chat_template: str | None = None,
         **arguments: object,
     ) -> str:
-        """The text of ``messages``."""
         assert not tokenize
         template = _compiled(chat_template or self.get_chat_template(tools))
         variables = self.special_tokens_map | arguments

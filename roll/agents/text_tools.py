@@ -60,10 +60,7 @@ def search_text(search_url: str, topk: int = 3, timeout: float = 5.0) -> TextToo
     """Queries between ``<search>`` and ``</search>``, sent to a search service.
 
     The service gets ``{"queries": [query], "topk": k, "return_scores": true}`` and answers with
-    ``{"result": [[{"document": {"contents": text}}, ...]]}``.
-
-    Args:
-        timeout: seconds of a search.
+    ``{"result": [[{"document": {"contents": text}}, ...]]}``, within ``timeout`` seconds.
     """
 
     def search(query: str) -> list[str]:
@@ -141,7 +138,6 @@ class TextTools:
     options: ToolWrapperArguments
 
     def around(self, make: Callable[[], Environment]) -> Environment:
-        """Build an environment with the tools."""
         return ToolEnvironment(make(), self.tools, self.options)
 
     async def close(self) -> None:
@@ -152,8 +148,6 @@ class TextTools:
 
 @dataclass(eq=False)
 class ToolEnvironment:
-    """An environment, with tools in front of it."""
-
     inner: Environment
     tools: Sequence[TextTool]
     options: ToolWrapperArguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from roll.agents.agent_options import ToolAgentOptions
@@ -16,26 +17,18 @@ from roll.agents.verifiers import Verifier
 from roll.rewards.base import finite_number
 
 
+@dataclass(eq=False)
 class ToolAgent:
     """Calls the policy, makes the tool calls that it writes, and calls it again with their results, until a response
-    has none. A call that cannot be parsed is answered with the error.
+    has none. A call that cannot be parsed is answered with the error."""
 
-    Args:
-        system: system message; None: none.
-        template: text of the question, a format string of the row's columns; None: the column ``messages`` (a
-            conversation), ``prompt`` or ``question``.
-    """
-
-    def __init__(
-        self,
-        tools: ToolSet,
-        verifier: Verifier,
-        options: ToolAgentOptions,
-        system: str | None = None,
-        template: str | None = None,
-    ) -> None:
-        self._tools, self._verifier, self._options = tools, verifier, options
-        self._system, self._template = system, template
+    _tools: ToolSet
+    _verifier: Verifier
+    _options: ToolAgentOptions
+    _system: str | None = None  # system message
+    # Text of the question, a format string of the row's columns; None: the column `messages` (a conversation), `prompt`
+    # or `question`.
+    _template: str | None = None
 
     async def run(self, task: Task, model: Model, episode: Episode) -> float:
         """Work until there is an answer; returns the verifier's score. Raises ``EpisodeOver``: a limit, or a tool's
@@ -111,14 +104,9 @@ class FunctionAgent:
     """A user's coroutine: ``async def run(task, model) -> float``, or ``run(task, model, episode)``.
 
     It returns a reward, None (after rewards by ``model.reward``), or a mapping with ``reward``, ``success`` and further
-    numbers, which become metrics.
-
-    Args:
-        path: dotted path of the function, or of a class with such a method ``run``.
-        arguments: keyword arguments of the function, or of the class.
-
-    Raises:
-        ToolError: there is no such function, it is not a coroutine function, or takes other arguments.
+    numbers, which become metrics. ``path`` is the dotted path of the function, or of a class with such a method
+    ``run``; ``arguments`` are its keyword arguments. Raises ``ToolError``: there is no such function, it is not a
+    coroutine function, or takes other arguments.
     """
 
     def __init__(self, path: str, arguments: Mapping[str, Any] | None = None) -> None:

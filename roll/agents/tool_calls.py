@@ -12,14 +12,11 @@ from typing import Any
 
 from roll.agents.call_formats import TOOL_FORMATS, BadCall, ToolCall
 from roll.agents.chat_ids import ChatTemplate, Message, TemplateError, common_prefix
-from roll.agents.tool_arguments import parameters_of
 from roll.rewards.thoughts import split_thought, with_channel
 
 
 @dataclass
 class ParsedResponse:
-    """A response as an agent sees it."""
-
     content: str = ""
     reasoning: str = ""
     calls: list[ToolCall] = field(default_factory=list)
@@ -50,7 +47,10 @@ def parse_response(
     parsed, said, at, kept = ParsedResponse(reasoning=thought or ""), answer or "", 0, []
     # Messages of gpt-oss follow one another: its calls are not part of the content.
     searched = with_channel(text, opened) if tool_format == "gpt_oss" else said
-    for begin, end, read in TOOL_FORMATS[tool_format](searched, None if tools is None else parameters_of(tools)):
+    # In OpenAI's form, with or without `function`.
+    named = [one for tool in tools or () if isinstance((one := tool.get("function", tool)).get("name"), str)]
+    schemas = None if tools is None else {one["name"]: one.get("parameters") or {} for one in named}
+    for begin, end, read in TOOL_FORMATS[tool_format](searched, schemas):
         try:
             parsed.calls += read()
         except BadCall as error:
@@ -69,10 +69,7 @@ def parse_response(
 
 def detect_format(chat_template: str) -> str:
     """The format that a chat template writes calls in; ``hermes`` where it has none of its own."""
-    for mark, name in _MARKS:
-        if mark in chat_template:
-            return name
-    return "hermes"
+    return next((name for mark, name in _MARKS if mark in chat_template), "hermes")
 
 
 # Text that only the template of one format has, the most specific first.
@@ -105,10 +102,8 @@ def call_opening(template: ChatTemplate, tool_format: str, messages: Sequence[Me
     policy's own distribution.
 
     It is derived from the chat template; where that writes no calls, ``hermes`` has a default form. Thinking that the
-    generation prompt has opened is closed first.
-
-    Raises:
-        TemplateError: the template writes calls in no form, or in one that ``tool_format`` does not read.
+    generation prompt has opened is closed first. Raises ``TemplateError``: the template writes calls in no form, or in
+    one that ``tool_format`` does not read.
     """
     begun = template.render(messages)
     texts = [text for arguments in _ARGUMENTS if (text := _rendered(template, messages, name, arguments)) is not None]
@@ -147,10 +142,8 @@ async def choose_opening(openings: Sequence[list[int]], prompt_ids: Sequence[int
     """Index of the opening that the policy chooses.
 
     Tokens that openings share are given, and where they differ the policy draws one. A draw that continues no opening
-    is repeated, which leaves the policy's distribution over the tokens that do.
-
-    Args:
-        openings: token ids; none is the beginning of another.
+    is repeated, which leaves the policy's distribution over the tokens that do. None of ``openings`` (token ids) is the
+    beginning of another.
     """
     left, at = list(range(len(openings))), 0
     while len(left) > 1:

@@ -7,6 +7,7 @@ import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from roll.agents.call_formats import ToolCall
@@ -23,8 +24,6 @@ class ToolError(ValueError):
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a policy may call."""
-
     name: str
     description: str
     parameters: Mapping[str, Any]  # JSON schema of an object
@@ -41,8 +40,6 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a call."""
-
     text: str
     failed: bool = False  # the call could not be made, raised, or took too long; `text` says which
 
@@ -166,18 +163,12 @@ class McpServer:
     async def tools(self) -> list[Tool]:
         """The tools that are offered; ``ToolError`` where the server does not start, or lacks a name."""
         return [
-            Tool(tool.name, tool.description or "", tool.input_schema, self._caller(tool.name), is_checked=True)
-            for tool in (await self._open()).tools
-            if not self._names or tool.name in self._names
+            Tool(one.name, one.description or "", one.input_schema, partial(self.call_tool, one.name), is_checked=True)
+            for one in (await self._open()).tools
+            if not self._names or one.name in self._names
         ]
 
-    def _caller(self, name: str) -> Callable[..., Any]:
-        async def call(**arguments: object) -> ToolResult:
-            return await self.call_tool(name, arguments)
-
-        return call
-
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+    async def call_tool(self, name: str, /, **arguments: object) -> ToolResult:
         """Make a call; where the connection is lost, restart the server (else ``ToolError``) and repeat it."""
         from mcp.shared.exceptions import MCPError
 

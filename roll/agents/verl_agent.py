@@ -147,8 +147,14 @@ class VerlAgent:
     ) -> None:
         options = self._options
         budget, schemas = options.response_length, [schema_of(tool) for tool in tools.values()]
-        interaction, kwargs = self._interaction(row) if not once else (None, {})
-        if interaction is not None:
+        interaction: Any = None
+        kwargs: Mapping[str, Any] = {}
+        if self._interactions and not once:
+            kwargs = _entry(row, "interaction_kwargs")
+            if kwargs.get("name") not in self._interactions:
+                known = ", ".join(self._interactions)
+                raise ValueError(f"extra_info.interaction_kwargs.name: {kwargs.get('name')!r}: there are {known}")
+            interaction = self._interactions[kwargs["name"]]
             await interaction.start_interaction(data.request_id, **kwargs)
         while True:
             response = await model.chat(data.messages, tools=schemas, most_behind_prompt=budget)
@@ -226,16 +232,6 @@ class VerlAgent:
             content = [*parts, *([{"type": "text", "text": content}] if content else [])]
         return content, reward, False
 
-    def _interaction(self, row: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
-        """The row's interaction, which must be a known one, and its arguments; None without any."""
-        if not self._interactions:
-            return None, {}
-        kwargs = _entry(row, "interaction_kwargs")
-        if kwargs.get("name") not in self._interactions:
-            known = ", ".join(self._interactions)
-            raise ValueError(f"extra_info.interaction_kwargs.name: {kwargs.get('name')!r}: there are {known}")
-        return self._interactions[kwargs["name"]], kwargs
-
     def _offered(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The tools of a row: those of ``extra_info.tool_selection``, else all."""
         tools = self._tools or {}
@@ -254,7 +250,6 @@ class VerlAgent:
         return _with_images(messages, row, options.image_key)
 
     async def close(self) -> None:
-        """Release what the verifier holds."""
         self._verifier.close()
 
 

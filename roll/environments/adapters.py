@@ -190,11 +190,8 @@ _REGISTRIES = {
 
 
 def check_name(prefix: str, identifier: str) -> None:
-    """Check that the library of ``prefix`` has this environment; nothing where it is not installed.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Check that the library of ``prefix`` has this environment; nothing where it is not installed. Raises
+    ``ValueError``: it does not."""
     with contextlib.suppress(ImportError):
         if prefix == "gymnasium":
             module, _, name = identifier.rpartition(":")

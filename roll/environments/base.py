@@ -101,11 +101,7 @@ def reset_arguments(
 
 
 def read_reset(name: str, answer: object) -> Turn:
-    """Check what ``reset`` returned.
-
-    Raises:
-        BrokenContract: not a pair of an observation and a mapping.
-    """
+    """Check what ``reset`` returned. Raises ``BrokenContract``: not a pair of an observation and a mapping."""
     if not isinstance(answer, tuple) or len(answer) != 2:
         raise BrokenContract(f"{name}: reset must return (observation, info), got {_shape(answer)}")
     observation, info = answer
@@ -114,11 +110,8 @@ def read_reset(name: str, answer: object) -> Turn:
 
 
 def read_step(name: str, answer: object) -> Turn:
-    """Check what ``step`` returned.
-
-    Raises:
-        BrokenContract: not gymnasium's five-tuple, or a reward that is not a finite number.
-    """
+    """Check what ``step`` returned. Raises ``BrokenContract``: not gymnasium's five-tuple, or a reward that is not a
+    finite number."""
     if not isinstance(answer, tuple) or len(answer) != 5:
         raise BrokenContract(
             f"{name}: step must return (observation, reward, terminated, truncated, info), got {_shape(answer)}"

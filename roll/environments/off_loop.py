@@ -111,10 +111,7 @@ class EnvironmentProcesses:
 
     Processes are started as needed and reused; one that has died, or in which a call hung, is replaced by the next
     :meth:`make`. Which of its environments was at fault is unknown: rebuilt under :func:`in_own_process`, only the one
-    at fault fails again.
-
-    Args:
-        make: builds an environment; must be picklable.
+    at fault fails again. ``make`` builds an environment, and must be picklable.
     """
 
     def __init__(self, make: Callable[[], Any], per_process: int = 1) -> None:
@@ -138,15 +135,12 @@ class EnvironmentProcesses:
         return RemoteEnvironment(process)
 
     def close(self) -> None:
-        """End all processes."""
         for process in self._processes:
             process.end()
         self._processes = []
 
 
 class RemoteEnvironment:
-    """An environment in another process."""
-
     def __init__(self, process: _Process) -> None:
         self._process = process
         self._number = next(process.numbers)
@@ -170,8 +164,6 @@ class RemoteEnvironment:
 
 
 class _Process:
-    """A child process and its pipe."""
-
     def __init__(self, make: Callable[[], Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()

@@ -38,11 +38,8 @@ _GEM_PREFIXES = ("game", "math", "code", "qa", "logic", "rg", "eval")
 
 
 class EnvironmentOptionError(ValueError):
-    """An environment that does not exist, or an option that it does not have or cannot use.
-
-    Args:
-        option: the wrong key of ``env_config``, where it is known.
-    """
+    """An environment that does not exist, or an option that it does not have or cannot use; ``option``: the wrong key
+    of ``env_config``, where it is known."""
 
     def __init__(self, message: str, option: str | None = None) -> None:
         super().__init__(message)
@@ -50,15 +47,9 @@ class EnvironmentOptionError(ValueError):
 
 
 def make_environment(env_type: str, env_config: Mapping[str, Any] | None = None) -> Environment:
-    """Build one environment.
-
-    Args:
-        env_type: a built-in name, ``gymnasium:ID``, ``gem:ID``, ``textarena:ID``,
-            ``reasoning_gym:NAME``, ``skyrl:ID``, ``openenv:URL``, or the dotted path of your own class or function.
-
-    Raises:
-        EnvironmentOptionError: no such environment or option; the message names what would work.
-    """
+    """Build one environment. ``env_type``: a built-in name, ``gymnasium:ID``, ``gem:ID``, ``textarena:ID``,
+    ``reasoning_gym:NAME``, ``skyrl:ID``, ``openenv:URL``, or the dotted path of your own class or function. Raises
+    ``EnvironmentOptionError``: no such environment or option; the message names what would work."""
     config = dict(env_config or {})
     prefix, identifier = _library_of(env_type)
     if prefix:
@@ -82,12 +73,9 @@ def _library_of(env_type: str) -> tuple[str, str]:
 
 
 def check_environment_options(env_type: str, env_config: Mapping[str, Any]) -> None:
-    """Check that an environment and its options exist, and the values of options of built-in ones and of
-    Reasoning Gym's; needs no services or data. Of other libraries' only names are checked, where they are installed.
-
-    Raises:
-        EnvironmentOptionError: one does not exist, or has an impossible value.
-    """
+    """Check that an environment and its options exist, and the values of options of built-in ones and of Reasoning
+    Gym's; needs no services or data. Of other libraries' only names are checked, where they are installed. Raises
+    ``EnvironmentOptionError``: one does not exist, or has an impossible value."""
     prefix, identifier = _library_of(env_type)
     if prefix:
         if getattr(_load(*_ADAPTERS[prefix]), "built_to_check", False):
@@ -110,11 +98,7 @@ def is_instant(env_type: str) -> bool:
 
 
 def load_environment_class(env_type: str) -> Callable[..., Environment]:
-    """The class or function of a name or dotted path.
-
-    Raises:
-        EnvironmentOptionError: there is none.
-    """
+    """The class or function of a name or dotted path. Raises ``EnvironmentOptionError``: there is none."""
     if env_type in BUILT_IN:
         return _load(*BUILT_IN[env_type])
     module, _, attribute = dotted_path("environments", env_type).replace(":", ".").rpartition(".")

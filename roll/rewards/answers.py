@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 
+from roll.datasets.forms import last_boxed, last_marked
 from roll.rewards.thoughts import opened_thought, split_thought
 from roll.rewards.units import unit_of
 
@@ -246,11 +248,8 @@ def isolated_number(text: str) -> str | None:
 
 @lru_cache(maxsize=16)
 def mask(text: str) -> tuple[str, list[str]]:
-    """One private character in the place of each formula, bold type dropped; and the formulas, from ``_FIRST`` on.
-
-    Returns:
-        The text, and its formulas by the code point of their character, from ``_FIRST`` on.
-    """
+    """The text with one private character in the place of each formula, bold type dropped; and the formulas by the code
+    point of their character, from ``_FIRST`` on."""
     formulas: list[str] = []
     if not text.isascii():
         text = re.sub(_MASK, " ", text)
@@ -344,3 +343,14 @@ def _looks_like_mathematics(value: str) -> bool:
         return True
     bare = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s*\{[^{}]*\}|\\[a-zA-Z]+", " ", value)
     return all(word.lower() in _MATH_WORDS for word in _PROSE.findall(bare))
+
+
+SOURCES: dict[str, Callable[[str], str | None]] = {
+    "response": str.strip,
+    "boxed": last_boxed,
+    "marked": last_marked,
+    "tagged": tagged_answer,
+    "stated": stated_answer,
+    "number": isolated_number,
+}
+"""Places of an answer, as options of rules name them."""

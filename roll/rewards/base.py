@@ -72,18 +72,12 @@ class RewardFunction(ABC):
         """One result a sample, in order. Never raises for what a model has written."""
 
     def check_host(self) -> None:
-        """Called once on the driver's host before anything starts; most rewards run anywhere.
-
-        Raises:
-            RewardOptionError: this host does not give what the options ask for.
-        """
+        """Called once on the driver's host before anything starts; most rewards run anywhere. Raises
+        ``RewardOptionError``: this host does not give what the options ask for."""
 
     def prepare(self) -> str:
         """Called once in the worker, before the run starts. What it raises ends the run; most rewards need nothing.
-
-        Returns:
-            A line about the worker's host, which the driver logs once; empty: nothing to say.
-        """
+        Returns a line about the worker's host, which the driver logs once; empty: nothing to say."""
         return ""
 
     def close(self) -> None:
@@ -194,10 +188,7 @@ def apply_on_error(
     results: Sequence[RewardResult], on_error: OnError, error_value: float = 0.0, name: str = "reward"
 ) -> list[RewardResult]:
     """``mask`` leaves failed samples without a score, ``value`` scores them ``error_value``; both keep the error text.
-
-    Raises:
-        RewardError: with ``raise``, for the first failure.
-    """
+    Raises ``RewardError``: with ``raise``, for the first failure."""
     failed = [result for result in results if result.error is not None]
     if failed and on_error == "raise":
         raise RewardError(f"{name}: {len(failed)} of {len(results)} samples failed, the first with: {failed[0].error}")

@@ -168,12 +168,8 @@ class CodeSandbox(JudgingOptions, RewardRule):
             raise RewardOptionError(f"code_sandbox: {error}") from error
 
     def prepare(self) -> str:
-        """Start the sandbox and say what it gives; a service has its own.
-
-        Raises:
-            MissingProtection: this host lacks a protection that ``require`` names.
-            SandboxError: it does not start.
-        """
+        """Start the sandbox and say what it gives; a service has its own. Raises ``MissingProtection``: this host lacks
+        a protection that ``require`` names; ``SandboxError``: it does not start."""
         if self._service is not None:
             return ""
         report = self._sandbox.start()

@@ -17,8 +17,6 @@ OWN_NUMBERS = ("score", "error_rate", "timeout_rate")
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A reward and its part in the score."""
-
     name: str
     reward: RewardFunction
     part: RewardComponentConfig = field(default_factory=RewardComponentConfig)
@@ -105,11 +103,8 @@ SECTION_KEYS = {
 
 
 def build_section(name: str, config: RewardConfig) -> GuardedReward | CompositeReward:
-    """The reward of a domain: the one that ``worker_cls`` names, or all of ``components`` as one.
-
-    Raises:
-        RewardOptionError: a reward that does not exist, or an option that it does not have or cannot use.
-    """
+    """The reward of a domain: the one that ``worker_cls`` names, or all of ``components`` as one. Raises
+    ``RewardOptionError``: a reward that does not exist, or an option that it does not have or cannot use."""
     if not config.components:
         limits = Limits(config.timeout, config.concurrency)
         return GuardedReward(name, build_reward(*reward_options(name, config), limits))
@@ -129,10 +124,8 @@ def reward_options(name: str, config: RewardConfig, component: str = "") -> tupl
     """Arguments of :func:`roll.rewards.build_reward` for the section ``rewards.<name>``, or one of its components.
 
     Without ``worker_cls`` the name of the component or the section is the reward's. The section's own keys are handed
-    to rewards that have the option; ``reward_kwargs`` takes precedence.
-
-    Raises:
-        RewardOptionError: the reward does not exist.
+    to rewards that have the option; ``reward_kwargs`` takes precedence. Raises ``RewardOptionError``: the reward does
+    not exist.
     """
     part = config.components[component] if component else config
     worker_cls = part.worker_cls or component or name

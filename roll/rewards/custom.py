@@ -36,10 +36,8 @@ class CustomReward(RewardFunction):
     everything.  It returns the score, or a dict with ``score`` and further numbers, which become metrics.  A function
     that names ``samples`` gets the batch as :class:`RewardSample`s, with its options, and returns a result for each.
     ``async`` functions run concurrently in an event loop.  An exception is logged with its traceback the first time and
-    becomes the error of the sample (of all samples of a batch), and so does a call that takes too long.
-
-    Raises:
-        RewardOptionError: an option that the function does not take.
+    becomes the error of the sample (of all samples of a batch), and so does a call that takes too long. Raises
+    ``RewardOptionError``: an option that the function does not take.
     """
 
     def __init__(
@@ -137,8 +135,6 @@ class CustomReward(RewardFunction):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits on time and concurrency."""
-
     timeout: float | None = None  # seconds for one sample; None: no limit
     concurrency: int = 32  # samples in flight at a time, where scoring them means waiting
 

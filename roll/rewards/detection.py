@@ -176,11 +176,6 @@ class Detection(RewardRule):
         text = after_thought(sample.response, sample.prompt) or ""
         answer = tagged_answer(text)
         given = read_boxes(text if answer is None else answer)
-        metrics = self.measure(given, wanted)
-        return RewardResult(self.score * metrics[self.metric], metrics)
-
-    def measure(self, given: Sequence[Box], wanted: Sequence[Box]) -> dict[str, float]:
-        """All numbers of a response, each 0..1."""
         given_labels, wanted_labels = (
             [None if box.label is None else box.label.strip().lower() for box in boxes] for boxes in (given, wanted)
         )
@@ -197,10 +192,11 @@ class Detection(RewardRule):
         precision = hits / len(given) if given else float(nothing)
         recall = hits / len(wanted) if wanted else float(nothing)
         most = max(len(given), len(wanted))
-        return {
+        metrics = {
             "mean_iou": sum(pairs) / most if most else 1.0,
             "precision": precision,
             "recall": recall,
             "f1": 2 * precision * recall / (precision + recall) if precision + recall else 0.0,
             "answered": float(bool(given)),
         }
+        return RewardResult(self.score * metrics[self.metric], metrics)

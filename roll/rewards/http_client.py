@@ -96,7 +96,6 @@ class JsonClient:
         return self._thread.run(post_all()) if bodies else []
 
     def close(self) -> None:
-        """Close connections and thread."""
         if self._client is not None:
             self._thread.run(self._client.aclose())
             self._client = None

@@ -13,8 +13,7 @@ from roll.config.installation import install_command
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.answers import after_thought
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure, read_json
-from roll.rewards.ifeval_instructions import CHECKS
-from roll.rewards.rlvr_ifeval import FUNCTIONS
+from roll.rewards.ifeval_instructions import CHECKS, FUNCTIONS
 
 MAX_LENGTH = 200_000  # characters that are looked at; no instruction needs more
 Instruction = tuple[str, dict[str, Any]]
@@ -79,11 +78,8 @@ def loosened(text: str) -> Iterator[str]:
 
 
 def read_instructions(sample: RewardSample) -> list[Instruction]:
-    """Types and arguments of a row's instructions, without null ones: published rows carry those of other types.
-
-    Raises:
-        ValueError: there are none, no such type, or an argument that it lacks.
-    """
+    """Types and arguments of a row's instructions, without null ones: published rows carry those of other types. Raises
+    ``ValueError``: there are none, no such type, or an argument that it lacks."""
     source = sample.row if sample.row.get("instruction_id_list") is not None else as_mapping(sample.ground_truth)
     if "func_name" in source:
         found = [(source["func_name"], source)]

@@ -178,11 +178,8 @@ BUILT_IN: dict[str, tuple[str, Extract, float | None, float | None]] = {
 
 
 def load_template(prompt: str) -> Template:
-    """The template that the option ``prompt`` means: a built-in name, a file, or the text itself.
-
-    Raises:
-        RewardOptionError: no such name or file, a mistake in the template, or a variable that it is not given.
-    """
+    """The template that the option ``prompt`` means: a built-in name, a file, or the text itself. Raises
+    ``RewardOptionError``: no such name or file, a mistake in the template, or a variable that it is not given."""
     text = prompt
     if prompt in BUILT_IN:
         template = resources.files(__package__) / "judge_templates" / BUILT_IN[prompt][0]

@@ -63,14 +63,8 @@ class ScoreReader:
             raise RewardOptionError(f"score_pattern belongs to extract: regex, not to {self.extract}")
 
     def read(self, choice: Mapping[str, Any]) -> tuple[float, float]:
-        """The score of one of a chat completion's ``choices``, and the number as the judge wrote it.
-
-        Args:
-            choice: one of the ``choices`` of a chat completion.
-
-        Raises:
-            NoScore: none is found, or it is out of bounds.
-        """
+        """The score of one of a chat completion's ``choices``, and the number as the judge wrote it. Raises
+        ``NoScore``: none is found, or it is out of bounds."""
         if self.extract == "logprob":
             raw = probability(choice, self.positive, self.negative)
         else:
@@ -131,11 +125,8 @@ class ScoreReader:
 
 
 def answer_text(choice: Mapping[str, Any]) -> str:
-    """The end of the judge's answer, without its thought.
-
-    Raises:
-        NoScore: there is none, or the thought never ended.
-    """
+    """The end of the judge's answer, without its thought. Raises ``NoScore``: there is none, or the thought never
+    ended."""
     message = choice.get("message")
     content = message.get("content") if isinstance(message, Mapping) else choice.get("text")
     if not isinstance(content, str):
@@ -147,11 +138,8 @@ def answer_text(choice: Mapping[str, Any]) -> str:
 
 
 def last_match(pattern: str, text: str, is_cut: bool) -> str | None:
-    """The group ``score`` of the last match; one at the very end of a text that was cut off could have gone on.
-
-    Raises:
-        NoScore: the pattern takes too long.
-    """
+    """The group ``score`` of the last match; one at the very end of a text that was cut off could have gone on. Raises
+    ``NoScore``: the pattern takes too long."""
     try:
         matches = list(regex.finditer(pattern, text, timeout=PATTERN_SECONDS))
     except TimeoutError:
@@ -180,11 +168,8 @@ def json_value(text: str, field: str) -> Any:
 
 
 def probability(choice: Mapping[str, Any], positive: str, negative: str) -> float:
-    """P(positive) / (P(positive) + P(negative)) of the first token, over all spellings (case, leading space).
-
-    Raises:
-        NoScore: the service gave no log-probs, or neither word is among the most probable tokens.
-    """
+    """P(positive) / (P(positive) + P(negative)) of the first token, over all spellings (case, leading space). Raises
+    ``NoScore``: the service gave no log-probs, or neither word is among the most probable tokens."""
     try:
         first = choice["logprobs"]["content"][0]
         listed: Sequence[Mapping[str, Any]] = first.get("top_logprobs") or [first]

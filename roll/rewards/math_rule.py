@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -24,12 +23,10 @@ from roll.datasets.forms import last_boxed, last_marked
 from roll.rewards.answers import (
     CURRENCIES,
     NUMERAL,
+    SOURCES,
     after_thought,
-    isolated_number,
     other_notation,
     parse_number,
-    stated_answer,
-    tagged_answer,
     value_in_base,
 )
 from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
@@ -38,13 +35,6 @@ from roll.rewards.units import quantity
 
 MAX_ANSWER = 1000  # characters; no answer to a question is longer, and algebra on it would only cost time
 
-_SOURCES: dict[str, Callable[[str], str | None]] = {
-    "boxed": last_boxed,
-    "marked": last_marked,
-    "tagged": tagged_answer,
-    "stated": stated_answer,
-    "number": isolated_number,
-}
 Source = Literal["boxed", "marked", "tagged", "stated", "number"]
 
 
@@ -76,7 +66,7 @@ class MathRule(RewardRule):
         # Numbers in prose say nothing about a truth that is none.
         sources = self.sources if is_number else [source for source in self.sources if source != "number"]
         text = after_thought(sample.response, sample.prompt) or ""
-        answer = next((found for found in (_SOURCES[source](text) for source in sources) if found), None)
+        answer = next((found for found in (SOURCES[source](text) for source in sources) if found), None)
         if answer is not None and len(top_level_items(gold)) > 1 and answer == last_boxed(text):
             answer = ", ".join(neighbouring_boxes(text))
         if answer is None or len(answer) > MAX_ANSWER:
@@ -273,11 +263,8 @@ class Verdict:
 class MathVerifier:
     """One helper process, started at first use if not before, and again when it had to be killed.
 
-    Calls may come from any thread; they are answered one after the other.  The limit works off the main thread, where
-    signals do not.
-
-    Args:
-        timeout: seconds of wall time for one comparison.
+    Calls may come from any thread; they are answered one after the other.  The limit, ``timeout`` seconds of wall time
+    for one comparison, works off the main thread, where signals do not.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -367,7 +354,6 @@ class MathVerifier:
         return process.returncode
 
     def close(self) -> None:
-        """End the helper process."""
         with self._lock:
             self._stop()
 

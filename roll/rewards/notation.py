@@ -10,7 +10,7 @@ from importlib import resources
 
 from roll.rewards.answers import in_words, without_periods
 
-_STYLES = {"\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac"}
+_STYLED = re.compile(r"\\[dtc]frac")
 _NAMES = {"~": " ", "\\#": ""}
 # Other spellings of a symbol, and the usual one.
 for _line in (resources.files("roll.rewards") / "notation.table").read_text(encoding="utf-8").splitlines():
@@ -317,6 +317,4 @@ def _in_latex(expression: str) -> str:
 
 def plain(expression: str) -> str:
     """Spelling without layout: spaces, dollars, ``\\left``, ``\\dfrac`` for ``\\frac``."""
-    for styled, simple in _STYLES.items():
-        expression = expression.replace(styled, simple)
-    return _LAYOUT.sub("", expression.strip())
+    return _LAYOUT.sub("", _STYLED.sub(r"\\frac", expression).strip())

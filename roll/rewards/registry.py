@@ -20,11 +20,8 @@ _PUBLISHED_PREFIX = "roll.pipeline.rlvr.rewards."
 
 
 def resolve_name(worker_cls: str) -> str:
-    """A short name or a dotted path for what ``worker_cls`` says; published class paths become short names.
-
-    Raises:
-        RewardNameError: a published reward that this version does not have, or an unknown name without a dot.
-    """
+    """A short name or a dotted path for what ``worker_cls`` says; published class paths become short names. Raises
+    ``RewardNameError``: a published reward that this version does not have, or an unknown name without a dot."""
     if worker_cls in REWARDS:
         return worker_cls
     known = ", ".join((*sorted(REWARDS), *offered("rewards")))
@@ -83,11 +80,8 @@ def build_reward(
 
 
 def option_names(worker_cls: str) -> set[str]:
-    """The options of a rule; empty for a user's own function.
-
-    Raises:
-        RewardOptionError: the reward does not exist.
-    """
+    """The options of a rule; empty for a user's own function. Raises ``RewardOptionError``: the reward does not
+    exist."""
     target = load_target(resolve_name(worker_cls))
     return {field.name for field in dataclasses.fields(target) if field.init} if isinstance(target, type) else set()
 

@@ -74,11 +74,8 @@ class RewardPool:
         self._idle: list[tuple[str, GuardedReward]] = []  # the longest unused first, each after its options as JSON
 
     def merged(self, options: object) -> dict[str, Any]:
-        """The service's options with those of a request.
-
-        Raises:
-            RewardOptionError: an option that is not for clients to choose.
-        """
+        """The service's options with those of a request. Raises ``RewardOptionError``: an option that is not for
+        clients to choose."""
         if not isinstance(options, Mapping):
             raise RewardOptionError("options: must be an object")
         for name, value in options.items():
@@ -98,12 +95,8 @@ class RewardPool:
         return {**self._own, **options}
 
     def score(self, content: bytes) -> list[dict[str, Any]]:
-        """The results of a request, as they are sent back.
-
-        Raises:
-            RewardOptionError, KeyError, TypeError, ValueError, AttributeError, RecursionError: a request that cannot be
-                understood.
-        """
+        """The results of a request, as they are sent back. Raises ``RewardOptionError, KeyError, TypeError, ValueError,
+        AttributeError, RecursionError``: a request that cannot be understood."""
         body = json.loads(content)
         if len(body["samples"]) > MAX_SAMPLES:
             raise ValueError(f"samples: at most {MAX_SAMPLES} a request")

@@ -6,15 +6,13 @@ import re
 import string
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
 
 import regex  # type: ignore[import-untyped]
 
-from roll.datasets.forms import last_boxed, last_marked
-from roll.rewards.answers import NUMERAL, after_thought, parse_number, tagged_answer
+from roll.rewards.answers import NUMERAL, SOURCES, after_thought, parse_number
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
 from roll.rewards.thoughts import opened_thought, split_thought
 
@@ -94,13 +92,6 @@ def extract_text(response: str, method: str) -> str | None:
 
 
 Source = Literal["response", "boxed", "marked", "tagged"]
-
-_SOURCES: dict[str, Callable[[str], str | None]] = {
-    "response": str.strip,
-    "boxed": last_boxed,
-    "marked": last_marked,
-    "tagged": tagged_answer,
-}
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -137,7 +128,7 @@ class _AgainstTexts(RewardRule):
         if not wanted:
             return failure(f"{self.name}: the row has no ground_truth")
         text = after_thought(sample.response, sample.prompt)
-        answer = None if text is None else _SOURCES[self.source](text)
+        answer = None if text is None else SOURCES[self.source](text)
         best = 0.0 if answer is None else max(self.compare(answer, truth) for truth in wanted)
         return RewardResult(self.score * best, {self.numbers[0]: best, "answered": float(answer is not None)})
 

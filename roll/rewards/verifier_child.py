@@ -103,10 +103,8 @@ def equivalent(gold: str, given: str, cpu_seconds: float) -> bool:
     """True if math-verify takes the two expressions for the same.
 
     An answer that would make huge numbers, or on which algebra fails or takes longer than ``cpu_seconds``, is not: to
-    leave it unjudged would let a policy escape its score.
-
-    Raises:
-        ValueError: the ground truth is no expression that it understands.
+    leave it unjudged would let a policy escape its score. Raises ``ValueError``: the ground truth is no expression that
+    it understands.
     """
     from math_verify import parse
 
@@ -136,11 +134,8 @@ def is_solved_inequality(expression: str) -> bool:
 
 
 def says_the_same(truth: list[Any], given: str) -> bool:
-    """Compare an answer with the forms of a truth.
-
-    Raises:
-        TooLarge: parsing the answer would take too long, or evaluating it make numbers far beyond those of the truth.
-    """
+    """Compare an answer with the forms of a truth. Raises ``TooLarge``: parsing the answer would take too long, or
+    evaluating it make numbers far beyond those of the truth."""
     from math_verify import parse, verify
 
     depths = accumulate((character in "([{") - (character in ")]}") for character in given)
@@ -286,11 +281,8 @@ class TooLarge(Exception):
 
 
 def height(expression: object, limit: float = MAX_BITS) -> float:
-    """An upper bound in bits on numerator and denominator of every number in the value; at most ``limit``.
-
-    Raises:
-        TooLarge: a part is beyond ``limit``.
-    """
+    """An upper bound in bits on numerator and denominator of every number in the value; at most ``limit``. Raises
+    ``TooLarge``: a part is beyond ``limit``."""
     bits = _height(expression, limit)
     if bits > limit:
         raise TooLarge

@@ -18,7 +18,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from roll.agents.tool_arguments import no_constant
+from roll.agents.call_formats import no_constant
 
 
 class Refusal(Exception):

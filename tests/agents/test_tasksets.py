@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from roll.agents import tasksets
+from roll.agents import programs
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.episode import Episode, Limits, Task
+from roll.agents.programs import TasksetError, number_of_tasks, taskset_options
 from roll.agents.registry import make_agent
-from roll.agents.tasksets import TasksetError, number_of_tasks, taskset_options
 from tests.agents.playing import Recorded, assert_trained_as_sampled, played
 from tests.agents.tasksets import FOLDER, PYTHON, needs_verifiers
 from tests.support.processes import have_ended
 
 THREE = Limits(3, context=1000)
-PROGRAM = Path(tasksets.__file__).with_name("taskset_program.py")
+PROGRAM = Path(programs.__file__).with_name("taskset_program.py")
 
 
 def play(

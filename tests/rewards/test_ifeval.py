@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from roll.config.installation import install_command
 from roll.rewards import RewardOptionError, RewardSample, build_reward
 from roll.rewards.ifeval import follows, loosened
-from roll.rewards.ifeval_instructions import CHECKS, count_sentences
-from roll.rewards.rlvr_ifeval import FUNCTIONS, _spans
+from roll.rewards.ifeval_instructions import CHECKS, FUNCTIONS, _spans, count_sentences
 
 GERMAN = "Der Garten hinter dem Haus ist im Sommer voller Blumen und die Kinder spielen dort gern."
 ENGLISH = "The garden behind the house is full of flowers in summer and the children like to play there."

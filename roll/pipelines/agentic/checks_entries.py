@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 
-from roll.agents.tasksets import is_taskset
+from roll.agents.programs import is_taskset
 from roll.config.checks.base import Checks, check_data_files
 from roll.config.reading.errors import closest
 from roll.pipelines.agentic.config import AgenticConfig, CustomEnvConfig

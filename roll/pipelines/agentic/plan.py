@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.agents.agent_options import Context, asks_the_run
-from roll.agents.tasksets import is_taskset, taskset_options
+from roll.agents.programs import is_taskset, taskset_options
 from roll.config.model_files import model_number
 from roll.config.pipelines import Written
 from roll.config.plan.planning import with_cache_length

@@ -16,8 +16,8 @@ from roll.agents.chat_ids import check_template
 from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Agent, Limits, Task
 from roll.agents.images import ChatImages
+from roll.agents.programs import is_taskset, number_of_tasks
 from roll.agents.registry import make_agent, make_verifier
-from roll.agents.tasksets import is_taskset, number_of_tasks
 from roll.agents.text_tools import TextTools, text_tool
 from roll.agents.tool_calls import detect_format
 from roll.agents.verifiers import ScoredAgent

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from roll.agents.agent_options import AgentOptionError, uses_tools
 from roll.agents.chat_ids import ChatTemplate, TemplateError, check_template
 from roll.agents.images import ChatImages
-from roll.agents.tasksets import TasksetError, is_taskset, number_of_tasks
+from roll.agents.programs import TasksetError, is_taskset, number_of_tasks
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_config, model_folder
 from roll.config.names import TEMPLATE_ENDINGS

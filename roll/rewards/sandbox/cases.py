@@ -32,8 +32,6 @@ _SETUP_KEYS = ("test_setup_code", "test_imports", "setup")
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """The cases of one row."""
-
     kind: Kind
     texts: list[str] = field(default_factory=list)  # `tests`: one source per case. `pytest`: the text of the file.
     setup: str = ""
@@ -54,10 +52,8 @@ class Cases:
 def read_cases(ground_truth: object, row: Mapping[str, Any]) -> Cases:
     """The cases of a row: its column ``test_cases``, else ``ground_truth``, else its columns themselves.
 
-    What tests only define is called.
-
-    Raises:
-        CaseError: there are none, they have no known shape, test nothing, or cannot work.
+    What tests only define is called. Raises ``CaseError``: there are none, they have no known shape, test nothing, or
+    cannot work.
     """
     given = row.get("test_cases") or ground_truth
     source = read_json(given) if given else row

@@ -34,8 +34,6 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings common to all processes of a sandbox."""
-
     preload: tuple[str, ...] = ()  # modules loaded once, so that programs import them for free
     readable: tuple[str, ...] = ()  # further paths that programs may read
     require: tuple[str, ...] = ()  # protections without which nothing runs
@@ -47,19 +45,13 @@ class Settings:
 
 @dataclass(eq=False)
 class Process:
-    """A sandboxed process."""
-
     sandbox: Sandbox
     number: int
     wall: float
     end: Future[Ended] = field(default_factory=Future)
 
     def wait(self) -> Ended:
-        """Wait for the process to end.
-
-        Raises:
-            SandboxError: the host could not run it.
-        """
+        """Wait for the process to end. Raises ``SandboxError``: the host could not run it."""
         try:
             ended = self.end.result(self.wall + END_GRACE)
         except TimeoutError:
@@ -86,11 +78,8 @@ class Sandbox:
         self.report: Report | None = None
 
     def start(self) -> Report:
-        """Start the zygote where none runs, and return the protections of this host.
-
-        Raises:
-            SandboxError: it does not start, or a required protection is missing.
-        """
+        """Start the zygote where none runs, and return the protections of this host. Raises ``SandboxError``: it does
+        not start, or a required protection is missing."""
         with self._lock:
             if self._zygote is None or self._zygote.poll() is not None or self._control is None:
                 self._stop()
@@ -105,11 +94,8 @@ class Sandbox:
     def spawn(
         self, program: str, descriptors: Sequence[int], limits: Limits, more: dict[str, Any] | None = None
     ) -> Process:
-        """Start ``program`` (see :mod:`~roll.rewards.sandbox.candidate`) on copies of ``descriptors``.
-
-        Raises:
-            SandboxError: the sandbox does not run.
-        """
+        """Start ``program`` (see :mod:`~roll.rewards.sandbox.candidate`) on copies of ``descriptors``. Raises
+        ``SandboxError``: the sandbox does not run."""
         self.start()
         number = next(self._numbers)
         process = Process(self, number, limits.wall)
@@ -198,7 +184,6 @@ class Sandbox:
         self._zygote = self._control = self._folder = None
 
     def close(self) -> None:
-        """End the zygote and every process."""
         with self._lock:
             if self._control is not None and self._zygote is not None:
                 # Wakes the listening thread, and the zygote cleans up and exits.

@@ -43,11 +43,8 @@ def readable_paths(extra: Sequence[str] = ()) -> list[str]:
 
 
 def enter_view(readable: Sequence[str]) -> None:
-    """Make the calling process's own mount namespace contain ``readable``, a few devices and an empty ``/tmp``.
-
-    Raises:
-        OSError: this host does not let the process mount.
-    """
+    """Make the calling process's own mount namespace contain ``readable``, a few devices and an empty ``/tmp``. Raises
+    ``OSError``: this host does not let the process mount."""
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     # The mount of the new root may hide a source: hold them all before.
     sources = {path: os.open(path, os.O_PATH) for path in (*readable, *DEVICES) if not os.path.islink(path)}
@@ -115,14 +112,8 @@ def make_folder(parent: str | None, uid: int | None) -> str | None:
 def remove_tree(path: str, budget: int | None = None) -> None:
     """Remove a folder of any depth and with any permissions; every process that could still change it must have ended.
 
-    Without recursion and without long paths: each nested folder is moved up to the top before it is emptied.
-
-    Args:
-        budget: entries to remove at most; None: all.
-
-    Raises:
-        OutOfBudget: some are left.
-        OSError: it cannot be removed.
+    Without recursion and without long paths: each nested folder is moved up to the top before it is emptied. Raises
+    ``OutOfBudget``: more than ``budget`` entries (None: no limit), some are left; ``OSError``: it cannot be removed.
     """
     steps = itertools.count()
     mark = secrets.token_hex(8)
@@ -167,11 +158,7 @@ def holds_too_much(path: str, size: int) -> bool:
 
 
 def sizes_below(folder: int, depth: int = 0) -> Iterator[int]:
-    """Bytes of each entry.
-
-    Raises:
-        OutOfBudget: it is too deep.
-    """
+    """Bytes of each entry. Raises ``OutOfBudget``: it is too deep."""
     if depth > _MAX_DEPTH:
         raise OutOfBudget
     with os.scandir(folder) as entries:
@@ -191,11 +178,8 @@ def listed(folder: int) -> list[tuple[str, bool]]:
 
 @contextlib.contextmanager
 def opened(path: str, parent: int | None = None) -> Iterator[int]:
-    """Open a folder, after restoring all rights to its owner. Symbolic links are not followed.
-
-    Raises:
-        OSError: it is no folder, or someone else's.
-    """
+    """Open a folder, after restoring all rights to its owner. Symbolic links are not followed. Raises ``OSError``: it
+    is no folder, or someone else's."""
     flags = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         folder = os.open(path, os.O_RDONLY | flags, dir_fd=parent)
@@ -224,15 +208,12 @@ _NAMESPACES = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | k
 
 
 def find_means(without: Set[str], landlock_abi: int | None = None) -> tuple[Means, object]:
-    """Find what this host permits, and enter all namespaces or none: as root, else in a user namespace, where any user
-    is root.
+    """The means that this host permits, and an object that must live as long as this process. Enters all namespaces or
+    none: as root, else in a user namespace, where any user is root.
 
     Args:
         without: names of :data:`~roll.rewards.sandbox.protections.MEANS` that are left unused.
         landlock_abi: the highest version of Landlock to use; None: the kernel's.
-
-    Returns:
-        The means, and an object that must live as long as this process.
     """
     abi = 0 if "landlock" in without else min(kernel.landlock_abi(), landlock_abi or LATEST_ABI)
     means = Means(landlock=abi, seccomp="seccomp" not in without and seccomp.supported())

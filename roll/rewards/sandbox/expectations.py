@@ -48,11 +48,7 @@ _NAMESPACES = frozenset(("globals", "locals", "vars"))
 
 def lines_with_copies(trees: Sequence[ast.Module], own: Set[str]) -> list[list[int]]:
     """For each source (``trees``: in the order in which they run) the lines on which the response must get copies of
-    its arguments; ``own``: names that the tests bind or import themselves, the response's aside.
-
-    Returns:
-        For each source the lines on which the response gets copies of its arguments.
-    """
+    its arguments; ``own``: names that the tests bind or import themselves, the response's aside."""
     callables = Callables(own | set(dir(builtins)), trees)
     module_level = Scope(callables, list(enumerate(trees)))
     functions = [(number, node) for number, tree in enumerate(trees) for node in outermost_functions(tree)]

@@ -62,15 +62,11 @@ def text_of(error: BaseException) -> str:
 
 
 def run(job: bytes, channel: Channel, verdicts: int) -> None:
-    """Run the tests of a job and write verdicts: JSON with ``case_timeout``, ``object_operators``, the ``preparation``
-    (:func:`~roll.rewards.sandbox.snippets.preparation`), and one of ``tests``, ``calls`` or ``pytest`` (a file's text).
+    """Run the tests of a job with the response's process at ``channel``, and write to the descriptor ``verdicts``.
 
-    Args:
-        job: JSON with ``case_timeout``, ``object_operators``, the result of
-            :func:`~roll.rewards.sandbox.snippets.preparation`, and one of ``tests`` (sources, each a case), ``calls``
-            or ``pytest`` (the text of a file).
-        channel: to the response's process.
-        verdicts: the descriptor that verdicts go to.
+    The job is JSON with ``case_timeout``, ``object_operators``, the ``preparation``
+    (:func:`~roll.rewards.sandbox.snippets.preparation`), and one of ``tests`` (sources, each a case), ``calls`` or
+    ``pytest`` (the text of a file).
     """
     settings = json.loads(job)
     report = Verdicts(verdicts)

@@ -24,8 +24,6 @@ COMMAND_PROCESSES = 32  # processes at a time of a command: a shell and what it 
 
 @dataclass(kw_only=True)
 class JudgingOptions:
-    """Options of a reward that runs and judges programs."""
-
     limits: Limits = field(init=False)  # `wall`: seconds for all cases of a source
     partial: bool = True  # count the share of passed cases; false: all or nothing
     case_timeout: float = 6.0  # seconds for one case; after one that takes longer the rest count as failed
@@ -41,8 +39,6 @@ class JudgingOptions:
 
 @dataclass(slots=True)
 class Outcome:
-    """Outcome of a source's cases."""
-
     total: int
     passed: int = 0
     compile_error: bool = False
@@ -58,12 +54,8 @@ class Outcome:
 
 
 def judge(sandbox: Sandbox, source: str, cases: Cases, options: JudgingOptions) -> Outcome:
-    """Run a source against its cases. Whatever the source does is an outcome, not an error.
-
-    Raises:
-        SandboxError: the host could not run it.
-        CaseError: the tests want what the sandbox cannot do.
-    """
+    """Run a source against its cases. Whatever the source does is an outcome, not an error. Raises ``SandboxError``:
+    the host could not run it; ``CaseError``: the tests want what the sandbox cannot do."""
     outcome = Outcome(total=cases.count)
     deadline = time.monotonic() + options.limits.wall
     # A lone surrogate has no UTF-8; a source that holds one would not be read anyway.

@@ -116,14 +116,8 @@ def landlock_abi() -> int:
 
 def restrict_files(readable: Sequence[str], writable: Sequence[str], version: int) -> None:
     """Restrict this process to these paths and what lies below them, and where the kernel can also refuse it TCP and
-    signals to other processes.
-
-    Args:
-        version: of Landlock's interface, 1 to :func:`landlock_abi`.
-
-    Raises:
-        OSError: the kernel has no Landlock.
-    """
+    signals to other processes. ``version``: of Landlock's interface, 1 to :func:`landlock_abi`. Raises ``OSError``: the
+    kernel has no Landlock."""
     # Each version knows more kinds of access; a kind that is not named here would stay allowed.
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     attributes = struct.pack(

@@ -28,8 +28,6 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """End of a sandboxed process."""
-
     code: int  # exit status, or minus the signal that killed it
     timed_out: bool = False  # killed at the wall time limit
     error: str | None = None  # why the host could not run it; the other fields then mean nothing

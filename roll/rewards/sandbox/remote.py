@@ -80,12 +80,8 @@ class Remote(Side):
         self._channel.deadline = time.monotonic() + seconds
 
     def ask(self, operation: str, *args: object, **kwargs: object) -> Any:
-        """Perform an operation of :class:`roll.rewards.sandbox.candidate.Server` over there.
-
-        Raises:
-            ResponseGone: no answer.
-            Exception: what the response raised, as the built-in exception that it derives from.
-        """
+        """Perform an operation of :class:`roll.rewards.sandbox.candidate.Server` over there. Raises ``ResponseGone``:
+        no answer; ``Exception``: what the response raised, as the built-in exception that it derives from."""
         try:
             request: dict[str, Any] = {"do": operation, "args": [self.encode(item) for item in args]}
             if kwargs:
@@ -165,11 +161,8 @@ class Remote(Side):
         return self.gone
 
     def exchange(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request (the first is the tests' preparation), serve callbacks, and return the answer.
-
-        Raises:
-            ResponseGone: no answer.
-        """
+        """Send a request (the first is the tests' preparation), serve callbacks, and return the answer. Raises
+        ``ResponseGone``: no answer."""
         self.require_answers()
         try:
             with self._turn:
@@ -270,11 +263,8 @@ def restore(argument: object, after: Any) -> None:
 
 
 def read_input(prompt: str) -> str:
-    """The answer of the tests' own ``input``, if they have replaced it, else a line of their standard input.
-
-    Raises:
-        EOFError: there is no more.
-    """
+    """The answer of the tests' own ``input``, if they have replaced it, else a line of their standard input. Raises
+    ``EOFError``: there is no more."""
     if builtins.input is not _INPUT:
         return str(builtins.input(prompt))
     sys.stdout.write(prompt)

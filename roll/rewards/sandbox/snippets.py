@@ -39,18 +39,14 @@ Method = tuple[str, str]  # a class and one of its methods
 
 @functools.lru_cache(maxsize=512)
 def prepared(texts: tuple[str, ...], setup: str, entry_point: str) -> str | tuple[tuple[str, Method | None], ...]:
-    """Make the sources that judge a response, one for each case or one for all.
+    """The sources that judge a response: one per case, with the method of a unittest class that runs after it; or the
+    text of a pytest file. Raises ``CaseError``: the tests are no Python, test nothing, or need what the sandbox does
+    not have.
 
     Args:
         texts: the tests, executed one after the other in one namespace.
         setup: executed before them.
         entry_point: what a ``check(candidate)`` is called with; empty: none named.
-
-    Returns:
-        One source per case, with the method of a unittest class that runs after it; or the text of a pytest file.
-
-    Raises:
-        CaseError: they are no Python, test nothing, or need what the sandbox does not have.
     """
     pieces = [Piece(f"test {number}", text, entry_point) for number, text in enumerate(texts)]
     whole = [Piece("the set-up", setup, entry_point), *pieces]
@@ -127,11 +123,8 @@ class Piece:
         )
 
     def calls(self, only_checks: bool = False) -> list[tuple[str, Method | None]]:
-        """A source or a method for each test that nothing calls; ``only_checks``: of ``check(candidate)`` alone.
-
-        Raises:
-            CaseError: a ``check(candidate)`` without an entry point.
-        """
+        """A source or a method for each test that nothing calls; ``only_checks``: of ``check(candidate)`` alone. Raises
+        ``CaseError``: a ``check(candidate)`` without an entry point."""
         calls: list[tuple[str, Method | None]] = []
         for node in self._functions:
             takes = takes_candidate(node)
@@ -171,7 +164,6 @@ class Piece:
 
 
 def names_in(*nodes: ast.AST) -> set[str]:
-    """Names anywhere in the nodes."""
     return {node.id for each in nodes for node in ast.walk(each) if isinstance(node, ast.Name)}
 
 
@@ -218,11 +210,8 @@ def star_names(tree: ast.AST) -> set[str]:
 
 
 def as_pytest_file(setup: str, pieces: Iterable[Piece]) -> str:
-    """One file; what a piece executes at its top becomes a test of its own.
-
-    Raises:
-        CaseError: this Python has no pytest.
-    """
+    """One file; what a piece executes at its top becomes a test of its own. Raises ``CaseError``: this Python has no
+    pytest."""
     if importlib.util.find_spec("pytest") is None:
         raise CaseError("the tests have fixtures or parameters of pytest, which is not installed here")
     parts = [setup]
@@ -321,13 +310,10 @@ def unsupported(node: ast.AST, mocks: bool) -> str | None:
 
 @functools.lru_cache(maxsize=512)
 def preparation(sources: tuple[str, ...]) -> dict[str, Any]:
-    """Information on the tests that both processes get before any of them runs.
-
-    Returns:
-        ``classes`` that only hold data, and the ``prelude`` that defines them; ``expects_ends``: whether
-        ``StopIteration`` may reach the tests; ``copies``: for each source the lines on which the response gets copies
-        of its arguments; ``imports`` without which no test can pass.
-    """
+    """Information on the tests that both processes get before any of them runs: ``classes`` that only hold data, and
+    the ``prelude`` that defines them; ``expects_ends``: whether ``StopIteration`` may reach the tests; ``copies``: for
+    each source the lines on which the response gets copies of its arguments; ``imports`` without which no test can
+    pass."""
     trees = [ast.parse(source) for source in sources]
     own = set().union(*(bound_names(tree) | star_names(tree) for tree in trees))
     # Classes of the tests that only hold data, such as ``ListNode``. Nothing that a class can do is handed to the

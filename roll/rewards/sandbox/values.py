@@ -91,12 +91,8 @@ def shared_class(module: str, name: str) -> type:
 
 
 def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:
-    """The value of what :func:`encode` gave, or what a hostile process pretends that it gave.
-
-    Args:
-        data: what :func:`encode` gave, or what a hostile process pretends that it gave.
-        other: decodes what ``other`` of :func:`encode` encoded.
-    """
+    """The value of what :func:`encode` gave, or what a hostile process pretends that it gave; ``other`` decodes what
+    that of :func:`encode` encoded."""
     if isinstance(data, list):
         return [decode(item, other) for item in data]
     if not isinstance(data, dict):
@@ -126,13 +122,8 @@ def decode(data: Encoded, other: Callable[[dict[str, Any]], Any]) -> Any:
 
 
 class Side:
-    """One side of a channel: its values as data and back. Objects of the tests' data classes keep their identity.
-
-    Args:
-        mark: begins the keys that this side gives to such objects.
-        names: their classes.
-        find_class: this side's class of a name.
-    """
+    """One side of a channel: its values as data and back. Objects of the tests' data classes (``names``, here found by
+    ``find_class``) keep their identity, by keys that begin with this side's ``mark``."""
 
     def __init__(self, mark: str, names: Sequence[str], find_class: Callable[[str], Any]) -> None:
         self._mark = mark

@@ -44,8 +44,6 @@ WARM = """
 
 @dataclass
 class Child:
-    """A running process."""
-
     number: int
     pid: int
     pidfd: int
@@ -58,8 +56,6 @@ class Child:
 
 
 class Zygote:
-    """Forks on request."""
-
     def __init__(
         self, control: socket.socket, means: Means, readable: list[str], own_namespace: int | None, folder: str | None
     ) -> None:
@@ -167,11 +163,7 @@ class Zygote:
         proc: bool = False,
     ) -> tuple[int, int]:
         """A new process confines itself and then runs ``program`` on descriptors 0, 1, 2, ...: its id, and a descriptor
-        from which ``CONFINED`` can be read, or why it has run nothing.
-
-        Returns:
-            Its id, and a descriptor from which ``CONFINED`` can be read, or why it has run nothing.
-        """
+        from which ``CONFINED`` can be read, or why it has run nothing."""
         self._enter_next_namespace()
         # Non-blocking: a process that was killed before it wrote must not hold up all others here.
         reading, writing = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
