@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from roll.models.attention_setup import use_layout_attention
 from roll.models.invariant import make_invariant
+from roll.models.kernels import use_products
+from roll.models.layout_setup import use_layout_attention
 from roll.models.layouts import tree_layout
 from roll.models.log_probs import ResponseModel
-from roll.models.products import use_products
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.hf_infer.decoder import FusedDecoder
 from roll.strategies.hf_infer.engine import GenerationEngine

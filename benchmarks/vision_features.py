@@ -21,7 +21,7 @@ from PIL import Image
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.measuring import clock
-from roll.models.attention_setup import use_layout_attention
+from roll.models.layout_setup import use_layout_attention
 from roll.models.layouts import packed_layout, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.vision import PROMPT_KEYS, with_images

@@ -35,8 +35,8 @@ from roll.config.roles import ModelArguments, StrategyArguments, TrainingArgumen
 from roll.distributed import Cluster, ResourceManager, ray_runtime
 from roll.platforms import current_platform
 from roll.protocol.metrics import to_floats
-from roll.weight_sync.encoding import DeltaEncoder, SyncOptions, iter_buckets
-from roll.weight_sync.sender import RayEngines, Update, WeightSender, WeightSync, build_transport
+from roll.weight_sync.encoding import DeltaEncoder, SyncOptions, Update, iter_buckets
+from roll.weight_sync.sender import RayEngines, WeightSender, WeightSync, build_transport
 from roll.workers import GENERATION_WORKER, TRAIN_WORKER
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import TrainWorker

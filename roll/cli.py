@@ -156,8 +156,7 @@ def _perform(loaded: LoadedConfig[Any], work: Callable[[], int | None]) -> int:
 def run_supervised(loaded: LoadedConfig[Any]) -> int:
     """Run in a process of its own, which is restarted when it dies; its exit status."""
     from roll.checkpoint.folders import CheckpointDamagedError, verify_folder
-    from roll.checkpoint.manager import newest_at
-    from roll.checkpoint.store import is_url
+    from roll.checkpoint.store import is_url, newest_at
     from roll.distributed.restarts import Supervisor, python_path
 
     # The run must find the user's own modules where this process finds them.

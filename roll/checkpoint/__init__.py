@@ -4,7 +4,7 @@
 captures random number generators. That module imports torch, so it is not imported here.
 """
 
-from roll.checkpoint.folders import CheckpointDamagedError
-from roll.checkpoint.manager import Checkpoint, CheckpointManager
+from roll.checkpoint.folders import Checkpoint, CheckpointDamagedError
+from roll.checkpoint.manager import CheckpointManager
 
 __all__ = ["Checkpoint", "CheckpointDamagedError", "CheckpointManager"]

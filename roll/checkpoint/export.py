@@ -34,7 +34,7 @@ from roll.config.run import RESOLVED_CONFIG
 from roll.models.build import DTYPES, auto_class, checked_config, folder_config
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_file_name, adapter_names, base_name, is_adapter, merged_weight
-from roll.models.text_part import whole_config
+from roll.models.stored import whole_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -192,8 +192,7 @@ def expected_model(trained: TrainedModel, rounding: Rounding) -> PreTrainedModel
             live[weight].copy_(merged_weight(live[weight], down, up, scaling))
         for parameter in model.parameters():
             parameter.copy_(rounding(parameter))
-    whole: PreTrainedModel = model.eval()
-    return whole
+    return model.eval()
 
 
 def reloaded_model(trained: TrainedModel, form: str, path: Path) -> PreTrainedModel:
@@ -210,8 +209,7 @@ def reloaded_model(trained: TrainedModel, form: str, path: Path) -> PreTrainedMo
         model = load(path.parent, gguf_file=path.name, config=config)
     else:
         model = load(path)
-    loaded: PreTrainedModel = model.eval()
-    return loaded
+    return model.eval()
 
 
 @torch.no_grad()

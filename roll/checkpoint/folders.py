@@ -12,9 +12,10 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 MANIFEST_NAME = "manifest.json"
 SUPERSEDED = "superseded-"
 """Prefix of the names of checkpoints of a branch that the run has left."""
+CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 _FORMAT = 1
 # hashlib releases the interpreter lock, so threads hash several files at once; more than a few only fight for the disk.
 _HASH_THREADS = min(8, os.cpu_count() or 1)
@@ -242,3 +244,52 @@ def _is_locked(lock: Path, remove: bool = False) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk: ``path`` is its folder, ``step`` the number in its name."""
+
+    path: Path
+    step: int
+
+    def role(self, name: str) -> Path:
+        """The folder that the role ``name`` (``actor_train``, ``critic``, ...) wrote.
+
+        Raises:
+            FileNotFoundError: the checkpoint was written by a run without this role.
+        """
+        folder = self.path / name
+        if not folder.is_dir():
+            roles = sorted(entry.name for entry in self.path.iterdir() if entry.is_dir())
+            raise FileNotFoundError(f"{self.path} holds nothing for role {name!r}; it holds {', '.join(roles)}")
+        return folder
+
+
+def step_of(name: str) -> int:
+    match = CHECKPOINT_NAME.fullmatch(name)
+    assert match is not None, name
+    return int(match.group(1))
+
+
+def checkpoints_in(folder: Path) -> list[Checkpoint]:
+    """Folders of this name in ``folder``, whole or not."""
+    if not folder.is_dir():
+        return []
+    found = [entry for entry in folder.iterdir() if entry.is_dir() and CHECKPOINT_NAME.fullmatch(entry.name)]
+    return [Checkpoint(entry, step_of(entry.name)) for entry in found]
+
+
+def latest_of(folders: Sequence[Path], contents: bool = True) -> Checkpoint | None:
+    """The whole checkpoint with the highest step; damaged ones are skipped and, if ``contents`` are read, logged."""
+    candidates = [candidate for folder in folders for candidate in checkpoints_in(folder)]
+    # The sort is stable: at equal steps the copy in the first folder stays in front.
+    for candidate in sorted(candidates, key=lambda candidate: -candidate.step):
+        try:
+            verify_folder(candidate.path, contents)
+        except CheckpointDamagedError as error:
+            if contents:
+                logger.warning("skipped a damaged checkpoint: %s", error)
+        else:
+            return candidate
+    return None

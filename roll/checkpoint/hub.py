@@ -51,12 +51,6 @@ def push(folder: Path, repository: str, public: bool) -> str:
 
     Raises:
         OSError: the hub refuses, or cannot be reached.
-
-    Args:
-        public: of a new repository; one that exists keeps its visibility.
-
-    Returns:
-        URL of the repository.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the httpx that it was built on

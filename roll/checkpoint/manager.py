@@ -1,61 +1,126 @@
 """The checkpoints of a run: ``<root>/checkpoint-<step>/``, each holding one folder per role and the pipeline's state.
 
 A checkpoint is whole or absent. It is written into a hidden sibling folder, flushed, given a manifest (sizes and hashes
-of all files) and renamed; one that does not match its manifest is skipped, with the reason in the log.
+of all files) and renamed; one that does not match its manifest is skipped, with the reason in the log. Where
+the run names a metric, one of them is the best.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-import re
+import math
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
-from roll.checkpoint.best import BEST_LINK, BestCheckpoint
 from roll.checkpoint.folders import (
+    CHECKPOINT_NAME,
     MANIFEST_NAME,
     SUPERSEDED,
+    Checkpoint,
     CheckpointDamagedError,
     atomic_folder,
+    checkpoints_in,
     flush_folder,
+    latest_of,
     remove_folder,
+    step_of,
     supersede,
     sweep,
     verify_folder,
     write_manifest,
 )
-from roll.checkpoint.store import ObjectStore, is_url
+from roll.checkpoint.store import ObjectStore, is_url, newest_at
 from roll.config.run import CheckpointConfig
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"checkpoint-(\d+)")
+BEST_LINK, _BEST_RECORD = "best", "best.json"
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A whole checkpoint on disk: ``path`` is its folder, ``step`` the number in its name."""
+class BestCheckpoint:
+    """The best checkpoint by a metric: it is never pruned, and the link ``best`` leads to it.
 
-    path: Path
-    step: int
+    Values by step are kept in ``best.json`` next to the checkpoints, so that a resumed run knows them. The value logged
+    at step n was measured with the weights after n steps: those of ``checkpoint-n``.
 
-    def role(self, name: str) -> Path:
-        """The folder that the role ``name`` (``actor_train``, ``critic``, ...) wrote.
+    Args:
+        root: the folder of the checkpoints.
+        config: names the metric.
+    """
 
-        Raises:
-            FileNotFoundError: the checkpoint was written by a run without this role.
-        """
-        folder = self.path / name
-        if not folder.is_dir():
-            roles = sorted(entry.name for entry in self.path.iterdir() if entry.is_dir())
-            raise FileNotFoundError(f"{self.path} holds nothing for role {name!r}; it holds {', '.join(roles)}")
-        return folder
+    def __init__(self, root: Path, config: CheckpointConfig) -> None:
+        self.metric, self.mode = str(config.keep_best_metric), config.keep_best_mode
+        self._record = root / _BEST_RECORD
+        self._values: dict[int, float] = self._read()
+        self._seen: set[str] = set()
+        self._linked: str | None = None
+
+    def measured(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics logged at ``step``."""
+        value = metrics.get(self.metric)
+        if value is None:
+            # Only for the warning at the end, which a metric that was logged once makes needless.
+            if not self._values:
+                self._seen.update(metrics)
+        elif math.isfinite(value):
+            self._values[step] = value
+            self._write()
+
+    def best_of(self, steps: Collection[int]) -> int | None:
+        """The step with the best value, the earliest of equal ones; None where none of them has been measured."""
+        measured = [step for step in sorted(steps) if step in self._values]
+        sign = 1.0 if self.mode == "max" else -1.0
+        return max(measured, key=lambda step: (sign * self._values[step], -step), default=None)
+
+    def link(self, root: Path, name: str) -> None:
+        """Let ``root/best`` lead to the checkpoint ``name``."""
+        link, new = root / BEST_LINK, root / f".{BEST_LINK}.new"
+        if self._linked == name and link.is_symlink():
+            return
+        # Made beside it and renamed over it: a reader finds the old link or the new one, never none.
+        new.unlink(missing_ok=True)
+        new.symlink_to(name)
+        new.replace(link)
+        self._linked = name
+        step = int(name.rpartition("-")[2])
+        logger.info("best checkpoint so far: %s (%s %g)", root / name, self.metric, self._values[step])
+
+    def forget_after(self, step: int) -> None:
+        """Drop the values of later steps, which belong to a branch that the run has left."""
+        self._values = {at: value for at, value in self._values.items() if at <= step}
+        self._write()
+
+    def check_measured(self) -> None:
+        """Warn if the metric was never logged."""
+        if not self._values and self._seen:
+            logger.warning(
+                "checkpoint_config.keep_best_metric: %s was never logged; logged were %s",
+                self.metric,
+                ", ".join(sorted(self._seen)),
+            )
+
+    def _read(self) -> dict[int, float]:
+        try:
+            record = json.loads(self._record.read_text(encoding="utf-8"))
+            is_same = (record["metric"], record["mode"]) == (self.metric, self.mode)
+            return {int(step): float(value) for step, value in record["values"].items()} if is_same else {}
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s is not readable (%r): the best checkpoint is looked for anew", self._record, error)
+            return {}
+
+    def _write(self) -> None:
+        self._record.parent.mkdir(parents=True, exist_ok=True)
+        record = {"metric": self.metric, "mode": self.mode, "values": self._values}
+        new = self._record.with_name(f".{_BEST_RECORD}.new")
+        new.write_text(json.dumps(record) + "\n", encoding="utf-8")
+        new.replace(self._record)
 
 
 class CheckpointManager:
@@ -128,11 +193,11 @@ class CheckpointManager:
         Raises:
             OSError: the store does not answer.
         """
-        found = _latest(self._folders)
+        found = latest_of(self._folders)
         if self.store is not None:
-            for name in _later(self.store, found):
+            for name in self.store.later_than(found.step if found else None):
                 try:
-                    return Checkpoint(self.store.fetch(name, self.root), _step(name))
+                    return Checkpoint(self.store.fetch(name, self.root), step_of(name))
                 except CheckpointDamagedError as error:
                     logger.warning("skipped a damaged checkpoint in %s: %s", self.store, error)
         return found
@@ -155,7 +220,7 @@ class CheckpointManager:
             return found
         if is_url(resume_from_checkpoint):
             store, name = newest_at(resume_from_checkpoint, None if self.store is None else self.store.options)
-            return Checkpoint(store.fetch(name, self.root), _step(name))
+            return Checkpoint(store.fetch(name, self.root), step_of(name))
         try:
             return self.find(Path(resume_from_checkpoint).expanduser())
         except FileNotFoundError as error:
@@ -174,9 +239,9 @@ class CheckpointManager:
         """
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a folder")
-        if _NAME.fullmatch(path.name) or (path / MANIFEST_NAME).exists():
+        if CHECKPOINT_NAME.fullmatch(path.name) or (path / MANIFEST_NAME).exists():
             return Checkpoint(path, verify_folder(path, contents).step)
-        found = _latest([path], contents)
+        found = latest_of([path], contents)
         if found is None:
             raise FileNotFoundError(f"{path} holds no whole checkpoint-<step> folder")
         return found
@@ -187,11 +252,11 @@ class CheckpointManager:
         A run that continues from an older checkpoint calls this first; its own next resumption would otherwise find the
         later checkpoints of the branch that it has left.
         """
-        for checkpoint in [one for folder in self._folders for one in _checkpoints(folder) if one.step > step]:
+        for checkpoint in [one for folder in self._folders for one in checkpoints_in(folder) if one.step > step]:
             superseded = supersede(checkpoint.path)
             logger.warning("resuming from step %d: %s is now %s", step, checkpoint.path, superseded.name)
         if self.store is not None:
-            for name in _later(self.store, Checkpoint(self.root, step)):
+            for name in self.store.later_than(step):
                 self.store.rename(name, f"{SUPERSEDED}{name}")
                 logger.warning("resuming from step %d: %s/%s is set aside", step, self.store, name)
         if self.best is not None:
@@ -245,7 +310,7 @@ class CheckpointManager:
         """Let the link ``best`` lead to the best of the checkpoints that are there; its step."""
         if self.best is None:
             return None
-        step = self.best.best_of([checkpoint.step for checkpoint in _checkpoints(self.root)])
+        step = self.best.best_of([checkpoint.step for checkpoint in checkpoints_in(self.root)])
         if step is not None and not self._removes_local:
             self.best.link(self.root, f"checkpoint-{step}")
         # exists() follows the link: one that leads to a removed checkpoint is dropped.
@@ -260,7 +325,7 @@ class CheckpointManager:
         with self._lock:
             pending = set(self._pending)
         whole = []
-        for checkpoint in sorted(_checkpoints(self.root), key=lambda checkpoint: -checkpoint.step):
+        for checkpoint in sorted(checkpoints_in(self.root), key=lambda checkpoint: -checkpoint.step):
             try:
                 if checkpoint.step not in pending:  # else another thread may be about to remove it
                     # Sizes only: reading all checkpoints at every save would cost more than writing one.
@@ -273,36 +338,6 @@ class CheckpointManager:
             if checkpoint.step not in pending and checkpoint.step != best:
                 remove_folder(checkpoint.path)
                 logger.info("removed %s (max_ckpt_to_keep: %d)", checkpoint.path, self._max_to_keep)
-
-
-def newest_at(url: str, options: Mapping[str, Any] | None) -> tuple[ObjectStore, str]:
-    """The store and name of a checkpoint at a URL, or of the newest below it.
-
-    Raises:
-        FileNotFoundError: there is none.
-        OSError: the store does not answer.
-    """
-    parent, _, name = url.rstrip("/").rpartition("/")
-    if _NAME.fullmatch(name):
-        store = ObjectStore(parent, options)
-        if name in store.names():
-            return store, name
-    else:
-        store = ObjectStore(url, options)
-        if names := _later(store):
-            return store, names[0]
-    raise FileNotFoundError(f"resume_from_checkpoint: {url} holds no whole checkpoint-<step>")
-
-
-def _later(store: ObjectStore, than: Checkpoint | None = None) -> list[str]:
-    names = [name for name in store.names() if _NAME.fullmatch(name)]
-    return sorted((name for name in names if than is None or _step(name) > than.step), key=_step, reverse=True)
-
-
-def _step(name: str) -> int:
-    match = _NAME.fullmatch(name)
-    assert match is not None, name
-    return int(match.group(1))
 
 
 def probable_checkpoint(
@@ -325,34 +360,13 @@ def probable_checkpoint(
     if resume_from_checkpoint is False:
         return None
     if resume_from_checkpoint is True:
-        found = _latest(folders, contents=False)
-        later = [] if store is None else _later(store, found)
-        return Checkpoint(store.fetch_some(later[0], file_names), _step(later[0])) if store and later else found
+        found = latest_of(folders, contents=False)
+        later = [] if store is None else store.later_than(found.step if found else None)
+        return Checkpoint(store.fetch_some(later[0], file_names), step_of(later[0])) if store and later else found
     if is_url(resume_from_checkpoint):
         of_url, name = newest_at(resume_from_checkpoint, None if store is None else store.options)
-        return Checkpoint(of_url.fetch_some(name, file_names), _step(name))
+        return Checkpoint(of_url.fetch_some(name, file_names), step_of(name))
     try:
         return CheckpointManager.find(Path(resume_from_checkpoint).expanduser(), contents=False)
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}; name a checkpoint-<step>, or write true for the latest") from error
-
-
-def _checkpoints(folder: Path) -> list[Checkpoint]:
-    if not folder.is_dir():
-        return []
-    found = [entry for entry in folder.iterdir() if entry.is_dir() and _NAME.fullmatch(entry.name)]
-    return [Checkpoint(entry, _step(entry.name)) for entry in found]
-
-
-def _latest(folders: Sequence[Path], contents: bool = True) -> Checkpoint | None:
-    candidates = [candidate for folder in folders for candidate in _checkpoints(folder)]
-    # The sort is stable: at equal steps the copy in the first folder stays in front.
-    for candidate in sorted(candidates, key=lambda candidate: -candidate.step):
-        try:
-            verify_folder(candidate.path, contents)
-        except CheckpointDamagedError as error:
-            if contents:
-                logger.warning("skipped a damaged checkpoint: %s", error)
-        else:
-            return candidate
-    return None

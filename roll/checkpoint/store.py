@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from roll.checkpoint.folders import (
+    CHECKPOINT_NAME,
     MANIFEST_NAME,
     CheckpointDamagedError,
     atomic_folder,
     flush_folder,
     read_manifest,
+    step_of,
     supersede,
     verify_folder,
 )
@@ -92,6 +94,15 @@ class ObjectStore:
                     if fs.size(f"{folder}/{MANIFEST_NAME}"):
                         found.append(posixpath.basename(folder))
             return found
+
+    def later_than(self, step: int | None) -> list[str]:
+        """Names of the checkpoints after ``step`` (None: of all), the last one first.
+
+        Raises:
+            OSError: the store does not answer.
+        """
+        names = [name for name in self.names() if CHECKPOINT_NAME.fullmatch(name)]
+        return sorted((name for name in names if step is None or step_of(name) > step), key=step_of, reverse=True)
 
     def put(self, folder: Path) -> None:
         """Copy a checkpoint, replacing one of its name.
@@ -182,3 +193,22 @@ class ObjectStore:
             raise
         except Exception as error:
             raise OSError(f"{self.url}: {error or type(error).__name__}") from error
+
+
+def newest_at(url: str, options: Mapping[str, Any] | None) -> tuple[ObjectStore, str]:
+    """The store and name of a checkpoint at a URL, or of the newest below it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        OSError: the store does not answer.
+    """
+    parent, _, name = url.rstrip("/").rpartition("/")
+    if CHECKPOINT_NAME.fullmatch(name):
+        store = ObjectStore(parent, options)
+        if name in store.names():
+            return store, name
+    else:
+        store = ObjectStore(url, options)
+        if names := store.later_than(None):
+            return store, names[0]
+    raise FileNotFoundError(f"resume_from_checkpoint: {url} holds no whole checkpoint-<step>")

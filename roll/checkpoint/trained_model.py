@@ -28,8 +28,7 @@ from roll.models.build import VALUE_HEAD, HeadName, checked_config, empty_model
 from roll.models.gguf_reading import dequantised_path
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_names, base_name, is_adapter, merged_weight
-from roll.models.stored import StoredLayout
-from roll.models.text_part import other_names, use_names_of
+from roll.models.stored import StoredLayout, other_names, use_names_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

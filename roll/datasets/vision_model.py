@@ -50,12 +50,12 @@ class VisionModel:
         Raises:
             DataError: a vision-language model whose image processor is not of the Qwen-VL kind.
         """
-        from transformers import AutoConfig
-
-        from roll.models.text_part import text_part
-
         if "vision_config" not in (model_config(model_path) or {"vision_config": None}):
             return None  # without loading transformers' configurations
+        from transformers import AutoConfig
+
+        from roll.models.stored import text_part
+
         config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         if getattr(config, "vision_config", None) is None or text_part(config) is not config:
             return None

@@ -129,11 +129,7 @@ SCORES = 2**24
 
 def _capped_attention(query: Tensor, key: Tensor, value: Tensor, how: Scores, mask: Tensor) -> Tensor:
     """Shapes as in :func:`causal_attention`: ``softmax(c tanh(scores / c))`` in float32, since no kernel of torch caps.
-
-    Args:
-        mask: bool (T, K), the keys that each query sees.
-    """
-
+    ``mask``: bool (T, K), the keys that each query sees."""
     cap = how.softcap
     assert cap is not None
 
@@ -338,14 +334,13 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, call: VarlenCall, how: Sc
     if how.softcap is not None:
         from flash_attn import flash_attn_varlen_func
 
-        capped: Tensor = flash_attn_varlen_func(
+        return flash_attn_varlen_func(
             *(query, key, value, *where, *longest),
             softmax_scale=how.scaling,
             causal=True,
             window_size=limits,
             softcap=how.softcap,
         )
-        return capped
     grouped: dict[str, Any] = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:
         # Before torch 2.12, which hosts have whose PyTorch cannot be replaced.

@@ -29,9 +29,8 @@ from roll.config.model_files import lacks_flash_attention, model_folder
 from roll.config.names import INVARIANT_ATTENTION
 from roll.config.roles import ModelArguments
 from roll.config.weight_files import file_of_each_tensor, stored_shapes
-from roll.models.attention_setup import attention_cap
-from roll.models.completeness import incomplete
-from roll.models.text_part import text_part
+from roll.models.layout_setup import attention_cap
+from roll.models.stored import incomplete, text_part
 from roll.models.vision import reads_images
 
 if TYPE_CHECKING:
@@ -182,8 +181,7 @@ def empty_model(config: PretrainedConfig, head: HeadName, **options: object) -> 
     """
     cls = auto_class(config, head)
     with torch.device("meta"):
-        model: PreTrainedModel = (getattr(cls, "from_config", None) or cls._from_config)(config, **options)
-    return model
+        return (getattr(cls, "from_config", None) or cls._from_config)(config, **options)
 
 
 def new_head(head: HeadName, parameter: Tensor, seed: int) -> Tensor:
@@ -207,16 +205,15 @@ def auto_class(config: PretrainedConfig, head: HeadName) -> Any:
     name = "SequenceClassification" if head == "score" else "TokenClassification"
     classifies: Any = getattr(transformers, f"AutoModelFor{name}")
     is_known = type(config) in classifies._model_mapping or type(config) not in generates._model_mapping
-    return classifies if is_known and not sees else _classifier(generates._model_mapping[type(config)], name)
-
-
-def _classifier(generates: Any, kind: str) -> Any:
-    """A classifier of a family that transformers has the parts of but does not define."""
+    if is_known and not sees:
+        return classifies
+    # A classifier of a family that transformers has the parts of but does not define.
     from transformers import modeling_layers
 
-    name = re.sub("For(ConditionalGeneration|CausalLM)$", f"For{kind}", generates.__name__)
-    bases = (getattr(modeling_layers, f"GenericFor{kind}"), generates.__bases__[0])
-    return type(name, bases, {"__module__": generates.__module__, "config_class": generates.config_class})
+    cls: Any = generates._model_mapping[type(config)]
+    bases = (getattr(modeling_layers, f"GenericFor{name}"), cls.__bases__[0])
+    own_name = re.sub("For(ConditionalGeneration|CausalLM)$", f"For{name}", cls.__name__)
+    return type(own_name, bases, {"__module__": cls.__module__, "config_class": cls.config_class})
 
 
 def checked_config(args: ModelArguments, head: HeadName) -> PretrainedConfig:

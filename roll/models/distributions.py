@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from roll.models.kernels import matmul
 from roll.models.layouts import TargetDistributions, TopTokens
-from roll.models.products import matmul
 
 Named = dict[str, Tensor]
 # Outputs of the comparison with a target.

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -182,13 +182,13 @@ class DispatchedExperts:
             for name, (up, down, scaling) in self._adapters.items():
                 tensor = torch.baddbmm(getattr(self._experts, name), up, down, alpha=scaling)
                 stack.enter_context(substituted(self._experts, name, tensor))
-            return cast(Tensor, self._forward(rows, experts[:, None], ones))[:number]
+            return self._forward(rows, experts[:, None], ones)[:number]
 
 
 def exchange(rows: Tensor, sent: list[int] | None, received: list[int] | None, group: ProcessGroup) -> Tensor:
     """Collective, differentiable. An all-to-all of (N, ...) rows: the first ``sent[0]`` of them go to the first rank of
     the group and so on, or as many to each (None). Those that arrive, in the order of the ranks."""
-    return cast(Tensor, _Exchange.apply(rows, sent, received, group))
+    return _Exchange.apply(rows, sent, received, group)
 
 
 class _Exchange(torch.autograd.Function):
@@ -211,7 +211,7 @@ def sum_of_parts(part: Tensor, group: ProcessGroup) -> Tensor:
 
     Ranks that all compute the same loss from the sum thus differentiate it once, not once each.
     """
-    return cast(Tensor, _SumOfParts.apply(part, group))
+    return _SumOfParts.apply(part, group)
 
 
 class _SumOfParts(torch.autograd.Function):

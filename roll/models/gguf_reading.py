@@ -26,7 +26,7 @@ from roll.config.installation import install_command
 from roll.config.model_files import CONFIG, dequantised_folder, gguf_file, is_installed
 from roll.config.weight_files import SINGLE
 from roll.models.build import auto_class, empty_model, quiet_transformers
-from roll.models.completeness import incomplete
+from roll.models.stored import incomplete
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

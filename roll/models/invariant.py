@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from roll.config.names import INVARIANT_ATTENTION
 from roll.models.attention import Scores, layout_attention
-from roll.models.attention_setup import FULL, attention_cap, logits_cap, replace_attention
+from roll.models.kernels import HAS_ONEDNN, differentiable, onednn_product
+from roll.models.layout_setup import FULL, attention_cap, logits_cap, replace_attention
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree
-from roll.models.products import HAS_ONEDNN, differentiable, onednn_product
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,8 +60,7 @@ def is_invariant(args: ModelArguments) -> bool:
 
 def computes_invariantly(model: PreTrainedModel) -> bool:
     """Return True if :func:`make_invariant` has changed the model."""
-    name: str | None = model.config.get_text_config()._attn_implementation
-    return name == INVARIANT_ATTENTION
+    return model.config.get_text_config()._attn_implementation == INVARIANT_ATTENTION
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -125,7 +125,7 @@ class TokenLayout(OnDevice):
     num_padding: int
     """Number of the S * T tokens that no result depends on."""
     routes: Tensor | None = None
-    """int64 (S, T, layers, k), experts that tokens are to go to (:mod:`roll.models.routes`); None: as routers say."""
+    """int64 (S, T, layers, k), experts that tokens are to go to (:mod:`roll.models.experts`); None: as routers say."""
     token_rows: Tensor | None = None
     """float32 (S, T), how many rows share each token; set by :func:`with_token_rows`."""
     images: ImageTokens | None = None

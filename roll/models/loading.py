@@ -37,10 +37,8 @@ from roll.models.build import (
     local_folder,
     new_head,
 )
-from roll.models.completeness import incomplete
 from roll.models.expert_parallel import own_rows
-from roll.models.stored import StoredLayout
-from roll.models.text_part import other_names, use_names_of
+from roll.models.stored import StoredLayout, incomplete, other_names, use_names_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -333,12 +331,7 @@ def _obstacle(
     not_stored: frozenset[str],
     layout: StoredLayout | None,
 ) -> str | None:
-    """Why tensors cannot be copied as they are stored.
-
-    Args:
-        found: shapes of the stored tensors.
-        not_stored: tensors of the model that need not be among them.
-    """
+    """Why tensors cannot be copied as they are stored (shapes ``found``, those of ``not_stored`` need not be there)."""
     if getattr(model.config, "quantization_config", None) is not None:
         return "its weights are quantized"
     if layout is None:

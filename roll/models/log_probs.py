@@ -32,14 +32,13 @@ from torch.distributed import ProcessGroup
 
 from roll.models import invariant
 from roll.models.attention import arriving
-from roll.models.attention_setup import logits_cap
 from roll.models.distributions import Named, Vocabulary, chunked, compared, top_tokens
 from roll.models.experts import RoutingRecorder, RoutingSums, routing_sums
 from roll.models.invariant import computes_invariantly
+from roll.models.kernels import Product, linear, matmul
+from roll.models.layout_setup import choose_by_row, dependent_rotaries, logits_cap, set_row_lengths
 from roll.models.layouts import TargetDistributions, TokenLayout, TopTokens
 from roll.models.lora import ADAPTER
-from roll.models.products import Product, linear, matmul
-from roll.models.rotary import choose_by_row, dependent_rotaries, set_row_lengths
 from roll.models.vision import reads_images, text_inputs
 from roll.protocol.vision import vision_token_ids
 
@@ -231,9 +230,8 @@ def _head_log_probs(
     outputs: Collection[str],
     wanted: TopTokens | None = None,
     comparisons: tuple[TargetDistributions, ...] = (),
-) -> tuple[Tensor, Tensor | None, Tensor | None] | Named:
-    """Outputs of :func:`token_log_probs`; tensors (N, ...) by name where whole distributions are wanted: those of
-    ``wanted``, or of the comparison with ``comparisons`` and ``outputs``."""
+) -> Named:
+    """Tensors (N, ...) by name: ``outputs``, with those of the ``comparisons``, or the distributions ``wanted``."""
     ids, product = getattr(head, _EXCLUDED, ()), getattr(head, _PRODUCT, linear)
     excluded, softcap = torch.tensor(ids, device=hidden.device) if ids else None, getattr(head, _CAP, None)
     if wanted is None and not comparisons:
@@ -241,7 +239,7 @@ def _head_log_probs(
         if hasattr(head, "lora_A"):  # of an output matrix: scaling * A hidden, and B
             down, up = head.lora_A[ADAPTER].weight, head.lora_B[ADAPTER].weight
             adapter = linear(hidden.to(down.dtype), down) * head.scaling[ADAPTER], up
-        return token_log_probs(
+        computed = token_log_probs(
             hidden,
             head.weight,
             targets,
@@ -254,6 +252,8 @@ def _head_log_probs(
             adapter=adapter,
             softcap=softcap,
         )
+        named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
+        return {name: value for name, value in named if name in outputs and value is not None}
     whole, chunk = Vocabulary(len(head.weight)), HeadMemory.for_device(hidden.device).chunk_tokens(len(head.weight))
 
     def final(logits: Tensor) -> Tensor:
@@ -368,11 +368,4 @@ class ResponseModel(nn.Module):
             # Not a view: FSDP hooks what a module returns, and a view would pass by the hook when written to.
             return {"values": self.language_model.get_submodule("score")(hidden)[:, 0].float().clone()}
         head = self.language_model.get_output_embeddings()
-        if layout.top_tokens is not None or layout.comparisons:
-            of_all: Named = head.log_probs(
-                hidden, layout.targets, temperature, outputs, layout.top_tokens, layout.comparisons
-            )
-            return of_all
-        computed = head.log_probs(hidden, layout.targets, temperature, outputs)
-        named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
-        return {name: value for name, value in named if name in outputs and value is not None}
+        return head.log_probs(hidden, layout.targets, temperature, outputs, layout.top_tokens, layout.comparisons)

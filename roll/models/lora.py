@@ -268,10 +268,7 @@ def _with_adapted_tensor(wrapper: ParamWrapper, active: Sequence[str]) -> Iterat
 
 
 def _load(peft: ModuleType, model: PreTrainedModel, path: str) -> None:
-    """
-    Raises:
-        ValueError: tensors that the adapted model does not have, does not get, or has in another shape.
-    """
+    """ValueError: tensors that the adapted model does not have, does not get, or has in another shape."""
     from peft.utils import load_peft_weights
 
     weights = {

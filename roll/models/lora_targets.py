@@ -85,10 +85,7 @@ def _is_value_model(model: PreTrainedModel) -> bool:
 
 
 def _check_whole_modules(model: PreTrainedModel, names: Sequence[str], where: str) -> None:
-    """
-    Raises:
-        ValueError: a name that no module has, or the matrix that a model uses both as embeddings and as output.
-    """
+    """ValueError: a name that no module has, or the matrix that a model uses both as embeddings and as output."""
     modules = dict(model.named_modules())
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     for target in names:
@@ -106,11 +103,7 @@ def _check_whole_modules(model: PreTrainedModel, names: Sequence[str], where: st
 def _targets(
     model: PreTrainedModel, target: str | Sequence[str] | None, whole: Sequence[str], where: str
 ) -> tuple[str | list[str] | None, list[str] | None]:
-    """``lora_target`` in peft's terms: modules, and tensors of fused experts.
-
-    Raises:
-        ValueError: see :func:`_target_modules`; experts that cannot be adapted.
-    """
+    """``lora_target`` in peft's terms: modules, and tensors of fused experts."""
     if is_pattern(target):
         return _target_modules(model, target, whole, where), None
     names = names_of(target)
@@ -130,10 +123,7 @@ def _targets(
 
 
 def _check_adaptable(layer: SparseLayer, where: str) -> None:
-    """
-    Raises:
-        ValueError: experts whose tensors are not (E, out, in).
-    """
+    """ValueError: experts whose tensors are not (E, out, in)."""
     tensors = tuple(name for name, tensor in layer.experts.named_parameters(recurse=False) if tensor.ndim == 3)
     if tensors != EXPERT_TENSORS or getattr(layer.experts, "is_transposed", False):
         raise ValueError(
@@ -144,11 +134,7 @@ def _check_adaptable(layer: SparseLayer, where: str) -> None:
 
 
 def _check_target_parameters(model: PreTrainedModel, targets: Sequence[str], where: str) -> None:
-    """Check that a loaded adapter has both tensors of the experts of every layer that it adapts.
-
-    Raises:
-        ValueError: others.
-    """
+    """ValueError: a loaded adapter without both tensors of the experts of every layer that it adapts."""
     adapted: set[str] = set()
     for layer in sparse_layers(model):
         own = [f"{layer.name}.{EXPERTS}.{tensor}" for tensor in EXPERT_TENSORS] if layer.is_fused else []
@@ -168,14 +154,8 @@ def _check_target_parameters(model: PreTrainedModel, targets: Sequence[str], whe
 def _target_modules(
     model: PreTrainedModel, target: str | Sequence[str] | None, whole: Sequence[str], where: str
 ) -> str | list[str]:
-    """``lora_target`` resolved for this model, in peft's terms.
-
-    Args:
-        whole: modules that are trained in full.
-
-    Raises:
-        ValueError: something that is not there, or is no linear layer, or is the output matrix.
-    """
+    """``lora_target`` resolved for this model, in peft's terms, beside modules that are trained ``whole``. ValueError:
+    something that is not there, or is no linear layer, or is the output matrix."""
     names = [name for name, _ in model.named_modules()]
     linear = _adaptable(model, whole)
     known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
@@ -209,10 +189,7 @@ def _target_modules(
 
 
 def _refuse_experts(model: PreTrainedModel, wanted: str, found: Sequence[str], where: str) -> None:
-    """
-    Raises:
-        ValueError: one tensor of all experts of a layer, or their module by a pattern.
-    """
+    """ValueError: one tensor of all experts of a layer, or their module by a pattern."""
     for layer in sparse_layers(model):
         tensors = [name for name, _ in layer.experts.named_parameters(recurse=False)] if layer.is_fused else []
         module = f"{layer.name}.{EXPERTS}"

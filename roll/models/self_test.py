@@ -23,16 +23,14 @@ from torch.distributed import ProcessGroup
 
 from roll.config.roles import WorkerConfig
 from roll.models.attention import HALF_PRECISION, has_varlen
-from roll.models.attention_setup import use_layout_attention
 from roll.models.build import DTYPES, HeadName, checked_config, eager_or_default, enable_gradient_checkpointing
 from roll.models.expert_parallel import sum_of_parts
 from roll.models.invariant import is_invariant, make_invariant
-from roll.models.kernels import use_liger
+from roll.models.kernels import use_liger, use_products
+from roll.models.layout_setup import dependent_rotaries, use_layout_attention
 from roll.models.layouts import padded
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise, find_noise
-from roll.models.products import use_products
-from roll.models.rotary import dependent_rotaries
 from roll.models.self_test_rows import PADDED, Rows, rows_of
 from roll.models.small import Divided, small_model
 from roll.models.vision import reads_images
@@ -192,8 +190,7 @@ def _gradient(model: Any, values: Tensor) -> Tensor | None:
     model.zero_grad()
     weights = torch.linspace(0.5, 1.5, values.numel(), device=values.device).view_as(values)
     (values * weights).sum().backward()
-    gradient: Tensor | None = model.get_input_embeddings().weight.grad
-    return gradient
+    return model.get_input_embeddings().weight.grad
 
 
 def _difference(

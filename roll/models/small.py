@@ -169,8 +169,7 @@ def _drawn(config: PretrainedConfig, head: HeadName, trusted: bool) -> PreTraine
     model.get_input_embeddings().weight.normal_()
     model.eval()
     model(input_ids=torch.arange(2, 2 + WINDOW)[None], use_cache=False)  # raises here, so that another copy is tried
-    found: PreTrainedModel = model
-    return found
+    return model
 
 
 def _made_anew(config: PretrainedConfig, divided: Divided, loosely: bool = False, completely: bool = False) -> Any:

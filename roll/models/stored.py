@@ -15,11 +15,21 @@ exactly as it computes.  Their experts are sent to the engines as matrices too, 
 The mapping follows transformers' own table: its conversion runs on tensors of row numbers, and its output shows which
 rows of which live tensor each stored one is.  So a stored tensor is a view of a live one, in both directions, and
 weights are sent and compared under stored names, which are the same for every trainer and every engine.
+
+Some folders also hold a vision tower, where transformers has a class for the language model alone (Qwen3.5):
+``config.json`` describes both parts, and the language model's tensors are named ``model.language_model.*``.  The rest
+(the tower, layers that predict several tokens) is neither loaded nor trained.  What is written has the published form
+again: the same names, the source's other tensors bit by bit, its configuration.
+
+transformers fills a tensor that a folder lacks with random numbers and passes over one that the model has no use for,
+with a warning each: :func:`incomplete` makes an error of the report of its loader, which knows the names of the files
+of all families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,8 +38,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from roll.config.model_files import VISION_FAMILIES
+from roll.config.weight_files import how_to_unwrap
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -170,9 +183,6 @@ class StoredLayout:
         """The rows of its live tensor that a stored one is."""
         return self._live[stored][1] if stored in self._live else Part(stored, 0, 0, ())
 
-    def shape(self, stored: str) -> tuple[int, ...]:
-        return self._live[stored][1].shape
-
     def read(self, files: Any, stored: str, rows: slice = slice(None), columns: slice = slice(None)) -> Tensor:
         """``tensor[rows, columns]`` of a stored tensor (all of a vector's elements are rows) from a folder
         (:class:`~roll.models.loading.TensorFiles`), also one that holds live tensors.
@@ -246,3 +256,100 @@ def _parts(name: str, shape: tuple[int, ...], convert: _Conversion) -> tuple[Par
     parts.sort(key=lambda part: part.begin)
     assert [part.begin for part in parts] == [0, *(part.end for part in parts[:-1])] and parts[-1].end == rows, parts
     return tuple(parts)
+
+
+def text_part(config: PretrainedConfig) -> PretrainedConfig:
+    """The part of a configuration that a language model by itself is made of; the whole where there is no such part, or
+    where images are read (:data:`~roll.config.model_files.VISION_FAMILIES`)."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    part_class = config.sub_configs.get("text_config")
+    if part_class is None or config.model_type in VISION_FAMILIES or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return config
+    language_model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if language_model.config_class is not part_class:
+        return config
+    part = config.get_text_config()
+    # What only the whole may say: transformers takes the part at its word.
+    part.tie_word_embeddings = part.tie_word_embeddings or config.tie_word_embeddings
+    for name in ("dtype", "architectures", "quantization_config"):
+        if getattr(part, name, None) is None and getattr(config, name, None) is not None:
+            setattr(part, name, getattr(config, name))
+    return part
+
+
+def whole_config(whole: PretrainedConfig, part: PretrainedConfig) -> PretrainedConfig:
+    """The configuration of a folder that holds a trained language model: ``part``, in its place in ``whole``."""
+    if text_part(whole) is whole:
+        return part
+    whole.text_config, whole.dtype, whole.tie_word_embeddings = part, part.dtype, part.tie_word_embeddings
+    return whole
+
+
+def use_names_of(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Note in the model what its files' names differ by from its own, as ``from_pretrained`` does: a prefix, or experts
+    as single matrices. :class:`StoredLayout` goes by it."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    table = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [one for one in table if isinstance(one, WeightRenaming)]
+    converters = [one for one in table if isinstance(one, WeightConverter)]
+    for name in names:
+        rename_source_key(name, renamings, converters)
+    made: Any = model
+    made._weight_conversions = [one for one in table if one.was_used()]
+
+
+def other_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of a folder's tensors that belong to parts which ``model`` does not have."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+def incomplete(
+    model: PreTrainedModel,
+    missing: Collection[str],
+    unexpected: Collection[str],
+    mismatched: Iterable[tuple[str, Any, Any]],
+    overridden: bool,
+) -> str | None:
+    """The meaning of a loader's report; None: the model is whole.
+
+    A tensor that the model has no use for is ignored where it belongs to a part that the model does not have (the score
+    head of a reward model, a tower of another modality). It is a fault where it is one more of what the model has: a
+    layer beyond ``num_hidden_layers``, a bias that ``config.json`` denies.
+
+    Args:
+        model: that was built.
+        missing, unexpected: names.
+        mismatched: names with the shape in the files and in the model.
+        overridden: ``model_config_kwargs`` changes ``config.json``, so that layers may be left out on purpose.
+    """
+    parts = []
+    if missing:
+        parts.append(f"lacks {_some(missing)}")
+    for name, stored, expected in mismatched:
+        parts.append(f"holds {name} of shape {list(stored)}, and the model has {list(expected)}")
+        break
+    # The model has a module of this name with parameters, apart from the number of the layer.
+    known = {_NUMBER.sub("#", name.rpartition(".")[0]) for name, _ in model.named_parameters()}
+    more = [name for name in unexpected if not overridden and _NUMBER.sub("#", name.rpartition(".")[0]) in known]
+    if missing and unexpected:
+        parts.append(f"holds {_some(unexpected)}, which the model does not have")
+    elif more:
+        parts.append(f"holds {_some(more)}, which this model has no place for")
+    if not parts:
+        return None
+    remedy = how_to_unwrap(unexpected) or (
+        "download the folder again, or save the bare model (no wrapper, adapters merged) by save_pretrained"
+    )
+    return f"{'; it '.join(parts)}: config.json describes another model. To mend it, {remedy}"
+
+
+def _some(names: Collection[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

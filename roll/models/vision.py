@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from roll.config.model_files import VISION_FAMILIES
 from roll.models.layouts import ImageTokens, TokenLayout
 from roll.protocol.images import EncodedVideo, ImageProcessing, Seen
 from roll.protocol.vision import IMAGES, VisionInputs, patches_of, token_types, vision_token_ids
@@ -36,9 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PretrainedConfig, PreTrainedModel
-
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""``model_type`` of the vision-language models that can be trained."""
 
 FEATURES = "image_features"
 """Column int64 (B, L): which feature of the batch's distinct images replaces a token; -1 for text."""
@@ -56,10 +54,10 @@ def reads_images(config: PretrainedConfig) -> bool:
     """
     if getattr(config, "vision_config", None) is None:
         return False
-    if config.model_type not in FAMILIES:
+    if config.model_type not in VISION_FAMILIES:
         raise ValueError(
             f"model_args.model_name_or_path: a {config.model_type} model reads images in a way that is not known; "
-            f"vision-language models of type {', '.join(FAMILIES)} can be trained"
+            f"vision-language models of type {', '.join(VISION_FAMILIES)} can be trained"
         )
     text = config.text_config
     if config.model_type == "qwen3_vl_moe" and text.moe_intermediate_size == text.hidden_size:
@@ -128,7 +126,7 @@ def with_images(batch: dict[str, Any], config: PretrainedConfig) -> tuple[dict[s
     if not reads_images(config):
         raise ValueError(
             f"the batch has images, but the {config.model_type} model reads none; `pretrain` of a vision-language "
-            f"model ({', '.join(FAMILIES)}) or data without images would do"
+            f"model ({', '.join(VISION_FAMILIES)}) or data without images would do"
         )
     pool, of_row = _distinct(rows)
     ids, mask = columns["input_ids"], columns["attention_mask"].bool()

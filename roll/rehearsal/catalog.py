@@ -92,13 +92,8 @@ def gpu_of(device_name: str) -> Gpu | None:
 
 
 def hardware(gpu: str, network: str, per_node: int) -> Hardware:
-    """A device with its connections, ``within+between``, such as ``nvlink+ib400``. ConfigError for a name that is in no
-    table.
-
-    Args:
-        network: ``within+between``, such as ``nvlink+ib400``.
-        per_node: devices of a node.
-    """
+    """A device with its connections, ``within+between`` such as ``nvlink+ib400``, on nodes of ``per_node`` devices.
+    ConfigError for a name that is in no table."""
     found = find_gpu(gpu)
     within, _, between = network.partition("+")
     between = between or "ib400"

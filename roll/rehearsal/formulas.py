@@ -335,30 +335,3 @@ def misfits(plan: Plan, gpu: Gpu) -> list[Problem]:
             )
             found.append(Problem(role.key, path, rule))
     return found
-
-
-def generation_time(
-    role: RolePlan, shape: ModelShape, use: EngineUse, gpu: Gpu, samples: int, group: int, prompt: int, response: int
-) -> tuple[float, float]:
-    """Lower bounds of the time in which an engine makes its samples, every one of full length: seconds of arithmetic,
-    and of reading.
-
-    Prompts are computed once a group; each decoding step reads the weights once (of experts those that its tokens
-    choose, all equally often) and the keys and values of every running sample.
-    """
-    itemsize, ranks = BYTES[role.section.model_args.dtype], max(1, role.num_gpus_per_worker)
-    speed = gpu.half if itemsize == 2 else gpu.single
-    own = samples / max(1, role.dp_size)
-    tokens = own * response + own / max(1, group) * prompt
-    attention = 2.0 * shape.layers * shape.heads * shape.head_dim * (response + 2 * prompt) * own * response
-    flops = 2.0 * shape.active * tokens + attention
-    running = min(use.running, max(1.0, own))
-    steps, read = response * own / running, float(shape.total)
-    if shape.experts:
-        # Weights that the running samples use together: an expert is used by none with probability (1 - k/E)^samples.
-        per_expert = (shape.layer - shape.active_layer) / (shape.experts - shape.top_k)
-        used = shape.experts * (1.0 - (1.0 - shape.top_k / shape.experts) ** running)
-        dense = shape.layer - shape.experts * per_expert
-        read = float(shape.layers * (dense + used * per_expert) + shape.embeddings)
-    cached = running * (prompt + response / 2) * shape.kv_bytes(itemsize)
-    return flops / ranks / speed, steps * (read * itemsize + cached) / ranks / gpu.bandwidth

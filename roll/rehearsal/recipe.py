@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from roll.config.pipelines import GENERATES
-from roll.config.plan.plan import Plan, RolePlan
+from roll.config.plan.plan import Plan
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.strategies.registry import backend_of, generation_strategies
 from roll.datasets import DataError, PromptRow, SftRow
 from roll.pipelines.files import load_tokenizer
 from roll.pipelines.model_calls import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.rehearsal.catalog import GIB, KNOWN, RUN_BYTES, WORKER_BYTES, Hardware, find_config
-from roll.rehearsal.formulas import EngineUse, ModelShape, engine_use, fused_bytes, generation_time, model_shape
+from roll.rehearsal.formulas import EngineUse, ModelShape, engine_use, fused_bytes, model_shape
 from roll.rehearsal.host import generation_seconds
 from roll.rehearsal.roles import rehearse_role, role_task
-from roll.rehearsal.roofline import PhaseTime, Traffic, kernel_times, network_time, traffic
+from roll.rehearsal.roofline import PhaseTime, Traffic, generation_time, kernel_times, network_time, traffic
 from roll.rehearsal.simulate import RoleRun
+from roll.rehearsal.stand_ins import RecordingCluster
 from roll.strategies.base import StateKind
 
 if TYPE_CHECKING:
@@ -214,33 +215,6 @@ def _mean_lengths(loaded: LoadedConfig[Any]) -> tuple[int, int] | None:
     return prompts, responses
 
 
-class _RecordingCluster:
-    """Stand-in for a cluster: records which states of its role are on the devices."""
-
-    def __init__(self, role: RolePlan, states: frozenset[StateKind]) -> None:
-        self.name, self.role = role.name, role.section
-        self.live_ranks = list(range(role.world_size))
-        self.resident = set(states)
-
-    def call_all(self, method: Callable[..., Any], argument: Any = None) -> _RecordingCluster:
-        match method.__name__:
-            case "sleep":
-                self.resident.clear()
-            case "wake":
-                self.resident |= {StateKind.MODEL_PARAMS} if argument else set(GENERATION)
-            case "offload_states":
-                self.resident -= set(argument)
-            case "load_states":
-                self.resident |= set(argument)
-        return self
-
-    def within(self, timeout: float | None) -> _RecordingCluster:
-        return self
-
-    def result(self) -> list[None]:
-        return []
-
-
 class _Step:
     """The phases of a step, and what its roles hold and do in them."""
 
@@ -325,7 +299,7 @@ class _Step:
         residency, clusters = Residency(self.plan, enabled=offloads), {}
         for name in (*self.engines, *self.runs):
             states = TRAINING if name in self.plan.training else GENERATION if name in self.engines else WEIGHTS
-            clusters[name] = cluster = _RecordingCluster(self.plan.roles[name], states)
+            clusters[name] = cluster = RecordingCluster(self.plan.roles[name], states)
             residency.admit(cluster, states)  # type: ignore[arg-type]
         found = []
         for phase in (*self.phases, *self.phases):

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,9 +51,6 @@ from roll.strategies.fsdp.fsdp2 import Fsdp2Strategy
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.micro_batches import plan_micro_batches
 from roll.strategies.training.optimizer import TrainingProgress, state_tensors
-
-if TYPE_CHECKING:
-    pass
 
 CUDA_GRANULARITY, CPU_GRANULARITY = 512, 64  # bytes to which the allocators round up
 SENT_BUCKETS = 4  # so many buckets of a weight update are gathered; the others are alike
@@ -184,7 +181,6 @@ class RehearsedModule(_Rehearsed):
 
     @cached_property
     def dims(self) -> ParallelDims:
-        """Plain data parallelism, whatever the role's own strategy."""
         # Plain data parallelism, whatever the role's own strategy.
         return ParallelDims(dist.get_world_size())
 

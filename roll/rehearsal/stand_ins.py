@@ -1,8 +1,8 @@
-"""Stand-ins for devices and other ranks where a strategy runs on fake tensors."""
+"""Stand-ins: for devices and other ranks where a strategy runs on fake tensors, and for the clusters of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from roll.models import attention, products
+from roll.config.plan.plan import RolePlan
+from roll.models import attention, kernels
 from roll.models.expert_parallel import DispatchedExperts
 from roll.models.log_probs import HeadMemory
 from roll.models.patterns import VarlenCall
+from roll.pipelines.model_calls import GENERATION
 from roll.rehearsal.tracker import Tracker
+from roll.strategies.base import StateKind
 from roll.strategies.training import gather
 
 
@@ -61,7 +64,7 @@ def as_on_device(tracker: Tracker, on_cpu: bool) -> Iterator[None]:
     ]
     if not on_cpu:
         patches += [
-            (products, "HAS_ONEDNN", False),
+            (kernels, "HAS_ONEDNN", False),
             (HeadMemory, "for_device", staticmethod(lambda device: _ACCELERATOR_HEAD)),
             (attention, "has_varlen", lambda device: True),
             (attention, "_kernel", kernel),
@@ -105,3 +108,30 @@ class _Varlen(torch.autograd.Function):
         found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
         ctx.tracker.add_kernel(flops, (query, key, value, output, sums, gradients[0]), found)
         return *found, None, None
+
+
+class RecordingCluster:
+    """Stand-in for a cluster: records which states of its role are on the devices."""
+
+    def __init__(self, role: RolePlan, states: frozenset[StateKind]) -> None:
+        self.name, self.role = role.name, role.section
+        self.live_ranks = list(range(role.world_size))
+        self.resident = set(states)
+
+    def call_all(self, method: Callable[..., Any], argument: Any = None) -> RecordingCluster:
+        match method.__name__:
+            case "sleep":
+                self.resident.clear()
+            case "wake":
+                self.resident |= {StateKind.MODEL_PARAMS} if argument else set(GENERATION)
+            case "offload_states":
+                self.resident -= set(argument)
+            case "load_states":
+                self.resident |= set(argument)
+        return self
+
+    def within(self, timeout: float | None) -> RecordingCluster:
+        return self
+
+    def result(self) -> list[None]:
+        return []

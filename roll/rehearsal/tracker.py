@@ -227,12 +227,8 @@ class Tracker(TorchDispatchMode):
             self._set(key, Kind.ACTIVATIONS, storage.nbytes())
 
     def _forget(self, key: int) -> None:
-        kind, size = self._held.pop(key)
-        if self.heap is not None:
-            self.heap.resize(key, 0)
-        self._traffic.forget(key)
-        self.live[kind] -= size
-        self._total -= size
+        self._set(key, self._held[key][0], 0)
+        del self._held[key]
 
     def _set(self, key: int, kind: Kind, size: int) -> None:
         size += -size % self.granularity

@@ -56,7 +56,7 @@ class Output(StrEnum):
     """Squared probabilities, summed over the whole vocabulary; without gradient."""
     VALUES = "values"
     ROUTES = "routed_experts"
-    """(B, L, layers, k), the experts that tokens went to (:mod:`roll.models.routes`); not in training."""
+    """(B, L, layers, k), the experts that tokens went to (:mod:`roll.models.experts`); not in training."""
 
 
 class StateKind(StrEnum):

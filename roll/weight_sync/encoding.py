@@ -95,16 +95,20 @@ Checksum = int | dict[int, int]
 
 
 @dataclass(frozen=True)
-class UpdateStart:
-    """The first message of an update."""
+class Update:
+    """One update of the engines; its first message to each of them."""
 
     version: int
-    link: Any = None
-    """The engine's end of the transport (:class:`roll.weight_sync.transports.Link`)."""
+    deadline: float
+    """Seconds for the whole exchange."""
     base_version: int | None = None
-    """The version whose tensors this update changes some of; None: all tensors are sent."""
-    scalings: dict[str, float] = field(default_factory=dict)
+    """The version that all engines hold and the update changes some tensors of; None: all tensors are sent."""
+    scalings: Mapping[str, float] = field(default_factory=dict)
     """Weights whose adapters are sent separately, and the factor of ``B A`` for each."""
+    patience: float | None = None
+    """Seconds that an engine may take for one message (a bucket, say); None: no limit but the deadline."""
+    link: Any = None
+    """The engine's end of the transport (:class:`roll.weight_sync.transports.Link`), in the message to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -37,7 +37,7 @@ from roll.weight_sync.encoding import (
     LostEngines,
     SyncOptions,
     SyncReport,
-    UpdateStart,
+    Update,
     WeightSyncError,
     tensor_checksum,
     verify_checksums,
@@ -217,21 +217,6 @@ is the usual cause, and its error names it where "connection closed" names nobod
 NamedBuckets = Iterable[list[tuple[str, torch.Tensor]]]
 
 
-@dataclass(frozen=True)
-class Update:
-    """One update of the engines."""
-
-    version: int
-    deadline: float
-    """Seconds for the whole exchange."""
-    base_version: int | None = None
-    """The version that all engines hold and the update changes; None: the update brings all tensors."""
-    scalings: Mapping[str, float] = field(default_factory=dict)
-    """Weights whose adapters are sent separately, and the factor of ``B A`` for each."""
-    patience: float | None = None
-    """Seconds that an engine may take for one message (a bucket, say); None: no limit but the deadline."""
-
-
 class WeightSender:
     """Lives as long as the sending rank, and remembers what the engines hold.
 
@@ -303,10 +288,7 @@ class _Exchange:
         """``encode``: from a tensor to what is sent of it, which is collected to ``collect_bytes``."""
         update = self.update
         links = self.transport.start(list(self.engines.workers.values()), update.version, self._seconds_left)
-        question = self.engines.ask(
-            "start_weight_update",
-            lambda engine: (UpdateStart(update.version, links[engine], update.base_version, dict(update.scalings)),),
-        )
+        question = self.engines.ask("start_weight_update", lambda engine: (replace(update, link=links[engine]),))
         # After the call, not before: both ends have to be in the rendezvous of a process group at the same time.
         self._transporting(question, lambda: self.transport.connect(self._seconds_left))
         # One kind on all engines: the trainer hashes each tensor once.
@@ -348,7 +330,7 @@ class _Exchange:
         return SyncReport(update.version, len(self.checksums), num_bytes, num_buckets, seconds)
 
     def _hand_over(self, header: BucketHeader, tensors: Tensors) -> Answers:
-        payload = self.transport.pack(tensors)
+        payload = self.transport.pack(tensors)  # of which nothing may be held once the engines have it
         question = self.engines.ask("update_weights", lambda _: (header, payload))
         self._transporting(question, lambda: self.transport.deliver(self._seconds_left))
         return question

@@ -34,7 +34,7 @@ from roll.weight_sync.encoding import (
     Checksum,
     ChecksumKind,
     TensorEntry,
-    UpdateStart,
+    Update,
     WeightBucket,
     apply_delta,
     checksum_kind,
@@ -207,7 +207,7 @@ class WeightReceiver:
         self._connections: dict[type[Receiver], tuple[Link, Receiver]] = {}
         """By transport."""
         self._receiver: Receiver | None = None
-        self._update: UpdateStart | None = None
+        self._update: Update | None = None
         self._checksum_kind = checksum_kind(current_platform().device())
         self._held_version: int | None = None
         """The last update that was finished."""
@@ -217,7 +217,7 @@ class WeightReceiver:
         self._parts: dict[str, torch.Tensor] = {}
         self._merged: dict[str, int] = {}
 
-    def start(self, start: UpdateStart) -> ChecksumKind:
+    def start(self, start: Update) -> ChecksumKind:
         """Begin an update and return the kind of checksum that the engine will report.
 
         Raises:

@@ -22,7 +22,7 @@ from roll.strategies.engines.requests import (
     visible_text,
 )
 from roll.strategies.factory import create_generation_strategy
-from roll.weight_sync.encoding import BucketHeader, Checksum, ChecksumKind, UpdateStart
+from roll.weight_sync.encoding import BucketHeader, Checksum, ChecksumKind, Update
 from roll.weight_sync.transports import WeightReceiver
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class GenerationWorker(Worker):
         except ValueError as error:
             return str(error)
 
-    def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
+    def start_weight_update(self, start: Update) -> ChecksumKind:
         return self.receiver.start(start)
 
     def update_weights(self, header: BucketHeader, payload: object) -> None:

@@ -29,9 +29,9 @@ from roll.strategies.base import LossFunction, ModelHead, ModelStrategy, Output,
 from roll.strategies.engines.scoring import ScoringStrategy
 from roll.strategies.factory import create_scoring_strategy, create_strategy
 from roll.strategies.training.micro_batches import merged_floats
-from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport
+from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, Update
 from roll.weight_sync.quantization import quantized_names, rounded
-from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
+from roll.weight_sync.sender import RayEngines, WeightSender, build_transport
 
 
 def columns_of(batch: DataProto) -> TensorBatch:

@@ -21,8 +21,8 @@ from roll.distributed import Dispatch, Worker, register
 from roll.models.build import DTYPES, build_model
 from roll.models.lora import base_name
 from roll.models.stored import StoredLayout
-from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, iter_buckets
-from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
+from roll.weight_sync.encoding import LostEngines, SyncOptions, SyncReport, Update, iter_buckets
+from roll.weight_sync.sender import RayEngines, WeightSender, build_transport
 
 if TYPE_CHECKING:
     from roll.config.roles import ModelArguments

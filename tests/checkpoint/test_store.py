@@ -13,8 +13,8 @@ import fsspec
 import pytest
 
 from roll.checkpoint import CheckpointManager
-from roll.checkpoint.folders import MANIFEST_NAME
-from roll.checkpoint.manager import Checkpoint, probable_checkpoint
+from roll.checkpoint.folders import MANIFEST_NAME, Checkpoint
+from roll.checkpoint.manager import probable_checkpoint
 from roll.checkpoint.store import ObjectStore, store_problem
 from roll.config.reading.errors import ConfigError
 from roll.config.run import CheckpointConfig

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from roll.config.roles import ModelArguments
 from roll.models import attention, patterns
 from roll.models.attention import Scores
-from roll.models.attention_setup import use_layout_attention
 from roll.models.build import enable_gradient_checkpointing
+from roll.models.layout_setup import use_layout_attention
 from roll.models.layouts import TokenLayout, packed_layout, padded, row_layout, tree_layout, with_token_rows
 from roll.models.log_probs import ResponseModel
 from roll.models.patterns import PackedSequences, PrefixTree, Run, common_beginnings

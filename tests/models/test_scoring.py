@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll.algorithms.reward_models import end_scores, scoring_batch
-from roll.models.attention_setup import use_layout_attention
+from roll.models.layout_setup import use_layout_attention
 from roll.models.layouts import TokenLayout, packed_layout, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from tests.models.builders import tiny

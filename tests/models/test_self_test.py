@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.models import self_test, small, vision
-from roll.models.attention_setup import use_layout_attention
+from roll.models.layout_setup import use_layout_attention
 from roll.models.layouts import packed_layout, row_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise

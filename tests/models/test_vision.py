@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from roll.models import patterns
-from roll.models.attention_setup import use_layout_attention
+from roll.models.layout_setup import use_layout_attention
 from roll.models.layouts import packed_layout, padded, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.vision import FEATURES, POSITIONS, PROMPT_KEYS, rope_positions, with_images

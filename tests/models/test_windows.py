@@ -15,9 +15,9 @@ from torch.nn.attention import varlen
 
 from roll.models import attention, patterns, self_test
 from roll.models.attention import Scores, layout_attention
-from roll.models.attention_setup import use_layout_attention
 from roll.models.build import attention_implementation, checked_config
 from roll.models.invariant import make_invariant
+from roll.models.layout_setup import use_layout_attention
 from roll.models.layouts import TokenLayout, packed_layout, padded, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.patterns import PackedSequences, PrefixTree

@@ -16,7 +16,7 @@ from roll.methods.base import Loss
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics
 from roll.rollout.groups import EngineCommand, EngineReport
-from roll.weight_sync.encoding import BucketHeader, ChecksumKind, UpdateStart
+from roll.weight_sync.encoding import BucketHeader, ChecksumKind, Update
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import TrainWorker
 
@@ -90,7 +90,7 @@ class EngineDyingInUpdate(GenerationWorker):
     num_updates = 0
     death = signal.SIGKILL
 
-    def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
+    def start_weight_update(self, start: Update) -> ChecksumKind:
         self.num_updates += 1
         return super().start_weight_update(start)
 
@@ -105,7 +105,7 @@ class DyingEngine(GenerationWorker):
 
     version = 0
 
-    def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
+    def start_weight_update(self, start: Update) -> ChecksumKind:
         self.version = start.version
         return super().start_weight_update(start)
 
@@ -159,7 +159,7 @@ class EngineDyingAtWake(GenerationWorker):
 
     updates = 0
 
-    def start_weight_update(self, start: UpdateStart) -> ChecksumKind:
+    def start_weight_update(self, start: Update) -> ChecksumKind:
         self.updates += 1
         return super().start_weight_update(start)
 

@@ -12,8 +12,8 @@ import torch
 from roll.config.policy import TransportName
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.distributed import Cluster, ResourceManager, ray_runtime
-from roll.weight_sync.encoding import SyncReport, WeightSyncError, iter_buckets
-from roll.weight_sync.sender import RayEngines, Update, WeightSender, build_transport
+from roll.weight_sync.encoding import SyncReport, Update, WeightSyncError, iter_buckets
+from roll.weight_sync.sender import RayEngines, WeightSender, build_transport
 from roll.workers.generation import GenerationWorker
 from tests.pipelines.faulty_workers import FaultyEngine
 from tests.support.tiny_runs import HERE, TinyWorld

@@ -12,8 +12,8 @@ from roll.cli import main
 from roll.config.loader import load_config
 from roll.config.reading.errors import ConfigError
 from roll.rehearsal.catalog import GB, GPUS, KNOWN, gpu_of, hardware, known_config
-from roll.rehearsal.formulas import engine_use, generation_time, misfits, model_shape, quick_lines
-from roll.rehearsal.roofline import PhaseTime, kernel_times, network_time, traffic
+from roll.rehearsal.formulas import engine_use, misfits, model_shape, quick_lines
+from roll.rehearsal.roofline import PhaseTime, generation_time, kernel_times, network_time, traffic
 from roll.rehearsal.tracker import Collective, Operation
 
 PUBLISHED = {

@@ -19,8 +19,8 @@ from roll.config.loader import load_config
 from roll.config.roles import StrategyArguments, TrainingArguments
 from roll.models.patterns import VarlenCall
 from roll.rehearsal.catalog import Gpu, Hardware
+from roll.rehearsal.command import to_json, verdict
 from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
-from roll.rehearsal.report import to_json, verdict
 from roll.rehearsal.simulate import rehearse
 from roll.rehearsal.stand_ins import pairs
 from roll.rehearsal.suggestions import suggest

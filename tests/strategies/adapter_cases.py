@@ -11,8 +11,8 @@ import torch
 from roll.models.lora import DOWN_PART, UP_PART, merged_weight
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import GenerationRequest
-from roll.weight_sync.encoding import SyncReport, WeightSyncError
-from roll.weight_sync.sender import Update, WeightSender
+from roll.weight_sync.encoding import SyncReport, Update, WeightSyncError
+from roll.weight_sync.sender import WeightSender
 from tests.strategies.engine_cases import Advance, log_prob_gap
 from tests.strategies.engine_models import jolt, load
 from tests.strategies.hf_infer import helpers

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from roll.models.routes import missing_mark, route_dtype
+from roll.models.experts import missing_mark, route_dtype
 from tests.strategies.samples import TensorBatch, plain_model, plain_outputs, policy_loss
 
 EXPERTS, TOP_K = 6, 2

@@ -13,7 +13,8 @@ from roll.config.roles import StrategyArguments, WorkerConfig
 from roll.strategies.base import WeightSelection
 from roll.strategies.factory import create_generation_strategy, create_strategy
 from roll.strategies.hf_infer import HfInferStrategy
-from roll.weight_sync.sender import Update, WeightSender
+from roll.weight_sync.encoding import Update
+from roll.weight_sync.sender import WeightSender
 from tests.strategies.jobs import POLICY, weights_of
 from tests.strategies.samples import TensorBatch, policy_loss
 from tests.weight_sync.local_engines import LocalEngines, local_sender

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll.models.routes import missing_mark
+from roll.models.experts import missing_mark
 from roll.models.stored import StoredLayout
 from tests import vision_models
 from tests.strategies import jobs, moe_cases, vision_cases

@@ -109,7 +109,7 @@ class GenerationOutput:
     under the same distribution as ``log_probs``; empty where ``SamplingParams.top_log_probs`` is 0."""
     routes: np.ndarray | None = None
     """(tokens of prompt and response but the last, layers, k), experts that each went to when it was the input
-    (:mod:`roll.models.routes`); None: nobody has recorded them."""
+    (:mod:`roll.models.experts`); None: nobody has recorded them."""
 
 
 def interrupted(

@@ -21,7 +21,7 @@ from torch import nn
 from roll.models import invariant
 from roll.models.experts import RoutingRecorder
 from roll.models.invariant import KEYS, computes_invariantly
-from roll.models.products import Product, linear
+from roll.models.kernels import Product, linear
 from roll.protocol.vision import VisionInputs, check_images
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
 
-from roll.models.routes import encoded
+from roll.models.experts import encoded
 from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates
 

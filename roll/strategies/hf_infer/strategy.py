@@ -25,10 +25,9 @@ from roll.models.build import (
 )
 from roll.models.experts import RoutingRecorder, sparse_layers
 from roll.models.invariant import ELEMENTS, check_processor, computes_invariantly, is_invariant, make_invariant
-from roll.models.products import use_products
-from roll.models.rotary import dependent_rotaries, longest_alike
-from roll.models.stored import StoredLayout
-from roll.models.text_part import use_names_of
+from roll.models.kernels import use_products
+from roll.models.layout_setup import dependent_rotaries, longest_alike
+from roll.models.stored import StoredLayout, use_names_of
 from roll.platforms import current_platform
 from roll.protocol.columns import copy_into
 from roll.strategies.base import OffloadedStorages

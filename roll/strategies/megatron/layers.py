@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch import Tensor, nn
 
 from roll.models.attention import layout_attention
-from roll.models.routes import MISSING
+from roll.models.experts import MISSING
 from roll.strategies.megatron.adapters import (
     AdaptedColumnLinear,
     AdaptedExperts,

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from roll.config.plan.plan import MicroBatching
+from roll.models.experts import routes_of
 from roll.models.layouts import TokenLayout, TopTokens, padded
 from roll.models.patterns import AttentionPattern
-from roll.models.routes import routes_of
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import Comparisons, LossFunction, Output, TensorBatch
 from roll.strategies.training.micro_batches import (
@@ -52,7 +52,7 @@ class Arrangement:
     share: float = 1.0
     """Weight of the micro-batch in the balance loss: 1 / the number of micro-batches of all replicas."""
     routes: Tensor | None = None
-    """int64 (s / ranks, b, layers, k), experts that tokens are to go to (:mod:`roll.models.routes`)."""
+    """int64 (s / ranks, b, layers, k), experts that tokens are to go to (:mod:`roll.models.experts`)."""
     sources: Tensor | None = None
     """int64 (s / ranks, b), as of the layout."""
     recorded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)

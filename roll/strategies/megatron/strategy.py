@@ -20,8 +20,8 @@ from roll.config.roles import WorkerConfig
 from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.models.build import DTYPES, has_tied_embeddings
 from roll.models.distributions import COMPARED
+from roll.models.experts import encoded, with_shared_routes
 from roll.models.layouts import TopTokens
-from roll.models.routes import encoded, with_shared_routes
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import (

@@ -54,7 +54,7 @@ def read_parameter(own: OwnParameter, files: TensorFiles, given: Mapping[str, Te
         return layout.split([given[name] for name in sources], group.rank(), group.size())
     if sources[0].startswith("score.") and sources[0] not in files:
         return torch.zeros(own.parameter.shape)
-    regions = [layout.region(stored.shape(name), group.rank(), group.size()) for name in sources]
+    regions = [layout.region(stored.part(name).shape, group.rank(), group.size()) for name in sources]
     parts = [stored.read(files, name, *region).float() for name, region in zip(sources, regions, strict=True)]
     return layout.fuse(parts, group.size())
 

@@ -17,18 +17,27 @@ import torch.distributed as dist
 from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
 from roll.config.plan.plan import MicroBatching, micro_batching
-from roll.models.attention_setup import check_context_size
 from roll.models.build import build_model, checked_config
 from roll.models.expert_parallel import sum_of_parts
-from roll.models.experts import RoutingRecorder, SparseLayer, run_every_expert, sparse_layers
+from roll.models.experts import (
+    RoutingRecorder,
+    SparseLayer,
+    encoded,
+    missing_mark,
+    route_dtype,
+    routes_of,
+    run_every_expert,
+    sparse_layers,
+    with_shared_routes,
+)
 from roll.models.invariant import check_processor, is_invariant
 from roll.models.kernels import compile_layers
+from roll.models.layout_setup import check_context_size
 from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
 from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import add_adapters, base_name
 from roll.models.noise import Noise
-from roll.models.routes import encoded, missing_mark, route_dtype, routes_of, with_shared_routes
 from roll.models.self_test import check_role, use_own_operations
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images

@@ -21,8 +21,7 @@ from roll.models.build import folder_config, has_tied_embeddings
 from roll.models.loading import TensorFiles
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import MergedWeight, merged_rows
-from roll.models.stored import StoredLayout
-from roll.models.text_part import other_names, whole_config
+from roll.models.stored import StoredLayout, other_names, whole_config
 from roll.protocol.columns import copy_into, flat_view
 from roll.strategies.base import ALL_WEIGHTS, ModelHead, ModelStrategy, WeightSelection
 from roll.weight_sync.encoding import in_buckets

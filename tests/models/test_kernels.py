@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from roll.models.products import MIN_WORK, linear, use_products
+from roll.models.kernels import MIN_WORK, linear, use_products
 
 
 def _random(*shape: int, seed: int) -> Tensor:
