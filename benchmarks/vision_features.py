@@ -22,7 +22,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from benchmarks.measuring import clock
 from roll.models.layout_setup import use_layout_attention
-from roll.models.layouts import packed_layout, row_layout, tree_layout
+from roll.models.layouts import on_device, packed_layout, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.vision import PROMPT_KEYS, with_images
 from roll.protocol.images import EncodedImage, ImageProcessing
@@ -120,7 +120,7 @@ def of_layout(model: Any, batch: dict[str, Any], device: torch.device, name: str
         "rows": lambda: row_layout(ids, mask),
         "shared prompts": lambda: tree_layout(ids, mask, packed_layout, columns[PROMPT_KEYS]),
     }[name]
-    layout = pool.attach(lay_out(), columns).to(device)
+    layout = on_device(pool.attach(lay_out(), columns), device)
     response_model = ResponseModel(model)
     return lambda: -response_model(layout, ("log_probs",))["log_probs"].mean()
 

@@ -22,7 +22,7 @@ from roll.algorithms.samples import RewardOptions, RewardPostprocessor
 from roll.config.algorithm import PPOConfig
 from roll.config.reading.fields import Choice
 from roll.datasets.types import PromptRow
-from roll.methods.losses import PolicyLoss
+from roll.methods.base import PolicyLoss
 from roll.pipelines.rlvr.data import load_data
 from roll.rewards import build_section
 from roll.rollout.batches import build_batch

@@ -19,7 +19,7 @@ from roll.algorithms.losses import actor_loss_options
 from roll.config.algorithm import PPOConfig
 from roll.config.reading.fields import Choice
 from roll.datasets.types import PromptRow
-from roll.methods.losses import PolicyLoss
+from roll.methods.base import PolicyLoss
 from roll.pipelines.rlvr.data import load_data
 from roll.rollout.batches import build_batch
 from roll.rollout.flow import sampling_params

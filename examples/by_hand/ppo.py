@@ -21,8 +21,7 @@ from roll.algorithms.losses import actor_loss_options
 from roll.config.algorithm import PPOConfig
 from roll.config.reading.fields import Choice
 from roll.datasets.types import PromptRow
-from roll.methods.base import VALUES
-from roll.methods.losses import PolicyLoss, ValueLoss
+from roll.methods.base import VALUES, PolicyLoss, ValueLoss
 from roll.pipelines.rlvr.data import load_data
 from roll.rewards import build_section
 from roll.rollout.batches import build_batch

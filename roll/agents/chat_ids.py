@@ -17,7 +17,7 @@ from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll.agents.images import ChatImages
-from roll.rewards.thoughts import decode_responses, opened_thought, without_thoughts
+from roll.rewards.thoughts import opened_thought, response_decoder, without_thoughts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ class ChatTemplate:
     def decode(self, token_ids: Sequence[int], special: bool = True) -> str:
         """The text of sampled ids, with or without special tokens; marks of thoughts stay."""
         if not special:
-            return decode_responses(self._tokenizer, [token_ids])[0]
+            return response_decoder(self._tokenizer)([list(token_ids)])[0]
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def opened_thought(self, prompt_ids: Sequence[int]) -> str:

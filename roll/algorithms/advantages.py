@@ -378,23 +378,35 @@ def agentic_reinforce(inputs: AdvantageInputs, options: DiscountOptions) -> tupl
 ADVANTAGE_NAMES = advantage_estimators.names
 
 
-def estimate_advantages(inputs: AdvantageInputs, config: PPOConfig) -> AdvantageOutputs:
-    """Advantages and returns by the estimator of ``config``, whitened and clipped as configured.
+class AdvantageEstimator:
+    """The estimator of a configuration, looked up once, with its whitening and clipping.
 
-    Raises ``ValueError`` for an unknown estimator or a missing input.
+    Raises ``ValueError`` for an unknown estimator, or an option that it does not have.
     """
-    if config.whiten_rewards:
-        inputs = replace(inputs, rewards=masked_whiten(inputs.token_level_rewards, inputs.mask))
-    options = advantage_estimators.options_of(config.estimator)
-    raw, returns = advantage_estimators.resolve(config.estimator.name)(inputs, options)
-    if inputs.penalties is not None:
-        # Per token and after the group baseline, which must not average another response's divergence away.
-        raw = raw - torch.where(inputs.mask, inputs.penalties, 0.0)
-    whitens = config.whiten_advantages or traits(config.estimator).whitens
-    advantages = masked_whiten(raw, inputs.mask) if whitens else raw
-    metrics = MetricBuilder()
-    if config.advantage_clip is not None:
-        clipped = advantages.clamp(-config.advantage_clip, config.advantage_clip)
-        metrics.mean("critic/advantage_clip_frac", (clipped != advantages).sum(), inputs.mask.sum())
-        advantages = clipped
-    return AdvantageOutputs(advantages, returns, raw, metrics.build())
+
+    def __init__(self, config: PPOConfig) -> None:
+        self._config = config
+        self._function = advantage_estimators.resolve(config.estimator.name)
+        self._options = advantage_estimators.options_of(config.estimator)
+        self._whitens = config.whiten_advantages or traits(config.estimator).whitens
+
+    def __call__(self, inputs: AdvantageInputs) -> AdvantageOutputs:
+        """Advantages and returns. Raises ``ValueError`` for a missing input."""
+        if self._config.whiten_rewards:
+            inputs = replace(inputs, rewards=masked_whiten(inputs.token_level_rewards, inputs.mask))
+        raw, returns = self._function(inputs, self._options)
+        if inputs.penalties is not None:
+            # Per token and after the group baseline, which must not average another response's divergence away.
+            raw = raw - torch.where(inputs.mask, inputs.penalties, 0.0)
+        advantages = masked_whiten(raw, inputs.mask) if self._whitens else raw
+        metrics, bound = MetricBuilder(), self._config.advantage_clip
+        if bound is not None:
+            clipped = advantages.clamp(-bound, bound)
+            metrics.mean("critic/advantage_clip_frac", (clipped != advantages).sum(), inputs.mask.sum())
+            advantages = clipped
+        return AdvantageOutputs(advantages, returns, raw, metrics.build())
+
+
+def estimate_advantages(inputs: AdvantageInputs, config: PPOConfig) -> AdvantageOutputs:
+    """Advantages and returns of one batch, by :class:`AdvantageEstimator`."""
+    return AdvantageEstimator(config)(inputs)

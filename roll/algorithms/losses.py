@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -55,13 +56,10 @@ correction_functions: Registry[CorrectionFunction] = Registry("train_infer_corre
 def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: MetricBuilder) -> Correction:
     """Apply the rules in ``options`` and log what they did.
 
-    Raises ``ValueError`` when there are rules but no ``rollout_log_probs``.
+    Raises ``ValueError`` where there are no ``rollout_log_probs``.
     """
     # Rules apply in any order: weights multiply, masks intersect.
-    keep = inputs.mask
-    weights = torch.ones_like(inputs.log_probs)
-    if not options.is_active:
-        return Correction(weights, keep)
+    keep, weights = inputs.mask, torch.ones_like(inputs.log_probs)
     if inputs.rollout_log_probs is None:
         raise ValueError("train_infer_correction needs rollout_log_probs: let the engine return log-probs")
     if options.function is not None:
@@ -178,7 +176,9 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
     if inputs.rollout_log_probs is None:
         return
     mask, tokens, lengths = inputs.mask, inputs.num_tokens, inputs.lengths
-    log_ratio = torch.where(mask, inputs.trainer_log_probs - inputs.rollout_log_probs, 0.0)
+    # The trainer's own policy: before the update where that is known, else the current one.
+    own = inputs.log_probs.detach() if inputs.old_is_rollout else inputs.proximal_log_probs
+    log_ratio = torch.where(mask, own - inputs.rollout_log_probs, 0.0)
     bounded = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     metrics.mean("actor/train_infer_log_diff_abs_mean", log_ratio.abs().sum(), tokens)
     metrics.max("actor/train_infer_log_diff_abs_max", log_ratio.abs(), mask)
@@ -187,7 +187,7 @@ def mismatch_metrics(inputs: LossInputs, metrics: MetricBuilder, with_segments: 
     change = torch.expm1(bounded)
     metrics.mean("actor/train_infer_kl_k3", (change - bounded).sum(), tokens)
     metrics.mean("actor/train_infer_ratio_token_mean", change.sum() + tokens, tokens)
-    probability = torch.where(mask, inputs.trainer_log_probs.exp(), 0.0)
+    probability = torch.where(mask, own.exp(), 0.0)
     sampled_probability = torch.where(mask, inputs.rollout_log_probs.exp(), 0.0)
     metrics.mean("actor/train_infer_diff_token_mean", (probability - sampled_probability).sum(), tokens)
     metrics.correlation("actor/train_infer_pearson", probability, sampled_probability, tokens)
@@ -235,6 +235,10 @@ def actor_loss_options(config: PPOConfig) -> ActorLossOptions:
     return options_from(ActorLossOptions, {**vars(config), "pg": pg, "correction": correction})
 
 
+# Found once in the life of a process: the same name is the same function.
+_policy_loss = cache(policy_losses.resolve)
+
+
 def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: LossDenominators) -> LossOutputs:
     """This micro-batch's share of the actor's loss over the whole optimizer step.
 
@@ -252,10 +256,10 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     # The weight of a metric that is a share of the global loss: the mean over micro-batches is then the global loss.
     share = inputs.num_tokens.double() / max(denominators.tokens, 1.0)
 
-    per_token = policy_losses.resolve(options.loss.name)(inputs, options.pg, metrics)
+    per_token = _policy_loss(options.loss.name)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
         per_token = torch.where(inputs.policy_mask, per_token, 0.0)
-    if options.correction.is_active:
+    if options.correction.rules or options.correction.function is not None:
         correction = correct_mismatch(inputs, options.correction, metrics)
         # A dropped token counts as 0, not as absent: it stays in inputs.mask and in the denominators.
         per_token = torch.where(correction.keep, per_token * correction.weights, 0.0)

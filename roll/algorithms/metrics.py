@@ -39,11 +39,11 @@ class Correlation:
         return min(max(covariance / scale, -1.0), 1.0) if scale > 1e-12 * self.count else 1.0
 
 
+@dataclass(eq=False)
 class MetricBuilder:
     """Collects scalar tensors as they are computed; :meth:`build` copies all of them to the host at once."""
 
-    def __init__(self) -> None:
-        self._recipes: list[tuple[str, Callable[..., Metric], tuple[Tensor | float, ...]]] = []
+    _recipes: list[tuple[str, Callable[..., Metric], tuple[Tensor | float, ...]]] = field(default_factory=list)
 
     def mean(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
         """A weighted mean: ``total`` is the sum over this micro-batch, ``weight`` its divisor."""
@@ -127,62 +127,48 @@ class BatchColumns:
 
 def compute_data_metrics(columns: BatchColumns) -> Metrics:
     """All ``critic/*``, ``token/*`` and ``group/*`` metrics of one batch, with one transfer from the device."""
-    metrics = MetricBuilder()
-    if columns.scores.numel():
-        right = columns.scores >= 1.0
-        lengths = columns.response_mask.sum(-1)
-        _value_metrics(columns, right, lengths, metrics)
-        _length_metrics(columns, right, lengths, metrics)
-        _group_metrics(columns, right, lengths, metrics)
-    return metrics.build()
-
-
-def _value_metrics(columns: BatchColumns, right: Tensor, lengths: Tensor, metrics: MetricBuilder) -> None:
-    mask, advantages = columns.response_mask, columns.advantages
+    metrics, count = MetricBuilder(), float(columns.scores.numel())
+    if not count:
+        return {}
+    mask, advantages, truncated = columns.response_mask, columns.advantages, columns.truncated
     raw_advantages = advantages if columns.raw_advantages is None else columns.raw_advantages
-    metrics.mean("critic/correct/mean", right.sum(), float(right.numel()))
+    is_right, response, total = columns.scores >= 1.0, mask.sum(-1), columns.attention_mask.sum(-1)
+    parts = (("right", is_right), ("error", ~is_right))
+    metrics.mean("critic/correct/mean", is_right.sum(), count)
     metrics.summary("critic/score", columns.scores)
     metrics.summary("critic/rewards", columns.response_level_rewards)
-    metrics.mean("critic/token_level_rewards_mean", columns.token_level_rewards.sum(), lengths.sum())
+    metrics.mean("critic/token_level_rewards_mean", columns.token_level_rewards.sum(), response.sum())
     metrics.summary("critic/advantages", advantages, mask)
     metrics.summary("critic/raw_advantages", raw_advantages, mask)
     metrics.summary("critic/returns", columns.returns, mask)
     if columns.values is not None:
         metrics.summary("critic/values", columns.values, mask)
-    for name, rows in (("right", right), ("error", ~right)):
+    for name, rows in parts:
         tokens = mask & rows[:, None]
         metrics.summary(f"critic/{name}_response/advantages", advantages, tokens, with_std=True)
         metrics.summary(f"critic/{name}_response/raw_advantages", raw_advantages, tokens, with_std=True)
-
-
-def _length_metrics(columns: BatchColumns, right: Tensor, response: Tensor, metrics: MetricBuilder) -> None:
-    mask = columns.response_mask
-    total = columns.attention_mask.sum(-1)
     # As bytes: torch has no argmax of booleans.
     prompt = torch.where(response > 0, mask.byte().argmax(-1), total) if mask.shape[1] else total
     for name, lengths in (("response", response), ("prompt", prompt), ("total", total)):
         metrics.summary(f"token/{name}_length", lengths)
         metrics.mean(f"token/{name}_length/diff", (lengths.max() - lengths.min()).float(), 1.0)
-    metrics.mean("token/total_response_length/clip", columns.truncated.sum(), float(right.numel()))
-    for name, rows in (("right", right), ("error", ~right)):
-        metrics.mean(f"token/{name}_response_length/clip", (columns.truncated & rows).sum(), rows.sum())
+    metrics.mean("token/total_response_length/clip", truncated.sum(), count)
+    for name, rows in parts:
+        metrics.mean(f"token/{name}_response_length/clip", (truncated & rows).sum(), rows.sum())
         metrics.summary(f"token/{name}_response_length", response, rows)
-
-
-def _group_metrics(columns: BatchColumns, right: Tensor, lengths: Tensor, metrics: MetricBuilder) -> None:
-    groups = Groups.of(columns.group_ids)
-    advantages = row_mean(columns.advantages, columns.response_mask)
-    metrics.summary("group/response_length_diff", group_range(lengths.float(), groups))
-    metrics.summary("group/advantage_diff", group_range(advantages, groups))
-    num_right = groups.sum(right.float())
+    groups, of_row = Groups.of(columns.group_ids), row_mean(advantages, mask)
+    metrics.summary("group/response_length_diff", group_range(response.float(), groups))
+    metrics.summary("group/advantage_diff", group_range(of_row, groups))
+    num_right = groups.sum(is_right.float())
     all_right, all_wrong = num_right == groups.counts, num_right == 0
     mixed = ~(all_right | all_wrong)
     metrics.summary("group/correct_ratio", num_right / groups.counts)
     for name, is_so in (("all_correct", all_right), ("all_incorrect", all_wrong), ("mixed", mixed)):
         metrics.mean(f"group/{name}_groups_ratio", is_so.sum(), float(len(groups.counts)))
-    mean_right = groups.sum(advantages * right) / num_right.clamp(min=1)
-    mean_wrong = groups.sum(advantages * ~right) / (groups.counts - num_right).clamp(min=1)
+    mean_right = groups.sum(of_row * is_right) / num_right.clamp(min=1)
+    mean_wrong = groups.sum(of_row * ~is_right) / (groups.counts - num_right).clamp(min=1)
     metrics.summary("group/correct_vs_incorrect_advantage_diff", mean_right - mean_wrong, mixed)
+    return metrics.build()
 
 
 def group_range(values: Tensor, groups: Groups) -> Tensor:

@@ -86,12 +86,6 @@ class LossInputs:
         old = self.log_probs if self.old_log_probs is None else self.old_log_probs
         return old.detach()
 
-    @property
-    def trainer_log_probs(self) -> Tensor:
-        """The trainer's own policy to compare the engine with, without gradient: before the update where that is known,
-        else the current one."""
-        return self.log_probs.detach() if self.old_is_rollout else self.proximal_log_probs
-
     @cached_property
     def log_ratio(self) -> Tensor:
         """log pi - log pi_old with gradient, float (B, L), within +-20; exactly 0 outside the mask."""
@@ -135,14 +129,22 @@ def register_policy_loss(
     return decorate
 
 
+def clip_range(options: ClipOptions) -> tuple[float, float]:
+    """Largest distances of the ratio below and above 1."""
+    return (
+        options.clip if options.clip_low is None else options.clip_low,
+        options.clip if options.clip_high is None else options.clip_high,
+    )
+
+
 def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) -> None:
     metrics.mean("actor/clipfrac", (clipped & inputs.mask).sum(), inputs.num_tokens)
 
 
 def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, options: DualClipOptions, metrics: MetricBuilder) -> Tensor:
     """-min(r A, clip(r, 1 - low, 1 + high) A), for negative A at most -c A (dual clip): float (B, L)."""
-    advantages = inputs.advantages
-    low, high = 1.0 - options.below, 1.0 + options.above
+    advantages, (down, up) = inputs.advantages, clip_range(options)
+    low, high = 1.0 - down, 1.0 + up
     loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
     # Outside the mask the ratio is 1, which is neither.
     above, below = ratio > high, ratio < low
@@ -278,8 +280,8 @@ def raft_plus_plus(inputs: LossInputs, options: ClipOptions, metrics: MetricBuil
     With raw rewards (no normalisation) these are the right answers, as in the paper.
     """
     positive = torch.where(inputs.advantages > 0, inputs.advantages, 0.0)
-    ratio = inputs.log_ratio.exp()
-    clipped = ratio.clamp(1.0 - options.below, 1.0 + options.above)
+    ratio, (down, up) = inputs.log_ratio.exp(), clip_range(options)
+    clipped = ratio.clamp(1.0 - down, 1.0 + up)
     _count_clipped(metrics, (clipped < ratio) & (positive > 0), inputs)
     return -torch.minimum(ratio, clipped) * positive
 
@@ -372,7 +374,8 @@ def clip_cov(inputs: LossInputs, options: ClipCovOptions, metrics: MetricBuilder
     """
     covariance = token_covariance(inputs)
     in_range = (covariance > options.low) & (covariance < options.high)
-    clipped_ratio = inputs.ratio.clamp(1.0 - options.below, 1.0 + options.above)
+    down, up = clip_range(options)
+    clipped_ratio = inputs.ratio.clamp(1.0 - down, 1.0 + up)
     clipped_by_ppo = clipped_ratio * inputs.advantages < inputs.ratio * inputs.advantages
     candidates = (inputs.mask & in_range & ~clipped_by_ppo).flatten().nonzero().squeeze(-1)
     count = max(int(options.ratio * int(inputs.num_tokens)), 1)

@@ -18,7 +18,7 @@ from torch import Tensor
 from roll.algorithms import policy_losses
 from roll.algorithms.aggregation import LossDenominators
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.policy_losses import LOG_RATIO_BOUND, LossInputs
+from roll.algorithms.policy_losses import LOG_RATIO_BOUND, LossInputs, clip_range
 from roll.algorithms.registry import with_options
 from roll.config.policy_losses import ClipCovOptions, ClipOptions, KlCovOptions
 
@@ -75,8 +75,8 @@ def _with_weighted_advantages(
 @with_options(ClipOptions)
 def engine_is(inputs: LossInputs, options: ClipOptions, metrics: MetricBuilder) -> Tensor:
     """-sg(r) A log pi with r = pi / rollout, 0 where r is outside (1 - low, 1 + high): float (B, L); ``rollout_is``."""
-    ratio = _engine_log_ratio(inputs).detach().exp()
-    kept = (ratio > 1.0 - options.below) & (ratio < 1.0 + options.above)
+    ratio, (down, up) = _engine_log_ratio(inputs).detach().exp(), clip_range(options)
+    kept = (ratio > 1.0 - down) & (ratio < 1.0 + up)
     metrics.mean("actor/clipfrac", (~kept & inputs.mask).sum(), inputs.num_tokens)
     return -torch.where(kept, ratio, 0.0) * inputs.advantages * inputs.log_probs
 
@@ -104,8 +104,9 @@ def engine_dppo(inputs: LossInputs, options: EngineDppo, metrics: MetricBuilder)
     if options.divergence == "kl":
         others = (1.0 - sampled.exp() + _TINY) / (1.0 - current.exp() + _TINY)
         distance = sampled.exp() * (sampled - current) + (1.0 - sampled.exp()) * others.log()
-    upwards = (inputs.advantages > 0) & (moved > 0) & (distance > options.above)
-    downwards = (inputs.advantages < 0) & (moved < 0) & (distance > options.below)
+    down, up = clip_range(options)
+    upwards = (inputs.advantages > 0) & (moved > 0) & (distance > up)
+    downwards = (inputs.advantages < 0) & (moved < 0) & (distance > down)
     dropped = (upwards | downwards) & inputs.mask
     metrics.mean("actor/clipfrac", dropped.sum(), inputs.num_tokens)
     return -torch.where(dropped, 0.0, log_ratio.exp()) * inputs.advantages

@@ -12,8 +12,7 @@ from typing import TypeVar
 
 from roll.clients.workers import ENGINES, POLICY, Future, Workers
 from roll.config.strategies.registry import BACKENDS, backend_of
-from roll.methods.base import LOG_PROBS, Ask, Loss
-from roll.methods.losses import SampledLoss
+from roll.methods.base import LOG_PROBS, Ask, Loss, SampledLoss
 from roll.pipelines.files import export_model
 from roll.pipelines.model_calls import GENERATION, TRAINING, WEIGHTS, dealt_out, read_by, start_computing, update_model
 from roll.protocol import DataProto
@@ -128,7 +127,7 @@ class TrainClient:
     def step(self, batch: DataProto, loss: Loss, mini_batches: int = 1, epochs: int = 1) -> Future[dict[str, float]]:
         """Optimizer steps on a batch: ``epochs`` passes, with a step on each of ``mini_batches`` equal parts.
 
-        The rows of a :class:`~roll.methods.losses.SampledLoss` are distributed over the ranks as in a run, those of
+        The rows of a :class:`~roll.methods.base.SampledLoss` are distributed over the ranks as in a run, those of
         other losses in their order. An update that is skipped, since loss or gradient are not finite, counts in
         ``skipped_updates``.
 

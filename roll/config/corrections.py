@@ -102,10 +102,6 @@ class CorrectionOptions:
     function: str | None = None  # dotted path of the user's own correction, in place of rules
 
     @cached_property
-    def is_active(self) -> bool:
-        return bool(self.rules) or self.function is not None
-
-    @cached_property
     def rejections(self) -> tuple[CorrectionRule, ...]:
         """Rules that are applied to the whole batch before the update."""
         return tuple(rule for rule in self.rules if rule.action == "reject")

@@ -28,16 +28,6 @@ class ClipOptions:
     clip_high: float | None = setting(None, ge=0)
     """Ratios are clipped at 1 + this from above; null: ``clip``."""
 
-    @property
-    def below(self) -> float:
-        """Largest distance of the ratio below 1."""
-        return self.clip if self.clip_low is None else self.clip_low
-
-    @property
-    def above(self) -> float:
-        """Largest distance of the ratio above 1."""
-        return self.clip if self.clip_high is None else self.clip_high
-
 
 @dataclass(frozen=True, kw_only=True)
 class DualClipOptions(ClipOptions):

@@ -243,6 +243,12 @@ class Cluster:
         ref = self._send(rank, name, RankArguments(args, kwargs))
         return self._pending(name, {rank: ref}, None, lambda answers: answers[rank])
 
+    def ping(self, rank: int) -> PendingCall[WorkerAddress]:
+        """An answer shows that the rank's worker is alive and idle."""
+        self.wait_ready()
+        ref = self.workers[rank].address.remote()
+        return self._pending("ping", {rank: ref}, None, lambda answers: answers[rank])
+
     def shutdown(self, graceful: bool = True) -> None:
         """End the workers; a second call does nothing.
 

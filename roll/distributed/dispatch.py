@@ -93,7 +93,7 @@ def _spread_data(
         if columns is not None:  # keys(): a look into the batch itself would unpack columns
             wanted = [name for name in columns if name in value.batch.keys()]  # noqa: SIM118
             value = value.select(wanted, [name for name in columns if name in value.non_tensor_batch])
-        chunks = [_put(chunk, users) for chunk in chunked(value, dp_size)]
+        chunks = [_put(chunk, users) for chunk in (chunked(value, dp_size) if dp_size > 1 else [value])]
         nothing = value.select([], []) if first_only else None
         return [nothing if first_only and not info.is_first_of_replica else chunks[info.dp_rank] for info in infos]
 

@@ -227,20 +227,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     facts: dict[str, Any] = {}
-    for line in _messages(facts):
-        with suppress(json.JSONDecodeError):  # incomplete at the driver's end
-            facts.update(json.loads(line))
-    if "mark" in facts and not facts.get("done"):
-        _clean_up(facts)
-
-
-def _messages(facts: dict[str, Any]) -> Iterator[str]:
-    """The driver's messages, until it ends. A daemon that ends before it is noted as the cause."""
     poll = select.poll()
     watched: dict[int, str] = {}
     poll.register(0, select.POLLIN | select.POLLHUP)
-    rest = b""
-    while True:
+    heard, rest = b"\n", b""
+    while heard:
         for name, pid in facts.pop("daemons", {}).items():
             with suppress(OSError, AttributeError):  # gone already, or a system without pidfd
                 descriptor = os.pidfd_open(pid)
@@ -252,15 +243,17 @@ def _messages(facts: dict[str, Any]) -> Iterator[str]:
             if descriptor:
                 # The pidfd of an ended process stays readable for ever, and poll() would return at once each time.
                 poll.unregister(descriptor)
-        # The driver's own end takes all of them along, one after the other.
+        # A daemon that ends before the driver is the cause; the driver's own end takes all of them along.
         if ended and 0 not in ready and is_alive(facts["driver"]):
             facts.setdefault("cause", f"Ray's {ended[0]} ended, and the run with it")
         if 0 in ready:
             heard = os.read(0, 1 << 16)
-            if not heard:
-                return
             *whole, rest = (rest + heard).split(b"\n")
-            yield from (line.decode(errors="replace") for line in whole)
+            for line in whole:
+                with suppress(json.JSONDecodeError):  # incomplete at the driver's end
+                    facts.update(json.loads(line.decode(errors="replace")))
+    if "mark" in facts and not facts.get("done"):
+        _clean_up(facts)
 
 
 def _clean_up(facts: Mapping[str, Any]) -> None:

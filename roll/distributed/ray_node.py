@@ -86,8 +86,9 @@ class RayWatch:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_SECONDS):
-            lost = self.look()
-            if lost is not None:
+            with self._lock:
+                all_run = self._stopped.is_set() or not self._node.dead_processes()
+            if not all_run and (lost := self.look()) is not None:
                 self._on_loss(lost)
                 return
 

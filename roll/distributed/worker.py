@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -236,10 +235,6 @@ class Worker:
             timeout=timeout,
         )
         logger.info("process group of %d ranks on %s", context.world_size, platform.collective_backend)
-
-    def ping(self) -> int:
-        """Return the process id; an answer shows that the worker is alive and idle."""
-        return os.getpid()
 
     @register(Dispatch.ONE_TO_ALL)
     def peak_memory(self) -> int:

@@ -54,7 +54,7 @@ class EpisodeMethod(PolicyMethod):
     ) -> None:
         super().__init__(config, norm_types, max_tokens)
         self._by_tag = by_tag or "running" in resolve_norm_types(config.estimator, *norm_types)
-        self._traits = traits(self._advantages.estimator)
+        self._traits, self._step_gamma = traits(self._estimator), self._estimator.get("step_gamma")
         ended = "were ended by a limit, not by their task"
         remedy = "raise custom_envs.<tag>.max_steps or sequence_length"
         self._watch = BatchWatch(ended, remedy, not self._ignores_rewards)
@@ -103,7 +103,7 @@ class EpisodeMethod(PolicyMethod):
         more = {"turn_ids": tensors["turn_ids"]}
         if "bootstrap_values" in tensors:
             more["bootstrap_values"] = tensors["bootstrap_values"]
-        if self._advantages.estimator.get("step_gamma") is not None:
+        if self._step_gamma is not None:
             more |= {"state_ids": tensors["state_ids"], "step_returns": self._step_returns(batch, rewards)}
         return more
 
@@ -116,7 +116,7 @@ class EpisodeMethod(PolicyMethod):
         cost = token_level_rewards(self._penalised(tensors["scores"], mask.sum(-1)) - tensors["scores"], mask)
         if rewards.dim() == 2:
             cost = cost + rewards - token_level_rewards(tensors["response_level_rewards"], mask)
-        returns = turns.returns((tensors["turn_rewards"] + cost).double(), self._advantages.estimator.get("step_gamma"))
+        returns = turns.returns((tensors["turn_rewards"] + cost).double(), self._step_gamma)
         if self._traits.normalises_steps:
             rows = turns.exists.nonzero()[:, 0]
             flat, _ = self._by_part(batch, returns[turns.exists], tensors["group_ids"][rows], rows)

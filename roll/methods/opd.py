@@ -34,9 +34,8 @@ from roll.datasets.reading import SourceRow
 from roll.datasets.sft import read_demonstration
 from roll.datasets.templates import Conversation, Renderer, TemplateChoice
 from roll.datasets.types import DataError, PromptRow
-from roll.methods.base import POLICY_COLUMNS, Answer, Ask, RoleAsk, Totals
+from roll.methods.base import LOSS_COLUMNS, POLICY_COLUMNS, Answer, Ask, PolicyLoss, RoleAsk, Totals
 from roll.methods.distill import comparison, of_teacher
-from roll.methods.losses import LOSS_COLUMNS, PolicyLoss
 from roll.methods.opd_keys import (
     TaughtConfig,
     coefficients,

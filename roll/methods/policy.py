@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from roll.algorithms.advantages import (
+    AdvantageEstimator,
     AdvantageInputs,
     AdvantageOutputs,
-    estimate_advantages,
     resolve_norm_types,
 )
 from roll.algorithms.aggregation import masked_mean, row_mean
@@ -36,8 +36,7 @@ from roll.config.algorithm import PPOConfig
 from roll.config.corrections import correction_options
 from roll.config.estimators import DiscountOptions
 from roll.config.reading.fields import Choice
-from roll.methods.base import MODEL_COLUMNS, VALUES, Answer, Ask, RoleAsk
-from roll.methods.losses import PolicyLoss, SampledLoss, ValueLoss
+from roll.methods.base import MODEL_COLUMNS, VALUES, Answer, Ask, PolicyLoss, RoleAsk, SampledLoss, ValueLoss
 from roll.methods.opd import OPD, TEACHING
 from roll.methods.opd import PromptRows as PromptRows  # for the pipelines, which do not name a method that is added
 from roll.methods.opd import check_rows as check_rows
@@ -73,13 +72,14 @@ class PolicyMethod:
         self.entropy_coef = config.entropy_loss_coef
         """Weight of the entropy bonus in the update of the batch that was scored last."""
         self._loss_options = actor_loss_options(config)
-        self._advantages: PPOConfig = config
         self._correction = correction_options(config.train_infer_correction)
         self.teaching = OPD(config) if is_taught(config) else None
         # gamma 0: each token is credited with its own divergence alone, which is the gradient of the KL at its state.
         self._ignores_rewards = is_taught(config) and config.is_pure_opd
+        credited: PPOConfig = config
         if self._ignores_rewards:
-            self._advantages = replace(config, estimator=Choice("reinforce", DiscountOptions(gamma=0.0)))
+            credited = replace(config, estimator=Choice("reinforce", DiscountOptions(gamma=0.0)))
+        self._estimator, self._estimate = credited.estimator, AdvantageEstimator(credited)
         self._watch = BatchWatch(learns_from_scores=not self._ignores_rewards)
         self._response_filters = {
             name: build_filter(section.response_filter_config.type, section.response_filter_config.filter_args)
@@ -153,19 +153,9 @@ class PolicyMethod:
         entropy); return the metrics of the step's samples.
 
         Samples without a score take part in nothing, neither in a baseline nor in a mean: their columns are zero."""
-        scored = ~batch.batch["scores"].isnan()
-        unscored = {"critic/unscored_ratio": Mean(float((~scored).sum()), len(batch))}
-        if bool(scored.all()):
-            return self._score(batch) | unscored
-        part = batch[scored.numpy()]
-        metrics = self._score(part)
-        for name in part.batch.keys() - batch.batch.keys():
-            column = part.batch[name]
-            batch.batch[name] = column.new_zeros(len(batch), *column.shape[1:])
-            batch.batch[name][scored] = column
-        return metrics | unscored
-
-    def _score(self, batch: DataProto) -> Metrics:
+        scored, whole = ~batch.batch["scores"].isnan(), batch
+        if not bool(scored.all()):
+            batch = whole[scored.numpy()]
         lengths = batch.batch["response_mask"].sum(-1)
         truncated = torch.from_numpy(batch.non_tensor_batch["finish_reason"] == "length")
         used, masked = self._add_loss_mask(batch, lengths, truncated)
@@ -173,7 +163,7 @@ class PolicyMethod:
         batch.batch["token_level_rewards"] = inputs.token_level_rewards
         for message in self._watch.observe_advantages(outputs.advantages, used, self._config.estimator.name):
             logger.warning("%s", message)
-        columns = {column.name: batch.batch.get(column.name) for column in fields(BatchColumns)}
+        columns: dict[str, Any] = {column.name: batch.batch.get(column.name) for column in fields(BatchColumns)}
         columns |= {"truncated": truncated, "raw_advantages": outputs.raw_advantages}
         metrics = [masked, rewarded, outputs.metrics, compute_data_metrics(BatchColumns(**columns))]
         if self._entropy_controller is not None:
@@ -181,7 +171,12 @@ class PolicyMethod:
             # Before the update of this batch, whose policy it is the weight for (arXiv 2505.22312, section 3).
             self.entropy_coef = self._entropy_controller.step(entropy, int(batch.batch["loss_mask"].sum()))
             metrics.append({"actor/old_entropy": Mean(entropy), "actor/entropy_coef": Mean(self.entropy_coef)})
-        return merge_metrics(metrics)
+        if batch is not whole:
+            for name in batch.batch.keys() - whole.batch.keys():
+                column = batch.batch[name]
+                whole.batch[name] = column.new_zeros(len(whole), *column.shape[1:])
+                whole.batch[name][scored] = column
+        return merge_metrics(metrics) | {"critic/unscored_ratio": Mean(float((~scored).sum()), len(whole))}
 
     def _add_loss_mask(
         self, batch: DataProto, lengths: torch.Tensor, truncated: torch.Tensor
@@ -249,7 +244,7 @@ class PolicyMethod:
             old_sum_of_squares=tensors.get("old_sum_of_squares"),
             **self.more_inputs(batch, rewards),
         )
-        outputs = estimate_advantages(inputs, self._advantages)
+        outputs = self._estimate(inputs)
         tensors["advantages"], tensors["returns"] = outputs.advantages, outputs.returns
         return inputs, outputs, metrics
 

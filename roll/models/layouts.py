@@ -15,7 +15,8 @@ image: :mod:`roll.models.vision`) follows it into any of them.  Three layouts ar
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from torch.nn.functional import pad
 
 from roll.models.patterns import (
     AttentionPattern,
-    OnDevice,
     PackedSequences,
     PrefixTree,
     common_beginnings,
@@ -35,7 +35,7 @@ from roll.models.patterns import (
 
 
 @dataclass(frozen=True)
-class ImageTokens(OnDevice):
+class ImageTokens:
     """The placeholder tokens of a layout, replaced by features of images. Each distinct image is included once."""
 
     pixel_values: Tensor
@@ -83,7 +83,7 @@ class TopTokens:
 
 
 @dataclass(frozen=True)
-class TargetDistributions(OnDevice):
+class TargetDistributions:
     """Target distributions of N tokens, and the comparison with them."""
 
     name: str
@@ -105,7 +105,7 @@ class TargetDistributions(OnDevice):
 
 
 @dataclass(frozen=True)
-class TokenLayout(OnDevice):
+class TokenLayout:
     """Input of the model for one micro-batch of B rows and length L: S sequences of length T."""
 
     input_ids: Tensor
@@ -175,6 +175,23 @@ class TokenLayout(OnDevice):
             routes=None if self.routes is None else self.routes[:, columns],
             token_rows=None if self.token_rows is None else self.token_rows[:, columns],
         )
+
+
+Part = TypeVar("Part", bound=TokenLayout | ImageTokens | TargetDistributions | PackedSequences | PrefixTree)
+
+
+def on_device(part: Part, device: torch.device) -> Part:
+    """A copy whose tensors, and those of the parts in it, are on ``device``."""
+    moved: dict[str, Any] = {}
+    for item in fields(part):
+        value = getattr(part, item.name)
+        if isinstance(value, Tensor):
+            moved[item.name] = value.to(device)
+        elif isinstance(value, ImageTokens | PackedSequences | PrefixTree):
+            moved[item.name] = on_device(value, device)
+    if isinstance(part, TokenLayout):
+        moved["comparisons"] = tuple(on_device(one, device) for one in part.comparisons)
+    return replace(part, **moved)
 
 
 def with_token_rows(layout: TokenLayout) -> TokenLayout:
@@ -325,8 +342,8 @@ def tree_layout(
         sources[path] = row * length + np.arange(len(path))  # a shared token is that of the first of its rows
         row_lengths[path] = np.maximum(row_lengths[path], len(path) + 1)
         rows[path] += 1
-    tree = PrefixTree(tuple(runs), torch.from_numpy(rows), torch.from_numpy(row_lengths), only_prompts).to(device)
-    place = torch.from_numpy(sources).to(device)
+    tree = PrefixTree(tuple(runs), torch.from_numpy(rows), torch.from_numpy(row_lengths), only_prompts)
+    tree, place = on_device(tree, device), torch.from_numpy(sources).to(device)
     row_index, column_index = mask.nonzero(as_tuple=True)
     return TokenLayout(
         input_ids=input_ids.flatten()[place][None],

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from roll.config.installation import install_command
 from roll.config.lora import uses_lora
@@ -59,18 +59,6 @@ class MergedWeight:
     name: str
     parts: tuple[Tensor, ...]
     scaling: float = 1.0
-
-    def merge(self, whole: Sequence[Tensor]) -> Tensor:
-        """The tensor from its parts, each whole."""
-        if len(whole) == 1:
-            return whole[0]
-        weight, down, up = whole
-        return merged_weight(weight, down, up, self.scaling)
-
-    @property
-    def is_trained(self) -> bool:
-        """Training may change it; so may persistent buffers."""
-        return not all(isinstance(part, nn.Parameter) and not part.requires_grad for part in self.parts)
 
     def separate(self) -> list[MergedWeight]:
         """Its parts as tensors of their own: W under its name, then A and B."""

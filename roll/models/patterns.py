@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,22 +23,6 @@ Ints = NDArray[np.int64]
 
 # Fewer tokens are not worth an attention call of their own, unless they are the prompt of both rows.
 MIN_SHARED = 64
-
-
-@dataclass(frozen=True)
-class OnDevice:
-    """Tensors, and tuples of such classes, that move together."""
-
-    def to(self, device: torch.device) -> Self:
-        """A copy on ``device``; itself where it is there already."""
-        moved: dict[str, Any] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if isinstance(value, torch.Tensor | OnDevice):
-                moved[item.name] = value.to(device)
-            elif isinstance(value, tuple) and value and isinstance(value[0], OnDevice):
-                moved[item.name] = tuple(one.to(device) for one in value)
-        return replace(self, **moved)
 
 
 @dataclass(frozen=True)
@@ -57,7 +41,7 @@ class VarlenCall:
 
 
 @dataclass(frozen=True)
-class PackedSequences(OnDevice):
+class PackedSequences:
     """A flat run of N tokens as sequences that follow one another and do not see each other."""
 
     lengths: tuple[int, ...]
@@ -111,7 +95,7 @@ class RunBatch:
 
 
 @dataclass(frozen=True)
-class PrefixTree(OnDevice):
+class PrefixTree:
     """A flat run of N tokens, each of which sees what comes before it in the rows that share it, and nothing else."""
 
     runs: tuple[Run, ...]

@@ -28,7 +28,7 @@ from roll.models.expert_parallel import sum_of_parts
 from roll.models.invariant import is_invariant, make_invariant
 from roll.models.kernels import use_liger, use_products
 from roll.models.layout_setup import dependent_rotaries, use_layout_attention
-from roll.models.layouts import padded
+from roll.models.layouts import on_device, padded
 from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise, find_noise
 from roll.models.self_test_rows import PADDED, Rows, rows_of
@@ -241,7 +241,7 @@ def _in_layout(
         sequences, length = layout.input_ids.shape
         layout = padded(layout, sequences, length + -length % group.size()).chunk(group.rank(), group.size())
     if device is not None:
-        layout = layout.to(device)
+        layout = on_device(layout, device)
         torch.nn.Module.to(model, device)
     values = layout.scatter(ResponseModel(model, group)(layout, (output,))[output], rows.ids.shape)
     if group is not None:

@@ -28,8 +28,7 @@ from roll.config.roles import GenerationWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
 from roll.distributed import Cluster, DeadlineExceeded, RemoteError, ResourceManager, WorkerDied
 from roll.distributed.signals import ending
-from roll.methods.base import POLICY_COLUMNS, Answer, Ask, RoleAsk
-from roll.methods.losses import SampledLoss
+from roll.methods.base import POLICY_COLUMNS, Answer, Ask, RoleAsk, SampledLoss
 from roll.models.partitions import balance_partitions, workload
 from roll.platforms import current_platform
 from roll.protocol import DataProto

@@ -25,7 +25,7 @@ from roll.pipelines.run_lifetime import RunLifetime
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.report.run_files import REPORT_NAME
-from roll.tracking import LOG_NAME, PhaseTimer, ProgressReporter, RunSummary, SampleTable
+from roll.tracking import LOG_NAME, ProgressReporter, RunSummary, SampleTable
 from roll.tracking.console import INTERVAL_ENDS
 from roll.tracking.records import strip_reducer_tags
 from roll.workers.model import TrainWorker
@@ -38,6 +38,65 @@ ASK_SECONDS = 30.0  # time for a worker to report its memory, or how long it has
 SLOW = 2.0  # times the median
 LEAST_SECONDS = 1.0  # shortest phase that is compared: in shorter ones a busy host makes such differences now and then
 MOST_RANKS = 16  # ranks of a role whose seconds are each a metric; of more, the median and the slowest
+
+PeakMemory = Callable[[], Mapping[str, float]]
+"""Peak bytes since the last call, by a name such as a role's; a call starts a new measurement."""
+
+
+class PhaseTimer:
+    """Wall-clock seconds per named phase. Phases nest; an outer one's time and memory include the inner ones'.
+
+        timer = PhaseTimer()
+        with timer.phase("step_generate"):
+            ...
+        metrics |= timer.pop()          # {"time/step_generate": 0.87}
+
+    Args:
+        peak_memory: called at both ends of every phase if given; its values come out as
+            ``memory/<phase>/<name>`` (bytes).
+    """
+
+    def __init__(self, peak_memory: PeakMemory | None = None) -> None:
+        self._peak_memory = peak_memory
+        self._seconds: dict[str, float] = {}
+        self._bytes: dict[str, float] = {}
+        self._open: list[str] = []
+        self._spans: list[tuple[str, float, float]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the block; a name used several times before :meth:`pop` is summed. Counts also when the block raises."""
+        if self._peak_memory is not None:
+            self._credit_memory(self._peak_memory())
+        self._open.append(name)
+        # Two clocks: durations must not jump with the wall clock, spans are compared with those of other processes.
+        start, began = time.perf_counter(), time.time()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            self._spans.append((name, began, time.time()))
+            if self._peak_memory is not None:
+                self._credit_memory(self._peak_memory())
+            self._open.pop()
+
+    def pop(self) -> dict[str, float]:
+        """``time/<phase>`` in seconds and ``memory/<phase>/<name>`` in bytes since the last call; starts again at 0."""
+        metrics = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self._bytes
+        self._seconds, self._bytes = {}, {}
+        return metrics
+
+    def pop_spans(self) -> list[tuple[str, float, float]]:
+        """Name, begin and end (seconds since the epoch) of every phase that has ended since the last call."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def _credit_memory(self, peak: Mapping[str, float]) -> None:
+        """The peak since the last reading belongs to every phase open since then."""
+        for name, value in peak.items():
+            for phase in self._open:
+                key = f"memory/{phase}/{name}"
+                self._bytes[key] = max(self._bytes.get(key, 0.0), float(value))
 
 
 class RunContext(RunLifetime):

@@ -52,7 +52,7 @@ def sample_notes(groups: Sequence[SampleGroup]) -> Notes:
         prompt: dict[str, Any] = {"text": item.prompt_text[:_MAX_TEXT], "truth": _short(item.ground_truth)}
         if item.vision is not None:
             prompt["images"] = list(item.vision.file_names)
-        found += [(prompt, {"metrics": dict(one.reward.metrics), "error": one.error}) for one in group.members]
+        found += [(prompt, {"metrics": dict(one.reward.metrics), "error": one.reward.error}) for one in group.members]
     return found
 
 

@@ -27,7 +27,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
 from roll.distributed.nodes import environment, worker_threads
-from roll.methods.losses import COMPARED_TOKENS, SAME_WEIGHTS, UNEQUAL
+from roll.methods.base import COMPARED_TOKENS, SAME_WEIGHTS, UNEQUAL
 from roll.methods.policy_plan import PolicyPlan
 from roll.platforms import current_platform
 from roll.protocol import DataProto

@@ -231,9 +231,6 @@ class TensorColumns(MutableMapping[str, torch.Tensor]):
     def __contains__(self, key: object) -> bool:  # the mixin's would unpack it
         return key in self._columns
 
-    def get(self, key: str, default: object = None) -> Any:
-        return super().get(key, default)
-
     def copy(self) -> TensorColumns:
         """The same columns in another dict; nothing is unpacked."""
         return TensorColumns(self)

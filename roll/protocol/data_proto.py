@@ -52,9 +52,8 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
     ) -> None:
         self._batch = TensorColumns(batch or {})
-        self.non_tensor_batch: ObjectColumns = {
-            key: object_array(key, values) for key, values in (non_tensor_batch or {}).items()
-        }
+        objects = (non_tensor_batch or {}).items()
+        self.non_tensor_batch: ObjectColumns = {key: object_array(key, values) for key, values in objects}
         self.meta_info: dict[str, Any] = dict(meta_info or {})
         self.check()
 
@@ -101,9 +100,8 @@ class DataProto:
 
     def __len__(self) -> int:
         """Rows B; 0 where there are no columns."""
-        if (size := self._batch.batch_size) is not None:
-            return size
-        return next((len(values) for values in self.non_tensor_batch.values()), 0)
+        size = self._batch.batch_size
+        return next((len(values) for values in self.non_tensor_batch.values()), 0) if size is None else size
 
     def __bool__(self) -> bool:
         """A DataProto is always true, also without rows, so that ``if data`` asks whether there is one."""
@@ -127,12 +125,18 @@ class DataProto:
         Raises:
             KeyError: a name that is not there.
         """
-        tensors = dict(self._batch.stored())
-        return self._build(
-            joining.picked("batch", tensors, batch_keys),
-            joining.picked("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys),
-            joining.picked("meta_info", self.meta_info, meta_info_keys),
-        )
+        wanted: list[tuple[str, Mapping[str, Any], joining.Names | None]] = [
+            ("batch", dict(self._batch.stored()), batch_keys),
+            ("non_tensor_batch", self.non_tensor_batch, non_tensor_batch_keys),
+            ("meta_info", self.meta_info, meta_info_keys),
+        ]
+        chosen = []
+        for kind, columns, keys in wanted:
+            names = list(columns) if keys is None else [keys] if isinstance(keys, str) else list(keys)
+            if missing := [key for key in names if key not in columns]:
+                raise KeyError(f"{kind} has no {missing[0]!r}; there are {list(columns)}")
+            chosen.append({key: columns[key] for key in names})
+        return self._build(*chosen)
 
     def pop(
         self,
@@ -204,9 +208,8 @@ class DataProto:
         if isinstance(index, int | np.integer):
             if not -len(self) <= index < len(self):
                 raise IndexError(f"row {index} of a batch of {len(self)} rows")
-            row = int(index)
-            tensors = {key: tensor[row] for key, tensor in self._batch.items()}
-            objects = {key: values[row] for key, values in self.non_tensor_batch.items()}
+            tensors = {key: tensor[int(index)] for key, tensor in self._batch.items()}
+            objects = {key: values[index] for key, values in self.non_tensor_batch.items()}
             return DataProtoItem(tensors, objects, self.meta_info)
         if isinstance(index, slice):
             start, stop, step = index.indices(len(self))
@@ -236,8 +239,7 @@ class DataProto:
         """Each row ``repeat_times`` times, copied: ``a a b b`` if interleaved, else ``a b a b``."""
         if repeat_times < 0:
             raise ValueError(f"repeat_times must be at least 0, got {repeat_times}")
-        rows = np.arange(len(self))
-        return self._take(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
+        return self._take((np.repeat if interleave else np.tile)(np.arange(len(self)), repeat_times))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Exactly ``chunks`` runs of consecutive rows, sharing memory; where B does not divide, the first
@@ -299,9 +301,8 @@ class DataProto:
         """
         if mini_batch_size < 1:
             raise ValueError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
-        groups = None
-        if group_key is not None:
-            groups = joining.whole_groups(self._group_values(group_key), mini_batch_size, group_key)
+        values = None if group_key is None else self._group_values(group_key)
+        groups = None if values is None else joining.whole_groups(values, mini_batch_size, str(group_key))
         orders = joining.mini_batch_rows(len(self), mini_batch_size, epochs, seed, groups)
         return (self[rows] if isinstance(rows, slice) else self._take(rows) for rows in orders)
 
@@ -328,7 +329,7 @@ class DataProto:
 
     def equals(self, other: DataProto) -> bool:
         """Same columns (order aside), dtypes, shapes, values (exactly; NaN equals NaN) and ``meta_info``."""
-        return joining.same_value(self._parts(check=False), other._parts(check=False))
+        return joining.same_value(*((one._batch, one.non_tensor_batch, one.meta_info) for one in (self, other)))
 
     def save(self, path: str | Path) -> None:
         """Write one safetensors file, atomically: see :mod:`roll.protocol.storage` for what objects may hold."""
@@ -355,9 +356,8 @@ class DataProto:
 
     # Helpers
 
-    def _parts(self, check: bool = True) -> joining.Parts:
-        if check:
-            self.check()
+    def _parts(self) -> joining.Parts:
+        self.check()
         return self._batch, self.non_tensor_batch, self.meta_info
 
     @classmethod

@@ -133,16 +133,6 @@ def check_union(left: Parts, right: Parts) -> None:
 Names = str | Collection[str]
 
 
-def picked(kind: str, columns: Mapping[str, Any], keys: Names | None) -> dict[str, Any]:
-    """The named columns, None meaning all; raises ``KeyError`` for a name that is not there."""
-    if keys is None:
-        return dict(columns)
-    names = [keys] if isinstance(keys, str) else list(keys)
-    if missing := [key for key in names if key not in columns]:
-        raise KeyError(f"{kind} has no {missing[0]!r}; there are {list(columns)}")
-    return {key: columns[key] for key in names}
-
-
 def new_names(columns: Sequence[str], old_keys: Names, new_keys: Names) -> dict[str, str]:
     """Old name to new name of each column that ``DataProto.rename`` renames, checked."""
     old, new = ([keys] if isinstance(keys, str) else list(keys) for keys in (old_keys, new_keys))

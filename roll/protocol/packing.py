@@ -22,6 +22,7 @@ every tensor arrives on the CPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -63,12 +64,12 @@ def to_bits(tensor: torch.Tensor) -> np.ndarray:
     return flat_view(tensor.detach().cpu()).view(integers).numpy().reshape(tensor.shape)
 
 
+@dataclass(eq=False)
 class _Packer:
     """Packs the columns of one batch one after another."""
 
-    def __init__(self) -> None:
-        self._known: list[Spans] = []
-        self._inside = np.zeros((0, 0), dtype=bool)
+    _known: list[Spans] = field(default_factory=list)
+    _inside: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         bits = to_bits(tensor)
@@ -107,35 +108,29 @@ class _Packer:
         all rows must not hide the padding after them, nor a last token that many rows share the padding in front).
         """
         flat = bits.reshape(len(bits), -1)
-        per_token = flat.shape[1] // bits.shape[1]
-        signed_zeros = dtype in _SIGNED_ZEROS
+        (size, width), per_token = flat.shape, flat.shape[1] // bits.shape[1]
+        rows, words = np.arange(size), -(-width // 8)
+        if self._inside.shape != (size, 8 * words):  # kept between columns: fresh pages cost more than comparing
+            self._inside = np.zeros((size, 8 * words), dtype=bool)
+        inside, signed_zeros = self._inside, dtype in _SIGNED_ZEROS
         for padding in _padding_candidates(flat, signed_zeros):
-            starts, stops = self._first_and_last(flat, padding, signed_zeros)
+            inside[:, width:] = False
+            compared = flat
+            if signed_zeros and padding == 0:
+                # As floats -0.0 equals 0.0 (and NaN nothing); numpy has no bfloat16, there the sign is shifted out.
+                compared = flat << 1 if flat.itemsize == 2 else flat.view(f"f{flat.itemsize}")
+            np.not_equal(compared, padding, out=inside[:, :width])
+            starts = inside.argmax(axis=1)
+            # numpy's search stops at the first hit, but copies a reversed row first: search by eight, then in one word.
+            word = words - 1 - (inside.view(np.uint64) != 0)[:, ::-1].argmax(axis=1)
+            stops = 8 * word + 8 - inside.reshape(size, words, 8)[rows, word, ::-1].argmax(axis=1)
+            empty = ~inside[rows, starts]
+            starts[empty] = stops[empty] = 0
             starts, stops = starts // per_token, -(-stops // per_token)
             spans = Spans(starts.astype(np.int32), stops.astype(np.int32), bits.shape[1])
             if spans.total <= _DENSE_FRACTION * bits.shape[0] * bits.shape[1]:
                 return spans, padding
         return None
-
-    def _first_and_last(self, flat: np.ndarray, padding: int, signed_zeros: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Find each row's first element that is not ``padding``, and the end of the last; (0, 0) if there is none."""
-        rows, width = np.arange(len(flat)), flat.shape[1]
-        words = -(-width // 8)
-        if self._inside.shape != (len(flat), 8 * words):  # kept between columns: fresh pages cost more than comparing
-            self._inside = np.zeros((len(flat), 8 * words), dtype=bool)
-        inside = self._inside
-        inside[:, width:] = False
-        if signed_zeros and padding == 0:
-            # As floats -0.0 equals 0.0 (and NaN nothing); numpy has no bfloat16, there the sign is shifted out.
-            flat = flat << 1 if flat.itemsize == 2 else flat.view(f"f{flat.itemsize}")
-        np.not_equal(flat, padding, out=inside[:, :width])
-        starts = inside.argmax(axis=1)
-        # numpy's search stops at the first hit, but copies a reversed row first: search by eight, then in one word.
-        word = words - 1 - (inside.view(np.uint64) != 0)[:, ::-1].argmax(axis=1)
-        stops = 8 * word + 8 - inside.reshape(len(flat), words, 8)[rows, word, ::-1].argmax(axis=1)
-        empty = ~inside[rows, starts]
-        starts[empty] = stops[empty] = 0
-        return starts, stops
 
 
 def _padding_candidates(flat: np.ndarray, signed_zeros: bool) -> list[int]:

@@ -1,15 +1,15 @@
-"""Answers in responses: after the thought, in a box, after ``####``, in tags, stated in prose; and numbers as they are
-written."""
+"""Answers in responses: after the thought, in a box, after ``####``, in tags, stated in prose; and numbers in other
+notations."""
 
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Callable
 from fractions import Fraction
 from functools import lru_cache
 
 from roll.datasets.forms import last_boxed, last_marked
+from roll.rewards.base import NUMERAL
 from roll.rewards.thoughts import opened_thought, split_thought
 from roll.rewards.units import unit_of
 
@@ -29,46 +29,7 @@ def tagged_answer(text: str) -> str | None:
     return text[begin + len("<answer>") : end].strip() if begin >= 0 else None
 
 
-MAX_LENGTH = 60  # longer numerals are not answers, and exact arithmetic on them would only cost time
-
-_SIGN = r"[-+−–]?"
-CURRENCIES = "".join(sign for sign in map(chr, range(128, 0x2100)) if unicodedata.category(sign) == "Sc")
-_MONEY = rf"(?:\\?[${CURRENCIES}]\s?)?"
-_DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
-NUMERAL = rf"{_SIGN}{_MONEY}{_SIGN}{_DIGITS}(?:\s?/\s?[0-9][0-9,]*(?![.,]?[0-9]))?"
-"""Regular expression of one numeral; :func:`parse_number` reads what it matches."""
-
-_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
-_POWER = r"(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?([-+]?[0-9]{1,4})\}?"
-_PARTS = re.compile(rf"({_SIGN}){_MONEY}({_SIGN})({_DIGITS})(?:\s?/\s?([0-9][0-9,]*)|{_POWER})?\s?(?:\\?%)?")
-
 _PERIOD = re.compile(r"(?<![0-9.])([0-9]{1,30})\.([0-9]{0,30})\\(?:overline|bar|dot)\s?\{([0-9]{1,30})\}")
-
-
-def parse_number(text: str) -> Fraction | None:
-    """The exact value of a numeral, or None if ``text`` is not one.
-
-    A comma must group thousands (``1,234``); a percent sign and a currency sign are dropped, so ``25%`` is 25. A power
-    of ten may follow (``3\\times10^{8}``).
-    """
-    text = text.strip()
-    if len(text) > MAX_LENGTH:
-        return None
-    match = _PARTS.fullmatch(text.rstrip(",").rstrip())
-    if match is None:
-        return None
-    outer, inner, numerator, denominator, power = match.groups()
-    if outer and inner:
-        return None
-    value = _decimal(numerator)
-    if value is not None and denominator:
-        divisor = _decimal(denominator)
-        value = value / divisor if divisor else None
-    if value is None:
-        return None
-    if power is not None:
-        value *= Fraction(10) ** int(power)
-    return -value if (outer or inner) in ("-", "−", "–") else value
 
 
 def without_periods(expression: str) -> str:
@@ -83,18 +44,6 @@ def without_periods(expression: str) -> str:
     sign = "-" if text.startswith("-") else ""
     whole = _PERIOD.fullmatch(text.removeprefix("-"))
     return f"{sign}{fraction(whole)}" if whole else _PERIOD.sub(lambda match: f"({fraction(match)})", expression)
-
-
-def _decimal(digits: str) -> Fraction | None:
-    whole, _, decimals = digits.rstrip(",").partition(".")
-    if "," in whole:
-        if _GROUPED.fullmatch(whole) is None:
-            return None
-        whole = whole.replace(",", "")
-    if not decimals:
-        return Fraction(int(whole or "0"))
-    scale = 10 ** len(decimals)
-    return Fraction(int(whole or "0") * scale + int(decimals), scale)
 
 
 _IN_BASE = re.compile(r"([0-9A-Fa-f]+)_\{?([0-9]{1,2})\}?")

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 from roll.config.reading.masking import masked_text
@@ -26,6 +29,58 @@ def finite_number(value: object) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if abs(number) <= FLOAT32_MAX else None
+
+
+MAX_LENGTH = 60  # longer numerals are not answers, and exact arithmetic on them would only cost time
+
+_SIGN = r"[-+−–]?"
+CURRENCIES = "".join(sign for sign in map(chr, range(128, 0x2100)) if unicodedata.category(sign) == "Sc")
+_MONEY = rf"(?:\\?[${CURRENCIES}]\s?)?"
+_DIGITS = r"(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
+NUMERAL = rf"{_SIGN}{_MONEY}{_SIGN}{_DIGITS}(?:\s?/\s?[0-9][0-9,]*(?![.,]?[0-9]))?"
+"""Regular expression of one numeral; :func:`parse_number` reads what it matches."""
+
+_GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
+_POWER = r"(?:\\times|\\cdot|\*)\s*10\s*\^\s*\{?([-+]?[0-9]{1,4})\}?"
+_PARTS = re.compile(rf"({_SIGN}){_MONEY}({_SIGN})({_DIGITS})(?:\s?/\s?([0-9][0-9,]*)|{_POWER})?\s?(?:\\?%)?")
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The exact value of a numeral, or None if ``text`` is not one.
+
+    A comma must group thousands (``1,234``); a percent sign and a currency sign are dropped, so ``25%`` is 25. A power
+    of ten may follow (``3\\times10^{8}``).
+    """
+    text = text.strip()
+    if len(text) > MAX_LENGTH:
+        return None
+    match = _PARTS.fullmatch(text.rstrip(",").rstrip())
+    if match is None:
+        return None
+    outer, inner, numerator, denominator, power = match.groups()
+    if outer and inner:
+        return None
+    value = _decimal(numerator)
+    if value is not None and denominator:
+        divisor = _decimal(denominator)
+        value = value / divisor if divisor else None
+    if value is None:
+        return None
+    if power is not None:
+        value *= Fraction(10) ** int(power)
+    return -value if (outer or inner) in ("-", "−", "–") else value
+
+
+def _decimal(digits: str) -> Fraction | None:
+    whole, _, decimals = digits.rstrip(",").partition(".")
+    if "," in whole:
+        if _GROUPED.fullmatch(whole) is None:
+            return None
+        whole = whole.replace(",", "")
+    if not decimals:
+        return Fraction(int(whole or "0"))
+    scale = 10 ** len(decimals)
+    return Fraction(int(whole or "0") * scale + int(decimals), scale)
 
 
 def read_json(value: object) -> Any:

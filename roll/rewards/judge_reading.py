@@ -13,8 +13,8 @@ from typing import Any, Literal
 import regex  # type: ignore[import-untyped]
 
 from roll.datasets.forms import last_boxed
-from roll.rewards.answers import after_thought, parse_number
-from roll.rewards.base import RewardOptionError
+from roll.rewards.answers import after_thought
+from roll.rewards.base import RewardOptionError, parse_number
 
 MAX_ANSWER = 50_000  # characters at the end of an answer that are looked at
 MAX_OBJECTS = 1_000  # braces tried as the beginning of a JSON object

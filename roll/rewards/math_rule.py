@@ -21,15 +21,12 @@ from typing import ClassVar, Literal
 
 from roll.datasets.forms import last_boxed, last_marked
 from roll.rewards.answers import (
-    CURRENCIES,
-    NUMERAL,
     SOURCES,
     after_thought,
     other_notation,
-    parse_number,
     value_in_base,
 )
-from roll.rewards.base import RewardResult, RewardRule, RewardSample, failure
+from roll.rewards.base import CURRENCIES, NUMERAL, RewardResult, RewardRule, RewardSample, failure, parse_number
 from roll.rewards.notation import canonical, choice_in_front, plain, top_level_items
 from roll.rewards.units import quantity
 

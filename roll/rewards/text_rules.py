@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 
 import regex  # type: ignore[import-untyped]
 
-from roll.rewards.answers import NUMERAL, SOURCES, after_thought, parse_number
-from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
+from roll.rewards.answers import SOURCES, after_thought
+from roll.rewards.base import NUMERAL, RewardOptionError, RewardResult, RewardRule, RewardSample, failure, parse_number
 from roll.rewards.thoughts import opened_thought, split_thought
 
 TAIL = 300

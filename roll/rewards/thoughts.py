@@ -6,8 +6,8 @@ Rewards, votes, judges and agents all read with :func:`split_thought`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from roll.agents.call_formats import call_spans, harmony_messages
@@ -125,15 +125,19 @@ def without_thoughts(text: str) -> str:
     return _RENDERED.sub("", text)
 
 
-def decode_responses(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[Sequence[int]]) -> list[str]:
-    """Texts without special tokens, but for those that mark what is thought and what is said."""
+def response_decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[list[int]]], list[str]]:
+    """The function that decodes responses: without special tokens, but for those that mark what is thought and what is
+    said."""
     # Marks are often special by the flag of their token alone, without a name among the tokenizer's.
     flagged = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
     specials: list[Any] = [*tokenizer.all_special_tokens, *flagged]
-    rows = [list(row) for row in token_ids]
     if not _KEPT & set(map(str, specials)) & {"<|channel|>", *_ENDS, *_ENDS.values()}:
-        return list(tokenizer.batch_decode(rows, skip_special_tokens=True))
+        return partial(tokenizer.batch_decode, skip_special_tokens=True)
     ids: Any = tokenizer.convert_tokens_to_ids([one for one in map(str, specials) if one not in _KEPT])
     dropped = set(ids)
-    kept = [[token for token in row if token not in dropped] for row in rows]
-    return list(tokenizer.batch_decode(kept, skip_special_tokens=False))
+
+    def decode(rows: list[list[int]]) -> list[str]:
+        kept = [[token for token in row if token not in dropped] for row in rows]
+        return tokenizer.batch_decode(kept, skip_special_tokens=False)
+
+    return decode

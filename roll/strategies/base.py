@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.config.plan.plan import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import ParallelDims, StrategyConfig
 from roll.config.strategies.registry import train_strategies, trains, typed_strategy_config
@@ -138,9 +139,10 @@ class ModelStrategy(ABC):
     ) -> None:
         """``max_grad_norm`` is the pipeline's, used unless the role sets its own."""
         self.role, self.config = role, typed_strategy_config(role.strategy_args)
-        self.head = head
+        self.head, self.gives_values = head, head is not ModelHead.CAUSAL_LM
         self.seed = seed
         self.trains = trains(role.strategy_args.strategy_name)
+        self.training_rule, self.forward_rule = (micro_batching(role, trains=one) for one in (True, False))
         own = role.training_args.max_grad_norm
         self.max_grad_norm = max_grad_norm if own is None else own
         self.platform = current_platform()
@@ -238,10 +240,7 @@ class ModelStrategy(ABC):
 
     @contextmanager
     def _without_optimizer(self) -> Iterator[None]:
-        """Where the role asks for it, offload the optimizer's states for a step's forward and backward passes."""
-        if not self.offloads_optimizer_in_steps:
-            yield
-            return
+        """Offload the optimizer's states for a step's forward and backward passes."""
         self.offload_states([StateKind.OPTIMIZER_STATES])
         try:
             yield
@@ -318,10 +317,6 @@ class ModelStrategy(ABC):
             trainer = name.replace("_infer", "_train")
             use = trainer if trains(trainer) else train_strategies()[0]
             raise ValueError(f"{self.role.name}.strategy_args.strategy_name: {name} cannot train; use {use}")
-
-    def _check_outputs(self, outputs: Outputs) -> None:
-        gives_values = self.head is not ModelHead.CAUSAL_LM
-        assert not outputs or (Output.VALUES in outputs) == gives_values, (self.head, outputs)
 
 
 class OffloadedStorages:

@@ -8,14 +8,12 @@ from roll.tracking.console import (
     setup_logging,
 )
 from roll.tracking.records import METRICS_NAME, SampleTable, Tracker, read_metrics
-from roll.tracking.run_record import PhaseTimer
 from roll.tracking.trackers import TrackedRun, build_trackers
 
 __all__ = [
     "ENDING_LOGGER",
     "LOG_NAME",
     "METRICS_NAME",
-    "PhaseTimer",
     "ProgressReporter",
     "RunSummary",
     "SampleTable",

@@ -58,11 +58,10 @@ from __future__ import annotations
 import json
 import logging
 import struct
-import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -215,66 +214,6 @@ TIMELINE_NAME = "timeline.jsonl"
 CALLS_SUFFIX = ".calls.jsonl"
 
 Span = tuple[str, float, float]  # Name, begin, end
-
-
-PeakMemory = Callable[[], Mapping[str, float]]
-"""Peak bytes since the last call, by a name such as a role's; a call starts a new measurement."""
-
-
-class PhaseTimer:
-    """Wall-clock seconds per named phase. Phases nest; an outer one's time and memory include the inner ones'.
-
-        timer = PhaseTimer()
-        with timer.phase("step_generate"):
-            ...
-        metrics |= timer.pop()          # {"time/step_generate": 0.87}
-
-    Args:
-        peak_memory: called at both ends of every phase if given; its values come out as
-            ``memory/<phase>/<name>`` (bytes).
-    """
-
-    def __init__(self, peak_memory: PeakMemory | None = None) -> None:
-        self._peak_memory = peak_memory
-        self._seconds: dict[str, float] = {}
-        self._bytes: dict[str, float] = {}
-        self._open: list[str] = []
-        self._spans: list[tuple[str, float, float]] = []
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block; a name used several times before :meth:`pop` is summed. Counts also when the block raises."""
-        if self._peak_memory is not None:
-            self._credit_memory(self._peak_memory())
-        self._open.append(name)
-        # Two clocks: durations must not jump with the wall clock, spans are compared with those of other processes.
-        start, began = time.perf_counter(), time.time()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
-            self._spans.append((name, began, time.time()))
-            if self._peak_memory is not None:
-                self._credit_memory(self._peak_memory())
-            self._open.pop()
-
-    def pop(self) -> dict[str, float]:
-        """``time/<phase>`` in seconds and ``memory/<phase>/<name>`` in bytes since the last call; starts again at 0."""
-        metrics = {f"time/{name}": seconds for name, seconds in self._seconds.items()} | self._bytes
-        self._seconds, self._bytes = {}, {}
-        return metrics
-
-    def pop_spans(self) -> list[tuple[str, float, float]]:
-        """Name, begin and end (seconds since the epoch) of every phase that has ended since the last call."""
-        spans, self._spans = self._spans, []
-        return spans
-
-    def _credit_memory(self, peak: Mapping[str, float]) -> None:
-        """The peak since the last reading belongs to every phase open since then."""
-        for name, value in peak.items():
-            for phase in self._open:
-                key = f"memory/{phase}/{name}"
-                self._bytes[key] = max(self._bytes.get(key, 0.0), float(value))
 
 
 class TimelineLog:

@@ -27,7 +27,7 @@ from roll.config.installation import install_command
 from roll.config.roles import TrainingArguments, WorkerConfig
 from roll.models.build import DTYPES, build_model, has_tied_embeddings
 from roll.models.experts import sparse_layers
-from roll.models.layouts import packed_layout, row_layout
+from roll.models.layouts import on_device, packed_layout, row_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import Adapters, inject
 from roll.models.self_test import check_role, use_own_operations
@@ -198,7 +198,7 @@ class Tenant:
         tables = [datum.inputs[TARGETS].view(length, -1) for datum, length in zip(batch, lengths, strict=True)]
         width = max(table.shape[1] for table in tables)
         targets = torch.cat([pad(table, (0, width - table.shape[1])) for table in tables])
-        layout = replace(layout, targets=targets).to(self.base.device)
+        layout = on_device(replace(layout, targets=targets), self.base.device)
         own = self.model(layout, (Output.LOG_PROBS,))[Output.LOG_PROBS].split(lengths)
         return [
             found[:, : table.shape[1]].reshape(datum.inputs[TARGETS].shape)

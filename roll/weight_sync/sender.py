@@ -24,7 +24,7 @@ from roll.config.plan.plan import Plan
 from roll.config.policy import TransportName, WeightSyncConfig, transport_name, update_mode
 from roll.config.roles import GenerationWorkerConfig
 from roll.config.run import RunConfig
-from roll.distributed import Cluster, RemoteError, Worker, WorkerFailed
+from roll.distributed import Cluster, RemoteError, WorkerFailed
 from roll.distributed.calls import is_peer_trouble
 from roll.distributed.failures import RankReport
 from roll.platforms import current_platform
@@ -96,7 +96,7 @@ class WeightSync:
         """
         # An engine found dead here costs a ping; found during the update it costs a second gather of the whole model.
         ping = self._options.patience
-        pings = {rank: self._target.submit(rank, Worker.ping).within(ping) for rank in self._target.live_ranks}
+        pings = {rank: self._target.ping(rank).within(ping) for rank in self._target.live_ranks}
         for rank, call in pings.items():
             try:
                 call.result()

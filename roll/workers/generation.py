@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from roll.distributed import Dispatch, Worker, register
-from roll.rewards.thoughts import decode_responses
+from roll.rewards.thoughts import response_decoder
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.strategies.engines.base import GenerationStrategy
 from roll.strategies.engines.requests import (
@@ -49,6 +49,7 @@ class GenerationWorker(Worker):
         self.tokenizer = AutoTokenizer.from_pretrained(
             role.model_args.model_name_or_path, trust_remote_code=role.model_args.trust_remote_code
         )
+        self._decode = response_decoder(self.tokenizer)
         self.engine = create_generation_strategy(role, seed=self.context.seed + self.context.rank)
         self.receiver = WeightReceiver(self.engine)
         self.engine.initialize()
@@ -156,7 +157,7 @@ class GenerationWorker(Worker):
             return []
         # All texts at once: the tokenizer decodes a list faster than its parts.
         token_ids = [sample.token_ids for _, samples in complete for sample in samples]
-        texts = iter(decode_responses(self.tokenizer, token_ids))
+        texts = iter(self._decode(token_ids))
         return [
             FinishedGroup.from_samples(samples, [visible_text(next(texts), request.params) for _ in samples])
             for request, samples in complete

@@ -16,8 +16,7 @@ from roll.algorithms.reward_models import end_scores, scoring_batch
 from roll.config.losses import SCORE_MEAN, SCORE_STD
 from roll.datasets.templates import chat_text
 from roll.distributed import Dispatch, Worker, register
-from roll.methods.base import LOG_PROBS, POLICY_COLUMNS, Ask, Loss, Totals
-from roll.methods.losses import SAME_WEIGHTS
+from roll.methods.base import LOG_PROBS, POLICY_COLUMNS, SAME_WEIGHTS, Ask, Loss, Totals
 from roll.models.build import DTYPES, load_config
 from roll.platforms import current_platform
 from roll.protocol import DataProto
@@ -222,8 +221,8 @@ class TrainWorker(ModelWorker):
         for _ in range(epochs):
             for share, total in zip(shares, totals, strict=True):
                 minimised = partial(watched_loss, loss=partial(loss, totals=total))
-                found = self.strategy.train_step(share, minimised, loss.outputs, loss.temperature, loss.comparisons)
-                metrics.append(prefixed(found, loss.prefix))
+                found = self.strategy.backward(share, minimised, loss.outputs, loss.temperature, loss.comparisons)
+                metrics.append(prefixed(found | self.strategy.optimizer_step(), loss.prefix))
                 for later in shares:  # later mini-batches are computed with other weights
                     later.pop(SAME_WEIGHTS, None)
         return merge_metrics(metrics)

@@ -19,7 +19,7 @@ def right(cluster: Cluster, batch: DataProto, command: EngineCommand) -> None:
     assert_type(cluster.call(ModelWorker.forward, batch, Ask()).result(), DataProto)
     assert_type(cluster.call_all(TrainWorker.checkpoint_saved, wait=True).result(), list[bool])
     assert_type(cluster.submit(0, GenerationWorker.advance, command).within(5.0), PendingCall[EngineReport])
-    assert_type(cluster.submit(0, Worker.ping).result(), int)
+    assert_type(cluster.submit(0, Worker.peak_memory).result(), int)
 
 
 def wrong(cluster: Cluster, batch: DataProto) -> None:

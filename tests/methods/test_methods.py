@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from roll.config.losses import PreferenceLossConfig, RewardLossConfig
-from roll.methods.base import MODEL_COLUMNS, Loss, Totals
+from roll.methods.base import MODEL_COLUMNS, Loss, PolicyLoss, Totals, ValueLoss
 from roll.methods.distill import DistillLoss
-from roll.methods.losses import PolicyLoss, ValueLoss
 from roll.methods.opd import TaughtPolicyLoss
 from roll.methods.preferences import LabelLoss, PairLoss
 from roll.methods.reward_model import RewardModelLoss

@@ -18,7 +18,7 @@ from roll.models.attention import Scores, layout_attention
 from roll.models.build import attention_implementation, checked_config
 from roll.models.invariant import make_invariant
 from roll.models.layout_setup import use_layout_attention
-from roll.models.layouts import TokenLayout, packed_layout, padded, tree_layout
+from roll.models.layouts import TokenLayout, on_device, packed_layout, padded, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.models.patterns import PackedSequences, PrefixTree
 from tests.models.test_layouts import batch_of, random_tree
@@ -296,7 +296,7 @@ def test_the_kernel_of_a_gpu_is_each_row_alone(kind: str, batch: str, monkeypatc
     for dtype, attend in ((torch.bfloat16, attention.tree_attention), (torch.float32, _of_rows)):
         leaves = [state.detach().to("cuda", dtype, copy=True).requires_grad_() for state in states]
         assert attention.takes_varlen(leaves[0], leaves[2]) is (dtype is torch.bfloat16)
-        output = attend(*leaves, tree.to(torch.device("cuda")), Scores(window=window))
+        output = attend(*leaves, on_device(tree, torch.device("cuda")), Scores(window=window))
         (output * weights.to("cuda")).sum().backward()
         found.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])
     for one, other in zip(*found, strict=True):

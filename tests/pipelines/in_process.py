@@ -28,8 +28,11 @@ class TokenModel:
     def forward(self, batch: TensorBatch, outputs: Any, *_: Any) -> TensorBatch:
         return {Output.LOG_PROBS: self.log_prob_of[batch["input_ids"]] * batch["response_mask"]}
 
-    def train_step(self, batch: TensorBatch, loss: Callable[..., Any], outputs: Any, *_: Any) -> Any:
+    def backward(self, batch: TensorBatch, loss: Callable[..., Any], outputs: Any, *_: Any) -> Any:
         return loss(self.forward(batch, outputs), batch)[1]
+
+    def optimizer_step(self) -> Any:
+        return {}
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         return values

@@ -11,8 +11,8 @@ import torch
 
 from roll.agents.episode import Task
 from roll.algorithms.losses import actor_loss_options
+from roll.methods.base import PolicyLoss
 from roll.methods.episodes import EpisodeMethod
-from roll.methods.losses import PolicyLoss
 from roll.pipelines.agentic.config import AgenticConfig
 from roll.pipelines.model_calls import even_mini_batches, num_samples, shuffled_rows
 from roll.protocol import DataProto

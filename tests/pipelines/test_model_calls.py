@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.config.roles import WorkerConfig
-from roll.methods.base import LOG_PROBS
-from roll.methods.losses import PolicyLoss
+from roll.methods.base import LOG_PROBS, PolicyLoss
 from roll.models.partitions import workload
 from roll.pipelines.model_calls import balanced_order, length_metrics, order_for, start_computing, update_model
 from roll.protocol import DataProto

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.rewards.answers import in_words, other_notation, parse_number
+from roll.rewards.answers import in_words, other_notation
+from roll.rewards.base import parse_number
 from roll.rewards.math_rule import compare_quickly, readings
 from roll.rewards.units import quantity, unit_of
 

@@ -17,7 +17,7 @@ from roll.rewards.code_sandbox import find_program
 from roll.rewards.judge_reading import NoScore
 from roll.rewards.judge_reading import answer_text as judged_text
 from roll.rewards.registry import build_reward
-from roll.rewards.thoughts import decode_responses, opened_thought, said_by, split_thought
+from roll.rewards.thoughts import opened_thought, response_decoder, said_by, split_thought
 
 WRITTEN = {
     "<think>": "<think>{}</think>{}",
@@ -94,5 +94,5 @@ def test_marks_of_thoughts_that_are_special_tokens_reach_rewards(begin: str, end
     extra = {"additional_special_tokens": [begin, end]} if named else {}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", **extra)
     ids = tokenizer.convert_tokens_to_ids([begin, "8", end, "7", "</s>"])
-    (text,) = decode_responses(tokenizer, [ids])
+    (text,) = response_decoder(tokenizer)([ids])
     assert text.replace(" ", "") == ("87" if begin == "[A]" else f"{begin}8{end}7")

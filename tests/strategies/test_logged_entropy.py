@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from roll.config.roles import WorkerConfig
-from roll.methods.losses import PolicyLoss
+from roll.methods.base import PolicyLoss
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import Output
 from tests.strategies import jobs

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.tracking import PhaseTimer
+from roll.pipelines.run_context import PhaseTimer
 from roll.tracking.run_record import TimelineLog
 
 

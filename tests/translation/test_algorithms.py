@@ -20,7 +20,7 @@ from roll.config.loader import LoadedConfig, load_composed
 from roll.config.reading.compose import Composed
 from roll.config.reading.errors import ConfigError, Problems
 from roll.config.reading.yaml_files import SourceFile
-from roll.methods.losses import PolicyLoss, SampledLoss
+from roll.methods.base import PolicyLoss, SampledLoss
 from roll.methods.policy import PolicyMethod
 from roll.protocol import DataProto
 from roll.rollout.batches import build_batch

@@ -15,7 +15,8 @@ from functools import cache, partial
 import numpy as np
 
 from roll.datasets.forms import last_boxed, last_marked
-from roll.rewards.answers import after_thought, isolated_number, parse_number, stated_answer, tagged_answer
+from roll.rewards.answers import after_thought, isolated_number, stated_answer, tagged_answer
+from roll.rewards.base import parse_number
 from roll.rewards.math_rule import MathVerifier, compare_quickly, equivalent
 from roll.rewards.notation import canonical
 from roll.rollout.groups import SampleGroup

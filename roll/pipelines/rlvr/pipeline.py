@@ -82,6 +82,8 @@ class PromptSource(RolloutSource):
 
     def connect(self, engines: EngineClient) -> None:
         config, plan, clusters, self._engines = self._config, self._plan, self._clusters, engines
+        self._pad_token_id = pad_token_id(self.tokenizer)
+        self._weights = list(config.estimator.get("weights") or ())  # names of the rewards that gdpo normalises apart
         quarantine = SampleQuarantine(plan.log_dir)
         scorer = None
         if clusters.reward_model is not None:
@@ -103,15 +105,15 @@ class PromptSource(RolloutSource):
         self.codec = prompt_codec(self.data.sampler.find)
 
     def batch(self, groups: list[SampleGroup], driver: DriverLoop) -> tuple[DataProto, Metrics]:
-        batch, metrics = build_batch(groups, pad_token_id(self.tokenizer)), reward_metrics(groups)
+        batch, metrics = build_batch(groups, self._pad_token_id), reward_metrics(groups)
         if self._rows.are_read:
             metrics |= self._rows.add_columns(batch, groups)
         quarantine = self._rewards.quarantine
         if quarantine.num_deaths:  # since the run began; nothing before the first
             metrics["scheduler/reward_worker_deaths"] = Mean(quarantine.num_deaths)
             metrics["scheduler/set_aside_samples"] = Mean(quarantine.num_samples)
-        if weights := self._config.estimator.get("weights"):
-            batch.batch["reward_components"] = reward_components(groups, list(weights))
+        if self._weights:
+            batch.batch["reward_components"] = reward_components(groups, self._weights)
         if self._plan.needs_greedy_baseline:
             params, prompts = greedy(self._plan.max_new_tokens, self._params), [group.item for group in groups]
             batch.batch.update(greedy_baseline(groups, driver.run(self._answer(prompts, 1, params, 0))))

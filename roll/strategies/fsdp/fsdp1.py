@@ -25,7 +25,7 @@ from roll.models.build import DTYPES
 from roll.models.loading import ModuleReader
 from roll.models.log_probs import output_matrices, run_head_when_called
 from roll.models.vision import vision_modules
-from roll.strategies.fsdp.sharded import ShardedStrategy, wrapped_units
+from roll.strategies.fsdp.fsdp2 import ShardedStrategy, wrapped_units
 from roll.strategies.training.gather import Pieces
 
 WRAPPER = "_fsdp_wrapped_module."

@@ -1,11 +1,27 @@
-"""``fsdp2_train`` and ``fsdp2_infer``: a model sharded by PyTorch's ``fully_shard``."""
+"""``fsdp2_train`` and ``fsdp2_infer``, a model sharded by ``fully_shard``; and what FSDP1 has in common with it: mesh,
+wrapped units, AdamW on shards, clipping by the global norm, checkpoints.
+
+| ``fsdp_size``      | mesh                                | dimensions       |
+|--------------------|-------------------------------------|------------------|
+| <= 1, or >= world  | (world,)                            | ``fsdp``         |
+| a divisor of world | (world / fsdp_size, fsdp_size)      | ``ddp``, ``fsdp``|
+"""
 
 from __future__ import annotations
 
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -15,13 +31,254 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from roll.config.strategies.fsdp import Fsdp2StrategyConfig, frees_gathered
-from roll.models.build import DTYPES, tile_mlp_layers
+from roll.checkpoint.tensors import MOMENTS, MUON_MOMENTS, WEIGHT, Piece
+from roll.config.strategies.fsdp import Fsdp2StrategyConfig, ShardedStrategyConfig, WrapPolicy, frees_gathered
+from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings, tile_mlp_layers
 from roll.models.expert_parallel import ExpertMesh, row_runs
-from roll.models.log_probs import output_matrices
+from roll.models.experts import EXPERTS, SparseLayer, run_every_expert
+from roll.models.log_probs import ResponseModel, output_matrices
 from roll.models.vision import vision_modules
-from roll.strategies.fsdp.sharded import ShardedStrategy, wrapped_units
+from roll.strategies.training.checkpoint import resumed, save_training
+from roll.strategies.training.data_parallel import DataParallelStrategy
+from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
+from roll.strategies.training.muon import MuonAndAdamW, hidden_matrices
+from roll.strategies.training.optimizer import (
+    TrainingProgress,
+    adamw,
+    clip_,
+    decay_groups,
+    global_norm,
+    local_tensor,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+def wrapped_units(
+    model: ResponseModel, policy: WrapPolicy, sparse_layers: Sequence[SparseLayer] = ()
+) -> list[nn.Module]:
+    """The modules to shard as units of their own, innermost first. Raises ValueError: a wrap policy that names no
+    module of this model."""
+    language_model = model.language_model
+    chosen = policy.transformer_layer_cls_to_wrap
+    # An empty list is valid: one unit for everything is cheapest for a very small model.
+    names = set(getattr(language_model, "_no_split_modules", None) or () if chosen is None else chosen)
+    units = _expert_units(sparse_layers, set(policy.moe_experts or ()))
+    units += [module for module in model.modules() if type(module).__name__ in names]
+    if names and not units:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        raise ValueError(
+            f"strategy_config.wrap_policy: the model has no module of class {', '.join(sorted(names))}; "
+            f"its classes are {', '.join(known)}"
+        )
+    if policy.wrap_embeddings or policy.wrap_lm_output:
+        if has_tied_embeddings(language_model):
+            raise ValueError(
+                "strategy_config.wrap_policy: wrap_embeddings and wrap_lm_output need two matrices, but this model "
+                "ties its output matrix to its embeddings; set both to false"
+            )
+        if policy.wrap_embeddings:
+            units.append(language_model.get_input_embeddings())
+        if policy.wrap_lm_output:
+            units += output_matrices(language_model)
+    return units
+
+
+def _expert_units(layers: Sequence[SparseLayer], names: set[str]) -> list[nn.Module]:
+    """The modules inside sparse layers that ``moe_experts`` names; all fused experts for a name without a match."""
+    inside = [module for layer in layers for module in layer.block.modules()]
+    units = [module for module in inside if type(module).__name__ in names]
+    other = names - {type(unit).__name__ for unit in units}
+    if other and layers:
+        # Configurations name transformers 4's class of a single expert; transformers 5 fuses a layer's into one module.
+        experts = [one for layer in layers for one in ([layer.experts] if layer.is_fused else layer.experts.children())]
+        logger.info(
+            "strategy_config.wrap_policy.moe_experts: no module of a sparse layer is a %s; taken for %s",
+            ", ".join(sorted(other)),
+            ", ".join(sorted({type(one).__name__ for one in experts})),
+        )
+        units += [one for one in experts if one not in units]
+    # peft's wrapper of fused experts adds A and B to their tensors in its own forward: they must be gathered for that.
+    wrapped = {id(layer.experts): getattr(layer.block, EXPERTS) for layer in layers}
+    return [wrapped.get(id(unit), unit) for unit in units]
+
+
+class ShardedStrategy(DataParallelStrategy):
+    """A model sharded over ranks: parameters in the compute dtype, or in ``master_dtype`` where it trains, with AdamW
+    moments likewise and forward and backward in the compute dtype."""
+
+    config: ShardedStrategyConfig
+    mesh: DeviceMesh
+
+    def _configure(self) -> None:
+        self.compute_dtype = DTYPES[self.config.param_dtype or self.role.model_args.dtype]
+        self._background: ThreadPoolExecutor | None = None
+        self._writing: Future[Any] | None = None
+
+    def initialize(self, num_training_steps: int = 0) -> None:
+        """Collective. Build and shard the model, and make its optimizer; see :meth:`ModelStrategy.initialize`."""
+        self._refuse_steps(num_training_steps)
+        self._meta_dtype = DTYPES[self.config.master_dtype] if self.trains else self.compute_dtype
+        self._load_model(self._meta_dtype)
+        # The ranks by copy of the parameters (where there are several) and shard.
+        copies, shards = self.dims.dp_replicate, self.dims.dp_shard
+        sizes, names = ((shards,), ("fsdp",)) if copies == 1 else ((copies, shards), ("ddp", "fsdp"))
+        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        self._shard()
+        if not self.trains:
+            self.model.requires_grad_(False)
+        if num_training_steps:
+            args = self.role.training_args
+            enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
+            self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
+            groups = self._decay_groups()
+            if args.optimizer.name == "adamw":
+                self.optimizer = adamw(groups, args)
+            else:
+                matrices = hidden_matrices(self.model.language_model, self.sparse_layers, self._num_dims)
+                matrices &= {parameter for group in groups for parameter in group["params"]}
+                shard_group = self.mesh.get_group("fsdp")
+                self.optimizer = MuonAndAdamW(groups, matrices, args, self._sharded, shard_group, self.device)
+            self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            self._watch_balance()
+        self.model.train(num_training_steps > 0)
+        self._check_experts(learns=num_training_steps > 0)
+
+    def _prepare_experts(self, language_model: PreTrainedModel) -> None:
+        layers, patch = self.sparse_layers, self.config.apply_expert_patch
+        if not layers:
+            return
+        if (grouped := self.config.moe_use_grouped_mm) is not None:
+            language_model.set_experts_implementation("grouped_mm" if grouped else "eager")
+        separate = [layer for layer in layers if not layer.is_fused]
+        where = f"{self.role.name}.strategy_args.strategy_config.apply_expert_patch"
+        if not separate:
+            if patch:
+                logger.info("%s: not needed, the experts of %s are fused", where, type(language_model).__name__)
+            return
+        if not patch and self.world_size > 1:
+            raise ValueError(
+                f"{where}: false, but the experts of {type(language_model).__name__} are modules ({separate[0].name}): "
+                "where ranks choose different ones, sharded weights and gradients would be mixed up; set it to true"
+            )
+        if patch:
+            run_every_expert(separate)
+
+    def _check_experts(self, learns: bool) -> None:
+        """Collective. See :func:`check_choices_may_differ`."""
+        if not self.sparse_layers or self.world_size == 1:
+            return
+        policy = f"{self.role.name}.strategy_args.strategy_config"
+
+        def gradients() -> list[torch.Tensor | None]:
+            grads = [parameter.grad for parameter in self.model.parameters()]
+            return [None if grad is None else local_tensor(grad) for grad in grads]
+
+        self._begin_micro_batch(last=True)  # so that the backward passes of the test reduce the gradients it compares
+        advice = f"set {policy}.apply_expert_patch: true, or leave {policy}.wrap_policy to the model"
+        differentiate, clear = self._differentiate if learns else None, self.model.zero_grad
+        check_choices_may_differ(self.model, self.called, differentiate, gradients, clear, self.device, advice)
+        self._reshard()
+
+    @abstractmethod
+    def _shard(self) -> None:
+        """Collective. Shard the model over :attr:`mesh`, and read its weights if they have not been."""
+
+    def _shards(self) -> Iterator[tuple[str, nn.Parameter, int]]:
+        """This rank's part of each trained parameter, a run of elements: name, parameter, and the run's first one."""
+        tensors = dict(self._named_tensors())
+        for name in self._shapes:
+            parameter = tensors[name]
+            if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
+                shard = self._sharded(parameter)
+                before = () if shard is None else shard[1].sizes[: self.mesh.get_local_rank("fsdp")]
+                yield name, parameter, sum(before)
+
+    def _num_dims(self, parameter: torch.Tensor) -> int:
+        return parameter.ndim
+
+    def _decay_groups(self) -> list[dict[str, Any]]:
+        return decay_groups(self.model, self.role.training_args.weight_decay, self._num_dims)
+
+    def _shard_group(self) -> ProcessGroup | None:
+        # None on the ranks of any copy of the parameters but the first.
+        is_copy = self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp") > 0
+        return None if is_copy else self.mesh.get_group("fsdp")
+
+    def _differentiate(self, loss: torch.Tensor) -> None:
+        scale = self.progress.scale
+        (loss if scale == 1.0 else loss * scale).backward()
+
+    def _clip_and_step(self, learning_rate: float) -> float:
+        assert self.optimizer is not None
+        gradients = [local_tensor(parameter.grad) for parameter in self.trainable if parameter.grad is not None]
+        scale = self.progress.scale
+        # Over the shards only: replicas hold the same summed gradient, which would count once for each.
+        shard_group = self.mesh.get_group("fsdp") if self.mesh["fsdp"].size() > 1 else None
+        norm = float(global_norm(gradients, shard_group, self.device)) / scale
+        if math.isfinite(norm):  # the same number on all ranks, so all step or none does
+            clip_(gradients, scale, norm, self.max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def save(self, path: Path) -> None:
+        self.saved()  # at most one checkpoint is held in host memory at a time
+        if self.config.async_save_ckpt and self._background is None:
+            self._background = ThreadPoolExecutor(1, "checkpoint")
+        has_moments = not self.config.save_only_model
+        state = {**self.progress.state(), "has_optimizer": has_moments}
+        pieces = self._written_pieces(has_moments)
+        self._writing = save_training(path, self.contents, pieces, state, self._buffers(), self._background)
+
+    def _written_pieces(self, has_moments: bool) -> Iterator[Piece]:
+        assert self.optimizer is not None
+        for name, parameter, start in self._shards() if self._shard_group() is not None else ():
+            local = local_tensor(parameter.detach())
+            if not local.numel():
+                continue
+            state = self.optimizer.state.get(parameter, {}) if has_moments else {}
+            moments = {kind: local_tensor(state[kind]).flatten() for kind in (*MOMENTS, *MUON_MOMENTS) if kind in state}
+            updates = int(state["step"]) if "step" in state else 0
+            yield Piece(name, {WEIGHT: local.flatten(), **moments}, start, updates=updates)
+
+    def saved(self, wait: bool = True) -> bool:
+        if self._writing is None:
+            return True
+        if not wait and not self._writing.done():
+            return False
+        writing, self._writing = self._writing, None  # before result(): an error is raised once, not at every call
+        writing.result()
+        return True
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        assert self.optimizer is not None
+        self.saved()
+        with resumed(path, self.contents, self._buffers()) as (state, stored):
+            for name, parameter, begin in self._shards():
+                local = local_tensor(parameter.detach())
+                end = begin + local.numel()
+                local.copy_(stored.read(WEIGHT, name, begin, end).view(local.shape))
+                self.optimizer.state.pop(parameter, None)
+                is_absent = not local.numel() and not isinstance(parameter, DTensor)  # FSDP1 gives it no gradient
+                kinds = [kind for kind in (*MOMENTS, *MUON_MOMENTS) if stored.has(kind, name)]
+                if is_absent or not kinds:  # moments that the checkpoint lacks start new
+                    continue
+                own: dict[str, Any] = self.optimizer.state[parameter]
+                if MOMENTS[0] in kinds:
+                    # As AdamW makes them when it first steps; the fused one counts on the device.
+                    own["step"] = torch.full((), float(stored.updates(name)), device=parameter.device)
+                for kind in kinds:
+                    own[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    local_tensor(own[kind]).copy_(stored.read(kind, name, begin, end).view(local.shape))
+        self.progress.restore(state)
 
 
 class Fsdp2Strategy(ShardedStrategy):

@@ -87,7 +87,8 @@ class Decoder(ABC):
 
     def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
         """ValueError for images that the model does not see, or that do not go with the placeholders of ``prompt``."""
-        check_images(name, prompt, vision, self.model.config)
+        if vision is not None:
+            check_images(name, prompt, vision, self.model.config)
 
     def prefix_key(self, token_ids: Sequence[int], vision: VisionInputs | None) -> Sequence[int]:
         """Return numbers that identify a sequence in the prefix cache: equal only if keys and values are."""

@@ -196,7 +196,8 @@ class GenerationEngine:
     def set_version(self, version: int) -> None:
         """Sample with weights ``version`` from now on; prompts that are admitted in part are recomputed."""
         self._version = version
-        self._prefixes.clear()
+        if self._prefixes.num_tokens:
+            self._prefixes.clear()
         self._decoder.features.clear()
         for group in self._queue:
             group.prompt = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from roll.protocol.images import EncodedVideo
-from roll.protocol.vision import VisionInputs, patches_of, token_types, vision_token_ids
+from roll.protocol.vision import VisionInputs, check_images, patches_of, token_types, vision_token_ids
 from roll.strategies.hf_infer.cache import DecodeSlots
 from roll.strategies.hf_infer.decoder import Images
 from roll.strategies.hf_infer.generic import GenericDecoder
@@ -41,7 +41,7 @@ class VisionDecoder(GenericDecoder):
         self.num_towers = 0  # images that the tower has seen, since the decoder was made
 
     def check_images(self, name: str, prompt: Sequence[int], vision: VisionInputs | None) -> None:
-        super().check_images(name, prompt, vision)
+        check_images(name, prompt, vision, self._config)
         if vision is not None and vision.processing.patch_dim != self._patch_dim:
             raise ValueError(
                 f"{name}: patches of {vision.processing.patch_dim} numbers, and the model's have {self._patch_dim}"

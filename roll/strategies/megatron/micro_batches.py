@@ -17,15 +17,14 @@ from torch.distributed import ProcessGroup
 
 from roll.config.plan.plan import MicroBatching
 from roll.models.experts import routes_of
-from roll.models.layouts import TokenLayout, TopTokens, padded
+from roll.models.layouts import TokenLayout, TopTokens, on_device, padded
 from roll.models.patterns import AttentionPattern
-from roll.protocol.metrics import Metrics
+from roll.protocol.metrics import Mean, Metrics
 from roll.strategies.base import Comparisons, LossFunction, Output, TensorBatch
 from roll.strategies.training.micro_batches import (
     Rows,
     is_empty,
     lay_out,
-    layout_metrics,
     micro_batch,
     plan_micro_batches,
     targets_of,
@@ -159,7 +158,7 @@ class Chunking:
             top_tokens=self.top_tokens,
             comparisons=targets_of(layout, part, self.comparisons),
         )
-        own = whole.chunk(self.context_rank, self.context_size).to(self.device)
+        own = on_device(whole.chunk(self.context_rank, self.context_size), self.device)
         arrangement = None
         if own.pattern is not None or self.routes:
             arrangement = Arrangement(
@@ -209,7 +208,8 @@ def run(
         if not is_empty(part.columns):
             own, metrics = loss_fn(aligned, part.columns)
             loss = own if own.requires_grad else loss
-            metrics = metrics | layout_metrics(part.layout)
+            tokens, padding = part.layout.input_ids.numel(), part.layout.num_padding
+            metrics = metrics | {"tokens_per_micro_batch": Mean(tokens), "padding_ratio": Mean(padding, tokens)}
         # A count of 0 tokens: the loss is divided already. Megatron writes into its loss, which may be in the metrics.
         return loss.clone(), torch.zeros((), dtype=torch.int, device=loss.device), metrics
 

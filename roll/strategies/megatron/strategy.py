@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from roll.config.plan.plan import micro_batching
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.models.build import DTYPES, has_tied_embeddings
@@ -174,7 +173,7 @@ class MegatronStrategy(OwnPart):
         self, batch: TensorBatch, outputs: Outputs, temperature: float = 1.0, comparisons: Comparisons = ()
     ) -> TensorBatch:
         """Collective. All ranks of a replica are given the same rows and return the same outputs."""
-        self._check_outputs(outputs)
+        assert not outputs or (Output.VALUES in outputs) == self.gives_values, (self.head, outputs)
         names = [str(name) for name in outputs if name is not Output.ROUTES]
         names += [f"{one.name}/{name}" for one in comparisons for name in COMPARED]
         shape = batch["input_ids"].shape
@@ -212,7 +211,7 @@ class MegatronStrategy(OwnPart):
         return results
 
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
-        self._check_outputs([Output.LOG_PROBS])
+        assert not self.gives_values, self.head
         shape, limit = batch["input_ids"].shape, min(wanted.limit, self._skeleton.config.vocab_size)
         count = min(wanted.count or limit, limit)
         results = {
@@ -237,7 +236,7 @@ class MegatronStrategy(OwnPart):
         modes = [chunk.training for chunk in self.chunks]
         for chunk in self.chunks:
             chunk.eval()
-        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=False))
+        parts = chunking.micro_batches(batch, self.forward_rule)
         computed = run(self.chunks, parts, outputs, temperature)
         for chunk, mode in zip(self.chunks, modes, strict=True):
             chunk.train(mode)
@@ -302,7 +301,7 @@ class MegatronStrategy(OwnPart):
     ) -> Metrics:
         """Collective. All ranks of a replica are given the same rows; the loss function runs on the last stage, whose
         metrics are complete."""
-        self._check_outputs(outputs)
+        assert not outputs or (Output.VALUES in outputs) == self.gives_values, (self.head, outputs)
         info = self._info
         if self.adapters is not None and self.role.model_args.lora_dropout:
             # Dropout must agree on tensor-parallel ranks, which all hold the same input, and differ elsewhere. The key
@@ -313,11 +312,11 @@ class MegatronStrategy(OwnPart):
         for chunk in self.ddp_chunks:  # the float32 gradients, which zero_grad() does not reach
             chunk.zero_grad_buffer()
         chunking = replace(self._chunking(), comparisons=comparisons)
-        parts = chunking.micro_batches(batch, micro_batching(self.role, trains=True))
+        parts = chunking.micro_batches(batch, self.training_rule)
         for router in self._routers:
             router.counts = None
         names = [str(name) for name in outputs]
-        with self._without_optimizer():
+        with self._without_optimizer() if self.offloads_optimizer_in_steps else nullcontext():
             metrics: list[Metrics] = run(self.chunks, parts, names, temperature, loss_fn)
         counts = [router.counts for router in self._routers if router.counts is not None]
         if counts and metrics:

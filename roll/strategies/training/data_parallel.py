@@ -7,6 +7,7 @@ give the same numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from roll.checkpoint.contents import ModelContents
 from roll.config.lora import uses_lora
-from roll.config.plan.plan import MicroBatching, micro_batching
+from roll.config.plan.plan import MicroBatching
 from roll.models.build import build_model, checked_config
 from roll.models.expert_parallel import sum_of_parts
 from roll.models.experts import (
@@ -33,7 +34,7 @@ from roll.models.experts import (
 from roll.models.invariant import check_processor, is_invariant
 from roll.models.kernels import compile_layers
 from roll.models.layout_setup import check_context_size
-from roll.models.layouts import TokenLayout, TopTokens, padded, with_token_rows
+from roll.models.layouts import TokenLayout, TopTokens, on_device, padded, with_token_rows
 from roll.models.loading import MetaModel, build_on_meta
 from roll.models.log_probs import ResponseModel
 from roll.models.lora import add_adapters, base_name
@@ -41,7 +42,7 @@ from roll.models.noise import Noise
 from roll.models.self_test import check_role, use_own_operations
 from roll.models.stored import StoredLayout
 from roll.models.vision import FEATURES, ImagePool, with_images
-from roll.protocol.metrics import Metrics
+from roll.protocol.metrics import Mean, Metrics
 from roll.protocol.vision import IMAGES
 from roll.strategies.base import Comparisons, LossFunction, Output, Outputs, StateKind, TensorBatch
 from roll.strategies.training.checkpoint import describe_model
@@ -52,7 +53,6 @@ from roll.strategies.training.micro_batches import (
     is_empty,
     keys_of,
     lay_out,
-    layout_metrics,
     merged_floats,
     micro_batch,
     plan_micro_batches,
@@ -167,7 +167,7 @@ class DataParallelStrategy(GatheredWeights):
     def forward(
         self, batch: TensorBatch, outputs: Outputs, temperature: float = 1.0, comparisons: Comparisons = ()
     ) -> TensorBatch:
-        self._check_outputs(outputs)
+        assert not outputs or (Output.VALUES in outputs) == self.gives_values, (self.head, outputs)
         shape, device = batch["input_ids"].shape, batch["input_ids"].device
         names = [str(name) for name in outputs if name is not Output.ROUTES]
         results = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name in names}
@@ -181,7 +181,7 @@ class DataParallelStrategy(GatheredWeights):
         return results
 
     def forward_top_tokens(self, batch: TensorBatch, wanted: TopTokens, temperature: float = 1.0) -> TensorBatch:
-        self._check_outputs([Output.LOG_PROBS])
+        assert not self.gives_values, self.head
         results = TensorBatch()
         self._compute_rows(batch, results, [Output.LOG_PROBS], temperature, top_tokens=wanted)
         return results
@@ -197,10 +197,12 @@ class DataParallelStrategy(GatheredWeights):
         top_tokens: TopTokens | None = None,
     ) -> None:
         """Collective. Write the outputs of all rows into ``results``, (B, L, ...) each; missing ones are added."""
-        batch, images = self._with_images(batch)
+        images = None
+        if self.model.reads_images or IMAGES in batch:
+            batch, images = with_images(batch, self.model.language_model.config)
         was_training = self.model.training
         self.model.eval()
-        rule, ids = micro_batching(self.role, trains=False), batch["input_ids"]
+        rule, ids = self.forward_rule, batch["input_ids"]
         for rows in plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing):
             part = micro_batch(batch, rows)
             shape = part["input_ids"].shape
@@ -230,17 +232,13 @@ class DataParallelStrategy(GatheredWeights):
         self._reshard()
         self.model.train(was_training)
 
-    def _with_images(self, batch: TensorBatch) -> tuple[TensorBatch, ImagePool | None]:
-        reads = self.model.reads_images or IMAGES in batch
-        return with_images(batch, self.model.language_model.config) if reads else (batch, None)
-
     def _outputs(
         self, layout: TokenLayout, outputs: Collection[str], temperature: float, shape: torch.Size
     ) -> TensorBatch:
         """Collective. Each output as (B, L), on the device, whole on each rank that shares its sequences."""
         if (group := self.model.context_group) is not None:
             layout = layout.chunk(group.rank(), group.size())
-        layout = layout.to(self.device)
+        layout = on_device(layout, self.device)
         computed = self.called(layout, outputs, temperature)
         aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
         if group is None or not aligned:
@@ -298,12 +296,14 @@ class DataParallelStrategy(GatheredWeights):
         comparisons: Comparisons = (),
     ) -> Metrics:
         """Collective. Forward and backward passes over all micro-batches."""
-        self._check_outputs(outputs)
-        batch, images = self._with_images(batch)
-        rule, balance = micro_batching(self.role, trains=True), self.balance
+        assert not outputs or (Output.VALUES in outputs) == self.gives_values, (self.head, outputs)
+        images = None
+        if self.model.reads_images or IMAGES in batch:
+            batch, images = with_images(batch, self.model.language_model.config)
+        rule, balance = self.training_rule, self.balance
         plan = plan_micro_batches(batch, rule, self._max_over_ranks, self.role.use_prefix_sharing)
         metrics: list[Metrics] = []
-        with self._without_optimizer():
+        with self._without_optimizer() if self.offloads_optimizer_in_steps else nullcontext():
             if balance is not None:
                 balance.begin(sum(not is_empty(micro_batch(batch, rows)) for rows in plan))
                 if balance.coefficient and balance.is_global and len(plan) > 1:
@@ -360,8 +360,9 @@ class DataParallelStrategy(GatheredWeights):
         # A loss may be a constant (every token masked). Without a backward pass the others' reduce-scatter would hang.
         loss = loss if loss.requires_grad else _zero_loss(aligned)
         self._differentiate(loss if balance_loss is None else loss + balance_loss)
-        replayed = None if routing is None else routing.replay_counts
-        return [metrics, layout_metrics(layout), {} if replayed is None else replay_metrics(replayed)]
+        replayed, tokens = None if routing is None else routing.replay_counts, layout.input_ids.numel()
+        sizes: Metrics = {"tokens_per_micro_batch": Mean(tokens), "padding_ratio": Mean(layout.num_padding, tokens)}
+        return [metrics, sizes, {} if replayed is None else replay_metrics(replayed)]
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         if kind is StateKind.OPTIMIZER_STATES:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.models.experts import RoutingSums, SparseLayer
-from roll.models.layouts import row_layout
+from roll.models.layouts import on_device, row_layout
 from roll.models.log_probs import ResponseModel
 from roll.protocol.metrics import Mean, Metrics
 
@@ -157,7 +157,7 @@ def check_choices_may_differ(
         first = 0 if row == 0 else layer.num_experts - layer.top_k
         assert model.routing is not None
         with model.routing.forcing(range(first, first + layer.top_k), device):
-            values = compute(row_layout(ids, mask).to(device), (name,), 1.0)[name]
+            values = compute(on_device(row_layout(ids, mask), device), (name,), 1.0)[name]
             if differentiate is not None:
                 differentiate(values.sum() * weight)
         return values.detach().float()

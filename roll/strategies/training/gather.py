@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from roll.models.build import folder_config, has_tied_embeddings
 from roll.models.loading import TensorFiles
 from roll.models.log_probs import ResponseModel
-from roll.models.lora import MergedWeight, merged_rows
+from roll.models.lora import MergedWeight, merged_rows, merged_weight
 from roll.models.stored import StoredLayout, other_names, whole_config
 from roll.protocol.columns import copy_into, flat_view
 from roll.strategies.base import ALL_WEIGHTS, ModelHead, ModelStrategy, WeightSelection
@@ -174,7 +175,12 @@ class GatheredWeights(ModelStrategy):
         """Collective. On rank 0, the weights with their adapters merged."""
         whole = iter(self._gather([part for weight in bucket for part in weight.parts]))
         parts = [[next(whole) for _ in weight.parts] for weight in bucket]
-        return [(w.name, w.merge(p)) for w, p in zip(bucket, parts, strict=True)] if self.rank == 0 else []
+        if self.rank != 0:
+            return []
+        return [
+            (weight.name, own[0] if len(own) == 1 else merged_weight(own[0], own[1], own[2], weight.scaling))
+            for weight, own in zip(bucket, parts, strict=True)
+        ]
 
     def _selected_weights(self, selection: WeightSelection) -> Iterator[MergedWeight]:
         named = self._named_tensors()
@@ -184,7 +190,9 @@ class GatheredWeights(ModelStrategy):
             weights = self.adapters.merged(named)
         for weight in weights:
             for part in weight.separate() if selection.adapters_apart else [weight]:
-                if part.is_trained or not selection.trained_only:
+                # Training may change it; so may persistent buffers.
+                is_trained = any(not isinstance(one, nn.Parameter) or one.requires_grad for one in part.parts)
+                if is_trained or not selection.trained_only:
                     yield part
 
     def _num_bytes(self, weight: MergedWeight) -> int:

@@ -199,12 +199,6 @@ def targets_of(
     return tuple(found)
 
 
-def layout_metrics(layout: TokenLayout) -> Metrics:
-    """Tokens that a micro-batch computes, and the share of them that is padding."""
-    tokens = layout.input_ids.numel()
-    return {"tokens_per_micro_batch": Mean(tokens), "padding_ratio": Mean(layout.num_padding, tokens)}
-
-
 def replay_metrics(counts: torch.Tensor) -> Metrics:
     """``counts``: tokens, of each layer with experts, that took recorded routes, that had none, and that went elsewhere
     than they would have."""
