@@ -266,7 +266,12 @@ def run(config: Config, overrides: Overrides = (), callbacks: Sequence[Any] = ()
     loaded = ready(partial(load_config, config, overrides), logger.warning)
     refuse_restarts(loaded)
     loaded = replace(loaded, callbacks=(*callbacks, interrupt))
-    finished, work = Run(loaded), partial(_perform, loaded)
+    finished = Run(loaded)
+
+    def work() -> None:
+        with obeying_signals(loaded), forking(loaded):
+            loaded.pipeline.run(loaded)
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -283,11 +288,6 @@ def refuse_restarts(loaded: LoadedConfig[Any]) -> None:
         rule = "a run is started again in a process of its own, which `roll run` does: from Python it is not"
         key, example = ("max_restarts", 0) if loaded.config.max_restarts else ("on_nonfinite", "stop")
         raise ConfigError([Problem(key, getattr(loaded.config, key), rule, example)])
-
-
-def _perform(loaded: LoadedConfig[Any]) -> None:
-    with obeying_signals(loaded), forking(loaded):
-        loaded.pipeline.run(loaded)
 
 
 @contextmanager

@@ -183,14 +183,9 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
 
 
 def server_key(host: str, variable: str | None, may: str) -> str:
-    """The key that clients of a server must send: the value of ``--api-key-env``; empty: none.
-
-    Args:
-        may: what whoever reaches the port may do, in words.
-
-    Raises:
-        ConfigError: no such variable in the environment; another address than loopback without a key.
-    """
+    """The key that clients of a server must send: the value of ``--api-key-env``; empty: none. ``may``: what whoever
+    reaches the port may do, in words. Raises ``ConfigError``: no such variable in the environment; another address than
+    loopback without a key."""
     key = os.environ.get(variable or "", "")
     if variable and not key:
         raise ConfigError([Problem("--api-key-env", variable, "no such variable in the environment")])

@@ -19,21 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tool:
-    """A command that reads its own arguments.
+    """A command that reads its own arguments."""
 
-    Args:
-        module: dotted path; its ``main(words)`` gets what follows the command's name and returns the exit status
-            (None: 0). Imported when the command is given.
-        text: a line of help.
-        keeps_name: ``main`` gets the command's name as well.
-    """
-
-    module: str
-    text: str
-    keeps_name: bool = False
+    module: str  # dotted path, imported when the command is given
+    text: str  # a line of help
+    function: str = "main"
+    """Of the module: gets the words behind the command's name, and returns the exit status (None: 0)."""
 
     def main(self, words: Sequence[str]) -> int:
-        return int(importlib.import_module(self.module).main(list(words if self.keeps_name else words[1:])) or 0)
+        return int(getattr(importlib.import_module(self.module), self.function)(list(words[1:])) or 0)
 
 
 TOOLS = {
@@ -47,10 +41,12 @@ TOOLS = {
         "roll.rehearsal.command", "say what a recipe's step needs at its full size, without weights and devices"
     ),
     "export": Tool("roll.checkpoint.export", "turn a training checkpoint into a Hugging Face model, adapter or GGUF"),
-    "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics"),
-    "bisect-logprobs": Tool("roll.bisect", "say where the log-probs of engine and trainer part: layer and operation"),
-    "report": Tool("roll.report.command", "write one HTML file of runs: curves, timeline, samples, diagnosis", True),
-    "diagnose": Tool("roll.report.command", "name what is wrong with a run, with evidence and remedy", True),
+    "replay": Tool("roll.replay", "take the step of a recorded batch again and compare its metrics", "replay"),
+    "bisect-logprobs": Tool(
+        "roll.replay", "say where the log-probs of engine and trainer part: layer and operation", "bisect"
+    ),
+    "report": Tool("roll.report.page", "write one HTML file of runs: curves, timeline, samples, diagnosis", "report"),
+    "diagnose": Tool("roll.report.page", "name what is wrong with a run, with evidence and remedy", "diagnosis"),
     "translate": Tool("roll.translation.command", "turn a launch of verl or SkyRL into this project's keys"),
 }
 

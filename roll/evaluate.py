@@ -60,14 +60,8 @@ def evaluate_by(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def evaluate(config_path: str, config_name: str | None, overrides: Sequence[str], keys: Mapping[str, Any]) -> int:
-    """Load, show the plan, run; the exit status.
-
-    Args:
-        keys: of the section ``evaluate``, before those of the file.
-
-    Raises:
-        ConfigError: every mistake.
-    """
+    """Load, show the plan, run; the exit status. ``keys``: of the section ``evaluate``, before those of the file.
+    Raises ``ConfigError``: every mistake."""
     from roll.cli import ready, run
 
     loaded = ready(partial(load_evaluation, config_path, config_name, overrides, keys))

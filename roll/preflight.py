@@ -146,13 +146,7 @@ def find_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> bool:
 
 def dequantise_models(loaded: LoadedConfig[Any], say: Callable[[str], None]) -> None:
     """Write the weights of every GGUF file into the cache from which its role loads them, unless they are there.
-
-    Args:
-        say: is given a line before a file is read.
-
-    Raises:
-        ConfigError: a file that transformers cannot read.
-    """
+    ``say``: is given a line before a file is read. Raises ``ConfigError``: a file that transformers cannot read."""
     for key, path in loaded.pipeline.named_models(loaded):
         file = gguf_file(path)
         if file is None:

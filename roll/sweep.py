@@ -49,11 +49,7 @@ class Sweep:
     metric: str
 
     def words(self, values: Mapping[str, str]) -> list[str]:
-        """The overrides of a trial.
-
-        Args:
-            values: by key, in hydra's spelling.
-        """
+        """The overrides of a trial. ``values``: by key, in hydra's spelling."""
         folder = self.trial_folder(values)
         chosen = [f"{key}={value}" for key, value in values.items()]
         return [*self.fixed, *chosen, f"output_dir={folder}", f"logging_dir={folder / 'logs'}"]
@@ -105,11 +101,7 @@ def split(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
 def run_trials(
     sweep: Sweep, space: Mapping[str, Sequence[str]], mode: str, devices: int, parallel: int, scheduler: str
 ) -> ResultGrid:
-    """Tune's ``ResultGrid``.
-
-    Args:
-        devices: accelerators of a trial; 0: ``parallel`` trials at a time share the CPU.
-    """
+    """Tune's ``ResultGrid``. ``devices``: accelerators of a trial; 0: ``parallel`` trials at a time share the CPU."""
     import ray
     from ray import tune
 

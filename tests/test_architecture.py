@@ -38,7 +38,6 @@ FLOORS = {
     5: {"pipelines"},
     6: {
         "api",
-        "bisect",
         "cli",
         "clients",
         "command_line",

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from roll.config.pipelines import PipelineDefinition, definition_of, find_own_modules, load_definition
-from roll.tracking.prometheus import series_name
+from roll.tracking.services import series_name
 
 _SOURCE = "${source}"
 """The dashboard's variable for the Prometheus server that it asks."""

@@ -32,11 +32,7 @@ class Columns:
     @classmethod
     def of(cls, data_args: DataArguments, first: SourceRow) -> Columns:
         """The configured names; without ``messages`` and ``prompt``, whichever of ``messages``, ``prompt``, ``text``
-        the set's first row has.
-
-        Raises:
-            DataError: both configured, or none configured and none found.
-        """
+        the set's first row has. Raises ``DataError``: both configured, or none configured and none found."""
         messages, prompt = data_args.messages, data_args.prompt
         if messages is not None and prompt is not None:
             raise DataError(f"data_args: messages ({messages!r}) and prompt ({prompt!r}) exclude each other: set one")
@@ -54,11 +50,8 @@ class Columns:
         return cls(data_args.id, data_args.tag, messages, prompt, data_args.response, None if own_tag else SOURCE)
 
     def read_messages(self, source: SourceRow) -> list[Message]:
-        """The conversation: ``messages`` as a list or as the JSON text of one, or ``prompt`` as a user's turn.
-
-        Raises:
-            DataError: column missing, not a conversation, or a message without role or content.
-        """
+        """The conversation: ``messages`` as a list or as the JSON text of one, or ``prompt`` as a user's turn. Raises
+        ``DataError``: column missing, not a conversation, or a message without role or content."""
         if self.prompt is not None:
             prompt = require(source, self.prompt)
             if not isinstance(prompt, str):
@@ -129,6 +122,14 @@ def check_messages(source: SourceRow, column: str, value: object) -> None:
             raise DataError(f"{source.place}: {found}; expected one of {', '.join(ROLES)}")
 
 
+def parsed(source: SourceRow, column: str, text: str) -> Any:
+    """JSON in a column. Raises ``DataError``: it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{source.place}: {column} is a text but not JSON ({error})") from error
+
+
 class DomainRouter:
     """Sends a row to a domain: by its ``domain`` column, else by its tag, else (one domain only) to that domain.
 
@@ -156,11 +157,7 @@ class DomainRouter:
         self._only_domain = self._domains[0] if len(domains) == 1 and not self._by_tag else None
 
     def route(self, source: SourceRow, tag: str) -> str:
-        """The domain of a row.
-
-        Raises:
-            DataError: an unknown domain, or an unknown tag in a row without domain.
-        """
+        """The domain of a row. Raises ``DataError``: an unknown domain, or an unknown tag in a row without domain."""
         domain = source.row.get("domain")
         if domain:
             if domain not in self._domains:
@@ -207,11 +204,8 @@ def build_filter(setting: str | Mapping[str, Any] | None) -> Keep | None:
 
 
 def holds(source: SourceRow, column: str, condition: object) -> bool:
-    """The value is equal, one of a list, or within ``{min, max}`` (both included).
-
-    Raises:
-        DataError: no such column, or no number where the condition is a range.
-    """
+    """The value is equal, one of a list, or within ``{min, max}`` (both included). Raises ``DataError``: no such
+    column, or no number where the condition is a range."""
     if column not in source.row:
         found = sorted(source.row)
         raise DataError(f"{source.place}: dataset_filter asks for the column {column!r}, found only {found}")
@@ -224,11 +218,8 @@ def holds(source: SourceRow, column: str, condition: object) -> bool:
 
 
 def as_number(source: SourceRow, column: str, wanted_by: str) -> float:
-    """The row's value in ``column`` as a number (CSV files hold texts).
-
-    Raises:
-        DataError: no such column, or no number in it.
-    """
+    """The row's value in ``column`` as a number (CSV files hold texts). Raises ``DataError``: no such column, or no
+    number in it."""
     value = source.row.get(column)
     try:
         # float(True) is 1.0, but a flag is no number.
@@ -250,11 +241,8 @@ def import_function(path: str) -> Callable[..., Any]:
 
 
 def filter_source(setting: str | Mapping[str, Any] | None) -> Any:
-    """Source of the filter's result, for a cache key: the conditions, or the module that holds the function.
-
-    Raises:
-        OSError: the function's source is not there, so nobody can tell whether it changed.
-    """
+    """Source of the filter's result, for a cache key: the conditions, or the module that holds the function. Raises
+    ``OSError``: the function's source is not there, so nobody can tell whether it changed."""
     if not isinstance(setting, str):
         return None if setting is None else dict(setting)
     module = inspect.getmodule(import_function(setting))

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from roll.config.data import DataArguments
-from roll.datasets.assistant_turns import parsed
-from roll.datasets.columns import require
+from roll.datasets.columns import parsed, require
 from roll.datasets.reading import SourceRow
 from roll.datasets.store import read_ground_truth
 from roll.datasets.types import DataError
@@ -97,11 +96,8 @@ class RowForm:
 
 
 def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
-    """The form of the rows that begin with ``first``; ``data_args`` and the usual names go before it.
-
-    Raises:
-        DataError: ``data_args.ground_truth`` names a column that the row does not have.
-    """
+    """The form of the rows that begin with ``first``; ``data_args`` and the usual names go before it. Raises
+    ``DataError``: ``data_args.ground_truth`` names a column that the row does not have."""
     named = (data_args.messages, data_args.prompt, data_args.response)
     entries = tuple(name for name in named if name and name not in first.row and name.partition(".")[0] in first.row)
     first = replace(first, row={**first.row, **{name: entry_of(first, name) for name in entries}})
@@ -129,11 +125,8 @@ def form_of(data_args: DataArguments, first: SourceRow) -> RowForm:
 
 
 def entry_of(source: SourceRow, name: str) -> Any:
-    """The entry of a column that a dotted name leads to; the column may be the JSON text of a section.
-
-    Raises:
-        DataError: a row without that entry.
-    """
+    """The entry of a column that a dotted name leads to; the column may be the JSON text of a section. Raises
+    ``DataError``: a row without that entry."""
     column, *path = name.split(".")
     value = require(source, column)
     value = parsed(source, column, value) if isinstance(value, str) else value
@@ -239,11 +232,8 @@ def turns(source: SourceRow, value: Any) -> Any:
 
 
 def alpaca_messages(source: SourceRow) -> list[dict[str, Any]]:
-    """As LLaMA-Factory documents it: ``history`` has earlier pairs, ``input`` follows on a line of its own.
-
-    Raises:
-        DataError: no instruction, or a history that is no list of pairs.
-    """
+    """As LLaMA-Factory documents it: ``history`` has earlier pairs, ``input`` follows on a line of its own. Raises
+    ``DataError``: no instruction, or a history that is no list of pairs."""
     row, asked = source.row, require(source, ALPACA)
     messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     for pair in row.get("history") or ():

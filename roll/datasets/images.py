@@ -30,11 +30,8 @@ PLACED_ALIKE = "take fewer seconds, larger frames (video_min_pixels), Qwen3-VL, 
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reads the images and videos of rows.
-
-    Args:
-        model: that sees them; None: a model of text, for which a row with images is a bad one.
-    """
+    """Reads the images and videos of rows. ``model``: that sees them; None: a model of text, for which a row with
+    images is a bad one."""
 
     model: VisionModel | None
     column: str = "images"
@@ -71,12 +68,9 @@ class ImageReader:
         return frozenset() if self.model is None else frozenset((self.model.image_token_id, self.model.video_token_id))
 
     def read(self, source: SourceRow, messages: list[Message]) -> tuple[list[Message], list[Seen]]:
-        """The conversation with a text in place of every image and video, and these in that order.
-
-        Raises:
-            DataError: an image that cannot be read, as many marks as there are no images, or the same of videos; more
-                of them than the engine that generates keeps room for.
-        """
+        """The conversation with a text in place of every image and video, and these in that order. Raises
+        ``DataError``: an image that cannot be read, as many marks as there are no images, or the same of videos; more
+        of them than the engine that generates keeps room for."""
         from roll.protocol.images import EncodedVideo
 
         row, model = source.row, self.model
@@ -129,11 +123,8 @@ class ImageReader:
         return {} if self.model is None else {"vision": asdict(self.model), "videos": self.video_column}
 
     def look(self, source: SourceRow, images: Sequence[Seen], whole: bool = True) -> VisionInputs | None:
-        """The images and videos; ``whole``: each is decoded once to see that it can be.
-
-        Raises:
-            DataError: one that is not.
-        """
+        """The images and videos; ``whole``: each is decoded once to see that it can be. Raises ``DataError``: one that
+        is not."""
         if not images:
             return None
         from roll.protocol.images import ImageError, VideoError
@@ -148,11 +139,8 @@ class ImageReader:
             raise DataError(f"{source.place}: column {self.column!r}: not a readable image: {error}") from error
 
     def expand(self, source: SourceRow, token_ids: list[int], vision: VisionInputs | None) -> list[int]:
-        """The ids with as many placeholders for each image and video as it takes.
-
-        Raises:
-            DataError: placeholders in the text itself.
-        """
+        """The ids with as many placeholders for each image and video as it takes. Raises ``DataError``: placeholders in
+        the text itself."""
         if self.model is None:
             return token_ids
         runs = vision.runs if vision is not None else []
@@ -303,11 +291,8 @@ class _Place:
 
 
 def read_video(reader: ImageReader, source: SourceRow, value: object, number: int) -> EncodedVideo:
-    """The row's video ``number``, from a list of frames or ``{"video": [...], "fps": ...}``.
-
-    Raises:
-        DataError: a file, frames that cannot be read, or a rate that is no number.
-    """
+    """The row's video ``number``, from a list of frames or ``{"video": [...], "fps": ...}``. Raises ``DataError``: a
+    file, frames that cannot be read, or a rate that is no number."""
     from roll.protocol.images import VideoError
 
     assert reader.model is not None

@@ -21,7 +21,7 @@ from roll.datasets.columns import Columns, Message, as_number
 from roll.datasets.images import ImageReader
 from roll.datasets.reading import SourceRow
 from roll.datasets.templates import Conversation, Renderer
-from roll.datasets.types import DataError, LoadCounts
+from roll.datasets.types import DataError
 
 if TYPE_CHECKING:
     from roll.datasets.store import EncodedRows, StoredRow
@@ -69,11 +69,8 @@ TokensT = TypeVar("TokensT")
 
 @dataclass(eq=False)
 class RowMaker(ABC, Generic[TokensT]):
-    """Turns rows as read into prepared rows of one kind (prompts, demonstrations).
-
-    Raises:
-        DataError: no file is named.
-    """
+    """Turns rows as read into prepared rows of one kind (prompts, demonstrations). Raises ``DataError``: no file is
+    named."""
 
     limit_key: ClassVar[str]  # the key that limits the tokens of a row
     example: ClassVar[str]  # a file name, for error messages
@@ -95,11 +92,8 @@ class RowMaker(ABC, Generic[TokensT]):
 
     @abstractmethod
     def read(self, source: SourceRow) -> tuple[list[Message], Any]:
-        """The messages of a row's prompt, and the rest of the row (:attr:`Draft.content`).
-
-        Raises:
-            DataError: a row that cannot be used.
-        """
+        """The messages of a row's prompt, and the rest of the row (:attr:`Draft.content`). Raises ``DataError``: a row
+        that cannot be used."""
 
     @abstractmethod
     def tokenize(self, drafts: Sequence[Draft]) -> Sequence[TokensT | DataError]:
@@ -107,11 +101,8 @@ class RowMaker(ABC, Generic[TokensT]):
 
     @abstractmethod
     def expand(self, draft: Draft, tokens: TokensT) -> TokensT:
-        """The tokens with as many placeholders for each image as it takes.
-
-        Raises:
-            DataError: placeholders in the row's own text.
-        """
+        """The tokens with as many placeholders for each image as it takes. Raises ``DataError``: placeholders in the
+        row's own text."""
 
     @abstractmethod
     def finish(self, draft: Draft, tokens: TokensT) -> StoredRow | None:
@@ -175,10 +166,6 @@ class RowMaker(ABC, Generic[TokensT]):
             spans=list(spans),
         )
 
-    def in_order(self, counts: LoadCounts) -> LoadCounts:
-        """The counts as they are shown."""
-        return counts
-
     def columns_of(self, first: SourceRow) -> Columns:
         """The columns of the set that begins with ``first``."""
         return Columns.of(self.data_args, first)
@@ -199,10 +186,7 @@ class Made:
 
 def make_all(maker: RowMaker[Any], chunks: Iterable[list[SourceRow]], processes: int) -> Iterator[Made]:
     """Outcomes of all chunks, in order, from ``processes`` worker processes (1: this one); few chunks are in memory.
-
-    Raises:
-        DataError: a row that ends the loading, or a process that has died.
-    """
+    Raises ``DataError``: a row that ends the loading, or a process that has died."""
     if processes <= 1:
         yield from (make(maker, chunk) for chunk in chunks)
         return

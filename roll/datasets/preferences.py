@@ -145,11 +145,8 @@ class JudgedTokens:
 
 @dataclass(eq=False, kw_only=True)
 class JudgedMaker(RowMaker[JudgedTokens]):
-    """Makes judged rows; the content of a draft is a :class:`Judged`.
-
-    Args:
-        judgement, score_input: as :meth:`JudgedDataset.build` has them.
-    """
+    """Makes judged rows; the content of a draft is a :class:`Judged`. ``judgement``, ``score_input``: as
+    :meth:`JudgedDataset.build` has them."""
 
     limit_key, example = "sequence_length", "data/preferences.jsonl"
     names: JudgedColumns
@@ -247,12 +244,9 @@ class JudgedMaker(RowMaker[JudgedTokens]):
         return self.read(source)[0]
 
     def read(self, source: SourceRow) -> tuple[list[Message], Judged]:
-        """The prompt's messages; the responses and their judgement.
-
-        Raises:
-            DataError: a column that is missing or holds something else; responses to different prompts; a ranking
-                without two different responses of different rank.
-        """
+        """The prompt's messages; the responses and their judgement. Raises ``DataError``: a column that is missing or
+        holds something else; responses to different prompts; a ranking without two different responses of different
+        rank."""
         names = self.names
         if self.judgement == "steps":
             steps = source.row.get(names.responses)
@@ -328,11 +322,8 @@ class JudgedMaker(RowMaker[JudgedTokens]):
 
 
 def response_of(source: SourceRow, column: str, value: object) -> tuple[str, list[Message] | None]:
-    """The text of a response, and the messages before it where the ``value`` is a conversation.
-
-    Raises:
-        DataError: it is neither a text nor a conversation that ends with one.
-    """
+    """The text of a response, and the messages before it where the ``value`` is a conversation. Raises ``DataError``:
+    it is neither a text nor a conversation that ends with one."""
     before: list[Message] | None = None
     if isinstance(value, Mapping):
         value = [value]

@@ -40,13 +40,9 @@ KEYS_OF_NO_ROW = ("on_bad_row", "use_cache", "shuffle", "domain_interleave_probs
 
 
 def load_rows(maker: RowMaker[Any]) -> tuple[RowStore, Callable[..., VisionInputs | None] | None]:
-    """The prepared rows of ``data_args.file_name``, and what reads their images again where the model sees any.
-
-    Raises:
-        DataError: a file or row that cannot be used, or no row left.
-    """
+    """The prepared rows of ``data_args.file_name``, and what reads their images again where the model sees any. Raises
+    ``DataError``: a file or row that cannot be used, or no row left."""
     store, paths = prepare(maker)
-    store.counts = maker.in_order(store.counts)
     files = ", ".join(str(path) for path in paths)
     logger.info("%s: %s (%s %d)", files, store.counts, maker.limit_key, maker.limit)
     if maker.images.model is None:

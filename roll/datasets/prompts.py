@@ -16,7 +16,7 @@ from roll.datasets.reading import SourceRow
 from roll.datasets.sampling import PreparedRows
 from roll.datasets.store import read_ground_truth
 from roll.datasets.templates import Rendered, Renderer, TemplateChoice, truncate
-from roll.datasets.types import DataError, LoadCounts, PromptRow
+from roll.datasets.types import DataError, PromptRow
 from roll.datasets.vision_model import VisionModel
 
 if TYPE_CHECKING:
@@ -57,7 +57,10 @@ class PromptDataset(PreparedRows[PromptRow]):
         templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
         images = ImageReader.of(data_args, vision)
         renderer = Renderer(tokenizer, templates)
-        return cls(*load_rows(PromptMaker(data_args, renderer, prompt_length, images, domains=domains)))
+        store, read_images = load_rows(PromptMaker(data_args, renderer, prompt_length, images, domains=domains))
+        kept = store.counts.kept  # in the order of the files; from here on in that of the configuration
+        store.counts = replace(store.counts, kept={domain: kept[domain] for domain in domains if domain in kept})
+        return cls(store, read_images)
 
     def by_domain(self) -> dict[str, PromptDataset]:
         """The rows of each domain that has any, in file order."""
@@ -100,11 +103,6 @@ class PromptMaker(RowMaker[Rendered]):
 
     def settings(self) -> dict[str, Any]:
         return {"domains": {name: sorted(tags or ()) for name, tags in self.domains.items()}}
-
-    def in_order(self, counts: LoadCounts) -> LoadCounts:
-        """Put the domains in the order of the configuration."""
-        kept = {domain: counts.kept[domain] for domain in self.domains if domain in counts.kept}
-        return replace(counts, kept=kept)
 
     def read(self, source: SourceRow) -> tuple[list[Message], str]:
         domain = self._router.route(source, self.columns.read_tag(source))

@@ -47,11 +47,8 @@ def read_rows(file_names: str | Sequence[str]) -> list[SourceRow]:
 
 def data_files(file_names: str | Sequence[str]) -> list[Path]:
     """The files of the names: a folder for the data files in it, ``*`` and ``?`` for matching names,
-    ``hub:OWNER/NAME[/CONFIG][:SPLIT]`` for the files that the hub's data set is kept in on this machine.
-
-    Raises:
-        DataError: no name, or one that nothing is found under.
-    """
+    ``hub:OWNER/NAME[/CONFIG][:SPLIT]`` for the files that the hub's data set is kept in on this machine. Raises
+    ``DataError``: no name, or one that nothing is found under."""
     names = [file_names] if isinstance(file_names, str) else list(file_names)
     if not names:
         raise DataError("data_args.file_name: no file given; for example file_name: data/train.jsonl")
@@ -59,14 +56,8 @@ def data_files(file_names: str | Sequence[str]) -> list[Path]:
 
 
 def stream_rows(paths: Iterable[Path], bad_rows: BadRows | None = None) -> Generator[SourceRow, None, None]:
-    """The rows of all files in order.
-
-    Args:
-        bad_rows: takes the rows that cannot be read; None: the first one raises.
-
-    Raises:
-        DataError: a file that is unreadable, of an unknown kind, or without rows.
-    """
+    """The rows of all files in order. ``bad_rows``: takes the rows that cannot be read; None: the first one raises.
+    Raises ``DataError``: a file that is unreadable, of an unknown kind, or without rows."""
     bad_rows = bad_rows or BadRows()
     for file, path in enumerate(paths):
         found = False
@@ -179,11 +170,7 @@ def read_json(path: Path) -> Numbered:
 
 def whole_characters(value: T, text: str) -> T:
     """The value that was read from JSON ``text``, of whole characters only: JSON can write half a surrogate pair, which
-    neither tokenizers nor files take.
-
-    Raises:
-        UnicodeEncodeError: half a character.
-    """
+    neither tokenizers nor files take. Raises ``UnicodeEncodeError``: half a character."""
     if "\\ud" in text or "\\uD" in text:
         json.dumps(value, ensure_ascii=False).encode()
     return value

@@ -98,12 +98,6 @@ class EpochOrder:
     curriculum: CurriculumArguments | None = None
     difficulties: Sequence[float] | np.ndarray | None = None  # (num_rows,), with a curriculum
 
-    @classmethod
-    def of(
-        cls, data_args: DataArguments, num_rows: int, seed: int, name: str = "", difficulties: np.ndarray | None = None
-    ) -> EpochOrder:
-        return cls(num_rows, seed, name, data_args.shuffle, data_args.curriculum, difficulties)
-
     def of_epoch(self, epoch: int) -> list[int]:
         """Positions of the rows, each once."""
         # A text seed is hashed with SHA-512, so streams of different names and epochs are independent.
@@ -128,14 +122,8 @@ class EpochOrder:
 
 
 class ShuffledEpochs(Generic[T]):
-    """Endless passes over ``rows``; the order of each depends on seed, name and epoch alone.
-
-    Args:
-        order: the epochs' order; None: shuffled, or as the rows are.
-
-    Raises:
-        DataError: no rows.
-    """
+    """Endless passes over ``rows``; the order of each depends on seed, name and epoch alone. ``order``: the epochs'
+    order; None: shuffled, or as the rows are. Raises ``DataError``: no rows."""
 
     def __init__(
         self, rows: Sequence[T], seed: int, name: str = "", shuffle: bool = True, order: EpochOrder | None = None
@@ -168,11 +156,8 @@ class ShuffledEpochs(Generic[T]):
         return {"drawn": self.num_drawn, **self._epochs.description(), "contents": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken.
-
-        Raises:
-            DataError: the state belongs to other rows, another seed or another order.
-        """
+        """Continue where ``state`` was taken. Raises ``DataError``: the state belongs to other rows, another seed or
+        another order."""
         mine = {key: value for key, value in self.state_dict().items() if key != "drawn"}
         theirs = {key: state.get(key) for key in mine}
         if mine != theirs:
@@ -216,7 +201,8 @@ class DomainSampler:
             rows, order = datasets[domain], None
             if data_args is not None:
                 difficulties = rows.difficulties if isinstance(rows, PreparedRows) else None
-                order = EpochOrder.of(data_args, len(rows), seed, domain, difficulties)
+                how = data_args.shuffle, data_args.curriculum
+                order = EpochOrder(len(rows), seed, domain, *how, difficulties)
             self._streams[domain] = ShuffledEpochs(rows, seed, domain, order=order)
         self._datasets = datasets
         self._rows_by_id: dict[str, dict[str, PromptRow]] = {}
@@ -248,11 +234,7 @@ class DomainSampler:
         return rows
 
     def find(self, domain: str, prompt_id: str) -> PromptRow:
-        """The prompt that was drawn under this id.
-
-        Raises:
-            DataError: the domain has no such row.
-        """
+        """The prompt that was drawn under this id. Raises ``DataError``: the domain has no such row."""
         rows = self._rows_by_id.get(domain)
         if rows is None:
             rows = self._rows_by_id[domain] = {row.prompt_id: row for row in self._datasets.get(domain, ())}
@@ -272,11 +254,8 @@ class DomainSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue exactly where ``state`` was taken.
-
-        Raises:
-            DataError: the data or the domains' shares are not those of the state.
-        """
+        """Continue exactly where ``state`` was taken. Raises ``DataError``: the data or the domains' shares are not
+        those of the state."""
         mine = self.state_dict()["shares"]
         if state["shares"] != mine:
             raise DataError(

@@ -29,14 +29,8 @@ logger = logging.getLogger(__name__)
 
 
 class StreamedEpochs:
-    """Endless passes over the demonstrations that ``maker`` makes.
-
-    Args:
-        name: of the stream, part of its seeds.
-
-    Raises:
-        DataError: no file.
-    """
+    """Endless passes over the demonstrations that ``maker`` makes. ``name``: of the stream, part of its seeds. Raises
+    ``DataError``: no file."""
 
     def __init__(self, maker: RowMaker[Any], seed: int, name: str, window: int = WINDOW) -> None:
         data_args = maker.data_args
@@ -56,11 +50,7 @@ class StreamedEpochs:
         self._selection = Selection(maker, self._bad)
 
     def next_batch(self, size: int) -> list[SftRow]:
-        """The next rows.
-
-        Raises:
-            DataError: a row that cannot be used, or an epoch without any that can.
-        """
+        """The next rows. Raises ``DataError``: a row that cannot be used, or an epoch without any that can."""
         drawn = []
         for _ in range(size):
             while not self._rows:
@@ -116,11 +106,8 @@ class StreamedEpochs:
         return {"seed": self._seed, "size": self._size, "files": self._files, **place}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken.
-
-        Raises:
-            DataError: it belongs to other files, another seed or another window.
-        """
+        """Continue where ``state`` was taken. Raises ``DataError``: it belongs to other files, another seed or another
+        window."""
         mine = self.state_dict()
         for key in ("seed", "size", "files"):
             if state.get(key) != mine[key]:

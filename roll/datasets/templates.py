@@ -96,11 +96,7 @@ PLAIN_TEMPLATES = frozenset({"base", "raw"})
 
 
 def template_text(name: str) -> str:
-    """Content of a template file.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Content of a template file. Raises ``DataError``: the file cannot be read."""
     try:
         return Path(name).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -109,11 +105,8 @@ def template_text(name: str) -> str:
 
 @dataclass(frozen=True)
 class TemplateChoice:
-    """Template and system message of a row, by its tag, else the common ones.
-
-    Raises:
-        DataError: an unknown name; the message gives the nearest known one. A file that cannot be read.
-    """
+    """Template and system message of a row, by its tag, else the common ones. Raises ``DataError``: an unknown name;
+    the message gives the nearest known one. A file that cannot be read."""
 
     common: str
     by_tag: Mapping[str, str] | None = None
@@ -216,11 +209,7 @@ def chat_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str
 
 
 def end_of_response(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that closes a response.
-
-    Raises:
-        DataError: the tokenizer has none.
-    """
+    """The token that closes a response. Raises ``DataError``: the tokenizer has none."""
     if tokenizer.eos_token is None:
         raise DataError(f"the tokenizer of {tokenizer.name_or_path!r} has no EOS token to close a response with")
     return str(tokenizer.eos_token)

@@ -41,19 +41,14 @@ _TABLE_ROWS = 40
 
 @dataclass(frozen=True)
 class Profiling:
-    """Settings of recording.
-
-    Attributes:
-        folder: for ``<worker>-<method>-<call>.trace.json.gz`` (Chrome's trace format, which Perfetto and TensorBoard
-            read), ``....memory.txt`` (operators by bytes) and ``....memory.pickle`` (snapshots of an accelerator's
-            allocator, for pytorch.org/memory_viz).
-        timeline: write timelines.
-        memory: write what allocates memory.
-    """
+    """Settings of recording."""
 
     folder: str
-    timeline: bool
-    memory: bool
+    """For ``<worker>-<method>-<call>.trace.json.gz`` (Chrome's trace format, which Perfetto and TensorBoard read),
+    ``....memory.txt`` (operators by bytes) and ``....memory.pickle`` (snapshots of an accelerator's allocator, for
+    pytorch.org/memory_viz)."""
+    timeline: bool  # write timelines
+    memory: bool  # write what allocates memory
 
     def environment(self) -> dict[str, str]:
         """The variables of the workers; none where nothing is recorded."""
@@ -289,11 +284,8 @@ class WorkerActor:
         rendezvous: tuple[str, int],
         own_objects: Mapping[str, bytes],
     ) -> dict[str, Registration]:
-        """Import the class and build the worker; the methods it registers.
-
-        Args:
-            own_objects: the driver's :func:`roll.config.objects.pickles`.
-        """
+        """Import the class and build the worker; the methods it registers. ``own_objects``: the driver's
+        :func:`roll.config.objects.pickles`."""
         # Until the end of the first call, which loads the model: imports make a million objects that stay, and looking
         # for garbage among them again and again is a quarter of the time that they take.
         gc.disable()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
@@ -18,7 +17,7 @@ from roll.config.roles import WorkerConfig
 from roll.distributed import diagnosis
 from roll.distributed.actor import WorkerActor, WorkerAddress
 from roll.distributed.calls import PendingCall
-from roll.distributed.dispatch import Collect, RankArguments, in_rank_order, spread
+from roll.distributed.dispatch import Collect, in_rank_order, spread
 from roll.distributed.failures import RemoteError
 from roll.distributed.ray_node import ray_lost
 from roll.distributed.resources import Placement, ResourceManager
@@ -29,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _CALL_FOR = {Dispatch.ONE_TO_ALL: "call_all", Dispatch.ALL_TO_ALL: "call_each"}
 
+_ACTOR: Any = ray.remote(WorkerActor)  # one for all workers: each that is made is sent to the cluster anew
 _START_SECONDS = 600.0
 _FAREWELL_SECONDS = 20.0
 
@@ -203,7 +203,7 @@ class Cluster:
         registration = self._registered(method, modes)
         by_rank, collect = spread(registration, self.world_size, lambda: self.rank_infos, args, kwargs)
         assert not self._left_out or registration.dispatch is Dispatch.ONE_TO_ALL, "other ranks cannot do its part"
-        refs = {rank: self._send(rank, method, own) for rank, own in by_rank.items() if rank not in self._left_out}
+        refs = {rank: self._send(rank, method, *own) for rank, own in by_rank.items() if rank not in self._left_out}
         return self._pending(registration.name or method, refs, registration.deadline, collect)
 
     def _registered(self, method: str, modes: Sequence[Dispatch]) -> Registration:
@@ -227,7 +227,7 @@ class Cluster:
             The wait for the results; it raises what :meth:`wait_ready` does. The deadline counts from when all are
             built.
         """
-        refs = {rank: self._send(rank, method.__name__, RankArguments(args, kwargs)) for rank in self.live_ranks}
+        refs = {rank: self._send(rank, method.__name__, args, kwargs) for rank in self.live_ranks}
 
         def results() -> list[R]:
             registration = self._registered(method.__name__, (Dispatch.ONE_TO_ALL,))
@@ -240,8 +240,7 @@ class Cluster:
         name = method.__name__
         assert not name.startswith("_"), f"{name} is not public"
         self.wait_ready()
-        ref = self._send(rank, name, RankArguments(args, kwargs))
-        return self._pending(name, {rank: ref}, None, lambda answers: answers[rank])
+        return self._pending(name, {rank: self._send(rank, name, args, kwargs)}, None, lambda answers: answers[rank])
 
     def ping(self, rank: int) -> PendingCall[WorkerAddress]:
         """An answer shows that the rank's worker is alive and idle."""
@@ -263,7 +262,7 @@ class Cluster:
         if ray_lost() is not None:
             return
         if graceful:
-            refs = {r: self._send(r, "shutdown", RankArguments((), {})) for r in self.live_ranks}
+            refs = {r: self._send(r, "shutdown", (), {}) for r in self.live_ranks}
             try:
                 self._pending("shutdown", refs, _FAREWELL_SECONDS).result()
             except RemoteError as error:
@@ -272,9 +271,8 @@ class Cluster:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
 
-    def _send(self, rank: int, method: str, arguments: RankArguments) -> ray.ObjectRef[Any]:
-        names = tuple(arguments.kwargs)
-        return self.workers[rank].call.remote(method, names, *arguments.args, *arguments.kwargs.values())
+    def _send(self, rank: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ray.ObjectRef[Any]:
+        return self.workers[rank].call.remote(method, tuple(kwargs), *args, *kwargs.values())
 
     def _pending(
         self,
@@ -313,13 +311,7 @@ class Cluster:
         }
         if variables := {**self._resources.system_envs, **self.role.system_envs}:
             options["runtime_env"] = {"env_vars": variables}
-        return _actor_class().options(**options).remote(worker_name, environment, placement.local_devices)
-
-
-@cache
-def _actor_class() -> Any:
-    """One for all workers: each that is made is sent to the cluster anew."""
-    return ray.remote(WorkerActor)
+        return _ACTOR.options(**options).remote(worker_name, environment, placement.local_devices)
 
 
 def _portable(worker_cls: str | type[Worker]) -> str | bytes:

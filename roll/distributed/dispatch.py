@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -17,12 +16,7 @@ _INLINE = (type(None), bool, int, float, str, ray.ObjectRef)
 that share them."""
 
 
-@dataclass(frozen=True)
-class RankArguments:
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
+RankArguments = tuple[tuple[Any, ...], dict[str, Any]]  # of one rank: positional and by name
 Collect = Callable[[dict[int, Any]], Any]  # builds the result of a call from the answers by rank
 
 
@@ -33,21 +27,16 @@ def spread(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> tuple[dict[int, RankArguments], Collect]:
-    """Prepare a call: its arguments by rank, and how the answers by rank become one result.
-
-    Args:
-        rank_infos: Read only by the modes that need to know the place of every rank.
-
-    Raises:
-        ValueError: arguments that do not fit the mode (list lengths, DataProtos of different lengths).
-    """
+    """Prepare a call: its arguments by rank, and how the answers by rank become one result. ``rank_infos``: Read only
+    by the modes that need to know the place of every rank. Raises ``ValueError``: arguments that do not fit the mode
+    (list lengths, DataProtos of different lengths)."""
     match registration.dispatch:
         case Dispatch.ONE_TO_ALL:
             placed = {name: _put(value, world_size) for name, value in kwargs.items()}
-            shared = RankArguments(tuple(_put(value, world_size) for value in args), placed)
+            shared = tuple(_put(value, world_size) for value in args), placed
             return dict.fromkeys(range(world_size), shared), in_rank_order
         case Dispatch.RANK_ZERO:
-            return {0: RankArguments(args, dict(kwargs))}, lambda answers: answers[0]
+            return {0: (args, dict(kwargs))}, lambda answers: answers[0]
         case Dispatch.ALL_TO_ALL:
             for name, value in [*((f"argument {i}", a) for i, a in enumerate(args)), *kwargs.items()]:
                 if not isinstance(value, list | tuple) or len(value) != world_size:
@@ -57,7 +46,7 @@ def spread(
                         f"got {found}"
                     )
             ranks = range(world_size)
-            each = {r: RankArguments(tuple(a[r] for a in args), {k: v[r] for k, v in kwargs.items()}) for r in ranks}
+            each = {r: (tuple(a[r] for a in args), {k: v[r] for k, v in kwargs.items()}) for r in ranks}
             return each, in_rank_order
         case Dispatch.DP_MP_COMPUTE | Dispatch.DP_MP_DISPATCH_FIRST:
             return _spread_data(registration, list(rank_infos()), args, kwargs)
@@ -100,9 +89,7 @@ def _spread_data(
     spread_args = [by_rank(value) for value in args]
     spread_kwargs = {key: by_rank(value) for key, value in kwargs.items()}
     arguments = {
-        info.rank: RankArguments(
-            tuple(values[i] for values in spread_args), {key: values[i] for key, values in spread_kwargs.items()}
-        )
+        info.rank: (tuple(own[i] for own in spread_args), {key: own[i] for key, own in spread_kwargs.items()})
         for i, info in enumerate(infos)
     }
     # One source per replica: its tensor- and pipeline-parallel ranks computed the same rows, which must count once.

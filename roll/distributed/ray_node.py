@@ -54,11 +54,7 @@ DAEMONS = {"gcs_server": "the cluster's control service", "raylet": "the node's 
 
 
 class RayWatch:
-    """Looks after the daemons that ``node`` has started.
-
-    Args:
-        on_loss: called once, in the watching thread.
-    """
+    """Looks after the daemons that ``node`` has started. ``on_loss``: called once, in the watching thread."""
 
     def __init__(self, node: Node, folder: Path, on_loss: Callable[[RayLost], None]) -> None:
         self._node = node

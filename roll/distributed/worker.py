@@ -51,40 +51,29 @@ Columns = tuple[str, ...] | Callable[..., tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Registration:
-    """The arguments of :func:`register` for a method."""
+    """Decorator of a worker method: makes it callable on its cluster, with its arguments spread and its results joined
+    as ``dispatch`` says. Raises ``ValueError``: ``columns`` given to a mode that ships arguments as they are, or a
+    deadline that is not positive."""
 
     dispatch: Dispatch
     columns: Columns | None = None
-    deadline: float | None = None
-    name: str | None = None
+    """The columns of DataProto arguments that the method reads; nothing else is shipped. A column that the batch lacks
+    is skipped without an error. A function receives the call's arguments and returns the names. None ships all."""
+    deadline: float | None = None  # seconds that a call may take; None: the cluster's `rpc_timeout`
+    name: str | None = None  # the method's name in error messages; None: its own
 
+    def __post_init__(self) -> None:
+        if self.columns is not None and self.dispatch not in (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST):
+            raise ValueError(f"columns go with a data-parallel dispatch, not with {self.dispatch.name}: leave them out")
+        if self.deadline is not None and self.deadline <= 0:
+            raise ValueError(f"deadline must be positive seconds, got {self.deadline}")
 
-def register(
-    dispatch: Dispatch, columns: Columns | None = None, deadline: float | None = None, name: str | None = None
-) -> Callable[[F], F]:
-    """Make a worker method callable on its cluster.
-
-    Args:
-        dispatch: How arguments are spread and results joined.
-        columns: The columns of DataProto arguments that the method reads; nothing else is shipped. A column that the
-            batch lacks is skipped without an error. A function receives the call's arguments and returns the names.
-            None ships all.
-        deadline: Seconds that a call may take; None: the cluster's ``rpc_timeout``.
-        name: The method's name in error messages; None: its own.
-
-    Raises:
-        ValueError: ``columns`` given to a mode that ships arguments as they are, or a deadline that is not positive.
-    """
-    if columns is not None and dispatch not in (Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST):
-        raise ValueError(f"columns go with a data-parallel dispatch, not with {dispatch.name}: leave them out")
-    if deadline is not None and deadline <= 0:
-        raise ValueError(f"deadline must be positive seconds, got {deadline}")
-
-    def mark(method: F) -> F:
-        setattr(method, _ATTRIBUTE, Registration(dispatch, columns, deadline, name))
+    def __call__(self, method: F) -> F:
+        setattr(method, _ATTRIBUTE, self)
         return method
 
-    return mark
+
+register = Registration
 
 
 def registrations(cls: type) -> dict[str, Registration]:

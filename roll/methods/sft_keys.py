@@ -72,9 +72,8 @@ class SFT(SupervisedDefinition[SFTConfig]):
     def first_row_readers(
         self, loaded: LoadedConfig[SFTConfig]
     ) -> Iterator[tuple[str, DataArguments, Callable[[Any], object]]]:
-        from roll.datasets.assistant_turns import read_dialogue
         from roll.datasets.columns import Columns
-        from roll.datasets.sft import read_demonstration
+        from roll.datasets.sft import read_demonstration, read_dialogue
 
         plan = loaded.plan
         assert isinstance(plan, SupervisedPlan)

@@ -160,7 +160,8 @@ class RowsPipeline:
             self.rows, self.num_steps = stream, config.max_steps
             return
         self.training = training = method.read(config, plan, plan.data_args, self.tokenizer)
-        order = EpochOrder.of(plan.data_args, len(training), config.seed, method.stream, training.difficulties)
+        how = plan.data_args.shuffle, plan.data_args.curriculum, training.difficulties
+        order = EpochOrder(len(training), config.seed, method.stream, *how)
         if method.dropped_metric is not None:
             counts = training.counts
             self.context.record({method.dropped_metric: Mean(sum(counts.too_long.values()) + counts.bad)})

@@ -72,8 +72,8 @@ class Facts:
     @cached_property
     def samples(self) -> list[Sample]:
         """Samples of training steps; those of at most :data:`MAX_BLOCKS` steps."""
-        payloads = [payload for _, payload in self.run.payloads()]
-        blocks = [block for block in map(decoded, spread(payloads, 2 * MAX_BLOCKS)) if block["kind"] == "train"]
+        payloads = spread(list(self.run.payloads()), 2 * MAX_BLOCKS)
+        blocks = [block for block in map(decoded, payloads) if block["kind"] == "train"]
         found = []
         for number, block in enumerate(spread(blocks, MAX_BLOCKS)):
             pieces = block["pieces"]
@@ -159,19 +159,12 @@ def correlation(pairs: Iterable[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause with what speaks for it.
+    """A cause with what speaks for it."""
 
-    Attributes:
-        cause: short name, as docs/diagnosis.md has it.
-        title: the cause in a sentence.
-        evidence: what was seen, with numbers.
-        remedy: what to change.
-    """
-
-    cause: str
-    title: str
-    evidence: tuple[str, ...]
-    remedy: str
+    cause: str  # short name, as docs/diagnosis.md has it
+    title: str  # the cause in a sentence
+    evidence: tuple[str, ...]  # what was seen, with numbers
+    remedy: str  # what to change
 
 
 def typical_of(facts: Facts, name: str) -> str:

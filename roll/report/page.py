@@ -1,4 +1,5 @@
-"""The report: one static HTML file that needs no server, no network and nothing but a browser.
+"""The report: one static HTML file that needs no server, no network and nothing but a browser; and the commands
+``roll report`` and ``roll diagnose``.
 
 All data of the file is base64 of zlib streams, which the browser inflates by itself (``DecompressionStream``), the
 blocks of samples only when somebody looks at them; an index of numbers answers the filters.  The page's policy
@@ -8,6 +9,7 @@ nothing; the script writes text only as text.  So what a model has written canno
 
 from __future__ import annotations
 
+import argparse
 import base64
 import hashlib
 import html
@@ -38,12 +40,8 @@ MAX_CALLS = 200_000  # spans of workers on the timeline; of longer runs the last
 
 
 def write_page(runs: Sequence[Run], file: Path, max_samples: int = MAX_SAMPLES) -> int:
-    """Write the report of one or more runs, whole or not at all; the number of samples in it.
-
-    Args:
-        max_samples: of all runs together. Of more, whole steps are left out, evenly over each run, and the page says
-            so.
-    """
+    """Write the report of one or more runs, whole or not at all; the number of samples in it. ``max_samples``: of all
+    runs together. Of more, whole steps are left out, evenly over each run, and the page says so."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f".{file.name}.part")
     try:
@@ -233,7 +231,7 @@ def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
     sizes = [len(block["samples"]) for block in run.blocks()]
     total, taken, seen = sum(sizes), 0, 0
     number = 0
-    for size, (_, payload) in zip(sizes, run.payloads(), strict=False):
+    for size, payload in zip(sizes, run.payloads(), strict=False):
         seen += size
         if not size:
             continue  # images, which all samples share
@@ -267,6 +265,57 @@ def write_report(output_dir: Path) -> None:
 def report_command(output_dir: Path) -> list[str]:
     """The command of :func:`write_report`, for a process that has nothing of this one."""
     return [sys.executable, "-m", "roll.report.page", str(output_dir.resolve())]
+
+
+def report(words: Sequence[str]) -> int:
+    """Write the report of one or more runs. Raises ``ConfigError``: a folder that holds no run."""
+    parser = argparse.ArgumentParser(
+        prog="roll report",
+        description="Write one HTML file with everything that runs have recorded: curves, timeline, samples, "
+        "configuration, diagnosis. It may be asked for while a run goes on.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", type=Path, help="output_dir of a run; several are laid over")
+    parser.add_argument("--out", type=Path, help="the file; without it, report.html in the folder of the first run")
+    parser.add_argument(
+        "--max-samples",
+        type=int,
+        default=MAX_SAMPLES,
+        metavar="N",
+        help=f"samples in the file at most, whole steps evenly left out of more (default {MAX_SAMPLES:,})",
+    )
+    arguments = parser.parse_args(list(words))
+    if arguments.max_samples < 1:
+        parser.error(f"--max-samples {arguments.max_samples}: must be at least 1")
+    runs = [read_run(path) for path in arguments.runs]
+    file = arguments.out or runs[0].folder / REPORT_NAME
+    count = write_page(runs, file, arguments.max_samples)
+    sys.stdout.write(f"{file}  {count:,} samples, {file.stat().st_size / 1e6:.1f} MB\n")
+    return 0
+
+
+def diagnosis(words: Sequence[str]) -> int:
+    """Print what is wrong with a run: 0 where no rule finds anything, 1 where one does. Raises ``ConfigError``: a
+    folder that holds no run."""
+    parser = argparse.ArgumentParser(
+        prog="roll diagnose",
+        description="Name what is wrong with a run, with evidence and remedy, the most probable cause first. "
+        "Exit status: 0 nothing found, 1 something found.",
+    )
+    parser.add_argument("run", metavar="RUN", type=Path, help="output_dir of a run, also of one that goes on")
+    parser.add_argument("--json", action="store_true", help="a list of findings as JSON")
+    arguments = parser.parse_args(list(words))
+    run = read_run(arguments.run)
+    findings = diagnose(run)
+    if arguments.json:
+        text = json.dumps([asdict(finding) for finding in findings], indent=2, ensure_ascii=False)
+    else:
+        parts = []
+        for one in findings:
+            seen = [f"  - {line}" for line in one.evidence]
+            parts.append("\n".join([f"{one.title}  ({one.cause})", *seen, f"  remedy: {one.remedy}"]))
+        text = "\n\n".join(parts) or f"{run.name}: no rule found anything wrong in {len(run.steps)} steps"
+    sys.stdout.write(text + "\n")
+    return 1 if findings else 0
 
 
 if __name__ == "__main__":

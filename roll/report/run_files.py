@@ -28,7 +28,7 @@ from roll.tracking.run_record import (
     WorkerCalls,
     decoded,
     read_calls,
-    read_payloads,
+    read_frames,
     read_timeline,
 )
 
@@ -129,13 +129,12 @@ class Run:
         since = _began(self.about) - 1.0
         return read_calls(self.log_dir / WORKERS_FOLDER, since)
 
-    def payloads(self) -> Iterator[tuple[int, bytes]]:
-        """Step and compressed block, see :mod:`roll.tracking.run_record`."""
-        return read_payloads(self.folder / RECORD_FOLDER / SAMPLES_NAME)
+    def payloads(self) -> Iterator[bytes]:
+        """Compressed blocks, see :mod:`roll.tracking.run_record`."""
+        return (payload for _, _, payload in read_frames(self.folder / RECORD_FOLDER / SAMPLES_NAME))
 
     def blocks(self) -> Iterator[dict[str, Any]]:
-        for _, payload in self.payloads():
-            yield decoded(payload)
+        return map(decoded, self.payloads())
 
 
 def read_run(path: Path) -> Run:

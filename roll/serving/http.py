@@ -10,6 +10,7 @@ import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,28 +22,19 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from roll.agents.call_formats import no_constant
 
 
+@dataclass(eq=False)
 class Refusal(Exception):
-    """A request that gets an error for a response.
+    """A request that gets an error for a response."""
 
-    Args:
-        kind: type of the error, by the names of OpenAI and Anthropic.
-        code: identifies the error to programs, where the type does not.
-        field: the field of the request that is wrong.
-        retry_after: seconds after which the client may try again; None: it need not.
-    """
+    status: int
+    message: str
+    kind: str = "invalid_request_error"  # type of the error, by the names of OpenAI and Anthropic
+    code: str | None = None  # identifies the error to programs, where the type does not
+    field: str | None = None  # of the request, which is wrong
+    retry_after: int | None = None  # seconds after which the client may try again; None: it need not
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str = "invalid_request_error",  # by the names of OpenAI and Anthropic
-        code: str | None = None,  # identifies the error to programs, where the type does not
-        field: str | None = None,  # of the request, which is wrong
-        retry_after: int | None = None,  # seconds after which the client may try again; None: it need not
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.kind, self.code, self.field = status, message, kind, code, field
-        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def openai(self) -> dict[str, Any]:
@@ -163,7 +155,8 @@ def answered(
         if request.url.path.startswith("/v1/messages"):  # Anthropic's interface
             kind = "api_error" if refusal.kind == "server_error" else refusal.kind
             body = {"type": "error", "error": {"type": kind, "message": refusal.message}}
-        return JSONResponse(body, refusal.status, refusal.headers)
+        headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
+        return JSONResponse(body, refusal.status, headers)
 
     return answer
 

@@ -53,13 +53,7 @@ _MARGIN = 64  # tokens by which a beginning of a text may have more than the tex
 
 @dataclass(eq=False)
 class Endpoint:
-    """HTTP handlers on top of an engine service.
-
-    Args:
-        model: the name that the model is served under.
-        max_model_len: most tokens of prompt and response together; what cannot fit is not tokenised.
-        api_key: bearer token that requests must carry; empty: none.
-    """
+    """HTTP handlers on top of an engine service."""
 
     service: EngineService
     tokenizer: PreTrainedTokenizerBase
@@ -96,7 +90,7 @@ class Endpoint:
 
     async def health(self, request: Request) -> Response:
         """200 while engines serve, else 503 with the reason."""
-        failure = self.service.failure
+        failure = self.service.engines.failure
         state = {
             "status": "ok" if failure is None else "failed",
             "engines": self.service.num_engines,
@@ -325,7 +319,7 @@ class HttpFront:
     @property
     def failure(self) -> Exception | None:
         """Failure that ended the engines, if any."""
-        return None if self._service is None else self._service.failure
+        return None if self._service is None else self._service.engines.failure
 
     def check(self) -> None:
         """Raise :attr:`failure`."""

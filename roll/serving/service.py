@@ -23,17 +23,11 @@ OUTCOMES = ("finished", "refused", "turned_away", "cancelled")
 
 
 class EngineService:
-    """Requests to an engine client with ``report_refusals``, with a limit on those in flight, and a pause.
-
-    Everything happens on one event loop; engines compute in other processes meanwhile.
-
-    Args:
-        engines: with ``report_refusals``.
-        max_open_requests: requests in flight, those that wait for an engine included.
-    """
+    """Requests to an engine client with ``report_refusals``, with a pause, and a limit on those in flight, which wait
+    for an engine or are in one. Everything happens on one event loop; engines compute in other processes meanwhile."""
 
     def __init__(self, engines: EngineClient, max_open_requests: int = 1024) -> None:
-        self._engines = engines
+        self.engines = engines
         self._max_open_requests = max_open_requests
         self._in_flight: set[Generation] = set()
         self._num_held = 0
@@ -46,11 +40,6 @@ class EngineService:
         self._seconds = 0.0
 
     @property
-    def failure(self) -> Exception | None:
-        """Failure that ended the engines, if any."""
-        return self._engines.failure
-
-    @property
     def num_open(self) -> int:
         """Requests in flight, those held by a pause included."""
         return len(self._in_flight) + self._num_held
@@ -58,7 +47,7 @@ class EngineService:
     @property
     def num_engines(self) -> int:
         """Engines that serve."""
-        return 0 if self.failure is not None else self._engines.num_engines
+        return 0 if self.engines.failure is not None else self.engines.num_engines
 
     async def generate(
         self,
@@ -83,7 +72,7 @@ class EngineService:
         finally:
             self._num_held -= 1
         request = GenerationRequest(f"http-{next(self._numbers)}", prompt_token_ids, params, num_samples)
-        generation = self._engines.submit(request, listener)
+        generation = self.engines.submit(request, listener)
         self._in_flight.add(generation)
         try:
             group = await generation
@@ -111,7 +100,7 @@ class EngineService:
         """Log-probs of the tokens of a prompt that :meth:`generate` has accepted; raises as that does."""
         await self._awake.wait()
         try:
-            found = await self._engines.prompt_score(prompt_token_ids, top)
+            found = await self.engines.prompt_score(prompt_token_ids, top)
         except RemoteError as error:
             raise Unavailable(f"the engines have failed: {error}") from error
         if isinstance(found, str):
@@ -121,9 +110,9 @@ class EngineService:
     async def pause(self) -> None:
         """Drop the requests in flight and return when all engines are idle; later requests wait for :meth:`resume`."""
         self._awake.clear()
-        self._engines.abort(self._in_flight)
-        with suppress(RemoteError):  # :attr:`failure` has it
-            await self._engines.drain()
+        self.engines.abort(self._in_flight)
+        with suppress(RemoteError):  # the client keeps it
+            await self.engines.drain()
 
     async def resume(self) -> None:
         """Accept requests again."""
@@ -131,7 +120,7 @@ class EngineService:
 
     def exposition(self) -> str:
         """Counts and latencies for Prometheus (``GET /metrics``), in its text format 0.0.4."""
-        counts, waiting = self.counts, self._engines.num_waiting + self._num_held
+        counts, waiting = self.counts, self.engines.num_waiting + self._num_held
         buckets = zip((*BOUNDS, "+Inf"), itertools.accumulate(self._latencies), strict=True)
         latency: dict[str, float] = {f'_bucket{{le="{bound}"}}': number for bound, number in buckets}
         latency |= {"_sum": self._seconds, "_count": sum(self._latencies)}

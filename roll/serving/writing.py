@@ -316,7 +316,12 @@ class GrowingSample:
 
     def grow(self, output: GenerationOutput) -> Choice | None:
         """New text and tokens since the last call; None: nothing that can be shown."""
-        text = settled_text(self.tokenizer, self.params, output.token_ids)
+        # The text as far as no further token changes it: without a character of which bytes are missing (U+FFFD), and
+        # without what may be the beginning of a stop string.
+        text = visible_text(str(self.tokenizer.decode(list(output.token_ids), skip_special_tokens=True)), self.params)
+        text = text.rstrip("\ufffd")
+        begun = (stop[:size] for stop in self.params.stop_strings for size in range(1, len(stop) + 1))
+        text = text[: len(text) - max((len(part) for part in begun if text.endswith(part)), default=0)]
         # What has been sent cannot be taken back: a text that changed before its end waits for one that continues it.
         if not text.startswith(self.sent) or len(text) == len(self.sent):
             return None
@@ -342,13 +347,3 @@ class GrowingSample:
         self.token_text += "".join(str(self.tokenizer.decode([token])) for token in choice.token_ids)
         self.sent, self.num_tokens = text, end
         return choice
-
-
-def settled_text(tokenizer: PreTrainedTokenizerBase, params: SamplingParams, token_ids: Sequence[int]) -> str:
-    """The visible text of an unfinished response as far as no further token changes it: without a character of which
-    bytes are missing, and without what may be the beginning of a stop string."""
-    text = visible_text(str(tokenizer.decode(list(token_ids), skip_special_tokens=True)), params)
-    text = text.rstrip("\ufffd")  # the replacement character: bytes are missing
-    begun = (stop[:size] for stop in params.stop_strings for size in range(1, len(stop) + 1))
-    longest = max((len(part) for part in begun if text.endswith(part)), default=0)
-    return text[: len(text) - longest]

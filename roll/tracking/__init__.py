@@ -7,8 +7,8 @@ from roll.tracking.console import (
     RunSummary,
     setup_logging,
 )
-from roll.tracking.records import METRICS_NAME, SampleTable, Tracker, read_metrics
-from roll.tracking.trackers import TrackedRun, build_trackers
+from roll.tracking.records import METRICS_NAME, SampleTable, TrackedRun, Tracker, read_metrics
+from roll.tracking.trackers import build_trackers
 
 __all__ = [
     "ENDING_LOGGER",

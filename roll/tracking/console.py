@@ -190,22 +190,14 @@ INTERVAL_ENDS = ("_low", "_high")
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The end of a run.
+    """The end of a run."""
 
-    Attributes:
-        title: the experiment's name.
-        before, after: validation metrics by name, from before the first step and after the last.
-        seconds: wall-clock time of the run.
-        steps: training steps done.
-        files: what the run wrote, by what it is ("TensorBoard", "plot").
-    """
-
-    title: str
-    before: Mapping[str, float]
-    after: Mapping[str, float]
-    seconds: float
-    steps: int
-    files: Mapping[str, Path] = field(default_factory=dict)
+    title: str  # the experiment's name
+    before: Mapping[str, float]  # validation metrics by name, from before the first step
+    after: Mapping[str, float]  # and from after the last
+    seconds: float  # wall-clock time of the run
+    steps: int  # training steps done
+    files: Mapping[str, Path] = field(default_factory=dict)  # what the run wrote, by what it is ("TensorBoard", "plot")
 
     def show(self, console: Console | None = None) -> None:
         """Write the table (its title alone if nothing was validated), then the files, one a line, to ``console``; None:

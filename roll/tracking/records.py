@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,6 +37,21 @@ def flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run as every tracker sees it."""
+
+    log_dir: Path  # the run's own folder of logs; files go there unless `tracker_kwargs.log_dir` names another place
+    exp_name: str  # name of the experiment; a folder of that name is made under `tracker_kwargs.log_dir`
+    config: Mapping[str, Any]  # the effective configuration, secrets masked
+    resume_step: int | None = None
+    """The last finished step of the checkpoint that the run resumes from; None: a new run."""
+
+    def folder(self, tracker: str, log_dir: str | None) -> Path:
+        """Of a tracker's files. No time stamp in the path: a resumed run has to find its own curves."""
+        return Path(log_dir) / self.exp_name if log_dir else self.log_dir / tracker
 
 
 class Tracker(ABC):

@@ -99,7 +99,7 @@ class SampleLog:
         self._pending: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
         if path.exists():
-            cut(path, ((step, data) for step, data, _ in _frames(path)), resume_step)
+            cut(path, ((step, data) for step, data, _ in read_frames(path)), resume_step)
         # Unbuffered: each block is a single write(), so a killed run leaves at most its last block torn.
         self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
 
@@ -157,23 +157,15 @@ def _finite(value: object) -> Any:
     return value
 
 
-def read_payloads(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Step and compressed payload of every whole block, in the order of writing; nothing where there is no file.
-
-    May be called while a run writes.
-    """
-    for step, _, payload in _frames(path):
-        yield step, payload
-
-
 def decoded(payload: bytes) -> dict[str, Any]:
     """The block of a payload."""
     block: dict[str, Any] = json.loads(zlib.decompress(payload))
     return block
 
 
-def _frames(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
-    """Step, whole frame and payload; what is damaged is passed over up to the next magic word."""
+def read_frames(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
+    """Step, whole frame and compressed payload of every block, in the order of writing, also while a run writes;
+    nothing where there is no file. What is damaged is passed over up to the next magic word."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

@@ -1,50 +1,40 @@
-"""TensorBoard, Weights & Biases, SwanLab and Trackio, and all trackers of a run as ``track_with`` names them."""
+"""The trackers of a run as ``track_with`` names them, and TensorBoard's."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import time
-import uuid
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from roll.config.installation import dotted_path, offered
 from roll.config.names import UNPUBLISHED_TRACKERS
 from roll.config.pipelines import find_own_modules
 from roll.config.reading.errors import did_you_mean
 from roll.config.reading.fields import DOTTED_PATH
-from roll.tracking.mlflow import MlflowTracker
-from roll.tracking.prometheus import PrometheusTracker
-from roll.tracking.records import CompositeTracker, JsonlTracker, SampleTable, StdoutTracker, Tracker, tracker_package
+from roll.tracking.records import CompositeTracker, JsonlTracker, SampleTable, StdoutTracker, TrackedRun, Tracker
+from roll.tracking.services import MlflowTracker, PrometheusTracker, SwanLabTracker, TrackioTracker, WandbTracker
 
 _MAX_SAMPLES = 16
 """Rows shown of a sample table: TensorBoard's text view is for a look, the run's own files hold them all."""
 
 
 class TensorBoardTracker(Tracker):
-    """Event files in ``folder``, written with tensorboard's own writer (torch's costs a second of imports).
+    """Event files, written with tensorboard's own writer (torch's costs a second of imports). Those of a run that is
+    resumed are cut after its last step, so that the curves continue without a fold; a new run hides whatever stood in
+    the folder. ``flush_secs``: seconds after which events reach the file at the latest."""
 
-    Args:
-        folder: the event files' folder.
-        resume_step: the last step that counts; earlier event files in ``folder`` are cut after it, so that the curves
-            of a resumed run continue without a fold. None: a new run, whatever stood in the folder is hidden.
-        flush_secs: seconds after which events reach the file at the latest.
-    """
-
-    def __init__(self, folder: Path, resume_step: int | None = None, flush_secs: int = 10) -> None:
+    def __init__(self, run: TrackedRun, log_dir: str | None = None, flush_secs: int = 10) -> None:
         # Imported where it is used: a run without TensorBoard does not wait for it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._folder = folder
-        self._writer = EventFileWriter(str(folder), flush_secs=flush_secs)
+        self._folder = run.folder("tensorboard", log_dir)
+        self._writer = EventFileWriter(str(self._folder), flush_secs=flush_secs)
         # A session that starts at step s tells TensorBoard to drop what earlier files hold from step s on.
-        first_step = 0 if resume_step is None else resume_step + 1
+        first_step = 0 if run.resume_step is None else run.resume_step + 1
         self._writer.add_event(
             Event(step=first_step, wall_time=time.time(), session_log=SessionLog(status=SessionLog.START))
         )
@@ -86,145 +76,6 @@ def _markdown_table(rows: SampleTable) -> str:
     return "\n".join(lines)
 
 
-_STEP = "global_step"
-
-
-class ServiceTracker(Tracker):
-    """A run of a package of a service: metrics by its ``log``, samples as a table."""
-
-    _module: Any
-    _run: Any
-
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
-        if rows:
-            self.log({f"samples/{name}": self._shown(rows)}, step)
-
-    def _shown(self, rows: SampleTable) -> Any:
-        """Rows as the ``Table`` of W&B or Trackio."""
-        columns = list(rows[0])
-        # A table's column has one type; what is neither number nor text is shown as text.
-        data = [
-            [v if isinstance(v := row.get(name), str | int | float | None) else str(v) for name in columns]
-            for row in rows
-        ]
-        return self._module.Table(columns=columns, data=data)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class OnlineTracker(ServiceTracker):
-    """A run at an online service; a resumed run continues it, found by the id that is kept in ``folder``.
-
-    Args:
-        folder: where the package keeps its files.
-        run_config: shown as the run's configuration; secrets are masked by the caller.
-        resume_step: the last step that counts; None: a new run.
-        options: ``project``, ``name``, ``notes``, ``tags``, ``group``, ``mode``, and the service's own.
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-        ValueError: no key is there and the mode is online.
-    """
-
-    package: ClassVar[str]
-    title: ClassVar[str]
-
-    def __init__(
-        self, folder: Path, run_config: Mapping[str, Any], *, resume_step: int | None = None, **options: object
-    ) -> None:
-        self._module = tracker_package(self.package)
-        prefix = self.package.upper()
-        mode = options.pop("mode", None) or os.environ.get(f"{prefix}_MODE", "online")
-        # Asked for here and not by the package, which would wait at a prompt where there is a terminal.
-        if mode == "online" and not self._has_key():
-            raise ValueError(
-                f"track_with: {self.package} has no key; set the environment variable {prefix}_API_KEY, or keep the "
-                "run on this machine with tracker_kwargs.mode=offline"
-            )
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder, written = folder, folder / "run-id"
-        if resume_step is None or not written.exists():
-            written.write_text(uuid.uuid4().hex[:16], encoding="utf-8")
-        own_id = written.read_text(encoding="utf-8").strip()
-        self._run = self._start(id=own_id, mode=mode, config=dict(run_config), resume="allow", **options)
-
-    @abstractmethod
-    def _has_key(self) -> bool:
-        """True when the service can be logged in to without asking anyone."""
-
-    @abstractmethod
-    def _start(self, **options: object) -> Any:
-        """The package's run."""
-
-    def files(self) -> dict[str, Path]:
-        return {self.title: self._folder}
-
-
-class WandbTracker(OnlineTracker):
-    """One W&B run. ``options`` are those of ``wandb.init``."""
-
-    package, title = "wandb", "Weights & Biases"
-
-    def _has_key(self) -> bool:
-        return bool(self._module.login(prompt=False))
-
-    def _start(self, **options: object) -> Any:
-        run = self._module.init(dir=str(self._folder), **options)
-        # W&B's own step only grows; with a step metric of ours a run resumed from an older step is drawn as well.
-        run.define_metric("*", step_metric=_STEP)
-        return run
-
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        self._run.log({**metrics, _STEP: step})
-
-
-class SwanLabTracker(OnlineTracker):
-    """One SwanLab run. ``options`` are those of ``swanlab.init`` (``notes``: its description)."""
-
-    package, title = "swanlab", "SwanLab"
-
-    def _has_key(self) -> bool:
-        return bool(os.environ.get("SWANLAB_API_KEY"))
-
-    def _start(self, **options: object) -> Any:
-        return self._module.init(log_dir=str(self._folder), description=options.pop("notes", None), **options)
-
-    def _shown(self, rows: SampleTable) -> Any:
-        texts = ["\n\n".join(f"{column}: {value}" for column, value in row.items()) for row in rows]
-        return [self._module.Text(text) for text in texts]
-
-
-class TrackioTracker(ServiceTracker):
-    """A Trackio run: a database on this machine, or a Space. A resumed run continues the newest run of its name.
-
-    Args:
-        folder: of the databases, which ``TRACKIO_DIR`` names for ``trackio show``; None: the package's own place.
-        run_config: shown as the run's configuration; secrets are masked by the caller.
-        resume_step: the last step that counts; None: a new run.
-        options: ``project``, ``name``, ``group``, ``space_id``, ``server_url`` of ``trackio.init``. A key for a Space
-            comes from the environment (``HF_TOKEN``).
-
-    Raises:
-        ModuleNotFoundError: the package is not installed.
-    """
-
-    def __init__(
-        self, folder: Path | None, run_config: Mapping[str, Any], *, resume_step: int | None = None, **options: object
-    ) -> None:
-        if folder is not None:
-            os.environ["TRACKIO_DIR"] = str(folder)  # read when the package is imported
-        self._module = tracker_package("trackio")
-        resume = "never" if resume_step is None else "allow"
-        self._run = self._module.init(config=dict(run_config), resume=resume, embed=False, **options)
-
-    def files(self) -> dict[str, Path]:
-        return {"Trackio": Path(self._module.TRACKIO_DIR)}
-
-
 _ONLINE_OPTIONS = frozenset({"log_dir", "project", "name", "notes", "tags", "group", "mode"})
 OPTIONS: dict[str, frozenset[str]] = {
     "tensorboard": frozenset({"log_dir", "flush_secs"}),
@@ -241,21 +92,15 @@ OPTIONS: dict[str, frozenset[str]] = {
 _SECRETS = {"api_key": "WANDB_API_KEY or SWANLAB_API_KEY", "login_kwargs": "SWANLAB_API_KEY"}
 
 
-@dataclass(frozen=True)
-class TrackedRun:
-    """The run as every tracker sees it.
-
-    Attributes:
-        log_dir: the run's own folder of logs; files go there unless ``tracker_kwargs.log_dir`` names another place.
-        exp_name: name of the experiment; a folder of that name is made under ``tracker_kwargs.log_dir``.
-        config: the effective configuration, secrets masked.
-        resume_step: the last finished step of the checkpoint that the run resumes from; None: a new run.
-    """
-
-    log_dir: Path
-    exp_name: str
-    config: Mapping[str, Any]
-    resume_step: int | None = None
+_CLASSES: dict[str, Callable[..., Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "swanlab": SwanLabTracker,
+    "trackio": TrackioTracker,
+    "mlflow": MlflowTracker,
+    "prometheus": PrometheusTracker,
+    "stdout": lambda run: StdoutTracker(),
+}
 
 
 def build_trackers(
@@ -276,7 +121,13 @@ def build_trackers(
     # twice.
     options = {name: own for name, own in options.items() if UNPUBLISHED_TRACKERS.get(name) not in options}
     trackers: list[Tracker] = [JsonlTracker(run.log_dir, run.resume_step)]
-    trackers += [_build(name, own, run) for name, own in options.items() if name != "jsonl"]
+    for name, own in options.items():
+        written_by = UNPUBLISHED_TRACKERS.get(name, name)
+        if written_by != name:
+            own = {key: value for key, value in own.items() if key in OPTIONS[written_by]}
+        if name != "jsonl":
+            build: Callable[..., Tracker] = _CLASSES.get(written_by) or own_tracker(name)
+            trackers.append(build(run, **own))
     return CompositeTracker(trackers)
 
 
@@ -353,26 +204,3 @@ def _check_options(where: str, options: Mapping[str, Any], understood: Mapping[s
             raise ValueError(
                 f"{where}.{key}: not an option of {names}, which take {', '.join(sorted(known)) or 'no options'}"
             )
-
-
-def _build(name: str, options: dict[str, Any], run: TrackedRun) -> Tracker:
-    if name == "stdout":
-        return StdoutTracker()
-    if name not in OPTIONS:
-        return own_tracker(name)(run, **options)  # type: ignore[call-arg]
-    if name == "prometheus":
-        return PrometheusTracker(run.exp_name, run.log_dir / name, **options)
-    log_dir = options.pop("log_dir", None)
-    # No time stamp in the path: a resumed run has to find its own curves.
-    folder = Path(log_dir) / run.exp_name if log_dir else run.log_dir / UNPUBLISHED_TRACKERS.get(name, name)
-    if UNPUBLISHED_TRACKERS.get(name, name) == "tensorboard":
-        options = {key: value for key, value in options.items() if key in OPTIONS["tensorboard"]}
-        return TensorBoardTracker(folder, run.resume_step, **options)
-    options = {"project": "roll", "name": run.exp_name, **options, "resume_step": run.resume_step}
-    if name == "trackio":
-        return TrackioTracker(Path(log_dir) if log_dir else None, run.config, **options)
-    if name == "mlflow":
-        return MlflowTracker(folder, run.config, **options)
-    if name == "wandb":
-        return WandbTracker(folder, run.config, **options)
-    return SwanLabTracker(folder, run.config, **options)

@@ -23,9 +23,9 @@ from starlette.routing import Route
 from roll.serving.http import BadRequest, Refusal, answered, check_key, is_same, read_bytes, read_json, wrong_key
 from roll.training_service.adapters import LoraOptions
 from roll.training_service.checkpoints import SCHEME, expiry
-from roll.training_service.queue import Failure
+from roll.training_service.queue import Failure, Session
 from roll.training_service.sampling import MAX_SAMPLES, SampleRequest
-from roll.training_service.service import Service, Session
+from roll.training_service.service import Service
 from roll.training_service.wire import (
     MAX_DATA,
     PROTOBUF,
@@ -59,13 +59,7 @@ Answer = Response | Mapping[str, Any] | str | None
 
 @dataclass(frozen=True, eq=False)
 class Endpoint:
-    """Routes to a service.
-
-    Args:
-        api_key: that clients must send; empty: none.
-        secret: signs the addresses of files.
-        tokenizer: folder or hub name, as clients find it.
-    """
+    """Routes to a service."""
 
     service: Service
     api_key: str  # that clients must send; empty: none
@@ -146,7 +140,7 @@ class Endpoint:
         metadata, name = fields.get("user_metadata", dict), fields.get("display_name", str)
         fields.end()
         session_id = str(uuid.uuid4())
-        self.service.sessions[session_id] = Session(user_metadata=metadata, display_name=name)
+        self.service.sessions[session_id] = Session(metadata, name)
         return {"type": "create_session", "session_id": session_id}
 
     def heartbeat(self, fields: Fields) -> Answer:

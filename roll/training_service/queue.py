@@ -47,9 +47,13 @@ Slices = Generator[None, None, Result]  # a computation that lets others come fi
 
 
 @dataclass(eq=False)
-class Owner:
+class Session:
     """A client, between whose lines and those of other clients computing time is shared."""
 
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+    models: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
     used: float = 0.0  # seconds of computing, on the queue's clock
     seen: float = field(default_factory=time.monotonic)  # its last sign of life
 
@@ -72,7 +76,7 @@ class Job:
 class _Line:
     """Requests of a model or a sampling session."""
 
-    owner: Owner
+    owner: Session
     next_seq: int | None = None  # of a model, the number of the request that is next; None: any order
     waiting: dict[int, Job | None] = field(default_factory=dict)  # by number; None: refused, and passed over
     ready: deque[Job] = field(default_factory=deque)
@@ -92,7 +96,7 @@ class Queue:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="computing")
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def open_line(self, name: str, owner: Owner, next_seq: int | None) -> None:
+    def open_line(self, name: str, owner: Session, next_seq: int | None) -> None:
         """Begin a line; ``next_seq``: number of its first request, None for one without order."""
         self._lines.setdefault(name, _Line(owner, next_seq))
 

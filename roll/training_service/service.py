@@ -11,23 +11,13 @@ from typing import Any
 from roll.serving.http import BadRequest
 from roll.training_service.adapters import AdamOptions, AdapterWeights, Base, LoraOptions, Tenant
 from roll.training_service.checkpoints import Store, check_name, expiry, missing
-from roll.training_service.queue import Failure, Job, Owner, Queue, Result, Slices
+from roll.training_service.queue import Failure, Job, Queue, Result, Session, Slices
 from roll.training_service.sampling import Sampler, SampleRequest, read_adapter
 from roll.training_service.wire import PassRequest, pass_output
 
 # A session without a sign of life for so long may lose its models, when another needs the room.
 SESSION_SECONDS = 1800.0
 KEPT_SAMPLERS = 8  # unnamed sampler weights that are kept of each model
-
-
-@dataclass(eq=False, kw_only=True)
-class Session(Owner):
-    """A client: its models and sampling sessions."""
-
-    user_metadata: dict[str, Any] | None
-    display_name: str | None
-    models: list[str] = field(default_factory=list)
-    samplers: list[str] = field(default_factory=list)
 
 
 @dataclass

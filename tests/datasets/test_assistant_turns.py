@@ -12,7 +12,7 @@ import pytest
 
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, SftDataset
-from roll.datasets.assistant_turns import spans_of
+from roll.datasets.sft import spans_of
 from tests.datasets.conftest import rows_of
 
 Write = Callable[..., str]

@@ -115,7 +115,7 @@ IMPORTED = (
     "transformers",
     "ray",
     "roll.cli",
-    "roll.report.command",
+    "roll.report.page",
     "roll.preflight",
 )
 EXTRA = "PAGE_OVERRIDES"

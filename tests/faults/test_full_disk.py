@@ -21,7 +21,7 @@ from roll.pipelines.files import write_images
 from roll.pipelines.run_context import stragglers
 from roll.protocol import DataProto
 from roll.protocol.images import EncodedImage
-from roll.report.command import main
+from roll.report.page import diagnosis
 from roll.tracking import METRICS_NAME, read_metrics
 from roll.tracking.records import CompositeTracker, JsonlTracker
 from tests.pipelines.conftest import Run
@@ -120,7 +120,7 @@ def test_a_rank_that_is_held_up_is_named_by_the_diagnosis(run: Run, capsys: pyte
     names = [f"time/step_train/actor_train/rank_{rank}" for rank in (0, 1)]
     own, late = (finished.values(name)[1:] for name in names)
     assert sum(late) > 2 * sum(own)
-    assert main(["diagnose", str(finished.output)]) == 1
+    assert diagnosis([str(finished.output)]) == 1
     shown = capsys.readouterr().out
     assert "Rank 1 of actor_train is slower than the others" in shown, shown
 

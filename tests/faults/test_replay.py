@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from roll import replay as commands
 from roll.config.reading.errors import ConfigError
 from roll.distributed.failures import NotFinite
 from roll.pipelines.batches import RecordedBatch
-from roll.replay import main
 from roll.strategies.base import target_columns
 from tests.faults.conftest import only_test_faults
 from tests.faults.dying_workers import DEATHS_ENV
@@ -43,7 +43,7 @@ def replay(recorded: FinishedRun, shared_ray: str, monkeypatch: pytest.MonkeyPat
     def call(step: int, *overrides: str) -> int:
         dump = recorded.output / "batches" / f"step-{step:06d}.safetensors"
         config = str(recorded.output / "input" / "config.yaml")
-        return main([str(dump), config, *overrides, "--output", str(tmp_path)])
+        return commands.replay([str(dump), config, *overrides, "--output", str(tmp_path)])
 
     return call
 
@@ -104,7 +104,7 @@ def test_other_pipelines(
     finished = run(changes, "rlvr" if pipeline == "opd" else pipeline, tmp_path)
     monkeypatch.setenv("RAY_ADDRESS", shared_ray)
     dump = tmp_path / "batches" / "step-000000.safetensors"
-    assert main([str(dump), str(tmp_path / "input" / "config.yaml")]) == 0
+    assert commands.replay([str(dump), str(tmp_path / "input" / "config.yaml")]) == 0
     recorded, name = RecordedBatch.load(dump), LOSSES[pipeline]
     assert recorded.pipeline == pipeline
     assert recorded.metrics[name] == finished.values(name)[0] != 0

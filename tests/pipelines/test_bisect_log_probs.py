@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
-from roll.bisect import prompts_of
 from roll.cli import main
 from roll.pipelines.strict import Pair, one_rank, parting
+from roll.replay import prompts_of
 from tests.support.tiny_runs import load_changed, rlvr_settings
 
 

@@ -77,7 +77,7 @@ def test_ranks_get_the_images_of_their_rows(batch: DataProto, monkeypatch: pytes
     monkeypatch.setattr("roll.distributed.cluster.ray.put", lambda value: [value])
     infos = [RankInfo(rank=r, world_size=6, dp_rank=r // 2, dp_size=3, cp_rank=r % 2, cp_size=2) for r in range(6)]
     registration: Any = Registration(Dispatch.DP_MP_COMPUTE, columns=MODEL_COLUMNS)
-    sent = [one.args[0] for one in spread(registration, 6, lambda: infos, (batch,), {})[0].values()]
+    sent = [one[0][0] for one in spread(registration, 6, lambda: infos, (batch,), {})[0].values()]
     assert sent[0] is sent[1] and sent[2] is sent[3] and sent[4] is sent[5]
     chunks: list[DataProto] = [sent[rank][0] for rank in (0, 2, 4)]
     assert [len(chunk) for chunk in chunks] == [11, 11, 11]

@@ -17,7 +17,7 @@ import pytest
 from roll.cli import main
 from roll.report.page import report_command, run_labels, write_page
 from roll.report.run_files import read_run
-from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, frame, read_payloads
+from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, frame, read_frames
 from tests.report.made_runs import HOSTILE, made_block, made_run
 
 
@@ -38,11 +38,11 @@ def test_blocks_survive_what_a_crash_leaves(tmp_path: Path) -> None:
     damaged = bytearray(whole)
     damaged[size + 20] ^= 0xFF  # in the second block
     file.write_bytes(bytes(damaged[:-3]))  # and the last one is torn
-    assert [step for step, _ in read_payloads(file)] == [0, 2]
+    assert [step for step, _, _ in read_frames(file)] == [0, 2]
     SampleLog(file, 1 << 30, resume_step=0).close()
-    assert [decoded(payload) for _, payload in read_payloads(file)] == [{"step": 0, "kind": "train", "value": None}]
+    assert [decoded(payload) for _, _, payload in read_frames(file)] == [{"step": 0, "kind": "train", "value": None}]
     SampleLog(file, 1 << 30).close()
-    assert not list(read_payloads(file))
+    assert not list(read_frames(file))
     assert file.with_name("samples.blocks.previous").is_file()
 
 

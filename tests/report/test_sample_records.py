@@ -24,7 +24,7 @@ from roll.report.page import write_page
 from roll.report.run_files import read_run
 from roll.rollout.episode_batch import build_episode_batch
 from roll.tracking import METRICS_NAME
-from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_payloads
+from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_frames
 from tests import vision_models
 from tests.support.episodes import random_groups
 
@@ -77,7 +77,7 @@ def recorded(tmp_path: Path, write: Any, **settings: int) -> list[dict[str, Any]
     recorder = SampleRecorder(log, SampleLogConfig(**settings))
     write(recorder)
     recorder.close()
-    return [decoded(payload) for _, payload in read_payloads(tmp_path / "samples.blocks")]
+    return [decoded(payload) for _, _, payload in read_frames(tmp_path / "samples.blocks")]
 
 
 def test_rows_of_a_training_batch(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_images_are_kept_once_and_small(tmp_path: Path) -> None:
     for step in range(2):
         recorder.policy(step, seen, lambda: notes, Letters(), None)  # type: ignore[arg-type]
     recorder.close()
-    first, images, second = (decoded(payload) for _, payload in read_payloads(log_file(tmp_path)))
+    first, images, second = (decoded(payload) for _, _, payload in read_frames(log_file(tmp_path)))
     assert [first["step"], images["kind"], second["step"]] == [0, "images", 1]
     assert sorted(images["images"]) == sorted(name for own in names for name in own)
     copy = Image.open(io.BytesIO(base64.b64decode(images["images"][names[0][0]])))

@@ -12,7 +12,7 @@ import pytest
 from examples.monitoring.dashboard import dashboard
 from roll.config.pipelines import NAMES, definition_of
 from roll.tracking import TrackedRun, build_trackers
-from roll.tracking.prometheus import series_name
+from roll.tracking.services import series_name
 
 pytest.importorskip("prometheus_client")
 

@@ -18,6 +18,10 @@ from roll.tracking.records import CompositeTracker, JsonlTracker, Tracker, strip
 from roll.tracking.trackers import TensorBoardTracker
 
 
+def board(log_dir: Path, resume_step: int | None = None) -> TensorBoardTracker:
+    return TensorBoardTracker(TrackedRun(log_dir, "demo", {}, resume_step))
+
+
 def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Scalars that TensorBoard shows of a folder."""
     accumulator = EventAccumulator(str(folder))
@@ -29,33 +33,33 @@ def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_tensorboard_curves_continue_after_resumption(tmp_path: Path) -> None:
-    first = TensorBoardTracker(tmp_path)
+    first = board(tmp_path)
     for step in range(6):
         first.log({"loss": float(step)}, step)
     first.close()
     # Killed after step 5, resumed from a checkpoint made after step 3.
-    second = TensorBoardTracker(tmp_path, resume_step=3)
+    second = board(tmp_path, resume_step=3)
     for step in (4, 5, 6):
         second.log({"loss": 10.0 + step}, step)
     second.close()
     expected = [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 14.0), (5, 15.0), (6, 16.0)]
-    assert curves(tmp_path) == {"loss": expected}
+    assert curves(tmp_path / "tensorboard") == {"loss": expected}
 
 
 def test_tensorboard_new_run_in_an_old_folder_hides_the_old_one(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
-        tracker = TensorBoardTracker(tmp_path)
+        tracker = board(tmp_path)
         tracker.log({"loss": value}, 0)
         tracker.close()
-    assert curves(tmp_path) == {"loss": [(0, 2.0)]}
+    assert curves(tmp_path / "tensorboard") == {"loss": [(0, 2.0)]}
 
 
 def test_tensorboard_samples_are_a_table_that_no_text_breaks(tmp_path: Path) -> None:
-    tracker = TensorBoardTracker(tmp_path)
+    tracker = board(tmp_path)
     tracker.log_samples("train", [{"prompt": "1 | 2 <b>\nsecond line", "score": 0.5}], 4)
     tracker.log_samples("train", [], 5)
     tracker.close()
-    accumulator = EventAccumulator(str(tmp_path))
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
     accumulator.Reload()
     assert accumulator.Tags()["tensors"] == ["samples/train/text_summary"]
     event = accumulator.Tensors("samples/train/text_summary")[0]
@@ -229,13 +233,12 @@ class FailingTracker(Tracker):
 def test_one_tracker_that_cannot_close_does_not_keep_the_others_open(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    board = TensorBoardTracker(tmp_path)
-    tracker = CompositeTracker([FailingTracker(), board])
+    tracker = CompositeTracker([FailingTracker(), board(tmp_path)])
     tracker.log({"loss": 1.0}, 0)
     with caplog.at_level(logging.ERROR), pytest.raises(OSError, match="disk full"):
         tracker.close()
     assert "FailingTracker could not be closed" in caplog.text
-    assert curves(tmp_path) == {"loss": [(0, 1.0)]}
+    assert curves(tmp_path / "tensorboard") == {"loss": [(0, 1.0)]}
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab", "trackio", "mlflow"])

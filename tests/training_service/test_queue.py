@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from roll.training_service.queue import Job, Owner, Queue, Result, Slices
+from roll.training_service.queue import Job, Queue, Result, Session, Slices
 
 pytestmark = pytest.mark.asyncio
 
@@ -19,13 +19,13 @@ class Work:
     def __init__(self) -> None:
         self.queue, self.order, self.may_go = Queue(100), list[str](), threading.Event()
 
-    def add(self, line: str, owner: Owner, compute: Callable[[], Result | Slices]) -> Job:
+    def add(self, line: str, owner: Session, compute: Callable[[], Result | Slices]) -> Job:
         self.queue.open_line(line, owner, None)
         job = Job(f"{line}:{len(self.order)}:{len(self.queue.jobs)}", compute)
         self.queue.add(line, None, job)
         return job
 
-    def plain(self, line: str, owner: Owner) -> Job:
+    def plain(self, line: str, owner: Session) -> Job:
         def compute() -> Result:
             assert self.may_go.wait(60)
             self.order.append(line)
@@ -33,7 +33,7 @@ class Work:
 
         return self.add(line, owner, compute)
 
-    def sliced(self, line: str, owner: Owner, number: int) -> Job:
+    def sliced(self, line: str, owner: Session, number: int) -> Job:
         def compute() -> Slices:
             for index in range(number):
                 assert self.may_go.wait(60)
@@ -52,7 +52,7 @@ class Work:
 
 async def test_many_requests_of_one_client_delay_another_by_one() -> None:
     work = Work()
-    greedy, modest = Owner(), Owner()
+    greedy, modest = Session(), Session()
     jobs = [work.plain(f"greedy {index % 4}", greedy) for index in range(20)]
     await asyncio.sleep(0)  # The first is under way.
     jobs.append(work.plain("modest", modest))
@@ -63,16 +63,16 @@ async def test_many_requests_of_one_client_delay_another_by_one() -> None:
 
 async def test_a_long_pass_delays_another_client_by_a_slice() -> None:
     work = Work()
-    jobs = [work.sliced("long", Owner(), 5)]
+    jobs = [work.sliced("long", Session(), 5)]
     await asyncio.sleep(0)
-    jobs.append(work.plain("short", Owner()))
+    jobs.append(work.plain("short", Session()))
     await work.finish(*jobs)
     assert work.order == ["long", "short", "long", "long", "long", "long"]
 
 
 async def test_time_without_requests_earns_no_credit() -> None:
     work = Work()
-    first, second = Owner(), Owner()
+    first, second = Session(), Session()
     work.may_go.set()
     await work.plain("first", first).done.wait()
     await asyncio.sleep(0)
@@ -86,7 +86,7 @@ async def test_time_without_requests_earns_no_credit() -> None:
 
 async def test_a_client_that_has_vanished_waits_for_all_others() -> None:
     work = Work()
-    gone, here = Owner(), Owner(used=5.0)
+    gone, here = Session(), Session(used=5.0)
     jobs = [work.plain("gone", gone), work.plain("here", here), work.plain("here", here), work.plain("gone", gone)]
     gone.seen -= 3600
     await work.finish(*jobs)
@@ -96,7 +96,7 @@ async def test_a_client_that_has_vanished_waits_for_all_others() -> None:
 
 async def test_a_line_that_ends_ends_what_is_computed_in_slices() -> None:
     work = Work()
-    job = work.sliced("pass", Owner(), 100)
+    job = work.sliced("pass", Session(), 100)
     await asyncio.sleep(0)
     work.queue.close_line("pass")
     await work.finish(job)

@@ -179,6 +179,12 @@ class Fields:
             raise BadRequest(
                 f"{top_field}: {rule}, not {top_log_probs} for each of {num_samples * num_prompts}", top_field
             )
+        written = self.get(stop, (str, list), [])
+        stops = [written] if isinstance(written, str) else written
+        valid = all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stops)
+        if len(stops) > MAX_STOPS or not valid:
+            rule = f"a text or a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
+            raise BadRequest(f"{stop}: must be {rule}", stop)
         stop_ids = self.get("stop_token_ids", list, [])
         if not all(map(is_id, stop_ids)):
             raise BadRequest("stop_token_ids: must be a list of token ids", "stop_token_ids")
@@ -194,7 +200,7 @@ class Fields:
             min_p=float(self.get("min_p", number, 0.0)),
             repetition_penalty=float(self.get("repetition_penalty", number, 1.0)),
             stop_token_ids=tuple(stop_ids),
-            stop_strings=self._stops(stop),
+            stop_strings=tuple(stops),
             include_stop_str_in_output=self.get("include_stop_str_in_output", bool, False),
             top_log_probs=top_log_probs,
             seed=self.get("seed", int, None),
@@ -213,15 +219,6 @@ class Fields:
             "include_usage": bool(self.get("stream_options", dict, {}).get("include_usage")),
             "return_token_ids": self.get("return_token_ids", bool, False),
         }
-
-    def _stops(self, name: str) -> tuple[str, ...]:
-        written = self.get(name, (str, list), [])
-        stops = [written] if isinstance(written, str) else written
-        valid = all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_LENGTH for text in stops)
-        if len(stops) > MAX_STOPS or not valid:
-            rule = f"a text or a list of at most {MAX_STOPS} texts of 1 to {MAX_STOP_LENGTH} characters"
-            raise BadRequest(f"{name}: must be {rule}", name)
-        return tuple(stops)
 
 
 def is_id(token: object) -> bool:
@@ -280,11 +277,7 @@ def named_tools(messages: list[Message]) -> list[Message]:
 def tool_schema(tool: object, kind: str = "function", parameters: str = "parameters") -> Message:
     """The schema of a function, without the fields that only its interface knows; it may be in a field ``function``.
     ``kind``: the ``type`` that it must have; ``custom`` may be left out; ``parameters``: its field with the schema of
-    the arguments.
-
-    Raises:
-        BadRequest: it has another type, or no name.
-    """
+    the arguments. Raises ``BadRequest``: it has another type, or no name."""
     if not isinstance(tool, Mapping) or (tool.get("type") or "custom") != kind:
         found = tool.get("type") if isinstance(tool, Mapping) else tool
         raise BadRequest(f"tools: only tools of type {kind} are available, not {found!r}", "tools")
