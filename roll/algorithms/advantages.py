@@ -3,9 +3,8 @@
 An estimator is a function ``(inputs: AdvantageInputs, options) -> (advantages, returns)``, both float (B, L) and 0
 outside the mask; ``options`` is its dataclass of :mod:`roll.config.estimators`.  It works on token-level rewards (the
 normalised response reward on the last token, minus the divergence where it is part of the reward).  Normalisation comes
-before it (:class:`~roll.algorithms.samples.RewardPostprocessor`); :func:`resolve_norm_types` gives the pair that an
-estimator's paper asks for.  Groups are found by id, not by position; a group of one has nothing to be compared with and
-keeps its reward.
+before it, by the types of mean and deviation that the estimator's paper asks for (``samples.resolve_norm_types``).
+Groups are found by id, not by position; a group of one has nothing to be compared with and keeps its reward.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from roll.algorithms.aggregation import Groups, masked_whiten
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry, with_options
 from roll.algorithms.returns import discounted_returns, generalized_advantages
-from roll.algorithms.samples import EPS, NormType, divisor, exceeds_rounding, token_level_rewards
+from roll.algorithms.samples import EPS, divisor, exceeds_rounding, token_level_rewards
 from roll.algorithms.turns import Turns
 from roll.config.algorithm import PPOConfig
 from roll.config.estimators import (
@@ -37,7 +36,6 @@ from roll.config.estimators import (
     traits,
 )
 from roll.config.policy_losses import NoOptions
-from roll.config.reading.fields import Choice
 from roll.protocol.metrics import Metrics
 
 
@@ -147,18 +145,6 @@ def register_advantage(
         return with_options(options)(function)
 
     return decorate
-
-
-def resolve_norm_types(
-    estimator: Choice, norm_mean_type: str | None = "auto", norm_std_type: str | None = "auto"
-) -> tuple[NormType, NormType]:
-    """The reward normalisation: what the user chose, or the estimator's own where that is ``auto``.
-
-    An explicit choice, null included, is never overridden: ``grpo`` with a null std type is Dr. GRPO.
-    """
-    own, chosen = traits(estimator).norm, (norm_mean_type, norm_std_type)
-    mean, std = (kind if kind != "auto" else default for kind, default in zip(chosen, own, strict=True))
-    return mean, std  # type: ignore[return-value]
 
 
 @register_advantage("gae")

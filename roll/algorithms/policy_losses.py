@@ -131,10 +131,8 @@ def register_policy_loss(
 
 def clip_range(options: ClipOptions) -> tuple[float, float]:
     """Largest distances of the ratio below and above 1."""
-    return (
-        options.clip if options.clip_low is None else options.clip_low,
-        options.clip if options.clip_high is None else options.clip_high,
-    )
+    low, high = options.clip_low, options.clip_high
+    return options.clip if low is None else low, options.clip if high is None else high
 
 
 def _count_clipped(metrics: MetricBuilder, clipped: Tensor, inputs: LossInputs) -> None:
@@ -156,10 +154,8 @@ def _clipped_surrogate(ratio: Tensor, inputs: LossInputs, options: DualClipOptio
         loss = torch.where(beyond, -bound * advantages, loss)
         clipped = clipped | beyond
     _count_clipped(metrics, clipped, inputs)
-    num_above, num_below = above.sum(), below.sum()
-    metrics.mean("actor/ppo_ratio_high_clipfrac", num_above, inputs.num_tokens)
-    metrics.mean("actor/ppo_ratio_low_clipfrac", num_below, inputs.num_tokens)
-    metrics.mean("actor/ppo_ratio_clipfrac", num_above + num_below, inputs.num_tokens)
+    for name, outside in (("high_", above), ("low_", below), ("", above | below)):
+        metrics.mean(f"actor/ppo_ratio_{name}clipfrac", outside.sum(), inputs.num_tokens)
     return loss
 
 

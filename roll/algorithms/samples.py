@@ -11,6 +11,8 @@ from torch import Tensor
 from roll.algorithms.aggregation import Groups
 from roll.algorithms.metrics import MetricBuilder
 from roll.config.algorithm import PPOConfig
+from roll.config.estimators import traits
+from roll.config.reading.fields import Choice
 from roll.protocol.metrics import Metrics
 
 NORM_TYPES = ("batch", "group", "running", None)
@@ -19,6 +21,18 @@ NormType = Literal["batch", "group", "running"] | None
 
 # Added to a spread before something is divided by it; a spread up to this counts as 0, as does this part of a mean.
 EPS = 1e-6
+
+
+def resolve_norm_types(
+    estimator: Choice, norm_mean_type: str | None = "auto", norm_std_type: str | None = "auto"
+) -> tuple[NormType, NormType]:
+    """The reward normalisation: what the user chose, or the estimator's own where that is ``auto``.
+
+    An explicit choice, null included, is never overridden: ``grpo`` with a null std type is Dr. GRPO.
+    """
+    own, chosen = traits(estimator).norm, (norm_mean_type, norm_std_type)
+    mean, std = (kind if kind != "auto" else default for kind, default in zip(chosen, own, strict=True))
+    return mean, std  # type: ignore[return-value]
 
 
 def exceeds_rounding(spread: Tensor, mean: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from roll.algorithms.advantages import resolve_norm_types
 from roll.algorithms.metrics import BatchWatch, MetricBuilder
-from roll.algorithms.samples import token_level_rewards
+from roll.algorithms.samples import resolve_norm_types, token_level_rewards
 from roll.algorithms.turns import TrajectoryLayout, Turns
 from roll.config.estimators import traits
 from roll.methods.policy import PolicyMethod

@@ -17,7 +17,6 @@ from roll.algorithms.advantages import (
     AdvantageEstimator,
     AdvantageInputs,
     AdvantageOutputs,
-    resolve_norm_types,
 )
 from roll.algorithms.aggregation import masked_mean, row_mean
 from roll.algorithms.kl import EntropyController, KLOptions, finite_mean, kl_estimate, make_kl_controller
@@ -27,6 +26,7 @@ from roll.algorithms.samples import (
     RewardOptions,
     RewardPostprocessor,
     overlong_penalty,
+    resolve_norm_types,
     sample_mask,
     sample_weights,
     token_level_rewards,

@@ -15,9 +15,8 @@ from roll.algorithms.advantages import (
     AdvantageInputs,
     estimate_advantages,
     register_advantage,
-    resolve_norm_types,
 )
-from roll.algorithms.samples import RewardOptions, RewardPostprocessor, token_level_rewards
+from roll.algorithms.samples import RewardOptions, RewardPostprocessor, resolve_norm_types, token_level_rewards
 from roll.config.estimators import GaeOptions, traits
 from roll.config.reading.fields import Choice
 from roll.protocol.metrics import to_floats

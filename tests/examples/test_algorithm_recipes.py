@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from roll.algorithms.advantages import resolve_norm_types
 from roll.algorithms.losses import actor_loss_options
+from roll.algorithms.samples import resolve_norm_types
 from roll.config.corrections import CORRECTION_PRESETS
 from roll.config.loader import LoadedConfig
 from tests.support.recipes import EXAMPLES, loaded
