@@ -26,11 +26,10 @@ from roll.config.model_files import is_installed, model_folder, model_number, re
 from roll.config.names import RULE_OF_COLUMN
 from roll.config.reading.errors import ConfigError, Problem
 from roll.datasets.columns import Columns
-from roll.datasets.forms import form_of
+from roll.datasets.forms import form_of, read_ground_truth
 from roll.datasets.preferences import PROMPT_COLUMNS
 from roll.datasets.reading import SourceRow, data_files, stream_rows
 from roll.datasets.sft import read_demonstration
-from roll.datasets.store import read_ground_truth
 from roll.datasets.types import DataError
 
 ROWS = 500  # first rows whose lengths are measured

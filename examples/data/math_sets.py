@@ -8,9 +8,8 @@ from typing import Any
 from published import PrepareOptions, difficulty, one_of, others, prompt_columns, text_of
 
 from roll.datasets.columns import check_messages, require
-from roll.datasets.forms import last_boxed
+from roll.datasets.forms import last_boxed, read_ground_truth
 from roll.datasets.reading import Row, SourceRow
-from roll.datasets.store import read_ground_truth
 from roll.datasets.types import DataError
 
 MATH_TAG = "math"

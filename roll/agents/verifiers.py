@@ -12,7 +12,7 @@ from typing import Any
 from roll.agents.conversation import Call
 from roll.agents.episode import Agent, Episode, EpisodeOver, Model, Task
 from roll.agents.programs import ProgramError, program_environment, running
-from roll.datasets.store import read_ground_truth
+from roll.datasets.forms import read_ground_truth
 from roll.rewards.base import GuardedReward, RewardSample, finite_number
 from roll.rewards.custom import Limits
 from roll.rewards.registry import build_reward

@@ -8,16 +8,20 @@ Known are GSM8K (``question``, ``answer`` with ``####``), MATH (``problem``, ``s
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import parsed, require
-from roll.datasets.reading import SourceRow
-from roll.datasets.store import read_ground_truth
+from roll.datasets.reading import Row, SourceRow
 from roll.datasets.types import DataError
+
+FOREIGN_TRUTHS = ("reward_model", "reward_spec")
+"""Columns in which the data sets of other projects keep the ground truth."""
 
 SPEAKERS = {
     "human": "user",
@@ -136,6 +140,19 @@ def entry_of(source: SourceRow, name: str) -> Any:
             raise DataError(f"{source.place}: {name} names an entry {key!r}, found {found}")
         value = value[key]
     return value
+
+
+def read_ground_truth(row: Row) -> Any:
+    """The column ``ground_truth``, else the entry of that name in ``reward_model`` (verl) or ``reward_spec`` (SkyRL);
+    None: the row has none."""
+    for section in (row, *map(row.get, FOREIGN_TRUTHS)):
+        if isinstance(section, str) and section.startswith("{"):
+            # CSV and some JSONL files hold the section as JSON text.
+            with suppress(ValueError, RecursionError):
+                section = json.loads(section)
+        if isinstance(section, dict) and section.get("ground_truth") is not None:
+            return section["ground_truth"]
+    return None
 
 
 def truth_column(data_args: DataArguments, first: SourceRow) -> tuple[str | None, str | None]:

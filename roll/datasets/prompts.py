@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import DomainRouter, Message
+from roll.datasets.forms import read_ground_truth
 from roll.datasets.images import ImageReader
 from roll.datasets.making import Draft, RowMaker
 from roll.datasets.preparation import load_rows
 from roll.datasets.reading import SourceRow
 from roll.datasets.sampling import PreparedRows
-from roll.datasets.store import read_ground_truth
 from roll.datasets.templates import Rendered, Renderer, TemplateChoice, truncate
 from roll.datasets.types import DataError, PromptRow
 from roll.datasets.vision_model import VisionModel

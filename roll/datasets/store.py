@@ -7,7 +7,6 @@ import datetime
 import decimal
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from roll.datasets.reading import Row, unique_names
+from roll.datasets.reading import unique_names
 from roll.datasets.types import BadRows, DataError, LoadCounts
 
 MARK = "\x00roll"  # key of an object that encodes a value of another type
@@ -60,23 +59,6 @@ def _decode(found: dict[str, Any]) -> Any:
         return found
     kind, value = found[MARK]
     return _DECODERS[kind](value)
-
-
-FOREIGN_TRUTHS = ("reward_model", "reward_spec")
-"""Columns in which the data sets of other projects keep the ground truth."""
-
-
-def read_ground_truth(row: Row) -> Any:
-    """The column ``ground_truth``, else the entry of that name in ``reward_model`` (verl) or ``reward_spec`` (SkyRL);
-    None: the row has none."""
-    for section in (row, *map(row.get, FOREIGN_TRUTHS)):
-        if isinstance(section, str) and section.startswith("{"):
-            # CSV and some JSONL files hold the section as JSON text.
-            with suppress(ValueError, RecursionError):
-                section = json.loads(section)
-        if isinstance(section, dict) and section.get("ground_truth") is not None:
-            return section["ground_truth"]
-    return None
 
 
 ROWS_FILE, INDEX_FILE = "rows.arrow", "index.arrow"

@@ -22,12 +22,11 @@ from roll.algorithms.advantages import (
     AdvantageInputs,
     AdvantageOutputs,
     estimate_advantages,
-    resolve_norm_types,
 )
 from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators, group_tokens_of
 from roll.algorithms.losses import actor_loss
 from roll.algorithms.policy_losses import LossInputs
-from roll.algorithms.samples import RewardOptions, RewardPostprocessor, token_level_rewards
+from roll.algorithms.samples import RewardOptions, RewardPostprocessor, resolve_norm_types, token_level_rewards
 from roll.config.corrections import CORRECTION_PRESETS
 from roll.config.estimators import traits
 from roll.config.reading.fields import Choice

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from roll.algorithms.advantages import resolve_norm_types
 from roll.algorithms.samples import (
     NORM_TYPES,
     RewardOptions,
     RewardPostprocessor,
     RunningMoments,
     overlong_penalty,
+    resolve_norm_types,
     sample_mask,
     sample_weights,
     token_level_rewards,

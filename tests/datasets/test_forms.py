@@ -10,10 +10,9 @@ import pytest
 
 from roll.config.data import DataArguments
 from roll.datasets.columns import Columns
-from roll.datasets.forms import form_of, last_boxed
+from roll.datasets.forms import form_of, last_boxed, read_ground_truth
 from roll.datasets.reading import SourceRow
 from roll.datasets.sft import read_demonstration, read_dialogue
-from roll.datasets.store import read_ground_truth
 from roll.datasets.types import DataError
 from tests.datasets.conftest import rows_of
 

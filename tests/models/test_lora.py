@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 from roll.config.installation import install_command
 from roll.config.roles import ModelArguments
 from roll.models.build import build_model
-from roll.models.lora import Adapters, adapter_names, add_adapters, merged_rows
+from roll.models.lora import Adapters, adapter_names, add_adapters, merged_rows, merged_weight
 from roll.models.lora_targets import EXPERT_TENSORS
 from tests.strategies.lora_cases import write_adapter
 from tests.strategies.moe_models import write_moe
@@ -102,7 +102,10 @@ def test_disabled_adapters_leave_the_base_and_what_is_trained(untied: Path, tmp_
 
 
 def merged(model: Any, adapters: Adapters) -> dict[str, torch.Tensor]:
-    return {weight.name: weight.merge(weight.parts) for weight in adapters.merged(model.named_parameters())}
+    return {
+        weight.name: merged_weight(*weight.parts, weight.scaling) if len(weight.parts) > 1 else weight.parts[0]
+        for weight in adapters.merged(model.named_parameters())
+    }
 
 
 def test_merged_weights_are_those_of_the_adapted_model(untied: Path, tmp_path: Path) -> None:

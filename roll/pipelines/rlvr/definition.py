@@ -303,7 +303,7 @@ class OPD(RLVR):
 
 def require_scorable(domain: str, section: RewardConfig, source: SourceRow) -> None:
     """Check that a row has the columns that its rewards need; DataError: it lacks one."""
-    from roll.datasets.store import FOREIGN_TRUTHS
+    from roll.datasets.forms import FOREIGN_TRUTHS
     from roll.datasets.types import DataError
     from roll.rewards.registry import needed_columns
 
