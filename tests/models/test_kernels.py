@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from roll.distributed.nodes import WORKER_DEFAULTS
 from roll.models.kernels import MIN_WORK, linear, use_products
 
 
@@ -60,3 +65,35 @@ def test_a_model_keeps_its_function_and_names() -> None:
     torch.testing.assert_close(after, before)
     torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
     assert list(model.state_dict()) == names
+
+
+MANY_SHAPES = """
+import random
+from pathlib import Path
+import torch
+from roll.models.kernels import onednn_product
+
+def held():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+torch.set_num_threads(1)
+random.seed(0)
+weights = [torch.randn(width, 64) for width in (64, 192, 512)]
+for number in range(150):
+    rows = torch.randn(random.randrange(2000, 9000), 64)
+    for weight in weights:
+        onednn_product(rows, weight)
+    if number == 10:
+        begin = held()
+print(held() - begin)
+"""
+
+
+def test_workers_keep_little_for_shapes_that_do_not_come_again() -> None:
+    grown = []
+    for variables in ({}, WORKER_DEFAULTS):
+        environ = {name: value for name, value in os.environ.items() if not name.endswith("CACHE_CAPACITY")}
+        command = [sys.executable, "-c", MANY_SHAPES]
+        run = subprocess.run(command, env=environ | variables, capture_output=True, text=True, check=True)
+        grown.append(int(run.stdout))
+    assert grown[1] < 0.6 * grown[0], "the caches of oneDNN are as large as without the defaults"
