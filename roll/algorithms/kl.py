@@ -25,7 +25,6 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -60,10 +59,6 @@ register_kl = kl_estimators.decorator
 """Decorator ``(name, aliases=())``: make an estimator selectable as ``kl_loss_type: name`` and ``kl_penalty: name``."""
 
 
-# Found once in the life of a process: the same name is the same function.
-_estimator = cache(kl_estimators.resolve)
-
-
 def kl_estimate(
     log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions = KLOptions(), log_ratio_to_old: Tensor | None = None
 ) -> Tensor:
@@ -81,7 +76,7 @@ def kl_estimate(
     Raises:
         ValueError: for an unknown estimator, or ``full`` without the vocabulary dimension.
     """
-    estimate = _estimator(options.estimator)(log_probs, ref_log_probs, options)
+    estimate = kl_estimators.resolve(options.estimator)(log_probs, ref_log_probs, options)
     if options.importance_weighted:
         if log_ratio_to_old is None:
             raise ValueError("an importance-weighted KL estimate needs log_ratio_to_old")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -235,10 +234,6 @@ def actor_loss_options(config: PPOConfig) -> ActorLossOptions:
     return options_from(ActorLossOptions, {**vars(config), "pg": pg, "correction": correction})
 
 
-# Found once in the life of a process: the same name is the same function.
-_policy_loss = cache(policy_losses.resolve)
-
-
 def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: LossDenominators) -> LossOutputs:
     """This micro-batch's share of the actor's loss over the whole optimizer step.
 
@@ -256,7 +251,7 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     # The weight of a metric that is a share of the global loss: the mean over micro-batches is then the global loss.
     share = inputs.num_tokens.double() / max(denominators.tokens, 1.0)
 
-    per_token = _policy_loss(options.loss.name)(inputs, options.pg, metrics)
+    per_token = policy_losses.resolve(options.loss.name)(inputs, options.pg, metrics)
     if inputs.policy_mask is not None:
         per_token = torch.where(inputs.policy_mask, per_token, 0.0)
     if options.correction.rules or options.correction.function is not None:
