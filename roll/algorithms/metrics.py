@@ -43,7 +43,9 @@ class Correlation:
 class MetricBuilder:
     """Collects scalar tensors as they are computed; :meth:`build` copies all of them to the host at once."""
 
-    _recipes: list[tuple[str, Callable[..., Metric], tuple[Tensor | float, ...]]] = field(default_factory=list)
+    _recipes: list[tuple[str, Callable[..., Metric], tuple[Tensor | float, ...]]] = field(
+        init=False, default_factory=list
+    )
 
     def mean(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
         """A weighted mean: ``total`` is the sum over this micro-batch, ``weight`` its divisor."""

@@ -68,8 +68,8 @@ def to_bits(tensor: torch.Tensor) -> np.ndarray:
 class _Packer:
     """Packs the columns of one batch one after another."""
 
-    _known: list[Spans] = field(default_factory=list)
-    _inside: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=bool))
+    _known: list[Spans] = field(init=False, default_factory=list)
+    _inside: np.ndarray = field(init=False, default_factory=lambda: np.zeros((0, 0), dtype=bool))
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         bits = to_bits(tensor)
