@@ -1,23 +1,33 @@
-"""The engine of ``strategy_name: brief``."""
+"""The engine of ``strategy_name: noisy``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+import numpy as np
+import torch
 
-from roll.strategies.engines.requests import GenerationRequest
 from roll.strategies.hf_infer import HfInferStrategy
-from roll_example_plugin.strategies import BriefConfig
+from roll.strategies.hf_infer.rows import Sampler
+from roll_example_plugin.strategies import NoisyConfig
 
 
-class BriefEngine(HfInferStrategy):
-    """``hf_infer`` with short responses."""
+class NoisyEngine(HfInferStrategy):
+    """``hf_infer`` whose samples and log-probs are those of logits with normal noise, as if its kernels differed from the
+    trainer's. Greedy samples are without it."""
 
-    _config: BriefConfig
+    _config: NoisyConfig
 
-    def add_requests(self, requests: Iterable[GenerationRequest]) -> None:
-        most = self._config.most_tokens
-        super().add_requests(
-            replace(one, params=replace(one.params, max_new_tokens=min(one.params.max_new_tokens, most)))
-            for one in requests
-        )
+    def initialize(self) -> None:
+        super().initialize()
+        self._sampler = NoisySampler(self._rows, self._decoder)
+        self._sampler.deviation = self._config.noise
+        self._sampler.generator = torch.Generator(self._decoder.device).manual_seed(self.seed)
+
+
+class NoisySampler(Sampler):
+    deviation: float
+    generator: torch.Generator
+
+    def sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+        noise = torch.randn(logits.shape, generator=self.generator, device=logits.device) * self.deviation
+        is_sampled = torch.from_numpy(self._rows.temperature[: self._rows.size] > 0).to(logits.device)
+        return super().sample(logits.float() + noise * is_sampled[:, None])

@@ -1,4 +1,4 @@
-"""``strategy_name: brief``: the description of an engine, which imports neither torch nor Ray."""
+"""``strategy_name: noisy``: the description of an engine, which imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from roll.config.strategies.hf_infer import HF_INFER, HfInferStrategyConfig
 
 
 @dataclass(frozen=True)
-class BriefConfig(HfInferStrategyConfig):
+class NoisyConfig(HfInferStrategyConfig):
     """Options of ``hf_infer``, and one more."""
 
-    most_tokens: int = setting(8, ge=1)
-    """Most tokens of a response, whatever is asked for."""
+    noise: float = setting(0.1, ge=0)
+    """Standard deviation of what is added to every logit."""
 
 
-BRIEF = Backend(
-    "brief",
-    BriefConfig,
-    generates="roll_example_plugin.engine.BriefEngine",
+NOISY = Backend(
+    "noisy",
+    NoisyConfig,
+    generates="roll_example_plugin.engine.NoisyEngine",
     updates=HF_INFER.updates,
     holds_sent_dtype=HF_INFER.holds_sent_dtype,
 )
