@@ -173,9 +173,7 @@ def current_platform() -> Platform:
 
     Device files are looked for first, so that a machine without accelerators answers without importing torch; where
     there are some, torch has the last word (a CPU build of torch, or an empty visible-devices variable, means CPU).
-
-    Raises:
-        ValueError: ``ROLL_PLATFORM`` names no platform.
+    Raises ``ValueError``: ``ROLL_PLATFORM`` names no platform.
     """
     name = os.environ.get(PLATFORM_ENV)
     if name is not None and name not in PLATFORMS:

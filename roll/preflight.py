@@ -233,10 +233,8 @@ def check_parts(loaded: LoadedConfig[Any]) -> None:
 def check_first_rows(loaded: LoadedConfig[Any]) -> None:
     """Read the first row of each data file as training will: a wrong column ends here and not after the start.
 
-    Files of the hub, and sets whose bad rows are skipped, are left to the run.
-
-    Raises:
-        ConfigError: a row that cannot be used.
+    Files of the hub, and sets whose bad rows are skipped, are left to the run. Raises ``ConfigError``: a row that
+    cannot be used.
     """
     from roll.datasets.forms import form_of
     from roll.datasets.reading import data_files, first_row

@@ -46,12 +46,8 @@ class ModelContents:
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
-    """The counters and description that a role's folder holds.
-
-    Raises:
-        FileNotFoundError: ``folder`` is no role's checkpoint.
-        CheckpointMismatchError: it cannot be read, or another version of this package wrote it.
-    """
+    """The counters and description that a role's folder holds. Raises ``FileNotFoundError``: ``folder`` is no role's
+    checkpoint; ``CheckpointMismatchError``: it cannot be read, or another version of this package wrote it."""
     path = folder / STATE_NAME
     if not path.is_file():
         raise FileNotFoundError(f"{folder}: not a training checkpoint ({STATE_NAME} is missing)")
@@ -70,11 +66,8 @@ def read_trainer_state(folder: Path) -> dict[str, Any]:
 
 
 def read_contents(state: Mapping[str, Any], folder: Path) -> ModelContents:
-    """The description in what :func:`read_trainer_state` returned.
-
-    Raises:
-        CheckpointMismatchError: there is none, or it has other fields.
-    """
+    """The description in what :func:`read_trainer_state` returned. Raises ``CheckpointMismatchError``: there is none,
+    or it has other fields."""
     try:
         return ModelContents(**state["model"])
     except (KeyError, TypeError) as error:

@@ -159,11 +159,8 @@ Rounding = Callable[[Tensor], Tensor]
 
 
 def compare(trained: TrainedModel, form: str, path: Path, rounding: Rounding, bound: float) -> float:
-    """Return the largest difference between the outputs of the exported model and of the model in memory.
-
-    Raises:
-        ValueError: it is larger than rounding explains.
-    """
+    """Return the largest difference between the outputs of the exported model and of the model in memory. Raises
+    ``ValueError``: it is larger than rounding explains."""
     ids = torch.randint(0, checked_config(trained.args, trained.head).get_text_config().vocab_size, (2, 48),
                         generator=torch.Generator().manual_seed(0))  # fmt: skip
     wanted = model_outputs(expected_model(trained, rounding), ids)

@@ -56,11 +56,8 @@ class Manifest:
 
 
 def write_manifest(folder: Path, step: int) -> Manifest:
-    """Write the manifest of ``folder`` and flush every file in it to disk.
-
-    Raises:
-        ValueError: the folder holds no file.
-    """
+    """Write the manifest of ``folder`` and flush every file in it to disk. Raises ``ValueError``: the folder holds no
+    file."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file() and path != folder / MANIFEST_NAME]
     if not paths:
         raise ValueError(f"nothing was written to the checkpoint folder {folder}")
@@ -78,11 +75,8 @@ def write_manifest(folder: Path, step: int) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of ``folder``.
-
-    Raises:
-        CheckpointDamagedError: it is missing or unreadable, or was written by a later version of this package.
-    """
+    """Read the manifest of ``folder``. Raises ``CheckpointDamagedError``: it is missing or unreadable, or was written
+    by a later version of this package."""
     path = folder / MANIFEST_NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -103,10 +97,8 @@ def read_manifest(folder: Path) -> Manifest:
 def verify_folder(folder: Path, contents: bool = True) -> Manifest:
     """Compare ``folder`` with its manifest: names and sizes, and the hashes too if ``contents``.
 
-    Files that the manifest does not name are allowed (a note that the user left there, say).
-
-    Raises:
-        CheckpointDamagedError: names the first file that is missing, truncated or changed.
+    Files that the manifest does not name are allowed (a note that the user left there, say). Raises
+    ``CheckpointDamagedError``: names the first file that is missing, truncated or changed.
     """
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
@@ -254,11 +246,8 @@ class Checkpoint:
     step: int
 
     def role(self, name: str) -> Path:
-        """The folder that the role ``name`` (``actor_train``, ``critic``, ...) wrote.
-
-        Raises:
-            FileNotFoundError: the checkpoint was written by a run without this role.
-        """
+        """The folder that the role ``name`` (``actor_train``, ``critic``, ...) wrote. Raises ``FileNotFoundError``: the
+        checkpoint was written by a run without this role."""
         folder = self.path / name
         if not folder.is_dir():
             roles = sorted(entry.name for entry in self.path.iterdir() if entry.is_dir())

@@ -28,11 +28,8 @@ FILE_NAME = "model.gguf"
 
 
 def write_gguf(trained: TrainedModel, folder: Path, dtype: str) -> Path:
-    """Write ``folder/model.gguf``.
-
-    Raises:
-        ConfigError: gguf is not installed; a model, tokenizer or type that is not translated here.
-    """
+    """Write ``folder/model.gguf``. Raises ``ConfigError``: gguf is not installed; a model, tokenizer or type that is
+    not translated here."""
     gguf = _import_gguf()
     if dtype not in TYPES:
         raise config_error("--dtype", dtype, f"of a gguf file must be one of {', '.join(TYPES)}", "f16")

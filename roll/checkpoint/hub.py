@@ -47,11 +47,7 @@ def check_repository(repository: str) -> None:
 
 def push(folder: Path, repository: str, public: bool) -> str:
     """Upload a folder as one commit, to a repository that is made if need be (one that exists keeps its visibility);
-    its URL.
-
-    Raises:
-        OSError: the hub refuses, or cannot be reached.
-    """
+    its URL. Raises ``OSError``: the hub refuses, or cannot be reached."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # of the httpx that it was built on
 

@@ -188,10 +188,7 @@ class CheckpointManager:
         """The whole checkpoint with the highest step, in ``root`` or the upload folder; None if there is none.
 
         Checks contents, so it reads every byte of the one that it returns. Damaged ones are skipped and logged. One
-        that is in object storage only is fetched into ``root``.
-
-        Raises:
-            OSError: the store does not answer.
+        that is in object storage only is fetched into ``root``. Raises ``OSError``: the store does not answer.
         """
         found = latest_of(self._folders)
         if self.store is not None:
@@ -205,11 +202,9 @@ class CheckpointManager:
     def resolve(self, resume_from_checkpoint: bool | str) -> Checkpoint | None:
         """Resolve the YAML key of this name: False nothing, True :meth:`latest`, a path that checkpoint.
 
-        The path may be a checkpoint, or a folder of checkpoints whose latest one is meant. None: a new run.
-
-        Raises:
-            FileNotFoundError: the path is not there, or no checkpoint is in it.
-            CheckpointDamagedError: the path is a checkpoint that is torn; nothing else is used in its place.
+        The path may be a checkpoint, or a folder of checkpoints whose latest one is meant. None: a new run. Raises
+        ``FileNotFoundError``: the path is not there, or no checkpoint is in it; ``CheckpointDamagedError``: the path is
+        a checkpoint that is torn; nothing else is used in its place.
         """
         if resume_from_checkpoint is False:
             return None
@@ -231,12 +226,9 @@ class CheckpointManager:
 
     @staticmethod
     def find(path: Path, contents: bool = True) -> Checkpoint:
-        """A whole checkpoint, or the latest one in a folder of them; reads every byte of it if ``contents``.
-
-        Raises:
-            FileNotFoundError: the path is not there, or no checkpoint is in it.
-            CheckpointDamagedError: the path is a checkpoint that is torn.
-        """
+        """A whole checkpoint, or the latest one in a folder of them; reads every byte of it if ``contents``. Raises
+        ``FileNotFoundError``: the path is not there, or no checkpoint is in it; ``CheckpointDamagedError``: the path is
+        a checkpoint that is torn."""
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a folder")
         if CHECKPOINT_NAME.fullmatch(path.name) or (path / MANIFEST_NAME).exists():
@@ -270,12 +262,9 @@ class CheckpointManager:
             self._mark_best()
 
     def close(self) -> None:
-        """Wait for uploads in flight, and prune what had to be kept for them.
-
-        Raises:
-            OSError, CheckpointDamagedError: the error of the first upload that failed. It was logged when it happened;
-                the checkpoint itself is whole under ``root``.
-        """
+        """Wait for uploads in flight, and prune what had to be kept for them. Raises ``OSError,
+        CheckpointDamagedError``: the error of the first upload that failed. It was logged when it happened; the
+        checkpoint itself is whole under ``root``."""
         if self._background is not None:
             self._background.shutdown(wait=True)
         self._prune()

@@ -60,10 +60,8 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
 
     Values may be None, bool, int of any size, float (nan and inf too), str, list, tuple, dict with str keys, NumPy
     arrays and scalars (numbers and bools; a scalar comes back as a Python number) and torch tensors (any device; they
-    come back on the CPU), nested as deep as you like.
-
-    Raises:
-        TypeError: a value of another kind; names its path in the state.
+    come back on the CPU), nested as deep as you like. Raises ``TypeError``: a value of another kind; names its path in
+    the state.
     """
     folder.mkdir(parents=True, exist_ok=True)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
@@ -77,11 +75,8 @@ def save_state(folder: Path, state: Mapping[str, Any]) -> None:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Read what :func:`save_state` wrote into ``folder``; equal to it in values, types and dtypes.
-
-    Raises:
-        FileNotFoundError: there is no state in ``folder``.
-    """
+    """Read what :func:`save_state` wrote into ``folder``; equal to it in values, types and dtypes. Raises
+    ``FileNotFoundError``: there is no state in ``folder``."""
     content = json.loads((folder / STATE_NAME).read_text(encoding="utf-8"))
     arrays = load_arrays(folder / _ARRAYS_NAME) if (folder / _ARRAYS_NAME).exists() else {}
     tensors = load_tensors(folder / _TENSORS_NAME) if (folder / _TENSORS_NAME).exists() else {}

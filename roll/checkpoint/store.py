@@ -53,11 +53,8 @@ def store_problem(url: str) -> str | None:
 
 
 class ObjectStore:
-    """Checkpoints below one URL.
-
-    Args:
-        options: of fsspec's file system (``endpoint_url``, ``anon`` ...). Keys come from the environment.
-    """
+    """Checkpoints below one URL. ``options``: of fsspec's file system (``endpoint_url``, ``anon`` ...). Keys come from
+    the environment."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self.url = url.rstrip("/")
@@ -75,11 +72,7 @@ class ObjectStore:
             return fs, str(root).rstrip("/")
 
     def names(self) -> list[str]:
-        """Folders directly below the URL that have a manifest.
-
-        Raises:
-            OSError: the store does not answer.
-        """
+        """Folders directly below the URL that have a manifest. Raises ``OSError``: the store does not answer."""
         fs, root = self._opened
         with self._errors():
             # fsspec caches listings per process: checkpoints that another process has written would not be seen.
@@ -105,12 +98,8 @@ class ObjectStore:
         return sorted((name for name in names if step is None or step_of(name) > step), key=step_of, reverse=True)
 
     def put(self, folder: Path) -> None:
-        """Copy a checkpoint, replacing one of its name.
-
-        Raises:
-            OSError: a file could not be copied; there is no checkpoint of this name now.
-            CheckpointDamagedError: it has other sizes there.
-        """
+        """Copy a checkpoint, replacing one of its name. Raises ``OSError``: a file could not be copied; there is no
+        checkpoint of this name now; ``CheckpointDamagedError``: it has other sizes there."""
         fs, root = self._opened
         target = f"{root}/{folder.name}"
         files = read_manifest(folder).files
@@ -128,11 +117,9 @@ class ObjectStore:
     def fetch(self, name: str, parent: Path) -> Path:
         """Copy a checkpoint into ``parent``, whole or not at all; the same one that is there already is used.
 
-        Another one of its name, from another run say, is renamed to ``superseded-checkpoint-<n>``.
-
-        Raises:
-            OSError: the store does not answer, or has no such checkpoint.
-            CheckpointDamagedError: it is not what its manifest says.
+        Another one of its name, from another run say, is renamed to ``superseded-checkpoint-<n>``. Raises ``OSError``:
+        the store does not answer, or has no such checkpoint; ``CheckpointDamagedError``: it is not what its manifest
+        says.
         """
         final = parent / name
         if final.is_dir():
@@ -196,12 +183,8 @@ class ObjectStore:
 
 
 def newest_at(url: str, options: Mapping[str, Any] | None) -> tuple[ObjectStore, str]:
-    """The store and name of a checkpoint at a URL, or of the newest below it.
-
-    Raises:
-        FileNotFoundError: there is none.
-        OSError: the store does not answer.
-    """
+    """The store and name of a checkpoint at a URL, or of the newest below it. Raises ``FileNotFoundError``: there is
+    none; ``OSError``: the store does not answer."""
     parent, _, name = url.rstrip("/").rpartition("/")
     if CHECKPOINT_NAME.fullmatch(name):
         store = ObjectStore(parent, options)

@@ -136,11 +136,7 @@ class StoredTensors:
     _updates: dict[str, int] = field(default_factory=dict)
 
     def add(self, file: safe_open, path: Path) -> None:
-        """Add the pieces of an opened file.
-
-        Raises:
-            CheckpointDamagedError: its metadata does not say so.
-        """
+        """Add the pieces of an opened file. Raises ``CheckpointDamagedError``: its metadata does not say so."""
         metadata = file.metadata() or {}
         try:
             places = json.loads(metadata[_PIECES])
@@ -161,11 +157,8 @@ class StoredTensors:
         return self._updates.get(name, 0)
 
     def read(self, kind: str, name: str, begin: int, end: int) -> Tensor:
-        """float32 (end - begin,): elements of the flattened tensor, on the host.
-
-        Raises:
-            CheckpointDamagedError: the files lack some of them.
-        """
+        """float32 (end - begin,): elements of the flattened tensor, on the host. Raises ``CheckpointDamagedError``: the
+        files lack some of them."""
         wanted = torch.empty(end - begin)
         found = sum(held.copy_into(wanted, kind, begin) for held in self._pieces.get(name, ()))
         # The buffer is uninitialised: elements that no file has would be whatever was in memory.
@@ -184,11 +177,8 @@ class StoredTensors:
 
 @contextmanager
 def stored_tensors(path: Path) -> Iterator[StoredTensors]:
-    """The tensors of a role's folder.
-
-    Raises:
-        CheckpointDamagedError: a file that cannot be read, or does not say what it holds.
-    """
+    """The tensors of a role's folder. Raises ``CheckpointDamagedError``: a file that cannot be read, or does not say
+    what it holds."""
     folder = path / FOLDER
     files = StoredTensors(folder)
     with ExitStack() as stack:

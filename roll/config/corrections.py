@@ -170,12 +170,8 @@ def parse_correction(value: object) -> Any:
 
 
 def correction_options(value: object) -> CorrectionOptions:
-    """The rules that a value of the key means; null: none.
-
-    Raises:
-        ValueError: neither a preset nor a dotted path, nor a list of rules, nor a section with ``is_weight`` and
-            ``filters``; or a mistake inside one of them.
-    """
+    """The rules that a value of the key means; null: none. Raises ``ValueError``: neither a preset nor a dotted path,
+    nor a list of rules, nor a section with ``is_weight`` and ``filters``; or a mistake inside one of them."""
     problems, rules = Problems(), list[CorrectionRule]()
     if value is None:
         return CorrectionOptions()

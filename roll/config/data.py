@@ -158,11 +158,7 @@ class HubName:
 
 
 def hub_name(name: str) -> HubName | None:
-    """The parts of a hub name; None for a name of files.
-
-    Raises:
-        ValueError: begins like a hub name and is none.
-    """
+    """The parts of a hub name; None for a name of files. Raises ``ValueError``: begins like a hub name and is none."""
     if not name.startswith("hub:"):
         return None
     found = HUB.fullmatch(name)

@@ -44,11 +44,7 @@ Group = Literal["rewards", "environments", "agents", "losses", "estimators", "pi
 
 @cache
 def offered(group: Group) -> Mapping[str, str]:
-    """Dotted paths by name, of all installed packages.
-
-    Raises:
-        ValueError: two packages offer the same name.
-    """
+    """Dotted paths by name, of all installed packages. Raises ``ValueError``: two packages offer the same name."""
     found: dict[str, str] = {}
     for entry in entry_points(group=f"roll.{group}"):
         path = entry.value.replace(":", ".")

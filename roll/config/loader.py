@@ -102,11 +102,8 @@ def load_config(
 def load_composed(
     config_class: type[C] | None, composed: Composed, problems: Problems, *, check_files: bool = True
 ) -> LoadedConfig[C]:
-    """:func:`load_config` from the composed tree on; ``problems`` holds the mistakes found so far.
-
-    Raises:
-        ConfigError: as :func:`load_config`.
-    """
+    """:func:`load_config` from the composed tree on; ``problems`` holds the mistakes found so far. Raises
+    ``ConfigError``: as :func:`load_config`."""
     # First of all: messages about a broken file must not show its secrets either.
     for known in definitions():
         know_keys(declared_secrets(known.config_class))
@@ -243,11 +240,8 @@ def _is_written(data: Mapping[str, Any], key: str) -> bool:
 
 
 def find_file(config_path: Path, config_name: str | None) -> Path:
-    """The configuration file.
-
-    Raises:
-        ConfigError: there is none; the message lists where it was looked for, and what is there.
-    """
+    """The configuration file. Raises ``ConfigError``: there is none; the message lists where it was looked for, and
+    what is there."""
     wanted = config_path if config_name is None else config_path / config_name
     candidates = [root / wanted for root in (Path(), Path("examples"), recipes_root() / "examples")]
     for candidate in candidates:

@@ -124,11 +124,8 @@ def model_config(path: str | None) -> Mapping[str, Any] | None:
 
 
 def require_model(path: str) -> None:
-    """Check that the path of a folder or file leads to a model; of a hub name nothing.
-
-    Raises:
-        ValueError: it leads to none, or to one that cannot be read, with the reason.
-    """
+    """Check that the path of a folder or file leads to a model; of a hub name nothing. Raises ``ValueError``: it leads
+    to none, or to one that cannot be read, with the reason."""
     if looks_like_folder(path) and read_model_config(path) is None:
         trained = Path(path).expanduser() / "model"
         nearest = f"; this run's model is {trained}" if os.path.isfile(trained / CONFIG) else ""
@@ -136,11 +133,8 @@ def require_model(path: str) -> None:
 
 
 def read_model_config(path: str | None) -> Mapping[str, Any] | None:
-    """:func:`model_config` for callers that report a damaged file; that of a GGUF file is made from its header.
-
-    Raises:
-        ValueError: the file is there and is no JSON object, or a GGUF file cannot be read, with the reason.
-    """
+    """:func:`model_config` for callers that report a damaged file; that of a GGUF file is made from its header. Raises
+    ``ValueError``: the file is there and is no JSON object, or a GGUF file cannot be read, with the reason."""
     folder, gguf = model_folder(path), gguf_file(path)
     if gguf is not None and folder is not None and not os.path.isfile(folder / CONFIG):
         import_module("roll.models.gguf_reading").describe(gguf)  # imports torch

@@ -342,11 +342,8 @@ def definitions() -> tuple[PipelineDefinition, ...]:
 
 
 def load_definition(path: str) -> PipelineDefinition:
-    """The definition at a dotted path, such as ``my_module.MyPipeline``.
-
-    Raises:
-        ValueError: there is nothing at the path, or no complete subclass of :class:`PipelineDefinition`.
-    """
+    """The definition at a dotted path, such as ``my_module.MyPipeline``. Raises ``ValueError``: there is nothing at the
+    path, or no complete subclass of :class:`PipelineDefinition`."""
     module_name, _, attribute = path.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), attribute)

@@ -228,11 +228,8 @@ PLACEHOLDER = re.compile(r"<[^>]+>|\[\]")
 
 def explain(word: str) -> list[Explanation]:
     """Every key that ``word`` names: a key's own name, or the end of its path (``training_args.learning_rate``); those
-    that it means in another project; those that it is a value of.
-
-    Raises:
-        ConfigError: it names none; the nearest key is in the message.
-    """
+    that it means in another project; those that it is a value of. Raises ``ConfigError``: it names none; the nearest
+    key is in the message."""
     live = [row for table in tables() for row in rows_of(*table)]
     dead = [
         Explanation(heading.replace("`", ""), name, "any value", "", dead_words(decides).capitalize())

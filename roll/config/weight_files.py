@@ -31,11 +31,8 @@ _WRAPPED = re.compile(
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of all tensors, by name; None where there are no safetensors files.
-
-    Raises:
-        ValueError: a file or a tensor that the index names is not there, or a header that cannot be read.
-    """
+    """Shapes of all tensors, by name; None where there are no safetensors files. Raises ``ValueError``: a file or a
+    tensor that the index names is not there, or a header that cannot be read."""
     files = _files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensors in files.items():

@@ -162,10 +162,7 @@ class CallTimes:
     """Writes when the calls of a worker began and ended, next to its log; :mod:`roll.tracking.run_record` reads it.
 
     Calls of the same method in quick succession, such as the turns of an engine, are merged into spans of up to half a
-    second; calls shorter than half a millisecond are left out.
-
-    Args:
-        path: the file, which is appended to.
+    second; calls shorter than half a millisecond are left out. ``path``: the file, which is appended to.
     """
 
     def __init__(self, path: Path, context: WorkerContext) -> None:

@@ -225,10 +225,8 @@ class DriverLoop:
     :meth:`PendingCall.result`.
 
     So a pipeline reads as plain statements, and what :meth:`spawn` has started continues while other roles compute. An
-    error in it ends the wait, whatever is waited for.
-
-    Args:
-        loop: runs the coroutines (in tests and simulations one with a clock of its own).
+    error in it ends the wait, whatever is waited for. ``loop``: runs the coroutines (in tests and simulations one with
+    a clock of its own).
     """
 
     _threads = threading.local()

@@ -180,11 +180,8 @@ class Cluster:
         """Start a method with one result: of rank 0, or of data-parallel replicas, whose results are joined.
 
         A deadline other than the one of ``@register``, or the cluster's ``rpc_timeout``, is set by
-        :meth:`PendingCall.within`.
-
-        Raises:
-            AttributeError: the worker class registers no such method.
-            TypeError: its dispatch mode is one of :meth:`call_all` or :meth:`call_each`.
+        :meth:`PendingCall.within`. Raises ``AttributeError``: the worker class registers no such method; ``TypeError``:
+        its dispatch mode is one of :meth:`call_all` or :meth:`call_each`.
         """
         modes = (Dispatch.RANK_ZERO, Dispatch.DP_MP_COMPUTE, Dispatch.DP_MP_DISPATCH_FIRST)
         return self._call(method.__name__, modes, args, kwargs)
@@ -249,12 +246,8 @@ class Cluster:
         return self._pending("ping", {rank: ref}, None, lambda answers: answers[rank])
 
     def shutdown(self, graceful: bool = True) -> None:
-        """End the workers; a second call does nothing.
-
-        Args:
-            graceful: Let them free what they hold and leave their process group first (for a bounded time). After a
-                failure use False: a rank that hangs would not take part.
-        """
+        """End the workers; a second call does nothing. ``graceful``: let them free what they hold and leave their
+        process group first (for a bounded time). After a failure use False: a rank that hangs would not take part."""
         if self._closed:
             return
         self._closed = True

@@ -104,10 +104,8 @@ def interface_of(address: str) -> str | None:
 def require_token(nodes: NodeEnvironment, environ: Mapping[str, str]) -> None:
     """Check that the nodes of a run know each other by a token, or do without by choice.
 
-    Ray looks for it in ``RAY_AUTH_TOKEN``, in the file ``RAY_AUTH_TOKEN_PATH``, and in ``~/.ray/auth_token``.
-
-    Raises:
-        ConfigError: several nodes, and no secret between them.
+    Ray looks for it in ``RAY_AUTH_TOKEN``, in the file ``RAY_AUTH_TOKEN_PATH``, and in ``~/.ray/auth_token``. Raises
+    ``ConfigError``: several nodes, and no secret between them.
     """
     mode, path = environ.get("RAY_AUTH_MODE", "token").lower(), environ.get("RAY_AUTH_TOKEN_PATH")
     alone = nodes.world_size == 1 or nodes.ray_address is not None

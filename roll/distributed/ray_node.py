@@ -261,10 +261,8 @@ class Board:
     def put(self, key: str, text: bytes, seconds: float | None = None) -> bool:
         """Returns whether the head took the text; False: it did not within ``seconds``.
 
-        Without a limit, Ray ends this process where the head is gone for a minute.
-
-        Raises:
-            NodeError: the head does not know the token of this node.
+        Without a limit, Ray ends this process where the head is gone for a minute. Raises ``NodeError``: the head does
+        not know the token of this node.
         """
         try:
             with _token_accepted():

@@ -40,14 +40,9 @@ class ResourceManager:
         timeout: float = 60.0,
         system_envs: Mapping[str, str] | None = None,
     ) -> None:
-        """Reserve ``num_nodes`` nodes with ``num_devices_per_node`` devices each. Ray must be running.
-
-        Args:
-            system_envs: variables that each worker gets, besides those of its role.
-
-        Raises:
-            ValueError: no such nodes in the cluster, or they are taken for longer than ``timeout`` seconds.
-        """
+        """Reserve ``num_nodes`` nodes with ``num_devices_per_node`` devices each. Ray must be running. ``system_envs``:
+        variables that each worker gets, besides those of its role. Raises ``ValueError``: no such nodes in the cluster,
+        or they are taken for longer than ``timeout`` seconds."""
         if num_devices_per_node < 1 or num_nodes < 1:
             raise ValueError(
                 f"num_gpus_per_node ({num_devices_per_node}) and num_nodes ({num_nodes}) must be at least 1"
@@ -81,11 +76,9 @@ class ResourceManager:
         """One placement a worker of the role, by rank.
 
         ``device_mapping`` is divided, in order, into groups of ``num_gpus_per_worker``, one worker a group. A role
-        without it gets ``world_size`` (default 1) workers without devices, round-robin over the nodes.
-
-        Raises:
-            ValueError: an id that no device has, one listed twice, a list that does not divide into groups, or a group
-                across two nodes.
+        without it gets ``world_size`` (default 1) workers without devices, round-robin over the nodes. Raises
+        ``ValueError``: an id that no device has, one listed twice, a list that does not divide into groups, or a group
+        across two nodes.
         """
         if role.device_mapping is None:
             hidden, bundles, ranks = () if self._has_accelerators else None, self._bundles, range(role.world_size or 1)

@@ -125,12 +125,8 @@ def answer_roll_call(options: NodeOptions, give_up: float) -> Board:
 
 
 def wait_for_nodes(gcs_address: str, address: str, world_size: int, num_nodes: int, join_timeout: float) -> None:
-    """Wait until every node has joined, on node 0.
-
-    Raises:
-        ConfigError: the run needs more nodes than there will be.
-        NodeError: some did not come in time, came twice, or have other versions than this one.
-    """
+    """Wait until every node has joined, on node 0. Raises ``ConfigError``: the run needs more nodes than there will be;
+    ``NodeError``: some did not come in time, came twice, or have other versions than this one."""
     # Before any waiting: this can be known at once, and waiting for the others may take ten minutes.
     if num_nodes > world_size:
         rule = (

@@ -53,11 +53,7 @@ class Callback:
 
 
 class Callbacks:
-    """All callbacks of a run.
-
-    Raises:
-        TypeError: an object with none of :data:`HOOKS`.
-    """
+    """All callbacks of a run. Raises ``TypeError``: an object with none of :data:`HOOKS`."""
 
     def __init__(self, callbacks: Sequence[Any]) -> None:
         for one in callbacks:
@@ -72,11 +68,7 @@ class Callbacks:
         return any(hasattr(one, hook) for one in self._callbacks)
 
     def call(self, hook: str, *values: object) -> None:
-        """Call the method of all that have it.
-
-        Raises:
-            TypeError: one returns neither None nor :data:`STOP`.
-        """
+        """Call the method of all that have it. Raises ``TypeError``: one returns neither None nor :data:`STOP`."""
         for one in self._callbacks:
             answer = getattr(one, hook)(*values) if hasattr(one, hook) else None
             if answer is not None and answer is not STOP:
@@ -96,10 +88,8 @@ def sample_rows(block: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
     A row has ``step``, ``set`` (``train``, ``validation``), ``prompt_id``, ``prompt``, ``response`` and, where the
     record knows them, ``group``, ``ground_truth``, ``domain``, ``tag``, ``score``, ``reward`` (normalised), ``kind``
     (``chosen`` or ``rejected``), ``response_tokens`` (sampled ones), ``finish_reason``, ``outcome``, ``error`` and the
-    parts of the reward as ``metrics/<name>``.
-
-    Args:
-        decode: from token ids to text; called for responses with characters of several tokens.
+    parts of the reward as ``metrics/<name>``. ``decode``: from token ids to text; called for responses with characters
+    of several tokens.
     """
     ids, pieces = block["ids"], block["pieces"]
 

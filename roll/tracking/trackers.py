@@ -110,11 +110,9 @@ def build_trackers(
 
     ``tracker_kwargs`` holds options for all of them, each tracker taking those it understands; a key that is the name
     of a tracker holds options of that one alone. A tracker of one's own, by dotted path or the name of an installed
-    package, is a subclass of :class:`Tracker` that is built as ``MyTracker(run, **options)``.
-
-    Raises:
-        ValueError: an unknown tracker, an option that none of the trackers understands, or a key given in the YAML.
-        ModuleNotFoundError: the package of a tracker is not installed.
+    package, is a subclass of :class:`Tracker` that is built as ``MyTracker(run, **options)``. Raises ``ValueError``: an
+    unknown tracker, an option that none of the trackers understands, or a key given in the YAML;
+    ``ModuleNotFoundError``: the package of a tracker is not installed.
     """
     options = tracker_options(track_with, tracker_kwargs)
     # A tracker that is not published is written by another one: with both named, the same curves would be written
@@ -132,14 +130,9 @@ def build_trackers(
 
 
 def own_tracker(name: str) -> type[Tracker]:
-    """The class of a tracker that does not come with this package.
-
-    Args:
-        name: a dotted path, or a name that an installed package offers.
-
-    Raises:
-        ValueError: no such name, nothing that can be imported, or no complete subclass of :class:`Tracker`.
-    """
+    """The class of a tracker that does not come with this package. ``name``: a dotted path, or a name that an installed
+    package offers. Raises ``ValueError``: no such name, nothing that can be imported, or no complete subclass of
+    :class:`Tracker`."""
     path = dotted_path("trackers", name).replace(":", ".")
     if not DOTTED_PATH.fullmatch(path):
         known = sorted((*OPTIONS, *offered("trackers")))

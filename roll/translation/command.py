@@ -69,11 +69,8 @@ def yaml_text(translation: Translation) -> str:
 
 
 def load(translation: Translation, recipe: Path) -> LoadedConfig[Any]:
-    """The configuration that the translation describes, checked like any other; files need not be there.
-
-    Raises:
-        ConfigError: every mistake that ``roll check`` finds.
-    """
+    """The configuration that the translation describes, checked like any other; files need not be there. Raises
+    ``ConfigError``: every mistake that ``roll check`` finds."""
     if not translation.whole:
         return load_config(None, recipe, overrides=overrides(_without_unset(translation)), check_files=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -152,11 +149,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def translated(arguments: argparse.Namespace) -> Translation:
-    """The translation that the command line asks for.
-
-    Raises:
-        ConfigError: text that cannot be read, or keys and values without a translation.
-    """
+    """The translation that the command line asks for. Raises ``ConfigError``: text that cannot be read, or keys and
+    values without a translation."""
     source = read(arguments.source, arguments.call)
     dialect = DIALECTS[arguments.dialect] if arguments.dialect else dialect_of(source)
     recipe = load_config(RLVRConfig, arguments.recipe, check_files=False)
@@ -166,10 +160,8 @@ def translated(arguments: argparse.Namespace) -> Translation:
 def read(words: Sequence[str], call: int | None = None) -> Source:
     """A file, standard input (``-`` or nothing), one quoted command, or the words of a command.
 
-    A script that is there is run in the sandbox: ``[NAME=value ...] [bash] script.sh [argument ...]``.
-
-    Raises:
-        ConfigError: no such file, or text that cannot be read.
+    A script that is there is run in the sandbox: ``[NAME=value ...] [bash] script.sh [argument ...]``. Raises
+    ``ConfigError``: no such file, or text that cannot be read.
     """
     if not words or list(words) == ["-"]:
         return read_pasted(sys.stdin.read(), call)

@@ -132,11 +132,8 @@ def translate(
 
 
 def dialect_of(source: Source) -> Dialect:
-    """Return the dialect of a source: by its launcher, else by its keys.
-
-    Raises:
-        ConfigError: no dialect has any of the keys.
-    """
+    """Return the dialect of a source: by its launcher, else by its keys. Raises ``ConfigError``: no dialect has any of
+    the keys."""
     for dialect in DIALECTS.values():
         if any(re.fullmatch(pattern, source.launcher) for pattern, _ in dialect.programs):
             return dialect

@@ -96,12 +96,9 @@ def launch_of(words: Sequence[str]) -> Launch | None:
 
 
 def _started(words: list[str], with_values: Collection[str] | None = None) -> Launch | None:
-    """Program after options: ``-m MODULE``, a script, or for ``uv`` a command; None: program text.
-
-    Args:
-        with_values: options that take the next word; None for ``torchrun``, ``accelerate launch`` and ``deepspeed``,
-            whose options are kept and take a value unless they are known as switches.
-    """
+    """Program after options: ``-m MODULE``, a script, or for ``uv`` a command; None: program text. ``with_values``:
+    options that take the next word; None for ``torchrun``, ``accelerate launch`` and ``deepspeed``, whose options are
+    kept and take a value unless they are known as switches."""
     options: list[tuple[str, str]] = []
     while words:
         word = words.pop(0)
@@ -180,11 +177,7 @@ TOKEN = re.compile(
 
 def commands(text: str, variables: Variables) -> Iterator[list[str]]:
     """The words of each command, expanded; a newline, ``;``, ``&`` and ``|`` end one. Assignments take effect when the
-    caller has put them into ``variables``.
-
-    Raises:
-        ValueError: a quote that is not closed.
-    """
+    caller has put them into ``variables``. Raises ``ValueError``: a quote that is not closed."""
     text = re.sub(r"\\\r?\n", " ", text) + "\n"
     words: list[str] = []
     word: list[str] = []  # several where an unquoted variable holds several words

@@ -58,11 +58,8 @@ class Source:
 
 
 def read_text(text: str) -> Source:
-    """Read a command or a script.
-
-    Raises:
-        ConfigError: an open quote, a command that is not understood, several runs, or none.
-    """
+    """Read a command or a script. Raises ``ConfigError``: an open quote, a command that is not understood, several
+    runs, or none."""
     variables = Variables()
     source, launches, mistakes = Source(), 0, []
     assignment = SCRIPT_ASSIGNMENT if LAUNCH.search(text) else ASSIGNMENT
@@ -97,14 +94,8 @@ def read_text(text: str) -> Source:
 
 
 def read_recording(recording: Recording, name: str, call: int | None = None) -> Source:
-    """Read what a script called.
-
-    Args:
-        call: which of several runs, from 1; None: the first.
-
-    Raises:
-        ConfigError: no run, none of number ``call``, or words that are no keys.
-    """
+    """Read what a script called. ``call``: which of several runs, from 1; None: the first. Raises ``ConfigError``: no
+    run, none of number ``call``, or words that are no keys."""
     launches = [(command, launch) for command in recording.commands if (launch := launch_of(command.words))]
     runs = [(command, launch) for command, launch in launches if launch.trains]
     if not runs:
@@ -136,11 +127,7 @@ def read_recording(recording: Recording, name: str, call: int | None = None) -> 
 
 
 def _of_words(words: Sequence[str], environment: Mapping[str, str]) -> Source:
-    """Keys of split words.
-
-    Raises:
-        ConfigError: words that are no keys.
-    """
+    """Keys of split words. Raises ``ConfigError``: words that are no keys."""
     source = Source(environment=dict(environment))
     if mistakes := _read_arguments(list(words), source):
         raise ConfigError(mistakes)
@@ -172,11 +159,8 @@ def read_words(words: Sequence[str]) -> Source:
 
 
 def read_yaml(text: str, name: str) -> Source:
-    """Read one of their YAML files; dotted and nested keys both work, and so do references between keys.
-
-    Raises:
-        ConfigError: not a YAML section, or a ``${...}`` that leads nowhere.
-    """
+    """Read one of their YAML files; dotted and nested keys both work, and so do references between keys. Raises
+    ``ConfigError``: not a YAML section, or a ``${...}`` that leads nowhere."""
     try:
         data = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -139,14 +139,9 @@ def record(
     environment: Mapping[str, str] | None = None,
     sandbox: Sandbox | None = None,
 ) -> Recording:
-    """Run ``script`` as ``bash script arguments`` under stand-ins for all programs.
-
-    Args:
-        environment: variables set in front of it; nothing of the caller's own environment is passed on.
-
-    Raises:
-        ConfigError: a script that is too large, or a host that cannot confine it.
-    """
+    """Run ``script`` as ``bash script arguments`` under stand-ins for all programs. ``environment``: variables set in
+    front of it; nothing of the caller's own environment is passed on. Raises ``ConfigError``: a script that is too
+    large, or a host that cannot confine it."""
     text = read_script(script)
     place = script.resolve().parent
     # The folder that the script sees: its repository, else the working folder above it, else its own.
@@ -302,11 +297,8 @@ def _commands(recorded: str, root: Path, environment: Mapping[str, str]) -> list
 
 
 def _outside(text: str, base: str, root: Path) -> str:
-    """A recorded word with the paths and markers of the sandbox replaced.
-
-    Raises:
-        ConfigError: control characters, which would reach a terminal.
-    """
+    """A recorded word with the paths and markers of the sandbox replaced. Raises ``ConfigError``: control characters,
+    which would reach a terminal."""
     if _CONTROL.search(text):
         raise ConfigError([Problem("(script)", _CONTROL.sub("?", text)[:200], "holds control characters")])
     text = text.replace(f"{base}/root", str(root))

@@ -82,11 +82,7 @@ CONFIG_FILES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def with_file(source: Source) -> Mapping[str, Any]:
     """The keys, which override those of the file that ``--config-name`` names, or without it the program: an existing
-    file, else a known one.
-
-    Raises:
-        ConfigError: a file that is no YAML section.
-    """
+    file, else a known one. Raises ``ConfigError``: a file that is no YAML section."""
     keys, folder = source.keys, source.config_path
     own_file = "dapo_trainer" if re.fullmatch(r"recipe\.dapo\.(?:src\.)?main_\w+", source.launcher) else BASES[0]
     name = str(keys.get(CONFIG_NAME, own_file))
@@ -128,11 +124,8 @@ def level(value: object) -> Any:
 
 
 def bands(value: object) -> str:
-    """Bounds as ``2.0`` or ``0.5_5.0``, several with commas between them.
-
-    Raises:
-        ValueError: text that holds no such bounds.
-    """
+    """Bounds as ``2.0`` or ``0.5_5.0``, several with commas between them. Raises ``ValueError``: text that holds no
+    such bounds."""
     try:
         for band in str(value).split(","):
             bounds(band)

@@ -96,11 +96,8 @@ def check_resume(config: RunConfig, checks: Checks) -> None:
 
 
 def check_output(folder: Path, source: Path) -> None:
-    """Check that this user may create files in ``output_dir``, or the folder itself; nothing is created.
-
-    Raises:
-        ConfigError: a file is in its way, or the right to write is missing.
-    """
+    """Check that this user may create files in ``output_dir``, or the folder itself; nothing is created. Raises
+    ``ConfigError``: a file is in its way, or the right to write is missing."""
     nearest = folder.absolute()
     while not os.path.exists(nearest):
         nearest = nearest.parent

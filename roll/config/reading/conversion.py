@@ -26,11 +26,7 @@ class Mismatch(Exception):
 
 
 def convert_field(value: object, hint: object, rules: FieldRules) -> Any:
-    """The value as the field's type, its rules checked.
-
-    Raises:
-        Mismatch: the rule that was broken.
-    """
+    """The value as the field's type, its rules checked. Raises ``Mismatch``: the rule that was broken."""
     if rules.parse is not None and value is not None:
         try:
             value = rules.parse(value)

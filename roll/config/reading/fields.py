@@ -50,11 +50,7 @@ class Table(UserDict[str, R]):
         self._shipped = frozenset(self)
 
     def add(self, row: R) -> None:
-        """Add a row.
-
-        Raises:
-            ValueError: a name that is taken.
-        """
+        """Add a row. Raises ``ValueError``: a name that is taken."""
         for name in row.names:
             if name in self:
                 raise ValueError(f"{self.key} {name!r} is registered already; choose another name")
@@ -223,11 +219,8 @@ RULE = "must be a list of device ids such as [0, 1], or a string such as 'list(r
 
 
 def parse_device_mapping(value: object) -> list[int]:
-    """Device ids in order.
-
-    Raises:
-        ValueError: another form, ids that are not whole numbers from 0 up, an empty list, or an id given twice.
-    """
+    """Device ids in order. Raises ``ValueError``: another form, ids that are not whole numbers from 0 up, an empty
+    list, or an id given twice."""
     if isinstance(value, str):
         ids = _parse_expression(value)
     elif isinstance(value, int) and not isinstance(value, bool):

@@ -63,12 +63,8 @@ def readable(file: Path, problems: Problems) -> bool:
 
 
 def _text(file: Path) -> str:
-    """Content of a file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is too large, or not UTF-8; the rule.
-    """
+    """Content of a file. Raises ``OSError``: the file cannot be read; ``ValueError``: it is too large, or not UTF-8;
+    the rule."""
     data = file.read_bytes()
     if len(data) > LARGEST_FILE:
         raise ValueError(f"has {len(data):,} bytes: more than {LARGEST_FILE:,} are no configuration")
@@ -83,11 +79,8 @@ def _text(file: Path) -> str:
 
 
 def compose_nodes(text: str) -> yaml.Node | None:
-    """The nodes of a file that is neither too deep nor, with its aliases written out, too large.
-
-    Raises:
-        yaml.YAMLError: it is no YAML. ValueError: it is too deep, too large or endless.
-    """
+    """The nodes of a file that is neither too deep nor, with its aliases written out, too large. Raises
+    ``yaml.YAMLError``: it is no YAML; ``ValueError``: it is too deep, too large or endless."""
     depth = 0
     for event in yaml.parse(text, Loader=Loader):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -100,11 +93,8 @@ def compose_nodes(text: str) -> yaml.Node | None:
 
 
 def _check_aliases(node: yaml.Node, sizes: dict[int, int], above: set[int]) -> int:
-    """Keys and values below ``node`` with aliases written out.
-
-    Raises:
-        ValueError: an alias to something that it is part of, or too much of it.
-    """
+    """Keys and values below ``node`` with aliases written out. Raises ``ValueError``: an alias to something that it is
+    part of, or too much of it."""
     if id(node) in above:
         raise ValueError(f"line {node.start_mark.line + 1}: an alias inside its own anchor makes a section endless")
     if id(node) in sizes:

@@ -40,14 +40,8 @@ class Row:
 
 
 def read_rows(name: str, texts: Mapping[str, str] | None = None) -> Iterator[Row]:
-    """The rows of the file ``name.table``.
-
-    Args:
-        texts: for ``$NAME``, besides :data:`TEXTS` and those that the table defines; None: names that are left are
-            empty.
-
-    Raises:
-        KeyError: a ``$NAME`` or an ``@NAME`` that nothing defines.
+    """The rows of the file ``name.table``. ``texts``: for ``$NAME``, besides :data:`TEXTS` and those that the table
+    defines; None: names that are left are empty. Raises ``KeyError``: a ``$NAME`` or an ``@NAME`` that nothing defines.
     """
     written = (defaultdict(str) if texts is None else dict(texts)) | TEXTS
     roles: dict[str, list[list[str]]] = {}
