@@ -15,7 +15,6 @@ import contextvars
 import io
 import logging
 import os
-import re
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from roll.config.loader import LoadedConfig
 from roll.config.objects import path_of
 from roll.config.plan.plan import Plan
 from roll.config.plan.render import line, render_plan
+from roll.config.reading.compose import hydra_value
 from roll.config.reading.errors import ConfigError, Notice, Problem
 from roll.distributed.forked_workers import forking
 from roll.preflight import check_first_rows, check_parts, ready
@@ -69,7 +69,7 @@ def load_config(config: Config, overrides: Overrides = (), *, check_files: bool 
     """
     words = (overrides,) if isinstance(overrides, str) else tuple(overrides)
     if isinstance(overrides, Mapping):
-        words = tuple(f"{key}={_literal(plain(value, key))}" for key, value in overrides.items())
+        words = tuple(f"{key}={hydra_value(plain(value, key))}" for key, value in overrides.items())
     if isinstance(config, LoadedConfig):
         words = (*config.overrides, *words)
         config = config.source if config.written is None else config.written
@@ -125,18 +125,6 @@ def plain(value: object, key: str = "") -> Any:
     except Exception as error:  # whatever its parts raise when they are pickled
         rule = f"cannot be sent to the workers ({type(error).__name__}: {error}): put it into a module, and import it"
         raise ConfigError([Problem(key, repr(value), rule)]) from error
-
-
-def _literal(value: object) -> str:
-    """A value in the grammar of hydra's overrides."""
-    if isinstance(value, str):
-        # Backslashes count as such only before a quotation mark.
-        return "'" + re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + (r"\'" if m[2] else ""), value) + "'"
-    if isinstance(value, list):
-        return f"[{','.join(map(_literal, value))}]"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_literal(inner)}" for key, inner in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 @dataclass(frozen=True)

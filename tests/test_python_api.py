@@ -18,7 +18,6 @@ from roll import api
 from roll.cli import main
 from roll.config import objects
 from roll.config.loader import copy_recipes
-from roll.config.reading.compose import parse_override
 from roll.tracking.callbacks import Callbacks, sample_rows
 from tests.config.good import GOOD_SFT
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
@@ -135,16 +134,6 @@ def test_a_check_has_the_report_of_the_command(
     assert str(found) == printed
     unfit = roll.check(words[0], check_files=False, gpu="rtx4090")
     assert unfit.problems
-
-
-@pytest.mark.parametrize(
-    "value", ["it's", "x\\", "c:\\d'e\\", "1", "true", "", " a, b ", 1e-6, True, None, [1, "b c", {"k": "v"}]]
-)
-def test_overrides_keep_values(value: Any) -> None:
-    override = parse_override(f"key={api._literal(value)}")
-    assert override is not None
-    assert str(override.value()) == str(value)
-    assert type(override.value()) is type(value)
 
 
 def test_objects_get_paths() -> None:

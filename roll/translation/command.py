@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from roll.config.loader import LoadedConfig, load_config
+from roll.config.reading.compose import hydra_value
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reading.masking import masked
 from roll.pipelines.rlvr.config import RLVRConfig
@@ -28,27 +29,12 @@ from roll.translation.launching import is_program
 from roll.translation.reading import UNSET, Source, read_recording, read_text, read_words, read_yaml
 from roll.translation.recording import record
 
-PLAIN = re.compile(r"[A-Za-z_./][\w./+@:%-]*")  # text that hydra reads as itself without quotes
 DATA_HINT = "; data are prepared by examples/data/convert.py"
-WORDS_WITH_A_MEANING = frozenset({"true", "false", "null", "nan", "inf"})
 
 
 def overrides(translation: Translation) -> list[str]:
     """``key=value`` words as ``roll run`` takes them, not yet quoted for a shell."""
     return [f"{key}={hydra_value(value)}" for key, value in translation.keys.items()]
-
-
-def hydra_value(value: object) -> str:
-    """A value in hydra's grammar, so that it is read as the same value."""
-    if isinstance(value, str):
-        if PLAIN.fullmatch(value) and value.lower() not in WORDS_WITH_A_MEANING:
-            return value
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(hydra_value(entry) for entry in value)}]"
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{hydra_value(entry)}' for key, entry in value.items())}}}"
-    return show(value)
 
 
 def tree(translation: Translation) -> dict[str, Any]:

@@ -211,6 +211,7 @@ OVERRIDES: list[tuple[str, str, Any]] = [
     ("actor_infer.device_mapping='[3] + [1]'", "actor_infer.device_mapping", [3, 1]),
     ("actor_infer.device_mapping=[3]+list(range(2))", "actor_infer.device_mapping", [3, 0, 1]),
     ("pretrain=/models/some model (v2), final", "pretrain", "/models/some model (v2), final"),
+    (r"pretrain=models\d (v2", "pretrain", r"models\d (v2"),
     ("+system_envs.NCCL_DEBUG=INFO", "system_envs", {"NCCL_DEBUG": "INFO"}),
     ("exp_name=run_${seed}", "exp_name", "run_42"),
 ]

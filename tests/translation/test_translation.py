@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from roll import cli
-from roll.config.reading.compose import parse_override
+from roll.config.reading.compose import hydra_value, parse_override
 from roll.config.reading.errors import ConfigError
-from roll.translation.command import hydra_value, load
+from roll.translation.command import load
 from roll.translation.engine import Translation
 from roll.translation.verl import TOOL_TEMPLATE
 from tests.agents.templates import published
@@ -183,12 +183,14 @@ def test_trackers_and_what_stays_in_the_environment(translated: Translate) -> No
     "value",
     [
         *("fsdp2_train", "true", "null", "1e8", "a b", "it's", "~/x", "${oc.env:HOME}/x", ""),
-        *(True, None, 3, 0.1, 1e-6, ["a", "${oc.env:A}", 1], {"a": [1, "b"]}),
+        *("x\\", "c:\\d'e\\", r"^\d+$(", " a, b ", "1", "café"),
+        *(True, None, 3, 0.1, 1e-6, ["a", "${oc.env:A}", 1], {"a": [1, "b"]}, [1, "b c", {"k": "v"}]),
     ],
 )
 def test_values_are_written_so_that_hydra_reads_the_same(value: Any) -> None:
     override = parse_override(f"key={hydra_value(value)}")
     assert override is not None and override.value() == value
+    assert type(override.value()) is type(value)
 
 
 def test_the_command_prints_keys_yaml_and_notes(

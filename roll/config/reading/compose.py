@@ -29,6 +29,8 @@ from roll.config.reading.yaml_files import SourceFile, readable, yaml_problem
 LEARNING, ROLL = "learning", "roll"
 DEFAULT_SETS = (LEARNING, ROLL)  # values of `defaults` other than hydra's list of files
 _SET_ASIDE = "_set_of_defaults_"
+_PLAIN = re.compile(r"[A-Za-z_./][\w./+@:%-]*", re.ASCII)  # text that hydra reads as itself without quotes
+_WORDS_WITH_A_MEANING = frozenset({"true", "false", "null", "nan", "inf"})
 OVERRIDE_RULE = "must be key=value (or +key=value, or ~key to take a key out)"
 # Exceptions of hydra and OmegaConf on trees that they cannot read: their own errors, and plain ones.
 COMPOSITION_ERRORS = (
@@ -140,14 +142,27 @@ def parse_override(text: str) -> Override | None:
     key, equals, value = text.partition("=")
     candidates = [text]
     if equals:
-        quoted = value.replace("\\", "\\\\").replace("'", "\\'")
-        candidates.append(f"{key}=null" if value.strip() == "~" else f"{key}='{quoted}'")
+        candidates.append(f"{key}=null" if value.strip() == "~" else f"{key}={hydra_value(value)}")
     for candidate in candidates:
         try:
             return OverridesParser.create().parse_override(candidate)
         except (OverrideParseException, HydraException):
             continue
     return None
+
+
+def hydra_value(value: object) -> str:
+    """A value in hydra's grammar, so that it is read as the same value."""
+    if isinstance(value, str):
+        if _PLAIN.fullmatch(value) and value.lower() not in _WORDS_WITH_A_MEANING:
+            return value
+        # Backslashes count as such only before a quotation mark.
+        return "'" + re.sub(r"(\\*)('|$)", lambda m: 2 * m[1] + (r"\'" if m[2] else ""), value) + "'"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(hydra_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{hydra_value(entry)}' for key, entry in value.items())}}}"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _first_lines(error: Exception) -> str:
