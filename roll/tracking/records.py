@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from roll.config.installation import install_command
@@ -57,6 +58,8 @@ class TrackedRun:
 class Tracker(ABC):
     """Takes the metrics of each step. Steps never go back; the same step may come more than once with other names."""
 
+    paths: Mapping[str, Path] = MappingProxyType({})  # of what is on disk, by kind
+
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record ``metrics`` (plain numbers) of ``step``."""
@@ -66,8 +69,8 @@ class Tracker(ABC):
         """Record texts of ``step`` under ``name`` (``train``, ``validation``)."""
 
     def files(self) -> dict[str, Path]:
-        """Paths of what is on disk, by kind; empty if nothing is."""
-        return {}
+        """:attr:`paths`; empty if nothing is on disk."""
+        return dict(self.paths)
 
     def close(self) -> None:
         """Write out what is still in memory; nothing is logged afterwards."""
@@ -154,7 +157,7 @@ class JsonlTracker(Tracker):
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder = folder
+        self._folder, self.paths = folder, {"metrics": folder / METRICS_NAME}
         for path in (folder / METRICS_NAME, *folder.glob("samples-*.jsonl")):
             if path.exists():
                 lines = ((row["step"], json.dumps(row, ensure_ascii=False).encode() + b"\n") for row in _rows(path))
@@ -168,9 +171,6 @@ class JsonlTracker(Tracker):
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
         for row in rows:
             self._append(f"samples-{name}.jsonl", {"step": step, **row})
-
-    def files(self) -> dict[str, Path]:
-        return {"metrics": self._folder / METRICS_NAME}
 
     def close(self) -> None:
         for file in self._files.values():

@@ -74,6 +74,7 @@ class OnlineTracker(ServiceTracker):
                 "run on this machine with tracker_kwargs.mode=offline"
             )
         self._folder = run.folder(self.package, log_dir)
+        self.paths = {self.title: self._folder}
         self._folder.mkdir(parents=True, exist_ok=True)
         written = self._folder / "run-id"
         if run.resume_step is None or not written.exists():
@@ -89,9 +90,6 @@ class OnlineTracker(ServiceTracker):
     @abstractmethod
     def _start(self, **options: object) -> Any:
         """The package's run."""
-
-    def files(self) -> dict[str, Path]:
-        return {self.title: self._folder}
 
 
 class WandbTracker(OnlineTracker):
@@ -147,9 +145,7 @@ class TrackioTracker(ServiceTracker):
         options = {"project": "roll", "name": run.exp_name, **options}
         resume = "never" if run.resume_step is None else "allow"
         self._run = self._module.init(config=dict(run.config), resume=resume, embed=False, **options)
-
-    def files(self) -> dict[str, Path]:
-        return {"Trackio": Path(self._module.TRACKIO_DIR)}
+        self.paths = {"Trackio": Path(self._module.TRACKIO_DIR)}
 
 
 MAX_PARAMS = 100  # Parameters, or tags, of one request to MLflow's server
@@ -189,8 +185,9 @@ class MlflowTracker(Tracker):
         tracking_uri: str | None = None,
     ) -> None:
         self._module = tracker_package("mlflow")
-        self._folder = folder = run.folder("mlflow", log_dir)
+        folder = run.folder("mlflow", log_dir)
         folder.mkdir(parents=True, exist_ok=True)
+        self.paths = {"MLflow": folder}
         store = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         place = None if store else (folder.resolve() / "artifacts").as_uri()
         self._client = self._module.MlflowClient(store or f"sqlite:///{folder.resolve()}/mlflow.db")
@@ -225,9 +222,6 @@ class MlflowTracker(Tracker):
         if rows:
             text = json.dumps([dict(row) for row in rows], ensure_ascii=False, indent=1, default=str)
             self._client.log_text(self._id, text, f"samples/{name}/{step}.json")
-
-    def files(self) -> dict[str, Path]:
-        return {"MLflow": self._folder}
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
@@ -267,7 +261,7 @@ class PrometheusTracker(Tracker):
             raise ModuleNotFoundError(
                 f"track_with: prometheus needs prometheus_client; {install_command('prometheus')}"
             ) from error
-        self._run, self._folder = run.exp_name, run.log_dir / "prometheus"
+        self._run, address = run.exp_name, run.log_dir / "prometheus" / "address"
         self._values: dict[str, float] = {}
         self._lock = threading.Lock()
         registry = CollectorRegistry()
@@ -280,8 +274,9 @@ class PrometheusTracker(Tracker):
                 "port: 0 takes a free one"
             ) from error
         url = f"http://{host}:{self._server.server_port}/metrics"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "address").write_text(url + "\n", encoding="utf-8")
+        address.parent.mkdir(parents=True, exist_ok=True)
+        address.write_text(url + "\n", encoding="utf-8")
+        self.paths = {"Prometheus": address}
         logger.info("metrics for Prometheus at %s", url)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -303,9 +298,6 @@ class PrometheusTracker(Tracker):
             family = GaugeMetricFamily(series_name(name), name, labels=["run"])
             family.add_metric([self._run], value)
             yield family
-
-    def files(self) -> dict[str, Path]:
-        return {"Prometheus": self._folder / "address"}
 
     def close(self) -> None:
         self._server.shutdown()

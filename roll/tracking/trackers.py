@@ -6,7 +6,6 @@ import importlib
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from roll.config.installation import dotted_path, offered
@@ -31,8 +30,9 @@ class TensorBoardTracker(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._folder = run.folder("tensorboard", log_dir)
-        self._writer = EventFileWriter(str(self._folder), flush_secs=flush_secs)
+        folder = run.folder("tensorboard", log_dir)
+        self.paths = {"TensorBoard": folder}
+        self._writer = EventFileWriter(str(folder), flush_secs=flush_secs)
         # A session that starts at step s tells TensorBoard to drop what earlier files hold from step s on.
         first_step = 0 if run.resume_step is None else run.resume_step + 1
         self._writer.add_event(
@@ -47,9 +47,6 @@ class TensorBoardTracker(Tracker):
         tensor = {"dtype": "DT_STRING", "string_val": [text], "tensor_shape": {"dim": [{"size": 1}]}}
         metadata = {"plugin_data": {"plugin_name": "text"}}
         self._add([{"tag": f"samples/{name}/text_summary", "metadata": metadata, "tensor": tensor}], step)
-
-    def files(self) -> dict[str, Path]:
-        return {"TensorBoard": self._folder}
 
     def close(self) -> None:
         self._writer.close()
