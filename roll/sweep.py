@@ -114,10 +114,7 @@ def run_trials(
             trainable,
             param_space={key: tune.grid_search(list(values)) for key, values in space.items()},
             tune_config=tune.TuneConfig(
-                metric=sweep.metric,
-                mode=mode,
-                scheduler=asha,
-                trial_dirname_creator=lambda one: str(one.trial_id),
+                metric=sweep.metric, mode=mode, scheduler=asha, trial_dirname_creator=lambda one: str(one.trial_id)
             ),
             run_config=tune.RunConfig(name="tune", storage_path=sweep.folder, verbose=0),
         ).fit()

@@ -141,9 +141,7 @@ def _is_of(value: object, types: set[str]) -> bool:
 
 
 def _unquoted(
-    opening: re.Pattern[str],
-    ending: re.Pattern[str],
-    read: Callable[[str, str, Mapping[str, Any]], ToolCall],
+    opening: re.Pattern[str], ending: re.Pattern[str], read: Callable[[str, str, Mapping[str, Any]], ToolCall]
 ) -> Callable[[str, Schemas | None], Found]:
     """A finder of calls whose arguments are written without quotes, so that any mark may be a part of one.
 

@@ -83,11 +83,7 @@ ADV_ESTIMATORS = Table(
     Estimator("reinforce", options=DiscountOptions, rewards_turns=True),
     Estimator("reinforce++", ("reinforce_plus_plus",), DiscountOptions, whitens=True, rewards_turns=True),
     Estimator(
-        "reinforce++_baseline",
-        ("reinforce_plus_plus_baseline",),
-        DiscountOptions,
-        norm=("group", None),
-        whitens=True,
+        "reinforce++_baseline", ("reinforce_plus_plus_baseline",), DiscountOptions, norm=("group", None), whitens=True
     ),
     Estimator("rloo", ("loop",), NoOptions, leaves_one_out=True),
     Estimator("opo", options=NoOptions),

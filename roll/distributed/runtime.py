@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 DRIVER_SETTINGS = {
     # A failure is reported once, by the call that met it, not again for each rank that failed with it.
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
+    "RAY_IGNORE_UNHANDLED_ERRORS": "1"
 }
 
 _JOIN_SECONDS = 600.0

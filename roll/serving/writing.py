@@ -199,12 +199,7 @@ class Writer:
             tops = [None, *map(self._by_text, choice.echoed.top), *tops] if tops else []
         texts = [self._text(token) for token in token_ids]
         offsets = list(itertools.accumulate(map(len, texts), initial=choice.text_offset))
-        return {
-            "tokens": texts,
-            "token_logprobs": log_probs,
-            "top_logprobs": tops or None,
-            "text_offset": offsets[:-1],
-        }
+        return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": tops or None, "text_offset": offsets[:-1]}
 
     def _by_text(self, log_probs: Sequence[tuple[int, float]]) -> dict[str, float]:
         return {self._text(token): _finite(value) for token, value in log_probs}

@@ -94,12 +94,7 @@ class ProgressReporter:
     """
 
     def __init__(
-        self,
-        total_steps: int,
-        headlines: Sequence[Headline],
-        *,
-        first_step: int = 0,
-        console: Console | None = None,
+        self, total_steps: int, headlines: Sequence[Headline], *, first_step: int = 0, console: Console | None = None
     ) -> None:
         self._total = total_steps
         self._done = first_step

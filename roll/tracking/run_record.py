@@ -120,8 +120,7 @@ class SampleLog:
         if self._file.tell() + len(data) > self._max_bytes:
             self._ended = True
             logger.warning(
-                "the record of samples has reached %d MiB: later samples are not kept",
-                self._max_bytes >> 20,
+                "the record of samples has reached %d MiB: later samples are not kept", self._max_bytes >> 20
             )
             return
         try:

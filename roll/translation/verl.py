@@ -137,10 +137,7 @@ def bands(value: object) -> str:
 # Patterns of modules and their facts; of the recipes only those whose keys describe them completely.
 PROGRAMS: tuple[tuple[str, dict[str, bool]], ...] = (
     (r"verl\.trainer\.main_ppo\w*|verl\.experimental\.(?:transfer_queue|separation)\.main_\w+", {}),
-    (
-        r"verl\.experimental\.one_step_off_policy\.(?:\w+\.)*main_\w+",
-        {"one_step_off": True, "bypass": True},
-    ),
+    (r"verl\.experimental\.one_step_off_policy\.(?:\w+\.)*main_\w+", {"one_step_off": True, "bypass": True}),
     (r"recipe\.one_step_off_policy\.main_\w+", {"one_step_off": True}),
     (r"recipe\.(?:dapo|entropy|char_count)\.(?:src\.)?main_\w+", {}),
 )

@@ -120,10 +120,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "format_penalty": "custom_envs.<tag>.env_config.format_penalty decides",
         "max_traj_per_env": "rollout_batch_size decides: a place is taken by the next episode as soon as it is free",
     },
-    "RewardNormalizationConfig": {
-        "global_scale_factor": "",
-        "global_shift_value": "",
-    },
+    "RewardNormalizationConfig": {"global_scale_factor": "", "global_shift_value": ""},
     "RewardConfig": {"reward_manager_config": None},
     "DistillConfig": {"logits_transfer_backend": "log-probs travel as columns of their batch"},
     "WorkerConfig": {
