@@ -67,7 +67,7 @@ class BlackBoxAgent:
                 # On cancellation too: agents from elsewhere live on, and their calls must not reach the engines.
                 self._endpoint.retire(session)
                 if session.began is not None:
-                    busy = time.perf_counter() - session.began - model.seconds
+                    busy = time.perf_counter() - session.began - model.seconds.model
                     episode.seconds.environment += max(0.0, busy)
             if session.fault is not None:
                 raise session.fault

@@ -8,7 +8,7 @@ import itertools
 import string
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from roll.agents.agent_options import Context
@@ -38,6 +38,7 @@ class EnvironmentOptions:
     concurrent: int | None = None
 
 
+@dataclass(eq=False)
 class EnvironmentAgent:
     """Plays environments that ``make`` builds, one per episode.
 
@@ -45,9 +46,10 @@ class EnvironmentAgent:
     an environment that hangs keeps its thread and is not used again.
     """
 
-    def __init__(self, name: str, make: Callable[[], Environment], options: EnvironmentOptions) -> None:
-        self._name, self._make, self._options = name, make, options
-        self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+    _name: str
+    _make: Callable[[], Environment]
+    _options: EnvironmentOptions
+    _slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=dict)
 
     async def run(self, task: Task, model: Model, episode: Episode) -> None:
         environment, turn = await self._reset(task, episode)

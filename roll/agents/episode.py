@@ -175,17 +175,12 @@ class Model:
         self._sample, self._template, self._tool_format, self._limits = sample, template, tool_format, limits
         self.conversations = Conversations(template, thinking)
         self.role = ""
-        self._seconds = Seconds()
-
-    @property
-    def seconds(self) -> float:
-        """Spent waiting for responses."""
-        return self._seconds.model
+        self.seconds = Seconds()  # `model`: spent waiting for responses
 
     def as_(self, role: str) -> Model:
         """The same policy in another role: its calls have rewards and a baseline of their own, and are trained where
         ``train_roles`` names the role."""
-        # Shallow: conversations, turns and `_seconds` are those of the episode, shared by its roles.
+        # Shallow: conversations, turns and `seconds` are those of the episode, shared by its roles.
         model = copy.copy(self)
         model.role = role
         return model
@@ -286,7 +281,7 @@ class Model:
         except Exception as error:
             raise EngineFault(str(error)) from error
         finally:
-            self._seconds.model += time.perf_counter() - begin
+            self.seconds.model += time.perf_counter() - begin
 
     def text_of(self, token_ids: Sequence[int], ended: bool = False, special: bool = True) -> str:
         """The text of ids, with or without ``special`` tokens; ``ended``: and without the one that ended the turn."""
@@ -330,6 +325,6 @@ async def run_episode(task: Task, agent: Agent, model: Model, limits: Limits) ->
     except Exception as error:
         episode.outcome, episode.error = "agent_error", f"{type(error).__name__}: {error}"
     episode.seconds.total = time.perf_counter() - begin
-    episode.seconds.model = model.seconds
+    episode.seconds.model = model.seconds.model
     episode.reward = sum(call.reward for call in episode.calls)
     return episode

@@ -8,6 +8,7 @@ be stored; the image itself is held once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -24,14 +25,14 @@ class BlindPolicyError(ValueError):
     """A conversation has an image, and the policy is a text model."""
 
 
+@dataclass(eq=False)
 class ChatImages:
     """The images of conversations as a vision-language policy sees them. ``model``: its properties as the data layer
     reads them, with the run's pixel limits."""
 
-    def __init__(self, model: VisionModel) -> None:
-        self._model = model
-        # Weak: an image is kept as long as an episode holds it, not as long as the run.
-        self._known: WeakValueDictionary[str, EncodedImage] = WeakValueDictionary()
+    _model: VisionModel
+    # Weak: an image is kept as long as an episode holds it, not as long as the run.
+    _known: WeakValueDictionary[str, EncodedImage] = field(default_factory=WeakValueDictionary)
 
     def take(self, message: Mapping[str, Any], held: dict[str, EncodedImage]) -> Message:
         """The message with digests in place of its images, which are added to ``held``. Raises ``ImageError``: an image

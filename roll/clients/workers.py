@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Generator, Iterator, Mapping
 from concurrent.futures import Future as ThreadFuture
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pkgutil import resolve_name
 from types import TracebackType
@@ -41,11 +42,11 @@ R = TypeVar("R")
 Needs = Mapping[str, frozenset[StateKind]]  # by role, the states that a call must find on its devices
 
 
+@dataclass(eq=False)
 class Future(Generic[R]):
     """The result of a call that is under way; awaitable in a coroutine, :meth:`result` anywhere else."""
 
-    def __init__(self, future: ThreadFuture[R]) -> None:
-        self._future = future
+    _future: ThreadFuture[R]
 
     def result(self, timeout: float | None = None) -> R:
         """Wait for the result.
@@ -101,14 +102,14 @@ class CallLoop:
             self._thread.join()
 
 
+@dataclass(eq=False)
 class Turns:
     """Turns of roles that share devices: a call waits until the calls that need other states there are done."""
 
-    def __init__(self, residency: Residency) -> None:
-        self._residency = residency
-        self._changed = asyncio.Condition()
-        self._present: Needs = {}
-        self._users = 0
+    _residency: Residency
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _present: Needs = field(default_factory=dict)
+    _users: int = 0
 
     @asynccontextmanager
     async def needing(self, needs: Needs) -> AsyncIterator[None]:

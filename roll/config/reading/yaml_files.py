@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -127,12 +128,12 @@ def yaml_problem(error: yaml.YAMLError, file: Path) -> tuple[str, str]:
 COMMAND_LINE = "command line"
 
 
+@dataclass(eq=False)
 class SourceFile:
     """A configuration file with the files of its ``defaults:`` and the overrides given on the command line."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self._overrides: list[str] = []
+    file: Path
+    _overrides: list[str] = field(default_factory=list)
 
     def add_override(self, key: str, value: object) -> None:
         self._overrides.append(key)
