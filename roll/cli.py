@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if words and (tool := TOOLS.get(words[0])) is not None:
-            return tool.main(words)
+            return int(resolve_name(f"{tool.module}:{tool.function}")(words[1:]) or 0)
         return _answer(words)
     except ConfigError as error:
         return refuse(error)
@@ -157,10 +158,11 @@ def run_supervised(loaded: LoadedConfig[Any]) -> int:
     """Run in a process of its own, which is restarted when it dies; its exit status."""
     from roll.checkpoint.folders import CheckpointDamagedError, verify_folder
     from roll.checkpoint.store import is_url, newest_at
-    from roll.distributed.restarts import Supervisor, python_path
+    from roll.distributed.restarts import Supervisor
 
     # The run must find the user's own modules where this process finds them.
-    os.environ["PYTHONPATH"] = python_path()
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([sys.path[0] or os.getcwd(), *given]))
 
     def command(checkpoint: str | None) -> list[str]:
         words = list(loaded.overrides)

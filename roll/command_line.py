@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,9 +23,6 @@ class Tool:
     text: str  # a line of help
     function: str = "main"
     """Of the module: gets the words behind the command's name, and returns the exit status (None: 0)."""
-
-    def main(self, words: Sequence[str]) -> int:
-        return int(getattr(importlib.import_module(self.module), self.function)(list(words[1:])) or 0)
 
 
 TOOLS = {

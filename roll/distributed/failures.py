@@ -145,20 +145,15 @@ class RemoteError(RuntimeError):
     def describe(self) -> str:
         """The message: cause first, then the evidence."""
         first = self.reports[0]
-        lines = [self._headline(first), *self._evidence(first)]
+        where = f" ({first.where})" if first.where else ""
+        head = f"{self.cluster} rank {first.rank}{where} {self.verb} in {self.method!r} after {self.seconds:.1f} s"
+        lines = [f"{head}: {first.error}", *self._evidence(first)]
         others = [report.rank for report in self.reports[1:]]
         if others:
             lines.append(f"  then also rank {_ranks(others)}: {self.reports[1].error.partition(chr(10))[0][:200]}")
         if self.silent_ranks:
             lines.append(f"  no answer from rank {_ranks(self.silent_ranks)}")
         return "\n".join(lines)
-
-    def _headline(self, report: RankReport) -> str:
-        where = f" ({report.where})" if report.where else ""
-        return (
-            f"{self.cluster} rank {report.rank}{where} {self.verb} in {self.method!r} after {self.seconds:.1f} s: "
-            f"{report.error}"
-        )
 
     def _evidence(self, report: RankReport) -> list[str]:
         return _quoted("last lines of its log", report.log_file, report.log_tail)
@@ -183,21 +178,14 @@ class WorkerFailed(RemoteError):
 class DeadlineExceeded(RemoteError):
     """Ranks that did not answer in time; ``reports`` has the stacks of the first few."""
 
-    def _headline(self, report: RankReport) -> str:
-        return f"{self.cluster}: {self.method!r} was not done after {self.seconds:.1f} s; {report.error}"
-
-    def _evidence(self, report: RankReport) -> list[str]:
-        lines = []
+    def describe(self) -> str:
+        how = f"{self.method!r} was not done after {self.seconds:.1f} s; {self.reports[0].error}"
+        lines = [f"{self.cluster}: {how}", f"  no answer from rank {_ranks(self.silent_ranks)}"]
+        lines += _quoted("network from the driver to their nodes", None, self.links)
         for each in self.reports:
             stands = f"({each.where}) stands at" if each.where else "has no process yet; last errors of Ray here"
             lines += _quoted(f"rank {each.rank} {stands}", each.log_file, each.log_tail)
-        return lines
-
-    def describe(self) -> str:
-        first = self.reports[0]
-        lines = [self._headline(first), f"  no answer from rank {_ranks(self.silent_ranks)}"]
-        lines += _quoted("network from the driver to their nodes", None, self.links)
-        return "\n".join([*lines, *self._evidence(first)])
+        return "\n".join(lines)
 
 
 def _quoted(title: str, file: str | None, lines: list[str]) -> list[str]:

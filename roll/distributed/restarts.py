@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -307,9 +306,3 @@ def _messages(link: socket.socket) -> Iterable[Mapping[str, Any]]:
         *whole, rest = (rest + heard).split(b"\n")
         for line in whole:
             yield json.loads(line)
-
-
-def python_path() -> str:
-    """``PYTHONPATH`` for a process that is to find the modules that this one finds."""
-    given = os.environ.get("PYTHONPATH", "")
-    return os.pathsep.join(dict.fromkeys([sys.path[0] or os.getcwd(), *filter(None, given.split(os.pathsep))]))

@@ -69,10 +69,12 @@ class Endpoint:
     def app(self) -> Starlette:
         service, store = self.service, self.service.store
         run, one = "/training_runs/{run}", "/training_runs/{run}/checkpoints/{kind}/{name}"
+        model = {"model_name": service.name, "max_context_length": service.base.max_length}
+        served = {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
         dynamic = {"refresh_interval_sec": 3600, "sample_cancel_enabled": False}
         by_request: list[tuple[str, str, Callable[[Request], Answer | Awaitable[Answer]]]] = [
             ("GET", "/healthz", lambda _: {"status": "ok"}),
-            ("GET", "/get_server_capabilities", self.capabilities),
+            ("GET", "/get_server_capabilities", lambda _: served),
             ("POST", "/client/config", lambda _: CONFIG),
             ("POST", "/client/dynamic_config", lambda _: dynamic),
             ("GET", "/sessions", lambda request: _page("sessions", request, list(service.sessions))),
@@ -128,10 +130,6 @@ class Endpoint:
         return Starlette(routes=[*made, route("GET POST PUT DELETE PATCH", "/{path:path}", _unknown)])
 
     # The service and its clients
-
-    def capabilities(self, request: Request) -> Answer:
-        model = {"model_name": self.service.name, "max_context_length": self.service.base.max_length}
-        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
 
     def create_session(self, fields: Fields) -> Answer:
         fields.get("tags", list)
