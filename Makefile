@@ -109,7 +109,7 @@ test-cluster: $(CLUSTER)/.installed
 test-verifiers: $(VENV)/.installed-test $(VERIFIERS)/.installed
 	$(PYTEST) tests/agents/test_tasksets.py tests/pipelines/test_tasksets_run.py $(PYTEST_ARGS)
 
-# Every recipe for real models at its full size, and predicted peaks against measured ones; the rest are in the long tier.
+# Every recipe for real models at its full size, and predicted peaks against measured ones.
 test-recipes: $(VENV)/.installed-test
 	TEST_RECIPES=1 $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist load tests/rehearsal/test_recipes.py \
 		-k 'what_the_page_says or was_predicted' $(PYTEST_ARGS)

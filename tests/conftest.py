@@ -46,9 +46,12 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 ROOT = Path(__file__).parents[1]
-_LONG = [ROOT / "tests" / folder for folder in ("strategies", "distributed", "pipelines")]
-"""Folders whose files take long. They come first, so that test processes end at about the same time; whole pipelines
-come after all that is quicker."""
+_LONG = [
+    *(ROOT / "tests" / folder for folder in ("strategies", "distributed", "pipelines", "examples", "faults")),
+    *(ROOT / "tests" / file for file in ("test_python_api.py", "test_starter.py")),
+]
+"""Files that take long. They come first, so that test processes end at about the same time; whole pipelines come after
+all that is quicker."""
 
 
 _UNTIL = float(os.environ.get("TESTS_UNTIL", "inf"))
@@ -108,7 +111,7 @@ def _mark_rows(items: list[pytest.Item], is_whole: bool) -> None:
 
 
 def _place(item: pytest.Item) -> tuple[bool, bool]:
-    return item.get_closest_marker("e2e") is not None, not any(item.path.is_relative_to(folder) for folder in _LONG)
+    return item.get_closest_marker("e2e") is not None, not any(item.path.is_relative_to(path) for path in _LONG)
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import ast
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 from roll.config.policy import PolicyRunConfig
@@ -16,8 +17,13 @@ from roll.pipelines.rlvr.definition import OPD
 
 PACKAGE = Path(__file__).parent.parent / "roll"
 TEXTS = {module: module.read_text(encoding="utf-8") for module in sorted(PACKAGE.rglob("*.py"))}
-MODULES = {module: ast.parse(text) for module, text in TEXTS.items()}
-"""File to syntax tree."""
+
+
+@cache
+def modules() -> dict[Path, ast.Module]:
+    """File to syntax tree. Not where the file is imported: every test process collects it."""
+    return {module: ast.parse(text) for module, text in TEXTS.items()}
+
 
 FLOORS = {
     1: {"config", "protocol", "platforms"},
@@ -149,7 +155,7 @@ def violations_of_floors(module: Path, tree: ast.Module) -> Iterator[str]:
 
 
 def test_imports_run_downwards() -> None:
-    assert [line for module, tree in MODULES.items() for line in violations_of_floors(module, tree)] == []
+    assert [line for module, tree in modules().items() for line in violations_of_floors(module, tree)] == []
 
 
 def optional_imports(module: Path, tree: ast.Module) -> set[str]:
@@ -166,25 +172,25 @@ def optional_imports(module: Path, tree: ast.Module) -> set[str]:
 
 
 def test_optional_packages_are_imported_only_when_chosen() -> None:
-    found = {dotted(module): optional_imports(module, tree) for module, tree in MODULES.items()}
+    found = {dotted(module): optional_imports(module, tree) for module, tree in modules().items()}
     assert {module: names for module, names in found.items() if names} == {}
 
 
 def test_no_circle_of_files() -> None:
     """Imports inside functions count: they hide a circle from Python, not from a reader."""
-    files = {dotted(module) for module in MODULES}
-    edges = {dotted(module): imported_files(tree, files) - {dotted(module)} for module, tree in MODULES.items()}
+    files = {dotted(module) for module in modules()}
+    edges = {dotted(module): imported_files(tree, files) - {dotted(module)} for module, tree in modules().items()}
     assert circles(edges) == [], "these files import each other"
 
 
 def test_every_area_has_its_floor() -> None:
-    areas = {area_of(module) for module in MODULES} - {"__init__"}
+    areas = {area_of(module) for module in modules()} - {"__init__"}
     assert areas <= set(FLOOR_OF), f"docs/architecture.md gives no floor to {sorted(areas - set(FLOOR_OF))}"
 
 
 def test_docstrings_open_with_a_noun_or_an_imperative() -> None:
     """Those of attributes and constants as well."""
-    found = [f"{module}: {line}" for module, tree in MODULES.items() for line in indirect_openings(tree)]
+    found = [f"{module}: {line}" for module, tree in modules().items() for line in indirect_openings(tree)]
     assert found == [], "say what it is or does: 'State of an engine.', 'Return ...'"
 
 

@@ -303,7 +303,7 @@ def test_an_interrupted_run_under_a_loop_leaves_somebody_elses_ray(world: TinyWo
     assert 2 <= rows < 10
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.e2e
 def test_the_listing_of_the_page(recipes: Path) -> None:
     text = (ROOT / "docs/python.md").read_text(encoding="utf-8")
@@ -336,7 +336,7 @@ def test_the_loop_of_the_page(recipes: Path) -> None:
     assert (recipes / "output/loop/policy/trainer_state.json").is_file()
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.e2e
 def test_the_notebook(recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Executed by a kernel, whose event loop runs in the thread of its cells."""

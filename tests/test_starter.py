@@ -105,6 +105,7 @@ def test_models_that_are_none(start: Any, tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.long
 @pytest.mark.e2e
+@pytest.mark.default_rows("grpo", "agent")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_runs_as_it_is(kind: str, start: Any) -> None:
     assert start(kind) == 0

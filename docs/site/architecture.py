@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.test_architecture import FLOORS, MODULES, area_of, imports  # noqa: E402
+from tests.test_architecture import FLOORS, area_of, imports, modules  # noqa: E402
 
 PICTURES = ROOT / "docs/images/architecture"
 WIDTH, BOX, GAP, ROW, PLACES = 1000, 136, 12, 86, 6
@@ -28,7 +28,7 @@ def edges() -> dict[str, set[str]]:
     """Areas (folders and files of ``roll/``) that the files of each import from, other than itself."""
     areas = {area for floor in FLOORS.values() for area in floor}
     found: dict[str, set[str]] = {area: set() for area in areas}
-    for module, tree in MODULES.items():
+    for module, tree in modules().items():
         if (area := area_of(module)) in areas:
             names = {name.split(".")[1] for name in imports(tree) if name.startswith("roll.")}
             found[area] |= names & areas - {area}

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,14 +16,17 @@ from roll.rollout.groups import FinishedGroup
 from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, opened
 from tests.agents.templates import WRITTEN_HERE, Family, published
 
-pytestmark = pytest.mark.long
-anthropic = pytest.importorskip("anthropic")
-openai = pytest.importorskip("openai")
+# Imported by those who need them: every test process collects this file.
+MISSING = [name for name in ("anthropic", "openai") if find_spec(name) is None]
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")]
 
 
 @contextlib.asynccontextmanager
 async def clients(url: str, key: str) -> AsyncIterator[tuple[Any, Any]]:
     """OpenAI's client and Anthropic's."""
+    import anthropic
+    import openai
+
     async with (
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key) as one,
         anthropic.AsyncAnthropic(base_url=url, api_key=key) as other,
@@ -221,6 +225,9 @@ async def test_byte_soup_through_every_interface(family: Family) -> None:
 
 @pytest.mark.asyncio
 async def test_errors_are_those_of_the_interfaces() -> None:
+    import anthropic
+    import openai
+
     engine = Recorded(CHATML.chat_template(), lambda _: "hello")
     async with (
         opened(engine, Limits(turns=3, context=120), sampling="refuse") as (endpoint, session),
@@ -316,6 +323,9 @@ def opens_then_answers(prompt: str) -> str:
 @pytest.mark.asyncio
 async def test_a_demanded_call_is_made(stream: bool) -> None:
     """A named tool, any tool, none: through the clients, in all three interfaces; the conversation then goes on."""
+    import anthropic
+    import openai
+
     engine = Recorded(CHATML.chat_template(), opens_then_answers)
     async with opened(engine) as (endpoint, session), clients(endpoint.url, session.key) as (one, other):
         for name, tools in (("calc", [CALC]), ("calc", [CALC, WEATHER]), ("weather", [CALC, WEATHER])):

@@ -143,15 +143,7 @@ def untrained_models(folder: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.long
-@pytest.mark.default_rows(
-    "README.md",
-    "docs/agentic.md",
-    "docs/checkpoint.md",
-    "docs/one-gpu.md",
-    "docs/quickstart.md",
-    "docs/tutorials.md",
-    "examples/tiny/README.md",
-)
+@pytest.mark.default_rows("README.md", "docs/checkpoint.md", "docs/one-gpu.md", "docs/tutorials.md")
 @pytest.mark.parametrize("page", [page for page, blocks in RUN.items() if blocks], ids=name_of)
 def test_commands_of_a_page(request: pytest.FixtureRequest, page: Path) -> None:
     clone: Clone = request.getfixturevalue("clone")

@@ -128,13 +128,22 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.long
-def test_a_tiny_table(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_table(
+    tiny_model: Path,
+    shared_ray: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Measured and recorded; measured again elsewhere, it agrees; against a falsified record it differs."""
+    monkeypatch.setenv("RAY_ADDRESS", shared_ray)
     data = tiny_model.parents[1] / "data"
+    few = tmp_path / "val.jsonl"
+    few.write_text("\n".join((data / "val.jsonl").read_text().splitlines()[:16]))
     short = [f"pretrain={tiny_model}", "max_steps=1", "eval_steps=1", "rollout_batch_size=8"]
     short += [
         "actor_train.training_args.per_device_train_batch_size=32",
-        f"validation.data_args.file_name=[{data}/val.jsonl]",
+        f"validation.data_args.file_name=[{few}]",
     ]
     short += [f"actor_train.data_args.file_name=[{data}/train.jsonl]"]
     figures = {"length": Figure("val/sampled/response_length", "last", "length", ".4f")}

@@ -92,7 +92,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize(
-    "pipeline", ["rm", "distill", "opd", *(pytest.param(name, marks=only_test_faults) for name in ("sft", "dpo"))]
+    "pipeline", ["distill", "opd", *(pytest.param(name, marks=only_test_faults) for name in ("sft", "dpo", "rm"))]
 )
 def test_other_pipelines(
     run: Run, world: TinyWorld, shared_ray: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, pipeline: str

@@ -66,14 +66,6 @@ def test_a_policy_learns_over_turns(run: Run) -> None:
     assert min(finished.values("episode/turns")) == 2.0
 
 
-def test_the_first_step_comes_before_the_first_validation(run: Run) -> None:
-    validation = {"num_env_groups": 1, "group_size": 4, "tags": ["letters"]}
-    sizes = {"max_steps": 2, "eval_steps": 1, "val_batch_size": 4, "val_env_manager": validation}
-    finished = run(LETTERS | sizes | {"val_before_train": False}, "agentic")
-    rows = read_metrics(finished.logs / METRICS_NAME)
-    assert next(row["step"] for row in rows if "val/letters/score/mean" in row) == 1
-
-
 FAULTY = LETTERS | {
     "custom_envs.letters.env_type": f"{HERE}.Faulty",
     "custom_envs.letters.step_timeout": 2.0,
@@ -146,10 +138,15 @@ STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def two_steps(run: Run) -> Any:
-    """Of the same episodes: recorded by the first strategy, replayed by the others, so that no sample differs."""
+    """Of the same episodes: recorded by the first strategy, replayed by the others, so that no sample differs. They
+    come before the first validation."""
     recorded = run(
         {
             "max_steps": 2,
+            "eval_steps": 1,
+            "val_batch_size": 4,
+            "val_env_manager": {"num_env_groups": 1, "group_size": 4, "tags": ["game"]},
+            "val_before_train": False,
             "rollout_mock": {"enable": True, "mode": "dump"},
             "actor_train.device_mapping": [0, 1],
             "actor_train.training_args": training_args(8, 1),
@@ -157,9 +154,12 @@ def two_steps(run: Run) -> Any:
         },
         "agentic",
     )
+    validated = [row["step"] for row in read_metrics(recorded.logs / METRICS_NAME) if "val/game/score/mean" in row]
+    assert validated == [1, 2]
     return recorded
 
 
+@pytest.mark.default_rows("Megatron*")
 @pytest.mark.parametrize("name", list(STRATEGIES)[1:])
 def test_every_strategy_learns_the_same_from_episodes(run: Run, two_steps: FinishedRun, name: str) -> None:
     strategy, config = STRATEGIES[name]

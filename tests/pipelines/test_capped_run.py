@@ -15,6 +15,7 @@ from tests.support.tiny_runs import TinyWorld, training_args
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
+@pytest.mark.default_rows("fsdp2_train-use_prefix_sharing")
 @pytest.mark.parametrize(
     ("strategy", "key"),
     [("fsdp2_train", "use_sequence_packing"), ("fsdp2_train", "use_prefix_sharing"), ("deepspeed_train", None)],

@@ -162,7 +162,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.default_rows("packed, ZeRO-2", "Megatron, two tensor ranks")
+@pytest.mark.default_rows("packed, ZeRO-2")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_the_same_numbers(run: Run, wanted: list[dict[str, float]], name: str) -> None:
     """ROLL cuts the teacher's vocabulary without tensor parallelism and not with it: two layouts, two losses."""
@@ -186,16 +186,13 @@ def served_teacher(world: TinyWorld) -> Iterator[dict[str, Any]]:
 def test_a_teacher_behind_a_url_teaches_the_same(
     run: Run, world: TinyWorld, wanted: list[dict[str, float]], served_teacher: dict[str, Any]
 ) -> None:
-    """Offline against the plain loop; on-policy against the same teacher as a role, sampled tokens and most probable
-    ones."""
+    """Offline against the plain loop; on-policy, by the most probable tokens, against the same teacher as a role."""
     done = run({"teacher": served_teacher}, pipeline="distill")
     assert_same(done, wanted)
     named = served_teacher | {"model_args": {"model_name_or_path": str(world.teacher)}}
-    for form in ("advantage", "topk"):
-        both = [run(opd(opd_form=form, opd_topk=4, teacher=one)).steps for one in (named, teacher(world))]
-        for remote, role_ in zip(*both, strict=True):
-            for key in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
-                assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), (form, key)
+    remote, role_ = (run(opd(opd_form="topk", opd_topk=4, teacher=one)).steps[0] for one in (named, teacher(world)))
+    for key in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
+        assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), key
 
 
 def teacher(world: TinyWorld, folder: Path | None = None, **keys: Any) -> dict[str, Any]:
@@ -204,7 +201,7 @@ def teacher(world: TinyWorld, folder: Path | None = None, **keys: Any) -> dict[s
 
 
 def opd(**changes: Any) -> dict[str, Any]:
-    return {"pipeline": "opd", "is_pure_opd": True, "max_steps": 2, **changes}
+    return {"pipeline": "opd", "is_pure_opd": True, "max_steps": 1, **changes}
 
 
 def test_a_share_of_given_responses(run: Run, world: TinyWorld, tmp_path: Path) -> None:
@@ -214,7 +211,7 @@ def test_a_share_of_given_responses(run: Run, world: TinyWorld, tmp_path: Path) 
     data = {"file_name": [str(world.demonstrations)], "messages": "messages", "response": "response"}
     more = {"actor_train.data_args": data, "rollout_dump_dir": str(tmp_path / "rollouts")}
     done = run(opd(**changes, teacher=teacher(world), **more), output=tmp_path)
-    assert done.values("opd/on_policy_share") == [0.5, 0.5]
+    assert done.values("opd/on_policy_share") == [0.5]
     rows = [json.loads(line) for line in world.demonstrations.read_text().splitlines()]
     solutions = {row["response"] for row in rows}
     for file in sorted((done.output / "rollouts").glob("train-*.jsonl")):
@@ -226,22 +223,22 @@ def test_teachers_with_prompts_of_their_own(run: Run, world: TinyWorld) -> None:
     """The same prompt teaches nothing to the model itself; one with the answer in it does."""
     own = teacher(world, world.model)
     same = run(opd(opd_form="topk", opd_topk=4, teacher=own, opd_teacher_prompt="{prompt}")).steps[0]
-    assert same["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6)
+    assert same["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6) and same["actor/grad_norm"] < 1e-4
+    hint = "{prompt} The answer is {ground_truth}."
     for form in ("advantage", "full_vocabulary"):
-        hint = "{prompt} The answer is {ground_truth}."
-        told = run(opd(opd_form=form, teacher=own, opd_teacher_prompt=hint, max_steps=1)).steps[0]
+        told = run(opd(opd_form=form, teacher=own, opd_teacher_prompt=hint)).steps[0]
         assert abs(told["opd/teacher/kl"]) > 1e-4 and told["actor/grad_norm"] > 1e-4
 
 
 def test_agents_learn_from_a_teacher(run: Run, world: TinyWorld, served_teacher: dict[str, Any]) -> None:
     """Rows of several turns, what the environment said between them left out: a teacher that is the student has
-    nothing to teach; another one teaches the same as a role and behind a URL, by sampled tokens, in addition to rewards
-    and by whole distributions."""
+    nothing to teach; another one teaches the same as a role and behind a URL, by sampled tokens in addition to rewards
+    and by distributions."""
     named = served_teacher | {"model_args": {"model_name_or_path": str(world.teacher)}}
     pure, sampling = {"is_pure_opd": True}, {"actor_infer.generating_args": GENERATING}
     same = run({**pure, **sampling, "teacher": teacher(world, world.model)}, "agentic").steps[0]
     assert same["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6) and same["actor/grad_norm"] < 1e-4
-    for changes in (pure, {"use_opd": True, "opd_kl_coef": 0.1}, pure | {"opd_form": "topk", "opd_topk": 4}):
+    for changes in ({"use_opd": True, "opd_kl_coef": 0.1}, pure | {"opd_form": "topk", "opd_topk": 4}):
         runs = [run({**changes, **sampling, "teacher": one}, "agentic") for one in (teacher(world), named)]
         role_, remote = (one.steps[0] for one in runs)
         assert role_["opd/teacher/kl"] > 0.001
@@ -249,27 +246,40 @@ def test_agents_learn_from_a_teacher(run: Run, world: TinyWorld, served_teacher:
             assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), (changes, key)
 
 
-@pytest.mark.parametrize("form", ["advantage", "topk", "full_vocabulary"])
+@pytest.mark.parametrize("form", ["advantage", "full_vocabulary"])
 def test_a_teacher_that_is_the_student_has_nothing_to_teach(run: Run, world: TinyWorld, form: str) -> None:
     """The log-ratio compares two log-probs of one kind: with the engine's on one side it would not be 0."""
-    done = run(opd(opd_form=form, opd_topk=4, teacher=teacher(world, world.model)))
+    done = run(opd(opd_form=form, teacher=teacher(world, world.model)))
     assert done.steps[0]["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6)
     assert done.steps[0]["actor/grad_norm"] < 1e-4
 
 
-@pytest.mark.parametrize("form", ["advantage", "topk"])
-def test_what_teachers_say_does_not_depend_on_the_layout(run: Run, world: TinyWorld, form: str) -> None:
+OPD_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fsdp": ({}, {"use_sequence_packing": True, "sequence_packing_args": {"algorithm": "load_balance"}}),
+    "megatron": ({"tensor_model_parallel_size": 2}, {}),
+    "fsdp2": ({}, {"use_prefix_sharing": True}),
+    "deepspeed": ({"zero_optimization": {"stage": 2}}, {"use_remove_padding": True}),
+}
+
+
+# Sampled tokens take the path of every policy loss, which has such tests; distributions take one of their own.
+@pytest.mark.parametrize(
+    ("form", "strategies"),
+    [
+        ("advantage", ["fsdp"]),
+        ("topk", ["megatron", "fsdp2"]),
+        pytest.param("topk", ["fsdp", "deepspeed"], marks=pytest.mark.matrix),
+    ],
+    ids=["advantage", "topk", "topk, others"],
+)
+def test_what_teachers_say_does_not_depend_on_the_layout(
+    run: Run, world: TinyWorld, form: str, strategies: list[str]
+) -> None:
     """The student's ranks, micro-batches, padding and packing, and those of its teacher, change only roundings."""
-    common = opd(opd_form=form, opd_topk=4, max_steps=1)
+    common = opd(opd_form=form, opd_topk=4)
     whole = run({**common, "teacher": teacher(world)}).steps[0]
-    layouts: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("fsdp", {}, {"use_sequence_packing": True, "sequence_packing_args": {"algorithm": "load_balance"}}),
-        ("megatron", {"tensor_model_parallel_size": 2}, {}),
-        ("fsdp2", {}, {"use_prefix_sharing": True}),
-        ("deepspeed", {"zero_optimization": {"stage": 2}}, {"use_remove_padding": True}),
-    ]
-    # Sampled tokens take the path of every policy loss, which has such tests; distributions take one of their own.
-    for strategy, config, keys in layouts if form == "topk" else layouts[:1]:
+    for strategy in strategies:
+        config, keys = OPD_LAYOUTS[strategy]
         ranks = 1 if strategy == "megatron" else 2
         section = teacher(world) | keys | {"device_mapping": [0, 1], "infer_batch_size": 3}
         section["strategy_args"] = {
@@ -291,7 +301,7 @@ def test_what_teachers_say_does_not_depend_on_the_layout(run: Run, world: TinyWo
 def test_forms_agree_on_the_divergence_from_a_teacher(run: Run, world: TinyWorld) -> None:
     """The sampled estimate and the whole distributions; the k tokens with the rest as one bucket are below."""
     forms = ("advantage", "full_vocabulary", "topk")
-    changes = {"rollout_batch_size": 16, "actor_train.training_args": training_args(16, 4, 1e-2)}
+    changes = {"rollout_batch_size": 16, "actor_train.training_args": training_args(16, 4, 1e-2), "max_steps": 2}
     done = {form: run(opd(opd_form=form, opd_topk=32, teacher=teacher(world), **changes)) for form in forms}
     sampled, exact, top = (done[form].steps[0]["opd/teacher/kl"] for form in forms)
     assert sampled == pytest.approx(exact, rel=0.3)

@@ -117,7 +117,7 @@ LAYOUTS = supervised_layouts("actor_train") | {
 }
 
 
-@pytest.mark.default_rows("packed to equal work", "Megatron, two tensor ranks")
+@pytest.mark.default_rows("Megatron, two tensor ranks")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_the_same_numbers(run: Run, whole: FinishedRun, name: str) -> None:
     assert_same(run(LAYOUTS[name], pipeline="dpo"), whole.steps)
@@ -210,6 +210,7 @@ def test_kto_does_not_depend_on_the_layout(run: Run, world: TinyWorld) -> None:
     assert validation["val/acc"] > 0.5
 
 
+@pytest.mark.matrix
 def test_a_reference_of_its_own_device(run: Run, whole: FinishedRun) -> None:
     changes = {"reference": role("fsdp2_infer", [1], infer_batch_size=8)}
     assert_same(run(changes, pipeline="dpo"), whole.steps, rel=1e-6)

@@ -107,6 +107,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.default_rows("FSDP2, adapters")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_checkpoint_is_the_model_that_was_exported(run: Run, world: TinyWorld, name: str) -> None:
     arguments = training_args(4, 1, 3e-3) | {"save_hf_model": True}

@@ -67,8 +67,11 @@ def assert_account(errors: str, output: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("trainer")
 @pytest.mark.parametrize(
-    ("trainers", "engines", "name", "rank"), [([0, 1], [1], "actor_train", 1), ([0], [1], "actor_infer", 0)]
+    ("trainers", "engines", "name", "rank"),
+    [([0, 1], [1], "actor_train", 1), ([0], [1], "actor_infer", 0)],
+    ids=["trainer", "engine"],
 )
 def test_a_killed_worker_ends_the_run_with_a_diagnosis(
     start_long_run: StartLongRun, tmp_path: Path, trainers: list[int], engines: list[int], name: str, rank: int

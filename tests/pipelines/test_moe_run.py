@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[pytest.param("gathered", marks=pytest.mark.matrix), "ep2", "adapters"])
 def finished(run: Run, model: Path, request: pytest.FixtureRequest) -> FinishedRun:
     strategy_config, adapters = CASES[request.param]
     return run(
@@ -67,6 +67,7 @@ def test_trainer_and_engine_agree_before_and_after_an_update(finished: FinishedR
     assert finished.values("actor/ratio_max") == finished.values("actor/ratio_min") == [1.0, 1.0]
 
 
+@pytest.mark.default_rows("gpt_oss")
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_families_that_one_engine_generates_with(run: Run, world: TinyWorld, tmp_path: Path, family: str) -> None:
     """Values shorter than keys; sinks and windows; linear attention: agreement before and after an update."""

@@ -115,6 +115,7 @@ def test_sft(run: Run, world: TinyWorld) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("file")  # a bucket: tests/checkpoint/test_store.py
 @pytest.mark.parametrize("kind", ["file", "bucket"])
 def test_a_run_whose_folder_is_gone_goes_on_from_the_store(
     request: pytest.FixtureRequest, start: Start, run: Run, world: TinyWorld, tmp_path: Path, kind: str

@@ -91,7 +91,7 @@ def test_a_run_is_a_plain_loop(whole: FinishedRun, world: TinyWorld) -> None:
 LAYOUTS = supervised_layouts("reward_train")
 
 
-@pytest.mark.default_rows("ZeRO-2", "token budget")
+@pytest.mark.default_rows("token budget")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_gives_the_same_numbers(run: Run, whole: FinishedRun, name: str) -> None:
     assert_same(run(LAYOUTS[name], pipeline="rm"), whole.steps)

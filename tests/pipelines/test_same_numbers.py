@@ -121,6 +121,7 @@ def test_layout_of_the_update(run: Run, reference_run: FinishedRun, name: str) -
         assert row[metric] == expected[metric]
 
 
+@pytest.mark.long
 def test_the_case_says_something(reference_run: FinishedRun) -> None:
     (row,) = reference_run.steps
     assert row["actor/ratio_max"] > 1.01, "later optimizer steps must be off-policy"

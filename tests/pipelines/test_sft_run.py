@@ -90,7 +90,6 @@ def layout(strategy: str, config: dict[str, Any], micro: int, accumulation: int,
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {},
     "packed": layout("fsdp2_train", {}, 2, 2, use_sequence_packing=True),
     "token budget": layout(
         "fsdp_train", {}, 1, 4, use_dynamic_batching_in_train=True, max_tokens_per_microbatch_in_train=400
@@ -100,6 +99,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.default_rows("Megatron, two tensor ranks")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_turn_of_the_assistant_against_a_plain_loop(
     run: Run, talks: Path, wanted: list[float], name: str
@@ -109,8 +109,9 @@ def test_every_turn_of_the_assistant_against_a_plain_loop(
     assert done.values("sft_train/loss") == pytest.approx(wanted, rel=1e-4)
 
 
-def test_a_stream_gives_what_prepared_rows_give_and_goes_on(run: Run, talks: Path) -> None:
+def test_a_stream_gives_what_prepared_rows_give_and_goes_on(run: Run, talks: Path, wanted: list[float]) -> None:
     prepared = run(changes(talks), "sft")
+    assert prepared.values("sft_train/loss") == pytest.approx(wanted, rel=1e-4)
     stream = {"streaming": True}
     streamed = run(changes(talks, **stream), "sft")
     assert streamed.values("sft_train/loss") == prepared.values("sft_train/loss")

@@ -60,7 +60,7 @@ def test_a_run_in_float32(run):
     check_equal(run(STRICT), 2)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
 def test_the_first_token_that_differs_ends_the_run(run, tmp_path, ranks):
     faulty = {"actor_infer.worker_cls": "tests.pipelines.faulty_workers.OtherArithmetic"}
     with pytest.raises(LogProbsDiffer, match=r"in step 0 the log-prob of token \d+ of a sample is .* they part in no"):
@@ -73,10 +73,7 @@ def test_the_first_token_that_differs_ends_the_run(run, tmp_path, ranks):
 
 
 @pytest.mark.long
-@pytest.mark.default_rows(
-    *("two ranks, packed, bf16", "shared prompts, bf16", "another temperature", "sequences over ranks"),
-    *("gradient checkpointing", "ZeRO-1, bf16", "ZeRO-3, bf16", "LoRA, fsdp"),
-)
+@pytest.mark.default_rows("two ranks, packed, bf16", "shared prompts, bf16", "ZeRO-3, bf16", "LoRA, fsdp")
 @pytest.mark.parametrize("name", RUNS)
 def test_every_trainer_and_layout(run, name):
     check_equal(run(STRICT | RUNS[name]), 2)

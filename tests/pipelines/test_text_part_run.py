@@ -17,6 +17,7 @@ from tests.support.tiny_runs import TinyWorld, training_args
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 
+@pytest.mark.default_rows("qwen3_5")
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 def test_a_run_and_another_from_what_it_wrote(run: Run, world: TinyWorld, tmp_path: Path, family: str) -> None:
     """Trainer and engine agree before and after an update, also in a run that begins with the export of the first."""

@@ -232,6 +232,7 @@ def test_vllm_samples_from_videos_what_trainers_compute(
 
 
 @NEEDS_TORCHVISION
+@pytest.mark.matrix
 def test_vllm_plays_what_an_environment_shows(run: Run, tmp_path: Path) -> None:
     """Turns with a picture each: what is trained, images and all, is what vLLM sampled."""
     world = make_pictures(tmp_path / "wide", hidden=128)
@@ -242,6 +243,7 @@ def test_vllm_plays_what_an_environment_shows(run: Run, tmp_path: Path) -> None:
         assert all(turn["prompt"].count("<|image_pad|>") == 9 and len(turn["images"]) == 1 for turn in row["turns"])
 
 
+@pytest.mark.default_rows("clips")
 @pytest.mark.parametrize("kind", ["pictures", "clips"])
 def test_demonstrations(
     kind: str, shared_ray: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

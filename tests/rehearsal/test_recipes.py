@@ -259,19 +259,7 @@ def test_a_step_that_was_measured_on_an_h100(tmp_path: Path, capsys: pytest.Capt
     assert 0.4 * PACKED_SECONDS < found["phases"]["update of actor_train"]["seconds"] < PACKED_SECONDS
 
 
-HERE = (
-    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_1gpu",
-    "qwen2.5-0.5B-agentic/agentic_val_sokoban",
-    "qwen2.5-7B-rlvr_fsdp2/rlvr_config",
-    "qwen2.5-7B-rlvr_deepspeed/rlvr_config",
-    "qwen2.5-7B-rlvr_deepspeed/rlvr_config_2nodes",
-    "qwen2.5-7B-rlvr_megatron/rlvr_config",
-    "qwen2.5-7B-rlvr_megatron/rlvr_config_4nodes",
-)
-"""A minute; the others take five minutes of a core: ``make test-recipes``."""
-OTHERS = bool(os.environ.get("TEST_RECIPES"))
-FEW = pytest.mark.skipif(OTHERS, reason="`make test-long` runs it")
-ALL = pytest.mark.skipif(not OTHERS, reason="`make test-recipes` runs it")
+ALL = pytest.mark.skipif(not os.environ.get("TEST_RECIPES"), reason="`make test-recipes` runs it")
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +268,8 @@ def known() -> dict[Any, Any]:
     return {}
 
 
-@pytest.mark.parametrize("recipe", [pytest.param(one, marks=FEW if one in HERE else ALL) for one in RECIPES])
+@ALL
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_for_real_models_need_what_the_page_says(recipe: str, known: dict[Any, Any]) -> None:
     row = recipe_row(recipe, known)
     assert row in PAGE.read_text(encoding="utf-8"), "python -m benchmarks.rehearsal --recipes --write"

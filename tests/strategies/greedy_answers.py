@@ -18,8 +18,8 @@ from tests.conftest import ROOT
 from tests.strategies.samples import plain_model
 
 EXAMPLE = ROOT / "examples/smollm2/prepare.py"
-NEW_TOKENS, PROMPTS = 48, 100
-_AT_ONCE, _COMPARED = 50, 20
+NEW_TOKENS, PROMPTS = 48, 32
+_COMPARED = 20
 
 
 def chat_prompts(folder: Path, count: int) -> list[list[int]]:
@@ -56,16 +56,11 @@ def engine_answers(engine: GenerationStrategy, prompts: list[list[int]]) -> list
 
 
 def plain_answers(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """By ``generate``, of padded batches; the end token is part of an answer."""
-    answers, end = [], model.config.eos_token_id
-    for start in range(0, len(prompts), _AT_ONCE):
-        ids, mask = _padded(prompts[start : start + _AT_ONCE])
-        whole = model.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, top_k=None, top_p=None
-        )
-        rows = whole[:, ids.shape[1] :].tolist()
-        answers += [row[: row.index(end) + 1] if end in row else row for row in rows]
-    return answers
+    """By ``generate``, of a padded batch; the end token is part of an answer."""
+    ids, mask = _padded(prompts)
+    whole = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=NEW_TOKENS, top_k=None, top_p=None)
+    end, rows = model.config.eos_token_id, whole[:, ids.shape[1] :].tolist()
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
 def _padded(prompts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

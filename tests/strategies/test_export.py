@@ -198,6 +198,7 @@ def train_and_save(role: WorkerConfig, batch: TensorBatch, folder: Path) -> None
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("4-fsdp2-*", "2-zero3-*", "4-megatron-*", "2-megatron-*-moe", "2-zero1-*", "2-fsdp2-*")
 @pytest.mark.parametrize(
     ("world", "strategy", "config", "kind"),
     [

@@ -54,6 +54,7 @@ def compare_loading(role: WorkerConfig) -> dict[str, Any]:
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("2-mixtral")
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_each_rank_reads_its_own_experts(run_ranks, tmp_path, family, world_size):

@@ -119,6 +119,7 @@ def test_micro_batch_scope_is_the_mean_of_transformers_losses(run_ranks, folder)
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("qwen3_moe", "mixtral")
 @pytest.mark.parametrize("family", EVERYWHERE)
 def test_transformers_computes_the_same_loss(run_ranks, tmp_path, family):
     """On rows without padding, where both take the same tokens."""

@@ -154,21 +154,16 @@ GRADIENTS = {
 
 
 @pytest.mark.default_rows(
-    "fsdp2-1-rank",
     "fsdp2-tiled-mlp",
     "fsdp2-offload",
     "fsdp2-packed",
     "fsdp2-dynamic-no-padding",
     "fsdp2-hsdp",
-    "ulysses-packed",
     "ulysses-2x2",
     "fsdp-own-units",
     "fsdp-shared-prompts",
-    "fsdp-packed",
     "fsdp-one-without-rows",
-    "zero0",
     "zero2-step-each",
-    "zero2-dynamic",
     "zero3-offload-all",
     "zero3-packed",
     "dp2-distributed-optimizer",
@@ -483,7 +478,7 @@ def values_alone(run):
     return values
 
 
-@pytest.mark.default_rows("fsdp2-packed", "ulysses-packed", "fsdp", "zero3", "tp2-sp")
+@pytest.mark.default_rows("ulysses-packed", "fsdp", "zero3", "tp2-sp")
 @pytest.mark.parametrize("case", VALUES)
 def test_value_model_starts_at_zero_and_learns(run, values_alone, case):
     world, strategy, model, options = VALUES[case]
@@ -530,7 +525,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.default_rows("0.05-fsdp2-checkpointed", "None-fsdp", "0.05-zero3", "0.05-tp2")
+@pytest.mark.default_rows("0.05-fsdp2-checkpointed", "0.05-zero3", "0.05-tp2")
 @pytest.mark.parametrize("case", FROZEN)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 def test_frozen_modules_do_not_change(run, family, case, max_grad_norm):

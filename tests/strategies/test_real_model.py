@@ -21,7 +21,6 @@ from roll import cli
 from roll.checkpoint import CheckpointManager
 from roll.config.model_files import loadable
 from roll.config.roles import WorkerConfig
-from roll.strategies.base import Output
 from roll.weight_sync.encoding import tensor_checksum
 from tests.strategies import engine_cases, jobs
 from tests.strategies.greedy_answers import (
@@ -60,47 +59,6 @@ def batch(smollm2: Path) -> TensorBatch:
     return batch_of(
         chat_prompts(smollm2, 4), token_ids(smollm2, "Sure! The sea is wide and blue.", "The final answer is #### 42")
     )
-
-
-RATE, EPSILON = 1e-4, 1e-3
-
-
-def deviations(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, float]:
-    """In one rank: a training step of the strategy against the plain model and torch's AdamW."""
-    strategy = jobs.trainer(role)
-    found = strategy.forward(batch, jobs.POLICY)[Output.LOG_PROBS]
-    strategy.train_step(batch, policy_loss, jobs.POLICY)
-    gradients, weights = strategy.gradients, jobs.weights_of(strategy)
-    model = plain_model(folder)
-    outputs = plain_outputs(model, batch)
-    policy_loss(outputs, batch)[0].backward()
-    named = dict(model.named_parameters())
-    slopes = [
-        float((gradients[name] - parameter.grad).norm() / parameter.grad.norm()) for name, parameter in named.items()
-    ]
-    before = {name: parameter.detach().clone() for name, parameter in named.items()}
-    matrices = [parameter for parameter in named.values() if parameter.ndim == 2]
-    vectors = [parameter for parameter in named.values() if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    torch.optim.AdamW(groups, lr=RATE, eps=EPSILON, foreach=False).step()
-    moved = max(float((parameter - before[name]).abs().max()) for name, parameter in named.items())
-    apart = max(float((parameter - weights[name]).abs().max()) for name, parameter in named.items())
-    return {
-        "log-probs": float((outputs["log_probs"] - found).abs().max()),
-        "gradients": max(slopes),
-        "step": moved,
-        "weights": apart,
-    }
-
-
-def test_a_training_step_is_that_of_the_plain_model(
-    run_ranks: Callable[..., list[Any]], smollm2: Path, batch: TensorBatch
-) -> None:
-    training = {"learning_rate": RATE, "adam_epsilon": EPSILON}
-    role = make_role(smollm2, micro_batch=4, training=training, infer_batch_size=4)
-    (found,) = run_ranks(1, deviations, role, batch, smollm2)
-    assert found["log-probs"] < 1e-3 and found["gradients"] < 1e-3, found
-    assert found["step"] > RATE / 10 and found["weights"] < found["step"] / 100, found
 
 
 @pytest.fixture(scope="module")

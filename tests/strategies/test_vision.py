@@ -211,6 +211,7 @@ def test_a_frozen_tower_costs_nothing(run_ranks, model_of, name):
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp1"])
 def test_angles_of_patches_stay_in_float32(run_ranks, model_of, name):
     """The blocks of the tower get the same inputs as in a plain model in bf16."""
@@ -221,6 +222,7 @@ def test_angles_of_patches_stay_in_float32(run_ranks, model_of, name):
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_critic_reads_images(run_ranks, model_of, name):
     """Its head starts at zero, and after a step the values are those of one process."""
@@ -241,6 +243,7 @@ def test_a_critic_reads_images(run_ranks, model_of, name):
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("fsdp2-qwen3_vl_moe", "zero3-qwen3_vl")
 @pytest.mark.parametrize(
     ("name", "kind"), [("fsdp2", "qwen2_5_vl"), ("fsdp2", "qwen3_vl_moe"), ("fsdp1", "qwen3_vl"), ("zero3", "qwen3_vl")]
 )
@@ -267,7 +270,7 @@ def test_weights_arrive_in_an_engine(run_ranks, model_of, tmp_path, name, kind):
 
 
 @pytest.mark.long
-@pytest.mark.default_rows("qwen2_5_vl-fsdp2", "qwen3_vl-zero3", "qwen3_vl_moe-fsdp1")
+@pytest.mark.default_rows("qwen2_5_vl-fsdp2", "qwen3_vl_moe-fsdp1")
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("kind", vision_models.KINDS)
 def test_export_is_a_folder_of_transformers(run_ranks, model_of, tmp_path, name, kind):
@@ -284,6 +287,7 @@ def test_export_is_a_folder_of_transformers(run_ranks, model_of, tmp_path, name,
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("fsdp1")
 @pytest.mark.parametrize("name", BACKENDS)
 def test_resumed_equals_uninterrupted(run_ranks, model_of, tmp_path, name):
     strategy, config = BACKENDS[name]
@@ -295,6 +299,7 @@ def test_resumed_equals_uninterrupted(run_ranks, model_of, tmp_path, name):
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("zero3")
 @pytest.mark.parametrize("name", BACKENDS)
 def test_adapters_are_on_the_language_model(run_ranks, model_of, name):
     """``all-linear`` leaves the tower alone; outputs are the plain model's, and a step changes the language model."""
@@ -309,7 +314,7 @@ def test_adapters_are_on_the_language_model(run_ranks, model_of, name):
 
 
 @pytest.mark.long
-@pytest.mark.default_rows("qwen2_5_vl-padded", "qwen3_vl-packed", "qwen3_vl-shared prompts")
+@pytest.mark.default_rows("qwen2_5_vl-padded", "qwen3_vl-shared prompts")
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared prompts"])
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_the_ratio_to_what_was_sampled_is_one(run_ranks, model_of, tmp_path, kind, layout):

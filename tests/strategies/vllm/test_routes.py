@@ -9,18 +9,23 @@ import pytest
 
 from roll.strategies.engines.requests import GenerationOutput
 
-arguments = pytest.importorskip("roll.strategies.vllm.arguments", reason="vllm is not installed: make install-vllm")
-
 pytestmark = pytest.mark.long
 ROWS = np.arange(7 * 2 * 3).reshape(7, 2, 3)
 """Of a prompt of 5 tokens and a response of 3, 2 layers, 3 choices."""
+
+
+@pytest.fixture(scope="module")
+def arguments():
+    """Imported for these tests alone: every test process collects this file."""
+    reason = "vllm is not installed: make install-vllm"
+    return pytest.importorskip("roll.strategies.vllm.arguments", reason=reason)
 
 
 def begun(routes: np.ndarray | None) -> GenerationOutput:
     return GenerationOutput("r", 0, [8], [-0.5], "abort", [(0, 0, 1)], routes=routes)
 
 
-def test_vllm_has_what_is_asked_for():
+def test_vllm_has_what_is_asked_for(arguments):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.outputs import CompletionOutput
 
@@ -30,11 +35,11 @@ def test_vllm_has_what_is_asked_for():
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(255, np.uint8), (256, np.int16)])
-def test_the_type_is_that_of_the_column(num_experts, dtype):
+def test_the_type_is_that_of_the_column(arguments, num_experts, dtype):
     assert arguments.recorded_routes(ROWS, 7, num_experts, None, 0).dtype == dtype
 
 
-def test_a_continued_sample_keeps_what_it_was_sampled_with():
+def test_a_continued_sample_keeps_what_it_was_sampled_with(arguments):
     old = np.full((5, 2, 3), 9, np.uint8)
     found = arguments.recorded_routes(ROWS, 7, 42, begun(old), 5)
     assert (found[:5] == 9).all() and (found[5:] == ROWS[5:]).all()
@@ -43,5 +48,5 @@ def test_a_continued_sample_keeps_what_it_was_sampled_with():
 
 
 @pytest.mark.parametrize("rows", [None, ROWS[:6]])
-def test_a_record_that_lacks_tokens_is_none(rows):
+def test_a_record_that_lacks_tokens_is_none(arguments, rows):
     assert arguments.recorded_routes(rows, 7, 42, None, 0) is None

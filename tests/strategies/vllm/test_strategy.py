@@ -38,9 +38,18 @@ def test_what_is_said_of_growing_samples_is_how_they_begin(in_engine_process, fo
     assert lengths["late", 0][:3] == [0, 0, 0] and lengths["late", 0][-1] == 11, "it waited for room"
 
 
-def test_lengths_and_refusals(in_engine_process, folders):
-    check_cut_to_fit(in_engine_process(cases.cut_to_fit, folders["qwen2"]))
-    check_refusals(in_engine_process(cases.refusals, folders["qwen2"]), ["step() between", "no_such"])
+def test_responses_follow_a_json_schema(in_engine_process, folders):
+    """Of a model that knows nothing of JSON; neighbours draw what they would have drawn."""
+    found = in_engine_process(cases.following_a_schema, folders["qwen2"])
+    assert found["same"] and len(found["texts"]) == 4
+    wholes = ('{"a":"x"}', '{"a":"yy"}')
+    for text, reason in found["texts"]:  # a schema allows any space between its parts
+        written = "".join(text.split())
+        assert written in wholes if reason == "stop" else any(whole.startswith(written) for whole in wholes), text
+    assert all(-1000 < value <= 0 for value in found["log_probs"])
+    assert max(found["log_probs"]) > -1e-6, "where the schema leaves one token its probability is 1"
+    nothing, too_large = found["refused"]
+    assert "nothing" in nothing and "needs more than 2 s or 1 GiB" in too_large
 
 
 def test_a_request_that_breaks_a_step_fails_alone(in_engine_process, folders):
@@ -49,6 +58,11 @@ def test_a_request_that_breaks_a_step_fails_alone(in_engine_process, folders):
     assert found["failed"]["bad 1"] == "RuntimeError: poison" and found["failed"]["too much"]
     assert found["tokens"] == {(name, index): True for name in "abcd" for index in range(2)}
     assert found["largest"] < 1e-4 and found["left"] == 0
+
+
+def test_lengths_and_refusals(in_engine_process, folders):
+    check_cut_to_fit(in_engine_process(cases.cut_to_fit, folders["qwen2"]))
+    check_refusals(in_engine_process(cases.refusals, folders["qwen2"]), ["step() between", "no_such"])
 
 
 def test_requests_without_finite_log_probs_fail(in_engine_process, folders):
@@ -86,20 +100,6 @@ def test_log_probs_of_prompts(in_engine_process, folders):
 def test_columns_of_a_teacher_are_those_of_the_model_itself(in_engine_process, folders):
     found = in_engine_process(cases.target_columns, folders["qwen3"])
     assert found.pop("ids") == 0 and max(found.values()) < 2e-5, found
-
-
-def test_responses_follow_a_json_schema(in_engine_process, folders):
-    """Of a model that knows nothing of JSON; neighbours draw what they would have drawn."""
-    found = in_engine_process(cases.following_a_schema, folders["qwen2"])
-    assert found["same"] and len(found["texts"]) == 4
-    wholes = ('{"a":"x"}', '{"a":"yy"}')
-    for text, reason in found["texts"]:  # a schema allows any space between its parts
-        written = "".join(text.split())
-        assert written in wholes if reason == "stop" else any(whole.startswith(written) for whole in wholes), text
-    assert all(-1000 < value <= 0 for value in found["log_probs"])
-    assert max(found["log_probs"]) > -1e-6, "where the schema leaves one token its probability is 1"
-    nothing, too_large = found["refused"]
-    assert "nothing" in nothing and "needs more than 2 s or 1 GiB" in too_large
 
 
 def test_arguments_of_wrong_types(in_engine_process):
