@@ -88,7 +88,7 @@ def test_nothing_is_left_running(tmp_path, how, sent, status):
     assert ("ended without a word" in errors) == (sent == [signal.SIGKILL])
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.e2e
 def test_daemons_that_are_late_are_started_once_more(tmp_path):
     """Ray gives its daemon thirty seconds, which a host may need for other things."""

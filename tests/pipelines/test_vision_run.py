@@ -134,8 +134,11 @@ def test_resumed_equals_uninterrupted(run: Run, finished: FinishedRun, pictures:
 def test_training_on_recorded_rollouts(run: Run, finished: FinishedRun, pictures: TinyWorld, tmp_path: Path) -> None:
     section = {"enable": True, "mode": "mock", "dump_dir": str(finished.output / "recorded")}
     again = run(changes(pictures, tmp_path / "rollouts") | {"rollout_mock": section, "eval_steps": 0}, output=tmp_path)
-    for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
+    for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "critic/advantages/max", "system/samples"):
         assert again.values(name) == finished.values(name), name
+    assert "scheduler/collect_query_count" not in again.steps[0], "nothing was generated"
+    weights = [load_file(one.output / "model" / "model.safetensors") for one in (finished, again)]
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
 @pytest.fixture(scope="module")

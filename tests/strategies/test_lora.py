@@ -164,18 +164,14 @@ TRAINING = {
 
 
 @pytest.mark.default_rows(
-    "fsdp2-offload",
     "fsdp2-ulysses",
     "fsdp2-more-in-full-own-units",
     "fsdp",
     "zero3",
-    "dp2-distributed-optimizer",
     "tp2-some-of-a-fused-matrix",
     "tp2-sp-more-in-full",
     "vpp2-three-chunks-frozen",
-    "cp2",
     "experts-ep2",
-    "experts-tp2-etp2",
 )
 @pytest.mark.parametrize("case", TRAINING)
 def test_training_equals_plain_peft(run_lora, wanted, case):

@@ -33,9 +33,7 @@ def name_of(value):
     return None
 
 
-@pytest.mark.default_rows(
-    "bf16-1-fsdp2-*", "bf16-2-fsdp-*", "bf16-2-zero2-*", "fp32-2-zero3_infer-*", "bf16-2-megatron_infer-qwen3-tp2"
-)
+@pytest.mark.default_rows("bf16-2-fsdp-*", "bf16-2-zero2-*", "fp32-2-zero3_infer-*", "bf16-2-megatron_infer-qwen3-tp2")
 @pytest.mark.parametrize(("world", "strategy", "model", "config"), BUCKETS, ids=name_of)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_buckets_hold_the_whole_model_once(run, family, world, strategy, model, config, dtype):
@@ -99,7 +97,7 @@ EXPORTS = [
 ]
 
 
-@pytest.mark.default_rows("1-fsdp2-untied", "2-fsdp-tied", "2-zero3-tied", "4-megatron_infer-qwen3")
+@pytest.mark.default_rows("2-fsdp-tied", "2-zero3-tied", "4-megatron_infer-qwen3")
 @pytest.mark.parametrize(
     ("world", "strategy", "model", "config"), [pytest.param(*row, id="-".join(map(str, row[:3]))) for row in EXPORTS]
 )

@@ -82,8 +82,15 @@ HOSTS = {
 }
 """Name to host: the superuser or a user, alone or in a container that forbids namespaces, on kernels with the newest
 Landlock, an older one or none. ``same_user``: the user of the reward worker itself, which is this process."""
-DEFAULT_HOSTS = {"root", "container_user", "container_root_without_landlock"}
-"""Those of ``make test``: everything, no namespaces, and neither they nor Landlock."""
+MARKS = {
+    **dict.fromkeys(HOSTS, (pytest.mark.matrix,)),
+    **dict.fromkeys(("root", "container_user", "container_root_without_landlock"), ()),
+    **dict.fromkeys(
+        ("user", "container_root", "container_user_landlock_1", "container_same_user_without_landlock"),
+        (pytest.mark.long,),
+    ),
+}
+"""In ``make test``: everything, no namespaces, and neither they nor Landlock."""
 
 QUICK = CodeSandbox(timeout=10.0, case_timeout=5.0)
 
@@ -124,7 +131,7 @@ def sandbox() -> Iterator[Sandbox]:
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(name, marks=() if name in DEFAULT_HOSTS else pytest.mark.long) for name in HOSTS],
+    params=[pytest.param(name, marks=MARKS[name]) for name in HOSTS],
 )
 def any_host(request: pytest.FixtureRequest) -> str:
     """Every kind of host, one after the other."""

@@ -18,6 +18,7 @@ def started(role: Any, value: bool = False) -> tuple[list[str], bool]:
     return messages, torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.default_rows("1-*-options1", "1-*-options2", "2-*-options4", "2-*-options6")
 @pytest.mark.parametrize(
     ("world", "sizes", "model", "options"),
     [
