@@ -52,10 +52,14 @@ def report_of(capsys: pytest.CaptureFixture[str], folder: Path) -> dict[str, Any
 COLLECTIVES = {"all-reduce", "broadcast", "all-gather", "all-to-all"}
 
 
-def check_report_of_a_cpu(report: dict[str, Any]) -> None:
-    """All that ``--gpu`` tries, tried on a CPU; ``tests/test_gpu_kit.py`` has the report made."""
-    found = {finding["what"]: finding for finding in report["findings"]}
-    assert not [finding for finding in found.values() if finding["severity"] == "error"]
+@pytest.mark.matrix  # the run of it in the long tier: tests/test_gpu_kit.py
+@pytest.mark.e2e
+@pytest.mark.usefixtures("on_cpu")
+def test_all_of_it_on_a_cpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    report = report_of(capsys, tmp_path)
+    found = report["findings"]
+    errors = [finding for finding in found.values() if finding["severity"] == "error"]
+    assert not errors
     for name in ("pinned memory", "peer access", "cuda_ipc"):
         assert (found[name]["severity"], found[name]["value"]) == ("note", "not on a CPU")
     assert found["device 0: memory"]["data"]["free"] > 0
