@@ -11,8 +11,8 @@ from roll_example_plugin.strategies import NoisyConfig
 
 
 class NoisyEngine(HfInferStrategy):
-    """``hf_infer`` whose samples and log-probs are those of logits with normal noise, as if its kernels differed from the
-    trainer's. Greedy samples are without it."""
+    """``hf_infer`` whose samples and log-probs are those of logits with normal noise, as if its kernels were not
+    the trainer's. Greedy samples are without it."""
 
     _config: NoisyConfig
 
