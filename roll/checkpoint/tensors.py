@@ -152,6 +152,10 @@ class StoredTensors:
     def has(self, kind: str, name: str) -> bool:
         return any(f"{kind}/{held.key}" in self._files for held in self._pieces.get(name, ()))
 
+    def moments(self, name: str) -> list[str]:
+        """Kinds of a parameter's moments."""
+        return [kind for kind in (*MOMENTS, *MUON_MOMENTS) if self.has(kind, name)]
+
     def updates(self, name: str) -> int:
         """Optimizer updates that a parameter's moments are the result of."""
         return self._updates.get(name, 0)

@@ -96,8 +96,7 @@ class TrainingArguments:
         default_factory=OptimizerConfig,
         metadata=rules(parse=lambda value: {"name": value} if isinstance(value, str) else value),
     )
-    """``adamw`` or ``muon``, or a section with ``name`` and options; ``muon`` under ``fsdp2_train`` and
-    ``fsdp_train``."""
+    """``adamw`` or ``muon``, or a section with ``name`` and options."""
     lr_scheduler_type: str = setting("linear", choices=LR_SCHEDULERS)
     """Schedule after the warm-up, by Hugging Face's name: ``linear``, ``cosine``, ``constant``,
     ``constant_with_warmup`` (the same), ``cosine_with_restarts``, ``cosine_with_min_lr``, ``polynomial``,

@@ -82,6 +82,24 @@ def test_a_wrong_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "VERL_ENABLE_PARAM_OFFLOAD='yes'" in problem.rule
 
 
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"zenflow": {"topk_ratio": 0.1}}, "zenflow"),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "offload_optimizer.ratio"),
+        ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "offload_optimizer.super_offload"),
+    ],
+)
+def test_muon_is_refused_where_deepspeed_steps_by_its_own_adamw(
+    tmp_path: Path, section: dict[str, Any], key: str
+) -> None:
+    def found(optimizer: str) -> list[str]:
+        options = {"actor_train.training_args.optimizer": optimizer, CONFIG: {"zero_optimization": section}}
+        return [one.key for one in mistakes(tmp_path, changed({NAME: "deepspeed_train", **options}))]
+
+    assert found("muon") == [f"{CONFIG}.zero_optimization.{key}"] and not found("adamw")
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets(tmp_path: Path, preset: str) -> None:
     """As ROLL's files use them: a fragment spliced in, and an interpolation."""

@@ -102,6 +102,10 @@ NUMBERS = (
     everywhere("gradient, log-probs and entropies are the plain model's", numbers(GRADIENT)),
     everywhere("AdamW, clipping and schedule are PyTorch's", numbers("test_optimizer_steps_equal_plain_adamw")),
     everywhere(
+        "Muon (`training_args.optimizer: muon`) is PyTorch's on whole matrices",
+        in_file("strategies/test_muon.py")("test_three_steps_equal_pytorch_on_whole_matrices"),
+    ),
+    everywhere(
         "bf16 computation, float32 master weights", numbers("test_bf16_computes_in_bf16_and_keeps_float32_weights")
     ),
     everywhere(

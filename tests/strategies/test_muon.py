@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from roll.checkpoint.contents import CheckpointMismatchError
+from roll.checkpoint.tensors import WEIGHT
 from roll.config.roles import OptimizerConfig, WorkerConfig
 from roll.strategies.fsdp.fsdp1 import clean_name
 from tests.strategies import jobs
 from tests.strategies.comparison import assert_same_bits, contents_of
-from tests.strategies.jobs import POLICY, _whole, started, trainer
+from tests.strategies.families import zero
+from tests.strategies.jobs import POLICY, _whole, started, trainer, whole_parameters
 from tests.strategies.samples import TensorBatch, policy_loss
 
 ADAPTERS = {"lora_target": ["q_proj", "v_proj", "down_proj"], "lora_rank": 4, "lora_alpha": 8}
+THREE = zero(3)["zero_optimization"]
 LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "fsdp2-1-rank": (1, "fsdp2", "tied", {}),
     "fsdp2": (2, "fsdp2", "untied", {}),
@@ -30,6 +33,26 @@ LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "fsdp": (2, "fsdp", "untied", {}),
     "fsdp-hsdp": (4, "fsdp", "tied", {"config": {"fsdp_size": 2}}),
     "fsdp-experts": (2, "fsdp", "qwen3_moe", {}),
+    "zero0": (2, "zero0", "tied", {}),
+    "zero1": (2, "zero1", "untied", {}),
+    "zero1-bf16": (2, "zero1", "tied", {"dtype": "bf16"}),
+    "zero2": (2, "zero2", "untied", {}),
+    "zero2-4-ranks": (4, "zero2", "tied", {}),
+    "zero2-offload": (2, "zero2", "tied", {"config": {"offload": "cpu"}}),
+    "zero2-experts": (2, "zero2", "qwen3_moe", {}),
+    "zero3": (2, "zero3", "untied", {}),
+    "zero3-groups": (2, "zero3", "tied", {"config": {"zero_optimization": THREE | {"sub_group_size": 5000}}}),
+    "zero3-offload": (2, "zero3", "tied", {"config": {"offload": "cpu", "offload_param": True}}),
+    "zero3-adapters": (2, "zero3", "untied", {"model_args": ADAPTERS}),
+    "megatron-1-rank": (1, "megatron", "qwen2", {}),
+    "dp2": (2, "megatron", "qwen2", {"config": {"dist_opt": True}}),
+    "dp2-bf16": (2, "megatron", "qwen2", {"config": {"dist_opt": True}, "dtype": "bf16"}),
+    "tp2": (2, "megatron", "untied", {"config": {"tp": 2}}),
+    "tp2-dp2": (4, "megatron", "qwen2", {"config": {"tp": 2, "dist_opt": True}}),
+    "pp2-vpp2-dp2": (4, "megatron", "qwen2", {"config": {"pp": 2, "vpp": 2}}),
+    "tp2-sp-experts": (2, "megatron", "qwen3_moe", {"config": {"tp": 2, "sp": True}}),
+    "ep2-dp2-experts": (4, "megatron", "qwen2_moe", {"config": {"ep": 2, "dist_opt": True}}),
+    "tp2-adapters": (2, "megatron", "untied", {"config": {"tp": 2}, "model_args": ADAPTERS}),
 }
 SETTINGS = {"default": OptimizerConfig("muon"), "original": OptimizerConfig("muon", scaling="original")}
 
@@ -40,12 +63,25 @@ def steps(role: WorkerConfig, batch: TensorBatch, max_grad_norm: float | None) -
     before, taken = trained_weights(strategy), []
     for _ in range(3):
         metrics = strategy.train_step(batch, policy_loss, POLICY)
-        taken.append((strategy.gradients, jobs.to_floats(metrics)["grad_norm"]))
+        taken.append((as_held(strategy, strategy.gradients), jobs.to_floats(metrics)["grad_norm"]))
     return {"before": before, "after": trained_weights(strategy), "steps": taken}
 
 
+def as_held(strategy: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Under Megatron tensors have the names and shapes of the model's files; here those of the live model."""
+    return strategy._stored.joined(tensors) if hasattr(strategy, "masters") else tensors
+
+
 def trained_weights(strategy: Any) -> dict[str, torch.Tensor]:
-    """Whole trained parameters, experts as the model holds them and adapters unmerged."""
+    """Whole trained parameters, experts as the model holds them and adapters unmerged; under Megatron on rank 0."""
+    if hasattr(strategy, "masters"):
+        return as_held(strategy, whole_parameters(strategy, lambda own: strategy.masters.get(own.parameter, WEIGHT)))
+    if hasattr(strategy, "engine"):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        own = [(name, one) for name, one in strategy.model.language_model.named_parameters() if one.requires_grad]
+        whole = safe_get_full_fp32_param if strategy.plan.stage else torch.Tensor.detach
+        return {name: whole(parameter).clone() for name, parameter in own}
     strategy._reshard()
     named = strategy.model.language_model.named_parameters()
     trained = {clean_name(name): parameter for name, parameter in named if parameter.requires_grad}
@@ -56,7 +92,18 @@ def is_hidden_matrix(name: str, weight: torch.Tensor) -> bool:
     return weight.ndim >= 2 and "embed_tokens" not in name and "lm_head" not in name
 
 
-def plain(result: dict[str, Any], options: OptimizerConfig, max_grad_norm: float | None) -> dict[str, torch.Tensor]:
+def clip_factor(strategy: str, norm: float, max_grad_norm: float | None) -> float:
+    """ZeRO computes it in float32: a gradient that is off by its last bit may round to another bfloat16."""
+    if max_grad_norm is None or norm <= max_grad_norm:
+        return 1.0
+    if strategy in ("zero1", "zero2", "zero3"):
+        return float(1.0 / ((torch.tensor(norm) + 1e-6) / max_grad_norm))
+    return max_grad_norm / (norm + 1e-6)
+
+
+def plain(
+    result: dict[str, Any], options: OptimizerConfig, max_grad_norm: float | None, strategy: str
+) -> dict[str, torch.Tensor]:
     """PyTorch's Muon and AdamW on whole weights, with the gradients of the run; each expert has a matrix of its own."""
     weights = {name: weight.clone() for name, weight in result["before"].items()}
     hidden = {name: weight for name, weight in weights.items() if is_hidden_matrix(name, weight)}
@@ -78,7 +125,7 @@ def plain(result: dict[str, Any], options: OptimizerConfig, max_grad_norm: float
     ]
     adamw = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, foreach=False) if others else None
     for gradients, norm in result["steps"]:
-        factor = max_grad_norm / (norm + 1e-6) if max_grad_norm is not None and norm > max_grad_norm else 1.0
+        factor = clip_factor(strategy, norm, max_grad_norm)
         for name, weight in weights.items():
             gradient = gradients[name] * factor
             parts = gradient.unbind() if gradient.ndim == 3 else [gradient]
@@ -90,7 +137,13 @@ def plain(result: dict[str, Any], options: OptimizerConfig, max_grad_norm: float
     return weights
 
 
-@pytest.mark.default_rows("fsdp2-0.05-original", "fsdp2-experts-None-default", "fsdp-0.05-default")
+@pytest.mark.default_rows(
+    "fsdp2-0.05-original",
+    "fsdp2-experts-None-default",
+    "fsdp-0.05-default",
+    "zero2-0.05-default",
+    "tp2-dp2-0.05-default",
+)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -100,7 +153,7 @@ def test_three_steps_equal_pytorch_on_whole_matrices(run, layout, max_grad_norm,
         pytest.importorskip("peft")
     training = {"optimizer": SETTINGS[settings], "adam_epsilon": 1e-3}
     result = run(steps, world, strategy, model, max_grad_norm, training=training, **role)[0]
-    wanted = plain(result, SETTINGS[settings], max_grad_norm)
+    wanted = plain(result, SETTINGS[settings], max_grad_norm, strategy)
     assert result["after"].keys() == wanted.keys()
     moved = 0
     for name, weight in wanted.items():
@@ -110,18 +163,27 @@ def test_three_steps_equal_pytorch_on_whole_matrices(run, layout, max_grad_norm,
     assert moved == len(wanted) and all(math.isfinite(norm) for _, norm in result["steps"])
 
 
-@pytest.mark.default_rows("fsdp2-experts-ep2")
-@pytest.mark.parametrize(
-    "layout", ["fsdp2", "fsdp2-hsdp", "fsdp2-experts-ep2", "fsdp2-adapters", "fsdp", "fsdp-experts"]
-)
-def test_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, layout):
+RESUMED = [
+    *(
+        (name, "fp32")
+        for name in ("fsdp2", "fsdp2-hsdp", "fsdp2-experts-ep2", "fsdp2-adapters", "fsdp", "fsdp-experts")
+    ),
+    *((name, "fp32") for name in ("zero2-offload", "zero3-groups", "zero3-adapters", "tp2-dp2", "ep2-dp2-experts")),
+    *((name, "bf16") for name in ("zero0", "zero1", "zero3", "dp2")),
+]
+
+
+@pytest.mark.default_rows("fsdp2-experts-ep2-fp32")
+@pytest.mark.parametrize(("layout", "dtype"), RESUMED)
+def test_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, layout, dtype):
     world, strategy, model, role = LAYOUTS[layout]
-    training = {"optimizer": SETTINGS["default"]}
-    whole = run(jobs.train_and_save, world, strategy, model, tmp_path, training=training, **role)
-    resumed = run(jobs.load_and_train, world, strategy, model, tmp_path, training=training, **role)
+    options = {**role, "dtype": dtype, "training": {"optimizer": SETTINGS["default"]}}
+    whole = run(jobs.train_and_save, world, strategy, model, tmp_path, **options)
+    resumed = run(jobs.load_and_train, world, strategy, model, tmp_path, **options)
     for one, other in zip(whole, resumed, strict=True):
         assert one["metrics"] == other["metrics"]
         assert_same_bits(other["weights"], one["weights"])
+    assert_same_bits(contents_of(tmp_path / "resumed"), contents_of(tmp_path / "end"))
 
 
 def load_and_save(role: WorkerConfig, path: Path, out: Path) -> None:
@@ -131,21 +193,29 @@ def load_and_save(role: WorkerConfig, path: Path, out: Path) -> None:
     assert strategy.saved()
 
 
-@pytest.mark.default_rows("fsdp2-experts-fsdp-experts")
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [("fsdp2-experts", "fsdp-experts"), ("fsdp-experts", "fsdp2-experts-ep2"), ("fsdp-hsdp", "fsdp2-1-rank")],
-)
-def test_moments_go_from_one_strategy_to_another(run, tmp_path, writer, reader):
+CHAINS = {
+    "dense": ("fsdp2", "zero2", "tp2-dp2", "fsdp2"),
+    "stages": ("pp2-vpp2-dp2", "fsdp-hsdp", "zero3-groups", "zero1", "fsdp2-1-rank"),
+    "experts": ("fsdp2-experts", "fsdp-experts", "zero2", "ep2-dp2-experts", "tp2-sp-experts", "fsdp2-experts-ep2"),
+    "adapters": ("fsdp2-adapters", "tp2-adapters", "zero3-adapters"),
+}
+
+
+@pytest.mark.default_rows("dense")
+@pytest.mark.parametrize("chain", CHAINS)
+def test_moments_go_from_one_strategy_to_another(run, tmp_path, chain):
+    """Each layout reads what the one before wrote: the same to the last bit."""
     training = {"optimizer": SETTINGS["default"]}
-    world, strategy, model, role = LAYOUTS[writer]
-    run(jobs.train_and_save, world, strategy, model, tmp_path / "written", training=training, **role)
-    world, strategy, model, role = LAYOUTS[reader]
-    paths = tmp_path / "written", tmp_path / "read"
-    run(load_and_save, world, strategy, model, *paths, training=training, batch=None, **role)
-    written = contents_of(paths[0])
+    first, *others = CHAINS[chain]
+    world, strategy, model, role = LAYOUTS[first]
+    run(jobs.train_and_save, world, strategy, model, tmp_path / "0", training=training, **role)
+    written = contents_of(tmp_path / "0")
     assert any(name.startswith("momentum_buffer/") and tensor.any() for name, tensor in written.items())
-    assert_same_bits(contents_of(paths[1]), written)
+    for number, layout in enumerate(others):
+        world, strategy, _, role = LAYOUTS[layout]
+        paths = tmp_path / f"{number}", tmp_path / f"{number + 1}"
+        run(load_and_save, world, strategy, model, *paths, training=training, batch=None, **role)
+        assert_same_bits(contents_of(paths[1]), written)
 
 
 def refusal(role: WorkerConfig, path: Path) -> str:

@@ -57,6 +57,8 @@ class DeepSpeedStrategyConfig(StrategyConfig):
         ),
     )
 
+    optimizers: ClassVar[Collection[str]] = ("adamw", "muon")
+
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         path, environ = f"{name}.strategy_args.strategy_config", {**os.environ, **role.system_envs}
         _check_keys(path, self, role.strategy_args.strategy_config, problems)
@@ -81,6 +83,8 @@ class DeepSpeedStrategyConfig(StrategyConfig):
                 )
         if self.fp32_grad_accumulation and plan.stage == 0 and dtype == "bf16" and trains:
             problems.note(f"{path}.fp32_grad_accumulation", "has no effect under ZeRO-0: gradients are summed in bf16")
+        if trains and role.training_args.optimizer.name == "muon":
+            _check_muon(f"{path}.zero_optimization", self, problems)
         if self.bf16.get("enabled") in (True, False) and self.bf16["enabled"] != (dtype == "bf16"):
             problems.note(f"{path}.bf16.enabled", f"has no effect; model_args.dtype decides ({dtype})")
         if role.model_args.ulysses_size > 1:
@@ -195,6 +199,20 @@ def _check_zero_section(path: str, config: DeepSpeedStrategyConfig, problems: Pr
             if name in section:
                 rule = f"means the same as {key}.{name}, which is there too; keep one of them"
                 problems.add(f"{path}.offload", config.offload, rule)
+
+
+def _check_muon(path: str, config: DeepSpeedStrategyConfig, problems: Problems) -> None:
+    """Options with which DeepSpeed steps by an AdamW of its own."""
+    section = numbers(config.zero_optimization)
+    states = section.get("offload_optimizer")
+    states = states if isinstance(states, Mapping) else {}
+    for key, value, without in (
+        ("zenflow", section.get("zenflow"), None),
+        ("offload_optimizer.super_offload", states.get("super_offload"), False),
+        ("offload_optimizer.ratio", states.get("ratio"), 1),
+    ):
+        if value not in (None, without):
+            problems.add(f"{path}.{key}", value, "is for training_args.optimizer: adamw; this role has muon", without)
 
 
 # Values that DeepSpeed would refuse only in the workers: a test, the rule, and a value that works.

@@ -7,7 +7,7 @@ stage that wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.checkpoint.tensors import MOMENTS
+from roll.checkpoint.tensors import MOMENTS, MUON_MOMENTS
+from roll.strategies.training.gather import Pieces
+from roll.strategies.training.muon import Matrix, MuonAndAdamW, gathered_sizes
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -48,7 +50,7 @@ class Run:
 
 
 class MasterStates:
-    """Float32 weights and AdamW moments by parameter, the same for every ZeRO stage."""
+    """Float32 weights and moments by parameter, the same for every ZeRO stage."""
 
     # Four ways to keep them: ZeRO-3 shards every parameter; ZeRO-1 and 2 shard a flat tensor of all of a group's
     # parameters; ZeRO-0 has a float32 copy of each on every rank, or in float32 the parameters themselves.
@@ -62,6 +64,13 @@ class MasterStates:
         if self._stage == 0 and self._optimizer is not self._adam:
             for rounded, masters in zip(self._optimizer.fp16_groups, self._optimizer.fp32_groups, strict=True):
                 self._copies |= {id(parameter): master for parameter, master in zip(rounded, masters, strict=True)}
+        self._groups: dict[int, int] = {}
+        if self._stage in (1, 2):
+            # A rank without any element of a parameter has no mapping. Under ZeRO-1 in bf16 they have another name.
+            groups = getattr(self._optimizer, "bit16_groups", None) or self._optimizer.bf16_groups
+            self._groups = {id(parameter): index for index, group in enumerate(groups) for parameter in group}
+        matrices = self._adam.matrices if isinstance(self._adam, MuonAndAdamW) else ()
+        self._of_muon = {id(one.main) for one in matrices}
 
     def runs(self) -> list[Run]:
         """One for each trained parameter; of length 0 where other ranks keep it."""
@@ -87,6 +96,11 @@ class MasterStates:
         steps = [float(state["step"]) for state in self._adam.state.values() if "step" in state]
         return int(max(steps, default=0.0))
 
+    def moments(self, run: Run) -> Sequence[str]:
+        """Names of the moments that there are of a trained parameter; none before the first update."""
+        master, _ = self._master(run)
+        return [name for name in (*MOMENTS, *MUON_MOMENTS) if name in self._adam.state.get(master, {})]
+
     def get(self, run: Run, moment: str | None) -> Tensor:
         """float32 (length,): the moment of the run, or (None) its weight."""
         from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
@@ -98,15 +112,34 @@ class MasterStates:
             else:
                 part = safe_get_local_optimizer_state(parameter, moment)
             return part.detach().flatten()[: run.length]
-        if self._stage == 0:
-            master = self._copies.get(id(parameter), parameter)
-            return (master if moment is None else self._adam.state[master][moment]).detach().flatten()
-        mapping = parameter._hp_mapping
-        (master,) = self._adam.param_groups[mapping.param_group_index]["params"]
+        master, begin = self._master(run)
         # DeepSpeed's own link to the moments is made after the first of the groups has stepped, for that group only.
         whole = master if moment is None else self._adam.state[master][moment]
-        place = mapping.hp_fragment_address
-        return whole.detach().flatten()[place.start : place.start + place.numel]
+        return whole.detach().flatten()[begin : begin + run.length]
+
+    def _master(self, run: Run) -> tuple[Tensor, int]:
+        """The tensor that the optimizer updates, and the first element of the run in it, flattened."""
+        parameter, optimizer = run.parameter, self._optimizer
+        if self._stage == 0:
+            return self._copies.get(id(parameter), parameter), 0
+        if self._stage == 3:
+            group, begin, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            return optimizer.fp32_partitioned_groups_flat[group], begin
+        (master,) = self._adam.param_groups[self._groups[id(parameter)]]["params"]
+        return master, parameter._hp_mapping.hp_fragment_address.start if run.length else 0
+
+    def matrices(self, parameters: set[Tensor]) -> list[Matrix]:
+        """Collective. Those of ``parameters`` that are trained, for Muon."""
+        runs = [run for run in self.runs() if run.parameter in parameters]
+        group = None if self._stage == 0 else dist.group.WORLD
+        of_ranks: list[tuple[int, ...]] = [(run.length,) for run in runs]
+        if group is not None:
+            of_ranks = gathered_sizes([run.length for run in runs], group)
+        found = []
+        for run, sizes in zip(runs, of_ranks, strict=True):
+            master, begin = self._master(run)
+            found.append(Matrix(master, Pieces(full_shape(run.parameter), sizes), group, begin))
+        return found
 
     @torch.no_grad()
     def set_weight(self, run: Run, weight: Tensor) -> None:
@@ -134,7 +167,7 @@ class MasterStates:
 
     @torch.no_grad()
     def set_moment(self, run: Run, moment: str, values: Tensor) -> None:
-        """Give AdamW the ``values`` (float32, of the run) of a moment; :meth:`make_moments` comes first."""
+        """Give the optimizer the ``values`` (float32, of the run) of a moment; :meth:`make_moments` comes first."""
         if self._stage == 3:
             from deepspeed.utils import safe_set_local_optimizer_state
 
@@ -143,7 +176,7 @@ class MasterStates:
             self.get(run, moment).copy_(values)
 
     def make_moments(self, updates: int) -> None:
-        """Create missing moments as AdamW does in its first step: zeros, here with a count of ``updates``."""
+        """Create missing moments as the optimizer does in its first step: zeros; AdamW has made ``updates``."""
         if self._stage == 3:  # the groups are filled during a step only
             masters = list(self._optimizer.fp32_partitioned_groups_flat)
         else:
@@ -153,13 +186,15 @@ class MasterStates:
             if swaps := self._stage == 3 and self._optimizer._swappable_optimizer_subgroup(index):
                 self._optimizer._optimizer_states_and_gradient_swap_in(index)
             state: dict[str, Any] = self._adam.state[master]
-            for name in MOMENTS:
+            of_muon = id(master) in self._of_muon
+            for name in MUON_MOMENTS if of_muon else MOMENTS:
                 if name not in state:
                     state[name] = torch.zeros_like(master)
-            # The fused AdamW counts where the weights are, others on the host; keep it where it is.
-            counter = state.get("step")
-            device = counter.device if isinstance(counter, Tensor) else master.device
-            state["step"] = torch.full((), float(updates), device=device)
+            if not of_muon:
+                # The fused AdamW counts where the weights are, others on the host; keep it where it is.
+                counter = state.get("step")
+                device = counter.device if isinstance(counter, Tensor) else master.device
+                state["step"] = torch.full((), float(updates), device=device)
             if swaps:
                 self._optimizer._optimizer_states_and_gradient_swap_out(index)
 

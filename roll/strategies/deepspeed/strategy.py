@@ -24,11 +24,12 @@ from roll.models.loading import MetaModel, ModuleReader
 from roll.models.log_probs import run_head_when_called
 from roll.platforms import Platform
 from roll.strategies.base import StateKind
-from roll.strategies.deepspeed.states import MasterStates, full_shape, is_partitioned, set_masters
+from roll.strategies.deepspeed.states import MasterStates, Run, full_shape, is_partitioned, set_masters
 from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
+from roll.strategies.training.muon import MuonAndAdamW, hidden_matrices, muon_groups
 from roll.strategies.training.optimizer import INITIAL_SCALE, TrainingProgress, adamw, decay_groups
 
 if TYPE_CHECKING:
@@ -80,9 +81,19 @@ class DeepSpeedStrategy(DataParallelStrategy):
             named = self.model.language_model.named_parameters()
             loaded = {name: p.data for name, p in named if p.requires_grad}
         args = self.role.training_args
-        # What ZeRO-3 has partitioned is flat: the whole shape says whether it is a matrix.
-        groups = decay_groups(self.model, args.weight_decay, lambda one: len(full_shape(one)))
-        self.engine = self._start_engine(adamw(groups, args))
+
+        def num_dims(parameter: torch.Tensor) -> int:
+            # What ZeRO-3 has partitioned is flat: the whole shape says whether it is a matrix.
+            return len(full_shape(parameter))
+
+        groups = decay_groups(self.model, args.weight_decay, num_dims)
+        if args.optimizer.name == "muon":
+            matrices = hidden_matrices(self.model.language_model, self.sparse_layers, num_dims)
+            muon = MuonAndAdamW(adamw(muon_groups(groups, matrices), args), args.optimizer.scaling, self.device)
+            self.engine = self._start_engine(muon)
+            muon.matrices = MasterStates(self.engine).matrices(matrices)
+        else:
+            self.engine = self._start_engine(adamw(groups, args))
         self.optimizer = self.engine.basic_optimizer
         if rounds and meta is not None:
             set_masters(self.engine, meta.elements)
@@ -196,6 +207,8 @@ class DeepSpeedStrategy(DataParallelStrategy):
             "zero_optimization": (section | {"stage": plan.stage}),
             # AdamW's fused CPU kernel comes with torch: nothing to compile for offload.
             "zero_force_ds_cpu_optimizer": False,
+            # DeepSpeed's list of tested ones has its own Muon only, which makes gradients orthogonal before it clips.
+            "zero_allow_untested_optimizer": True,
         }
         if dtype is torch.bfloat16:
             options["bf16"] = {"check_grad_overflow": True, **numbers(config.bf16), "enabled": True}
@@ -273,17 +286,13 @@ class DeepSpeedStrategy(DataParallelStrategy):
         updates = masters.updates
         # Under ZeRO-0 all ranks have all of it.
         runs = masters.runs() if self.plan.stage > 0 or self.rank == 0 else []
-        kinds = MOMENTS if updates else ()
-        pieces = (
-            Piece(
-                run.name,
-                {WEIGHT: masters.get(run, None), **{kind: masters.get(run, kind) for kind in kinds}},
-                run.start,
-                updates=updates,
-            )
-            for run in runs
-            if run.length
-        )
+
+        def piece(run: Run) -> Piece:
+            moments = {kind: masters.get(run, kind) for kind in masters.moments(run)}
+            counted = updates if MOMENTS[0] in moments else 0
+            return Piece(run.name, {WEIGHT: masters.get(run, None), **moments}, run.start, updates=counted)
+
+        pieces = (piece(run) for run in runs if run.length)
         save_training(path, self.contents, pieces, {**self.progress.state(), "updates": updates}, self._buffers())
 
     def load(self, path: Path) -> None:
@@ -295,7 +304,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
             runs = masters.runs()
             # DeepSpeed's optimizers step all parameters together.
             updates = max((stored.updates(run.name) for run in runs if stored.has(MOMENTS[0], run.name)), default=0)
-            if updates:
+            if any(stored.moments(run.name) for run in runs):
                 masters.make_moments(updates)
             for run in runs:
                 # A parameter that is whole on this rank is its master rounded, also where another keeps the master.
@@ -303,7 +312,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
                 if not is_partitioned(run.parameter):
                     begin, end = 0, run.parameter.numel()
                 masters.set_weight(run, stored.read(WEIGHT, run.name, begin, end))
-                for moment in MOMENTS if updates and stored.has(MOMENTS[0], run.name) else ():
+                for moment in stored.moments(run.name):
                     masters.set_moment(run, moment, stored.read(moment, run.name, run.start, run.start + run.length))
         self.progress.restore(state)
 

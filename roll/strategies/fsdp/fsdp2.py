@@ -42,7 +42,7 @@ from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
-from roll.strategies.training.muon import MuonAndAdamW, hidden_matrices
+from roll.strategies.training.muon import Matrix, MuonAndAdamW, hidden_matrices, muon_groups
 from roll.strategies.training.optimizer import (
     TrainingProgress,
     adamw,
@@ -140,9 +140,10 @@ class ShardedStrategy(DataParallelStrategy):
                 self.optimizer = adamw(groups, args)
             else:
                 matrices = hidden_matrices(self.model.language_model, self.sparse_layers, self._num_dims)
-                matrices &= {parameter for group in groups for parameter in group["params"]}
-                shard_group = self.mesh.get_group("fsdp")
-                self.optimizer = MuonAndAdamW(groups, matrices, args, self._sharded, shard_group, self.device)
+                groups = muon_groups(groups, matrices)
+                self.optimizer = MuonAndAdamW(adamw(groups, args), args.optimizer.scaling, self.device)
+                updated = [one for group in groups if group["is_muon"] for one in group["params"]]
+                self.optimizer.matrices = [self._matrix(parameter) for parameter in updated]
             self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             self._watch_balance()
         self.model.train(num_training_steps > 0)
@@ -209,6 +210,11 @@ class ShardedStrategy(DataParallelStrategy):
         is_copy = self.mesh.ndim == 2 and self.mesh.get_local_rank("ddp") > 0
         return None if is_copy else self.mesh.get_group("fsdp")
 
+    def _matrix(self, parameter: torch.Tensor) -> Matrix:
+        if (shard := self._sharded(parameter)) is None:
+            return Matrix(parameter, Pieces(parameter.shape, (parameter.numel(),)), None)
+        return Matrix(parameter, shard[1], self.mesh.get_group("fsdp"))
+
     def _differentiate(self, loss: torch.Tensor) -> None:
         scale = self.progress.scale
         (loss if scale == 1.0 else loss * scale).backward()
@@ -268,7 +274,7 @@ class ShardedStrategy(DataParallelStrategy):
                 local.copy_(stored.read(WEIGHT, name, begin, end).view(local.shape))
                 self.optimizer.state.pop(parameter, None)
                 is_absent = not local.numel() and not isinstance(parameter, DTensor)  # FSDP1 gives it no gradient
-                kinds = [kind for kind in (*MOMENTS, *MUON_MOMENTS) if stored.has(kind, name)]
+                kinds = stored.moments(name)
                 if is_absent or not kinds:  # moments that the checkpoint lacks start new
                     continue
                 own: dict[str, Any] = self.optimizer.state[parameter]

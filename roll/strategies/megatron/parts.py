@@ -20,6 +20,7 @@ from roll.checkpoint.tensors import MOMENTS, WEIGHT, Piece, StoredTensors
 from roll.config.lora import uses_lora
 from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.models.build import freeze_modules
+from roll.models.experts import sparse_layers
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_names, is_trained_whole, source_name
 from roll.models.stored import StoredLayout
@@ -29,10 +30,11 @@ from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.adapters import adapted_skeleton, add_to_chunk
 from roll.strategies.megatron.correspondence import parameters_of
 from roll.strategies.megatron.model import ResponseGPT
-from roll.strategies.megatron.optimizer import MasterStates, Named
+from roll.strategies.megatron.optimizer import MasterStates, MatrixShapes, Named
 from roll.strategies.megatron.parallel import build_transformer_config, num_experts, rotary_frequencies, skeleton
 from roll.strategies.megatron.weights import OwnParameter, read_parameter
 from roll.strategies.training.checkpoint import describe_model, resumed, save_training
+from roll.strategies.training.muon import hidden_matrices
 from roll.strategies.training.optimizer import TrainingProgress
 
 
@@ -54,6 +56,7 @@ class OwnPart(ModelStrategy):
     def _read_skeleton(self) -> None:
         args = self.role.model_args
         self._skeleton = skeleton(args, self.head)
+        self._sparse_layers = sparse_layers(self._skeleton)  # before adapters wrap some of it
         freeze_modules(self._skeleton, args.freeze_module_prefix)
         self._live = {name: parameter.shape for name, parameter in self._skeleton.named_parameters()}
         self._stored = StoredLayout(self._skeleton, self._live)
@@ -115,6 +118,19 @@ class OwnPart(ModelStrategy):
             own.parameter.requires_grad_(not frozen)
         self._read_weights()
 
+    def _hidden_matrices(self) -> dict[nn.Parameter, MatrixShapes]:
+        """The trained parameters that are matrices of the Hugging Face model's hidden layers, or parts of some."""
+        hidden = hidden_matrices(self._skeleton, self._sparse_layers, Tensor.dim)
+        names = {name for name, parameter in self._skeleton.named_parameters() if parameter in hidden}
+        found: dict[nn.Parameter, MatrixShapes] = {}
+        for own in self.parameters:
+            matrices: dict[str, list[torch.Size]] = {}
+            for source in own.correspondence.sources:
+                matrices.setdefault(self._named(source).name, []).append(self._shapes[source])
+            if own.parameter.requires_grad and matrices.keys() <= names:
+                found[own.parameter] = list(matrices.values())
+        return found
+
     @torch.no_grad()
     def _read_weights(self) -> None:
         files = TensorFiles(str(self.role.model_args.model_name_or_path))
@@ -152,7 +168,11 @@ class OwnPart(ModelStrategy):
         for own in self.parameters:
             if not own.parameter.requires_grad:
                 continue
-            held = {kind: self.masters.get(own.parameter, kind) for kind in (WEIGHT, *(MOMENTS if updates else ()))}
+            # Only AdamW counts its updates.
+            moments = self.masters.moments(own.parameter)
+            counted = updates if moments is MOMENTS else 0
+            kinds = (WEIGHT, *(moments if counted or moments is not MOMENTS else ()))
+            held = {kind: self.masters.get(own.parameter, kind) for kind in kinds}
             layout, rank, size = own.correspondence.layout, own.shards.rank(), own.shards.size()
             is_shared = layout.dim is None and rank > 0
             if own.replicas.rank() or own.correspondence.is_copy or is_shared:
@@ -165,7 +185,7 @@ class OwnPart(ModelStrategy):
                 shape = (last - first, right - left) if stride else (-1,)
                 tensors = {kind: parts[index].reshape(shape) for kind, parts in by_kind.items()}
                 if last > first:
-                    yield Piece(named.name, tensors, first * named.width + left, stride, updates)
+                    yield Piece(named.name, tensors, first * named.width + left, stride, counted)
 
     def load(self, path: Path) -> None:
         assert self.masters is not None
@@ -175,10 +195,10 @@ class OwnPart(ModelStrategy):
                     continue
                 names = [self._named(source) for source in own.correspondence.sources]
                 updates = max(stored.updates(named.name) for named in names)
-                kinds = MOMENTS if any(stored.has(MOMENTS[0], named.name) for named in names) else ()
+                kinds = sorted({kind for named in names for kind in stored.moments(named.name)})
                 values = {kind: _read(own, names, stored, kind).to(self.device) for kind in (WEIGHT, *kinds)}
                 self.masters.set_weight(own.parameter, values.pop(WEIGHT))
-                if updates and values:
+                if values:
                     self.masters.set_moments(own.parameter, values, updates)
         self.progress.restore(state)
 

@@ -97,10 +97,11 @@ class MegatronStrategy(OwnPart):
                 config.no_sync_func = functions if len(functions) > 1 else functions[0]
             if self.progress.loss_scale is not None:
                 config.grad_scale_func = lambda loss: loss * self.progress.scale
+            matrices = self._hidden_matrices() if args.optimizer.name == "muon" else {}
             self.optimizer = build_optimizer(
-                self.chunks, args, self.compute_dtype, distributed=self.config.use_distributed_optimizer
+                self.chunks, args, self.compute_dtype, self.config.use_distributed_optimizer, matrices
             )
-            self.masters = MasterStates(self.optimizer, self.parameters)
+            self.masters = MasterStates(self.optimizer, self.parameters, matrices)
             if self.compute_dtype is not torch.float32:
                 # Again, now into the masters: Megatron made them from parameters already rounded to 16 bits.
                 self._read_weights()

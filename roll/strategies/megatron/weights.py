@@ -39,9 +39,14 @@ class OwnParameter:
         return parallel_state.get_tensor_model_parallel_group()
 
     @property
+    def has_expert_ranks(self) -> bool:
+        """The ranks that sum its gradients are an expert's own; it is in an optimizer of its own."""
+        return self.correspondence.of_expert and not getattr(self.parameter, "allreduce", True)
+
+    @property
     def replicas(self) -> ProcessGroup:
         """The ranks that hold the same, and sum its gradients."""
-        if self.correspondence.of_expert and not getattr(self.parameter, "allreduce", True):
+        if self.has_expert_ranks:
             return parallel_state.get_expert_data_parallel_group()
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 

@@ -2,13 +2,17 @@
 
 Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/; Liu et al., 2025, arXiv:2502.16982) makes the
 averaged gradient of a matrix nearly orthogonal, which takes the whole matrix.  Momentum, weight decay and the update
-are computed on each rank's shard; the whole matrix is gathered in bfloat16, the type in which PyTorch's Newton-Schulz
-iteration computes anyway, one parameter at a time, and every rank takes its shard of the same result.
+are computed on each rank's elements; the whole matrix is gathered in bfloat16, the type in which PyTorch's
+Newton-Schulz iteration computes anyway, one parameter at a time, and every rank takes its elements of the same result.
+
+Under every strategy these elements are a run of the flattened parameter: a shard of it (FSDP, ZeRO-3), or an interval
+of a longer tensor that the optimizer updates (ZeRO-1 and 2, Megatron's distributed optimizer).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +21,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from roll.checkpoint.tensors import MUON_MOMENTS
-from roll.config.roles import TrainingArguments
 from roll.models.experts import EXPERTS, SparseLayer
 from roll.strategies.training.gather import Pieces
-from roll.strategies.training.optimizer import adamw, local_tensor
+from roll.strategies.training.optimizer import local_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,79 +57,109 @@ def hidden_matrices(
     return found - others - set(() if head is None else head.parameters())
 
 
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter that Muon updates, matrix or stack of matrices, and this rank's elements of it."""
+
+    main: Tensor | None
+    """The float32 tensor that the optimizer updates; None: this rank has no element."""
+    pieces: Pieces
+    group: ProcessGroup | None
+    """The ranks that hold the pieces; None: this one holds them all."""
+    begin: int = 0
+    """The first of this rank's elements in ``main``, flattened."""
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    def run(self, tensor: Tensor) -> Tensor:
+        """This rank's elements in ``main``, or in a tensor like it; a view."""
+        local, size = local_tensor(tensor.detach()), self.pieces.sizes[self.rank]
+        return local if local.numel() == size else local.view(-1)[self.begin : self.begin + size]
+
+    def wholes(self, run: Tensor) -> list[Tensor]:
+        """Collective. The matrices, whole, from the ranks' elements."""
+        sizes = self.pieces.sizes
+        if len(sizes) == 1:
+            return [run.reshape(self.pieces.shape)]
+        # Of one size: gloo gathers no other.
+        longest = max(sizes)
+        sent = nn.functional.pad(run.flatten(), (0, longest - run.numel()))
+        received = sent.new_empty(len(sizes) * longest)
+        dist.all_gather_into_tensor(received, sent, group=self.group)
+        runs = [part[:size] for part, size in zip(received.split(longest), sizes, strict=True)]
+        return [torch.cat(runs).view(self.pieces.shape)]
+
+    def own(self, wholes: list[Tensor]) -> Tensor:
+        """This rank's elements of whole matrices."""
+        begin = sum(self.pieces.sizes[: self.rank])
+        return wholes[0].flatten()[begin : begin + self.pieces.sizes[self.rank]]
+
+
+def gathered_sizes(sizes: Sequence[int], group: ProcessGroup) -> list[tuple[int, ...]]:
+    """Collective. Of each parameter the elements that every rank holds, given those that this one does."""
+    of_ranks = [list(sizes)] * group.size()
+    dist.all_gather_object(of_ranks, list(sizes), group=group)
+    return list(zip(*of_ranks, strict=True))
+
+
+def muon_groups(groups: list[dict[str, Any]], matrices: set[Tensor]) -> list[dict[str, Any]]:
+    """The groups with ``is_muon``: those of ``matrices``, then those of other parameters."""
+    split = [
+        {**one, "params": [p for p in one["params"] if (p in matrices) == is_muon], "is_muon": is_muon}
+        for is_muon in (True, False)
+        for one in groups
+    ]
+    return [one for one in split if one["params"]]
+
+
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon on ``matrices``, AdamW on the other parameters of ``groups``; the states of both by parameter.
+    """Muon on the groups that say so, AdamW on the others; the states of both by parameter.
 
     A parameter without a gradient counts as one with a gradient of zeros: under FSDP1 a rank that holds no element of a
     parameter has none, and still takes part in gathering it.
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        matrices: set[Tensor],
-        args: TrainingArguments,
-        sharded: Callable[[Tensor], tuple[Tensor, Pieces] | None],
-        group: ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        """``groups`` have their weight decay; ``sharded`` gives the pieces of a parameter over ``group`` (None: every
-        rank has all of it); on ``device`` matrices are gathered and made orthogonal (shards may be in host memory)."""
-        split = [
-            {**one, "params": [p for p in one["params"] if (p in matrices) == is_matrix], "is_muon": is_matrix}
-            for one in groups
-            for is_matrix in (True, False)
-        ]
-        split = [one for one in split if one["params"]]
-        super().__init__(split, {"lr": args.learning_rate})
-        self._options, self._group, self._device = args.optimizer, group, device
-        self._pieces: dict[Tensor, Pieces] = {}
-        for parameter in matrices:
-            if (shard := sharded(parameter)) is not None:
-                self._pieces[parameter] = shard[1]
-        self._adamw = None
-        if others := [one for one in self.param_groups if not one["is_muon"]]:
-            self._adamw = adamw(others, args)
-            # One set of groups and states: learning rates and moments are set and read through this object.
-            self._adamw.state = self.state
-            self.param_groups = [one for one in self.param_groups if one["is_muon"]] + self._adamw.param_groups
+    matrices: Sequence[Matrix] = ()
+    """Those of all groups of Muon, in an order that is the same on all ranks. DeepSpeed puts tensors of its own into
+    the groups, so they are known only after that."""
+
+    def __init__(self, adamw: torch.optim.Optimizer, scaling: str, device: torch.device) -> None:
+        """``adamw`` has the groups of both, with ``is_muon``; on ``device`` matrices are gathered and made orthogonal
+        (this rank's elements may be in host memory)."""
+        # Megatron's shards may be views, which no optimizer takes: all groups and states are those of AdamW.
+        super().__init__([{"params": []}], adamw.defaults)
+        self.param_groups, self.state = adamw.param_groups, adamw.state
+        self._adamw, self._scaling, self._device = adamw, SCALINGS[scaling], device
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Collective over the ranks that hold shards."""
+        """Collective over the ranks that hold pieces. Steps the parameters that are in the groups: DeepSpeed leaves
+        only some of them there at a time."""
         assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"] if group["is_muon"] else ():
-                self._step_matrix(parameter, group["lr"], group["weight_decay"])
-        if self._adamw is not None:
-            self._adamw.step()
+        stepped = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        for matrix in self.matrices:
+            if matrix.main is None or matrix.main in stepped:
+                self._step_matrix(matrix, stepped.get(matrix.main, {}))
+        self._adamw.param_groups = [group for group in self.param_groups if not group["is_muon"]]
+        self._adamw.step()
 
-    def _step_matrix(self, parameter: Tensor, learning_rate: float, weight_decay: float) -> None:
-        state = self.state[parameter]
-        if MOMENTUM not in state:
-            state[MOMENTUM] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        own, average = local_tensor(parameter.detach()), local_tensor(state[MOMENTUM])
-        gradient = torch.zeros_like(own) if parameter.grad is None else local_tensor(parameter.grad)
-        average.lerp_(gradient, 1 - DECAY)
-        update = gradient.lerp(average, DECAY)  # Nesterov's
-        pieces = self._pieces.get(parameter)
-        update = update.to(self._device, torch.bfloat16)
-        change = self._change(update if pieces is None else self._whole(update, pieces), learning_rate)
-        if pieces is not None:
-            rank = dist.get_rank(self._group)
-            begin = sum(pieces.sizes[:rank])
-            change = change.view(-1)[begin : begin + pieces.sizes[rank]].view(own.shape)
-        own.mul_(1 - learning_rate * weight_decay).add_(change.to(own.device))
-
-    def _whole(self, part: Tensor, pieces: Pieces) -> Tensor:
-        # Of one size: gloo gathers no other.
-        longest = max(pieces.sizes)
-        sent = nn.functional.pad(part.flatten(), (0, longest - part.numel()))
-        received = sent.new_empty(len(pieces.sizes) * longest)
-        dist.all_gather_into_tensor(received, sent, group=self._group)
-        starts = range(0, len(received), longest)
-        runs = [received[start : start + size] for start, size in zip(starts, pieces.sizes, strict=True)]
-        return torch.cat(runs).view(pieces.shape)
+    def _step_matrix(self, matrix: Matrix, group: dict[str, Any]) -> None:
+        main, update = matrix.main, torch.empty(0)
+        if main is not None:
+            state = self.state[main]
+            if MOMENTUM not in state:
+                state[MOMENTUM] = torch.zeros_like(main, memory_format=torch.preserve_format)
+            average = matrix.run(state[MOMENTUM])
+            gradient = torch.zeros_like(average) if main.grad is None else matrix.run(main.grad)
+            average.lerp_(gradient, 1 - DECAY)
+            update = gradient.lerp(average, DECAY)  # Nesterov's
+        wholes = matrix.wholes(update.to(self._device, torch.bfloat16))
+        if main is not None and update.numel():
+            change = matrix.own([self._change(whole, group["lr"]) for whole in wholes])
+            own = matrix.run(main)
+            own.mul_(1 - group["lr"] * group["weight_decay"]).add_(change.view(own.shape).to(own.device))
 
     def _change(self, update: Tensor, learning_rate: float) -> Tensor:
         """The update of PyTorch's Muon, added to the matrix or to each of a stack; float32."""
@@ -142,6 +175,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
             momentum=0.0,
             nesterov=False,
             ns_steps=NS_STEPS,
-            adjust_lr_fn=SCALINGS[self._options.scaling],
+            adjust_lr_fn=self._scaling,
         ).step()
         return change
