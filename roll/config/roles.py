@@ -57,7 +57,7 @@ class ModelArguments:
     """Parameters whose name starts with one of these prefixes (a list, or with commas) are not trained.
     ``vision_model``, ``visual`` and ``model.visual`` mean the vision tower."""
     ulysses_size: int = setting(1, ge=1)
-    """Ranks that share each sequence (Ulysses), under ``fsdp2_*`` and ``fsdp_*``. Divides the role's ranks and the
+    """Ranks that share long sequences (Ulysses), under ``fsdp2_*`` and ``fsdp_*``. Divides the role's ranks and the
     attention heads; for models whose layers are all causal attention, full or in a window."""
     lora_target: str | list[str] | None = None
     """Linear layers that get a LoRA adapter: ``all-linear`` (all but the output matrix), names (a list, or with

@@ -135,16 +135,13 @@ def choose_by_row(rotary: Any) -> None:
     rotary.forward = MethodType(_forward, rotary)
 
 
-def set_row_lengths(rotaries: list[Any], layout: TokenLayout, parts: int) -> None:
+def set_row_lengths(rotaries: list[Any], layout: TokenLayout) -> None:
     """Before a forward pass over ``layout``.
-
-    Args:
-        parts: ranks that share each sequence.
 
     Raises:
         ValueError: a layout in which some tokens would need the angles of two lengths, or ranks know no lengths.
     """
-    alike = min(map(longest_alike, rotaries))
+    alike, parts = min(map(longest_alike, rotaries)), layout.context_group.size() if layout.context_group else 1
     if parts > 1 and layout.input_ids.shape[1] * parts > alike:
         raise ValueError(
             f"model_args.ulysses_size: {parts}, but rotary angles of this model depend on a row's length beyond "

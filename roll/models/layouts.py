@@ -14,13 +14,14 @@ image: :mod:`roll.models.vision`) follows it into any of them.  Three layouts ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from roll.models.patterns import (
@@ -134,6 +135,8 @@ class TokenLayout:
     """None: they are not wanted."""
     comparisons: tuple[TargetDistributions, ...] = ()
     """Those that the response tokens' distributions are compared with."""
+    context_group: ProcessGroup | None = None
+    """Ranks that compute a :meth:`chunk` each; None: this rank computes all of it."""
 
     def scatter(self, values: Tensor, shape: torch.Size) -> Tensor:
         """Put (N, ...) values at their places in a (B, L, ...) tensor of zeros; gradients flow back to ``values``."""
@@ -142,6 +145,13 @@ class TokenLayout:
         if rest:
             return flat.index_copy(0, self.destinations, values).view(*shape, *rest)
         return flat.scatter(0, self.destinations, values).view(shape)
+
+    def within(self, rows: Sequence[int], length: int) -> TokenLayout:
+        """The layout of a batch's ``rows`` (in its own columns, of which there are ``length``) as one of the batch."""
+        places = torch.tensor(rows, device=self.sources.device)
+        of_batch = lambda indices: places[indices // length] * length + indices % length  # noqa: E731
+        sources = torch.where(self.sources < 0, -1, of_batch(self.sources))
+        return replace(self, destinations=of_batch(self.destinations), sources=sources)
 
     def chunk(self, rank: int, ranks: int) -> TokenLayout:
         """Columns of this rank of ``ranks`` that share the sequences (T a multiple of them), and what they predict.

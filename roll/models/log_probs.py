@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 from roll.models import invariant
 from roll.models.attention import arriving
@@ -305,13 +304,12 @@ class ResponseModel(nn.Module):
     In a vision-language model the tower runs first, then the language model on embeddings; its vision tokens
     have probability 0, as in sampling.
 
-    With a ``context_group`` each of its ranks is given a chunk of one layout (:meth:`TokenLayout.chunk`).
+    Ranks of a layout's ``context_group`` are given a chunk of it each (:meth:`TokenLayout.chunk`).
     """
 
-    def __init__(self, language_model: PreTrainedModel, context_group: ProcessGroup | None = None) -> None:
+    def __init__(self, language_model: PreTrainedModel) -> None:
         super().__init__()
         self.language_model = language_model
-        self.context_group = context_group
         self.routing: RoutingRecorder | None = None
         self.records_routes = False
         self.chosen_experts: Tensor | None = None
@@ -338,7 +336,7 @@ class ResponseModel(nn.Module):
         :mod:`roll.models.distributions` makes of them.
         """
         # Only with values: a model whose attention was not replaced may not accept these keywords, or misread them.
-        keywords = {"attention_pattern": layout.pattern, "context_group": self.context_group}
+        keywords = {"attention_pattern": layout.pattern, "context_group": layout.context_group}
         extra = {name: value for name, value in keywords.items() if value is not None}
         body: Any = self.language_model.base_model
         inputs = {"input_ids": layout.input_ids}
@@ -349,10 +347,10 @@ class ResponseModel(nn.Module):
             routing.routes = None if layout.routes is None else layout.routes.flatten(0, 1)
         recorded: list[tuple[Tensor, Tensor]] = []
         if self.rotaries:
-            set_row_lengths(self.rotaries, layout, 1 if self.context_group is None else self.context_group.size())
+            set_row_lengths(self.rotaries, layout)
         with ExitStack() as stack:
             if extra:
-                stack.enter_context(arriving(layout.pattern, self.context_group))
+                stack.enter_context(arriving(layout.pattern, layout.context_group))
             if routing is not None and (rows is not None or self.records_routes):
                 recorded = stack.enter_context(routing.recording())
             hidden = body(**inputs, position_ids=layout.position_ids, use_cache=False, **extra).last_hidden_state

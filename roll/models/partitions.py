@@ -11,10 +11,14 @@ from numpy.typing import ArrayLike, NDArray
 Partitions = list[list[int]]
 
 
+MATRICES = 24576.0
+"""Matrix products of a token, where its attention to each token before it costs 2."""
+
+
 def workload(lengths: ArrayLike) -> NDArray[np.float64]:
     """Return the relative cost of a sequence in a transformer, ``24576 L + L^2``: matrix products and attention."""
     length = np.asarray(lengths, dtype=np.float64)
-    return 24576.0 * length + length**2
+    return MATRICES * length + length**2
 
 
 def balance_partitions(costs: ArrayLike, num_partitions: int, equal_counts: bool = False) -> Partitions:

@@ -12,6 +12,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -240,10 +241,11 @@ def _in_layout(
     if group is not None:
         sequences, length = layout.input_ids.shape
         layout = padded(layout, sequences, length + -length % group.size()).chunk(group.rank(), group.size())
+        layout = replace(layout, context_group=group)
     if device is not None:
         layout = on_device(layout, device)
         torch.nn.Module.to(model, device)
-    values = layout.scatter(ResponseModel(model, group)(layout, (output,))[output], rows.ids.shape)
+    values = layout.scatter(ResponseModel(model)(layout, (output,))[output], rows.ids.shape)
     if group is not None:
         values = sum_of_parts(values, group)
     gradient = _gradient(model, values) if trains else None

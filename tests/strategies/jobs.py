@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from roll.protocol.metrics import Metrics, to_floats
 from roll.strategies.base import ModelHead, Output
 from roll.strategies.factory import create_strategy
 from roll.strategies.fsdp.fsdp1 import clean_name
+from roll.strategies.training import data_parallel, micro_batches
 from roll.strategies.training.optimizer import local_tensor
 from tests.strategies.moe_models import register_separate
 from tests.strategies.samples import TensorBatch, policy_loss, value_loss
@@ -140,6 +142,19 @@ def train(
         "zero": _zero_facts(strategy) if hasattr(strategy, "engine") else None,
         "replicas": float(strategy.all_reduce_sum(torch.tensor([1.0]))),
     }
+
+
+def train_divided(role: WorkerConfig, batch: TensorBatch, sharing: float, *args: Any) -> dict[str, Any]:
+    """:func:`train` where ranks that share a row exchange for so long; also ``plans``, the rows that each rank of a
+    Ulysses group has of each micro-batch."""
+    plans = []
+
+    def recording(*arguments: Any) -> list[list[int]]:
+        plans.append(micro_batches.divide(*arguments))
+        return plans[-1]
+
+    with mock.patch.object(micro_batches, "SHARING", sharing), mock.patch.object(data_parallel, "divide", recording):
+        return train(role, batch, *args) | {"plans": plans}
 
 
 def _zero_facts(strategy: Any) -> tuple[int, bool, bool, bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, groupby
 from unittest import mock
 
 import pytest
@@ -17,9 +17,13 @@ from roll.models import patterns
 from roll.models.layouts import packed_layout, tree_layout
 from roll.protocol.metrics import Max, Mean, Sum
 from roll.strategies.base import TensorBatch
+from roll.strategies.training import micro_batches
 from roll.strategies.training.micro_batches import (
+    SHARING,
+    divide,
     fixed_rows,
     is_empty,
+    lay_out,
     merged_floats,
     micro_batch,
     plan_micro_batches,
@@ -83,6 +87,52 @@ def test_every_row_once_within_the_budget(lengths, rule, shares, more):
         else:
             width = -(-max(own) // rule.width_multiple) * rule.width_multiple
             assert len(own) * width <= rule.max_tokens
+
+
+@given(
+    lengths=st.lists(st.integers(1, LONGEST), min_size=1, max_size=20),
+    rule=rules,
+    prompts=st.booleans(),
+    ranks=st.sampled_from([2, 3, 4, 6]),
+    sharing=st.sampled_from([0.0, SHARING, 1e3]),
+)
+def test_divided_micro_batches_hold_every_row_once_within_a_ranks_budget(lengths, rule, prompts, ranks, sharing):
+    whole = batch(lengths, [row // 3 for row in range(len(lengths))])
+    for rows in plan_micro_batches(whole, rule, itself, prompts):
+        part = micro_batch(whole, rows)
+        width = -(-part["input_ids"].shape[1] // rule.width_multiple) * rule.width_multiple
+        with mock.patch.object(micro_batches, "SHARING", sharing):
+            shares = divide(part, rule, ranks, prompts)
+        assert len(shares) == ranks
+        sharers = [(own, len(list(same))) for own, same in groupby(shares)]
+        assert sorted(chain(*(own for own, _ in sharers))) == list(range(len(rows)))
+        first = 0
+        for own, count in sharers:
+            # So that those who share are one of the groups of `count` consecutive ranks.
+            assert ranks % count == first % count == 0
+            first += count
+            share = {name: column[own] for name, column in part.items()}
+            tokens = lay_out(share, rule, prompts).input_ids.numel()
+            assert count == ranks or tokens <= (rule.max_tokens or len(rows) * width) * count / ranks
+        if not prompts and rule.removes_padding:
+            times = [sum(seconds(lengths[rows[row]], sharing, count) for row in own) for own, count in sharers]
+            together = sum(seconds(lengths[row], sharing, ranks) for row in rows)
+            assert max(times) <= together * (1 + 1e-9)
+            assert sharing or len(sharers) == 1 or max(times) == pytest.approx(together)
+
+
+def seconds(length: int, sharing: float, ranks: int) -> float:
+    """By the words of :func:`divide`, for a row of which the last token is computed as well."""
+    return (24576 * length * (1 + sharing * (1 - 1 / ranks)) + length**2) / ranks
+
+
+def test_long_rows_stay_shared_and_short_ones_do_not():
+    rule = MicroBatching(rows=1, removes_padding=True, max_tokens=24)
+    assert divide(batch([12, 6, 6]), rule, 4, False) == [[0], [0], [1], [2]]
+    assert divide(batch([12, 12]), rule, 4, False) == [[0], [0], [1], [1]]
+    assert divide(batch([12, 2, 2]), rule, 4, False) == [[0, 1, 2]] * 4  # two ranks would wait for two others
+    assert divide(batch([6, 6, 6, 5]), rule, 4, False) == [[0], [2], [1, 3], [1, 3]]
+    assert divide(batch([6, 6, 6, 2]), rule, 4, False) == [[0, 1, 2, 3]] * 4
 
 
 @given(lengths=st.lists(st.integers(2, LONGEST), max_size=10), rule=rules, shares=st.booleans(), more=st.integers(0, 3))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from roll.models.experts import (
     encoded,
     missing_mark,
     route_dtype,
-    routes_of,
     run_every_expert,
     sparse_layers,
     with_shared_routes,
@@ -50,6 +49,7 @@ from roll.strategies.training.experts import ExpertBalance
 from roll.strategies.training.gather import GatheredWeights
 from roll.strategies.training.micro_batches import (
     Rows,
+    divide,
     is_empty,
     keys_of,
     lay_out,
@@ -59,6 +59,7 @@ from roll.strategies.training.micro_batches import (
     replay_metrics,
     row_index,
     targets_of,
+    with_routes,
 )
 from roll.strategies.training.optimizer import TrainingProgress, local_tensor, state_tensors
 
@@ -81,6 +82,8 @@ class DataParallelStrategy(GatheredWeights):
     """Type of a model that is built without weights; None: it is loaded whole."""
     _meta: MetaModel | None = None
     """The weights still to be read; None once they have been."""
+    context_group: ProcessGroup | None = None
+    """The ``ulysses_size`` ranks that are given the same rows; None: this rank alone."""
     mixes_types = True
     """A layer may hold two dtypes: a frozen base in the compute dtype next to float32 adapters (FSDP1 flattens a unit
     into one tensor of one dtype)."""
@@ -98,11 +101,13 @@ class DataParallelStrategy(GatheredWeights):
 
     def _load_model(self, storage_dtype: torch.dtype) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        context_group = None
         if self.dims.cp > 1:
             check_context_size(checked_config(self.role.model_args, self.head.value), self.dims.cp)
-            context_group, _ = dist.new_subgroups(self.dims.cp)
-        noise = self._self_test(context_group)
+        # The ranks that may share a row of a micro-batch with this one, by their number.
+        sizes = [size for size in range(2, self.dims.cp + 1) if self.dims.cp % size == 0]
+        self._sharers = {size: dist.new_subgroups(size)[0] for size in sizes}
+        self.context_group = self._sharers.get(self.dims.cp)
+        noise = self._self_test(self.context_group)
         torch.manual_seed(self.seed + self.rank)  # after the self-test, whose copy seeds every device
         language_model = self._build_language_model(storage_dtype)
         noise.silence(language_model)
@@ -123,7 +128,7 @@ class DataParallelStrategy(GatheredWeights):
         self._stored = StoredLayout(language_model, live)
         self._on_the_way = self._stored.on_the_way()
         self._trained_names = {name for name, parameter in language_model.named_parameters() if parameter.requires_grad}
-        self.called = self.model = ResponseModel(language_model, context_group)
+        self.called = self.model = ResponseModel(language_model)
         if self.sparse_layers:
             self.model.routing = RoutingRecorder(self.sparse_layers)
 
@@ -144,7 +149,7 @@ class DataParallelStrategy(GatheredWeights):
                 is_enabled = getattr(config, "output_router_logits", False)
                 coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if is_enabled else 0.0
             self.balance = ExpertBalance(
-                self.model, self.sparse_layers, coefficient, args.moe_aux_loss_scope, self.device
+                self.model, self.sparse_layers, coefficient, args.moe_aux_loss_scope, self.device, self.context_group
             )
 
     def _build_language_model(self, storage_dtype: torch.dtype) -> PreTrainedModel:
@@ -210,15 +215,15 @@ class DataParallelStrategy(GatheredWeights):
             # Also without rows: other ranks gather parameters in this pass, and wait for this one's shards.
             computed = self._outputs(layout, outputs, temperature, shape)
             if self.model.records_routes:
-                group, chosen = self.model.context_group, self.model.chosen_experts
+                group, chosen = layout.context_group, self.model.chosen_experts
                 assert chosen is not None
                 sources = (layout if group is None else layout.chunk(group.rank(), group.size())).sources.flatten()
-                sources, shape = sources.to(chosen.device), part["input_ids"].shape
+                sources = sources.to(chosen.device)
                 # Counted from 1, so that ranks' parts can be summed.
                 flat = chosen.new_zeros(shape.numel(), *chosen.shape[1:])
                 flat[sources[sources >= 0]] = chosen[sources >= 0] + 1
-                if group is not None:
-                    dist.all_reduce(flat, group=group)
+                if self.context_group is not None:
+                    dist.all_reduce(flat, group=self.context_group)
                 column = encoded(flat - 1, self.sparse_layers[0].num_experts).view(*shape, *chosen.shape[1:])
                 if self.role.use_prefix_sharing:
                     # A shared beginning was computed for the first of its rows only.
@@ -235,13 +240,13 @@ class DataParallelStrategy(GatheredWeights):
     def _outputs(
         self, layout: TokenLayout, outputs: Collection[str], temperature: float, shape: torch.Size
     ) -> TensorBatch:
-        """Collective. Each output as (B, L), on the device, whole on each rank that shares its sequences."""
-        if (group := self.model.context_group) is not None:
+        """Collective. Each output as (B, L), on the device, whole on each rank that is given the micro-batch."""
+        if (group := layout.context_group) is not None:
             layout = layout.chunk(group.rank(), group.size())
         layout = on_device(layout, self.device)
         computed = self.called(layout, outputs, temperature)
         aligned = {name: layout.scatter(values, shape) for name, values in computed.items()}
-        if group is None or not aligned:
+        if (group := self.context_group) is None or not aligned:
             return aligned
         if layout.top_tokens is not None:  # of several dtypes and shapes, so not stacked; never differentiated
             for values in aligned.values():
@@ -252,23 +257,24 @@ class DataParallelStrategy(GatheredWeights):
     def _layout(
         self, part: TensorBatch, rule: MicroBatching, images: ImagePool | None, comparisons: Comparisons = ()
     ) -> TokenLayout:
-        """Lay out a micro-batch, padded so that all ranks that share its sequences get the same number of columns."""
+        """Lay out this rank's rows of a micro-batch, padded so that ranks that share them get equally many columns."""
+        group, length, rows = self.context_group, part["input_ids"].shape[1], list[int]()
+        if group is not None:
+            shares = divide(part, rule, group.size(), self.role.use_prefix_sharing)
+            rows = shares[group.rank()]
+            part = {name: column[rows] for name, column in part.items()}
+            group = self._sharers.get(shares.count(rows))
         layout = lay_out(part, rule, self.role.use_prefix_sharing)
         if images is not None and FEATURES in part:
             layout = images.attach(layout, part)
-        sequences, length = layout.input_ids.shape
-        if length % self.dims.cp:
-            layout = padded(layout, sequences, length + -length % self.dims.cp)
+        sequences, columns = layout.input_ids.shape
+        if group is not None and columns % group.size():
+            layout = padded(layout, sequences, columns + -columns % group.size())
         if comparisons:
             layout = replace(layout, comparisons=targets_of(layout, part, comparisons))
-        if Output.ROUTES not in part:
-            return layout
-        if (recorded := part[Output.ROUTES].shape[2]) != (own := len(self.sparse_layers)):
-            raise ValueError(
-                f"{self.role.name}.router_replay: the engine has recorded {recorded} layers, and the model has {own} "
-                "with experts; set router_replay.mode: R2 or disabled"
-            )
-        return replace(layout, routes=routes_of(layout, part[Output.ROUTES]))
+        if Output.ROUTES in part:
+            layout = with_routes(layout, part[Output.ROUTES], len(self.sparse_layers), self.role.name)
+        return replace(layout.within(rows, length), context_group=group) if rows else layout
 
     def _max_over_ranks(self, count: int) -> int:
         """The number of passes that every rank must make, so that none waits for another's collective."""
@@ -360,8 +366,12 @@ class DataParallelStrategy(GatheredWeights):
         # A loss may be a constant (every token masked). Without a backward pass the others' reduce-scatter would hang.
         loss = loss if loss.requires_grad else _zero_loss(aligned)
         self._differentiate(loss if balance_loss is None else loss + balance_loss)
-        replayed, tokens = None if routing is None else routing.replay_counts, layout.input_ids.numel()
-        sizes: Metrics = {"tokens_per_micro_batch": Mean(tokens), "padding_ratio": Mean(layout.num_padding, tokens)}
+        replayed = None if routing is None else routing.replay_counts
+        counts: Any = layout.input_ids.numel(), layout.num_padding
+        if (group := layout.context_group) is not self.context_group:  # its ranks have computed different rows
+            counts = torch.tensor(counts, dtype=torch.float64, device=self.device) / (group.size() if group else 1)
+            dist.all_reduce(counts, group=self.context_group)
+        sizes: Metrics = {"tokens_per_micro_batch": Mean(counts[0]), "padding_ratio": Mean(counts[1], counts[0])}
         return [metrics, sizes, {} if replayed is None else replay_metrics(replayed)]
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from roll.models.experts import RoutingSums, SparseLayer
 from roll.models.layouts import on_device, row_layout
@@ -39,8 +40,15 @@ class ExpertBalance:
     """The balance loss and the load gauges of each optimizer step in turn."""
 
     def __init__(
-        self, model: ResponseModel, layers: Sequence[SparseLayer], coefficient: float, scope: str, device: torch.device
+        self,
+        model: ResponseModel,
+        layers: Sequence[SparseLayer],
+        coefficient: float,
+        scope: str,
+        device: torch.device,
+        context_group: ProcessGroup | None,
     ) -> None:
+        self.context_group = context_group
         self.model, self.layers, self.device = model, layers, device
         self.coefficient, self.is_global = coefficient, scope == "global"
         self.num_experts = layers[0].num_experts
@@ -52,8 +60,7 @@ class ExpertBalance:
         self._counts: Tensor | None = None
         self._micro_batches = 1.0
         if self.coefficient and not self.is_global:
-            group = self.model.context_group
-            sharers = 1 if group is None else group.size()
+            sharers = 1 if self.context_group is None else self.context_group.size()
             self._micro_batches = max(1.0, float(self._sum(torch.tensor(float(num_micro_batches))) / sharers))
 
     def count(self, last: bool) -> None:
@@ -78,8 +85,8 @@ class ExpertBalance:
             counts = self._counts
         else:
             counts = sums.counts.clone()
-            if self.model.context_group is not None:
-                dist.all_reduce(counts, group=self.model.context_group)
+            if self.context_group is not None:
+                dist.all_reduce(counts, group=self.context_group)
         choices = float(counts.sum())
         if not choices:
             return sums.probs.sum() * 0.0
@@ -163,8 +170,6 @@ def check_choices_may_differ(
         return values.detach().float()
 
     own = rank % 2
-    # Without context groups: their ranks would share one row, and could not choose differently.
-    group, model.context_group = model.context_group, None
     with torch.set_grad_enabled(differentiate is not None):
         try:
             apart = results(own, 1.0)
@@ -175,8 +180,6 @@ def check_choices_may_differ(
             together = [results(row, counts[row] / ranks) for row in (0, 1)][own]
         except RuntimeError as reason:
             raise ValueError(f"{_WRONG}: {reason}; {advice}") from reason
-        finally:
-            model.context_group = group
     error = _relative_error([apart], [together], device)
     if differentiate is not None:
         error = max(error, _relative_error(apart_gradients, gradients(), device))

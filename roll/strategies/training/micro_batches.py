@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from roll.config.plan.plan import MicroBatching
+from roll.models.experts import routes_of
 from roll.models.layouts import TargetDistributions, TokenLayout, packed_layout, row_layout, tree_layout
-from roll.models.partitions import balance_packs, pack_sequences
+from roll.models.partitions import MATRICES, balance_packs, balance_partitions, pack_sequences
 from roll.models.patterns import common_beginnings, ends_of_responses, sharers
 from roll.models.vision import PROMPT_KEYS
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
@@ -122,6 +123,48 @@ def rows_of_like_lengths(
     return [sorted(rows) for rows in plan]
 
 
+SHARING = 0.1
+"""Time that ranks of a shared row spend on exchanges, in units of its matrix products, if there are many ranks: an
+estimate for NVLink and hidden states of 4,096. Where it takes less, plans lose at most this much by waiting."""
+
+
+def divide(part: TensorBatch, rule: MicroBatching, ranks: int, shares_prompts: bool) -> list[list[int]]:
+    """The rows of a micro-batch that each of ``ranks`` ranks computes; ranks with the same rows share each of them.
+
+    Rows stay shared where no rank would be done earlier otherwise, or some would have more than their part of the
+    budget: without one, of as many rows of the longest's tokens. Rows behind one prompt stay together.
+
+    Depends on nothing but the arguments, so that all ranks find the same.
+    """
+    lengths: np.ndarray = part["attention_mask"].sum(1).cpu().numpy()
+    total, width = len(lengths), -(-int(lengths.max()) // rule.width_multiple) * rule.width_multiple
+    units = _families(part, lengths, total * width) if shares_prompts else [([row], n) for row, n in enumerate(lengths)]
+    if not (rule.removes_padding or (shares_prompts and rule.max_tokens is not None)):
+        lengths = np.full(total, width)
+        units = [(rows, len(rows) * width) for rows, _ in units]
+    tokens = np.array([count for _, count in units])
+    work = tokens * (MATRICES + np.array([lengths[rows].max() for rows, _ in units]))
+    capacity = (rule.max_tokens or total * width) / ranks
+
+    def best(some: list[int], ranks: int) -> tuple[float, list[list[int]]]:
+        """The time that units of rows take on so many ranks, and the units of each."""
+        exchange = SHARING * MATRICES * (1 - 1 / ranks)
+        together = (work[some].sum() + exchange * tokens[some].sum()) / ranks, [some] * ranks
+        divisor = next((size for size in range(2, ranks + 1) if ranks % size == 0), ranks)
+        if ranks == 1 or len(some) < divisor:
+            return together
+        parts = [[some[place] for place in own] for own in balance_partitions(work[some], divisor)]
+        if max(tokens[own].sum() for own in parts) > capacity * (ranks // divisor):
+            return together
+        found = [best(own, ranks // divisor) for own in parts]
+        apart = max(time for time, _ in found), [own for _, shares in found for own in shares]
+        return min(together, apart, key=lambda one: one[0])
+
+    return [
+        sorted(row for unit in share for row in units[unit][0]) for share in best(list(range(len(units))), ranks)[1]
+    ]
+
+
 def _families(batch: TensorBatch, lengths: np.ndarray, capacity: int) -> list[tuple[list[int], int]]:
     """Rows of which one continues another's whole prompt, and their tokens; split where they exceed ``capacity``."""
     mask = batch["response_mask"].cpu().numpy().astype(bool)
@@ -197,6 +240,16 @@ def targets_of(
             log_probs, tail = torch.zeros(0, 1), torch.zeros(0)
         found.append(TargetDistributions(one.name, ids.long(), log_probs, tail, one.temperature, one.divergence))
     return tuple(found)
+
+
+def with_routes(layout: TokenLayout, column: torch.Tensor, layers: int, role: str) -> TokenLayout:
+    """With the experts of ``column`` (B, L, layers, k). Raises ValueError: another number of layers."""
+    if (recorded := column.shape[2]) != layers:
+        raise ValueError(
+            f"{role}.router_replay: the engine has recorded {recorded} layers, and the model has {layers} with "
+            "experts; set router_replay.mode: R2 or disabled"
+        )
+    return replace(layout, routes=routes_of(layout, column))
 
 
 def replay_metrics(counts: torch.Tensor) -> Metrics:
