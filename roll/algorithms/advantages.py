@@ -303,7 +303,8 @@ def gdpo(inputs: AdvantageInputs, options: GdpoOptions) -> tuple[Tensor, Tensor]
     groups = inputs.groups
     total = torch.zeros_like(components[:, 0])
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
-        spread = divisor(groups.std(rewards), groups.mean(rewards))[groups.index]
+        mean, std = groups.moments(rewards)
+        spread = divisor(std, mean)[groups.index]
         total += weight * centred_in_group(rewards, groups) / spread
     # The standard deviation of a single row is NaN.
     if len(total) > 1:
@@ -337,9 +338,10 @@ def gigpo(inputs: AdvantageInputs, options: GigpoOptions) -> tuple[Tensor, Tenso
     returns = turns.first(inputs.require("step_returns", "gigpo"))
     states = turns.first(inputs.require("state_ids", "gigpo").double())[turns.exists].long()
     groups, of_turn = Groups.of(states), returns[turns.exists].double()
-    step = of_turn - groups.mean(of_turn)[groups.index]
+    mean, std = groups.moments(of_turn)
+    step = of_turn - mean[groups.index]
     if inputs.divides:
-        step = step / divisor(groups.std(of_turn), groups.mean(of_turn))[groups.index]
+        step = step / divisor(std, mean)[groups.index]
     per_turn = torch.zeros_like(returns, dtype=torch.float64).masked_scatter(turns.exists, step)
     advantages = options.step_weight * turns.spread(per_turn)
     advantages += options.episode_weight * torch.where(inputs.mask, inputs.response_rewards[:, None], 0.0)

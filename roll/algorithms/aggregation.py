@@ -91,10 +91,11 @@ class Groups:
         """Mean over each group: (B,) -> (G,)."""
         return self.sum(values) / self.counts
 
-    def std(self, values: Tensor) -> Tensor:
-        """Bessel-corrected standard deviation of each group: (B,) -> (G,); 0 for a group of one."""
-        centred = values - self.mean(values)[self.index]
-        return (self.sum(centred.square()) / (self.counts - 1).clamp(min=1)).sqrt()
+    def moments(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and Bessel-corrected deviation of each group: (B,) -> (G,) each; that of a group of one is 0."""
+        mean = self.mean(values)
+        squares = self.sum((values - mean[self.index]).square_())
+        return mean, squares.div_((self.counts - 1).clamp_(min=1)).sqrt_()
 
 
 def segment_starts(mask: Tensor, turn_ids: Tensor | None = None) -> Tensor:

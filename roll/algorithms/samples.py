@@ -131,16 +131,17 @@ class RewardPostprocessor:
             level = raw.new_full((), running.mean)
             mean = level if mean_type == "running" else mean
             std = raw.new_full((), running.std) if std_type == "running" else std
-        if "group" in (mean_type, std_type):
-            groups = Groups.of(group_ids)
-            own = groups.mean(raw)
-            mean = torch.where(groups.counts > 1, own, 0.0)[groups.index] if mean_type == "group" else mean
-            if std_type == "group":
-                std, level = groups.std(raw)[groups.index], own[groups.index]
         if mean_type == "batch":
             mean = raw.mean()
         if std_type == "batch" and raw.numel() > 1:
             std, level = raw.std(), raw.mean()
+        if "group" in (mean_type, std_type):
+            groups = Groups.of(group_ids)
+            own, spread = groups.moments(raw)
+            if mean_type == "group":
+                mean = torch.where(groups.counts > 1, own, 0.0)[groups.index]
+            if std_type == "group":
+                return mean, divisor(spread, own)[groups.index]
         return mean, divisor(std, level)
 
     def applied(self, raw: Tensor, mean: Tensor, divisor: Tensor) -> tuple[Tensor, Metrics]:

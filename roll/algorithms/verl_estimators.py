@@ -55,7 +55,7 @@ def grpo_passk(inputs: AdvantageInputs, options: PasskOptions) -> tuple[Tensor, 
     best = rows == winner[groups.index]
     lead = first - _best(torch.where(best, -torch.inf, rewards), groups)
     if options.by_std:
-        lead = lead / (groups.std(rewards) + EPS)
+        lead = lead / (groups.moments(rewards)[1] + EPS)
     advantages = torch.where(best, lead[groups.index], 0.0)
     return inputs.spread(advantages), inputs.spread(rewards)
 
@@ -74,7 +74,7 @@ def gdpo(inputs: AdvantageInputs, options: GdpoOptions) -> tuple[Tensor, Tensor]
     total = torch.zeros_like(components[:, 0])
     for weight, rewards in zip(weights, components.unbind(1), strict=True):
         # verl takes 1 for the deviation of a single response.
-        std = torch.where(groups.sizes > 1, groups.std(rewards)[groups.index], 1.0)
+        std = torch.where(groups.sizes > 1, groups.moments(rewards)[1][groups.index], 1.0)
         total += weight * centred_in_group(rewards, groups) / (std + EPS)
     advantages = masked_whiten(inputs.spread(total), inputs.mask)
     return advantages, inputs.spread(inputs.response_rewards)

@@ -282,13 +282,16 @@ class PolicyMethod:
     def normalised(self, batch: DataProto, shaped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         """Rewards (B,), normalised within their domain; and the same where they are earned: (B,) at the end of each
         response, or (B, L)."""
+        domains, group_ids = batch.non_tensor_batch["domain"], batch.batch["group_ids"]
+        names = sorted(set(domains.tolist()))
+        if len(names) == 1:
+            rewards, measured = self._normalise(shaped, group_ids, names[0])
+            return rewards, rewards, measured
         rewards = torch.empty_like(shaped)
         metrics: list[Metrics] = []
-        domains = batch.non_tensor_batch["domain"]
-        names = sorted(set(domains))
         for domain in names:
-            rows = torch.from_numpy(domains == domain) if len(names) > 1 else slice(None)
-            rewards[rows], measured = self._normalise(shaped[rows], batch.batch["group_ids"][rows], domain)
+            rows = torch.from_numpy(domains == domain)
+            rewards[rows], measured = self._normalise(shaped[rows], group_ids[rows], domain)
             metrics.append(measured)
         return rewards, rewards, merge_metrics(metrics)
 
