@@ -41,7 +41,7 @@ def reverse_discounted_sum(values: Tensor, discount: float, mask: Tensor | None 
         scaling = (discount ** torch.arange(width, device=values.device, dtype=torch.float64)).to(values.dtype)
         inflow = torch.full_like(blocks[:, 1:, 0], discount**width).T
     else:
-        factors = (mask * (discount - 1.0)).add_(1.0).view(blocks.shape)  # the discount, or 1
+        factors = torch.add(mask.new_ones(()), mask, alpha=discount - 1.0).view(blocks.shape)  # the discount, or 1
         inflow = factors[:, 1:, 0].T.clone()
         factors[:, :, 0] = 1.0
         scaling = factors.cumprod_(-1)
