@@ -120,7 +120,9 @@ class _counting(torch.utils._python_dispatch.TorchDispatchMode):
         if func.namespace == "c10d":
             share = 1 - 1 / dist.get_world_size()
             name = func.name().removeprefix("c10d::").rstrip("_")
-            if name.startswith(("_allgather_base", "allgather", "alltoall")):
+            if name.startswith("recv"):
+                self.bytes += _nbytes(args[0])
+            elif name.startswith(("_allgather_base", "allgather", "alltoall")):
                 self.bytes += int(share * _nbytes(args[0]))
             elif name.startswith(("_reduce_scatter_base", "reduce_scatter")):
                 self.bytes += int(share * _nbytes(args[1]))

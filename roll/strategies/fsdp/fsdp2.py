@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -38,6 +39,7 @@ from roll.models.expert_parallel import ExpertMesh, row_runs
 from roll.models.experts import EXPERTS, SparseLayer, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.models.vision import vision_modules
+from roll.strategies.fsdp.exchange import exchange_directly
 from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
@@ -350,6 +352,8 @@ class Fsdp2Strategy(ShardedStrategy):
                 # a factor (ReduceOp.PREMUL_SUM), hence the plain sum.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                if dist.get_backend(mesh.get_group(-1)) == "gloo":
+                    exchange_directly(module)
         return root
 
     def _reshard(self) -> None:
