@@ -7,7 +7,7 @@ as many samples with shared prompts.  Both variants take turns and figures are t
 work on the host counts little.  Weight updates, rewards and orchestration do not depend on the mode and are left out;
 so is the pass for old log-probs, which the mode saves where a run needs it.
 
-Needs a model folder: the tiny warm start (``make run`` makes it), or any Qwen or Llama model.
+Needs a model folder: the tiny warm start (``make run`` makes it), or any other model that the mode works with.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from roll.models.layout_setup import use_layout_attention
 from roll.models.layouts import tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from roll.strategies.hf_infer.decoder import FusedDecoder
 from roll.strategies.hf_infer.engine import GenerationEngine
+from roll.strategies.hf_infer.strategy import create_decoder
 
 MODEL = Path(__file__).resolve().parent.parent / "examples/tiny/artifacts/seed0/warm_start/model"
 PROMPT, RESPONSE = 40, 24
@@ -48,7 +48,7 @@ def works(
         use_products(learning)
         use_layout_attention(learning, "use_prefix_sharing")
     trainer = ResponseModel(learning)
-    decoder = FusedDecoder(model.requires_grad_(False), PROMPT + RESPONSE)
+    decoder = create_decoder(model, PROMPT + RESPONSE)
     engine = GenerationEngine(decoder, str, (), num_prompts * num_samples, PROMPT + RESPONSE)
     rows, random = num_prompts * num_samples, torch.Generator().manual_seed(0)
     ids = torch.randint(5, decoder.vocab_size, (rows, PROMPT + RESPONSE), generator=random)

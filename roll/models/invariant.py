@@ -14,8 +14,10 @@ same products, but kernels choose the order of a sum by the shape of the whole b
 
 So there are two operations here: :func:`linear`, with a minimal number of rows, and :func:`attention`, in float32,
 whose keys are padded to a multiple of 16 and whose values are summed in blocks of 128 keys, in order; activations are
-torch's, on padded rows.  Gradients flow through all of them and need no fixed order.  :func:`check_processor` repeats
-the measurement on the processor of the run.
+torch's, on padded rows.  Routers choose by the same operations, so engine and trainer send a token to the same experts;
+each is computed for its tokens alone, and a token's results are added in the order of its experts.  Gradients flow
+through all of them and need no fixed order.  :func:`check_processor` repeats the measurement on the processor of the
+run.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from roll.config.names import INVARIANT_ATTENTION
 from roll.models.attention import Scores, layout_attention
+from roll.models.experts import sparse_layers
 from roll.models.kernels import HAS_ONEDNN, differentiable, onednn_product
 from roll.models.layout_setup import FULL, attention_cap, logits_cap, replace_attention
 from roll.models.patterns import AttentionPattern, PackedSequences, PrefixTree
@@ -69,6 +73,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if x.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        # On processors without bf16 oneDNN has no such product; rounded once, as those of others are.
+        return _product(x.float(), weight.float(), None if bias is None else bias.float()).bfloat16()
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     count = len(rows)
     if count < ROWS:
@@ -180,12 +187,12 @@ def _in_tree(query: Tensor, key: Tensor, value: Tensor, tree: PrefixTree, scalin
 
 
 def make_invariant(model: PreTrainedModel) -> None:
-    """Compute attention, linear layers (adapters included) and activations of ``model`` with the operations of this
-    module, in place.
+    """Compute attention, linear layers (adapters included), activations, routers and experts of ``model`` with the
+    operations of this module, in place.
 
     Raises:
-        ValueError: a model with other layers than full causal attention, with soft caps, or whose attention cannot be
-            replaced.
+        ValueError: a model with other layers than full causal attention, with soft caps, whose attention cannot be
+            replaced, or whose experts are of another form.
     """
     text = model.config.get_text_config()
     if attention_cap(text) is not None or logits_cap(text) is not None:
@@ -202,6 +209,13 @@ def make_invariant(model: PreTrainedModel) -> None:
             module.forward = MethodType(_adapted_forward, module)
         elif type(module).__module__ in _ACTIVATIONS:
             module.forward = partial(_filled, module.forward)
+    for layer in sparse_layers(model):
+        experts: Any = layer.experts
+        layer.block.forward = partial(_by_functions, layer.block.forward)
+        if layer.is_fused and (experts.has_bias or experts.is_transposed or not experts.has_gate):
+            raise ValueError(f"{KEY}: the experts of this {text.model_type} model have another form. Set {KEY}: false")
+        if layer.is_fused:
+            experts.forward = MethodType(_experts_forward, experts)
 
 
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
@@ -227,6 +241,38 @@ def _adapted_forward(self: Any, x: Tensor, *args: object, **kwargs: object) -> T
     return linear(x, merged_weight(base.weight, down, up, self.scaling[ADAPTER]), base.bias)
 
 
+class _Sigmoid(TorchFunctionMode):
+    """Computes sigmoids as an activation's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.sigmoid, Tensor.sigmoid):
+            return _filled(torch.sigmoid, *args)
+        return func(*args, **(kwargs or {}))
+
+
+def _by_functions(forward: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+    """What the code of a sparse layer calls itself, for its router and the gate of shared experts."""
+    # By its name, since ZeRO-3 has put a product of its own there, which no mode sees.
+    before, F.linear = F.linear, linear
+    try:
+        with _Sigmoid():
+            return forward(*args, **kwargs)
+    finally:
+        F.linear = before
+
+
+def _experts_forward(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """(T, H) tokens, (T, k) experts and (T, k) weights to (T, H)."""
+    order = chosen.flatten().argsort(stable=True)
+    tokens = order // chosen.shape[-1]
+    counts = chosen.flatten().bincount(minlength=len(self.down_proj)).tolist()
+    # Unbound at once: the gradient of each matrix taken by its number would be as large as all of them.
+    of_experts = zip(hidden[tokens].split(counts), self.gate_up_proj.unbind(), self.down_proj.unbind(), strict=True)
+    rows = [linear(self._apply_gate(linear(own, up)), down) for own, up, down in of_experts if len(own)]
+    weighted = torch.cat(rows) * weights.flatten()[order, None].to(hidden.dtype)
+    return torch.zeros_like(hidden).index_add(0, tokens, weighted)
+
+
 @torch.no_grad()
 def check_processor(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Compute rows of random numbers in batches of several sizes: with the shape of every matrix of ``model``, and in
@@ -240,7 +286,8 @@ def check_processor(model: PreTrainedModel, dtype: torch.dtype) -> None:
     if not HAS_ONEDNN:
         raise ValueError(f"{where}this build of torch has no oneDNN")
     random = torch.Generator().manual_seed(0)
-    shapes = {tuple(module.weight.shape) for module in model.modules() if isinstance(module, nn.Linear)}
+    # With the embeddings, which have the output matrix's shape; those of an expert are two dimensions of three.
+    shapes = {tuple(parameter.shape[-2:]) for parameter in model.parameters() if parameter.ndim in (2, 3)}
     for outputs, inputs in sorted(shapes):
         x = torch.randn(96, inputs, generator=random).to(dtype)
         weight = (torch.randn(outputs, inputs, generator=random) * inputs**-0.5).to(dtype)

@@ -10,11 +10,13 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.model_files import model_config, needed
+from roll.config.lora import adapts_experts
+from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.names import KERNELS
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError
 from roll.config.reading.fields import DOTTED_PATH
+from roll.config.roles import WorkerConfig
 from roll.methods.policy_plan import PolicyConfig
 
 if TYPE_CHECKING:
@@ -79,12 +81,12 @@ def check_strict(config: PolicyRunConfig, checks: Checks) -> None:
         layers = set(text.get("layer_types") or ()) - {"full_attention"}
         if text.get("layer_types") is None and text.get("sliding_window") and text.get("use_sliding_window", True):
             layers = {"sliding_attention"}
-        kinds = list(needed(model)) if model else []
+        kinds = [kind for kind in needed(model) if kind != EXPERTS] if model else []
         kinds += [f"layers of type {kind}" for kind in sorted(layers)]
         caps = {"attn_logit_softcapping": "capped attention scores", "final_logit_softcapping": "capped logits"}
         kinds += [what for cap, what in caps.items() if text.get(cap) is not None]
         if kinds:
-            rule = f"must be a model of text whose layers are full attention and dense; this one has {kinds[0]} ({KEY})"
+            rule = f"must be a model of text whose layers are full attention; this one has {kinds[0]} ({KEY})"
             key = f"{name}.model_args.model_name_or_path" if role.model_args.model_name_or_path else "pretrain"
             checks.add(key, path, rule, "Qwen/Qwen2.5-0.5B-Instruct")
 
@@ -123,7 +125,17 @@ def _obstacles(config: PolicyRunConfig) -> Iterator[tuple[str, Any, str, Any]]:
         yield "train_infer_correction", config.train_infer_correction, "must be null: nothing is left to correct", "~"
     if config.rollout_mock.enable and config.rollout_mock.mode == "mock":
         yield "rollout_mock.mode", "mock", "reads samples of other weights", "dump"
+    yield from _of_experts(trainer)
     yield from _changed_distributions(config)
+
+
+def _of_experts(trainer: WorkerConfig) -> Iterator[tuple[str, Any, str, Any]]:
+    if trainer.strategy_args.strategy_config.get("moe_use_grouped_mm"):
+        key = "actor_train.strategy_args.strategy_config.moe_use_grouped_mm"
+        yield key, True, "sums an expert's products by the number of its tokens", False
+    if adapts_experts(trainer.model_args):
+        rule = "must not adapt experts, whose adapters the engine gets merged by other operations"
+        yield "actor_train.model_args.lora_target", trainer.model_args.lora_target, rule, "all-linear"
 
 
 def _changed_distributions(config: PolicyRunConfig) -> Iterator[tuple[str, Any, str, Any]]:

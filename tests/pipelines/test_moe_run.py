@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipelines.conftest import Run
+from tests.pipelines.test_strict_run import BF16, LORA, PACKED, SHARED, STRICT, TWO_RANKS, check_equal, trained_by
 from tests.strategies.moe_models import moe_config
 from tests.support.tiny_runs import FinishedRun, TinyWorld, training_args
 
@@ -90,6 +91,25 @@ def test_families_that_one_engine_generates_with(run: Run, world: TinyWorld, tmp
     )
     assert max(finished.values("actor/train_infer_log_diff_abs_max")) < (1e-3 if family == "qwen3_next" else 1e-4)
     assert finished.values("actor/grad_norm")[0] > 0
+
+
+REPLAYED = {"actor_train.router_replay.mode": "R3", "actor_infer.router_replay.mode": "R3"}
+STRICT_RUNS: dict[str, dict[str, Any]] = {
+    "packed, replayed, bf16": TWO_RANKS | PACKED | REPLAYED | BF16,
+    "experts over ranks, shared prompts": TWO_RANKS | SHARED | trained_by("fsdp2_train", ep_size=2),
+    "fsdp, bf16": TWO_RANKS | BF16 | trained_by("fsdp_train"),
+    "ZeRO-3, replayed": TWO_RANKS | REPLAYED | trained_by("deepspeed_train", zero_stage=3),
+    "LoRA, checkpointing": LORA | {"actor_train.model_args.disable_gradient_checkpointing": False},
+}
+
+
+@pytest.mark.default_rows("packed, replayed, bf16", "experts over ranks, shared prompts")
+@pytest.mark.parametrize("name", STRICT_RUNS)
+def test_strictly_on_policy(run: Run, model: Path, name: str) -> None:
+    """Routers choose the same experts, whether their choices are replayed or not."""
+    finished = run({"pretrain": str(model), "reward_pretrain": str(model)} | STRICT | STRICT_RUNS[name])
+    check_equal(finished, 2)
+    assert set(finished.values("actor/moe_replay_changed") if "replayed" in name else [0.0]) == {0.0}
 
 
 def test_the_load_is_in_the_metrics(finished: FinishedRun) -> None:

@@ -7,15 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from roll.models.experts import sparse_layers
 from roll.models.invariant import make_invariant
 from roll.models.layouts import packed_layout, row_layout, tree_layout
 from roll.models.log_probs import ResponseModel
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest, SamplingParams, interrupted
 from roll.strategies.hf_infer.cache import PrefixCache
-from tests.strategies.hf_infer.helpers import build_engine, build_model, random_prompts, run, run_out
+from tests.strategies.hf_infer.helpers import VOCAB_SIZE, build_engine, build_model, random_prompts, run, run_out
+from tests.strategies.moe_models import moe_config
 
 LAYOUTS = {"padded": row_layout, "packed": packed_layout, "shared prompts": tree_layout}
+OTHER_EXPERTS = [
+    *(("qwen3_moe", torch.float32), ("qwen2_moe", torch.bfloat16)),
+    *((family, dtype) for family in ("mixtral", "olmoe", "glm4_moe") for dtype in (torch.float32, torch.bfloat16)),
+]
 Sampled = list[tuple[list[int], GenerationOutput]]
 
 
@@ -30,6 +37,16 @@ def one_thread() -> Any:
 
 def strict_model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
     model = build_model(name, dtype, seed)
+    make_invariant(model)
+    return model
+
+
+def strict_experts(family: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = moe_config(family, vocab_size=VOCAB_SIZE, initializer_range=0.2)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    for layer in sparse_layers(model):
+        layer.router.weight.normal_(std=0.5)
     make_invariant(model)
     return model
 
@@ -62,6 +79,29 @@ def test_every_token_in_every_layout(name, kind, dtype):
     engine = build_engine(model, kind, max_num_seqs=3)
     outputs = run(engine, [GenerationRequest(str(i), prompt, params, 3) for i, prompt in enumerate(prompts)])
     sampled = [(prompts[int(name)], output) for (name, _), output in outputs.items()]
+    assert {layout: unequal(trainer, sampled, layout, 0.7) for layout in LAYOUTS} == dict.fromkeys(LAYOUTS, 0)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [
+        ("qwen3_moe", torch.bfloat16),
+        ("qwen2_moe", torch.float32),
+        *(pytest.param(family, dtype, marks=pytest.mark.matrix) for family, dtype in OTHER_EXPERTS),
+    ],
+)
+def test_experts(family, dtype):
+    """Also those of a conversation whose first turn is in the prefix cache."""
+    model = strict_experts(family, dtype)
+    trainer, params = ResponseModel(copy.deepcopy(model)), SamplingParams(30, temperature=0.7, seed=1)
+    prompts = random_prompts([5, 30, 17])
+    engine = build_engine(model, "generic", max_num_seqs=4)
+    engine._prefixes = PrefixCache(1000)
+    outputs = run(engine, [GenerationRequest(str(i), prompt, params, 3) for i, prompt in enumerate(prompts)])
+    sampled = [(prompts[int(name)], output) for (name, _), output in outputs.items()]
+    turn = [*sampled[3][0], *sampled[3][1].token_ids, 7, 8]
+    sampled += [(turn, output) for output in run(engine, [GenerationRequest("4", turn, params, 2)]).values()]
+    assert engine._prefixes.num_reused > 30
     assert {layout: unequal(trainer, sampled, layout, 0.7) for layout in LAYOUTS} == dict.fromkeys(LAYOUTS, 0)
 
 
