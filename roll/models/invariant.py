@@ -145,10 +145,10 @@ def _attend(
     """Compute a layer, as transformers calls it: an engine's step with its own mask, or a pass over a layout."""
     if attention_mask is not None:
         return attention(query, key, value, scaling, bias=attention_mask).transpose(1, 2).contiguous(), None
-    return layout_attention(module, query, key, value, None, scaling, attend=_in_layout, **keywords)
+    return layout_attention(module, query, key, value, None, scaling, attend=in_layout, **keywords)
 
 
-def _in_layout(query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | None, how: Scores) -> Tensor:
+def in_layout(query: Tensor, key: Tensor, value: Tensor, pattern: AttentionPattern | None, how: Scores) -> Tensor:
     """(S, Q, heads, head_dim); the keys may begin with those of a prefix."""
     assert how.window is None, "layers with a window are refused"
     scaling = how.scaling
@@ -208,7 +208,7 @@ def make_invariant(model: PreTrainedModel) -> None:
         elif hasattr(module, "lora_A") and hasattr(module, "base_layer"):
             module.forward = MethodType(_adapted_forward, module)
         elif type(module).__module__ in _ACTIVATIONS:
-            module.forward = partial(_filled, module.forward)
+            module.forward = partial(filled, module.forward)
     for layer in sparse_layers(model):
         experts: Any = layer.experts
         layer.block.forward = partial(_by_functions, layer.block.forward)
@@ -221,7 +221,7 @@ def make_invariant(model: PreTrainedModel) -> None:
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
-def _filled(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def filled(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     more = -x.shape[-1] % ELEMENTS
     return activation(F.pad(x, (0, more)))[..., : x.shape[-1]] if more else activation(x)
 
@@ -246,7 +246,7 @@ class _Sigmoid(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.sigmoid, Tensor.sigmoid):
-            return _filled(torch.sigmoid, *args)
+            return filled(torch.sigmoid, *args)
         return func(*args, **(kwargs or {}))
 
 

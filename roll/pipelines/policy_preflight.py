@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from roll.config.checks.base import Checks
-from roll.config.lora import adapts_experts
+from roll.config.lora import adapts_experts, uses_lora
 from roll.config.model_files import EXPERTS, model_config, needed
 from roll.config.names import KERNELS
 from roll.config.policy import PolicyRunConfig
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KEY = "strict_on_policy"
 ENGINE = "hf_infer"
-TRAINERS = ("fsdp2_train", "fsdp_train", "deepspeed_train")
+TRAINERS = ("fsdp2_train", "fsdp_train", "deepspeed_train", MEGATRON := "megatron_train")
 BUILD_FILTER, BUILD_ROUTER = "roll.rollout.groups.build_filter", "roll.rollout.routing.build_router"
 # Keys at the top that take the dotted path of a function; losses, estimators and filters bring options along.
 OWN_FUNCTION_KEYS = (
@@ -125,8 +125,28 @@ def _obstacles(config: PolicyRunConfig) -> Iterator[tuple[str, Any, str, Any]]:
         yield "train_infer_correction", config.train_infer_correction, "must be null: nothing is left to correct", "~"
     if config.rollout_mock.enable and config.rollout_mock.mode == "mock":
         yield "rollout_mock.mode", "mock", "reads samples of other weights", "dump"
+    yield from _of_megatron(config)
     yield from _of_experts(trainer)
     yield from _changed_distributions(config)
+
+
+def _of_megatron(config: PolicyRunConfig) -> Iterator[tuple[str, Any, str, Any]]:
+    trainer = config.actor_train
+    if trainer.strategy_args.strategy_name != MEGATRON:
+        return
+    args, options = trainer.model_args, trainer.strategy_args.strategy_config
+    section = "actor_train.strategy_args"
+    if (size := options.get("tensor_model_parallel_size") or 1) != 1:
+        rule = "must be 1: ranks add parts of a product, which the engine computes whole"
+        yield f"{section}.strategy_config.tensor_model_parallel_size", size, rule, 1
+    if uses_lora(args):
+        key = "adapter_name_or_path" if args.adapter_name_or_path else "lora_target"
+        rule = f"is not for {MEGATRON}, which adds B (A x) to W x, where the engine has one matrix"
+        yield f"actor_train.model_args.{key}", getattr(args, key), rule, "~"
+    model = model_config(args.model_name_or_path or config.pretrain)
+    if model is not None and EXPERTS in needed(model):
+        rule = "weighs an expert's activations, where the engine weighs its output; models with experts need another"
+        yield f"{section}.strategy_name", MEGATRON, rule, TRAINERS[0]
 
 
 def _of_experts(trainer: WorkerConfig) -> Iterator[tuple[str, Any, str, Any]]:

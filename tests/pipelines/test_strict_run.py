@@ -33,6 +33,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "ZeRO-1, bf16": TWO_RANKS | BF16 | trained_by("deepspeed_train", zero_stage=1),
     "ZeRO-2": TWO_RANKS | trained_by("deepspeed_train", zero_stage=2),
     "ZeRO-3, bf16": TWO_RANKS | BF16 | trained_by("deepspeed_train", zero_stage=3),
+    "Megatron, two replicas, bf16": TWO_RANKS | BF16 | trained_by("megatron_train", use_distributed_optimizer=True),
+    "Megatron, stages, packed": TWO_RANKS
+    | PACKED
+    | trained_by("megatron_train", pipeline_model_parallel_size=2)
+    | {"actor_train.training_args": training_args(8, 2)},
+    "Megatron, sequences over ranks": TWO_RANKS
+    | trained_by("megatron_train", context_parallel_size=2)
+    | {"actor_train.training_args": training_args(8, 2)},
     "LoRA, two ranks, bf16": TWO_RANKS | LORA | BF16,
     "LoRA, ZeRO-3": TWO_RANKS | LORA | trained_by("deepspeed_train", zero_stage=3),
     "LoRA, fsdp": TWO_RANKS | LORA | trained_by("fsdp_train"),
@@ -73,7 +81,9 @@ def test_the_first_token_that_differs_ends_the_run(run, tmp_path, ranks):
 
 
 @pytest.mark.long
-@pytest.mark.default_rows("two ranks, packed, bf16", "shared prompts, bf16", "ZeRO-3, bf16", "LoRA, fsdp")
+@pytest.mark.default_rows(
+    *("two ranks, packed, bf16", "shared prompts, bf16", "ZeRO-3, bf16", "Megatron, two replicas, bf16", "LoRA, fsdp")
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_every_trainer_and_layout(run, name):
     check_equal(run(STRICT | RUNS[name]), 2)

@@ -18,6 +18,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
@@ -30,8 +32,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch import Tensor, nn
 
-from roll.models.attention import layout_attention
+from roll.models.attention import Attend, layout_attention
 from roll.models.experts import MISSING
+from roll.models.invariant import filled, in_layout, linear
 from roll.strategies.megatron.adapters import (
     AdaptedColumnLinear,
     AdaptedExperts,
@@ -162,6 +165,8 @@ class CausalAttention(MegatronModule):
     arrangement says who sees whom.  With context parallelism s is the length of this rank's chunk.
     """
 
+    attend: Attend | None = None
+
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__(config)
         self.softmax_scale = softmax_scale
@@ -188,9 +193,25 @@ class CausalAttention(MegatronModule):
             scaling=self.softmax_scale,
             attention_pattern=pattern,
             context_group=self.context_group if self.context_group.size() > 1 else None,
+            attend=self.attend,
         )
         # Contiguous, or the product that follows is summed in another order where weights need a gradient.
         return output.transpose(0, 1).flatten(2).contiguous()
+
+
+def make_invariant(chunk: nn.Module, config: TransformerConfig) -> None:
+    """Compute linear layers, whose matrices are whole on this rank, attention and activations of a dense chunk with the
+    operations of :mod:`roll.models.invariant`, in place; norms and rotary angles are invariant as they are."""
+    config.activation_func = partial(filled, config.activation_func)
+    for module in chunk.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module._forward_impl, module.is_invariant = _product, True
+        elif isinstance(module, CausalAttention):
+            module.attend = in_layout
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None, **_: object) -> Tensor:
+    return linear(input, weight, bias)
 
 
 class RoutedLayer(TransformerLayer):

@@ -40,8 +40,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from roll.models.distributions import Vocabulary, chunked, compared, top_tokens
+from roll.models.invariant import linear
 from roll.models.layouts import TargetDistributions, TopTokens
-from roll.models.log_probs import EXCLUDED_LOGIT, HeadMemory
+from roll.models.log_probs import EXCLUDED_LOGIT, HeadMemory, token_log_probs
 from roll.strategies.base import ModelHead
 from roll.strategies.megatron.layers import RotaryAngles, RoutedLayer, Router, block
 from roll.strategies.megatron.micro_batches import MicroBatch
@@ -189,6 +190,9 @@ class OwnTokens(Vocabulary):
 class LogProbHead(ColumnParallelLinear):
     """An output matrix sharded over the vocabulary that never gathers logits."""
 
+    is_invariant = False
+    """The matrix is whole, and log-probs are computed as an engine does (:mod:`roll.models.invariant`)."""
+
     def __init__(self, config: TransformerConfig, padded_vocab_size: int, vocab_size: int, tied: bool) -> None:
         super().__init__(
             config.hidden_size,
@@ -238,7 +242,11 @@ class LogProbHead(ColumnParallelLinear):
                 compared, tokens, targets=targets, temperature=temperature, outputs=outputs, comparisons=comparisons
             )
             return chunked(hidden, weight, None, tokens.logits, compare, chunk)
-        computed = vocab_parallel_log_probs(hidden, weight, targets, tokens, temperature)
+        if self.is_invariant:
+            own = {"temperature": temperature, "with_entropy": True, "with_sum_of_squares": True}
+            computed = token_log_probs(hidden, weight, targets, **own, product=linear)
+        else:
+            computed = vocab_parallel_log_probs(hidden, weight, targets, tokens, temperature)
         named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
         return {name: values for name, values in named if name in outputs}
 

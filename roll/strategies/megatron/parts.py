@@ -21,6 +21,7 @@ from roll.config.lora import uses_lora
 from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.models.build import freeze_modules
 from roll.models.experts import sparse_layers
+from roll.models.invariant import is_invariant
 from roll.models.loading import TensorFiles
 from roll.models.lora import adapter_names, is_trained_whole, source_name
 from roll.models.stored import StoredLayout
@@ -29,6 +30,7 @@ from roll.strategies.base import ModelHead, ModelStrategy
 from roll.strategies.megatron import cpu_compat
 from roll.strategies.megatron.adapters import adapted_skeleton, add_to_chunk
 from roll.strategies.megatron.correspondence import parameters_of
+from roll.strategies.megatron.layers import make_invariant
 from roll.strategies.megatron.model import ResponseGPT
 from roll.strategies.megatron.optimizer import MasterStates, MatrixShapes, Named
 from roll.strategies.megatron.parallel import build_transformer_config, num_experts, rotary_frequencies, skeleton
@@ -91,6 +93,8 @@ class OwnPart(ModelStrategy):
                 if self.adapters is not None:
                     dropout = self.role.model_args.lora_dropout
                     add_to_chunk(chunk, hf, self._shapes, self.adapters.scalings, dropout, self._stored)
+                if is_invariant(self.role.model_args):
+                    make_invariant(chunk, config)
                 self.gpt_chunks.append(chunk.to(self.device))
         self.chunks = list(self.gpt_chunks)
         self._routers = [router for chunk in self.gpt_chunks for router in chunk.routers]

@@ -131,6 +131,7 @@ def _of_copy(role: WorkerConfig, options: MegatronStrategyConfig, folder: str) -
         model_name_or_path=folder,
         dtype="fp32",
         disable_gradient_checkpointing=role.model_args.disable_gradient_checkpointing,
+        attn_implementation=role.model_args.attn_implementation,
     )
     packing = replace(
         role.sequence_packing_args, max_packed_sequence_length_forward=1024, min_num_micro_batches_forward=1

@@ -20,6 +20,7 @@ from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.models.build import DTYPES, has_tied_embeddings
 from roll.models.distributions import COMPARED
 from roll.models.experts import encoded, with_shared_routes
+from roll.models.invariant import check_processor, is_invariant
 from roll.models.layouts import TopTokens
 from roll.models.stored import StoredLayout
 from roll.protocol.metrics import Metrics
@@ -128,6 +129,8 @@ class MegatronStrategy(OwnPart):
         model_parallel_cuda_manual_seed(self.seed)
         self.platform.synchronize()
         self._read_config()
+        if is_invariant(self.role.model_args):
+            check_processor(self._skeleton, self.compute_dtype)
         check_megatron(self.role, self.head, self._skeleton.config, self.config, self._of_copy)
         torch.manual_seed(self.seed + self._info.dp_rank)
         self._build_chunks()
