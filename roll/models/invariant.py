@@ -242,7 +242,7 @@ def _adapted_forward(self: Any, x: Tensor, *args: object, **kwargs: object) -> T
 
 
 class _Sigmoid(TorchFunctionMode):
-    """Computes sigmoids as an activation's."""
+    """Sigmoids by the operation of activations."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.sigmoid, Tensor.sigmoid):
@@ -251,14 +251,15 @@ class _Sigmoid(TorchFunctionMode):
 
 
 def _by_functions(forward: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-    """What the code of a sparse layer calls itself, for its router and the gate of shared experts."""
+    """Compute a sparse layer, whose router and gate of shared experts call functions instead of modules."""
     # By its name, since ZeRO-3 has put a product of its own there, which no mode sees.
-    before, F.linear = F.linear, linear
+    functional: Any = F
+    before, functional.linear = F.linear, linear
     try:
         with _Sigmoid():
             return forward(*args, **kwargs)
     finally:
-        F.linear = before
+        functional.linear = before
 
 
 def _experts_forward(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 KEY = "strict_on_policy"
 ENGINE = "hf_infer"
-TRAINERS = ("fsdp2_train", "fsdp_train", "deepspeed_train", MEGATRON := "megatron_train")
+MEGATRON = "megatron_train"
+TRAINERS = ("fsdp2_train", "fsdp_train", "deepspeed_train", MEGATRON)
 BUILD_FILTER, BUILD_ROUTER = "roll.rollout.groups.build_filter", "roll.rollout.routing.build_router"
 # Keys at the top that take the dotted path of a function; losses, estimators and filters bring options along.
 OWN_FUNCTION_KEYS = (

@@ -243,12 +243,19 @@ class LogProbHead(ColumnParallelLinear):
             )
             return chunked(hidden, weight, None, tokens.logits, compare, chunk)
         if self.is_invariant:
-            own = {"temperature": temperature, "with_entropy": True, "with_sum_of_squares": True}
-            computed = token_log_probs(hidden, weight, targets, **own, product=linear)
+            computed = token_log_probs(
+                hidden,
+                weight,
+                targets,
+                temperature=temperature,
+                with_entropy="entropy" in outputs,
+                with_sum_of_squares="sum_of_squares" in outputs,
+                product=linear,
+            )
         else:
             computed = vocab_parallel_log_probs(hidden, weight, targets, tokens, temperature)
         named = zip(("log_probs", "entropy", "sum_of_squares"), computed, strict=True)
-        return {name: values for name, values in named if name in outputs}
+        return {name: values for name, values in named if name in outputs and values is not None}
 
 
 class ValueHead(nn.Module):
