@@ -128,8 +128,8 @@ def through_datasets(folder: Path, file: Path, processes: int | None = None) -> 
 
     from roll.config.roles import DataArguments
     from roll.datasets.columns import Columns
+    from roll.datasets.making import PromptMaker
     from roll.datasets.preparation import CHUNK, cache_key, cache_settings
-    from roll.datasets.prompts import PromptMaker
     from roll.datasets.reading import SourceRow, data_files, stream_rows
     from roll.datasets.store import INDEX, ROWS, StoredRow, from_json, to_json
     from roll.datasets.templates import Renderer, TemplateChoice

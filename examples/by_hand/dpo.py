@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import roll
 from roll.config.losses import PreferenceLossConfig
-from roll.datasets import EpochOrder, ShuffledEpochs
+from roll.datasets import ShuffledEpochs
 from roll.methods.preferences import DPO, PairLoss, pair_batch
 from roll.pipelines.model_calls import balanced_order
 
@@ -31,7 +31,7 @@ def main(overrides: Sequence[str]) -> None:
 
         # Pairs of a preferred and a rejected response to a prompt, in an order that the seed decides.
         rows = DPO.read(config, plan, plan.data_args, workers.tokenizer)
-        pairs = ShuffledEpochs(rows, config.seed, order=EpochOrder(len(rows), config.seed, DPO.stream))
+        pairs = ShuffledEpochs(rows, config.seed, DPO.stream)
 
         # -log sigmoid(beta ((log pi(y+) - log ref(y+)) - (log pi(y-) - log ref(y-)))), arXiv 2305.18290 eq. 7.
         loss = PairLoss(options=PreferenceLossConfig(loss_type="sigmoid", beta=0.5))

@@ -24,9 +24,8 @@ from roll.datasets.types import PromptRow
 from roll.methods.base import VALUES, PolicyLoss, ValueLoss
 from roll.pipelines.rlvr.data import load_data
 from roll.rewards import build_section
-from roll.rollout.batches import build_batch
 from roll.rollout.flow import sampling_params
-from roll.rollout.groups import Group
+from roll.rollout.groups import Group, build_batch
 from roll.rollout.loops import GroupSettings
 
 logger = logging.getLogger("roll.by_hand")

@@ -1,7 +1,6 @@
 """Data sets: reading, templates, tokenising, filtering, domain mixing, stateful sampling."""
 
-from roll.datasets.prompts import PromptDataset
-from roll.datasets.sampling import DomainSampler, EpochOrder, ShuffledEpochs
+from roll.datasets.sampling import DomainSampler, EpochOrder, PromptDataset, ShuffledEpochs
 from roll.datasets.sft import SftDataset
 from roll.datasets.types import DataError, LoadCounts, PromptRow, SftRow
 

@@ -1,4 +1,5 @@
-"""Turns chunks of rows into record batches, in this process or in several, in the order of the files."""
+"""Makes prepared rows, and those of prompts: chunks of rows become record batches, in this process or in several, in
+the order of the files."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from roll.config import objects
 from roll.config.data import DataArguments
-from roll.datasets.columns import Columns, Message, as_number
+from roll.datasets.columns import Columns, DomainRouter, Message, as_number
+from roll.datasets.forms import read_ground_truth
 from roll.datasets.images import ImageReader
 from roll.datasets.reading import SourceRow
-from roll.datasets.templates import Conversation, Renderer
+from roll.datasets.templates import Conversation, Rendered, Renderer, truncate
 from roll.datasets.types import DataError
 
 if TYPE_CHECKING:
@@ -173,6 +175,58 @@ class RowMaker(ABC, Generic[TokensT]):
     def conversation(self, source: SourceRow) -> list[Message]:
         """The messages of a row's prompt, also of a set that was prepared before."""
         return self.columns_of(source).read_messages(source)
+
+
+@dataclass(eq=False)
+class PromptMaker(RowMaker[Rendered]):
+    """Makes prompts; the content of a draft is its domain; ``domains``: ``tag_included`` of each reward section."""
+
+    limit_key, example = "prompt_length", "data/train.jsonl"
+    what: str = field(init=False, default="prompts")
+    domains: Mapping[str, Sequence[str] | None] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._router = DomainRouter(self.domains)
+
+    def settings(self) -> dict[str, Any]:
+        return {"domains": {name: sorted(tags or ()) for name, tags in self.domains.items()}}
+
+    def read(self, source: SourceRow) -> tuple[list[Message], str]:
+        domain = self._router.route(source, self.columns.read_tag(source))
+        return self.columns.read_messages(source), domain
+
+    def tokenize(self, drafts: Sequence[Draft]) -> list[Rendered | DataError]:
+        return self.renderer(drafts)
+
+    def expand(self, draft: Draft, tokens: Rendered) -> Rendered:
+        token_ids = self.images.expand(draft.source, tokens.token_ids, draft.vision)
+        return tokens if token_ids is tokens.token_ids else Rendered(tokens.text, token_ids)
+
+    def finish(self, draft: Draft, tokens: Rendered) -> StoredRow | None:
+        """The row; ``DataError`` where it is too long, and neither left out nor cut by choice."""
+        domain, length, side = draft.content, len(tokens.token_ids), self.data_args.truncation
+        if length > self.limit:
+            if self.data_args.filter_overlong_prompts:
+                self.tally.leave_out(domain, length)
+                return None
+            if side == "error":
+                raise DataError(
+                    f"{draft.source.place}: the prompt has {length} tokens, prompt_length is {self.limit}; set "
+                    "data_args.filter_overlong_prompts: true to leave such rows out, or data_args.truncation to cut "
+                    "them"
+                )
+            # A cut could go through an image.
+            shortened = None if draft.vision is not None else truncate(draft, tokens, self.limit, side, self.renderer)
+            if shortened is None:
+                self.tally.leave_out(domain, length)
+                return None
+            self.tally.truncated[domain] += 1
+            tokens = shortened
+        self.tally.without_truth[domain] += read_ground_truth(draft.source.row) is None
+        self.tally.answered[domain] += draft.messages[-1]["role"] == "assistant"
+        row, ids = draft.source.row, tokens.token_ids
+        return self.stored(draft, domain, ids, len(ids), row, text=tokens.text)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Prepared rows, and the order in which they are drawn: shuffled epochs, curricula, and domains interleaved in fixed
-proportions. Exactly resumable."""
+"""Prepared rows, prompts among them, and the order in which they are drawn: shuffled epochs, curricula, and domains
+interleaved in fixed proportions. Exactly resumable."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ import hashlib
 import math
 import random
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from roll.config.data import CurriculumArguments, DataArguments
+from roll.datasets.forms import read_ground_truth
+from roll.datasets.images import ImageReader
+from roll.datasets.making import PromptMaker
+from roll.datasets.preparation import load_rows
+from roll.datasets.templates import Renderer, TemplateChoice
 from roll.datasets.types import DataError, PromptRow
+from roll.datasets.vision_model import VisionModel
 
 if TYPE_CHECKING:
     import numpy as np
+    from transformers import PreTrainedTokenizerBase
 
     from roll.datasets.store import RowStore
     from roll.protocol.vision import VisionInputs
@@ -87,6 +95,70 @@ class PreparedRows(Sequence[T]):
         return (self._row(int(position)) for position in self._positions)
 
 
+class PromptDataset(PreparedRows[PromptRow]):
+    """Prompts in file order; draw from it with :class:`roll.datasets.DomainSampler`."""
+
+    @classmethod
+    def build(
+        cls,
+        data_args: DataArguments,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_length: int,
+        domains: Mapping[str, Sequence[str] | None],
+        *,
+        global_template: str | None = None,
+        tag_to_template: Mapping[str, str] | None = None,
+        vision: VisionModel | None = None,
+    ) -> PromptDataset:
+        """Read ``data_args.file_name`` and keep the prompts of at most ``prompt_length`` tokens, or cut them to that.
+
+        A validation set is built by a call of its own, with its own ``data_args`` and its own ``prompt_length``.
+
+        Args:
+            prompt_length: in tokens, template included.
+            domains: ``tag_included`` of each reward section.
+            global_template: instead of ``data_args.template``, for all rows.
+            tag_to_template: instead of both, for rows of the given tags.
+            vision: of a model that sees images.
+
+        Raises:
+            DataError: a file, row, template or tag that cannot be used, or no row left.
+        """
+        templates = TemplateChoice.of_settings(data_args, global_template, tag_to_template)
+        images = ImageReader.of(data_args, vision)
+        renderer = Renderer(tokenizer, templates)
+        store, read_images = load_rows(PromptMaker(data_args, renderer, prompt_length, images, domains=domains))
+        kept = store.counts.kept  # in the order of the files; from here on in that of the configuration
+        store.counts = replace(store.counts, kept={domain: kept[domain] for domain in domains if domain in kept})
+        return cls(store, read_images)
+
+    def by_domain(self) -> dict[str, PromptDataset]:
+        """The rows of each domain that has any, in file order."""
+        domains = self._store.column("domain")[self._positions]
+        return {
+            domain: PromptDataset(self._store, self._images, self._positions[domains == domain])
+            for domain in self.counts.kept
+        }
+
+    def tags(self) -> dict[str, int]:
+        """Rows of each tag."""
+        return dict(Counter(self._store.column("tag")[self._positions].tolist()))
+
+    def _row(self, position: int) -> PromptRow:
+        store = self._store
+        row, token_ids = store.content("row", position), store.token_ids(position)
+        return PromptRow(
+            prompt_id=store.value("id", position),
+            domain=store.value("domain", position),
+            tag=store.value("tag", position),
+            token_ids=token_ids,
+            prompt_text=store.content("text", position),
+            ground_truth=read_ground_truth(row),
+            row=row,
+            vision=self._vision(position, row, token_ids),
+        )
+
+
 @dataclass(frozen=True)
 class EpochOrder:
     """The order of one domain's rows (or of a whole set's), determined by seed, name and epoch alone."""
@@ -122,12 +194,10 @@ class EpochOrder:
 
 
 class ShuffledEpochs(Generic[T]):
-    """Endless passes over ``rows``; the order of each depends on seed, name and epoch alone. ``order``: the epochs'
-    order; None: shuffled, or as the rows are. Raises ``DataError``: no rows."""
+    """Endless passes over ``rows``; the order of each depends on seed, name and epoch alone. ``data_args`` says
+    whether epochs are shuffled or follow a curriculum; None: shuffled. Raises ``DataError``: no rows."""
 
-    def __init__(
-        self, rows: Sequence[T], seed: int, name: str = "", shuffle: bool = True, order: EpochOrder | None = None
-    ) -> None:
+    def __init__(self, rows: Sequence[T], seed: int, name: str = "", data_args: DataArguments | None = None) -> None:
         if not rows:
             raise DataError(f"no rows to draw from{f' in domain {name!r}' if name else ''}")
         self._rows = rows
@@ -135,7 +205,9 @@ class ShuffledEpochs(Generic[T]):
             rows.digest() if isinstance(rows, PreparedRows) else hashlib.sha256(repr(rows).encode()).hexdigest()
         )
         self._name = name
-        self._epochs = order or EpochOrder(len(rows), seed, name, shuffle)
+        how = (True, None) if data_args is None else (data_args.shuffle, data_args.curriculum)
+        difficulties = rows.difficulties if isinstance(rows, PreparedRows) else None
+        self._epochs = EpochOrder(len(rows), seed, name, *how, difficulties)
         self.num_drawn = 0  # rows drawn so far, over all epochs
         self._num_rows = len(rows)
         self.epoch = -1  # the epoch of the last row, counted from 0
@@ -182,7 +254,7 @@ class DomainSampler:
         datasets: the rows of each domain (:meth:`PromptDataset.by_domain`).
         probs: share of each domain (``domain_interleave_probs``), normalised to sum 1; a domain with share 0 is never
             drawn. None: in proportion to the number of rows.
-        data_args: says whether epochs are shuffled or follow a curriculum; None: shuffled.
+        data_args: as :class:`ShuffledEpochs` takes it.
 
     Raises:
         DataError: a share without rows, rows without a share, or a share that is not a number >= 0.
@@ -196,14 +268,8 @@ class DomainSampler:
         data_args: DataArguments | None = None,
     ) -> None:
         self._shares = shares(datasets, probs)
-        self._streams: dict[str, ShuffledEpochs[PromptRow]] = {}
-        for domain in (domain for domain, share in self._shares.items() if share):
-            rows, order = datasets[domain], None
-            if data_args is not None:
-                difficulties = rows.difficulties if isinstance(rows, PreparedRows) else None
-                how = data_args.shuffle, data_args.curriculum
-                order = EpochOrder(len(rows), seed, domain, *how, difficulties)
-            self._streams[domain] = ShuffledEpochs(rows, seed, domain, order=order)
+        drawn = [domain for domain, share in self._shares.items() if share]
+        self._streams = {domain: ShuffledEpochs(datasets[domain], seed, domain, data_args) for domain in drawn}
         self._datasets = datasets
         self._rows_by_id: dict[str, dict[str, PromptRow]] = {}
 

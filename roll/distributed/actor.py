@@ -346,7 +346,7 @@ def load_worker_class(worker_class: str | bytes) -> type[Worker]:
     if not (isinstance(found, type) and issubclass(found, Worker)):
         raise ValueError(
             f"worker class {worker_class!r}: must be the dotted path of a subclass of roll.distributed.Worker, "
-            "for example roll.workers.reward.RewardWorker"
+            "for example roll.rollout.rewarding.RewardWorker"
         )
     return found
 

@@ -59,7 +59,7 @@ _WITH_RAY = (
     "ray._private.workers.default_worker",
     "roll.distributed.actor",
     "roll.workers.generation",
-    "roll.workers.reward",
+    "roll.rollout.rewarding",
     "roll.workers.model",
 )
 """Imported where Ray's settings are known."""

@@ -44,7 +44,7 @@ from roll.methods.opd_keys import is_taught
 from roll.methods.policy_plan import PolicyConfig, PolicyPlan
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
-from roll.rollout.groups import build_filter, response_mask
+from roll.rollout.flow import build_filter, response_mask
 from roll.strategies.base import Output
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from roll.methods.preferences_keys import DPOConfig
 from roll.methods.rows import Completion, Models, RowMethod, image_column
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics, merge_metrics, to_floats
-from roll.rollout.batches import token_columns
+from roll.rollout.groups import token_columns
 from roll.strategies.base import Output, TensorBatch
 
 ReferenceLogProbs = list[np.ndarray]

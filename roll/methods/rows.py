@@ -25,7 +25,7 @@ from roll.methods.supervised import SupervisedConfig, SupervisedPlan
 from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, merge_metrics, to_floats
 from roll.protocol.vision import IMAGES, VisionInputs
-from roll.rollout.batches import token_columns
+from roll.rollout.groups import token_columns
 from roll.strategies.base import ModelHead, TensorBatch
 
 if TYPE_CHECKING:

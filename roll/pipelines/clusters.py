@@ -21,12 +21,12 @@ from roll.pipelines.files import load_tokenizer
 from roll.pipelines.model_calls import GENERATION, TRAINING, WEIGHTS, Residency, start_cluster
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.pipelines.rlvr.plan import judge_roles
+from roll.rollout.rewarding import RewardSettings, RewardWorker
 from roll.serving.server import FrontOptions, HttpFront
 from roll.strategies.base import ModelHead, StateKind
 from roll.workers import GENERATION_WORKER, REFERENCE_WORKER, REWARD_MODEL_WORKER, REWARD_WORKER, TRAIN_WORKER
 from roll.workers.generation import GenerationWorker
 from roll.workers.model import ModelSettings, ModelWorker
-from roll.workers.reward import RewardSettings, RewardWorker
 
 logger = logging.getLogger(__name__)
 

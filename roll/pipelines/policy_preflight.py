@@ -26,7 +26,7 @@ KEY = "strict_on_policy"
 ENGINE = "hf_infer"
 MEGATRON = "megatron_train"
 TRAINERS = ("fsdp2_train", "fsdp_train", "deepspeed_train", MEGATRON)
-BUILD_FILTER, BUILD_ROUTER = "roll.rollout.groups.build_filter", "roll.rollout.routing.build_router"
+BUILD_FILTER, BUILD_ROUTER = "roll.rollout.flow.build_filter", "roll.rollout.routing.build_router"
 # Keys at the top that take the dotted path of a function; losses, estimators and filters bring options along.
 OWN_FUNCTION_KEYS = (
     *("entropy_loss_agg_mode", "kl_loss_agg_mode", "kl_loss_type", "kl_penalty", "loss_agg_mode"),

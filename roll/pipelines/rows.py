@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.config.loader import LoadedConfig
 from roll.config.roles import WorkerConfig
-from roll.datasets import EpochOrder, ShuffledEpochs
+from roll.datasets import ShuffledEpochs
 from roll.datasets.streaming import StreamedEpochs
 from roll.distributed import Cluster, PendingCall, ResourceManager
 from roll.distributed.signals import ending
@@ -160,12 +160,10 @@ class RowsPipeline:
             self.rows, self.num_steps = stream, config.max_steps
             return
         self.training = training = method.read(config, plan, plan.data_args, self.tokenizer)
-        how = plan.data_args.shuffle, plan.data_args.curriculum, training.difficulties
-        order = EpochOrder(len(training), config.seed, method.stream, *how)
         if method.dropped_metric is not None:
             counts = training.counts
             self.context.record({method.dropped_metric: Mean(sum(counts.too_long.values()) + counts.bad)})
-        self.rows = ShuffledEpochs(training, config.seed, method.stream, order=order)
+        self.rows = ShuffledEpochs(training, config.seed, method.stream, plan.data_args)
         epochs = self.section.training_args.num_train_epochs
         self.num_steps = plan.max_steps or ceil(len(training) * epochs / plan.global_batch_size)
 

@@ -45,7 +45,7 @@ _MAX_TEXT = 20_000  # characters of a prompt, or of a response without tokens
 
 
 def sample_notes(groups: Sequence[SampleGroup]) -> Notes:
-    """One entry a row of :func:`roll.rollout.batches.build_batch`."""
+    """One entry a row of :func:`roll.rollout.groups.build_batch`."""
     found: list[tuple[dict[str, Any], Sample]] = []
     for group in groups:
         item = group.item

@@ -23,8 +23,8 @@ from roll.agents.conversation import Branch, Call
 from roll.agents.episode import Episode
 from roll.protocol import DataProto
 from roll.protocol.vision import IMAGES, VisionInputs
-from roll.rollout.batches import Row, response_columns
 from roll.rollout.episodes import EpisodeGroup
+from roll.rollout.groups import Row, response_columns
 
 SampleRule = Literal["trajectory", "step"]
 TRUNCATED = ("truncated", "turn_limit", "context_limit", "time_limit")
@@ -70,7 +70,7 @@ def build_episode_batch(
             value there is that of the state in which it was left. It may lie one past the longest row.
 
     Returns:
-        The columns of :func:`~roll.rollout.batches.build_batch` (``scores`` being the reward of the whole trajectory,
+        The columns of :func:`~roll.rollout.groups.build_batch` (``scores`` being the reward of the whole trajectory,
         ``prompt_id`` the group's, ``domain`` and ``tag`` the task's tag, ``finish_reason`` ``length`` for a truncated
         episode), and with shape (B, L): ``turn_ids`` int32, index of the call that sampled a trained token, -1
         elsewhere; ``turn_rewards`` float32, the reward of a turn on its last token; ``state_ids`` int32, equal for

@@ -1,7 +1,8 @@
-"""The reward workers of all domains as one client, with the role reward_model in front of them.
+"""The worker of a reward, and those of all domains as one client, with the role reward_model in front of them.
 
 A worker that dies is replaced, and the samples that it had are scored again, one at a time.  A sample that kills a
 second worker is quarantined: its result says so, and its row goes into a file.  All others get their scores.
+Imports no torch: workers start in well under a second.
 """
 
 from __future__ import annotations
@@ -13,19 +14,26 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
 from roll.config.rewards import TOKENS, RewardConfig
 from roll.config.roles import DataArguments
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.types import DataError
-from roll.distributed import Cluster, WorkerDied
-from roll.rewards.base import RewardResult, RewardSample, apply_on_error, failure
-from roll.rollout.groups import SampleGroup
+from roll.distributed import Dispatch, Worker, WorkerDied, register
+from roll.rewards import RewardResult, RewardSample, apply_on_error, build_section
+from roll.rewards.base import failure
+
+if TYPE_CHECKING:
+    from roll.distributed import Cluster  # these import torch
+    from roll.rollout.groups import SampleGroup
+
+    Queue = list[tuple[SampleGroup, asyncio.Future[None]]]
+    """Groups to be scored, with who waits for each."""
 
 logger = logging.getLogger(__name__)
 
@@ -129,12 +137,6 @@ class ModelInput:
     error: str | None = None  # reason why there is no input
 
 
-class RuleWorker(Protocol):
-    """A reward's worker (:class:`roll.workers.reward.RewardWorker`)."""
-
-    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]: ...
-
-
 class ScoringWorker(Protocol):
     """A reward model's worker (:class:`roll.workers.model.RewardModelWorker`)."""
 
@@ -210,7 +212,38 @@ class ModelScorer:
         ]
 
 
-Queue = list[tuple[SampleGroup, asyncio.Future[None]]]  # groups to be scored, with who waits for each
+@dataclass(frozen=True)
+class RewardSettings:
+    """Keys of the section that are known when the run has started: the service that the reward's judges ask."""
+
+    judge: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+class RewardWorker(Worker):
+    """Scores finished samples of one domain."""
+
+    settings_class = RewardSettings
+    settings: RewardSettings
+
+    @register(Dispatch.ONE_TO_ALL)
+    def initialize(self) -> str:
+        """Build the reward function that the section ``rewards.<name>`` describes; return what it says of this host."""
+        judge: dict[str, Any] = dict(self.settings.judge)
+        self.section = replace(cast(RewardConfig, self.context.role), **judge)
+        self.reward = build_section(self.section.name, self.section)
+        return self.reward.prepare()
+
+    def score(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """One result a sample, in order. A sample that cannot be scored says why in ``error``. Raises ``RewardError``:
+        a sample failed and the section says ``on_error: raise``."""
+        results = self.reward(samples)
+        assert len(results) == len(samples), f"{len(results)} rewards for {len(samples)} samples"
+        return apply_on_error(results, self.section.on_error, self.section.error_value, self.section.name)
+
+    def close(self) -> None:
+        """Release the reward's helper processes when the cluster shuts down."""
+        if hasattr(self, "reward"):
+            self.reward.close()
 
 
 class RewardClient:
@@ -325,4 +358,4 @@ class RewardClient:
             result = self.quarantine.add(cluster.name, asdict(sample), death)
             return apply_on_error([result], section.on_error, section.error_value)[0]
 
-        return RestartingWorker(lambda samples: cluster.submit(rank, RuleWorker.score, samples), replace, quarantine)
+        return RestartingWorker(lambda samples: cluster.submit(rank, RewardWorker.score, samples), replace, quarantine)

@@ -11,7 +11,7 @@ SCORING_WORKER = "roll.workers.model.ScoringWorker"
 REFERENCE_WORKER = "roll.workers.model.ModelWorker"
 GENERATION_WORKER = "roll.workers.generation.GenerationWorker"
 REWARD_MODEL_WORKER = "roll.workers.model.RewardModelWorker"
-REWARD_WORKER = "roll.workers.reward.RewardWorker"
+REWARD_WORKER = "roll.rollout.rewarding.RewardWorker"
 STORED_WEIGHTS_WORKER = "roll.workers.stored_weights.StoredWeightsWorker"
 
 

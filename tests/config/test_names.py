@@ -64,7 +64,7 @@ def test_trackers() -> None:
 
 
 def test_group_filters() -> None:
-    from roll.rollout.groups import build_filter, group_filters
+    from roll.rollout.flow import build_filter, group_filters
 
     assert set(names.FILTER_ARGUMENTS) == set(group_filters.names)
     for kind, arguments in names.FILTER_ARGUMENTS.items():

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.config.data import DataArguments
 from roll.datasets import DataError, DomainSampler, PromptRow, ShuffledEpochs
 
 
@@ -32,7 +33,8 @@ def test_an_epoch_holds_every_row_once_in_an_order_of_its_own() -> None:
     assert first == ShuffledEpochs(list(range(50)), seed=1).next_batch(50)
     assert first != ShuffledEpochs(list(range(50)), seed=2).next_batch(50)
     assert first != ShuffledEpochs(list(range(50)), seed=1, name="other").next_batch(50)
-    assert ShuffledEpochs(list(range(50)), seed=1, shuffle=False).next_batch(60) == [*range(50), *range(10)]
+    in_order = ShuffledEpochs(list(range(50)), seed=1, data_args=DataArguments(shuffle=False))
+    assert in_order.next_batch(60) == [*range(50), *range(10)]
 
 
 @given(

@@ -18,10 +18,9 @@ from roll.pipelines.files import sample_table
 from roll.pipelines.sample_records import Notes, sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Mean, Metrics
-from roll.rollout.batches import build_batch
 from roll.rollout.engines import EngineClient
 from roll.rollout.flow import GroupFlow
-from roll.rollout.groups import SampleGroup
+from roll.rollout.groups import SampleGroup, build_batch
 from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import RewardClient
 from roll.rollout.scheduling import prompt_codec

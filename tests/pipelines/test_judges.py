@@ -17,7 +17,7 @@ from roll.distributed import WorkerContext, WorkerDied
 from roll.pipelines.clusters import JudgeService
 from roll.pipelines.files import load_tokenizer
 from roll.rewards import RewardSample
-from roll.workers.reward import RewardSettings, RewardWorker
+from roll.rollout.rewarding import RewardSettings, RewardWorker
 from tests.config.good import changed, load
 from tests.pipelines.conftest import Run
 from tests.pipelines.judging import TEMPLATE, chance_of_yes

@@ -13,7 +13,7 @@ from roll.methods.policy import PolicyMethod
 from roll.pipelines.rlvr.config import RLVRConfig
 from roll.protocol import DataProto
 from roll.protocol.metrics import to_floats
-from roll.rollout.batches import build_batch
+from roll.rollout.groups import build_batch
 from tests.support.keys import config_of
 from tests.support.sample_groups import make_group
 

@@ -14,7 +14,7 @@ from roll.distributed import WorkerContext
 from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_reward, failure_rates, reward_options
 from roll.rewards.composition import concurrent_calls
 from roll.rewards.judge_reading import NoScore, ScoreReader, stated_word
-from roll.workers.reward import RewardWorker
+from roll.rollout.rewarding import RewardWorker
 from tests.rewards.http_service import Answer, Service, completion, in_turn, serving
 
 QUICK: dict[str, Any] = {"backoff": 0.001, "max_backoff": 0.01, "max_retries": 1}

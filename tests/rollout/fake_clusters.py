@@ -17,7 +17,7 @@ from roll.distributed.failures import RankReport
 from roll.rewards.base import RewardResult, RewardSample
 from roll.rollout.engines import EngineWorker
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
-from roll.rollout.rewarding import RuleWorker
+from roll.rollout.rewarding import RewardWorker
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
 
 SLOWEST = 0.1
@@ -227,7 +227,7 @@ class FakeRewards:
         assert rank in self.restarts
 
     def submit(self, rank: int, method: Callable[..., Any], samples: Sequence[RewardSample]) -> FakeCall:
-        assert method is RuleWorker.score
+        assert method is RewardWorker.score
         self.samples_of_rank[rank] = self.samples_of_rank.get(rank, 0) + len(samples)
         call = FakeCall(rank, method.__name__, samples, lambda: self._score(call), self.rng)
         self.calls.append(call)

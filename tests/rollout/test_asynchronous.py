@@ -19,8 +19,8 @@ from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupFlow, RolloutExhausted, collected
-from roll.rollout.groups import SampleGroup, build_filter, by_domain
+from roll.rollout.flow import GroupFlow, RolloutExhausted, build_filter, by_domain, collected
+from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import GroupSettings, RolloutContext, RolloutLoop
 from roll.rollout.rewarding import RewardClient
 from roll.rollout.scheduling import AsyncScheduler, prompt_codec

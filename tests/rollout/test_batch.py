@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.rewards.base import RewardResult
-from roll.rollout.batches import build_batch, greedy_baseline, reward_components
+from roll.rollout.groups import build_batch, greedy_baseline, reward_components
 from tests.support.sample_groups import give, make_group
 
 tokens = st.lists(st.integers(0, 1000), min_size=1, max_size=6)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from roll.rollout.groups import GroupFilter, build_filter, response_mask
+from roll.rollout.flow import GroupFilter, build_filter, response_mask
 
 
 @pytest.mark.parametrize(

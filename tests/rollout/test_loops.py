@@ -15,9 +15,8 @@ import pytest
 
 from roll.checkpoint.state import load_state, save_state
 from roll.datasets.types import PromptRow
-from roll.rollout.batches import build_batch
 from roll.rollout.flow import GroupFlow, RolloutExhausted, RolloutStalled, collected
-from roll.rollout.groups import FinishedGroup, SampleGroup
+from roll.rollout.groups import FinishedGroup, SampleGroup, build_batch
 from roll.rollout.loops import GroupSettings, RolloutContext, rollout_loops
 from roll.rollout.scheduling import prompt_codec
 from tests.rollout.test_asynchronous import GROUP_SIZE, PARAMS, Bench, bench, resume, row, validate

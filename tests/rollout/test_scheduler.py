@@ -18,8 +18,15 @@ from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.rewards.base import RewardSample
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import MAX_DRAWS_PER_WANTED, GroupFlow, RolloutExhausted, RolloutResult, collected
-from roll.rollout.groups import build_filter, by_domain
+from roll.rollout.flow import (
+    MAX_DRAWS_PER_WANTED,
+    GroupFlow,
+    RolloutExhausted,
+    RolloutResult,
+    build_filter,
+    by_domain,
+    collected,
+)
 from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams

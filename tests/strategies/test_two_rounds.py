@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from roll.datasets.types import PromptRow
-from roll.rollout.batches import build_batch
-from roll.rollout.groups import FinishedGroup
+from roll.rollout.groups import FinishedGroup, build_batch
 from roll.rollout.loops import GroupSettings, RolloutContext
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.strategies import jobs

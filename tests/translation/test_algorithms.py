@@ -23,7 +23,7 @@ from roll.config.reading.yaml_files import SourceFile
 from roll.methods.base import PolicyLoss, SampledLoss
 from roll.methods.policy import PolicyMethod
 from roll.protocol import DataProto
-from roll.rollout.batches import build_batch
+from roll.rollout.groups import build_batch
 from roll.strategies.base import Output
 from roll.translation import skyrl, verl
 from roll.translation.command import tree

@@ -30,8 +30,7 @@ from roll.protocol.metrics import Mean, Metrics
 from roll.rollout.engines import EngineClient
 from roll.rollout.episode_batch import build_episode_batch
 from roll.rollout.episodes import EpisodeGroup, EpisodeLoop, episode_codec
-from roll.rollout.flow import GroupFlow, collected
-from roll.rollout.groups import build_filter
+from roll.rollout.flow import GroupFlow, build_filter, collected
 from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import SampleQuarantine
 from roll.tracking import SampleTable

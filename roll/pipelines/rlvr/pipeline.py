@@ -28,10 +28,9 @@ from roll.pipelines.sample_records import sample_notes
 from roll.protocol import DataProto
 from roll.protocol.metrics import Max, Mean, Metrics, Min
 from roll.rewards import failure_rates
-from roll.rollout.batches import build_batch, greedy_baseline, reward_components
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupFlow, collected, greedy, sampling_params
-from roll.rollout.groups import SampleGroup, build_filter, by_domain
+from roll.rollout.flow import GroupFlow, build_filter, by_domain, collected, greedy, sampling_params
+from roll.rollout.groups import SampleGroup, build_batch, greedy_baseline, reward_components
 from roll.rollout.loops import GroupSettings, RolloutLoop, rollout_loops
 from roll.rollout.rewarding import ModelScorer, RewardClient, SampleQuarantine
 from roll.rollout.scheduling import prompt_codec

@@ -23,7 +23,7 @@ from roll.models.experts import RoutingRecorder
 from roll.models.invariant import KEYS, computes_invariantly
 from roll.models.kernels import Product, linear
 from roll.protocol.vision import VisionInputs, check_images
-from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
+from roll.strategies.hf_infer.rows import CacheShape, DecodeSlots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,9 +19,9 @@ from roll.strategies.engines.requests import (
     check_request,
 )
 from roll.strategies.engines.sampling import JsonGrammars, stream_key
-from roll.strategies.hf_infer.cache import CachedSequence, DecodeSlots, PrefixCache, SlotCache
+from roll.strategies.hf_infer.cache import CachedSequence, PrefixCache
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates, round_up
-from roll.strategies.hf_infer.rows import RunningRows, RunningSample, Sampler
+from roll.strategies.hf_infer.rows import DecodeSlots, RunningRows, RunningSample, Sampler, SlotCache
 
 _MAX_PREFILL_TOKENS = 8192  # prompts computed at a time, padding included: bounds memory and the wait of running rows
 _MAX_GATHERED_TOKENS = 8 * _MAX_PREFILL_TOKENS  # of prompts of which a prefix is copied
@@ -83,7 +83,11 @@ class GenerationEngine:
         # The state of a linear-attention layer sums up all tokens so far; that of a prefix cannot be recovered from it.
         self._prefixes = PrefixCache(0 if decoder.cache_shape.states else prefix_cache_tokens)
         self.num_prompt_tokens = 0  # of all prompts so far, each counted when its first samples start
-        self._sampler = Sampler(self._rows, self._decoder)
+        self._sampler = self._new_sampler()
+
+    def _new_sampler(self) -> Sampler:
+        made = self._decoder
+        return Sampler(self._rows, made.vocab_size, made.device, made.masked_token_ids, made.is_invariant)
 
     @property
     def prompt_counts(self) -> tuple[int, int]:
@@ -171,7 +175,7 @@ class GenerationEngine:
         self._prefixes.clear()
         self._cache.data.zero_()  # some of it may not be finite
         self._rows = RunningRows(self._rows.capacity, self._max_model_len)
-        self._sampler = Sampler(self._rows, self._decoder)
+        self._sampler = self._new_sampler()
         return outputs
 
     @torch.inference_mode()

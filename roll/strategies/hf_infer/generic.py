@@ -10,8 +10,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from roll.models.experts import encoded
-from roll.strategies.hf_infer.cache import CacheShape, DecodeSlots
 from roll.strategies.hf_infer.decoder import Decoder, Images, PromptStates
+from roll.strategies.hf_infer.rows import CacheShape, DecodeSlots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,4 +1,5 @@
-"""Running samples as arrays on the host, active rows at the front, and the draw of a token for each of them.
+"""Running samples, active rows at the front: arrays on the host, keys and values in rows of fixed length on the device,
+and the draw of a token for each of them.
 
 Order of the settings: repetition penalty, ban of stop tokens before ``min_new_tokens``, JSON schema, temperature,
 min-p, top-k, top-p (on what min-p and top-k left, renormalised). A token is drawn by inverting the cumulative
@@ -17,7 +18,6 @@ from llguidance import LLMatcher
 
 from roll.strategies.engines.requests import FinishReason, GenerationOutput, GenerationRequest, StopStringMatcher
 from roll.strategies.engines.sampling import RowSettings, penalise_repetition
-from roll.strategies.hf_infer.decoder import Decoder
 
 _NO_TOKEN = -1
 
@@ -181,15 +181,126 @@ class RunningRows:
         return destination, source
 
 
+@dataclass(frozen=True)
+class CacheShape:
+    """Size of a model's keys and values for each token.
+
+    ``num_layers`` keep them; ``head_dim`` is the longest of their vectors, others are padded with zeros.
+    ``states``: for each sample, shape and dtype of every tensor that other layers keep.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    states: tuple[tuple[torch.Size, torch.dtype], ...] = ()
+
+
+class SlotCache:
+    """Keys and values, allocated once.
+
+    ``data``: (num_layers, 2, num_rows, num_kv_heads, max_len, head_dim); index 1 is key (0) or value (1).
+    ``states``: (num_rows, ...) each, see :class:`CacheShape`.
+    """
+
+    def __init__(
+        self, shape: CacheShape, num_rows: int, max_len: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.shape = shape
+        self.max_len = max_len
+        size = (shape.num_layers, 2, num_rows, shape.num_kv_heads, max_len, shape.head_dim)
+        self.data = torch.zeros(size, dtype=dtype, device=device)
+        self.states = [torch.zeros(num_rows, *own, dtype=kind, device=device) for own, kind in shape.states]
+
+    def write_prompts(
+        self, first_row: int, keys_values: torch.Tensor, counts: Sequence[int], states: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Copy prompts into the rows from ``first_row`` on: ``counts[0]`` rows for the first prompt, and so forth.
+        ``keys_values`` and ``states`` as in :class:`~roll.strategies.hf_infer.decoder.PromptStates`."""
+        length = keys_values.shape[4]
+        for prompt, count in enumerate(counts):
+            self.data[:, :, first_row : first_row + count, :, :length] = keys_values[:, :, prompt, None]
+            for held, new in zip(self.states, states, strict=True):
+                held[first_row : first_row + count] = new[prompt]
+            first_row += count
+
+    def move(self, destination: np.ndarray, source: np.ndarray, length: int) -> None:
+        """Copy the first ``length`` tokens of rows ``source`` over rows ``destination`` (the two do not meet)."""
+        # By runs of adjacent rows (a group often ends together): ten times as fast as indexing by lists of rows.
+        breaks = np.flatnonzero((np.diff(destination) != 1) | (np.diff(source) != 1)) + 1
+        for to, origin in zip(np.split(destination, breaks), np.split(source, breaks), strict=True):
+            target = self.data[:, :, to[0] : to[-1] + 1, :, :length]
+            target.copy_(self.data[:, :, origin[0] : origin[-1] + 1, :, :length])
+            for state in self.states:
+                state[to[0] : to[-1] + 1] = state[origin[0] : origin[-1] + 1]
+
+
+class DecodeSlots:
+    """Cache positions that one decoding step of ``size`` rows writes and reads.
+
+    Args:
+        positions: int64 (size,), on the cache's device: where each row's new token goes.
+        lengths: on the host, how many tokens each row that counts has with the new one; rows past its end only fill up
+            the batch, and their positions lie past every length.
+        offsets: int64 (size,), on the cache's device: what a row's rotary position is ahead of its cache position;
+            None: nothing, as in prompts of text.
+        multiple: so many places, or a multiple, are read; the cache has as many.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        positions: torch.Tensor,
+        lengths: np.ndarray,
+        offsets: torch.Tensor | None = None,
+        multiple: int = 1,
+    ) -> None:
+        self._data, self.states = cache.data, cache.states
+        self.count, self.size = len(lengths), len(positions)
+        self.end = -(-int(lengths.max()) // multiple) * multiple
+        self._ragged = bool((lengths != self.end).any())
+        self.positions = positions
+        self.rotary_positions = positions if offsets is None else positions + offsets
+        num_heads, max_len = cache.shape.num_kv_heads, cache.max_len
+        first = torch.arange(0, self.size * num_heads * max_len, max_len, device=positions.device)
+        self._flat_index = (first.view(self.size, num_heads) + positions[:, None]).view(-1)
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the new token's keys and values (size, num_kv_heads, head_dim) of a layer; return those of all tokens,
+        as two views (size, num_kv_heads, end, head_dim)."""
+        held = []
+        for part, new in zip(self._data[layer], (keys, values), strict=True):
+            head_dim = part.shape[-1]
+            part.view(-1, head_dim).index_copy_(0, self._flat_index, new.reshape(-1, head_dim).to(part.dtype))
+            held.append(part[: self.size, :, : self.end])
+        return held[0], held[1]
+
+    def bias(self, window: int | None = None) -> torch.Tensor | None:
+        """(size, end): 0 where a row has a token, the lowest number elsewhere; None when all rows are equally long. Of
+        a ``window`` the last tokens alone are seen."""
+        is_seen_whole = window is None or self.end <= window
+        if not self._ragged and is_seen_whole:
+            return None
+        places = torch.arange(self.end, device=self.positions.device)
+        past = places > self.positions[:, None]
+        if window is not None and not is_seen_whole:
+            past |= places <= self.positions[:, None] - window
+        bias = torch.zeros(past.shape, dtype=self._data.dtype, device=past.device)
+        return bias.masked_fill_(past, torch.finfo(bias.dtype).min)
+
+
 class Sampler:
     """Samples for the active rows of ``rows``; keeps which tokens each row has seen where a repetition penalty asks.
-    Tokens that the decoder masks have probability 0. Log-probs of an invariant one are computed as a trainer does, not
-    as logarithms of probabilities."""
 
-    def __init__(self, rows: RunningRows, decoder: Decoder) -> None:
-        self._rows, self._vocab_size, self._device = rows, decoder.vocab_size, decoder.device
-        self._in_logs, masked = decoder.is_invariant, decoder.masked_token_ids
-        self._masked = torch.tensor(masked, device=decoder.device) if masked else None
+    Args:
+        masked: tokens of probability 0.
+        in_logs: compute log-probs as a trainer does, not as logarithms of probabilities.
+    """
+
+    def __init__(
+        self, rows: RunningRows, vocab_size: int, device: torch.device, masked: Sequence[int], in_logs: bool
+    ) -> None:
+        self._rows, self._vocab_size, self._device, self._in_logs = rows, vocab_size, device, in_logs
+        self._masked = torch.tensor(masked, device=device) if masked else None
         self._seen: torch.Tensor | None = None
         self._epoch = -1  # epoch of `rows` that the settings are of
         self._settings: RowSettings

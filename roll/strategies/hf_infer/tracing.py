@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from roll.models.layouts import TokenLayout
 from roll.models.lora import base_name
 from roll.strategies.base import TensorBatch
-from roll.strategies.hf_infer.cache import DecodeSlots
 from roll.strategies.hf_infer.decoder import LAST_ROWS, FusedDecoder, Images, PromptStates, filled_tokens, round_up
 from roll.strategies.hf_infer.engine import GenerationEngine
+from roll.strategies.hf_infer.rows import DecodeSlots
 from roll.strategies.training.data_parallel import DataParallelStrategy
 
 Trace = dict[str, dict[int, Tensor]]

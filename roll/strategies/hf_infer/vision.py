@@ -10,9 +10,9 @@ import torch
 
 from roll.protocol.images import EncodedVideo
 from roll.protocol.vision import VisionInputs, check_images, patches_of, token_types, vision_token_ids
-from roll.strategies.hf_infer.cache import DecodeSlots
 from roll.strategies.hf_infer.decoder import Images
 from roll.strategies.hf_infer.generic import GenericDecoder
+from roll.strategies.hf_infer.rows import DecodeSlots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
