@@ -30,7 +30,7 @@ from roll.config.losses import DivergenceConfig
 from roll.protocol.metrics import Mean, Metrics
 
 
-def divergence(student: Tensor, teacher: Tensor, options: DivergenceConfig, has_tail: bool) -> Tensor:
+def divergence(student: Tensor, teacher: Tensor, has_tail: bool, options: DivergenceConfig) -> Tensor:
     """The divergence of each token's distributions, (n,), with gradient to ``student``.
 
     Args:

@@ -148,12 +148,12 @@ def finite_mean(values: Tensor, rows: Tensor) -> tuple[float, int]:
     return float(finite.mean()), len(finite)
 
 
+@dataclass
 class Controller:
     """A coefficient that follows a statistic of each step. Without a finite statistic (every response masked, say) a
     step does not change it: a single NaN would stay for the rest of the run, and in its checkpoints."""
 
-    def __init__(self, value: float) -> None:
-        self.value = value
+    value: float
 
     def update(self, statistic: float, count: int) -> None:
         """Follow the mean ``statistic`` of ``count`` rows or tokens (:func:`finite_mean`)."""
@@ -179,6 +179,7 @@ class FixedKLController(Controller):
             logger.warning("the KL coefficient is %g from here on; before it was %g", self.value, state["value"])
 
 
+@dataclass
 class AdaptiveKLController(Controller):
     """Proportional controller of Ziegler et al., "Fine-tuning language models from human preferences" (1909.08593).
 
@@ -187,14 +188,8 @@ class AdaptiveKLController(Controller):
     A batch beyond the horizon counts as the horizon: the coefficient keeps its sign.
     """
 
-    def __init__(self, value: float, target: float, horizon: float) -> None:
-        if target <= 0 or horizon <= 0:
-            raise ValueError(
-                f"target_kl and kl_horizon must be positive, got {target} and {horizon}; try 0.1 and 10000"
-            )
-        super().__init__(value)
-        self.target = target
-        self.horizon = horizon
+    target: float
+    horizon: float
 
     def _move(self, statistic: float, count: int) -> None:
         # Clipped as in the paper (section 2.2): one step with a large divergence moves the coefficient by 20% at most.
@@ -206,6 +201,7 @@ class AdaptiveKLController(Controller):
 ENTROPY_DELTA = 0.005
 
 
+@dataclass
 class EntropyController(Controller):
     """Adaptive weight of the entropy bonus: none above a target entropy, growing step by step below it.
 
@@ -213,9 +209,7 @@ class EntropyController(Controller):
     c_k - delta where e > target, at least 0.  Source: Skywork-OR1 (arXiv 2505.22312) section 3.
     """
 
-    def __init__(self, value: float, target: float) -> None:
-        super().__init__(value)
-        self.target = target
+    target: float
 
     def step(self, entropy: float, num_tokens: int) -> float:
         """The weight for a batch of the mean ``entropy`` (nats a token, before the update); moves on to the next."""

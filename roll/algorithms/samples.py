@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -93,6 +93,7 @@ class RewardOptions:
             raise ValueError(f"reward_clip must be positive, got {self.reward_clip}; null switches it off")
 
 
+@dataclass(eq=False)
 class RewardPostprocessor:
     """Normalises rewards; keeps running moments for each domain, so it belongs into the checkpoint.
 
@@ -100,9 +101,8 @@ class RewardPostprocessor:
     or of a single value does not divide, so no pair of norm types gives NaN or explodes.
     """
 
-    def __init__(self, options: RewardOptions) -> None:
-        self.options = options
-        self._running: dict[str, RunningMoments] = {}
+    options: RewardOptions
+    _running: dict[str, RunningMoments] = field(default_factory=dict)
 
     def __call__(self, rewards: Tensor, group_ids: Tensor, domain: str = "") -> tuple[Tensor, Metrics]:
         """Normalise the rewards of one domain's batch.

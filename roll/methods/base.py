@@ -61,9 +61,9 @@ class Loss(ABC):
         """Distributions that the model is compared with, whose columns the rows have."""
         return ()
 
-    @abstractmethod
     def counts(self, batch: TensorBatch) -> Totals:
-        """This rank's part of the denominators of an optimizer step on ``batch``."""
+        """This rank's part of the denominators of an optimizer step on ``batch``; here its response tokens."""
+        return {"tokens": batch["response_mask"].sum()}
 
     @abstractmethod
     def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]: ...

@@ -50,11 +50,7 @@ RowTargets = dict[str, torch.Tensor]
 
 def comparison(options: DivergenceConfig, temperature: float) -> Comparison:
     """The teacher whose columns a batch has, compared by the divergence that ``options`` choose."""
-    return Comparison(TEACHER, temperature, partial(_divergence, options))
-
-
-def _divergence(options: DivergenceConfig, student: Tensor, teacher: Tensor, has_tail: bool) -> Tensor:
-    return divergence(student, teacher, options, has_tail)
+    return Comparison(TEACHER, temperature, partial(divergence, options=options))
 
 
 def of_teacher(outputs: TensorBatch) -> TensorBatch:
@@ -75,9 +71,6 @@ class DistillLoss(Loss):
     @property
     def comparisons(self) -> Sequence[Comparison]:
         return (comparison(self.options, self.options.kd_temperature),)
-
-    def counts(self, batch: TensorBatch) -> Totals:
-        return {"tokens": batch["response_mask"].sum()}
 
     def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         mask = batch["response_mask"]
@@ -169,7 +162,7 @@ class Distillation(RowMethod[DistillConfig, SftRow]):
     def begin(self, batch: DataProto, missing: Sequence[int], models: Models) -> Callable[[], TensorBatch]:
         """Let the teacher compute the rows ``missing``."""
         config = self.config
-        if not models.has_frozen:
+        if models.frozen is None:
             raise ValueError(
                 f"teacher_cache: {config.teacher_cache} lacks {len(missing)} of {len(batch)} rows of this step, "
                 "and there is no teacher to compute them; add the section teacher, or fill the cache with this data, "

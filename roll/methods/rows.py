@@ -45,8 +45,8 @@ class Models(Protocol):
         """Fills rows up."""
 
     @property
-    def has_frozen(self) -> bool:
-        """The role that never learns has workers of its own."""
+    def frozen(self) -> object | None:
+        """Workers of the role that never learns; None: it has none of its own."""
 
     def forward(self, batch: DataProto, ask: Ask = LOG_PROBS) -> TensorBatch:
         """Columns that the learner computes with its present weights."""

@@ -32,9 +32,6 @@ class SftLoss(Loss):
 
     prefix: str = field(default="sft_train/", kw_only=True)
 
-    def counts(self, batch: TensorBatch) -> Totals:
-        return {"tokens": batch["response_mask"].sum()}
-
     def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
         mask = batch["response_mask"]
         nll = -(outputs[Output.LOG_PROBS] * mask).sum()

@@ -72,7 +72,7 @@ class BatchRecorder:
     num_not_finite: int = 0
 
     def hold(self, step: int, batch: DataProto, state: Mapping[str, Any]) -> None:
-        """Keep the columns that ``batch`` has now, without those added later."""
+        """Keep the columns that ``batch`` has now, without those added later, and the driver's ``state`` before it."""
         self.held = RecordedBatch(self.pipeline, step, batch.select(), dict(state))
 
     def end_step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -147,7 +147,7 @@ class PolicyPipeline(ABC, Generic[ConfigT, PlanT]):
                 self.validate(step)
             batch = self.generate(step)
         # The state before `credit`, which moves running moments and coefficients: `roll replay` begins with it.
-        self.context.hold_batch(step, batch, self.method.state_dict())
+        self.context.batches.hold(step, batch, self.method.state_dict())
         with self.validating(step) if concurrent else nullcontext():
             with ending.interruptible():
                 self.add_model_columns(batch)

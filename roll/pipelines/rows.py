@@ -101,10 +101,6 @@ class RowsPipeline:
 
     # The models, without gradient
 
-    @property
-    def has_frozen(self) -> bool:
-        return self.frozen is not None
-
     def forward(self, batch: DataProto, ask: Ask = LOG_PROBS) -> TensorBatch:
         return self._begin(self.learner, batch, ask)()
 
@@ -182,7 +178,7 @@ class RowsPipeline:
                 batch = self.next_batch(later)
             self.in_flight.append((batch, None if self.context.is_left_out(later) else self.begin_update(batch)))
         batch, update = self.in_flight.popleft()
-        self.context.hold_batch(step, batch)
+        self.context.batches.hold(step, batch, {})
         if update is not None:
             self.finish_update(update)
         self.context.record(self.residency.metrics())

@@ -22,7 +22,6 @@ from roll.pipelines.batches import BatchRecorder
 from roll.pipelines.model_calls import TRAINING, Residency
 from roll.pipelines.run_checkpoints import STATE_FOLDER
 from roll.pipelines.run_lifetime import RunLifetime
-from roll.protocol import DataProto
 from roll.protocol.metrics import Metrics, Sum, merge_metrics, to_floats
 from roll.report.run_files import REPORT_NAME
 from roll.tracking import LOG_NAME, ProgressReporter, RunSummary, SampleTable
@@ -112,7 +111,7 @@ class RunContext(RunLifetime):
         self._rank_seconds: dict[str, float] = {}  # metrics of the current step
         self._measures_memory = False
         config = self.config
-        self._batches = BatchRecorder(
+        self.batches = BatchRecorder(
             self.plan.output_dir / BATCHES, loaded.pipeline.name, config.dump_batches, config.on_nonfinite
         )
 
@@ -218,11 +217,6 @@ class RunContext(RunLifetime):
         metrics, self._recorded = to_floats(merge_metrics(self._recorded)), []
         return metrics
 
-    def hold_batch(self, step: int, batch: DataProto, state: Mapping[str, Any] | None = None) -> None:
-        """Keep the batch of the current step and the driver's ``state`` before it, to be written with its metrics where
-        that is configured."""
-        self._batches.hold(step, batch, state or {})
-
     def end_step(self, step: int) -> None:
         """Write what was recorded since the last step. Raises ``NotFinite``: a loss or gradient was not finite, and
         ``on_nonfinite`` says that this ends the run."""
@@ -238,7 +232,7 @@ class RunContext(RunLifetime):
         if step % self.config.logging_steps == 0:
             self._tracker.log(metrics, step)
             self._progress.update(metrics, done=step + 1)
-        self._batches.end_step(step, metrics)
+        self.batches.end_step(step, metrics)
         seen = strip_reducer_tags(metrics | self._validations.get(step, {}))
         self._callbacks.call("on_step", step, seen)
 

@@ -8,9 +8,10 @@ A rank's coordinates (:class:`RankInfo`) select the ranks whose metrics count, s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,36 +38,29 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
-    total: float
+class _Reduced:
+    """A number that one operation of two numbers merges."""
 
-    def merge(self, other: Sum) -> Sum:
-        return Sum(self.total + other.total)
+    number: float
+    operation: ClassVar[Callable[[float, float], float]]
 
-    def value(self) -> float:
-        return self.total
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    maximum: float
-
-    def merge(self, other: Max) -> Max:
-        return Max(max(self.maximum, other.maximum))
+    def merge(self, other: Self) -> Self:
+        return type(self)(type(self).operation(self.number, other.number))
 
     def value(self) -> float:
-        return self.maximum
+        return self.number
 
 
-@dataclass(frozen=True, slots=True)
-class Min:
-    minimum: float
+class Sum(_Reduced):
+    operation = operator.add
 
-    def merge(self, other: Min) -> Min:
-        return Min(min(self.minimum, other.minimum))
 
-    def value(self) -> float:
-        return self.minimum
+class Max(_Reduced):
+    operation = max
+
+
+class Min(_Reduced):
+    operation = min
 
 
 @dataclass(frozen=True, slots=True)

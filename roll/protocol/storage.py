@@ -13,6 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,11 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
+@dataclass
 class _Encoder:
     """Turns objects into JSON; tensors met on the way go to ``tensors``."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    tensors: dict[str, torch.Tensor]
 
     def encode(self, value: object, where: str) -> Any:
         if value is None or type(value) in (bool, int, float, str):
@@ -118,8 +119,8 @@ class _Encoder:
         )
 
     def _keep(self, tensor: torch.Tensor) -> str:
-        name = f"object/{len(self._tensors)}"
-        self._tensors[name] = _storable(tensor)
+        name = f"object/{len(self.tensors)}"
+        self.tensors[name] = _storable(tensor)
         return name
 
 

@@ -270,7 +270,7 @@ def _targets(strategy: _Rehearsed, batch: TensorBatch, task: Task) -> tuple[Tens
         name: one.expand(size) for name, one, size in zip(target_columns("target"), contents, sizes, strict=True)
     }
     options = DivergenceConfig(logits_topk=task.compared_tokens)
-    compare = Comparison("target", 1.0, lambda own, target, tail: divergence(own, target, options, tail))
+    compare = Comparison("target", 1.0, partial(divergence, options=options))
     return batch | columns, [compare]
 
 

@@ -22,6 +22,7 @@ class Component:
     part: RewardComponentConfig = field(default_factory=RewardComponentConfig)
 
 
+@dataclass(eq=False)
 class CompositeReward(RewardFunction):
     """``score = (sum of weight * score over the components) * (product over the gates)``.
 
@@ -29,30 +30,29 @@ class CompositeReward(RewardFunction):
     sample fails when a component without ``error_value`` does, unless a closed gate (factor 0) has decided already.
     """
 
-    def __init__(self, components: Sequence[Component]) -> None:
-        self._components = tuple(components)
+    components: Sequence[Component]
 
     @property
     def numbers(self) -> tuple[str, ...]:
         """Names in the ``metrics`` of every result; empty if a component does not tell its own."""
-        numbers = [getattr(component.reward, "numbers", ()) for component in self._components]
+        numbers = [getattr(component.reward, "numbers", ()) for component in self.components]
         if not all(numbers):
             return ()
         return tuple(
             f"{component.name}/{number}"
-            for component, own in zip(self._components, numbers, strict=True)
+            for component, own in zip(self.components, numbers, strict=True)
             for number in (*OWN_NUMBERS, *own)
         )
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        columns = [component.reward(samples) for component in self._components]
+        columns = [component.reward(samples) for component in self.components]
         return [self._combined(row) for row in zip(*columns, strict=True)]
 
     def _combined(self, results: Sequence[RewardResult]) -> RewardResult:
         total, factor = 0.0, 1.0
         metrics: dict[str, float] = {}
         errors = []
-        for component, result in zip(self._components, results, strict=True):
+        for component, result in zip(self.components, results, strict=True):
             name, has_failed = component.name, result.error is not None
             score = component.part.error_value if has_failed else result.score
             # Averaged over samples, failures become rates.
@@ -71,7 +71,7 @@ class CompositeReward(RewardFunction):
         return RewardResult(total * factor if factor else 0.0, metrics)
 
     def check_host(self) -> None:
-        for component in self._components:
+        for component in self.components:
             try:
                 component.reward.check_host()
             except RewardOptionError as error:
@@ -79,10 +79,10 @@ class CompositeReward(RewardFunction):
                 raise
 
     def prepare(self) -> str:
-        return "\n".join(filter(None, [component.reward.prepare() for component in self._components]))
+        return "\n".join(filter(None, [component.reward.prepare() for component in self.components]))
 
     def close(self) -> None:
-        for component in self._components:
+        for component in self.components:
             component.reward.close()
 
 

@@ -32,15 +32,15 @@ class PromptAffinityRouter:
         return min(engines, key=lambda engine: engine.num_samples).rank
 
 
+@dataclass(eq=False)
 class ConversationAffinityRouter:
     """The turns of a conversation go to the engine that had the last one, whose prefix cache knows it, as long as it is
     alive and has room; a new conversation, or one that has lost its engine, to the engine with the fewest samples. Of
     more than ``max_conversations`` the least recently used are forgotten.
     """
 
-    def __init__(self, max_conversations: int = 100_000) -> None:
-        self._max_conversations = max_conversations
-        self._homes: OrderedDict[str, int] = OrderedDict()
+    max_conversations: int = 100_000
+    _homes: OrderedDict[str, int] = field(default_factory=OrderedDict, init=False)
 
     def choose(self, request: GenerationRequest, engines: Sequence[EngineAccount]) -> int:
         least = min(engines, key=lambda engine: engine.num_samples).rank
@@ -51,7 +51,7 @@ class ConversationAffinityRouter:
         chosen = least if home is None or all(engine.rank != home for engine in engines) else home
         self._homes[name] = chosen
         self._homes.move_to_end(name)
-        if len(self._homes) > self._max_conversations:
+        if len(self._homes) > self.max_conversations:
             self._homes.popitem(last=False)
         return chosen
 

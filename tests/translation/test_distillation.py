@@ -114,7 +114,7 @@ def topk_loss(loaded: LoadedConfig[Any], logits: Tensor, teacher: Tensor, respon
         rest = torch.log1p(-listed.exp().sum(-1, keepdim=True))
         return torch.cat([listed, rest], -1)[there]
 
-    values = divergence(buckets(logits.log_softmax(-1)), buckets(teacher), options, has_tail=True)
+    values = divergence(buckets(logits.log_softmax(-1)), buckets(teacher), has_tail=True, options=options)
     column = torch.zeros(there.shape, dtype=values.dtype).masked_scatter(there, values)
     ours = Taught(loaded, responses)
     (weight,) = coefficients(loaded.config).values()
