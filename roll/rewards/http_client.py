@@ -7,12 +7,13 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception, stop_after_attempt, wait_random_exponential
 
 from roll.config.reading.masking import masked_text, register_secrets
+from roll.rewards.base import RewardResult, RewardRule, RewardSample
 from roll.rewards.custom import LoopThread
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,19 @@ class ServiceOptions:
     that many workers do not come back at the same moment."""
     max_backoff: float = 20.0  # longest pause in seconds, also of those that the service asks for by `Retry-After`
     concurrency: int = 32  # requests that one worker has in flight at a time
+
+
+class ServiceRule(RewardRule):
+    """A rule that asks a service about several samples at a time; subclasses define ``__call__``."""
+
+    concurrent_calls: ClassVar[int] = 16
+    _client: JsonClient
+
+    def judge(self, sample: RewardSample) -> RewardResult:
+        return self([sample])[0]
+
+    def close(self) -> None:
+        self._client.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,16 +12,14 @@ from typing import Any, ClassVar, Literal
 
 from roll.config.losses import SCORE_INPUT_DEFAULT, SCORE_MEAN, SCORE_STD, ScoreInput
 from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure
-from roll.rewards.http_client import JsonClient, Reply, ServiceOptions
+from roll.rewards.http_client import JsonClient, Reply, ServiceOptions, ServiceRule
 
 MAX_SHOWN = 500  # characters of a service's words in an error
 
 
 @dataclass
-class HttpReward(ServiceOptions, RewardRule):
+class HttpReward(ServiceOptions, ServiceRule):
     """Asks a service for the scores of up to ``batch_size`` samples at a time."""
-
-    concurrent_calls: ClassVar[int] = 16
 
     url: str = ""  # address that samples are posted to
     api_key_env: str = ""  # environment variable with the token that is sent as `Authorization: Bearer ...`
@@ -40,9 +38,6 @@ class HttpReward(ServiceOptions, RewardRule):
             raise RewardOptionError(f"api_key_env = {self.api_key_env!r}: no such variable in the environment")
         self._client = JsonClient(self.url, self, os.environ.get(self.api_key_env, ""))
 
-    def judge(self, sample: RewardSample) -> RewardResult:
-        return self([sample])[0]
-
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         batches = [samples[begin : begin + self.batch_size] for begin in range(0, len(samples), self.batch_size)]
         replies = self._client.post(
@@ -57,9 +52,6 @@ class HttpReward(ServiceOptions, RewardRule):
         # Arrays become lists; what else JSON does not know becomes its text.
         plain = json.dumps(content, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
         return json.loads(plain)
-
-    def close(self) -> None:
-        self._client.close()
 
 
 def read(reply: Reply, count: int) -> list[RewardResult]:

@@ -17,8 +17,8 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from roll.config.reading.errors import did_you_mean
 from roll.rewards.answers import after_thought
-from roll.rewards.base import RewardOptionError, RewardResult, RewardRule, RewardSample, failure, read_json
-from roll.rewards.http_client import JsonClient, Reply, ServiceOptions
+from roll.rewards.base import RewardOptionError, RewardResult, RewardSample, failure, read_json
+from roll.rewards.http_client import JsonClient, Reply, ServiceOptions, ServiceRule
 from roll.rewards.judge_reading import Extract, NoScore, ScoreReader
 
 MAX_ANSWERS = 100_000  # answers that are kept in memory
@@ -26,14 +26,13 @@ TOP_LOG_PROBS = 20  # the most that OpenAI's interface gives
 
 
 @dataclass
-class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
+class LLMJudge(ServiceOptions, ScoreReader, ServiceRule):
     """Asks a judge about each response. Requests of a batch are sent concurrently, up to ``concurrency``.
 
     A request that fails, an answer without a score and a score out of bounds are errors of the sample, never a 0.
     """
 
     numbers: ClassVar[tuple[str, ...]] = ("raw_score", "cached", "tries")
-    concurrent_calls: ClassVar[int] = 16
 
     model_type: Literal["api", "cluster", "inference"] = "api"
     """``api``: the service at ``base_url``; ``cluster``: the run's own role ``reward_model``; ``inference``: engines on
@@ -75,9 +74,6 @@ class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
         self._lock = threading.Lock()
         key = self.api_key or os.environ.get(self.api_key_env, "")
         self._client = JsonClient(f"{self.base_url.rstrip('/')}/chat/completions", self, key)
-
-    def judge(self, sample: RewardSample) -> RewardResult:
-        return self([sample])[0]
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         results: dict[int, RewardResult] = {}
@@ -155,9 +151,6 @@ class LLMJudge(ServiceOptions, ScoreReader, RewardRule):
             return failure("llm_judge: the answer is no chat completion")
         numbers = {"raw_score": raw, "cached": float(reply.tries == 0), "tries": float(reply.tries)}
         return RewardResult(score, numbers)
-
-    def close(self) -> None:
-        self._client.close()
 
 
 VARIABLES = (

@@ -63,15 +63,11 @@ def loss_of(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor, Met
 def distil(role: Any, batch: TensorBatch) -> dict[str, torch.Tensor]:
     """The gradient of one step on this rank's rows."""
     strategy = jobs.trainer(role)
-    of_both = partial(divergence_of, OPTIONS)
+    of_both = partial(divergence, options=OPTIONS)
     strategy.train_step(
         batch, loss_of, [Output.LOG_PROBS], comparisons=[Comparison("teacher", OPTIONS.kd_temperature, of_both)]
     )
     return strategy.gradients
-
-
-def divergence_of(options: DivergenceConfig, q: torch.Tensor, p: torch.Tensor, has_tail: bool) -> torch.Tensor:
-    return divergence(q, p, options, has_tail)
 
 
 def top_of(role: Any, batch: TensorBatch, k: int) -> tuple[RankInfo, TensorBatch]:
@@ -96,7 +92,7 @@ def expected(tied_model, teacher_model):
         if k < VOCABULARY:
             rest = table.exp().scatter(2, top["top_ids"].long(), 0).sum(-1).log()
             q, p = torch.cat([q, rest[..., None]], -1), torch.cat([p, top["tail_log_prob"][..., None]], -1)
-        values = divergence(q.flatten(0, 1), p.flatten(0, 1), OPTIONS, k < VOCABULARY).view_as(mask)
+        values = divergence(q.flatten(0, 1), p.flatten(0, 1), k < VOCABULARY, OPTIONS).view_as(mask)
         own = plain_table(student, batch, 1.0).gather(2, batch["input_ids"][..., None])[..., 0]
         (((values - 0.5 * own) * mask).sum() / mask.sum()).backward()
         found[k] = {name: parameter.grad for name, parameter in student.named_parameters()}
