@@ -34,7 +34,7 @@ from roll.config.roles import (
     WorkerConfig,
 )
 from roll.config.run import CheckpointConfig, RolloutMockConfig, RunConfig
-from roll.config.strategies.base import EngineConfig, PackagedEngineConfig
+from roll.config.strategies.base import EngineConfig, HostStatesConfig, PackagedEngineConfig
 from roll.config.strategies.fsdp import ShardedStrategyConfig, WrapPolicy
 from roll.config.strategies.registry import BACKENDS
 from roll.config.words.rows import meanings_of
@@ -57,7 +57,7 @@ def tables() -> tuple[tuple[str, type, tuple[type, ...]], ...]:
     of_backends: list[tuple[str, type, tuple[type, ...]]] = []
     for backend in BACKENDS.rows:
         names = " and ".join(f"`{name}`" for name in backend.names)
-        shared = (ShardedStrategyConfig, EngineConfig, PackagedEngineConfig)
+        shared = (HostStatesConfig, ShardedStrategyConfig, EngineConfig, PackagedEngineConfig)
         bases = tuple(base for base in shared if issubclass(backend.options, base))
         of_backends.append((f"{'further ' if bases else ''}`strategy_config` of {names}", backend.options, bases))
     return (
@@ -71,7 +71,8 @@ def tables() -> tuple[tuple[str, type, tuple[type, ...]], ...]:
         ("`<role>.generating_args`", GeneratingArguments, ()),
         ("`<role>.strategy_args`", StrategyArguments, ()),
         ("`<role>.training_args.optimizer`", OptimizerConfig, ()),
-        ("`strategy_config` of `fsdp2_*` and `fsdp_*`", ShardedStrategyConfig, ()),
+        ("`strategy_config` of `fsdp2_*`, `fsdp_*` and `megatron_*`", HostStatesConfig, ()),
+        ("`strategy_config` of `fsdp2_*` and `fsdp_*`", ShardedStrategyConfig, (HostStatesConfig,)),
         ("`strategy_config.wrap_policy`", WrapPolicy, ()),
         ("`strategy_config` of `hf_infer`, `vllm` and `sglang`", EngineConfig, ()),
         ("`strategy_config` of `vllm` and `sglang`", PackagedEngineConfig, (EngineConfig,)),

@@ -141,6 +141,7 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
             optimizer=learns * 2 * trained * master / shards,
             gathered=(2 * shape.layer + shape.embeddings) * compute if shards > 1 or compute < master else 0.0,
             on_host=config.offload_policy,
+            optimizer_on_host=config.optimizer_cpu_offload,
         )
     if isinstance(config, DeepSpeedStrategyConfig):
         environ = {**os.environ, **role.section.system_envs}
@@ -165,7 +166,9 @@ def megatron_states(role: RolePlan, config: MegatronStrategyConfig, shape: Model
     own = megatron_share(dims, shape)
     shard = dims.dp_replicate if config.use_distributed_optimizer else 1
     masters = 4 if compute < 4 else 0
-    return States(parameters=own * compute, gradients=learns * own * 4, optimizer=learns * own * (8 + masters) / shard)
+    moments = 0 if config.optimizer_cpu_offload else 8
+    optimizer = learns * own * (moments + masters) / shard
+    return States(parameters=own * compute, gradients=learns * own * 4, optimizer=optimizer)
 
 
 def megatron_share(dims: ParallelDims, shape: ModelShape) -> float:

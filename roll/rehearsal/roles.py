@@ -219,7 +219,9 @@ def megatron_run(role: RolePlan, options: MegatronStrategyConfig, shape: ModelSh
     dims = options.parallel_dims(role.section, task.world_size)
     run = rehearse(replace(task, world_size=1, sends=False), execute_sharded=False)
     compute = BYTES[role.section.model_args.dtype]
-    states = megatron_states(role, options, shape, learns=task.updates > 0)
+    in_place = replace(options, optimizer_cpu_offload=False)
+    states, whole = (megatron_states(role, one, shape, learns=task.updates > 0) for one in (options, in_place))
+    run.host = int(whole.optimizer - states.optimizer)
     run.states = {
         StateKind.MODEL_PARAMS: int(states.parameters),
         StateKind.OPTIMIZER_STATES: int(states.optimizer),

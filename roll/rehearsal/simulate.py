@@ -247,12 +247,16 @@ def rehearse(task: Task, execute_sharded: bool = True) -> RoleRun:
             if task.updates:
                 works["train"] = _train(strategy, task)
             kept = max(0, tracker.heap.resident - sum(tracker.live.values())) if tracker.heap else 0
-        on_host = execute_sharded and strategy.config.offload_policy and not task.on_cpu
+        config = strategy.config if execute_sharded and not task.on_cpu else None
         del strategy
     gc.collect()
-    if not on_host:
+    if config is not None and config.optimizer_cpu_offload:
+        for work in works.values():
+            work.peak[Kind.OPTIMIZER] = 0
+        return RoleRun(states | {StateKind.OPTIMIZER_STATES: 0}, works, host=states[StateKind.OPTIMIZER_STATES])
+    if config is None or not config.offload_policy:
         return RoleRun(states, works, kept=kept)
-    # Under `offload_policy` shards of parameters, gradients and moments stay in host memory.
+    # Shards of parameters, gradients and moments stay in host memory.
     gradients = max(work.peak.get(Kind.GRADIENTS, 0) for work in works.values())
     for work in works.values():
         work.peak |= dict.fromkeys((Kind.PARAMETERS, Kind.GRADIENTS, Kind.OPTIMIZER), 0)

@@ -129,7 +129,9 @@ def _of_role(plan: Plan, name: str) -> Iterator[tuple[str, ...]]:
             yield (f"++{path}.zero_stage=3",)
         if options.offload in (None, "none"):
             yield (f"++{path}.offload=cpu",)
-    if isinstance(options, ShardedStrategyConfig) and not options.offload_policy:
+    if isinstance(options, ShardedStrategyConfig) and not (options.offload_policy or options.optimizer_cpu_offload):
+        if training is not None and section.training_args.optimizer.name == "adamw":
+            yield (f"++{path}.optimizer_cpu_offload=true",)
         yield (f"++{path}.offload_policy=true",)
     alone = training is not None and len(role.device_mapping) == plan.num_devices
     if training is not None and alone and training.gradient_accumulation_steps % 2 == 0:

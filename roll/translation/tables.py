@@ -183,7 +183,6 @@ CONVERSIONS: dict[str, Convert] = {
     **{f.__name__: f for f in (whole, count, number, pair, truth, switched, listed, numbers, hugging_face_layers)},
     "text": str,
     "yes": lambda value: True,
-    "no": lambda value: False,
     "flipped": lambda value: not truth(value),
     # An interval in which 0 and -1 both mean never.
     "never_below_zero": lambda value: 0 if value is False else max(0, whole(value)),

@@ -176,6 +176,15 @@ def test_states_that_are_offloaded_are_in_host_memory(tmp_path: Path, run: Any) 
     assert offloaded.works["train"].peak[Kind.ACTIVATIONS] > 0
 
 
+def test_moments_in_host_memory_are_all_that_leaves_the_device(tmp_path: Path, run: Any) -> None:
+    task = task_of(tmp_path, forward_rows=0, sends=False, rows_per_update=1, updates=1)
+    strategy = StrategyArguments("fsdp2_train", {"optimizer_cpu_offload": True})
+    on_host = rehearse(replace(task, role=replace(task.role, strategy_args=strategy)))
+    moments = run.states[StateKind.OPTIMIZER_STATES]
+    assert on_host.states == {**run.states, StateKind.OPTIMIZER_STATES: 0}
+    assert 0.99 * moments <= on_host.host <= moments and on_host.works["train"].peak[Kind.OPTIMIZER] == 0
+
+
 def test_a_model_that_is_not_known_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rehearse", "qwen2.5-7B-rlvr_fsdp2/rlvr_config", "pretrain=me/my-model"]) == 2
     assert "--model-config" in capsys.readouterr().err

@@ -191,7 +191,7 @@ LAYOUTS = (
         in_file("strategies/megatron/test_experts.py")(GRADIENT, "`expert_model_parallel_size`"),
     ),
 )
-HOST_ADAM = Refused(f"{OPTIONS}.optimizer_cpu_offload", True, "host memory under Megatron")
+ON_HOST = checkpoint("test_moments_in_host_memory_change_no_bit", "`optimizer_cpu_offload`")
 MEMORY = (
     Feature(
         "each rank reads its own part of the model's files",
@@ -212,10 +212,10 @@ MEMORY = (
     ),
     Feature(
         "optimizer states in host memory",
-        numbers("fsdp2-offload", "with the parameters"),
-        Refused(f"{OPTIONS}.cpu_offload", True, "gradient accumulation outside no_sync", "no"),
+        ON_HOST,
+        ON_HOST,
         numbers("zero2-offload"),
-        HOST_ADAM,
+        ON_HOST,
     ),
     everywhere("states leave between phases", Yes("strategies/test_offload.py::test_moved_states_change_nothing")),
     everywhere("LoRA", lora("test_training_equals_plain_peft")),

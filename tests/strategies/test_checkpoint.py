@@ -87,6 +87,28 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, layout, model, 
     assert updates == {4.0}
 
 
+ON_HOST = [
+    *((name, "dense", "fp32") for name in ("fsdp2-1", "fsdp-hsdp", "pp2-vpp2-dp2")),
+    *((name, "dense", "bf16") for name in ("fsdp2", "dp2")),
+    *((name, "dense", "fp16") for name in ("fsdp2", "dp2")),
+    *((name, "qwen3_moe", "fp32") for name in ("fsdp2-ep2", "ep2")),
+]
+
+
+@pytest.mark.default_rows("fsdp2-dense-bf16", "dp2-dense-bf16")
+@pytest.mark.parametrize(("layout", "model", "dtype"), ON_HOST)
+def test_moments_in_host_memory_change_no_bit(run, tmp_path, monkeypatch, layout, model, dtype):
+    """Begun there or continued from the other's checkpoint."""
+    whole = run_in(run, jobs.train_and_save, layout, model, tmp_path / "plain", dtype=dtype)
+    world, strategy, config = LAYOUTS[layout]
+    monkeypatch.setitem(LAYOUTS, layout, (world, strategy, {**config, "optimizer_cpu_offload": True}))
+    run_in(run, jobs.train_and_save, layout, model, tmp_path / "host", dtype=dtype)
+    resumed = run_in(run, jobs.load_and_train, layout, model, tmp_path / "plain", dtype=dtype)
+    assert_resumed(whole, resumed, tmp_path / "plain")
+    for part in ("", "end"):
+        assert_same_bits(contents_of(tmp_path / "host" / part), contents_of(tmp_path / "plain" / part))
+
+
 @pytest.fixture(scope="module")
 def written(run, tmp_path_factory):
     """``written(layout, model, dtype)``: the folder of a checkpoint, and how its writer's training ended."""

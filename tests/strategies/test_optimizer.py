@@ -9,7 +9,7 @@ from transformers import get_scheduler
 
 from roll.config.roles import TrainingArguments
 from roll.protocol.metrics import to_floats
-from roll.strategies.training.optimizer import LearningRateSchedule, TrainingProgress, decay_groups
+from roll.strategies.training.optimizer import HostAdamW, LearningRateSchedule, TrainingProgress, decay_groups
 
 
 def rates(kind: str, **options: object) -> list[float]:
@@ -110,3 +110,30 @@ def test_biases_of_stacked_experts_do_not_decay():
         assert {name for name in names.values() if "bias" in name or "norm" in name} <= kept
         assert {name for name in names.values() if "experts" in name and "bias" not in name} <= decayed
         assert any("q_proj.weight" in name for name in decayed) and "model.embed_tokens.weight" in decayed
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("fused", [True, None])
+def test_moments_that_visit_the_device_give_the_same_bits(device, fused):
+    """By the kernel that the groups ask for; a parameter may have no gradient, and a rank no element of one."""
+    torch.manual_seed(0)
+    shapes = [(33, 7), (5,), (0, 4), (3,)]
+    held, plain = ([torch.nn.Parameter(torch.ones(shape, device=device)) for shape in shapes] for _ in range(2))
+    optimizers = [
+        cls([{"params": own[:2], "weight_decay": 0.5}, {"params": own[2:]}], lr=0.1, fused=fused)
+        for cls, own in ((HostAdamW, held), (torch.optim.AdamW, plain))
+    ]
+    for _ in range(3):
+        for one, other in zip(held[:3], plain[:3], strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    states, wanted = (optimizer.state for optimizer in optimizers)
+    assert len(states) == len(wanted) == 3
+    for one, other in zip(held[:3], plain[:3], strict=True):
+        assert torch.equal(one, other) and states[one]["step"] == 3
+        for kind in ("exp_avg", "exp_avg_sq"):
+            moment = states[one][kind]
+            assert torch.equal(moment, wanted[other][kind].cpu()) and moment.device.type == "cpu"
+            assert moment.is_pinned() == (device == "cuda" and moment.numel() > 0)

@@ -97,7 +97,6 @@ REFUSALS = (
     ),
     Refusal("**.strategy_config.mtp_num_layers", "multi-token prediction", "~"),
     Refusal("**.strategy_config.fp8", "fp8 computation", "~"),
-    Refusal("**.strategy_config.optimizer_cpu_offload", "optimizer states in host memory under Megatron", False),
     Refusal(
         "**.strategy_config.tp_size",
         "tensor parallelism in training but by megatron_train (tensor_model_parallel_size)",

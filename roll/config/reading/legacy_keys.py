@@ -192,7 +192,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "compile_warmup": "nothing is compiled",
         "bf16": DTYPE,
         "fp16": DTYPE,
-        **dict.fromkeys(("mtp_num_layers", "fp8", "fp8_recipe", "optimizer_cpu_offload", "optimizer")),
+        **dict.fromkeys(("mtp_num_layers", "fp8", "fp8_recipe", "optimizer")),
     },
     "VllmStrategyConfig": {
         "data_parallel_size": None,

@@ -176,6 +176,22 @@ class StrategyConfig:
 
 
 @dataclass(frozen=True)
+class HostStatesConfig(StrategyConfig):
+    """Options of the backends whose AdamW is PyTorch's: FSDP2, FSDP1 and Megatron."""
+
+    optimizer_cpu_offload: bool = False
+    """Keep AdamW's moments in host memory, from which they visit the device one parameter at a time in the optimizer
+    step; the same numbers, by the same kernel."""
+
+    def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
+        super().check(name, role, world_size, trains, problems)
+        key, optimizer = "optimizer_cpu_offload", role.training_args.optimizer.name
+        if trains and self.optimizer_cpu_offload and optimizer != "adamw":
+            rule = f"goes with training_args.optimizer: adamw; this role has {optimizer}"
+            problems.add(f"{name}.strategy_args.strategy_config.{key}", True, rule, False)
+
+
+@dataclass(frozen=True)
 class EngineConfig(StrategyConfig):
     """Options of every generation engine."""
 

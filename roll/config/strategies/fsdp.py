@@ -10,7 +10,14 @@ from roll.config.model_files import EXPERTS, layer_classes, needed, num_experts
 from roll.config.reading.errors import Problems
 from roll.config.reading.fields import parse_dtype, setting
 from roll.config.roles import WorkerConfig
-from roll.config.strategies.base import Backend, ParallelDims, ShapeProblem, StrategyConfig, largest_divisor, model_size
+from roll.config.strategies.base import (
+    Backend,
+    HostStatesConfig,
+    ParallelDims,
+    ShapeProblem,
+    largest_divisor,
+    model_size,
+)
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 
@@ -31,7 +38,7 @@ class WrapPolicy:
 
 
 @dataclass(frozen=True)
-class ShardedStrategyConfig(StrategyConfig):
+class ShardedStrategyConfig(HostStatesConfig):
     """Options of both FSDP1 and FSDP2."""
 
     optimizers: ClassVar[Collection[str]] = ("adamw", "muon")
@@ -76,6 +83,9 @@ class ShardedStrategyConfig(StrategyConfig):
         if self.master_dtype == "bf16" and self.compute_type(role) != "bf16":
             rule = f"goes with bf16 computation; this role computes in {self.compute_type(role)}"
             problems.add(f"{path}.master_dtype", "bf16", rule, "fp32")
+        if trains and self.optimizer_cpu_offload and self.offload_policy:
+            rule = "is part of offload_policy: true, which moves parameters and gradients as well; keep one of them"
+            problems.add(f"{path}.optimizer_cpu_offload", True, rule, False)
 
     def parallel_dims(self, role: WorkerConfig, world_size: int) -> ParallelDims:
         # Sequences are shared by ranks that hold shards too: a second view of the same ranks.

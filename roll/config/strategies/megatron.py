@@ -12,10 +12,10 @@ from roll.config.reading.fields import parse_names, setting
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import (
     Backend,
+    HostStatesConfig,
     Package,
     ParallelDims,
     ShapeProblem,
-    StrategyConfig,
     largest_divisor,
     model_size,
 )
@@ -40,7 +40,7 @@ OF_THE_LAYERS = (*_ENDS_OF_PIPELINE, "recompute_num_layers")  # those that fit t
 
 
 @dataclass(frozen=True)
-class MegatronStrategyConfig(StrategyConfig):
+class MegatronStrategyConfig(HostStatesConfig):
     """``megatron_train`` and ``megatron_infer``: Megatron Core, for tensor- and pipeline-parallel models."""
 
     passes_through: ClassVar[tuple[str, Collection[str]]] = (

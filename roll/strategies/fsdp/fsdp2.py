@@ -139,7 +139,7 @@ class ShardedStrategy(DataParallelStrategy):
             self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
             groups = self._decay_groups()
             if args.optimizer.name == "adamw":
-                self.optimizer = adamw(groups, args)
+                self.optimizer = adamw(groups, args, self.config.optimizer_cpu_offload)
             else:
                 matrices = hidden_matrices(self.model.language_model, self.sparse_layers, self._num_dims)
                 groups = muon_groups(groups, matrices)
@@ -280,11 +280,12 @@ class ShardedStrategy(DataParallelStrategy):
                 if is_absent or not kinds:  # moments that the checkpoint lacks start new
                     continue
                 own: dict[str, Any] = self.optimizer.state[parameter]
+                new_moment = getattr(self.optimizer, "new_moment", torch.zeros_like)
                 if MOMENTS[0] in kinds:
                     # As AdamW makes them when it first steps; the fused one counts on the device.
                     own["step"] = torch.full((), float(stored.updates(name)), device=parameter.device)
                 for kind in kinds:
-                    own[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    own[kind] = new_moment(parameter)
                     local_tensor(own[kind]).copy_(stored.read(kind, name, begin, end).view(local.shape))
         self.progress.restore(state)
 

@@ -20,11 +20,13 @@ from torch import Tensor, nn
 
 from roll.checkpoint.tensors import MOMENTS, MUON_MOMENTS
 from roll.config.roles import TrainingArguments
+from roll.platforms import current_platform
 from roll.strategies.megatron.correspondence import Region
 from roll.strategies.megatron.cpu_compat import construction
 from roll.strategies.megatron.weights import OwnParameter
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import Matrix, MuonAndAdamW, gathered_sizes
+from roll.strategies.training.optimizer import HostAdamW
 
 
 def build_optimizer(
@@ -32,11 +34,12 @@ def build_optimizer(
     args: TrainingArguments,
     dtype: torch.dtype,
     distributed: bool,
-    matrices: Collection[nn.Parameter] = (),
+    on_host: bool,
+    matrices: Collection[nn.Parameter],
 ) -> ChainedOptimizer:
     """Collective. AdamW (Loshchilov & Hutter, 2019) over the trainable parameters, or Muon over ``matrices``; vectors
-    never decay. Experts with ranks of their own have an optimizer of their own in the chain. Raises ValueError: nothing
-    is trainable."""
+    never decay. Experts with ranks of their own have an optimizer of their own in the chain. ``on_host``: AdamW's
+    moments are in host memory. Raises ValueError: nothing is trainable."""
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     trainable = torch.tensor(sum(parameter.requires_grad for parameter in parameters), device=parameters[0].device)
     dist.all_reduce(trainable)  # a single stage may well be frozen as a whole
@@ -71,6 +74,14 @@ def build_optimizer(
         group.setdefault("is_muon", False)
     for one in chain.chained_optimizers if uses_muon else ():
         one.optimizer = MuonAndAdamW(one.optimizer, args.optimizer.scaling, parameters[0].device)
+    if on_host:
+        # Megatron's own way (HybridDeviceOptimizer) makes the update on the host's cores, and needs CUDA.
+        for one in chain.chained_optimizers:
+            groups = one.optimizer.param_groups
+            # Made empty: shards of the distributed optimizer may be views, which no optimizer takes.
+            one.optimizer = HostAdamW([{**group, "params": []} for group in groups])
+            for own, group in zip(one.optimizer.param_groups, groups, strict=True):
+                own["params"] = group["params"]
     return chain
 
 
@@ -185,16 +196,18 @@ class MasterStates:
         state: dict[str, Any] = adam.state[main]
         if parameter not in self._matrices:
             state["step"] = torch.tensor(float(step))
+        new_moment = getattr(adam, "new_moment", torch.zeros_like)
         for key, value in moments.items():
-            state[key] = value.flatten()[interval].view_as(main).to(main.device, copy=True)
+            state[key] = new_moment(main).copy_(value.flatten()[interval].view_as(main))
 
     def tensors(self) -> list[Tensor]:
-        """Master weights that are not the model's own parameters, and moments."""
+        """Master weights that are not the model's own parameters, and moments, without those in host memory."""
         adams = [one.optimizer for one in self._optimizers]
         groups = [group for adam in adams for group in adam.param_groups]
         masters = [main for group in groups for main in group["params"] if main.dtype is torch.float32]
         states = [state for adam in adams for state in adam.state.values()]
-        return masters + [value for state in states for key, value in state.items() if key != "step"]
+        moments = [value for state in states for key, value in state.items() if key != "step"]
+        return masters + [moment for moment in moments if moment.device.type == current_platform().device_type]
 
     def _held(self, parameter: nn.Parameter) -> tuple[Tensor, slice, torch.optim.Optimizer] | None:
         """The float32 tensor that an optimizer updates, its interval in the flattened parameter, and that optimizer."""

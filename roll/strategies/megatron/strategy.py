@@ -100,7 +100,12 @@ class MegatronStrategy(OwnPart):
                 config.grad_scale_func = lambda loss: loss * self.progress.scale
             matrices = self._hidden_matrices() if args.optimizer.name == "muon" else {}
             self.optimizer = build_optimizer(
-                self.chunks, args, self.compute_dtype, self.config.use_distributed_optimizer, matrices
+                self.chunks,
+                args,
+                self.compute_dtype,
+                distributed=self.config.use_distributed_optimizer,
+                on_host=self.config.optimizer_cpu_offload,
+                matrices=matrices,
             )
             self.masters = MasterStates(self.optimizer, self.parameters, matrices)
             if self.compute_dtype is not torch.float32:

@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw as torch_adamw
 
+from roll.checkpoint.tensors import MOMENTS
 from roll.config.roles import TrainingArguments
+from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics, Sum
 
 logger = logging.getLogger(__name__)
@@ -142,12 +145,63 @@ def decay_groups(
     return [group for group in groups if group["params"]]
 
 
-def adamw(groups: list[dict[str, Any]], args: TrainingArguments) -> torch.optim.AdamW:
+def adamw(groups: list[dict[str, Any]], args: TrainingArguments, on_host: bool = False) -> torch.optim.AdamW:
     """AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101), float32 moments, by the fused kernel, which does a step in
-    one pass over memory, on CPU as on CUDA."""
-    return torch.optim.AdamW(
+    one pass over memory, on CPU as on CUDA. ``on_host``: with its moments in host memory."""
+    return (HostAdamW if on_host else torch.optim.AdamW)(
         groups, lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, fused=True
     )
+
+
+class HostAdamW(torch.optim.AdamW):
+    """AdamW with moments in (page-locked) host memory, which visit the device one parameter at a time.
+
+    The device's kernel makes the update, so the numbers are those of plain AdamW.  An update by the host's cores would
+    carry a gradient and a weight over the bus in place of two moments each way, but move twice the bytes in host memory
+    and hold a copy of the weights there.
+    """
+
+    def new_moment(self, parameter: Tensor) -> Tensor:
+        """Zeros for this rank's part of a parameter."""
+        own = local_tensor(parameter.detach())
+        return torch.zeros(own.shape, dtype=own.dtype, pin_memory=current_platform().pin_memory)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+        current_platform().synchronize()  # whoever reads moments next does so on the host
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        own, state = local_tensor(parameter.detach()), self.state[parameter]
+        if not state:
+            # The fused kernel counts on the device, the others on the host.
+            state["step"] = torch.zeros((), device=own.device if group["fused"] else None)
+            state.update({kind: self.new_moment(parameter) for kind in MOMENTS})
+        # Copies also where the device is the host, so that every host runs, and tests, the same lines.
+        visiting = [state[kind].to(own.device, non_blocking=True, copy=True) for kind in MOMENTS]
+        beta1, beta2 = group["betas"]
+        torch_adamw(
+            [own],
+            [local_tensor(gradient)],
+            *([moment] for moment in visiting),
+            [],
+            [state["step"]],
+            foreach=group["foreach"],
+            fused=group["fused"],
+            amsgrad=False,
+            maximize=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+        for kind, moment in zip(MOMENTS, visiting, strict=True):
+            state[kind].copy_(moment, non_blocking=True)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
