@@ -42,7 +42,7 @@ class _Reduced:
     """A number that one operation of two numbers merges."""
 
     number: float
-    operation: ClassVar[Callable[[float, float], float]]
+    operation: ClassVar[Callable[..., float]]
 
     def merge(self, other: Self) -> Self:
         return type(self)(type(self).operation(self.number, other.number))
@@ -56,11 +56,11 @@ class Sum(_Reduced):
 
 
 class Max(_Reduced):
-    operation = max
+    operation: ClassVar[Callable[..., float]] = max
 
 
 class Min(_Reduced):
-    operation = min
+    operation: ClassVar[Callable[..., float]] = min
 
 
 @dataclass(frozen=True, slots=True)

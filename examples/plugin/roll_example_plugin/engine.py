@@ -16,11 +16,12 @@ class NoisyEngine(HfInferStrategy):
 
     _config: NoisyConfig
 
-    def initialize(self) -> None:
-        super().initialize()
-        self._sampler = NoisySampler(self._rows, self._decoder)
-        self._sampler.deviation = self._config.noise
-        self._sampler.generator = torch.Generator(self._decoder.device).manual_seed(self.seed)
+    def _new_sampler(self) -> Sampler:
+        made = self._decoder
+        sampler = NoisySampler(self._rows, made.vocab_size, made.device, made.masked_token_ids, made.is_invariant)
+        sampler.deviation = self._config.noise
+        sampler.generator = torch.Generator(made.device).manual_seed(self.seed)
+        return sampler
 
 
 class NoisySampler(Sampler):

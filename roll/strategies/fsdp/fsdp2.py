@@ -45,14 +45,7 @@ from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import Matrix, MuonAndAdamW, hidden_matrices, muon_groups
-from roll.strategies.training.optimizer import (
-    TrainingProgress,
-    adamw,
-    clip_,
-    decay_groups,
-    global_norm,
-    local_tensor,
-)
+from roll.strategies.training.optimizer import TrainingProgress, adamw, clip_, decay_groups, global_norm, local_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

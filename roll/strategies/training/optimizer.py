@@ -182,12 +182,13 @@ class HostAdamW(torch.optim.AdamW):
             state["step"] = torch.zeros((), device=own.device if group["fused"] else None)
             state.update({kind: self.new_moment(parameter) for kind in MOMENTS})
         # Copies also where the device is the host, so that every host runs, and tests, the same lines.
-        visiting = [state[kind].to(own.device, non_blocking=True, copy=True) for kind in MOMENTS]
+        average, squares = (state[kind].to(own.device, non_blocking=True, copy=True) for kind in MOMENTS)
         beta1, beta2 = group["betas"]
         torch_adamw(
             [own],
             [local_tensor(gradient)],
-            *([moment] for moment in visiting),
+            [average],
+            [squares],
             [],
             [state["step"]],
             foreach=group["foreach"],
@@ -200,7 +201,7 @@ class HostAdamW(torch.optim.AdamW):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
         )
-        for kind, moment in zip(MOMENTS, visiting, strict=True):
+        for kind, moment in zip(MOMENTS, (average, squares), strict=True):
             state[kind].copy_(moment, non_blocking=True)
 
 
