@@ -93,10 +93,12 @@ def is_hidden_matrix(name: str, weight: torch.Tensor) -> bool:
 
 
 def clip_factor(strategy: str, norm: float, max_grad_norm: float | None) -> float:
-    """ZeRO computes it in float32: a gradient that is off by its last bit may round to another bfloat16."""
+    """DeepSpeed computes it in float32: a gradient that is off by its last bit may round to another bfloat16."""
     if max_grad_norm is None or norm <= max_grad_norm:
         return 1.0
-    if strategy in ("zero1", "zero2", "zero3"):
+    if strategy == "zero0":
+        return float(max_grad_norm / (torch.tensor(norm) + 1e-6))
+    if strategy.startswith("zero"):
         return float(1.0 / ((torch.tensor(norm) + 1e-6) / max_grad_norm))
     return max_grad_norm / (norm + 1e-6)
 
