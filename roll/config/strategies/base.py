@@ -222,6 +222,8 @@ class PackagedEngineConfig(EngineConfig):
     sleep_level: int = setting(1, ge=1, le=2)
     """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them until the next weight update. The
     KV cache is dropped either way. No effect on a CPU."""
+    enforce_eager: bool | None = setting(None, aliases=("disable_cuda_graph",))
+    """No graph capture, in vLLM no compilation either. null: true on a CPU, where it does not pay."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM's ``EngineArgs`` or SGLang's ``ServerArgs``; names and types are checked.
     ``optimization_level``, ``disable_custom_all_reduce`` (vLLM), ``chunked_prefill_size`` and ``attention_backend``

@@ -24,6 +24,7 @@ class SglangStrategyConfig(PackagedEngineConfig):
         "trust_remote_code": "model_args.trust_remote_code",
         "random_seed": "the run's seed",
         "device": "the host",
+        "disable_cuda_graph": "enforce_eager",
         "skip_tokenizer_init": "the strategy (token ids go in and out)",
         "sampling_backend": "the strategy (its own sampler)",
         "custom_weight_loader": "the weight transfer",
@@ -42,8 +43,6 @@ class SglangStrategyConfig(PackagedEngineConfig):
     """Ranks over which every matrix is sharded; a worker takes so many devices. Left out: ``num_gpus_per_worker``."""
     mem_fraction_static: float | None = setting(None, gt=0, lt=1, example=0.8, aliases=("gpu_memory_utilization",))
     """Share of a GPU's memory for weights and KV cache together; null: SGLang's choice. No effect on a CPU."""
-    disable_cuda_graph: bool | None = setting(None, aliases=("enforce_eager",))
-    """No graph capture. null: true on a CPU."""
     enable_memory_saver: bool = True
     """Release the memory of a GPU while other roles use it. No effect on a CPU."""
 

@@ -50,8 +50,6 @@ class VllmStrategyConfig(PackagedEngineConfig):
     full sequences, at most 4 GiB."""
     block_size: int | None = setting(None, ge=1)
     """Tokens of a block of the KV cache; null: vLLM's choice. On a CPU rounded up to a multiple of 32."""
-    enforce_eager: bool | None = None
-    """No graph capture and no compilation. null: true on a CPU, where compiling takes longer than it saves."""
     cudagraph_capture_sizes: list[int] | None = setting(None, aliases=("cuda_graph_sizes",))
     """Batch sizes for which CUDA graphs are captured; null: vLLM's choice."""
     limit_mm_per_prompt: dict[Literal["image", "video"], int] = field(default_factory=dict)

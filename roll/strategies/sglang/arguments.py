@@ -57,7 +57,7 @@ def engine_arguments(
         "max_running_requests": options.max_num_seqs,
         "load_format": options.load_format,
         "disable_radix_cache": not options.enable_prefix_caching,
-        "disable_cuda_graph": on_cpu if options.disable_cuda_graph is None else options.disable_cuda_graph,
+        "disable_cuda_graph": on_cpu if options.enforce_eager is None else options.enforce_eager,
         "skip_tokenizer_init": True,
         "sampling_backend": BACKEND,
         "grammar_backend": "none",
