@@ -193,6 +193,7 @@ class FullDiskSft(TrainWorker):
         self.saves += 1
         unlimited = resource.RLIM_INFINITY
         if self.context.rank == self.context.world_size - 1:
+            sys.dont_write_bytecode = True  # or a module's compiled form would be cut, too, for every later process
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if self.saves == 2 else unlimited, unlimited))
         super().save_checkpoint(path)
 
