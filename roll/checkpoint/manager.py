@@ -54,8 +54,7 @@ class BestCheckpoint:
     """
 
     def __init__(self, root: Path, config: CheckpointConfig) -> None:
-        self._key = str(config.keep_best_metric)
-        self.metric = self._key.removeprefix("-")
+        self.metric, self.mode = str(config.keep_best_metric), config.keep_best_mode
         self._record = root / _BEST_RECORD
         self._values: dict[int, float] = self._read()
         self._seen: set[str] = set()
@@ -75,7 +74,7 @@ class BestCheckpoint:
     def best_of(self, steps: Collection[int]) -> int | None:
         """The step with the best value, the earliest of equal ones; None where none of them has been measured."""
         measured = [step for step in sorted(steps) if step in self._values]
-        sign = -1.0 if self._key.startswith("-") else 1.0
+        sign = 1.0 if self.mode == "max" else -1.0
         return max(measured, key=lambda step: (sign * self._values[step], -step), default=None)
 
     def link(self, root: Path, name: str) -> None:
@@ -108,7 +107,7 @@ class BestCheckpoint:
     def _read(self) -> dict[int, float]:
         try:
             record = json.loads(self._record.read_text(encoding="utf-8"))
-            is_same = record["metric"] == self._key
+            is_same = (record["metric"], record["mode"]) == (self.metric, self.mode)
             return {int(step): float(value) for step, value in record["values"].items()} if is_same else {}
         except FileNotFoundError:
             return {}
@@ -118,7 +117,7 @@ class BestCheckpoint:
 
     def _write(self) -> None:
         self._record.parent.mkdir(parents=True, exist_ok=True)
-        record = {"metric": self._key, "values": self._values}
+        record = {"metric": self.metric, "mode": self.mode, "values": self._values}
         new = self._record.with_name(f".{_BEST_RECORD}.new")
         new.write_text(json.dumps(record) + "\n", encoding="utf-8")
         new.replace(self._record)

@@ -25,8 +25,10 @@ class CheckpointConfig:
     keep_local_file: bool = setting(True, read_if={"output_dir": ()})
     """Keep the local checkpoint after the copy."""
     keep_best_metric: str | None = None
-    """Name of a metric in the logs, such as ``val_correct/all/mean``: the checkpoint with its greatest value (after a
-    ``-``, as in ``-val/loss``, its least) is kept as well, and the link ``best`` leads there. null: none is best."""
+    """Name of a metric in the logs, such as ``val_correct/all/mean``: the checkpoint with its best value is kept as
+    well, and the link ``best`` leads there. null: none is best."""
+    keep_best_mode: Literal["max", "min"] = setting("max", read_if={"keep_best_metric": ()})
+    """Which value is best."""
 
 
 @dataclass(frozen=True)

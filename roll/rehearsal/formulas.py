@@ -287,11 +287,8 @@ def engine_use(role: RolePlan, shape: ModelShape, gpu: Gpu) -> EngineUse:
     most = getattr(config, "max_num_seqs", 256)
     length = getattr(config, "max_model_len", None) or role.sequence_length
     if isinstance(config, VllmStrategyConfig | SglangStrategyConfig):
-        share, key = VLLM_SHARE, "gpu_memory_utilization"
-        if isinstance(config, SglangStrategyConfig):
-            share, key = config.mem_fraction_static or SGLANG_SHARE, "mem_fraction_static"
-        elif config.gpu_memory_utilization is not None:
-            share = config.gpu_memory_utilization
+        usual = VLLM_SHARE if isinstance(config, VllmStrategyConfig) else SGLANG_SHARE
+        share = config.gpu_memory_utilization or usual
         cache = share * gpu.memory - weights - ENGINE_WORKSPACE
         if isinstance(config, VllmStrategyConfig) and config.kv_cache_memory_bytes:
             cache = float(config.kv_cache_memory_bytes)
@@ -301,9 +298,9 @@ def engine_use(role: RolePlan, shape: ModelShape, gpu: Gpu) -> EngineUse:
         problem = ""
         if tokens < length:
             problem = (
-                f"{role.name}: {key} {share:g} x {size(gpu.memory)} = {size(share * gpu.memory)}, less weights "
-                f"{size(weights)} and workspace {size(ENGINE_WORKSPACE)}, leaves room for {tokens:,} tokens of "
-                f"KV cache ({per_token / 1024:.0f} KiB each); one sample has {length:,}"
+                f"{role.name}: gpu_memory_utilization {share:g} x {size(gpu.memory)} = {size(share * gpu.memory)}, "
+                f"less weights {size(weights)} and workspace {size(ENGINE_WORKSPACE)}, leaves room for {tokens:,} "
+                f"tokens of KV cache ({per_token / 1024:.0f} KiB each); one sample has {length:,}"
             )
         running = max(1, min(most, tokens // max(1, length)))
         return EngineUse(weights, max(0.0, cache), ENGINE_WORKSPACE, tokens, running, problem)

@@ -82,17 +82,14 @@ def candidates(loaded: LoadedConfig[Any], report: Rehearsal) -> Iterator[tuple[s
         path = f"{role.key}.strategy_args.strategy_config"
         if not isinstance(options, VllmStrategyConfig | SglangStrategyConfig):
             continue
-        key, size_key = "mem_fraction_static", "tp_size"
-        if isinstance(options, VllmStrategyConfig):
-            key, size_key = "gpu_memory_utilization", "tensor_parallel_size"
         if report.engines[name].problem:
-            yield (f"++{path}.{size_key}={2 * max(1, role.num_gpus_per_worker)}",)
+            yield (f"++{path}.{options.tensor_size_key}={2 * max(1, role.num_gpus_per_worker)}",)
             continue
         others = sum(n for (owner, kind), n in use.peak.parts.items() if owner != name or kind == "context")
         # In steps of 0.02, rounded down: rounded up, the share would not fit.
         share = int((capacity - others) / capacity * 50) / 50
-        if 0.1 < share < (getattr(options, key, None) or 0.9):
-            yield (f"++{path}.{key}={share:g}",)
+        if 0.1 < share < (options.gpu_memory_utilization or 0.9):
+            yield (f"++{path}.gpu_memory_utilization={share:g}",)
     if loaded.config.is_offload_states is False and use.peak_without_offload.total > use.peak.total:
         yield ("++is_offload_states=true",)
     holders = {owner for (owner, kind), number in use.peak.parts.items() if kind != "context" and number}

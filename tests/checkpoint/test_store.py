@@ -7,6 +7,7 @@ import logging
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -131,24 +132,24 @@ def test_roll_check_looks_into_the_store(tmp_path: Path) -> None:
                 check_resumption(load(tmp_path, changed(config | {"checkpoint_config": {"output_dir": place}})))
 
 
-def best(root: Path, metric: str = "val/acc") -> CheckpointManager:
-    return CheckpointManager(root, 1, CheckpointConfig(keep_best_metric=metric))
+def best(root: Path, mode: Any = "max") -> CheckpointManager:
+    return CheckpointManager(root, 1, CheckpointConfig(keep_best_metric="val/acc", keep_best_mode=mode))
 
 
-@pytest.mark.parametrize(("metric", "kept"), [("val/acc", 4), ("-val/acc", 2)])
-def test_the_best_checkpoint_is_kept(tmp_path: Path, metric: str, kept: int) -> None:
-    manager = best(tmp_path, metric)
+@pytest.mark.parametrize(("mode", "kept"), [("max", 4), ("min", 2)])
+def test_the_best_checkpoint_is_kept(tmp_path: Path, mode: str, kept: int) -> None:
+    manager = best(tmp_path, mode)
     for step, value in ((2, 0.3), (4, 0.9), (6, 0.5), (8, 0.9)):
         write(manager, step)
         manager.measured(step, {"val/acc": value, "loss": 1.0})
         manager.measured(step + 1, {"loss": 1.0})
-        manager = best(tmp_path, metric) if step == 6 else manager  # resumed
+        manager = best(tmp_path, mode) if step == 6 else manager  # resumed
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [f"checkpoint-{kept}", "checkpoint-8"]
     assert (tmp_path / "best").resolve().name == f"checkpoint-{kept}"
     assert CheckpointManager.find(tmp_path / "best").step == kept
     manager.supersede_after(2)
     assert json.loads((tmp_path / "best.json").read_text())["values"].keys() == {"2"}
-    assert (tmp_path / "best").exists() == (kept == 2), "no link to what has been superseded"
+    assert (tmp_path / "best").exists() == (mode == "min"), "no link to what has been superseded"
 
 
 def test_a_metric_that_never_comes_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

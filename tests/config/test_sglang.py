@@ -34,7 +34,7 @@ def with_options(options: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def test_options_of_published_files_are_read() -> None:
     options = typed_strategy_config(StrategyArguments("sglang", PUBLISHED))
     assert isinstance(options, SglangStrategyConfig)
-    assert (options.max_num_seqs, options.max_model_len, options.mem_fraction_static) == (128, 256, 0.7)
+    assert (options.max_num_seqs, options.max_model_len, options.gpu_memory_utilization) == (128, 256, 0.7)
 
 
 def test_a_whole_configuration_loads(tmp_path: Path) -> None:

@@ -222,6 +222,9 @@ class PackagedEngineConfig(EngineConfig):
     sleep_level: int = setting(1, ge=1, le=2)
     """While other roles use the GPU: 1 moves the weights to host memory, 2 drops them until the next weight update. The
     KV cache is dropped either way. No effect on a CPU."""
+    gpu_memory_utilization: float | None = setting(None, gt=0, le=1, example=0.8, aliases=("mem_fraction_static",))
+    """Share of a GPU's memory for weights and KV cache together (SGLang: below 1); null: the engine's choice. No effect
+    on a CPU."""
     enforce_eager: bool | None = setting(None, aliases=("disable_cuda_graph",))
     """No graph capture, in vLLM no compilation either. null: true on a CPU, where it does not pay."""
     engine_args: dict[str, Any] = field(default_factory=dict)

@@ -25,6 +25,7 @@ class SglangStrategyConfig(PackagedEngineConfig):
         "random_seed": "the run's seed",
         "device": "the host",
         "disable_cuda_graph": "enforce_eager",
+        "mem_fraction_static": "gpu_memory_utilization",
         "skip_tokenizer_init": "the strategy (token ids go in and out)",
         "sampling_backend": "the strategy (its own sampler)",
         "custom_weight_loader": "the weight transfer",
@@ -37,12 +38,10 @@ class SglangStrategyConfig(PackagedEngineConfig):
     max_model_len: int | None = setting(None, ge=2, aliases=("context_length",))
     """Longest prompt plus response; responses end there. null: the pipeline's longest sequence."""
     max_total_tokens: int | None = setting(None, ge=1)
-    """Tokens of the KV cache. null: on a GPU what ``mem_fraction_static`` leaves; on a CPU room for ``max_num_seqs``
+    """Tokens of the KV cache. null: on a GPU what ``gpu_memory_utilization`` leaves; on a CPU room for ``max_num_seqs``
     full sequences, at most 4 GiB."""
     tp_size: int = setting(1, ge=1, aliases=("tensor_parallel_size",))
     """Ranks over which every matrix is sharded; a worker takes so many devices. Left out: ``num_gpus_per_worker``."""
-    mem_fraction_static: float | None = setting(None, gt=0, lt=1, example=0.8, aliases=("gpu_memory_utilization",))
-    """Share of a GPU's memory for weights and KV cache together; null: SGLang's choice. No effect on a CPU."""
     enable_memory_saver: bool = True
     """Release the memory of a GPU while other roles use it. No effect on a CPU."""
 
@@ -52,8 +51,10 @@ class SglangStrategyConfig(PackagedEngineConfig):
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         super().check(name, role, world_size, trains, problems)
+        path = f"{name}.strategy_args.strategy_config"
+        if self.gpu_memory_utilization == 1:
+            problems.add(f"{path}.gpu_memory_utilization", 1, "must be less than 1 for SGLang", 0.9)
         if role.num_gpus_per_worker not in (1, self.tp_size):
-            path = f"{name}.strategy_args.strategy_config"
             rule = f"must be the devices of one engine, {path}.tp_size ({self.tp_size}): leave one of them out"
             problems.add(f"{name}.num_gpus_per_worker", role.num_gpus_per_worker, rule, self.tp_size)
 

@@ -43,8 +43,6 @@ class VllmStrategyConfig(PackagedEngineConfig):
     out: what ``num_gpus_per_worker`` gives."""
     pipeline_parallel_size: int = setting(1, ge=1)
     """Stages into which the layers are divided."""
-    gpu_memory_utilization: float | None = setting(None, gt=0, le=1, example=0.8)
-    """Share of a GPU's memory for weights and KV cache together; null: vLLM's choice. No effect on a CPU."""
     kv_cache_memory_bytes: int | None = setting(None, ge=1, example=1 << 30)
     """Bytes of the KV cache. null: on a GPU what ``gpu_memory_utilization`` leaves; on a CPU room for ``max_num_seqs``
     full sequences, at most 4 GiB."""

@@ -80,7 +80,7 @@ def engine_arguments(
     wanted: dict[str, Any] = {
         "attention_backend": "torch_native" if on_cpu else None,
         "max_total_tokens": tokens,
-        "mem_fraction_static": options.mem_fraction_static,
+        "mem_fraction_static": options.gpu_memory_utilization,
     }
     if not on_cpu and options.enable_memory_saver:
         wanted |= {"enable_memory_saver": True, "enable_weights_cpu_backup": options.sleep_level == 1}
