@@ -48,7 +48,8 @@ def test_degrees_that_do_not_fit_are_refused(degrees, message):
 
 
 def test_ranks_fill_the_mesh():
-    options = MegatronStrategyConfig(2, 2, context_parallel_size=2, sequence_parallel=True)
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 2}
+    options = MegatronStrategyConfig(**sizes, sequence_parallel=True)
     dims = options.parallel_dims(WorkerConfig(), 16)
     infos = [dims.rank_info(rank) for rank in range(16)]
     assert len({(i.tp_rank, i.cp_rank, i.dp_rank, i.pp_rank) for i in infos}) == 16
