@@ -48,10 +48,10 @@ def test_files_are_written_as_they_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", table_names())
 def test_rows_are_recipes_that_can_be_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first quick row and the last one; a seed's own folder is named in the words."""
+    """The first quick row and the last that needs nothing; a seed's own folder is named in the words."""
     monkeypatch.chdir(ROOT)
     table = read_table(name)
-    for row in (next(row for row in table.rows if row.quick), table.rows[-1]):
+    for row in (next(row for row in table.rows if row.quick), [row for row in table.rows if not row.needs][-1]):
         words = [word.replace("{seed}", "1") for word in ("seed=1", *table.overrides, *row.overrides)]
         loaded = load_config(None, ROOT / row.config, None, words, check_files=False)
         assert loaded.config.max_steps == int(next(w for w in words[::-1] if w.startswith("max_steps="))[10:])
