@@ -89,7 +89,10 @@ def candidates(loaded: LoadedConfig[Any], report: Rehearsal) -> Iterator[tuple[s
         # In steps of 0.02, rounded down: rounded up, the share would not fit.
         share = int((capacity - others) / capacity * 50) / 50
         if 0.1 < share < (options.gpu_memory_utilization or 0.9):
-            yield (f"++{path}.gpu_memory_utilization={share:g}",)
+            # In the file's own spelling: the other beside it would be a mistake.
+            written = role.section.strategy_args.strategy_config
+            key = "mem_fraction_static" if "mem_fraction_static" in written else "gpu_memory_utilization"
+            yield (f"++{path}.{key}={share:g}",)
     if loaded.config.is_offload_states is False and use.peak_without_offload.total > use.peak.total:
         yield ("++is_offload_states=true",)
     holders = {owner for (owner, kind), number in use.peak.parts.items() if kind != "context" and number}

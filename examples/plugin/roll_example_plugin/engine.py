@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -18,17 +20,17 @@ class NoisyEngine(HfInferStrategy):
 
     def _new_sampler(self) -> Sampler:
         made = self._decoder
-        sampler = NoisySampler(self._rows, made.vocab_size, made.device, made.masked_token_ids, made.is_invariant)
-        sampler.deviation = self._config.noise
-        sampler.generator = torch.Generator(made.device).manual_seed(self.seed)
-        return sampler
+        generator = torch.Generator(made.device).manual_seed(self.seed)
+        own = self._rows, made.vocab_size, made.device, made.masked_token_ids, made.is_invariant
+        return NoisySampler(self._config.noise, generator, *own)
 
 
 class NoisySampler(Sampler):
-    deviation: float
-    generator: torch.Generator
+    def __init__(self, deviation: float, generator: torch.Generator, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._deviation, self._generator = deviation, generator
 
     def sample(self, logits: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-        noise = torch.randn(logits.shape, generator=self.generator, device=logits.device) * self.deviation
+        noise = torch.randn(logits.shape, generator=self._generator, device=logits.device) * self._deviation
         is_sampled = torch.from_numpy(self._rows.temperature[: self._rows.size] > 0).to(logits.device)
         return super().sample(logits.float() + noise * is_sampled[:, None])

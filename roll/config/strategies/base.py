@@ -180,8 +180,8 @@ class HostStatesConfig(StrategyConfig):
     """Options of the backends whose AdamW is PyTorch's: FSDP2, FSDP1 and Megatron."""
 
     optimizer_cpu_offload: bool = False
-    """Keep AdamW's moments in host memory, from which they visit the device one parameter at a time in the optimizer
-    step; the same numbers, by the same kernel."""
+    """Keep AdamW's moments in host memory; the optimizer step copies them to the device and back, one parameter at a
+    time. The same numbers, by the same kernel."""
 
     def check(self, name: str, role: WorkerConfig, world_size: int, trains: bool, problems: Problems) -> None:
         super().check(name, role, world_size, trains, problems)

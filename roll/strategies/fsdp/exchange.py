@@ -16,10 +16,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 
-def exchange_directly(unit: FSDPModule) -> None:
-    """Let a unit, sharded over a group of gloo, gather and sum by messages."""
-    unit.set_custom_all_gather(_DirectAllGather())
-    unit.set_custom_reduce_scatter(_DirectReduceScatter())
+def exchange_over_gloo(unit: FSDPModule, group: ProcessGroup) -> None:
+    """Let a unit that is sharded over a group of gloo gather and sum by messages; other backends keep their own."""
+    if dist.get_backend(group) == "gloo":
+        unit.set_custom_all_gather(_DirectAllGather())
+        unit.set_custom_reduce_scatter(_DirectReduceScatter())
 
 
 class _Allocates:

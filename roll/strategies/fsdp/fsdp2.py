@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,13 +38,21 @@ from roll.models.expert_parallel import ExpertMesh, row_runs
 from roll.models.experts import EXPERTS, SparseLayer, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.models.vision import vision_modules
-from roll.strategies.fsdp.exchange import exchange_directly
+from roll.strategies.fsdp.exchange import exchange_over_gloo
 from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import Matrix, MuonAndAdamW, hidden_matrices, muon_groups
-from roll.strategies.training.optimizer import TrainingProgress, adamw, clip_, decay_groups, global_norm, local_tensor
+from roll.strategies.training.optimizer import (
+    TrainingProgress,
+    adamw,
+    clip_,
+    decay_groups,
+    global_norm,
+    local_tensor,
+    new_moment,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -273,12 +280,11 @@ class ShardedStrategy(DataParallelStrategy):
                 if is_absent or not kinds:  # moments that the checkpoint lacks start new
                     continue
                 own: dict[str, Any] = self.optimizer.state[parameter]
-                new_moment = getattr(self.optimizer, "new_moment", torch.zeros_like)
                 if MOMENTS[0] in kinds:
                     # As AdamW makes them when it first steps; the fused one counts on the device.
                     own["step"] = torch.full((), float(stored.updates(name)), device=parameter.device)
                 for kind in kinds:
-                    own[kind] = new_moment(parameter)
+                    own[kind] = new_moment(self.optimizer, parameter)
                     local_tensor(own[kind]).copy_(stored.read(kind, name, begin, end).view(local.shape))
         self.progress.restore(state)
 
@@ -346,8 +352,7 @@ class Fsdp2Strategy(ShardedStrategy):
                 # a factor (ReduceOp.PREMUL_SUM), hence the plain sum.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                if dist.get_backend(mesh.get_group(-1)) == "gloo":
-                    exchange_directly(module)
+                exchange_over_gloo(module, mesh.get_group(-1))
         return root
 
     def _reshard(self) -> None:

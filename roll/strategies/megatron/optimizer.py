@@ -26,7 +26,7 @@ from roll.strategies.megatron.cpu_compat import construction
 from roll.strategies.megatron.weights import OwnParameter
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import Matrix, MuonAndAdamW, gathered_sizes
-from roll.strategies.training.optimizer import HostAdamW
+from roll.strategies.training.optimizer import HostAdamW, new_moment
 
 
 def build_optimizer(
@@ -86,8 +86,8 @@ def build_optimizer(
 
 
 MatrixShapes = Sequence[Sequence[torch.Size]]
-"""Of a parameter that Muon updates: for each matrix that it holds (or has a part of), the shapes of the stored tensors
-whose rows, one below the other, are the matrix."""
+"""For each matrix that a parameter of Muon holds, wholly or in part: the shapes of the stored tensors that make up the
+matrix, stacked by rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +196,8 @@ class MasterStates:
         state: dict[str, Any] = adam.state[main]
         if parameter not in self._matrices:
             state["step"] = torch.tensor(float(step))
-        new_moment = getattr(adam, "new_moment", torch.zeros_like)
         for key, value in moments.items():
-            state[key] = new_moment(main).copy_(value.flatten()[interval].view_as(main))
+            state[key] = new_moment(adam, main).copy_(value.flatten()[interval].view_as(main))
 
     def tensors(self) -> list[Tensor]:
         """Master weights that are not the model's own parameters, and moments, without those in host memory."""

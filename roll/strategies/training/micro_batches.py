@@ -131,10 +131,11 @@ estimate for NVLink and hidden states of 4,096. Where it takes less, plans lose 
 def divide(part: TensorBatch, rule: MicroBatching, ranks: int, shares_prompts: bool) -> list[list[int]]:
     """The rows of a micro-batch that each of ``ranks`` ranks computes; ranks with the same rows share each of them.
 
-    Rows stay shared where no rank would be done earlier otherwise, or some would have more than their part of the
-    budget: without one, of as many rows of the longest's tokens. Rows behind one prompt stay together.
+    Rows stay shared unless the slowest rank finishes earlier when they are divided, and no rank exceeds its part of the
+    token budget (without a budget: as many tokens as if all rows were as long as the longest). Rows that share a prompt
+    stay together.
 
-    Depends on nothing but the arguments, so that all ranks find the same.
+    Depends on nothing but the arguments, so that all ranks make the same plan.
     """
     lengths: np.ndarray = part["attention_mask"].sum(1).cpu().numpy()
     total, width = len(lengths), -(-int(lengths.max()) // rule.width_multiple) * rule.width_multiple

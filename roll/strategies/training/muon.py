@@ -98,7 +98,7 @@ class Matrix:
 
 
 def gathered_sizes(sizes: Sequence[int], group: ProcessGroup) -> list[tuple[int, ...]]:
-    """Collective. Of each parameter the elements that every rank holds, given those that this one does."""
+    """Collective. How many elements of each parameter every rank holds; ``sizes`` are this rank's."""
     of_ranks = [list(sizes)] * group.size()
     dist.all_gather_object(of_ranks, list(sizes), group=group)
     return list(zip(*of_ranks, strict=True))

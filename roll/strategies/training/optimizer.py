@@ -154,7 +154,7 @@ def adamw(groups: list[dict[str, Any]], args: TrainingArguments, on_host: bool =
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW with moments in (page-locked) host memory, which visit the device one parameter at a time.
+    """AdamW with moments in (page-locked) host memory, copied to the device and back one parameter at a time.
 
     The device's kernel makes the update, so the numbers are those of plain AdamW.  An update by the host's cores would
     carry a gradient and a weight over the bus in place of two moments each way, but move twice the bytes in host memory
@@ -203,6 +203,11 @@ class HostAdamW(torch.optim.AdamW):
         )
         for kind, moment in zip(MOMENTS, (average, squares), strict=True):
             state[kind].copy_(moment, non_blocking=True)
+
+
+def new_moment(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
+    """Zeros, of the kind that the optimizer makes when it first steps a parameter."""
+    return optimizer.new_moment(parameter) if isinstance(optimizer, HostAdamW) else torch.zeros_like(parameter)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
