@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = "source"
 FENCE = re.compile(r"^(```+).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]*)?(?=\)| \x22)|(?<=\]: )([^)\s:#]+)(#\S*)?$", re.MULTILINE)
+LINK = re.compile(r"(?<=\]\()([^)\s:#]+)(#[^)\s]*)?(?=\)|\s+\x22)|(?<=\]: )([^)\s:#]+)(#\S*)?$", re.MULTILINE)
 """``[text](path#anchor "title")``, and ``[name]: path#anchor`` on a line of its own."""
 PICTURES = (".png", ".svg")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".md": "markdown", ".json": "json"}

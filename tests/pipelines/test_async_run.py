@@ -60,7 +60,8 @@ def test_an_interrupted_run_goes_on_with_what_was_under_way(
 ) -> None:
     checkpoint = ahead.output / "checkpoints" / "checkpoint-2"
     state = load_state(checkpoint / "pipeline")["rollout"]
-    held = state["ahead"]["unfinished"] + state["ahead"]["complete"]
+    unfinished, complete = (state["ahead"][name] for name in ("unfinished", "complete"))
+    held = [one["item"] | {"order": one["order"]} for one in unfinished] + complete
     assert state["ahead"]["ledger"] == {"drawn": 3 * PROMPTS, "trained": 2 * PROMPTS, "filtered": 0, "stale": 0}
     assert state["num_drawn"] == 3 * PROMPTS
     assert len({one["order"] for one in held}) == PROMPTS
