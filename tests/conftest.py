@@ -24,6 +24,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # Ray's 15 starves a run's workers beside another test process
     "MPLBACKEND": "Agg",
 }
 for _name, _value in _ENVIRONMENT.items():
