@@ -44,7 +44,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist loadfile --no-load
 EXTRA := $(if $(filter test test-all test-rest test-long test-matrix test-faults lint lock,$(MAKECMDGOALS)),[test])
 REQUIREMENTS := setup.py constraints/cpu.txt
 
-.PHONY: gpu-bundle run run-real test test-long test-matrix test-rest test-all test-faults test-sglang test-liger test-cluster test-verifiers test-recipes lint docs install-vllm install-vllm-vision install-sglang install-verifiers test-vllm-parallel docker-test lock clean
+.PHONY: gpu-bundle run run-real test test-long test-matrix test-rest test-all test-faults test-sglang test-liger test-cluster test-verifiers lint docs install-vllm install-vllm-vision install-sglang install-verifiers test-vllm-parallel docker-test lock clean
 
 run: $(VENV)/.installed
 	$(BIN)/python $(RUN)
@@ -108,11 +108,6 @@ test-cluster: $(CLUSTER)/.installed
 # Environments of verifiers, played by the package itself: two minutes.
 test-verifiers: $(VENV)/.installed-test $(VERIFIERS)/.installed
 	$(PYTEST) tests/agents/test_tasksets.py tests/pipelines/test_tasksets_run.py $(PYTEST_ARGS)
-
-# Every recipe for real models at its full size, and predicted peaks against measured ones.
-test-recipes: $(VENV)/.installed-test
-	TEST_RECIPES=1 $(BIN)/python -m pytest -q -n $(PYTEST_JOBS) --dist load tests/rehearsal/test_recipes.py \
-		-k 'what_the_page_says or was_predicted' $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

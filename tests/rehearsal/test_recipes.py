@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -259,16 +258,15 @@ def test_a_step_that_was_measured_on_an_h100(tmp_path: Path, capsys: pytest.Capt
     assert 0.4 * PACKED_SECONDS < found["phases"]["update of actor_train"]["seconds"] < PACKED_SECONDS
 
 
-ALL = pytest.mark.skipif(not os.environ.get("TEST_RECIPES"), reason="`make test-recipes` runs it")
-
-
 @pytest.fixture(scope="module")
 def known() -> dict[Any, Any]:
     """Roles that recipes have in common."""
     return {}
 
 
-@ALL
+@pytest.mark.default_rows(
+    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config", "qwen2.5-7B-rlvr_megatron/rlvr_config", "qwen3_agentic_gem/*"
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_for_real_models_need_what_the_page_says(recipe: str, known: dict[Any, Any]) -> None:
     row = recipe_row(recipe, known)
@@ -283,7 +281,7 @@ def test_all_recipes_for_real_models_are_on_the_page() -> None:
     assert [line.split("`")[1] for line in rows.splitlines() if "`" in line] == list(RECIPES)
 
 
-@ALL
+@pytest.mark.default_rows("fsdp2")
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed ZeRO-2", "megatron TP2"])
 def test_peaks_are_what_was_predicted(strategy: str) -> None:
     """Two ranks on this CPU: resident memory of a model of 10M weights, within the tenth that the page speaks of."""
