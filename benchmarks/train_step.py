@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 SHAPES: dict[str, dict[str, int]] = {
     "136k": {"vocab": 448, "hidden": 64, "intermediate": 192, "layers": 2, "heads": 4, "kv_heads": 4},
     "10M": {"vocab": 1024, "hidden": 320, "intermediate": 1280, "layers": 6, "heads": 4, "kv_heads": 4},
+    "30M": {"vocab": 4096, "hidden": 512, "intermediate": 2048, "layers": 7, "heads": 8, "kv_heads": 8},
     "100M": {"vocab": 16384, "hidden": 768, "intermediate": 2048, "layers": 12, "heads": 12, "kv_heads": 12},
     "qwen2.5-1.5B": {
         "vocab": 151936,
@@ -79,7 +80,7 @@ class Contender:
     model: dict[str, Any] = field(default_factory=dict)
     """Keys of ``model_args``."""
     one_rank: bool = False
-    optimizer: Literal["adamw", "muon"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
     package: str | None = None
 
 
@@ -97,6 +98,7 @@ CONTENDERS = [
     Contender("fsdp2", "fsdp2_train"),
     Contender("fsdp2, Muon", "fsdp2_train", optimizer="muon", one_rank=True),
     Contender("fsdp2, Muon", "fsdp2_train", optimizer="muon"),
+    Contender("fsdp2, 8-bit AdamW", "fsdp2_train", optimizer="adamw_8bit", one_rank=True),
     Contender("fsdp", "fsdp_train"),
     *(
         Contender(f"deepspeed ZeRO-{stage}", "deepspeed_train", {"zero_stage": stage}, package="deepspeed")

@@ -149,7 +149,8 @@ def _differences(written: ModelContents, present: ModelContents) -> Iterable[str
                 "(model_args.lora_alpha)"
             )
             break
-    if written.optimizer != present.optimizer:
+    # Moments of adamw_8bit are written as AdamW's.
+    if written.optimizer.removesuffix("_8bit") != present.optimizer.removesuffix("_8bit"):
         yield f"its moments are those of {written.optimizer} (training_args.optimizer: {present.optimizer} here)"
     if written.base != present.base and None not in (written.base, present.base):
         yield "its frozen parameters were those of another model folder (pretrain, model_args.model_name_or_path)"

@@ -79,8 +79,9 @@ class ModelArguments:
 class OptimizerConfig:
     """``training_args.optimizer``: which optimizer, by its name alone (``optimizer: muon``) or with its options."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """``muon``: matrices of hidden layers are updated by Muon, everything else by AdamW with the same learning rate."""
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """``adamw_8bit``: AdamW's moments take 2.03 bytes a weight in place of 8. ``muon``: matrices of hidden layers are
+    updated by Muon, everything else by AdamW with the same learning rate."""
     scaling: Literal["match_adamw_rms", "original"] = setting("match_adamw_rms", read_if={"name": ("muon",)})
     """Factor of Muon's update of an A x B matrix: ``match_adamw_rms`` 0.2 sqrt(max(A, B)), for AdamW's learning rates;
     ``original`` sqrt(max(1, A / B)), for those of Muon's authors."""
@@ -96,7 +97,7 @@ class TrainingArguments:
         default_factory=OptimizerConfig,
         metadata=rules(parse=lambda value: {"name": value} if isinstance(value, str) else value),
     )
-    """``adamw`` or ``muon``, or a section with ``name`` and options."""
+    """``adamw``, ``adamw_8bit`` or ``muon``, or a section with ``name`` and options."""
     lr_scheduler_type: str = setting("linear", choices=LR_SCHEDULERS)
     """Schedule after the warm-up, by Hugging Face's name: ``linear``, ``cosine``, ``constant``,
     ``constant_with_warmup`` (the same), ``cosine_with_restarts``, ``cosine_with_min_lr``, ``polynomial``,

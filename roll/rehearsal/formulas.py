@@ -16,6 +16,7 @@ from roll.config.lora import uses_lora
 from roll.config.model_files import model_config
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.reading.errors import Problem
+from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import ParallelDims, model_size
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, plan_zero
 from roll.config.strategies.fsdp import ShardedStrategyConfig
@@ -138,7 +139,7 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
         return States(
             parameters=((weights - trained) * compute + trained * master) / shards,
             gradients=learns * trained * master / shards,
-            optimizer=learns * 2 * trained * master / shards,
+            optimizer=learns * trained * moment_bytes(role.section, master) / shards,
             gathered=(2 * shape.layer + shape.embeddings) * compute if shards > 1 or compute < master else 0.0,
             on_host=config.offload_policy,
             optimizer_on_host=config.optimizer_cpu_offload,
@@ -166,9 +167,14 @@ def megatron_states(role: RolePlan, config: MegatronStrategyConfig, shape: Model
     own = megatron_share(dims, shape)
     shard = dims.dp_replicate if config.use_distributed_optimizer else 1
     masters = 4 if compute < 4 else 0
-    moments = 0 if config.optimizer_cpu_offload else 8
+    moments = 0.0 if config.optimizer_cpu_offload else moment_bytes(role.section)
     optimizer = learns * own * (moments + masters) / shard
     return States(parameters=own * compute, gradients=learns * own * 4, optimizer=optimizer)
+
+
+def moment_bytes(section: WorkerConfig, itemsize: int = 4) -> float:
+    """Bytes of a weight's two moments; in 8 bits a scale for every 256 comes to each."""
+    return 2 * (1 + 4 / 256 if section.training_args.optimizer.name == "adamw_8bit" else itemsize)
 
 
 def megatron_share(dims: ParallelDims, shape: ModelShape) -> float:

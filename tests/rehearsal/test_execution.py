@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from roll.cli import main
-from roll.config.roles import ModelArguments, StrategyArguments, TrainingArguments, WorkerConfig
+from roll.config.roles import ModelArguments, OptimizerConfig, StrategyArguments, TrainingArguments, WorkerConfig
 from roll.rehearsal.formulas import model_shape
 from roll.rehearsal.memory_traffic import MemoryTraffic
 from roll.rehearsal.roles import with_reshard_settled
@@ -20,6 +20,7 @@ from roll.rehearsal.simulate import Task, rehearse
 from roll.rehearsal.stand_ins import fake_world
 from roll.rehearsal.tracker import Collective, Kind, Tracker
 from roll.strategies.base import StateKind
+from roll.strategies.training import optimizer
 
 HIDDEN, LAYERS, VOCABULARY, INTERMEDIATE, RANKS = 64, 2, 128, 96, 4
 CONFIG = {
@@ -137,9 +138,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_fsdp2_holds_a_quarter_of_float32_weights_gradients_and_moments(run: Any) -> None:
     """Rounded up to 512 bytes for each tensor."""
     tensors = 1 + LAYERS * (7 + 3 + 2) + 1
-    parameters, optimizer = run.states[StateKind.MODEL_PARAMS], run.states[StateKind.OPTIMIZER_STATES]
+    parameters, moments = run.states[StateKind.MODEL_PARAMS], run.states[StateKind.OPTIMIZER_STATES]
     assert WEIGHTS <= parameters <= WEIGHTS + tensors * 512 + 512  # and rotary frequencies
-    assert 2 * WEIGHTS <= optimizer <= 2 * WEIGHTS + 3 * tensors * 512
+    assert 2 * WEIGHTS <= moments <= 2 * WEIGHTS + 3 * tensors * 512
     assert WEIGHTS <= run.works["train"].peak[Kind.GRADIENTS] <= WEIGHTS + tensors * 512
 
 
@@ -183,6 +184,17 @@ def test_moments_in_host_memory_are_all_that_leaves_the_device(tmp_path: Path, r
     moments = run.states[StateKind.OPTIMIZER_STATES]
     assert on_host.states == {**run.states, StateKind.OPTIMIZER_STATES: 0}
     assert 0.99 * moments <= on_host.host <= moments and on_host.works["train"].peak[Kind.OPTIMIZER] == 0
+
+
+def test_moments_in_eight_bits_are_counted_with_their_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "SMALLEST", 256)  # of this model's shards
+    task = task_of(tmp_path, forward_rows=0, sends=False, rows_per_update=1, updates=1)
+    training = replace(task.role.training_args, optimizer=OptimizerConfig("adamw_8bit"))
+    run = rehearse(replace(task, role=replace(task.role, training_args=training)))
+    quantised = (VOCABULARY * HIDDEN + MATRICES) // RANKS * 2 * (1 + 4 / 256)
+    tensors = 1 + LAYERS * (7 + 3 + 2) + 1
+    assert quantised < run.states[StateKind.OPTIMIZER_STATES] <= quantised + 5 * tensors * 512
+    assert run.works["train"].peak[Kind.OPTIMIZER] == run.states[StateKind.OPTIMIZER_STATES]
 
 
 def test_a_model_that_is_not_known_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,6 +191,7 @@ LAYOUTS = (
         in_file("strategies/megatron/test_experts.py")(GRADIENT, "`expert_model_parallel_size`"),
     ),
 )
+EIGHT_BITS = in_file("strategies/test_adamw_8bit.py")("test_resumed_equals_uninterrupted_bit_for_bit")
 ON_HOST = checkpoint("test_moments_in_host_memory_change_no_bit", "`optimizer_cpu_offload`")
 MEMORY = (
     Feature(
@@ -209,6 +210,12 @@ MEMORY = (
         numbers("test_reference_in_compute_dtype_equals_the_trainer", "forward-only roles"),
         numbers("zero3-offload-all"),
         Other("no"),
+    ),
+    Feature(
+        "moments in 8 bits (`training_args.optimizer: adamw_8bit`)",
+        *[EIGHT_BITS] * 2,
+        Refused("actor_train.training_args.optimizer", "adamw_8bit", "which has adamw, muon", "no"),
+        EIGHT_BITS,
     ),
     Feature(
         "optimizer states in host memory",

@@ -156,7 +156,7 @@ def check_roles(config: RunConfig, checks: Checks) -> dict[str, StrategyConfig]:
             options.check(name, role, world_size(role), trains, checks.problems)
             if trains and optimizer not in options.optimizers:
                 strategy, known = role.strategy_args.strategy_name, tuple(options.optimizers)
-                rule = f"is not available under {strategy}, which has {', '.join(known)}; fsdp2_train has muon"
+                rule = f"is not available under {strategy}, which has {', '.join(known)}; fsdp2_train has {optimizer}"
                 checks.add(f"{name}.training_args.optimizer", optimizer, rule, known[0])
             check_rows(config, name, role, checks)
         note_packages(name, role, checks)

@@ -41,7 +41,7 @@ class WrapPolicy:
 class ShardedStrategyConfig(HostStatesConfig):
     """Options of both FSDP1 and FSDP2."""
 
-    optimizers: ClassVar[Collection[str]] = ("adamw", "muon")
+    optimizers: ClassVar[Collection[str]] = ("adamw", "adamw_8bit", "muon")
 
     fsdp_size: int = 1
     """Ranks over which parameters are sharded. 1 or less, or at least the role's ranks: all of them; between: replicas

@@ -47,7 +47,7 @@ class MegatronStrategyConfig(HostStatesConfig):
         "additional_configs",
         (*OF_WHOLE_LAYERS, *_ENDS_OF_PIPELINE),
     )
-    optimizers: ClassVar[Collection[str]] = ("adamw", "muon")
+    optimizers: ClassVar[Collection[str]] = ("adamw", "adamw_8bit", "muon")
 
     tensor_model_parallel_size: int = setting(1, ge=1)
     """Ranks over which every matrix is sharded."""

@@ -51,7 +51,8 @@ from roll.strategies.training.optimizer import (
     decay_groups,
     global_norm,
     local_tensor,
-    new_moment,
+    moment,
+    set_moment,
 )
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class ShardedStrategy(DataParallelStrategy):
             enable_gradient_checkpointing(self.model.language_model, self.role.model_args)
             self.progress = TrainingProgress(args, num_training_steps, self.compute_dtype)
             groups = self._decay_groups()
-            if args.optimizer.name == "adamw":
+            if args.optimizer.name != "muon":
                 self.optimizer = adamw(groups, args, self.config.optimizer_cpu_offload)
             else:
                 matrices = hidden_matrices(self.model.language_model, self.sparse_layers, self._num_dims)
@@ -252,7 +253,8 @@ class ShardedStrategy(DataParallelStrategy):
             if not local.numel():
                 continue
             state = self.optimizer.state.get(parameter, {}) if has_moments else {}
-            moments = {kind: local_tensor(state[kind]).flatten() for kind in (*MOMENTS, *MUON_MOMENTS) if kind in state}
+            kinds = [kind for kind in (*MOMENTS, *MUON_MOMENTS) if kind in state]
+            moments = {kind: moment(self.optimizer, parameter, kind).flatten() for kind in kinds}
             updates = int(state["step"]) if "step" in state else 0
             yield Piece(name, {WEIGHT: local.flatten(), **moments}, start, updates=updates)
 
@@ -284,8 +286,7 @@ class ShardedStrategy(DataParallelStrategy):
                     # As AdamW makes them when it first steps; the fused one counts on the device.
                     own["step"] = torch.full((), float(stored.updates(name)), device=parameter.device)
                 for kind in kinds:
-                    own[kind] = new_moment(self.optimizer, parameter)
-                    local_tensor(own[kind]).copy_(stored.read(kind, name, begin, end).view(local.shape))
+                    set_moment(self.optimizer, parameter, kind, stored.read(kind, name, begin, end))
         self.progress.restore(state)
 
 

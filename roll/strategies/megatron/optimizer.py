@@ -26,7 +26,7 @@ from roll.strategies.megatron.cpu_compat import construction
 from roll.strategies.megatron.weights import OwnParameter
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import Matrix, MuonAndAdamW, gathered_sizes
-from roll.strategies.training.optimizer import HostAdamW, new_moment
+from roll.strategies.training.optimizer import adamw_class, moment, set_moment
 
 
 def build_optimizer(
@@ -74,12 +74,13 @@ def build_optimizer(
         group.setdefault("is_muon", False)
     for one in chain.chained_optimizers if uses_muon else ():
         one.optimizer = MuonAndAdamW(one.optimizer, args.optimizer.scaling, parameters[0].device)
-    if on_host:
-        # Megatron's own way (HybridDeviceOptimizer) makes the update on the host's cores, and needs CUDA.
+    cls = adamw_class(args, on_host)
+    if cls is not torch.optim.AdamW:
+        # Megatron's own way to the host (HybridDeviceOptimizer) makes the update on its cores, and needs CUDA.
         for one in chain.chained_optimizers:
             groups = one.optimizer.param_groups
             # Made empty: shards of the distributed optimizer may be views, which no optimizer takes.
-            one.optimizer = HostAdamW([{**group, "params": []} for group in groups])
+            one.optimizer = cls([{**group, "params": []} for group in groups])
             for own, group in zip(one.optimizer.param_groups, groups, strict=True):
                 own["params"] = group["params"]
     return chain
@@ -171,8 +172,8 @@ class MasterStates:
         whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
         if (held := self._held(parameter)) is not None:
             main, interval, adam = held
-            part = main if key == "weight" else adam.state.get(main, {}).get(key)
-            if part is not None:
+            if key == "weight" or key in adam.state.get(main, {}):
+                part = main if key == "weight" else moment(adam, main, key)
                 whole.view(-1)[interval] = part.detach().flatten()
         if self._is_distributed:
             # Ranks hold disjoint intervals and zeros elsewhere, so this sum is a gather, exact in every bit.
@@ -197,7 +198,7 @@ class MasterStates:
         if parameter not in self._matrices:
             state["step"] = torch.tensor(float(step))
         for key, value in moments.items():
-            state[key] = new_moment(adam, main).copy_(value.flatten()[interval].view_as(main))
+            set_moment(adam, main, key, value.flatten()[interval])
 
     def tensors(self) -> list[Tensor]:
         """Master weights that are not the model's own parameters, and moments, without those in host memory."""
