@@ -20,6 +20,8 @@ import pytest
 import yaml
 
 from roll.config.loader import load_config
+from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
+from tests.support.tiny_runs import FinishedRun, load_changed, make_world, sft_settings
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "cluster"
@@ -79,12 +81,11 @@ def test_slurm(stand_ins: dict[str, str]) -> None:
     assert [one["argv"][1] for one in calls] == ["doctor", "run"] * 2
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("doctor", "runs"), [("1", 2), ("2", 0)])
-def test_slurm_runs_with_warnings_and_not_with_errors(stand_ins: dict[str, str], doctor: str, runs: int) -> None:
-    status, calls = call([str(FOLDER / "slurm.sh"), TWO_NODES], {**stand_ins, **SLURM, "DOCTOR": doctor})
-    assert (status == 0) == (runs > 0)
-    assert sum(one["argv"][1] == "run" for one in calls) == runs
+def test_slurm_runs_with_warnings_and_not_with_errors(stand_ins: dict[str, str]) -> None:
+    for doctor, runs in (("2", 0), ("1", 2)):
+        status, calls = call([str(FOLDER / "slurm.sh"), TWO_NODES], {**stand_ins, **SLURM, "DOCTOR": doctor})
+        assert (status == 0) == (runs > 0)
+        assert sum(one["argv"][1] == "run" for one in calls) == runs
 
 
 def test_ray_job(stand_ins: dict[str, str]) -> None:
@@ -150,7 +151,7 @@ JOIN = "from roll.distributed import ray_runtime\nwith ray_runtime(1): print('jo
 OTHER = "Metadata-Version: 2.1\nName: transformers\nVersion: 0.1\n"
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.e2e
 def test_a_cluster_whose_nodes_differ_is_refused_by_name(
     ray_cluster: tuple[dict[str, str], int, int], tmp_path: Path
@@ -180,36 +181,16 @@ def test_a_cluster_whose_nodes_differ_is_refused_by_name(
 @pytest.mark.e2e
 @pytest.mark.skipif(not HAS_DASHBOARD, reason="jobs need the dashboard: ray[default], the extra cluster")
 def test_a_job_runs_on_a_real_cluster(
-    ray_cluster: tuple[dict[str, str], int, int], tiny_model: Path, tmp_path: Path
+    ray_cluster: tuple[dict[str, str], int, int],
+    tiny: Any,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     """``ray_job.sh`` has a run done to its end."""
     environ, port, dashboard = ray_cluster
-    rows = [{"messages": [{"role": "user", "content": "1 + 1"}], "response": "2"}] * 8
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data_args = {"file_name": str(tmp_path / "rows.jsonl"), "messages": "messages", "response": "response"}
-    settings = {
-        "pipeline": "sft",
-        "exp_name": "job",
-        "pretrain": str(tiny_model),
-        "output_dir": str(tmp_path / "out"),
-        "logging_dir": str(tmp_path / "out" / "logs"),
-        "track_with": ["jsonl"],
-        "max_steps": 2,
-        "save_steps": 0,
-        "num_gpus_per_node": 1,
-        "sequence_length": 64,
-        "sft_train": {
-            "device_mapping": [0],
-            "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True},
-            "data_args": data_args,
-            "strategy_args": {"strategy_name": "fsdp2_train"},
-            "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-        },
-    }
-    config = tmp_path / "sft.yaml"
-    config.write_text(yaml.safe_dump(settings))
+    output = tmp_path / "out"
+    load_changed(sft_settings(make_world(tiny, tmp_path / "world"), output), {"max_steps": 2, "num_gpus_per_node": 1})
     alive(port, environ, 1)
-    submit = [str(FOLDER / "ray_job.sh"), f"http://127.0.0.1:{dashboard}", str(config)]
+    submit = [str(FOLDER / "ray_job.sh"), f"http://127.0.0.1:{dashboard}", str(output / "input/config.yaml")]
     give_up = time.monotonic() + 120
     while True:
         done = subprocess.run(submit, env=environ, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -219,11 +200,9 @@ def test_a_job_runs_on_a_real_cluster(
             break
         time.sleep(0.5)
     assert done.returncode == 0, text
-    metrics = (tmp_path / "out" / "logs" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["system/global_step"] for line in metrics] == [0.0, 1.0]
+    assert FinishedRun(output).values("system/global_step") == [0.0, 1.0]
 
 
-@pytest.mark.long
 def test_skypilot(stand_ins: dict[str, str], tmp_path: Path) -> None:
     task = yaml.safe_load((FOLDER / "skypilot.yaml").read_text())
     known = {"name", "num_nodes", "resources", "workdir", "envs", "secrets", "file_mounts", "setup", "run"}

@@ -1,10 +1,11 @@
-"""GSM8K from the published files to a trained model, as a user runs it: the script, the recipe, trailing overrides.
+"""GSM8K from the published files to a trained model, as a user runs it: preparation, the script, trailing overrides.
 
-Needs the published files in the folder that the environment variable ``GSM8K_DIR`` names.
+The last test needs the published files in the folder that the environment variable ``GSM8K_DIR`` names.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -14,12 +15,19 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from roll.datasets.reading import read_rows
+from roll.rewards import RewardSample, build_reward
 from roll.tracking import read_metrics
 from tests.examples.metric_names import undocumented
+from tests.examples.pages import ROOT
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples/data"))  # as the scripts there find one another
+from convert import main, prepare_gsm8k
+
 SCRIPT = "examples/gsm8k/run_gsm8k.sh"
 VALIDATED = 48
 SMALL = (
@@ -43,6 +51,67 @@ SMALL = (
     "validation.data_args.file_name=[validation-head.jsonl]",
 )
 """An untrained model never solves a problem; ``flexible`` with a score for any number gives it something to learn."""
+
+
+ROWS = [
+    {"question": "Ann has 3 hens and gets 4.", "answer": "3+4 = <<3+4=7>>7\n#### 7"},
+    {"question": "A house for $1,200 and a barn?", "answer": "1200+34 = 1,234\n#### 1,234"},
+    {"question": "How warm is it’s shade?", "answer": "5-8 = -3\n#### -3"},
+]
+
+
+def write_split(folder: Path, split: str, ending: str, rows: list[dict[str, str]]) -> None:
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if ending == ".jsonl":
+        (folder / f"{split}.jsonl").write_text(lines)
+    elif ending == ".jsonl.gz":
+        with gzip.open(folder / f"{split}.jsonl.gz", "wt") as file:
+            file.write(lines)
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / f"{split}{ending}")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".parquet", "-00000-of-00001.parquet"])
+def test_every_published_form_gives_the_same_rows(tmp_path: Path, ending: str) -> None:
+    write_split(tmp_path, "train", ending, ROWS)
+    write_split(tmp_path, "test", ending, ROWS[:1])
+    output = tmp_path / "out"
+    assert main(["gsm8k", "--input", str(tmp_path), "--output", str(output), "--instruction", "Be brief."]) == 0
+    train = [source.row for source in read_rows(str(output / "train.jsonl"))]
+    assert [row["ground_truth"] for row in train] == ["7", "1234", "-3"]
+    assert train[0] == {
+        "id": "gsm8k-train-0",
+        "tag": "gsm8k",
+        "messages": [{"role": "user", "content": "Ann has 3 hens and gets 4. Be brief."}],
+        "prompt": "Ann has 3 hens and gets 4. Be brief.",
+        "ground_truth": "7",
+        **ROWS[0],
+    }
+    assert len(read_rows(str(output / "validation.jsonl"))) == 1
+
+
+def test_system_message_and_no_instruction(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        write_split(tmp_path, split, ".jsonl", ROWS)
+    prepare_gsm8k(tmp_path, tmp_path / "out", instruction="", system="You count.")
+    messages = read_rows(str(tmp_path / "out" / "train.jsonl"))[0].row["messages"]
+    assert messages == [{"role": "system", "content": "You count."}, {"role": "user", "content": ROWS[0]["question"]}]
+
+
+def test_what_is_wrong_with_the_input(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run() -> int:
+        caplog.clear()
+        return main(["gsm8k", "--input", str(tmp_path), "--output", str(tmp_path / "out")])
+
+    assert run() == 2
+    assert "expected train.jsonl (or .jsonl.gz, .parquet" in caplog.text
+    write_split(tmp_path, "train", ".jsonl", [ROWS[0], {"question": "?", "answer": "no number"}])
+    assert run() == 2
+    assert "row 2: the answer must end in '#### <number>', found 'no number'" in caplog.text
+    write_split(tmp_path, "train", ".jsonl", [{"question": "?"}])
+    assert run() == 2
+    assert "row 1: column 'answer' expected, found only ['question']" in caplog.text
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture
@@ -109,6 +178,10 @@ def test_two_steps_on_the_published_problems(checkout: Path, tiny_model: Path) -
 
     training, validation = (read(checkout / f"data/gsm8k/{name}.jsonl") for name in ("train", "validation"))
     assert (len(training), len(validation)) == (7473, 1319)
+    rule = build_reward("gsm8k_rule")
+    for ending, score in (("", 1.0), ("1", 0.0)):
+        answers = [RewardSample(row["prompt"], row["answer"] + ending, row["ground_truth"]) for row in training]
+        assert {result.score for result in rule(answers)} == {score}
     output = checkout / "output/gsm8k_grpo"
     check_samples(output / "samples", training)
     check_metrics(read_metrics(output / "logs/metrics.jsonl"))

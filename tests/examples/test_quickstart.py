@@ -55,7 +55,7 @@ def test_own_data_and_reward(reader: Path, tiny_model: Path, shared_ray: str) ->
     assert "val/sampled/accuracy" in output
 
 
-@pytest.mark.long
+@pytest.mark.matrix  # hosts of their own: tests/pipelines/test_hosts.py
 def test_two_nodes_on_one_machine(reader: Path, tiny_model: Path) -> None:
     """Node 1 serves and exits; the files of the run are node 0's alone."""
     with socket.socket() as probe:

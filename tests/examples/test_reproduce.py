@@ -32,25 +32,18 @@ def made(**changes: object) -> Table:
 
 
 @pytest.mark.parametrize("name", table_names())
-def test_the_pages_have_the_tables_as_they_are_recorded(name: str) -> None:
-    """Written by ``benchmarks/reproduce.py NAME --page``; the file as ``--record`` writes it."""
+def test_pages_have_the_tables_whose_rows_can_be_run(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Written by ``benchmarks/reproduce.py NAME --page``; the file as ``--record`` writes it. Of the first quick row
+    and the last that needs nothing, a seed's own folder is named in the words."""
     table = read_table(name)
     begin, end = table.marks
     block = (ROOT / table.page).read_text(encoding="utf-8").split(begin)[1].split(end)[0]
     assert block.strip() == "\n".join(page_lines(table))
-
-
-def test_files_are_written_as_they_are_read(tmp_path: Path) -> None:
-    for name in table_names():
-        reproduce.write_table(read_table(name), tmp_path / "copy.json")
-        assert (tmp_path / "copy.json").read_text() == (reproduce.TABLES / f"{name}.json").read_text()
-
-
-@pytest.mark.parametrize("name", table_names())
-def test_rows_are_recipes_that_can_be_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first quick row and the last that needs nothing; a seed's own folder is named in the words."""
+    reproduce.write_table(table, tmp_path / "copy.json")
+    assert (tmp_path / "copy.json").read_text() == (reproduce.TABLES / f"{name}.json").read_text()
     monkeypatch.chdir(ROOT)
-    table = read_table(name)
     for row in (next(row for row in table.rows if row.quick), [row for row in table.rows if not row.needs][-1]):
         words = [word.replace("{seed}", "1") for word in ("seed=1", *table.overrides, *row.overrides)]
         loaded = load_config(None, ROOT / row.config, None, words, check_files=False)
@@ -86,6 +79,7 @@ def test_verdicts() -> None:
 
 
 def test_a_seed_that_starts_from_another_model_is_another_start() -> None:
+    """So are recorded rows."""
     table = made(start="before")
     row = table.rows[0]
     for result in row.results:
@@ -94,9 +88,6 @@ def test_a_seed_that_starts_from_another_model_is_another_start() -> None:
     assert judge(table, row, same, 1).word == "differs"
     verdict = judge(table, row, other, 1)
     assert (verdict.word, verdict.why) == ("agrees", "1 other starts than the 3 recorded")
-
-
-def test_recorded_rows_of_other_starts_are_named() -> None:
     table = made(start="before")
     for row, before in zip(table.rows, (0.32, 0.301, 0.32), strict=True):
         reproduce.keep_results(table, {row.name: [{"seed": 0, "before": before, "after": 0.7}]})
@@ -127,7 +118,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.long
+@pytest.mark.matrix
 def test_a_tiny_table(
     tiny_model: Path,
     shared_ray: str,

@@ -104,7 +104,7 @@ def test_what_is_no_result_ends_no_run(write: Any, tmp_path: Path, caplog: pytes
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.e2e
 def test_a_rank_that_is_held_up_is_named_by_the_diagnosis(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """Its process is stopped most of the time; its peer waits for it, so that their calls take equally long."""

@@ -28,7 +28,6 @@ def changes(folder: Path) -> dict[str, Any]:
         "reference": role("fsdp2_infer", [0, 1], infer_batch_size=4, worker_cls=f"{DYING}.DyingReference"),
         "rewards.digits.worker_cls": f"{DYING}.digit_share",
         "rewards.digits.world_size": 2,
-        "rollout_dump_dir": str(folder / "rollouts"),
         "system_envs": {DEATHS_ENV: str(folder / "deaths"), KILLERS_ENV: str(folder / "killers")},
     }
 
@@ -41,8 +40,7 @@ def undisturbed(run: Run, tmp_path_factory: pytest.TempPathFactory) -> FinishedR
 
 def responses(finished: FinishedRun) -> list[str]:
     """Of the first step."""
-    lines = (finished.output / "rollouts" / "train-000000.jsonl").read_text().splitlines()
-    return [json.loads(line)["response"] for line in lines]
+    return [sample["response"] for sample in finished.samples(0)]
 
 
 def test_their_deaths_change_no_number(run: Run, undisturbed: FinishedRun, tmp_path: Path) -> None:
@@ -59,7 +57,7 @@ def test_their_deaths_change_no_number(run: Run, undisturbed: FinishedRun, tmp_p
     assert rows == [untimed(row) for row in undisturbed.steps]
 
 
-@pytest.mark.default_rows("topk")
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", ["advantage", "topk", "distill"])
 def test_the_death_of_a_teacher_changes_no_number(run: Run, world: TinyWorld, tmp_path: Path, form: str) -> None:
     """One of two teachers, which share a device with it, or the only one, which is a step ahead."""

@@ -34,32 +34,27 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 DYING = "tests.faults.dying_workers"
 TWO = training_args(4, 1)
-SETTINGS = {
-    "rlvr": rlvr_settings,
-    "sft": sft_settings,
-    "dpo": dpo_settings,
-    "rm": rm_settings,
-    "distill": distill_settings,
-    "agentic": agentic_settings,
+RUNS: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "rlvr": (rlvr_settings, "actor_train", {"max_steps": 4, "save_steps": 2}),
+    "sft": (
+        *(sft_settings, "sft_train"),
+        {"sft_train.device_mapping": [0, 1], "sft_train.training_args": TWO, "max_steps": 6, "save_steps": 2},
+    ),
+    "dpo": (dpo_settings, "actor_train", {"max_steps": 4, "save_steps": 2}),
+    "rm": (rm_settings, "reward_train", {"max_steps": 4, "save_steps": 2}),
+    "distill": (distill_settings, "student", {"max_steps": 4, "save_steps": 2}),
+    "agentic": (agentic_settings, "actor_train", {"max_steps": 3, "save_steps": 1}),
 }
-RUNS = {
-    "rlvr": {"actor_train.worker_cls": f"{DYING}.DyingTrainer", "max_steps": 4, "save_steps": 2},
-    "sft": {
-        "sft_train.worker_cls": f"{DYING}.DyingTrainer",
-        "sft_train.device_mapping": [0, 1],
-        "sft_train.training_args": TWO,
-        "max_steps": 6,
-        "save_steps": 2,
-    },
-    "dpo": {"actor_train.worker_cls": f"{DYING}.DyingTrainer", "max_steps": 4, "save_steps": 2},
-    "rm": {"reward_train.worker_cls": f"{DYING}.DyingTrainer", "max_steps": 4, "save_steps": 2},
-    "distill": {"student.worker_cls": f"{DYING}.DyingTrainer", "max_steps": 4, "save_steps": 2},
-    "agentic": {"actor_train.worker_cls": f"{DYING}.DyingTrainer", "max_steps": 3, "save_steps": 1},
-}
+"""Settings, the role that dies, and changes."""
 ENGINES_OWN = "actor/train_infer_"
 """Of the engine's log-probs. How many rows an engine computes together depends on how long environments take, and the
 last bits of its log-probs on that; tokens and everything that is trained do not."""
 SURVIVES = {"max_restarts": 3, "restart_backoff": 0.1}
+
+
+def dying(pipeline: str) -> tuple[Any, dict[str, Any]]:
+    settings, role, changes = RUNS[pipeline]
+    return settings, changes | {f"{role}.worker_cls": f"{DYING}.DyingTrainer"}
 
 
 def records(output: Path) -> list[dict[str, Any]]:
@@ -93,16 +88,16 @@ def same(name: str, ours: float | None, theirs: float, of_episodes: bool) -> boo
 
 @pytest.mark.parametrize(
     "pipeline",
-    ["rlvr", *(pytest.param(name, marks=only_test_faults) for name in ("agentic", "sft", "dpo", "rm", "distill"))],
+    ["rlvr", *(pytest.param(name, marks=only_test_faults) for name in list(RUNS)[1:])],
 )
 def test_a_killed_rank_costs_no_number(start: Start, run: Run, world: TinyWorld, tmp_path: Path, pipeline: str) -> None:
     """A rank is killed in the fourth update, or the third; the metrics are those of the run that nobody disturbed."""
-    changes = RUNS[pipeline]
+    settings, changes = dying(pipeline)
     deaths = tmp_path / "deaths"
     undisturbed = run(changes | {"system_envs": {DEATHS_ENV: str(deaths)}}, pipeline, tmp_path / "whole")
     deaths.write_text("4" if pipeline in ("rlvr", "sft") else "3")
     output = tmp_path / "killed"
-    load_changed(SETTINGS[pipeline](world, output), changes | SURVIVES | {"system_envs": {DEATHS_ENV: str(deaths)}})
+    load_changed(settings(world, output), changes | SURVIVES | {"system_envs": {DEATHS_ENV: str(deaths)}})
     errors = ended(start, output)
     assert deaths.read_text() == "", "the rank was killed"
     assert [row["event"] for row in records(output)] == ["ended", "restarted", "recovered"]
@@ -139,11 +134,7 @@ def test_engines_and_environments_of_episodes_die_and_none_is_lost(
     assert "actor_infer" in records(tmp_path)[0]["reason"]
     finished = FinishedRun(tmp_path)
     assert [row["step"] for row in finished.steps] == list(range(5))
-    trained = [
-        (row["group"], row["member"])
-        for file in (tmp_path / "rollouts").glob("train-*.jsonl")
-        for row in map(json.loads, file.read_text().splitlines())
-    ]
+    trained = [(row["group"], row["member"]) for step in range(5) for row in finished.samples(step)]
     assert sorted(trained) == [(group, member) for group in range(5 * 4) for member in range(4)]
     assert finished.values("agent/retokenized_tokens") == [0.0] * 5
 
@@ -176,7 +167,7 @@ def test_an_evaluation_goes_on_with_what_it_has(start: Start, world: TinyWorld, 
 def test_a_run_that_dies_twice_in_the_same_place_ends(start: Start, world: TinyWorld, tmp_path: Path) -> None:
     deaths = tmp_path / "deaths"
     deaths.write_text("1\n1\n1")
-    load_changed(sft_settings(world, tmp_path), RUNS["sft"] | SURVIVES | {"system_envs": {DEATHS_ENV: str(deaths)}})
+    load_changed(sft_settings(world, tmp_path), dying("sft")[1] | SURVIVES | {"system_envs": {DEATHS_ENV: str(deaths)}})
     errors = ended(start, tmp_path, status=1)
     assert "not started again: the run died twice in the same place, after 0 steps, without progress" in errors, errors
     assert f"the evidence is in {tmp_path / 'logs'}" in errors

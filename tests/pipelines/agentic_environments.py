@@ -31,17 +31,6 @@ class Letters:
         return "more", share, done, False, {"success": share > 0.5, "metrics": {"vowels": share}}
 
 
-class Rules(Letters):
-    """Begins with long rules."""
-
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        say, info = super().reset(seed)
-        return (
-            f"game {seed}: vowels are worth more than other letters are, and short answers as much as long ones; {say}",
-            info,
-        )
-
-
 class Signs(Letters):
     """Shows a sign of another colour in each turn, drawn from the seed."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from tests.support.tiny_runs import (
     distill_settings,
     dpo_settings,
     grpo_changes,
+    let_go_of_process,
     load_changed,
     make_world,
     rlvr_settings,
@@ -44,7 +43,8 @@ def wide_heads(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> TinyWorld
 
 @pytest.fixture(scope="session")
 def run(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """``run({"dotted.key": value}, "rlvr")``: run a pipeline in this process, to its end."""
+    """``run({"dotted.key": value}, "rlvr")``: run a pipeline in this process, to its end. What samples has its rollouts
+    written."""
     settings_of: Mapping[str, Any] = {
         "rlvr": rlvr_settings,
         "sft": sft_settings,
@@ -58,18 +58,15 @@ def run(shared_ray: str, world: TinyWorld, tmp_path_factory: pytest.TempPathFact
         changes: Mapping[str, Any] | None = None, pipeline: str = "rlvr", output: Path | None = None
     ) -> FinishedRun:
         output = output or tmp_path_factory.mktemp("run")
-        loaded = load_changed(settings_of[pipeline](world, output), changes or {})
+        rollouts = {"rollout_dump_dir": str(output / "rollouts")} if pipeline in ("rlvr", "agentic") else {}
+        loaded = load_changed(settings_of[pipeline](world, output) | rollouts, changes or {})
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("RAY_ADDRESS", shared_ray)
             loaded.pipeline.run(loaded)
         return FinishedRun(output)
 
     yield run_pipeline
-    package = logging.getLogger("roll")
-    for handler in list(package.handlers):
-        package.removeHandler(handler)
-    package.propagate = True
-    os.environ.pop("RAY_ADDRESS", None)
+    let_go_of_process()
 
 
 @pytest.fixture
@@ -80,7 +77,12 @@ def start() -> Iterator[Start]:
 
 
 @pytest.fixture(scope="session")
-def grpo_run(run: Run, world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+def plain_run(run: Run) -> FinishedRun:
+    """Two steps of GRPO whose log-probs before the update are computed: what other runs are compared with."""
+    return run({"max_steps": 2, "enable_old_logprobs_recompute": True})
+
+
+@pytest.fixture(scope="session")
+def grpo_run(run: Run, world: TinyWorld) -> FinishedRun:
     """The run of ``grpo_changes``, from start to end."""
-    output = tmp_path_factory.mktemp("grpo")
-    return run(grpo_changes(world, output), output=output)
+    return run(grpo_changes(world))

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,12 +77,6 @@ class FaultyEngine(GenerationWorker):
         return tensors
 
 
-class CorruptingEngine(FaultyEngine):
-    """Changes one element of one tensor at every update."""
-
-    fault = "corrupt"
-
-
 class EngineDyingInUpdate(GenerationWorker):
     """Rank 0 is killed by the first bucket of its second update."""
 
@@ -119,19 +112,6 @@ class DyingEngine(GenerationWorker):
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-class EngineDyingOnce(DyingEngine):
-    """Killed in its first step, with samples half done, by whichever process finds no file ``DEATH_MARKER``."""
-
-    def advance(self, command: EngineCommand) -> EngineReport:
-        marker = Path(os.environ["DEATH_MARKER"])
-        if command.add and not marker.exists():
-            marker.touch()
-            self._accept(command)
-            self.engine.step()
-            self.die()
-        return GenerationWorker.advance(self, command)
 
 
 class StoppedEngine(DyingEngine):

@@ -18,11 +18,6 @@ def slow_digit_share(response: str) -> float:
     return digit_share(response)
 
 
-def letter_share(response: str) -> float:
-    """Share of the characters that are letters."""
-    return sum(character.isalpha() for character in response) / max(len(response), 1)
-
-
 def fails_for_some(response: str) -> float:
     """As ``digit_share``, but cannot score a quarter of all texts."""
     assert zlib.crc32(response.encode()) % 4, "this text cannot be scored"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from tests.pipelines.conftest import Run
@@ -36,50 +34,16 @@ def test_ppo_learns_values_and_keeps_near_the_reference(run: Run) -> None:
     assert finished.values("critic/kl_coef") == [0.1] * 12
 
 
-@pytest.mark.default_rows("rloo")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"estimator": "reinforce++", "whiten_advantages": True},
-        pytest.param({"estimator": "rloo"}, marks=pytest.mark.long),
-        {"estimator": "reinforce", "norm_mean_type": "batch"},
-    ],
-    ids=["reinforce++", "rloo", "reinforce"],
-)
-def test_estimators_raise_the_reward(run: Run, changes: dict[str, Any]) -> None:
-    """An easy reward (letters among the characters): a few large steps are enough to see it rise."""
-    sizes = {"max_steps": 24, "rollout_batch_size": 8, "actor_train.training_args": training_args(16, 2, 3e-3)}
-    reward = {"rewards.digits.worker_cls": "tests.pipelines.rewards.letter_share"}
-    rewards = run(changes | sizes | reward).values("critic/score/mean")
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
-
-
 @pytest.mark.long
-def test_several_epochs_of_several_mini_batches_are_clipped(run: Run) -> None:
-    changes = {
-        "max_steps": 3,
-        "ppo_epochs": 2,
-        "pg_clip": 0.05,
-        "dual_clip_loss": True,
-        "dual_clip_coef": 1.1,
-        "actor_train.training_args": training_args(4, 2, 5e-3),
-    }
-    finished = run(changes)
-    for row in finished.steps:
-        assert "time/old_log_probs" in row, "off-policy updates need the log-probs from before"
-        assert row["actor/total_samples"] == 2 * 16
-        assert row["actor/ratio_min"] < 0.95 < 1.05 < row["actor/ratio_max"]
-        assert 0 < row["actor/clipfrac"] < 1
-    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4, "engines follow every optimizer step"
-
-
-@pytest.mark.long
-def test_prompts_shuffled_mini_batches_and_a_target_entropy_reach_the_update(run: Run) -> None:
+def test_epochs_of_drawn_mini_batches_are_clipped_and_a_target_entropy_reaches_them(run: Run) -> None:
     """The pass before the update computes entropies for one, sums of squares for the optimal token baseline."""
     changes = {
         "estimator": "optimal_token_baseline",
         "max_steps": 2,
         "ppo_epochs": 2,
+        "pg_clip": 0.05,
+        "dual_clip_loss": True,
+        "dual_clip_coef": 1.1,
         "loss_agg_mode": "prompt-mean",
         "shuffle_mini_batches": True,
         "target_entropy": 50.0,
@@ -90,26 +54,19 @@ def test_prompts_shuffled_mini_batches_and_a_target_entropy_reach_the_update(run
     finished = run(changes)
     assert finished.values("actor/entropy_coef") == pytest.approx([0.01, 0.015])
     for row in finished.steps:
+        assert "time/old_log_probs" in row, "off-policy updates need the log-probs from before"
         assert row["actor/total_samples"] == 2 * 16
         assert row["actor/entropy"] > 0 and row["actor/old_entropy"] > 0
-        assert row["actor/ratio_min"] < 1 < row["actor/ratio_max"]
-
-
-@pytest.mark.long
-def test_the_engine_anchors_the_ratio_of_a_single_update(run: Run) -> None:
-    (row,) = run({"max_steps": 1, "force_disable_old_logprobs_recompute": True}).steps
-    assert "time/old_log_probs" not in row
-    # The ratio to the engine's own log-probs, which agree with the trainer's but for rounding.
-    assert row["actor/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
-    assert row["actor/approxkl"] > 0 or row["actor/ratio_max"] > 1 or row["actor/train_infer_log_diff_abs_max"] == 0
+        assert row["actor/ratio_min"] < 0.95 < 1.05 < row["actor/ratio_max"]
+        assert 0 < row["actor/clipfrac"] < 1
+    assert max(finished.values("actor/train_infer_log_diff_abs_max")) < 1e-4, "engines follow every optimizer step"
 
 
 @pytest.mark.long
 def test_rejected_tokens_are_not_learnt_from(run: Run) -> None:
-    """Engine and trainer round differently: a bound at ratio 1 rejects some of the tokens, and one that no token
-    reaches rejects all, with their KL and entropy: nothing is learnt then."""
+    """Engine and trainer round differently: a bound at ratio 1 rejects some of the tokens."""
     changes = {
-        "max_steps": 2,
+        "max_steps": 1,
         "use_kl_loss": True,
         "kl_loss_coef": 0.1,
         "entropy_loss_coef": 0.01,
@@ -117,11 +74,8 @@ def test_rejected_tokens_are_not_learnt_from(run: Run) -> None:
         "reference": role("fsdp2_infer", [0]),
         "train_infer_correction": [{"level": "token", "action": "reject", "low": 1.0}],
     }
-    for row in run(changes).steps:
-        assert 0.1 < row["actor/rejected_token_ratio"] < 0.9
-        assert row["actor/train_infer_log_diff_abs_mean"] > 0
-        assert row["actor/train_infer_ratio_token_mean"] >= 1, "ratios below are left out"
-        assert row["actor/grad_norm"] > 0
-    (rejected,) = run(changes | {"max_steps": 1, "train_infer_correction": [{"action": "reject", "low": 1e6}]}).steps
-    assert rejected["actor/rejected_token_ratio"] == 1.0
-    assert rejected["actor/grad_norm"] == 0.0 and rejected["actor/total_loss"] == 0.0
+    (row,) = run(changes).steps
+    assert 0.1 < row["actor/rejected_token_ratio"] < 0.9
+    assert row["actor/train_infer_log_diff_abs_mean"] > 0
+    assert row["actor/train_infer_ratio_token_mean"] >= 1, "ratios below are left out"
+    assert row["actor/grad_norm"] > 0

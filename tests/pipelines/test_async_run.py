@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,21 +16,19 @@ STEPS, PROMPTS = 4, 4
 AHEAD = {"async_generation_ratio": 1.0, "max_steps": STEPS, "save_steps": 2, "eval_steps": 3}
 
 
-def changes(world: TinyWorld, output: Path) -> dict[str, Any]:
+def changes(world: TinyWorld) -> dict[str, Any]:
     validation = {"data_args": {"file_name": [str(world.validation)], "messages": "messages"}, "greedy": False}
-    return AHEAD | {"rollout_dump_dir": str(output / "rollouts"), "validation": validation}
+    return AHEAD | {"validation": validation}
 
 
 @pytest.fixture(scope="module")
-def ahead(run: Run, world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    output = tmp_path_factory.mktemp("ahead")
-    return run(changes(world, output), output=output)
+def ahead(run: Run, world: TinyWorld) -> FinishedRun:
+    return run(changes(world))
 
 
 def prompts(finished: FinishedRun) -> list[set[str]]:
     """Which prompts each step trained on."""
-    files = sorted((finished.output / "rollouts").glob("train-*.jsonl"))
-    return [{json.loads(line)["prompt_id"] for line in file.read_text().splitlines()} for file in files]
+    return [{sample["prompt_id"] for sample in finished.samples(row["step"])} for row in finished.steps]
 
 
 def test_every_prompt_is_trained_on_once_and_none_too_late(ahead: FinishedRun) -> None:
@@ -55,9 +51,7 @@ def test_ratios_are_taken_against_the_engine_that_sampled(ahead: FinishedRun) ->
 
 
 @pytest.mark.long
-def test_an_interrupted_run_goes_on_with_what_was_under_way(
-    ahead: FinishedRun, run: Run, world: TinyWorld, tmp_path: Path
-) -> None:
+def test_an_interrupted_run_goes_on_with_what_was_under_way(ahead: FinishedRun, run: Run, world: TinyWorld) -> None:
     checkpoint = ahead.output / "checkpoints" / "checkpoint-2"
     state = load_state(checkpoint / "pipeline")["rollout"]
     unfinished, complete = (state["ahead"][name] for name in ("unfinished", "complete"))
@@ -66,20 +60,19 @@ def test_an_interrupted_run_goes_on_with_what_was_under_way(
     assert state["num_drawn"] == 3 * PROMPTS
     assert len({one["order"] for one in held}) == PROMPTS
 
-    resumed = run(changes(world, tmp_path) | {"resume_from_checkpoint": str(checkpoint)}, output=tmp_path)
-    assert [row["step"] for row in resumed.steps if "scheduler/version_lag/max" in row] == [2, 3]
+    resumed = run(changes(world) | {"resume_from_checkpoint": str(checkpoint)})
+    assert [row["step"] for row in resumed.steps] == [2, 3]
     before, after = prompts(ahead), prompts(resumed)
     assert set.union(*before[:2], *after) == set.union(*before), "nothing is lost, nothing asked twice"
     assert {one["prompt_id"] for one in held} <= set.union(*after)
 
 
 @pytest.mark.long
-def test_without_room_ahead_the_numbers_are_those_of_a_synchronous_run(run: Run) -> None:
+def test_without_room_ahead_the_numbers_are_those_of_a_synchronous_run(run: Run, plain_run: FinishedRun) -> None:
     """A tenth of a step is less than a prompt. A loop that does what is done without one changes nothing, either."""
-    both = {"max_steps": 2, "enable_old_logprobs_recompute": True}
     ahead = {"async_generation_ratio": 0.1, "user_defined_rollout_loop_cls": f"{HERE}.rollout_loops.PlainLoop"}
-    expected, row = run(both).steps[-1], run(both | ahead).steps[-1]
-    ours = untimed(row)
+    expected = plain_run.steps[-1]
+    ours = untimed(run(ahead | {"max_steps": 2, "enable_old_logprobs_recompute": True}).steps[-1])
     assert ours.pop("scheduler/stale_query_count") == ours.pop("scheduler/version_lag/max") == 0
     assert {name: value for name, value in ours.items() if name in expected} == {
         name: value for name, value in untimed(expected).items() if name != "scheduler/aborted_query_count"
@@ -87,17 +80,17 @@ def test_without_room_ahead_the_numbers_are_those_of_a_synchronous_run(run: Run)
 
 
 @pytest.mark.long
-def test_two_rounds_are_trained_on_what_the_engine_saw(run: Run) -> None:
+def test_two_rounds_are_trained_on_what_the_engine_saw(run: Run, plain_run: FinishedRun) -> None:
     """The engine's log-probs of the last round are the trainer's: after another context they would be off by tenths."""
     rounds = {"max_steps": 2, "user_defined_rollout_loop_cls": f"{HERE}.rollout_loops.CheckTwice"}
     finished = run(rounds)
     assert max(finished.values("actor/train_infer_log_diff_abs_mean")) < 1e-5
-    once, twice = (one.steps[0]["token/prompt_length/mean"] for one in (run({"max_steps": 1}), finished))
+    once, twice = (one.steps[0]["token/prompt_length/mean"] for one in (plain_run, finished))
     assert twice - once > 3.0, "the first answer, and the tokens that the loop put there"
 
 
-@pytest.mark.long
-def test_roles_on_one_device_take_turns(run: Run, tmp_path: Path) -> None:
+@pytest.mark.matrix
+def test_roles_on_one_device_take_turns(run: Run) -> None:
     """Samples that are unfinished when a step has its own are carried past the training."""
     turns = {
         "async_generation_ratio": 1.0,
@@ -106,9 +99,8 @@ def test_roles_on_one_device_take_turns(run: Run, tmp_path: Path) -> None:
         "is_offload_states": True,
         "actor_infer.device_mapping": [0],
         "actor_infer.strategy_args.strategy_config": {"max_num_seqs": 4},
-        "rollout_dump_dir": str(tmp_path / "rollouts"),
     }
-    finished = run(turns, output=tmp_path)
+    finished = run(turns)
     trained = prompts(finished)
     assert [len(step) for step in trained] == [PROMPTS] * 3
     assert len(set.union(*trained)) == 3 * PROMPTS

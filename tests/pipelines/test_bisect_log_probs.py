@@ -22,27 +22,31 @@ def test_equal_log_probs_and_rounding(world, tmp_path, capsys):
     assert "they part in layer 0, model.layers.0.self_attn.o_proj (its input: attention" in capsys.readouterr().out
 
 
+def found_by(pair: Pair, loaded: Any) -> Any:
+    """The operation in which the first sample that differs parts."""
+    prompts = prompts_of(loaded, 2)
+    samples = pair.samples(prompts, 2, 12)
+    chosen = next(one for one in samples if one.first_difference is not None)
+    return parting(*pair.traces(samples, chosen, prompts, 2, 12))
+
+
 @pytest.mark.parametrize(
-    ("operation", "change"),
+    ("operation", "name"),
     [
-        ("model.layers.1.post_attention_layernorm out", {"mlp_norm": 1.0001}),
-        ("model.layers.1.self_attn.o_proj out", {"output": 1.0001}),
-        ("model.layers.0.mlp.down_proj out", {"down": 1.0001}),
+        ("model.layers.1.post_attention_layernorm out", "mlp_norm"),
+        ("model.layers.1.self_attn.o_proj out", "output"),
+        ("model.layers.0.mlp.down_proj out", "down"),
     ],
 )
-def test_a_changed_operation_is_found(world, tmp_path, operation, change):
+def test_a_changed_operation_is_found(world, tmp_path, operation, name):
     loaded = load_changed(rlvr_settings(world, tmp_path), {"strict_on_policy": True})
     with one_rank():
         pair = Pair(loaded)
-        prompts = prompts_of(loaded, 2)
-        assert all(one.first_difference is None for one in pair.samples(prompts, 2, 12))
-        (name, factor), index = next(iter(change.items())), int(operation.split(".")[2])
-        layer: Any = pair.engine._decoder.layers[index]  # type: ignore[attr-defined]
+        assert all(one.first_difference is None for one in pair.samples(prompts_of(loaded, 2), 2, 12))
+        layer: Any = pair.engine._decoder.layers[int(operation.split(".")[2])]  # type: ignore[attr-defined]
         part = getattr(layer, name)
-        setattr(layer, name, part * factor if name == "mlp_norm" else lambda x: part(x) * factor)
-        samples = pair.samples(prompts, 2, 12)
-        chosen = next(one for one in samples if one.first_difference is not None)
-        found = parting(*pair.traces(samples, chosen, prompts, 2, 12))
+        setattr(layer, name, part * 1.0001 if name == "mlp_norm" else lambda x: part(x) * 1.0001)
+        found = found_by(pair, loaded)
     assert found is not None and found.operation == operation
 
 
@@ -59,9 +63,5 @@ def test_layouts_and_trainers(world, tmp_path, changes):
     """Attention is the first operation whose kernels round otherwise, wherever the trainer puts the tokens."""
     loaded = load_changed(rlvr_settings(world, tmp_path), changes)
     with one_rank():
-        pair = Pair(loaded)
-        prompts = prompts_of(loaded, 2)
-        samples = pair.samples(prompts, 2, 12)
-        chosen = next(one for one in samples if one.first_difference is not None)
-        found = parting(*pair.traces(samples, chosen, prompts, 2, 12))
+        found = found_by(Pair(loaded), loaded)
     assert found is not None and found.operation == "model.layers.0.self_attn.o_proj in"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +17,8 @@ from roll.pipelines.rlvr.plan import ValidationSet
 from roll.rollout.flow import GroupFlow, collected
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import GroupSettings
-from tests.pipelines.conftest import Run
 from tests.rollout.test_asynchronous import Bench, bench, longest_is_even, row  # noqa: F401  a fixture
 from tests.rollout.token_engines import LONGEST
-from tests.support.tiny_runs import TinyWorld, untimed
 
 QUESTIONS = 11
 STEPS = 12
@@ -106,31 +102,3 @@ def test_what_fails_in_it_ends_the_wait_for_others(bench: Any) -> None:  # noqa:
     one.engines.dead |= {0, 1, 2}
     with pytest.raises(WorkerDied, match="killed"):
         one.driver.run(asyncio.Event().wait())
-
-
-@pytest.mark.e2e
-@pytest.mark.long
-def test_a_run_measures_the_same_during_training_and_before_it(run: Run, world: TinyWorld, tmp_path: Path) -> None:
-    """Every number of every step and every answer; what differs is who waits."""
-    section = {
-        "data_args": {"file_name": [str(world.validation)], "messages": "messages"},
-        "generating_args": {"num_return_sequences": 2, "temperature": 1.0, "top_p": 1.0, "top_k": 0},
-    }
-    both = {"max_steps": 2, "eval_steps": 1, "val_batch_size": 5, "enable_old_logprobs_recompute": True}
-    runs = {}
-    for name, changes in (("concurrent", {}), ("before", {"concurrent": False})):
-        output = tmp_path / name
-        own = {"validation": section | changes, "rollout_dump_dir": str(output / "rollouts")}
-        runs[name] = run(both | own, output=output)
-    ours, expected = runs["concurrent"], runs["before"]
-    assert [untimed(row) for row in ours.steps] == [untimed(row) for row in expected.steps]
-    assert all("val/greedy/accuracy" in row for row in ours.steps)
-    for path in sorted((expected.output / "rollouts").iterdir()):
-        lines = path.read_text().splitlines()
-        assert (ours.output / "rollouts" / path.name).read_text().splitlines() == lines
-        assert all(json.loads(line)["response"] is not None for line in lines)
-    assert len(list((ours.output / "rollouts").glob("validation-*"))) == 3
-    for step in expected.steps:
-        assert step["time/val_step"] >= step["time/val_step_total"]
-    for step in ours.steps:
-        assert step["time/val_step"] < step["time/val_step_total"], "some of it was done alongside other phases"

@@ -14,10 +14,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll.config.reading.errors import ConfigError
 from roll.datasets import EpochOrder
-from roll.tracking import METRICS_NAME, read_metrics
+from roll.preflight import check_parts
 from tests.pipelines.conftest import Run
 from tests.serving.conftest import Serving
-from tests.support.tiny_runs import GENERATING, FinishedRun, TinyWorld, constant_rate, role, training_args, untimed
+from tests.support.tiny_runs import (
+    GENERATING,
+    FinishedRun,
+    TinyWorld,
+    constant_rate,
+    distill_settings,
+    load_changed,
+    role,
+    training_args,
+    untimed,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -98,7 +108,7 @@ def test_the_first_answer_token_and_the_end_token_are_distilled(
 
 def test_validation_runs_and_counts_every_row(whole: tuple[FinishedRun, Path], world: TinyWorld) -> None:
     """ROLL's stops the run at its first validation. 8 rows, 6 at a time: the last ones are not left out."""
-    rows = [row for row in read_metrics(whole[0].logs / METRICS_NAME) if "val/kd_loss" in row]
+    rows = whole[0].with_metric("val/kd_loss")
     assert [row["step"] for row in rows] == [2, 3]
     tokenizer = AutoTokenizer.from_pretrained(world.model)
     model = AutoModelForCausalLM.from_pretrained(whole[0].output / "model", dtype=torch.float32)
@@ -119,8 +129,6 @@ def test_a_cache_serves_a_student_without_a_teacher(
     again = run(changes, pipeline="distill")
     assert_same(again, wanted)
     assert [row["student/cached_rows"] for row in again.steps] == [1.0, 1.0, 1.0]
-    with pytest.raises(ConfigError, match="was made with logits_topk 6, not 4"):
-        run(changes | {"logits_topk": 4}, pipeline="distill")
     with pytest.raises(ValueError, match="lacks"):
         run(changes | {"seed": 8, "distill_on_prompt": True}, pipeline="distill")
 
@@ -169,11 +177,6 @@ def test_every_layout_gives_the_same_numbers(run: Run, wanted: list[dict[str, fl
     assert_same(run(LAYOUTS[name], pipeline="distill"), wanted)
 
 
-def test_the_prompt_as_well(run: Run, world: TinyWorld) -> None:
-    done = run({"distill_on_prompt": True, "max_steps": 1, "teacher_log_probs_dtype": "fp16"}, pipeline="distill")
-    assert_same(done, plain_distillation(world, 1, on_prompt=True), rel=2e-3)
-
-
 @pytest.fixture
 def served_teacher(world: TinyWorld) -> Iterator[dict[str, Any]]:
     """The section of the teacher behind a server of its own, as ``roll serve`` would be."""
@@ -183,16 +186,13 @@ def served_teacher(world: TinyWorld) -> Iterator[dict[str, Any]]:
     serving.close()
 
 
-def test_a_teacher_behind_a_url_teaches_the_same(
-    run: Run, world: TinyWorld, wanted: list[dict[str, float]], served_teacher: dict[str, Any]
+def test_a_teacher_behind_a_url_teaches_the_prompt_as_well(
+    run: Run, world: TinyWorld, served_teacher: dict[str, Any]
 ) -> None:
-    """Offline against the plain loop; on-policy, by the most probable tokens, against the same teacher as a role."""
-    done = run({"teacher": served_teacher}, pipeline="distill")
-    assert_same(done, wanted)
-    named = served_teacher | {"model_args": {"model_name_or_path": str(world.teacher)}}
-    remote, role_ = (run(opd(opd_form="topk", opd_topk=4, teacher=one)).steps[0] for one in (named, teacher(world)))
-    for key in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
-        assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), key
+    changes = {"distill_on_prompt": True, "max_steps": 1, "teacher_log_probs_dtype": "fp16", "teacher": served_teacher}
+    with torch.enable_grad():  # the server's engine turns them off
+        wanted = plain_distillation(world, 1, on_prompt=True)
+    assert_same(run(changes, pipeline="distill"), wanted, rel=2e-3)
 
 
 def teacher(world: TinyWorld, folder: Path | None = None, **keys: Any) -> dict[str, Any]:
@@ -204,54 +204,52 @@ def opd(**changes: Any) -> dict[str, Any]:
     return {"pipeline": "opd", "is_pure_opd": True, "max_steps": 1, **changes}
 
 
-def test_a_share_of_given_responses(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+@pytest.mark.matrix
+def test_a_share_of_given_responses(run: Run, world: TinyWorld) -> None:
     """Half of the prompts come with the response of their row, from its first token to the one that ends it."""
     one = {"num_return_sequences_in_group": 1, "rollout_batch_size": 16, "response_length": 40}
     changes = {**one, "opd_form": "topk", "opd_topk": 4, "lmbda": 0.5, "estimator": "reinforce"}
     data = {"file_name": [str(world.demonstrations)], "messages": "messages", "response": "response"}
-    more = {"actor_train.data_args": data, "rollout_dump_dir": str(tmp_path / "rollouts")}
-    done = run(opd(**changes, teacher=teacher(world), **more), output=tmp_path)
+    done = run(opd(**changes, teacher=teacher(world)) | {"actor_train.data_args": data})
     assert done.values("opd/on_policy_share") == [0.5]
     rows = [json.loads(line) for line in world.demonstrations.read_text().splitlines()]
     solutions = {row["response"] for row in rows}
-    for file in sorted((done.output / "rollouts").glob("train-*.jsonl")):
-        texts = [json.loads(line)["response"] for line in file.read_text().splitlines()]
-        assert sum(text in solutions for text in texts) == 8
+    assert sum(sample["response"] in solutions for sample in done.samples(0)) == 8
 
 
 def test_teachers_with_prompts_of_their_own(run: Run, world: TinyWorld) -> None:
-    """The same prompt teaches nothing to the model itself; one with the answer in it does."""
+    """The same prompt teaches nothing to the model itself; one with the answer in it does. The log-ratio compares two
+    log-probs of one kind: with the engine's on one side it would not be 0."""
     own = teacher(world, world.model)
-    same = run(opd(opd_form="topk", opd_topk=4, teacher=own, opd_teacher_prompt="{prompt}")).steps[0]
+    same = run(opd(opd_form="advantage", teacher=own, opd_teacher_prompt="{prompt}")).steps[0]
     assert same["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6) and same["actor/grad_norm"] < 1e-4
     hint = "{prompt} The answer is {ground_truth}."
-    for form in ("advantage", "full_vocabulary"):
-        told = run(opd(opd_form=form, teacher=own, opd_teacher_prompt=hint)).steps[0]
-        assert abs(told["opd/teacher/kl"]) > 1e-4 and told["actor/grad_norm"] > 1e-4
+    told = run(opd(opd_form="full_vocabulary", teacher=own, opd_teacher_prompt=hint)).steps[0]
+    assert abs(told["opd/teacher/kl"]) > 1e-4 and told["actor/grad_norm"] > 1e-4
 
 
-def test_agents_learn_from_a_teacher(run: Run, world: TinyWorld, served_teacher: dict[str, Any]) -> None:
-    """Rows of several turns, what the environment said between them left out: a teacher that is the student has
-    nothing to teach; another one teaches the same as a role and behind a URL, by sampled tokens in addition to rewards
-    and by distributions."""
+SAMPLING = {"actor_infer.generating_args": GENERATING}
+
+
+@pytest.mark.default_rows("agentic by distributions")
+@pytest.mark.parametrize(
+    ("pipeline", "changes"),
+    [
+        ("rlvr", {"pipeline": "opd", "is_pure_opd": True, "max_steps": 1, "opd_form": "topk", "opd_topk": 4}),
+        ("agentic", {"is_pure_opd": True, "opd_form": "topk", "opd_topk": 4} | SAMPLING),
+        ("agentic", {"use_opd": True, "opd_kl_coef": 0.1} | SAMPLING),
+    ],
+    ids=["rlvr", "agentic by distributions", "agentic in addition to rewards"],
+)
+def test_a_teacher_behind_a_url_teaches_what_a_role_does(
+    run: Run, world: TinyWorld, served_teacher: dict[str, Any], pipeline: str, changes: dict[str, Any]
+) -> None:
+    """Agents: rows of several turns, what the environment said between them left out."""
     named = served_teacher | {"model_args": {"model_name_or_path": str(world.teacher)}}
-    pure, sampling = {"is_pure_opd": True}, {"actor_infer.generating_args": GENERATING}
-    same = run({**pure, **sampling, "teacher": teacher(world, world.model)}, "agentic").steps[0]
-    assert same["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6) and same["actor/grad_norm"] < 1e-4
-    for changes in ({"use_opd": True, "opd_kl_coef": 0.1}, pure | {"opd_form": "topk", "opd_topk": 4}):
-        runs = [run({**changes, **sampling, "teacher": one}, "agentic") for one in (teacher(world), named)]
-        role_, remote = (one.steps[0] for one in runs)
-        assert role_["opd/teacher/kl"] > 0.001
-        for key in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
-            assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), (changes, key)
-
-
-@pytest.mark.parametrize("form", ["advantage", "full_vocabulary"])
-def test_a_teacher_that_is_the_student_has_nothing_to_teach(run: Run, world: TinyWorld, form: str) -> None:
-    """The log-ratio compares two log-probs of one kind: with the engine's on one side it would not be 0."""
-    done = run(opd(opd_form=form, teacher=teacher(world, world.model)))
-    assert done.steps[0]["opd/teacher/kl"] == pytest.approx(0.0, abs=1e-6)
-    assert done.steps[0]["actor/grad_norm"] < 1e-4
+    remote, role_ = (run({**changes, "teacher": one}, pipeline).steps[0] for one in (named, teacher(world)))
+    assert role_["opd/teacher/kl"] > 0.001
+    for key in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
+        assert remote[key] == pytest.approx(role_[key], rel=1e-3, abs=1e-6), key
 
 
 OPD_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -263,41 +261,34 @@ OPD_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 # Sampled tokens take the path of every policy loss, which has such tests; distributions take one of their own.
+@pytest.mark.default_rows("topk-fsdp2")
 @pytest.mark.parametrize(
-    ("form", "strategies"),
-    [
-        ("advantage", ["fsdp"]),
-        ("topk", ["megatron", "fsdp2"]),
-        pytest.param("topk", ["fsdp", "deepspeed"], marks=pytest.mark.matrix),
-    ],
-    ids=["advantage", "topk", "topk, others"],
+    ("form", "strategy"), [*(("topk", strategy) for strategy in OPD_LAYOUTS), ("advantage", "fsdp")]
 )
-def test_what_teachers_say_does_not_depend_on_the_layout(
-    run: Run, world: TinyWorld, form: str, strategies: list[str]
-) -> None:
+def test_what_teachers_say_does_not_depend_on_the_layout(run: Run, world: TinyWorld, form: str, strategy: str) -> None:
     """The student's ranks, micro-batches, padding and packing, and those of its teacher, change only roundings."""
     common = opd(opd_form=form, opd_topk=4)
     whole = run({**common, "teacher": teacher(world)}).steps[0]
-    for strategy in strategies:
-        config, keys = OPD_LAYOUTS[strategy]
-        ranks = 1 if strategy == "megatron" else 2
-        section = teacher(world) | keys | {"device_mapping": [0, 1], "infer_batch_size": 3}
-        section["strategy_args"] = {
-            "strategy_name": f"{strategy}_infer",
-            "strategy_config": config if strategy == "megatron" else {},
-        }
-        student = {
-            "device_mapping": [0, 1],
-            "training_args": training_args(4, 4 // ranks),
-            "strategy_args": {"strategy_name": f"{strategy}_train", "strategy_config": config},
-            **keys,
-        }
-        changes = {f"actor_train.{key}": value for key, value in student.items()}
-        found = run({**common, **changes, "teacher": section}).steps[0]
-        for metric in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
-            assert found[metric] == pytest.approx(whole[metric], rel=2e-4, abs=2e-6), (strategy, metric)
+    config, keys = OPD_LAYOUTS[strategy]
+    ranks = 1 if strategy == "megatron" else 2
+    section = teacher(world) | keys | {"device_mapping": [0, 1], "infer_batch_size": 3}
+    section["strategy_args"] = {
+        "strategy_name": f"{strategy}_infer",
+        "strategy_config": config if strategy == "megatron" else {},
+    }
+    student = {
+        "device_mapping": [0, 1],
+        "training_args": training_args(4, 4 // ranks),
+        "strategy_args": {"strategy_name": f"{strategy}_train", "strategy_config": config},
+        **keys,
+    }
+    changes = {f"actor_train.{key}": value for key, value in student.items()}
+    found = run({**common, **changes, "teacher": section}).steps[0]
+    for metric in ("opd/teacher/kl", "actor/grad_norm", "critic/score/mean"):
+        assert found[metric] == pytest.approx(whole[metric], rel=2e-4, abs=2e-6), metric
 
 
+@pytest.mark.matrix
 def test_forms_agree_on_the_divergence_from_a_teacher(run: Run, world: TinyWorld) -> None:
     """The sampled estimate and the whole distributions; the k tokens with the rest as one bucket are below."""
     forms = ("advantage", "full_vocabulary", "topk")
@@ -311,22 +302,19 @@ def test_forms_agree_on_the_divergence_from_a_teacher(run: Run, world: TinyWorld
         assert 0 < done[form].steps[0]["opd/teacher/teacher_top_k_mass"] <= 1 + 1e-6
 
 
-def test_teachers_by_tag_in_addition_to_rewards(run: Run, world: TinyWorld) -> None:
+def test_teachers_by_tag_in_addition_to_rewards(run: Run, world: TinyWorld, plain_run: FinishedRun) -> None:
     """Two teachers, the second for some rows only and with its own weight: each has metrics, and rewards still
     count."""
     both = {"all": teacher(world), "odd_ones": teacher(world, world.model, tag_included=["odd"], opd_kl_coef=0.5)}
-    mixed = run({"use_opd": True, "opd_kl_coef": 0.1, "teacher": both}).steps
+    mixed = run({"use_opd": True, "opd_kl_coef": 0.1, "teacher": both, "max_steps": 1}).steps
     assert mixed[0]["opd/all/kl"] > 0.01 and mixed[0]["opd/odd_ones/kl"] == pytest.approx(0, abs=1e-6)
     assert mixed[0]["opd/kl"] == pytest.approx(0.1 * mixed[0]["opd/all/kl"], rel=1e-4)
-    plain = run({"max_steps": 1, "enable_old_logprobs_recompute": True}).steps[0]
+    plain = plain_run.steps[0]
     assert plain["critic/score/mean"] == mixed[0]["critic/score/mean"]
     assert plain["actor/grad_norm"] != pytest.approx(mixed[0]["actor/grad_norm"], rel=1e-3)
 
 
 def test_a_teacher_of_another_vocabulary_is_refused_before_anything_starts(world: TinyWorld, tmp_path: Path) -> None:
-    from roll.preflight import check_parts
-    from tests.support.tiny_runs import distill_settings, load_changed
-
     other = tmp_path / "other"
     other.mkdir()
     for file in world.teacher.iterdir():

@@ -16,14 +16,12 @@ from roll.algorithms.preferences import PairSums, preference_loss
 from roll.config.losses import PreferenceLossConfig
 from roll.distributed import Interrupted
 from roll.methods.preferences import DPO
-from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
 from tests.support.tiny_runs import (
     FinishedRun,
     TinyWorld,
     drawn_pairs,
     learned,
-    role,
     supervised_layout,
     supervised_layouts,
     training_args,
@@ -123,6 +121,7 @@ def test_every_layout_gives_the_same_numbers(run: Run, whole: FinishedRun, name:
     assert_same(run(LAYOUTS[name], pipeline="dpo"), whole.steps)
 
 
+@pytest.mark.matrix
 def test_a_loss_over_all_pairs_does_not_depend_on_the_split(run: Run, world: TinyWorld) -> None:
     changes = {"loss_type": "aot", "max_steps": 2}
     done = run(changes | supervised_layout("actor_train", "fsdp2_train", {}, 1, 4), pipeline="dpo")
@@ -143,29 +142,6 @@ def test_the_base_of_an_adapter_is_the_reference(run: Run) -> None:
     assert not (done.output / "logs" / "workers" / "reference-0.log").exists(), "no second model"
 
 
-def test_without_a_reference(run: Run) -> None:
-    done = run({"loss_type": "simpo", "reference": None}, pipeline="dpo")
-    assert done.steps[2]["actor/loss"] < done.steps[0]["actor/loss"]
-
-
-def test_it_goes_on_where_it_was(run: Run, world: TinyWorld) -> None:
-    changes = {
-        "max_steps": 4,
-        "save_steps": 2,
-        "eval_steps": 2,
-        "validation": {"data_args": {"file_name": str(world.preferences)}},
-        "is_offload_states": True,
-    }
-    first = run(changes, pipeline="dpo")
-    checkpoint = first.output / "checkpoints" / "checkpoint-2"
-    resumed = run(changes | {"resume_from_checkpoint": str(checkpoint)}, pipeline="dpo")
-    assert [row["step"] for row in resumed.steps] == [2, 3]
-    assert [learned(row) for row in resumed.steps] == [learned(row) for row in first.steps[2:]]
-    validations = [row for row in read_metrics(first.logs / METRICS_NAME) if "val/acc" in row]
-    assert [row["step"] for row in validations] == [2, 4]
-    assert validations[1]["val/acc"] > 0.5 and validations[1]["val/loss"] < validations[0]["val/loss"] < 0.69
-
-
 def test_a_signal_during_an_evaluation_loses_no_step(
     run: Run, world: TinyWorld, whole: FinishedRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -174,6 +150,7 @@ def test_a_signal_during_an_evaluation_loses_no_step(
         return {}
 
     held_out = {"eval_steps": 2, "validation": {"data_args": {"file_name": str(world.preferences)}}}
+    held_out |= {"save_steps": 3, "is_offload_states": True}
     monkeypatch.setattr(DPO, "measure", interrupted)
     with pytest.raises(Interrupted):
         run(held_out, "dpo", tmp_path)
@@ -181,12 +158,14 @@ def test_a_signal_during_an_evaluation_loses_no_step(
     checkpoint = tmp_path / "checkpoints" / "checkpoint-2"
     resumed = run(held_out | {"resume_from_checkpoint": str(checkpoint)}, "dpo")
     assert [learned(row) for row in resumed.steps] == [learned(whole.steps[2])]
-    validations = [row["step"] for row in read_metrics(resumed.logs / METRICS_NAME) if "val/acc" in row]
-    assert validations[0] == 2, "the evaluation that the signal ended"
+    first, last = resumed.with_metric("val/acc")
+    assert (first["step"], last["step"]) == (2, 3), "the evaluation that the signal ended comes first"
+    assert last["val/acc"] > 0.5 and last["val/loss"] < first["val/loss"] < 0.69
     shared = [path for path in resumed.logs.rglob("*") if path.stat().st_mode & 0o077]
     assert not shared, "nothing of a run is anybody else's to read"
 
 
+@pytest.mark.matrix
 def test_kto_does_not_depend_on_the_layout(run: Run, world: TinyWorld) -> None:
     """``tests/algorithms/test_preferences.py`` has its formula as a plain loop."""
     rows = []
@@ -206,11 +185,5 @@ def test_kto_does_not_depend_on_the_layout(run: Run, world: TinyWorld) -> None:
     for name in ("actor/loss", "actor/kl_estimate", "actor/chosen_reward", "actor/grad_norm"):
         assert two.values(name) == pytest.approx(one.values(name), rel=5e-4, abs=2e-5), name
     assert max(one.values("actor/kl_estimate")) > 0, "the estimate takes part"
-    (validation,) = [row for row in read_metrics(one.logs / METRICS_NAME) if "val/acc" in row]
+    (validation,) = one.with_metric("val/acc")
     assert validation["val/acc"] > 0.5
-
-
-@pytest.mark.matrix
-def test_a_reference_of_its_own_device(run: Run, whole: FinishedRun) -> None:
-    changes = {"reference": role("fsdp2_infer", [1], infer_batch_size=8)}
-    assert_same(run(changes, pipeline="dpo"), whole.steps, rel=1e-6)

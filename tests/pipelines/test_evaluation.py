@@ -47,28 +47,38 @@ def answers(prompt_id: str, scores: list[float], tag: str = "a", ranks: list[flo
     return Answers(prompt_id, tag, values, numbers, values >= 1.0, ["4"] * len(scores), flat + 3, flat)
 
 
-@pytest.mark.parametrize("ranks", [[0.1, 0.9, 0.5, 0.9], [1.0, 1.0, 1.0, 1.0], [0.3, float("nan"), 0.2, 0.4]])
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_the_best_of_k_by_rank_is_the_mean_over_all_choices(ranks: list[float], k: int) -> None:
-    correct = np.array([True, False, True, True])
-    values = [-np.inf if np.isnan(rank) else rank for rank in ranks]
+def test_the_best_of_k_by_rank_is_the_mean_over_all_choices() -> None:
+    """So is that by score; pass@k is the share of subsets with a right answer."""
+    correct, scores = np.array([True, False, True, True]), np.array([0.25, 1.0, -0.5, 0.75], dtype=np.float32)
 
-    def one(chosen: tuple[int, ...]) -> float:
+    def one(values: list[float], chosen: tuple[int, ...]) -> float:
         best = max(values[i] for i in chosen)
         return float(np.mean([correct[i] for i in chosen if values[i] == best]))
 
-    wanted = np.mean([one(chosen) for chosen in combinations(range(4), k)])
-    assert chosen_at_k(np.array(ranks), correct, k) == pytest.approx(wanted)
+    for k in (1, 2, 3, 4):
+        for ranks in ([0.1, 0.9, 0.5, 0.9], [1.0, 1.0, 1.0, 1.0], [0.3, float("nan"), 0.2, 0.4]):
+            values = [-np.inf if np.isnan(rank) else rank for rank in ranks]
+            wanted = np.mean([one(values, chosen) for chosen in combinations(range(4), k)])
+            assert chosen_at_k(np.array(ranks), correct, k) == pytest.approx(wanted)
+        assert best_at_k(scores, k) == pytest.approx(np.mean([max(chosen) for chosen in combinations(scores, k)]))
+    assert best_at_k(np.array([np.nan, 1.0, 0.5]), 1) == pytest.approx((0.5 + 1.0 + 0.5) / 3)
+    assert best_at_k(np.array([np.nan, np.nan]), 2) == 0
+    for n, c, k in ((8, 0, 4), (8, 3, 1), (8, 3, 4), (8, 8, 8), (5, 2, 3), (4, 1, 4)):
+        right = np.array([True] * c + [False] * (n - c))
+        subsets = list(combinations(right, k))
+        assert pass_at_k(right, k) == pytest.approx(sum(any(subset) for subset in subsets) / len(subsets))
 
 
 def test_a_harness_asks_no_model_that_is_served_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would ask the engines of this run, and give their answers as the service's."""
+    """It would ask the engines of this run, and give their answers as the service's. A threshold has a value."""
     monkeypatch.setattr("roll.serving.harness.find_spec", lambda name: True)
     file, keys = str(write(tmp_path, GOOD)), {"against": "http://127.0.0.1:1/v1"}
     loaded = load_evaluation(file, None, [], keys, check_files=False)
     monkeypatch.setattr("roll.cli.ready", lambda load: loaded)
     with pytest.raises(ConfigError, match=r"evaluate\.against.*has no place with --harness"):
         main([file, "--harness", "lm_eval", "--tasks", "x"])
+    with pytest.raises(ConfigError, match=r"--at-least = .?fast.?: must be METRIC=VALUE"):
+        main([file, "--at-least", "fast"])
 
 
 def test_metrics_keep_graded_rewards_beside_correctness() -> None:
@@ -80,11 +90,8 @@ def test_metrics_keep_graded_rewards_beside_correctness() -> None:
 
 def test_bootstrap_intervals_hold_the_truth_as_often_as_they_say() -> None:
     random = np.random.default_rng(0)
-    held = 0
-    for _ in range(100):
-        found = bootstrap(random.normal(0.3, 1.0, size=80).tolist())
-        held += found.low <= 0.3 <= found.high
-    assert 88 <= held <= 99
+    found = [bootstrap(random.normal(0.3, 1.0, size=80).tolist()) for _ in range(100)]
+    assert 88 <= sum(one.low <= 0.3 <= one.high for one in found) <= 99
     assert bootstrap([0.5] * 20) == bootstrap([0.5] * 20)
 
 
@@ -180,19 +187,6 @@ def test_mistakes_are_named(tmp_path: Path, changes: dict[str, object], message:
         load_evaluation(str(write(tmp_path, data)), None, [], {})
 
 
-def test_flags_are_keys_and_a_threshold_has_a_value(tmp_path: Path) -> None:
-    file = write(tmp_path, GOOD)
-    with pytest.raises(ConfigError, match=r"--at-least = .?fast.?: must be METRIC=VALUE"):
-        main([str(file), "--at-least", "fast"])
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(8, 0, 4), (8, 3, 1), (8, 3, 4), (8, 8, 8), (5, 2, 3), (4, 1, 4)])
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n, c, k):
-    correct = np.array([True] * c + [False] * (n - c))
-    subsets = list(combinations(correct, k))
-    assert pass_at_k(correct, k) == pytest.approx(sum(any(subset) for subset in subsets) / len(subsets))
-
-
 def test_accuracy_counts_only_full_scores_and_weighs_samples_alike():
     groups = [
         make_group(0, [1], [[1], [2]], [1.0, 0.5], tag="a"),
@@ -214,8 +208,12 @@ def test_accuracy_counts_only_full_scores_and_weighs_samples_alike():
 
 
 def test_a_validation_in_training_reports_rewards_and_powers_of_two_alone():
-    groups = [make_group(0, [1], [[1], [2], [3]], [1.0, 0.5, None], tag="a")]
-    metrics = pass_metrics([Answers.of(group) for group in groups], "sampled", is_primary=True, in_training=True)
+    """And further numbers of a reward."""
+    group = make_group(0, [1], [[1], [2], [3]], [1.0, 0.5, None], tag="a")
+    for one, lines in zip(group.members[:2], (1.0, 4.0), strict=True):
+        one.reward = replace(one.reward, metrics={"lines": lines})
+    metrics = pass_metrics([Answers.of(group)], "sampled", is_primary=True, in_training=True)
+    assert metrics["val/sampled/reward/lines"] == 2.5
     assert metrics["val/sampled/reward"] == metrics["val/sampled/a/reward"] == 0.75
     assert metrics["val/sampled/reward_failed"] == pytest.approx(1 / 3)
     assert not any("chosen@" in name for name in metrics)
@@ -232,22 +230,6 @@ def test_a_graded_reward_has_no_accuracy():
     assert "val/sampled/best@2" in metrics
     assert not any(word in name for name in metrics for word in ("accuracy", "correct", "pass@", "maj@"))
     assert overall({"": answers}) == {}
-
-
-def test_further_numbers_of_a_reward_are_validated_too():
-    group = make_group(0, [1], [[1], [2]], [1.0, 0.0])
-    for one, lines in zip(group.members, (1.0, 4.0), strict=True):
-        one.reward = replace(one.reward, metrics={"lines": lines})
-    metrics = pass_metrics([Answers.of(group)], "greedy", is_primary=False, in_training=True)
-    assert metrics["val/greedy/reward/lines"] == 2.5
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_best_at_k_is_the_mean_over_all_choices(k):
-    scores = np.array([0.25, 1.0, -0.5, 0.75], dtype=np.float32)
-    assert best_at_k(scores, k) == pytest.approx(np.mean([max(chosen) for chosen in combinations(scores, k)]))
-    assert best_at_k(np.array([np.nan, 1.0, 0.5]), 1) == pytest.approx((0.5 + 1.0 + 0.5) / 3)
-    assert best_at_k(np.array([np.nan, np.nan]), 2) == 0
 
 
 def test_majorities_of_blocks():
@@ -299,10 +281,7 @@ def test_intervals_are_those_of_wilson_and_narrow_with_more_samples():
     assert whole.mean == fractions.mean == 0.5
     assert fractions.high - fractions.low < 0.6 * (whole.high - whole.low)
     assert estimate([1.0] * 5).low < 0.6 < estimate([1.0] * 5).high == 1.0
-
-
-def test_no_rounding_puts_the_mean_outside_its_interval():
-    for n in range(1, 200):
+    for n in range(1, 200):  # no rounding puts the mean outside of its interval
         nothing, everything = estimate([0.0] * n), estimate([1.0] * n)
         assert nothing.low == nothing.mean == 0.0 < nothing.high
         assert everything.low < everything.mean == everything.high == 1.0
@@ -310,12 +289,8 @@ def test_no_rounding_puts_the_mean_outside_its_interval():
 
 def test_intervals_hold_the_truth_as_often_as_they_say():
     random = np.random.default_rng(0)
-    held = 0
-    for _ in range(400):
-        chances = random.beta(2, 3, size=60)
-        found = estimate(random.binomial(4, chances) / 4)
-        held += found.low <= 0.4 <= found.high
-    assert 0.92 <= held / 400 <= 0.98
+    found = [estimate(random.binomial(4, random.beta(2, 3, size=60)) / 4) for _ in range(400)]
+    assert 0.92 <= sum(one.low <= 0.4 <= one.high for one in found) / 400 <= 0.98
 
 
 def test_several_sets_are_pooled_by_question():

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.distributed import DeadlineExceeded, WorkerFailed
+from roll.distributed import DeadlineExceeded
 from tests.pipelines.conftest import Run
 from tests.support.subprocess_runs import Driver, Start, left_of
 from tests.support.tiny_runs import (
@@ -32,22 +32,16 @@ SECONDS_TO_NOTICE = 20
 """From a death to the end of the run: at most two seconds of listening to other ranks, and tidying up."""
 
 
-StartLongRun = Callable[[list[int], list[int]], Driver]
+SLOW_REWARD = {"rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share"}
+TWO_TRAINERS = {"actor_train.device_mapping": [0, 1], "actor_train.training_args": training_args(8, 1)}
 
 
 @pytest.fixture
-def start_long_run(start: Start, world: TinyWorld, tmp_path: Path) -> StartLongRun:
-    """``start_long_run(trainer_devices, engine_devices)``: a run that has done a step and has many slow ones to go."""
+def start_long_run(start: Start, world: TinyWorld, tmp_path: Path) -> Callable[[], Driver]:
+    """Start a run that has done a step and has many slow ones to go."""
 
-    def begin(trainers: list[int], engines: list[int]) -> Driver:
-        changes = {
-            "max_steps": 500,
-            "actor_train.device_mapping": trainers,
-            "actor_train.training_args": training_args(16 // len(trainers), 1),
-            "actor_infer.device_mapping": engines,
-            "rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share",
-        }
-        load_changed(rlvr_settings(world, tmp_path), changes)
+    def begin() -> Driver:
+        load_changed(rlvr_settings(world, tmp_path), {"max_steps": 500} | TWO_TRAINERS | SLOW_REWARD)
         driver = start(tmp_path / "input" / "config.yaml", tmp_path)
         driver.wait_for(lambda: driver.steps_done() >= 1)
         return driver
@@ -67,24 +61,14 @@ def assert_account(errors: str, output: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.default_rows("trainer")
-@pytest.mark.parametrize(
-    ("trainers", "engines", "name", "rank"),
-    [([0, 1], [1], "actor_train", 1), ([0], [1], "actor_infer", 0)],
-    ids=["trainer", "engine"],
-)
-def test_a_killed_worker_ends_the_run_with_a_diagnosis(
-    start_long_run: StartLongRun, tmp_path: Path, trainers: list[int], engines: list[int], name: str, rank: int
-) -> None:
-    driver = start_long_run(trainers, engines)
-    mark, pid = driver.mark(f"{name}-{rank}"), driver.worker_pid(f"{name}-{rank}")
+def test_a_killed_worker_ends_the_run_with_a_diagnosis(start_long_run: Callable[[], Driver], tmp_path: Path) -> None:
+    driver = start_long_run()
+    mark, pid = driver.mark("actor_train-1"), driver.worker_pid("actor_train-1")
     os.kill(pid, signal.SIGKILL)
     status, errors = driver.finish(SECONDS_TO_NOTICE)
     assert status == 1
-    # In the middle of a weight update the update says which engine died.
-    died = r"(died in '\w+' after|failed in 'update_weights' after [\d.]+ s: weight update \d+: engine 0 died in)"
-    assert re.search(rf"{name} rank {rank} \(pid {pid} on [\d.]+\) {died}", errors), errors
-    assert f"{name}-{rank}.log" in errors
+    assert re.search(rf"actor_train rank 1 \(pid {pid} on [\d.]+\) died in '\w+' after", errors), errors
+    assert "actor_train-1.log" in errors
     assert_account(errors, tmp_path)
     assert left_of(mark) == []
 
@@ -92,9 +76,9 @@ def test_a_killed_worker_ends_the_run_with_a_diagnosis(
 @pytest.mark.long
 @pytest.mark.default_rows("gcs_server")
 @pytest.mark.parametrize("name", ["raylet", "gcs_server"])
-def test_the_death_of_a_daemon_of_ray_is_named(start_long_run: StartLongRun, tmp_path: Path, name: str) -> None:
+def test_the_death_of_a_daemon_of_ray_is_named(start_long_run: Callable[[], Driver], tmp_path: Path, name: str) -> None:
     """Ray itself ends the driver without a word, or lets it wait for a minute."""
-    driver = start_long_run([0], [1])
+    driver = start_long_run()
     mark = driver.mark("actor_train-0")
     pid, folder = driver.daemon(name, mark)
     os.kill(pid, signal.SIGKILL)
@@ -114,13 +98,10 @@ def test_an_engine_that_died_in_a_weight_update_comes_back(start: Start, world: 
         "max_steps": 500,
         "num_gpus_per_node": 4,
         "model_update_buffer_size_mb": 1,
-        "actor_train.device_mapping": [0, 1],
-        "actor_train.training_args": training_args(8, 1),
         "actor_infer.device_mapping": [2, 3],
         "actor_infer.worker_cls": f"{HERE}.faulty_workers.EngineDyingInUpdate",
-        "rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share",
     }
-    load_changed(rlvr_settings(world, tmp_path), changes)
+    load_changed(rlvr_settings(world, tmp_path), changes | TWO_TRAINERS | SLOW_REWARD)
     driver = start(tmp_path / "input" / "config.yaml", tmp_path)
     driver.wait_for(lambda: driver.last("scheduler/engines") == 1)
     driver.wait_for(lambda: driver.last("scheduler/engines") == 2)
@@ -150,8 +131,7 @@ def test_the_first_signal_saves(
 ) -> None:
     """Without a checkpoint of its own; what was saved is whole, and goes on where it stopped."""
     base = {"rlvr": rlvr_settings, "sft": sft_settings, "agentic": agentic_settings}[pipeline](world, tmp_path)
-    slow = {"rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share"} if pipeline == "rlvr" else {}
-    load_changed(base, {**changes, **slow, "max_steps": 5000})
+    load_changed(base, {**changes, **(SLOW_REWARD if pipeline == "rlvr" else {}), "max_steps": 5000})
     driver = start(tmp_path / "input" / "config.yaml", tmp_path)
     driver.wait_for(lambda: driver.steps_done() >= 2)
     mark = driver.mark("sft_train-0" if pipeline == "sft" else "actor_train-0")
@@ -222,16 +202,6 @@ def test_a_worker_that_hangs_is_named_after_the_deadline(run: Run) -> None:
     assert "no answer from rank 0" in message
     assert "wait_for_ever" in message, "where it stands"
     assert time.monotonic() - began < 45
-
-
-@pytest.mark.long
-def test_a_run_ends_when_its_engine_holds_other_weights(run: Run) -> None:
-    with pytest.raises(WorkerFailed) as failure:
-        run({"actor_infer.worker_cls": f"{HERE}.faulty_workers.CorruptingEngine"})
-    message = str(failure.value)
-    assert "actor_train rank 0" in message
-    assert "'send_weights'" in message
-    assert "engine 0 holds other values than the trainer sent in 1 of" in message
 
 
 @pytest.mark.default_rows("DyingEngine")

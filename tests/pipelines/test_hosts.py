@@ -30,6 +30,12 @@ QUICK_HEALTH_CHECKS = {
     "RAY_health_check_failure_threshold": "4",
 }
 """Ray's own take half a minute and more to give a node up."""
+SLOW_REWARD = {"rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share"}
+ON_BOTH = {
+    "actor_train.device_mapping": [0, 1],
+    "actor_train.training_args": training_args(8, 1),
+    "actor_infer.device_mapping": [0, 1],
+}
 SECONDS = 60
 """To notice: Ray's health checks, the two seconds for other ranks, tidying up; all on a busy machine."""
 
@@ -80,13 +86,7 @@ def three_hosts() -> Iterator[list[Host]]:
 
 def spread(world: TinyWorld, output: Path, changes: Mapping[str, Any]) -> Path:
     """A configuration with one device a host."""
-    base = {
-        "num_gpus_per_node": 1,
-        "actor_train.device_mapping": [0, 1],
-        "actor_train.training_args": training_args(8, 1),
-        "actor_infer.device_mapping": [0, 1],
-    }
-    load_changed(rlvr_settings(world, output), {**base, **changes})
+    load_changed(rlvr_settings(world, output), {"num_gpus_per_node": 1, **ON_BOTH, **changes})
     return output / "input" / "config.yaml"
 
 
@@ -102,24 +102,14 @@ def test_two_hosts_compute_what_one_does(three_hosts: list[Host], run: Run, worl
     assert beyond <= {"*"}, "Ray's servers listen on every interface where nodes are several; nothing else does"
     assert "process group of 2 ranks on gloo" in (tmp_path / "logs/workers/actor_train-1.log").read_text()
     assert three_hosts[1].sent() > 1 << 20, "gradients and responses have crossed the cable"
-    here = run(
-        {
-            "actor_train.device_mapping": [0, 1],
-            "actor_train.training_args": training_args(8, 1),
-            "actor_infer.device_mapping": [0, 1],
-        }
-    )
+    here = run(ON_BOTH)
     assert [*map(untimed, there.finished.steps)] == [*map(untimed, here.steps)]
 
 
 def test_a_dead_engine_host_is_survived_and_a_cut_off_trainer_is_named(
     three_hosts: list[Host], world: TinyWorld, tmp_path: Path
 ) -> None:
-    changes = {
-        "max_steps": 500,
-        "actor_infer.device_mapping": [0, 2],
-        "rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share",
-    }
+    changes = {"max_steps": 500, "actor_infer.device_mapping": [0, 2], **SLOW_REWARD}
     there = HostsRun(three_hosts, spread(world, tmp_path, changes), tmp_path)
     there.wait_for(lambda: there.steps_done() >= 1)
     three_hosts[2].kill()
@@ -137,6 +127,27 @@ def test_a_dead_engine_host_is_survived_and_a_cut_off_trainer_is_named(
     assert status == 1 and f"has lost the network to the head at {three_hosts[0].address}" in errors, errors
 
 
+@pytest.mark.matrix
+def test_a_preempted_run_saves_and_goes_on(three_hosts: list[Host], world: TinyWorld, tmp_path: Path) -> None:
+    """SIGTERM to the process of each node, as Slurm sends it: both live until the trainers' state is saved."""
+    changes = {"max_steps": 500, "actor_infer.device_mapping": [0], **SLOW_REWARD}
+    there = HostsRun(three_hosts[:2], spread(world, tmp_path, changes), tmp_path)
+    there.wait_for(lambda: there.steps_done() >= 2)
+    for process in there.processes:
+        process.terminate()
+    status, errors = there.finish(seconds=200)
+    saved = re.search(r"(\d+) of 500 steps are done; newest checkpoint: (\S+)", errors)
+    assert status == 128 + signal.SIGTERM and saved and Path(saved[2]).is_dir(), errors
+    there.finish(1)
+    goes_on = {"max_steps": int(saved[1]) + 2, "resume_from_checkpoint": True}
+    again = HostsRun(three_hosts[:2], spread(world, tmp_path, changes | goes_on), tmp_path)
+    status, errors = again.finish(seconds=200)
+    assert status == 0, errors
+    steps = again.finished.values("system/global_step")
+    assert steps == list(range(int(saved[1]) + 2)), "no step is missing or stands there twice"
+
+
+@pytest.mark.matrix
 def test_a_failed_run_is_started_again_with_its_nodes(
     three_hosts: list[Host], world: TinyWorld, tmp_path: Path
 ) -> None:
@@ -147,7 +158,7 @@ def test_a_failed_run_is_started_again_with_its_nodes(
         "max_restarts": 1,
         "restart_backoff": 1,
         "actor_infer.device_mapping": [0],
-        "rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share",
+        **SLOW_REWARD,
     }
     there = HostsRun(three_hosts[:2], spread(world, tmp_path, changes), tmp_path)
     there.wait_for(lambda: (tmp_path / "checkpoints" / "checkpoint-2").is_dir())

@@ -48,7 +48,7 @@ def pieces(text: Text) -> Iterator[tuple[str, str]]:
 
 
 def test_rlvr_sets(world: TinyWorld, tmp_path: Path) -> None:
-    changes = grpo_changes(world, tmp_path) | {"actor_train.data_args.on_bad_row": "skip"}
+    changes = grpo_changes(world) | {"actor_train.data_args.on_bad_row": "skip"}
     broken = tmp_path / "broken.jsonl"
     broken.write_text(world.train.read_text() + "{\n")
     loaded = load_changed(rlvr_settings(world, tmp_path), changes | {"actor_train.data_args.file_name": str(broken)})
@@ -68,15 +68,14 @@ def test_rlvr_sets(world: TinyWorld, tmp_path: Path) -> None:
         shown(loaded, None, "nobody")
 
 
-def test_sft_sets_and_the_command(
+def test_sft_sets_by_the_command(
     world: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = load_changed(sft_settings(world, tmp_path), {})
-    text = shown(loaded)
-    assert "sft: tokens of a row" in text and "sft-0" in text
     monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(["inspect-data", str(loaded.source), "--rows", "1"]) == 0
-    assert "sft-0" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "sft: tokens of a row" in text and "sft-0" in text
     assert cli.main(["inspect-data", str(loaded.source), "--set", "x"]) == 1
 
 
@@ -102,7 +101,7 @@ def test_rows_that_cannot_be_scored_or_are_answered_already(
     rows[1]["messages"].append({"role": "assistant", "content": "4"})
     file = tmp_path / "odd.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = grpo_changes(world, tmp_path) | {
+    changes = grpo_changes(world) | {
         "actor_train.data_args.file_name": str(file),
         "rewards.digits.worker_cls": "exact_match",
         "rewards.digits.reward_kwargs": {},

@@ -97,11 +97,10 @@ JUDGED: dict[str, Any] = {
 
 @pytest.mark.e2e
 @pytest.mark.long
-def test_a_judge_on_a_role_and_one_in_a_reward_section(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+def test_a_judge_on_a_role_and_one_in_a_reward_section(run: Run, world: TinyWorld) -> None:
     own = role("hf_infer", [0]) | {"model_args": {"model_name_or_path": str(world.model), "dtype": "fp32"}}
     changes = {
         "max_steps": 1,
-        "rollout_dump_dir": str(tmp_path / "rollouts"),
         "is_offload_states": True,
         "reward_model": role("hf_infer", [0]),
         "reward_model.model_args.model_name_or_path": str(world.model),
@@ -111,7 +110,7 @@ def test_a_judge_on_a_role_and_one_in_a_reward_section(run: Run, world: TinyWorl
             "own": JUDGED | {"tag_included": ["odd"], "judge_model_type": "inference"} | own,
         },
     }
-    finished = run(changes, output=tmp_path)
+    finished = run(changes)
     model: Any = AutoModelForCausalLM.from_pretrained(world.model, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(world.model)
     (row,) = finished.steps

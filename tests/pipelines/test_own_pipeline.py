@@ -1,18 +1,18 @@
-"""A pipeline of a user's own, named in YAML by its dotted path."""
+"""A pipeline of a user's own, and a method on given rows (a class with keys, loss and batch), each named in YAML by its
+dotted path."""
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import Tensor
 
 from roll import cli
 from roll.config.checks.base import Checks, check_data_files
@@ -33,11 +33,15 @@ from roll.config.plan.planning import shared_plan, training_plan
 from roll.config.reading.fields import setting
 from roll.config.roles import ReferenceWorkerConfig, WorkerConfig
 from roll.config.run import RunConfig
-from roll.datasets import SftDataset
-from roll.methods.rows import demonstration_batch
+from roll.datasets import SftDataset, SftRow
+from roll.methods.base import MODEL_COLUMNS, Loss, Totals
+from roll.methods.rows import RowMethod, demonstration_batch
+from roll.methods.supervised import SupervisedConfig, SupervisedDefinition
 from roll.pipelines.run_lifetime import RunLifetime
-from roll.protocol.metrics import Mean
-from tests.support.tiny_runs import FinishedRun, TinyWorld, role, training_args
+from roll.protocol import DataProto
+from roll.protocol.metrics import Mean, Metrics
+from roll.strategies.base import Output, TensorBatch
+from tests.support.tiny_runs import FinishedRun, TinyWorld, let_go_of_process, role, training_args
 
 HERE = "tests.pipelines.test_own_pipeline"
 
@@ -112,11 +116,67 @@ def demonstrations(config: WatchedConfig, tokenizer: Any) -> Any:
     return SftDataset.build(config.pupil.data_args, tokenizer, config.sequence_length)
 
 
-def written_file(world: TinyWorld, output: Path, **changes: Any) -> Path:
+@dataclass(frozen=True)
+class SmoothedConfig(SupervisedConfig):
+    """Imitation in which early tokens of a response count less."""
+
+    pretrain: str = ""
+    ramp: int = setting(8, ge=1)
+    """Tokens until a token counts fully."""
+    imitator: WorkerConfig = field(default_factory=WorkerConfig)
+
+
+class Smoothed(SupervisedDefinition):
+    """Definition of the method."""
+
+    name = "smoothed"
+    config_class = SmoothedConfig
+    role = "imitator"
+    method_class = f"{HERE}.SmoothedImitation"
+    roles = (Role("imitator", TRAINS),)
+    headlines = (Headline("imitator/loss", "loss"),)
+
+
+@dataclass(frozen=True)
+class WeightedNll(Loss):
+    """The weighted mean of -log pi(y_t | y_<t) over all ranks."""
+
+    prefix: str = field(default="imitator/", kw_only=True)
+    columns = (*MODEL_COLUMNS, "weights")
+
+    def counts(self, batch: TensorBatch) -> Totals:
+        return {"weight": batch["weights"].double().sum()}
+
+    def __call__(self, outputs: TensorBatch, batch: TensorBatch, totals: Totals) -> tuple[Tensor, Metrics]:
+        nll = -(outputs[Output.LOG_PROBS] * batch["weights"]).sum()
+        return nll / float(totals["weight"]), {f"{self.prefix}loss": Mean(float(nll), float(batch["weights"].sum()))}
+
+
+class SmoothedImitation(RowMethod[SmoothedConfig, SftRow]):
+    """All that the run asks of a method."""
+
+    stream = "smoothed"
+    state_key = "rows"
+    loss = WeightedNll()
+
+    @classmethod
+    def data_set(cls, config: SmoothedConfig) -> Callable[..., SftDataset]:
+        return SftDataset.build
+
+    def batch(self, rows: Sequence[SftRow], pad: int, ranks: int = 1) -> DataProto:
+        batch = demonstration_batch(rows, pad)
+        mask = batch.batch["response_mask"]
+        batch.batch["weights"] = (mask.cumsum(1) / self.config.ramp).clamp(max=1.0) * mask
+        return batch
+
+
+def written_file(world: TinyWorld, output: Path, pipeline: str = "Watched", **changes: Any) -> Path:
     data = {"file_name": str(world.demonstrations), "messages": "messages", "response": "response"}
+    learner = role("fsdp2_train", [0], training_args=training_args(4, 2), data_args=data)
+    own = {"imitator": learner} if pipeline == "Smoothed" else {"pupil": learner, "onlooker": role("fsdp2_infer", [1])}
     settings = {
-        "pipeline": f"{HERE}.Watched",
-        "exp_name": "watched",
+        "pipeline": f"{HERE}.{pipeline}",
+        "exp_name": "own",
         "seed": 7,
         "pretrain": str(world.model),
         "output_dir": str(output),
@@ -127,11 +187,9 @@ def written_file(world: TinyWorld, output: Path, **changes: Any) -> Path:
         "memory_steps": 0,
         "rpc_timeout": 120,
         "sequence_length": 160,
-        "pupil": role("fsdp2_train", [0], training_args=training_args(4, 2), data_args=data),
-        "onlooker": role("fsdp2_infer", [1]),
     }
-    file = output / "watched.yaml"
-    file.write_text(yaml.safe_dump(settings | changes))
+    file = output / "own.yaml"
+    file.write_text(yaml.safe_dump(settings | own | changes))
     return file
 
 
@@ -163,7 +221,7 @@ def test_check_shows_its_plan_and_its_mistakes(
 def test_a_path_that_is_no_pipeline(
     world: TinyWorld, tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, rule: str
 ) -> None:
-    assert cli.main(["check", str(written_file(world, tmp_path, pipeline=path))]) == 2
+    assert cli.main(["check", str(written_file(world, tmp_path)), f"pipeline={path}"]) == 2
     message = " ".join(capsys.readouterr().err.split())
     assert rule in message and "pipeline" in message and "my_module.MyPipeline" in message
 
@@ -182,18 +240,43 @@ def test_a_pipeline_of_the_working_directory_is_found(
     assert "mine pipeline" in capsys.readouterr().out
 
 
-def test_run(world: TinyWorld, tmp_path: Path, shared_ray: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = written_file(world, tmp_path)
+@pytest.fixture
+def finished(
+    request: pytest.FixtureRequest, world: TinyWorld, tmp_path: Path, shared_ray: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[FinishedRun]:
+    """A run of the parameter's pipeline and keys."""
+    pipeline, changes = request.param
+    validation = {"data_args": {"file_name": str(world.validation_answers)}}
+    own = {"validation": validation} if pipeline == "Smoothed" else {}
     monkeypatch.setenv("RAY_ADDRESS", shared_ray)
-    with logging_restored():
-        assert cli.main(["run", str(file)]) == 0
-    steps = FinishedRun(tmp_path).steps
+    assert cli.main(["run", str(written_file(world, tmp_path, pipeline, **changes, **own))]) == 0
+    yield FinishedRun(tmp_path)
+    let_go_of_process()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("finished", [("Watched", {})], indirect=True, ids=[""])
+def test_run(finished: FinishedRun) -> None:
+    steps = finished.steps
     assert [row["system/global_step"] for row in steps] == [0, 1]
     # Both models are the same before the first update, which the onlooker does not see.
     assert steps[0]["onlooker/nll"] == pytest.approx(steps[0]["sft_train/loss"], rel=1e-5)
     assert steps[1]["onlooker/nll"] != pytest.approx(steps[1]["sft_train/loss"], rel=1e-5)
     assert all(row["time/imitate"] > 0 for row in steps)
-    assert "Surprise" in (tmp_path / "record/run.json").read_text()
+    assert "Surprise" in (finished.output / "record/run.json").read_text()
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    "finished", [("Smoothed", {"max_steps": 3, "save_steps": 2, "eval_steps": 2})], indirect=True, ids=[""]
+)
+def test_a_method_trains_and_evaluates(finished: FinishedRun) -> None:
+    losses = finished.values("imitator/loss")
+    assert len(losses) == 3 and 0 < losses[2] < losses[0]
+    validations = [row["val/loss"] for row in finished.with_metric("val/loss")]
+    assert len(validations) == 2 and validations[1] < validations[0]
+    assert (finished.output / "checkpoints" / "checkpoint-2").is_dir()
 
 
 def test_the_end_of_a_run_reaches_all_hooks_and_clusters_whichever_raises(world: TinyWorld, tmp_path: Path) -> None:
@@ -212,11 +295,9 @@ def test_the_end_of_a_run_reaches_all_hooks_and_clusters_whichever_raises(world:
     assert ended == ["hook", True]
 
 
-@contextmanager
-def logging_restored() -> Iterator[None]:
-    yield
-    package = logging.getLogger("roll")
-    for handler in list(package.handlers):
-        package.removeHandler(handler)
-    package.propagate = True
-    os.environ.pop("RAY_ADDRESS", None)
+def test_weights_rise_from_the_first_token_of_a_response() -> None:
+    row = SftRow("0", None, list(range(10)), 6)
+    method: Any = SmoothedImitation.__new__(SmoothedImitation)
+    method.config = SmoothedConfig(ramp=2)
+    weights = method.batch([row], 0).batch["weights"]
+    assert torch.equal(weights, torch.tensor([[0.0] * 6 + [0.5, 1.0, 1.0, 1.0]]))

@@ -89,9 +89,8 @@ def test_experts_are_rounded_and_their_gates_are_not(tmp_path: Path, family: str
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("form", ["fp8", pytest.param("nvfp4", marks=pytest.mark.long)])
-def test_engines_generate_with_the_rounded_weights(run: Run, world: TinyWorld, tmp_path: Path, form: Any) -> None:
-    changes = {"max_steps": 2, "weight_sync": {"quantization": form}, "dump_batches": 1}
+def test_engines_generate_with_the_rounded_weights(run: Run, world: TinyWorld, tmp_path: Path) -> None:
+    changes = {"max_steps": 1, "weight_sync": {"quantization": "fp8"}, "dump_batches": 1}
     finished = run(changes, output=tmp_path / "output")
     assert min(finished.values("actor/train_infer_log_diff_abs_mean")) > 1e-4, "the trainer's weights are not rounded"
     file = sorted((tmp_path / "output").rglob("batches/*"))[0]
@@ -101,7 +100,7 @@ def test_engines_generate_with_the_rounded_weights(run: Run, world: TinyWorld, t
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if name in names:
-                tensor.copy_(rounded(tensor, form))
+                tensor.copy_(rounded(tensor, "fp8"))
         ids, mask = batch["input_ids"], batch["attention_mask"]
         logits = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits
     log_probs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]

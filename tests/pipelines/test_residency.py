@@ -12,8 +12,7 @@ from roll.config.roles import GenerationWorkerConfig
 from roll.pipelines.model_calls import GENERATION, TRAINING, WEIGHTS, Residency
 from roll.pipelines.rows import RowsPipeline
 from roll.strategies.base import StateKind
-from tests.pipelines.conftest import Run
-from tests.support.tiny_runs import TinyWorld, dpo_settings, load_changed, role, training_args, untimed
+from tests.support.tiny_runs import TinyWorld, dpo_settings, load_changed
 
 
 class Recorder:
@@ -115,26 +114,6 @@ def test_roles_with_devices_of_their_own_never_move() -> None:
     residency.bring({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
     assert not told
     assert not residency.metrics()
-
-
-@pytest.mark.long
-@pytest.mark.e2e
-def test_a_run_whose_roles_take_turns_gives_the_same_numbers(run: Run) -> None:
-    """PPO with a critic, all roles on one device, through checkpoints and an export."""
-    changes: dict[str, Any] = {
-        "max_steps": 2,
-        "save_steps": 1,
-        "estimator": "gae",
-        "actor_infer.device_mapping": [0],
-        "actor_train.training_args": training_args(4, 2) | {"save_hf_model": True},
-        "critic": role("fsdp2_train", [0], training_args=training_args(4, 2)),
-    }
-    staying = run(changes)
-    moving = run(changes | {"is_offload_states": True})
-    assert [untimed(row) for row in moving.steps] == [untimed(row) for row in staying.steps]
-    for name in ("actor_train", "critic", "actor_infer"):
-        assert all(row[f"time/{name}/offload/total"] > 0 for row in moving.steps), name
-    assert not any(key.endswith("/offload/total") for row in staying.steps for key in row)
 
 
 @pytest.mark.parametrize("offloads", [False, True])

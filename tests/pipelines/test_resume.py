@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -14,12 +13,10 @@ from tests.pipelines.conftest import Run
 from tests.support.checkpoints import bucket  # noqa: F401  the fixture
 from tests.support.subprocess_runs import Start
 from tests.support.tiny_runs import (
-    GRPO_STEPS,
     HERE,
     FinishedRun,
     TinyWorld,
     constant_rate,
-    grpo_changes,
     load_changed,
     rlvr_settings,
     role,
@@ -44,7 +41,8 @@ PPO = {
     "target_kl": 0.01,
     "kl_horizon": 100,
     "actor_train.training_args": training_args(4, 2) | {"warmup_steps": 3, "save_hf_model": True},
-    "reference": role("fsdp2_infer", [1]),
+    "actor_infer.device_mapping": [0],
+    "reference": role("fsdp2_infer", [0]),
 }
 """Everything that remembers something: critic, adaptive KL, running moments, two optimizers and their schedules."""
 
@@ -58,64 +56,40 @@ def weights(finished: FinishedRun) -> bytes:
 
 
 @pytest.mark.long
-@pytest.mark.default_rows("ctrl-c")  # kill -9 at the worst moments: tests/faults/test_chaos.py
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["kill-9", "ctrl-c"])
-def test_grpo_after_a_signal_to_the_driver(
-    start: Start, grpo_run: FinishedRun, run: Run, world: TinyWorld, tmp_path: Path, number: signal.Signals
-) -> None:
-    """Killed, it goes on from its newest checkpoint; interrupted, from the last whole step, which it has saved."""
-    changes = grpo_changes(world, tmp_path)
-    slow = {"rewards.digits.worker_cls": f"{HERE}.rewards.slow_digit_share", "resume_from_checkpoint": True}
-    load_changed(rlvr_settings(world, tmp_path), changes | slow)
-    driver = start(tmp_path / "input" / "config.yaml", tmp_path)
-    driver.wait_for(lambda: driver.steps_done() >= 3)
-    driver.process.send_signal(number)
-    driver.process.communicate(timeout=60)
-    newest = 2 if number == signal.SIGKILL else 3
-    assert (tmp_path / "checkpoints" / f"checkpoint-{newest}").is_dir()
-    assert (tmp_path / "checkpoints" / "checkpoint-2").is_dir()
-    assert driver.steps_done() < GRPO_STEPS
-
-    resumed = run(changes | {"resume_from_checkpoint": True}, output=tmp_path)
-    assert [row["step"] for row in resumed.steps] == list(range(GRPO_STEPS)), "the third step counts once"
-    assert later_steps(resumed, 0) == later_steps(grpo_run, 0)
-    assert weights(resumed) == weights(grpo_run)
-    log = (tmp_path / "logs" / "run.log").read_text()
-    assert "continuing from" in log
-
-
-@pytest.mark.long
-def test_ppo_with_everything_that_has_a_memory(run: Run, world: TinyWorld) -> None:
-    changes = PPO | {"critic": role("fsdp2_train", [1], training_args=training_args(4, 2, 3e-3))}
+def test_ppo_with_everything_that_has_a_memory(run: Run) -> None:
+    """Whether roles stay on the devices that they share or take turns on them."""
+    changes = PPO | {"critic": role("fsdp2_train", [0], training_args=training_args(4, 2, 3e-3))}
     whole = run(changes)
     checkpoint = whole.output / "checkpoints" / "checkpoint-2"
-    resumed = run(changes | {"resume_from_checkpoint": str(checkpoint)})
+    resumed = run(changes | {"resume_from_checkpoint": str(checkpoint), "is_offload_states": True})
     assert [row["step"] for row in resumed.steps] == [2, 3]
     assert later_steps(resumed, 2) == later_steps(whole, 2)
     assert weights(resumed) == weights(whole)
+    for name in ("actor_train", "critic", "reference", "actor_infer"):
+        assert all(row[f"time/{name}/offload/total"] > 0 for row in resumed.steps), name
+    assert not any(key.endswith("/offload/total") for row in whole.steps for key in row)
     assert len(set(whole.values("critic/kl_coef"))) > 2, "the KL controller must have adapted"
     assert len(set(whole.values("critic/lr"))) > 2, "the critic's schedule must have moved"
 
 
 def test_sft(run: Run, world: TinyWorld) -> None:
     changes = {
-        "max_steps": 6,
+        "max_steps": 4,
         "save_steps": 2,
         "eval_steps": 3,
         "sft_train.training_args": training_args(4, 2) | {"warmup_steps": 4, "save_hf_model": True},
         "validation": {"data_args": {"file_name": str(world.demonstrations), "messages": "messages"}},
     }
     whole = run(changes, pipeline="sft")
-    checkpoint = whole.output / "checkpoints" / "checkpoint-4"
+    checkpoint = whole.output / "checkpoints" / "checkpoint-2"
     resumed = run(changes | {"resume_from_checkpoint": str(checkpoint)}, pipeline="sft")
-    assert later_steps(resumed, 4) == later_steps(whole, 4)
+    assert later_steps(resumed, 2) == later_steps(whole, 2)
     assert weights(resumed) == weights(whole)
     losses = whole.values("sft_train/loss")
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.long
-@pytest.mark.default_rows("file")  # a bucket: tests/checkpoint/test_store.py
+@pytest.mark.matrix  # what a store does: tests/checkpoint/test_store.py
 @pytest.mark.parametrize("kind", ["file", "bucket"])
 def test_a_run_whose_folder_is_gone_goes_on_from_the_store(
     request: pytest.FixtureRequest, start: Start, run: Run, world: TinyWorld, tmp_path: Path, kind: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +17,11 @@ def domain(reward: str, tag: str, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def finished(run: Run, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+def finished(run: Run) -> FinishedRun:
     """Two domains whose rewards fail for a quarter of all texts: left out in one, worth -5 in the other. The sections
     of reference and critic have nothing to do."""
-    output: Path = tmp_path_factory.mktemp("domains")
     changes = {
         "max_steps": 4,
-        "rollout_dump_dir": str(output / "rollouts"),
         "rewards": {
             "masked": domain("fails_for_some", "even"),
             "valued": domain("fails_for_some", "odd", on_error="value", error_value=-5),
@@ -34,7 +31,7 @@ def finished(run: Run, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         "reference": role("fsdp2_infer", [0]),
         "critic": role("fsdp2_train", [1], training_args=training_args(8, 2, 1e-2)),
     }
-    return run(changes, output=output)
+    return run(changes)
 
 
 def test_rows_go_to_the_domain_of_their_tag_in_the_shares_asked_for(finished: FinishedRun) -> None:
@@ -75,11 +72,10 @@ def test_nothing_is_computed_that_nothing_uses(finished: FinishedRun) -> None:
     assert started == {"actor_train", "actor_infer", "rewards.masked", "rewards.valued"}
 
 
-def test_a_step_is_filled_with_groups_that_differ_inside(run: Run, tmp_path: Path) -> None:
+def test_a_step_is_filled_with_groups_that_differ_inside(run: Run) -> None:
     """Two questions in three give all their samples the same score and are replaced by others."""
     changes = {
         "max_steps": 4,
-        "rollout_dump_dir": str(tmp_path / "rollouts"),
         "rewards.digits.worker_cls": f"{HERE}.rewards.by_question",
         "rewards.digits.query_filter_config": {"type": "std_filter", "filter_args": {"std_threshold": 0.001}},
         "rewards.digits.world_size": 2,
@@ -87,7 +83,7 @@ def test_a_step_is_filled_with_groups_that_differ_inside(run: Run, tmp_path: Pat
         "is_use_additional_prompts": True,
         "max_additional_running_prompts": 3,
     }
-    finished = run(changes, output=tmp_path)
+    finished = run(changes)
     for row in finished.steps:
         assert row["scheduler/query_use_count"] == 4
         assert row["system/samples"] == 16

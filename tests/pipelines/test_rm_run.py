@@ -1,19 +1,25 @@
-"""Reward-model runs against a plain loop, in every layout, and the exported model as the reward of a run."""
+"""Reward-model runs against a plain loop, in every layout, and such models as the rewards of a run."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2ForSequenceClassification,
+)
 
 from roll import cli
-from roll.tracking import METRICS_NAME, read_metrics
 from tests.pipelines.conftest import Run
 from tests.support.tiny_runs import (
+    HERE,
     FinishedRun,
     TinyWorld,
     constant_rate,
@@ -24,7 +30,7 @@ from tests.support.tiny_runs import (
     training_args,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = pytest.mark.e2e
 
 LEARNING_RATE, STEPS, PAIRS, SEED = 1e-4, 3, 8, 7
 NUMBERS = ("reward/loss", "reward/acc", "reward/chosen_score", "reward/reject_score", "reward/grad_norm")
@@ -78,53 +84,23 @@ def assert_same(run: FinishedRun, wanted: list[dict[str, float]], rel: float = 2
 
 
 @pytest.fixture(scope="module")
-def whole(run: Run) -> FinishedRun:
-    return run({}, pipeline="rm")
+def wanted(world: TinyWorld) -> list[dict[str, float]]:
+    found = plain_rm(world, drawn_pairs("rm", STEPS, PAIRS))
+    assert found[2]["reward/loss"] < found[0]["reward/loss"], "three steps must change something"
+    return found
 
 
-def test_a_run_is_a_plain_loop(whole: FinishedRun, world: TinyWorld) -> None:
-    wanted = plain_rm(world, drawn_pairs("rm", STEPS, PAIRS))
-    assert wanted[2]["reward/loss"] < wanted[0]["reward/loss"], "three steps must change something"
-    assert_same(whole, wanted)
+LAYOUTS = {"one rank": {}, **supervised_layouts("reward_train")}
 
 
-LAYOUTS = supervised_layouts("reward_train")
-
-
+@pytest.mark.long
 @pytest.mark.default_rows("token budget")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_gives_the_same_numbers(run: Run, whole: FinishedRun, name: str) -> None:
-    assert_same(run(LAYOUTS[name], pipeline="rm"), whole.steps)
+def test_every_layout_gives_the_numbers_of_a_plain_loop(run: Run, wanted: list[dict[str, float]], name: str) -> None:
+    assert_same(run(LAYOUTS[name], pipeline="rm"), wanted)
 
 
-@pytest.fixture(scope="module")
-def rankings(world: TinyWorld) -> Path:
-    """From two to four responses to a question, with scores."""
-    path = world.folder / "rankings.jsonl"
-    pairs = list(map(json.loads, world.preferences.read_text().splitlines()))
-    rows = []
-    for index, pair in enumerate(pairs):
-        responses = [pair["chosen"], pair["rejected"], "no", "#### 1 #### 2"][: 2 + index % 3]
-        scores = [2, 1, 0, 0][: len(responses)]
-        row = {"id": pair["id"], "prompt": pair["instruction"], "responses": responses, "scores": scores}
-        rows.append(row | {"margin": index % 3 / 2})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_rankings_do_not_depend_on_the_layout(run: Run, rankings: Path) -> None:
-    changes = {
-        "reward_train.data_args": {"file_name": str(rankings)},
-        "margin_key": "margin",
-        "center_rewards_coefficient": 0.01,
-        "label_smoothing": 0.1,
-    }
-    one = run(changes, pipeline="rm")
-    two = run(LAYOUTS["two ranks, shared prompts"] | changes, pipeline="rm")
-    assert_same(two, one.steps)
-    assert any(name.startswith("reward/acc_margin/") for name in one.steps[0])
-
-
+@pytest.mark.matrix
 def test_steps_of_one_response_do_not_depend_on_the_layout(run: Run, world: TinyWorld) -> None:
     """Scores behind every step, and the new head of a LoRA model trained with its adapters."""
     path = world.folder / "steps.jsonl"
@@ -151,6 +127,7 @@ def test_steps_of_one_response_do_not_depend_on_the_layout(run: Run, world: Tiny
     assert one.steps[-1]["reward/loss"] < one.steps[0]["reward/loss"]
 
 
+@pytest.mark.long
 def test_it_goes_on_where_it_was_and_its_model_scores_in_a_run(run: Run, world: TinyWorld, tmp_path: Path) -> None:
     changes = {
         "max_steps": 4,
@@ -164,7 +141,7 @@ def test_it_goes_on_where_it_was_and_its_model_scores_in_a_run(run: Run, world: 
     resumed = run(changes | {"resume_from_checkpoint": str(checkpoint)}, pipeline="rm")
     assert [row["step"] for row in resumed.steps] == [2, 3]
     assert [learned(row) for row in resumed.steps] == [learned(row) for row in first.steps[2:]]
-    validations = [row for row in read_metrics(first.logs / METRICS_NAME) if "val/acc" in row]
+    validations = first.with_metric("val/acc")
     assert validations[1]["val/loss"] < validations[0]["val/loss"]
     assert validations[1]["val/acc"] > 0.9 and 0 < validations[1]["val/ece"] < 0.5
     assert -1 <= validations[1]["val/length_correlation"] <= 1
@@ -178,27 +155,82 @@ def test_it_goes_on_where_it_was_and_its_model_scores_in_a_run(run: Run, world: 
     assert {name: described[name] for name in ("score_input", "pad_token_id")} == {
         name: config[name] for name in ("score_input", "pad_token_id")
     }
-    scores_in_a_run(run, world, first.output / "model", config, tmp_path)
+    scores_in_a_run(run, world, first.output / "model", config)
 
 
-def scores_in_a_run(run: Run, world: TinyWorld, folder: Path, config: dict[str, Any], output: Path) -> None:
+def scores_in_a_run(run: Run, world: TinyWorld, folder: Path, config: dict[str, Any]) -> None:
     """The reward worker scores the very tokens that were trained, and normalises by what was saved."""
     model = role("hf_infer", [1], infer_batch_size=4)
     model["model_args"] |= {"model_name_or_path": str(folder), "model_type": "auto_sequence_classification"}
     settings: dict[str, Any] = {
-        "rollout_dump_dir": str(output / "rollouts"),
         "reward_model": model,
         "max_steps": 1,
         "rewards": {"preference": {"worker_cls": "reward_model", "reward_kwargs": {"normalize": True}}},
     }
-    run(settings, output=output)
+    done = run(settings)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     trained = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     questions = {row["id"]: row["messages"][0]["content"] for row in map(json.loads, world.train.open())}
-    samples = [json.loads(line) for line in (output / "rollouts/train-000000.jsonl").open()]
-    for sample in samples[:6]:
+    for sample in done.samples(0)[:6]:
         question = questions[sample["prompt_id"].partition("@")[0]]
         with torch.no_grad():
             raw = float(chat_score(trained, tokenizer, question, sample["response"]))
         wanted = (raw - config["score_mean"]) / config["score_std"]
         assert sample["score"] == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def reward_model(world: TinyWorld, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the policy's tokenizer."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("reward_model")
+    tokenizer = AutoTokenizer.from_pretrained(world.model)
+    config = AutoConfig.from_pretrained(world.model, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_scores_are_those_of_the_model_alone(run: Run, world: TinyWorld, reward_model: Path) -> None:
+    model = role("hf_infer", [1], infer_batch_size=4)
+    model["model_args"] |= {"model_name_or_path": str(reward_model), "model_type": "auto_sequence_classification"}
+    changes: dict[str, Any] = {
+        "reward_model": model,
+        "rewards": {
+            "preference": {"worker_cls": "reward_model", "tag_included": ["even"], "reward_kwargs": {"squash": "tanh"}},
+            "both": {
+                "tag_included": ["odd"],
+                "components": {
+                    "reward_model": {"weight": 0.5},
+                    "digits": {"worker_cls": f"{HERE}.rewards.digit_share"},
+                },
+            },
+        },
+        "validation": {"data_args": {"file_name": [str(world.validation)], "messages": "messages"}},
+        "eval_steps": 2,
+    }
+    finished = run(changes)
+    questions = {}
+    for line in (*world.train.open(), *world.validation.open()):
+        row = json.loads(line)
+        questions[row["id"]] = row["messages"]
+    tokenizer = AutoTokenizer.from_pretrained(reward_model)
+    model_alone = AutoModelForSequenceClassification.from_pretrained(reward_model, dtype=torch.float32).eval()
+    domains = set()
+    for row in finished.steps:
+        samples = finished.samples(row["step"])
+        raw = []
+        for sample in samples:
+            domains.add(sample["domain"])
+            (question,) = questions[sample["prompt_id"].partition("@")[0]]
+            with torch.no_grad():
+                score = float(chat_score(model_alone, tokenizer, question["content"], sample["response"]))
+            raw.append(score)
+            digits = sum(map(str.isdigit, sample["response"])) / max(len(sample["response"]), 1)
+            expected = math.tanh(score) if sample["domain"] == "preference" else 0.5 * score + digits
+            assert sample["score"] == pytest.approx(expected, abs=1e-4)
+        of = [score for score, sample in zip(raw, samples, strict=True) if sample["domain"] == "both"]
+        if of:
+            assert row["reward/both/reward_model/raw"] == pytest.approx(sum(of) / len(of), abs=1e-4)
+            assert row["reward/both/reward_model/error_rate"] == 0.0
+    assert domains == {"preference", "both"}

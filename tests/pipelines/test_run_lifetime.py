@@ -60,10 +60,10 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-def test_a_full_disk_is_told_from_other_failures(number: int) -> None:
-    refused = OutputRefused.of(RuntimeError(f"rank 0: SafetensorError: I/O error: {os.strerror(number)} (os error)"))
-    assert refused is not None and os.strerror(number) in str(refused) and "roll export" in str(refused)
+def test_a_full_disk_is_told_from_other_failures() -> None:
+    for said in map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EROFS)):
+        refused = OutputRefused.of(RuntimeError(f"rank 0: SafetensorError: I/O error: {said} (os error)"))
+        assert refused is not None and said in str(refused) and "roll export" in str(refused)
     assert OutputRefused.of(RuntimeError("rank 0 was killed by SIGKILL")) is None
 
 
@@ -101,11 +101,6 @@ class Writers:
         return said if isinstance(said, Answer) else Answer(said)
 
 
-@pytest.fixture
-def manager(tmp_path: Path) -> CheckpointManager:
-    return CheckpointManager(tmp_path)
-
-
 def names(manager: CheckpointManager) -> list[str]:
     return sorted(path.name for path in manager.root.iterdir())
 
@@ -116,7 +111,8 @@ def pending(manager: CheckpointManager, *writers: Any) -> PendingCheckpoint:
     return checkpoint
 
 
-def test_it_is_written_when_every_rank_of_every_role_says_so(manager: CheckpointManager) -> None:
+def test_it_is_written_when_every_rank_of_every_role_says_so(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
     checkpoint = pending(manager, Writers([True, False]), Writers([True, True]))
     assert not checkpoint.is_written()
     assert checkpoint.is_written()
@@ -126,8 +122,8 @@ def test_it_is_written_when_every_rank_of_every_role_says_so(manager: Checkpoint
     assert found is not None and found.step == 2 and (found.path / "weights").read_text() == "1"
 
 
-def test_a_busy_rank_is_not_waited_for(manager: CheckpointManager) -> None:
-    busy = Writers(None)
+def test_a_busy_rank_is_not_waited_for(tmp_path: Path) -> None:
+    busy, manager = Writers(None), CheckpointManager(tmp_path)
     checkpoint = pending(manager, busy)
     assert not checkpoint.is_written() and not checkpoint.is_written()
     assert busy.asked == [False], "asked once, and not again before it answered"
@@ -135,8 +131,9 @@ def test_a_busy_rank_is_not_waited_for(manager: CheckpointManager) -> None:
     assert busy.asked == [False, True] and names(manager) == ["checkpoint-2"]
 
 
-def test_nothing_appears_where_a_rank_could_not_write_or_the_run_ends(manager: CheckpointManager) -> None:
+def test_nothing_appears_where_a_rank_could_not_write_or_the_run_ends(tmp_path: Path) -> None:
     """Whether or not a poll has been told of it before."""
+    manager = CheckpointManager(tmp_path)
     for failed, polled in ((OSError("disk full"), False), (LateAnswer(OSError("disk full")), True)):
         checkpoint = pending(manager, Writers(failed))
         assert not (polled and checkpoint.is_written())
@@ -144,12 +141,10 @@ def test_nothing_appears_where_a_rank_could_not_write_or_the_run_ends(manager: C
             checkpoint.publish()
         assert names(manager) == []
     interrupted = pending(manager, Writers(None))
-    with pytest.raises(KeyboardInterrupt):
-        try:
-            raise KeyboardInterrupt
-        except BaseException:
-            interrupted.discard()
-            raise
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        interrupted.discard()
     assert names(manager) == []
 
 

@@ -119,14 +119,9 @@ def test_layout_of_the_update(run: Run, reference_run: FinishedRun, name: str) -
         assert row[f"actor/{metric}"] == pytest.approx(expected[f"actor/{metric}"], **UPDATE), metric
     for metric in ("actor/valid_samples", "actor/total_samples", "actor/lr", "critic/lr"):
         assert row[metric] == expected[metric]
-
-
-@pytest.mark.long
-def test_the_case_says_something(reference_run: FinishedRun) -> None:
-    (row,) = reference_run.steps
-    assert row["actor/ratio_max"] > 1.01, "later optimizer steps must be off-policy"
-    assert row["token/response_length/max"] > row["token/response_length/min"]
-    assert min(row["actor/grad_norm"], row["critic/grad_norm"]) > 0.01
+    assert expected["actor/ratio_max"] > 1.01, "later optimizer steps must be off-policy"
+    assert expected["token/response_length/max"] > expected["token/response_length/min"]
+    assert min(expected["actor/grad_norm"], expected["critic/grad_norm"]) > 0.01
 
 
 EPISODES = {
@@ -148,6 +143,7 @@ EPISODE_LAYOUTS = {
     "a row a turn": layout([0], 4, 2) | STEPS,
     "a row a turn, two ranks": layout([0, 1], 4, 1) | STEPS,
     "a row a turn, two ranks, shared prompts": layout([0, 1], 4, 1, use_prefix_sharing=True) | STEPS,
+    "tensor ranks": megatron(*[{"tensor_model_parallel_size": 2}] * 2),
 }
 
 
@@ -157,7 +153,7 @@ def episodes_run(run: Run) -> FinishedRun:
 
 
 @pytest.mark.long
-@pytest.mark.default_rows("two ranks, packed", "a row a turn, two ranks, shared prompts")
+@pytest.mark.default_rows("a row a turn, two ranks, shared prompts")
 @pytest.mark.parametrize("name", EPISODE_LAYOUTS)
 def test_layout_of_the_update_on_episodes(run: Run, episodes_run: FinishedRun, name: str) -> None:
     (row,), (expected,) = run(EPISODES | EPISODE_LAYOUTS[name], "agentic").steps, episodes_run.steps

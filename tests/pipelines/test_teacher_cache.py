@@ -1,4 +1,5 @@
-"""The teacher's log-probs on disk, and columns made of them."""
+"""What runs leave on disk for others: the teacher's log-probs and columns made of them; rollouts (what is learnt from
+them: ``test_vision_run.py``)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,12 @@ from safetensors.torch import save_file
 
 from roll.config.reading.errors import ConfigError
 from roll.config.roles import ModelArguments
+from roll.config.run import RolloutMockConfig
+from roll.datasets import DataError
 from roll.methods.distill import RowTargets, TeacherCache, columns_from, row_key, rows_of, weights_identity
+from roll.pipelines.batches import RecordedRollouts
+from roll.protocol import DataProto
+from tests.config.good import changed, load
 
 MADE_WITH = {"teacher": "big", "logits_topk": 3}
 
@@ -98,21 +104,47 @@ def test_a_teacher_is_known_by_its_weights(tmp_path: Path) -> None:
         identity(folder("teacher", 0), model_config_kwargs={"rope_theta": 1.0}),
     ]
     assert len({first, adapted, *others}) == 5
-
-
-def test_a_teacher_is_known_by_its_config_and_by_weights_of_other_formats(tmp_path: Path) -> None:
-    def identity(name: str, config: dict[str, Any], weights: torch.Tensor) -> str:
-        (tmp_path / name).mkdir(exist_ok=True)
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        torch.save({"w": weights}, tmp_path / name / "pytorch_model-00001-of-00001.bin")
-        return json.dumps(weights_identity(str(tmp_path / name), ModelArguments()))
-
     weights = torch.zeros(64, 1024)
     other = weights.clone()
     other[40, 3] = 1.0
-    first = identity("teacher", {"rope_theta": 1e4, "_name_or_path": "a"}, weights)
+
+    def pickled(name: str, config: dict[str, Any], weights: torch.Tensor) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        torch.save({"w": weights}, tmp_path / name / "pytorch_model-00001-of-00001.bin")
+        return identity(tmp_path / name)
+
+    first = pickled("pickled", {"rope_theta": 1e4, "_name_or_path": "a"}, weights)
     assert str(tmp_path) not in first
-    assert identity("copy", {"_name_or_path": "b", "rope_theta": 1e4}, weights) == first
-    assert (
-        len({first, identity("copy", {"rope_theta": 1e6}, weights), identity("copy", {"rope_theta": 1e4}, other)}) == 3
+    assert pickled("again", {"_name_or_path": "b", "rope_theta": 1e4}, weights) == first
+    changed = [pickled("again", {"rope_theta": 1e6}, weights), pickled("again", {"rope_theta": 1e4}, other)]
+    assert len({first, *changed}) == 3, "known by its configuration and by weights of other formats"
+
+
+def recorded(tmp_path: Path, mode: str) -> RecordedRollouts:
+    section = {"enable": True, "mode": mode, "dump_dir": str(tmp_path / "rollouts")}
+    config = load(tmp_path, changed({"rollout_mock": section})).config
+    assert isinstance(config.rollout_mock, RolloutMockConfig)
+    return RecordedRollouts(config, tmp_path)
+
+
+def test_what_is_written_is_read_and_nothing_else(tmp_path: Path) -> None:
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    batch = DataProto.from_dict(
+        {"attention_mask": mask, "scores": torch.tensor([1.0, float("nan"), 0.5])}, non_tensors={"tag": list("abc")}
     )
+    writer, reader = recorded(tmp_path, "dump"), recorded(tmp_path, "mock")
+    assert (writer.writes, writer.replays, reader.writes, reader.replays) == (True, False, False, True)
+    writer.write(4, batch)
+    found, metrics = reader.read(4, 3)
+    assert torch.equal(found.batch["attention_mask"], mask) and list(found.non_tensor_batch["tag"]) == list("abc")
+    assert torch.equal(found.batch["scores"].isnan(), torch.tensor([False, True, False]))
+    assert set(metrics) == {"system/samples", "system/tokens"}
+    with pytest.raises(DataError, match="no rollout was written for step 5"):
+        reader.read(5, 3)
+    writer.write(6, batch[:2])
+    with pytest.raises(DataError, match="2 samples, but rollout_batch_size x num_return_sequences_in_group is 3"):
+        reader.read(6, 3)
+    (tmp_path / "rollouts" / "rollout_step_000007.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(DataError, match="holds no rollout"):
+        reader.read(7, 3)

@@ -70,9 +70,3 @@ def test_distillation_as_an_advantage(translated_run: Callable[[str], FinishedRu
     assert done.values("actor/pg_loss") == pytest.approx(done.values("opd/teacher/kl"), rel=1e-5)
     assert done.values("opd/teacher/kl")[0] > 0.1 and len(done.steps) == STEPS
     assert "got the score 0" not in (done.logs / "run.log").read_text()
-
-
-def test_distillation_of_the_most_probable_tokens(translated_run: Callable[[str], FinishedRun]) -> None:
-    """The divergence falls from step to step."""
-    found = translated_run(f"{LOSS}.loss_mode=forward_kl_topk {LOSS}.topk=8").values("actor/opd_loss")
-    assert len(found) == STEPS and found[2] < found[1] < found[0]

@@ -31,6 +31,7 @@ def test_trainer_and_engine_agree_at_every_step(run: Run, wide_heads: TinyWorld,
     assert all(length > 1 for length in finished.values("token/response_length/mean"))
 
 
+@pytest.mark.matrix
 def test_a_teacher_in_an_engine_teaches_what_one_in_a_strategy_does(run: Run, wide_heads: TinyWorld) -> None:
     models = {"student_pretrain": str(wide_heads.model), "teacher_pretrain": str(wide_heads.teacher), "max_steps": 2}
     options = {"max_num_seqs": 8}
@@ -43,6 +44,7 @@ def test_a_teacher_in_an_engine_teaches_what_one_in_a_strategy_does(run: Run, wi
             assert mine[name] == pytest.approx(wanted[name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.matrix
 def test_evaluations_answer_as_under_the_embedded_engine(run: Run, wide_heads: TinyWorld) -> None:
     """Greedily, the second model after an exchange of weights."""
     found = []

@@ -60,11 +60,6 @@ def senders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, WeightSender]
     return {name: WeightSender(build_transport(name, folder, "gloo", "127.0.0.1")) for name in names}
 
 
-@pytest.fixture(params=["object_store", "broadcast", "safetensors"])
-def sender(request: pytest.FixtureRequest, senders: dict[str, WeightSender]) -> WeightSender:
-    return senders[request.param]
-
-
 def send(
     sender: WeightSender,
     engines: Cluster,
@@ -79,29 +74,26 @@ def send(
     return sender.send(iter_buckets(weights.items(), 2**17), receivers, Update(3, 60, patience=patience))
 
 
-def test_right_weights_pass(sender: WeightSender, engines: Cluster, weights: dict[str, torch.Tensor]) -> None:
-    report = send(sender, engines, weights, ["", ""])
+@pytest.mark.parametrize(
+    ("transport", "fault"), [("object_store", "swap"), ("broadcast", "corrupt"), ("safetensors", "drop")]
+)
+def test_right_weights_pass_and_a_faulty_engine_and_its_tensors_are_named(
+    senders: dict[str, WeightSender],
+    engines: Cluster,
+    weights: dict[str, torch.Tensor],
+    transport: str,
+    fault: str,
+) -> None:
+    """``tests/weight_sync`` has every fault by every transport, without processes."""
+    report = send(senders[transport], engines, weights, ["", ""])
     assert report.num_tensors == len(weights)
     assert report.num_bytes == sum(tensor.nbytes for tensor in weights.values())
     assert report.num_buckets > 2, "the case needs several buckets"
-
-
-@pytest.mark.default_rows("object_store-swap-*", "broadcast-corrupt-*", "safetensors-drop-*")
-@pytest.mark.parametrize(
-    ("fault", "expected"),
-    [
-        ("corrupt", rf"engine 1 holds other values than the trainer sent in 1 of \d+ tensors \({FIRST_NORM}\)"),
-        ("drop", rf"engine 1 holds other values than the trainer sent in 1 of \d+ tensors \({FIRST_NORM}\)"),
-        ("swap", rf"engine 1 holds other values .* in 2 of \d+ tensors \({FIRST_NORM}, {SECOND_NORM}\)"),
-    ],
-)
-def test_the_faulty_engine_and_its_tensors_are_named(
-    sender: WeightSender, engines: Cluster, weights: dict[str, torch.Tensor], fault: str, expected: str
-) -> None:
     new = {name: tensor * 1.5 for name, tensor in weights.items()}
-    with pytest.raises(WeightSyncError, match=f"weight update 3: {expected}"):
-        send(sender, engines, new, ["", fault])
-    assert send(sender, engines, weights, ["", ""]).num_tensors == len(weights), "the next update puts it right"
+    wrong = f"{FIRST_NORM}, {SECOND_NORM}" if fault == "swap" else FIRST_NORM
+    with pytest.raises(WeightSyncError, match=rf"update 3: engine 1 holds other .* of \d+ tensors \({wrong}\)"):
+        send(senders[transport], engines, new, ["", fault])
+    assert send(senders[transport], engines, weights, ["", ""]).num_tensors == len(weights), "the next puts it right"
 
 
 def test_an_engine_that_fails_is_named(senders: Any, engines: Cluster, weights: dict[str, torch.Tensor]) -> None:

@@ -46,16 +46,6 @@ def test_blocks_survive_what_a_crash_leaves(tmp_path: Path) -> None:
     assert file.with_name("samples.blocks.previous").is_file()
 
 
-def test_infinities_of_the_configuration_are_text(tmp_path: Path) -> None:
-    """``JSON.parse`` of a browser knows no ``Infinity``: the page would stay empty."""
-    config = {"rewards": {"math": {"reward_kwargs": {"tolerance": float("inf"), "range": [0, float("nan")]}}}}
-    run = read_run(made_run(tmp_path, [made_block(0, 2, 3, 5, random.Random(0))], config))
-    write_page([run], tmp_path / "report.html")
-    about = parts((tmp_path / "report.html").read_text())["about"]
-    json.dumps(about, allow_nan=False)
-    assert about["runs"][0]["config"]["rewards.math.reward_kwargs.tolerance"] == "inf"
-
-
 def test_record_stays_within_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log = SampleLog(tmp_path / "samples.blocks", 150)
     for step in range(20):
@@ -65,18 +55,26 @@ def test_record_stays_within_its_size(tmp_path: Path, caplog: pytest.LogCaptureF
     assert caplog.text.count("later samples are not kept") == 1
 
 
+def written(folder: Path, blocks: list[dict[str, Any]], config: dict[str, Any] | None = None, **keys: Any) -> str:
+    """The page of a made run."""
+    write_page([read_run(made_run(folder / "run", blocks, config, **keys))], folder / "report.html")
+    return (folder / "report.html").read_text()
+
+
 def test_hostile_text_is_data(tmp_path: Path) -> None:
+    """So are infinities of the configuration: ``JSON.parse`` of a browser knows none, and the page would stay empty."""
     rng = random.Random(0)
     blocks = [made_block(step, 2, 3, 5, rng, HOSTILE) for step in range(2)]
-    run = read_run(made_run(tmp_path / "run", blocks, {"note": HOSTILE}, name=HOSTILE))
-    write_page([run], tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
+    config = {"note": HOSTILE, "rewards": {"math": {"tolerance": float("inf"), "range": [0, float("nan")]}}}
+    page = written(tmp_path, blocks, config, name=HOSTILE)
     assert "hacked" not in page.split("</title>")[1], "the text stands outside of its encoding"
     assert "<script>window" not in page
     found = parts(page)
     readable = HOSTILE.encode("utf-8", "replace").decode()
     assert found["s0-0"]["pieces"][-1] == readable
-    assert found["about"]["runs"][0]["config"]["note"].startswith("</script>")
+    shown = found["about"]["runs"][0]["config"]
+    assert shown["note"].startswith("</script>") and shown["rewards.math.tolerance"] == "inf"
+    json.dumps(found["about"], allow_nan=False)
     policy = re.search(r'Content-Security-Policy" content="([^"]+)"', page)
     assert policy is not None
     assert "default-src 'none'" in policy[1]
@@ -85,10 +83,7 @@ def test_hostile_text_is_data(tmp_path: Path) -> None:
 
 def test_index_says_what_the_blocks_hold(tmp_path: Path) -> None:
     rng = random.Random(0)
-    blocks = [made_block(step, 3, 4, 6, rng) for step in range(5)]
-    run = read_run(made_run(tmp_path / "run", blocks))
-    assert write_page([run], tmp_path / "report.html") == 60
-    found = parts((tmp_path / "report.html").read_text())
+    found = parts(written(tmp_path, [made_block(step, 3, 4, 6, rng) for step in range(5)]))
     index = found["i0"]
     assert index["size"] == 60
     for i in range(60):
@@ -113,14 +108,11 @@ def test_of_too_many_samples_whole_steps_are_left_out_evenly(tmp_path: Path) -> 
     assert max(b - a for a, b in itertools.pairwise(steps)) <= 5
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    block = made_block(0, 1, 2, 3, random.Random(0))
-    runs = [read_run(made_run(tmp_path / f"seed{seed}", [block])) for seed in (1, 2)]
-    assert run_labels(runs) == ["seed1", "seed2"]
-
-
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And names: runs of one name are told apart by their folders."""
     run = made_run(tmp_path / "run", [made_block(s, 2, 4, 5, random.Random(s)) for s in range(4)])
+    other = made_run(tmp_path / "other", [made_block(0, 1, 2, 3, random.Random(0))])
+    assert run_labels([read_run(run), read_run(other)]) == ["run", "other"]
     assert main(["report", str(run), "--out", str(tmp_path / "out/page.html")]) == 0
     assert "32 samples" in capsys.readouterr().out
     assert (tmp_path / "out/page.html").is_file()
@@ -130,7 +122,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "must be the output_dir of a run" in capsys.readouterr().err
 
 
-def test_a_run_in_progress_can_be_read(tmp_path: Path) -> None:
+def test_a_run_in_progress_can_be_read_and_its_guard_writes_what_it_could_not(tmp_path: Path) -> None:
     """Without a last line, a last block, a configuration and an outcome."""
     run = made_run(tmp_path / "run", [made_block(s, 1, 2, 3, random.Random(s)) for s in range(3)])
     for name in (f"{RECORD_FOLDER}/{SAMPLES_NAME}", "logs/metrics.jsonl", f"{RECORD_FOLDER}/timeline.jsonl"):
@@ -138,9 +130,5 @@ def test_a_run_in_progress_can_be_read(tmp_path: Path) -> None:
         (run / name).write_bytes(data[:-7])
     (run / "config.yaml").unlink()
     assert write_page([read_run(run)], tmp_path / "report.html") == 4
-
-
-def test_the_guard_of_a_run_writes_what_the_run_could_not(tmp_path: Path) -> None:
-    run = made_run(tmp_path / "run", [made_block(s, 1, 2, 3, random.Random(s)) for s in range(3)])
     subprocess.run(report_command(run), check=True)
-    assert "s0-2" in parts((run / "report.html").read_text())
+    assert "s0-1" in parts((run / "report.html").read_text())

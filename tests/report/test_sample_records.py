@@ -53,9 +53,7 @@ def batch() -> DataProto:
         "rollout_log_probs": log_probs,
         "old_log_probs": torch.where(mask, log_probs + 0.001, 0.0),
         "advantages": advantages,
-        "weight_versions": torch.tensor(
-            [[0, 0, 3, 3, 3, 0], [0, 2, 2, 0, 3, 0], [0, 0, 0, 0, 0, 0]], dtype=torch.int32
-        ),
+        "weight_versions": torch.tensor([[0, 0, 3, 3, 3, 0], [0, 2, 2, 0, 3, 0], [0] * 6], dtype=torch.int32),
         "turn_ids": torch.tensor([[-1, -1, 0, 0, 0, -1], [-1, 0, 0, -1, 1, -1], [-1, 0, -1, -1, -1, -1]]),
         "turn_rewards": torch.tensor([[0, 0, 0, 0, 1.0, 0], [0, 0, 0.5, 0, 0.25, 0], [0, 0, 0, 0, 0, 0]]),
         "scores": torch.tensor([1.0, 0.75, float("nan")]),
@@ -81,26 +79,15 @@ def recorded(tmp_path: Path, write: Any, **settings: int) -> list[dict[str, Any]
 
 
 def test_rows_of_a_training_batch(tmp_path: Path) -> None:
-    notes = [
-        ({"text": "ab"}, {"metrics": {"part": 0.5}}),
-        ({"text": "ax"}, {}),
-        ({}, {"error": "broken", "outcome": "failed"}),
-    ]
-    (block,) = recorded(
-        tmp_path, lambda recorder: recorder.policy(4, batch(), lambda: notes, Letters(), batch().batch["old_log_probs"])
-    )
+    notes: list[Any] = [({"text": "ab"}, {"metrics": {"part": 0.5}}), ({"text": "ax"}, {})]
+    notes.append(({}, {"error": "broken", "outcome": "failed"}))
+    old = batch().batch["old_log_probs"]
+    (block,) = recorded(tmp_path, lambda recorder: recorder.policy(4, batch(), lambda: notes, Letters(), old))
     first, second, third = block["samples"]
     assert [block["pieces"][place] for place in first["tokens"]] == ["c", "d", "e"]
-    assert first["log_probs"] == [-250, -2000, -125]
-    assert first["mismatch"] == [100, 100, 100]
-    assert (first["advantages"], first["versions"], first["score"], first["reward"], first["metrics"]) == (
-        1.0,
-        3,
-        1.0,
-        0.5,
-        {"part": 0.5},
-    )
-    assert "given" not in first
+    assert (first["log_probs"], first["mismatch"]) == ([-250, -2000, -125], [100, 100, 100])
+    wanted = {"advantages": 1.0, "versions": 3, "score": 1.0, "reward": 0.5, "metrics": {"part": 0.5}}
+    assert {name: first[name] for name in wanted} == wanted and "given" not in first
     assert [block["pieces"][place] for place in second["tokens"]] == ["f", "g", "h", "i"]
     assert (second["given"], second["turns"]) == ([[2, 3]], [[0, 2, 0.5], [3, 4, 0.25]])
     assert (second["advantages"], second["versions"]) == ([0.5, 0.5, 0.0, 2.0], [[2, 2], [3, 1]])
@@ -158,11 +145,8 @@ def test_demonstrations_and_pairs(tmp_path: Path) -> None:
         ("rejected", [-3000], {"margin": 0.5}),
     ]
     assert dpo["samples"][0]["prompt"] == dpo["samples"][1]["prompt"] == 0
-    assert (validation["kind"], validation["samples"][0]["response"], validation["prompts"][0]["domain"]) == (
-        "validation",
-        "r",
-        "set",
-    )
+    (shown,), (prompt,) = validation["samples"], validation["prompts"]
+    assert (validation["kind"], shown["response"], prompt["domain"]) == ("validation", "r", "set")
 
 
 def test_rows_of_episodes(tmp_path: Path) -> None:
@@ -194,8 +178,8 @@ def test_images_are_kept_once_and_small(tmp_path: Path) -> None:
     """The page finds each by its name; later samples of the same image name it only."""
     words = vision_models.tokenizer()
     prompts = [vision_models.prompt(words, seed, size=(200, 100)) for seed in (1, 2)]
-    log = SampleLog(tmp_path / RECORD_FOLDER / SAMPLES_NAME, 1 << 20)
-    recorder = SampleRecorder(log, SampleLogConfig())
+    file = tmp_path / RECORD_FOLDER / SAMPLES_NAME
+    recorder = SampleRecorder(SampleLog(file, 1 << 20), SampleLogConfig())
     seen = batch()
     seen.non_tensor_batch[IMAGES] = object_array(IMAGES, [prompts[0].vision, prompts[0].vision, prompts[1].vision])
     names = [one.vision.file_names for one in prompts if one.vision is not None]
@@ -203,7 +187,7 @@ def test_images_are_kept_once_and_small(tmp_path: Path) -> None:
     for step in range(2):
         recorder.policy(step, seen, lambda: notes, Letters(), None)  # type: ignore[arg-type]
     recorder.close()
-    first, images, second = (decoded(payload) for _, _, payload in read_frames(log_file(tmp_path)))
+    first, images, second = (decoded(payload) for _, _, payload in read_frames(file))
     assert [first["step"], images["kind"], second["step"]] == [0, "images", 1]
     assert sorted(images["images"]) == sorted(name for own in names for name in own)
     copy = Image.open(io.BytesIO(base64.b64decode(images["images"][names[0][0]])))
@@ -213,7 +197,3 @@ def test_images_are_kept_once_and_small(tmp_path: Path) -> None:
     assert write_page([read_run(tmp_path)], page) == 6
     text = page.read_text()
     assert "img-src data:" in text and text.count('id="p0"') == 1 and text.count('id="s0-') == 2
-
-
-def log_file(folder: Path) -> Path:
-    return folder / RECORD_FOLDER / SAMPLES_NAME

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,15 +155,15 @@ def rlvr_settings(world: TinyWorld, output: Path) -> dict[str, Any]:
     }
 
 
-def grpo_changes(world: TinyWorld, output: Path) -> dict[str, Any]:
+def grpo_changes(world: TinyWorld) -> dict[str, Any]:
     """Two trainers, two engines and a reference; KL in the loss, validations, checkpoints, TensorBoard, samples."""
     return {
         "max_steps": GRPO_STEPS,
         "save_steps": 2,
         "eval_steps": 2,
         "memory_steps": 2,
+        "sample_log.mismatch_steps": 2,
         "track_with": ["tensorboard", "jsonl"],
-        "rollout_dump_dir": str(output / "rollouts"),
         "system_envs": {"SERVICE_API_KEY": SECRET},
         "use_kl_loss": True,
         "kl_loss_coef": 0.01,
@@ -277,12 +279,25 @@ class FinishedRun:
         return [row for row in read_metrics(self.logs / METRICS_NAME) if "system/global_step" in row]
 
     def samples(self, step: int) -> list[dict[str, Any]]:
-        """The samples of a training step, where ``rollout_dump_dir`` is the folder ``rollouts`` of the output."""
+        """The samples of a training step, or its episodes, of a run that writes its rollouts."""
         return [json.loads(line) for line in (self.output / f"rollouts/train-{step:06d}.jsonl").open()]
+
+    def with_metric(self, name: str) -> list[dict[str, Any]]:
+        """Metrics of the steps that have this one, such as one of a validation."""
+        return [row for row in read_metrics(self.logs / METRICS_NAME) if name in row]
 
     def values(self, name: str) -> list[float]:
         """One metric over the steps."""
         return [row[name] for row in self.steps]
+
+
+def let_go_of_process() -> None:
+    """Take away what a run in this process leaves in it: its log's handlers and the address of its Ray."""
+    package = logging.getLogger("roll")
+    for handler in list(package.handlers):
+        package.removeHandler(handler)
+    package.propagate = True
+    os.environ.pop("RAY_ADDRESS", None)
 
 
 def untimed(row: Mapping[str, Any]) -> dict[str, Any]:
