@@ -96,6 +96,42 @@ LAKE: dict[str, Any] = {
 }
 
 
+TEACHER = {
+    "model_args": {"model_name_or_path": "my/teacher"},
+    "strategy_args": {"strategy_name": "fsdp2_infer"},
+    "device_mapping": [0],
+}
+DISTILL: dict[str, Any] = {
+    "pipeline": "distill",
+    "student_pretrain": "my/student",
+    "teacher_pretrain": "my/teacher",
+    "student": {
+        "data_args": {"file_name": "rows.jsonl"},
+        "strategy_args": {"strategy_name": "fsdp2_train"},
+        "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        "device_mapping": [0, 1],
+    },
+    "teacher": {"strategy_args": {"strategy_name": "fsdp2_infer"}, "device_mapping": [2]},
+}
+
+
+def opd(**keys: Any) -> dict[str, Any]:
+    """A good RLVR file whose roles have ROLL's names for a student, with a teacher."""
+    data = changed({})
+    data["student_train"], data["student_infer"] = data.pop("actor_train"), data.pop("actor_infer")
+    return {**data, "is_pure_opd": True, "teacher": TEACHER, **keys}
+
+
+def read_table(name: str) -> Any:
+    """``data/NAME.yaml``, where ``!gone ''`` takes a key out."""
+
+    class Table(yaml.SafeLoader):
+        pass
+
+    Table.add_constructor("!gone", lambda loader, node: GONE)
+    return yaml.load((Path(__file__).parent / f"data/{name}.yaml").read_text(encoding="utf-8"), Table)
+
+
 def write_rows(folder: Path = Path()) -> None:
     """The data files that :data:`GOOD` and :data:`GOOD_SFT` name, with a row each."""
     messages = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
@@ -138,3 +174,25 @@ def mistakes(folder: Path, data: Mapping[str, Any], *overrides: str, check_files
     except ConfigError as error:
         return error.problems
     return ()
+
+
+SMALLEST: dict[str, Any] = {
+    "pretrain": "owner/model",
+    "rollout_batch_size": 6,
+    "prompt_length": 16,
+    "response_length": 16,
+    "actor_train": {"data_args": {"file_name": "train.jsonl"}, "strategy_args": {"strategy_name": "fsdp2_train"}},
+    "actor_infer": {"strategy_args": {"strategy_name": "hf_infer"}},
+    "rewards": {"math": {"worker_cls": "math_rule"}},
+}
+"""Everything else by default."""
+BASES: dict[str, dict[str, Any]] = {
+    "rlvr": GOOD,
+    "sft": GOOD_SFT,
+    "rm": GOOD_RM,
+    "agentic": LAKE,
+    "opd": opd(),
+    "distill": DISTILL,
+    "smallest": SMALLEST,
+}
+"""Files that load, by the name that tables have for them."""

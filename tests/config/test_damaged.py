@@ -62,21 +62,17 @@ def test_sequences_longer_than_the_model(tmp_path: Path) -> None:
     assert any("longer than the model's 200" in text for text in told)
 
 
-def test_a_file_of_another_kind(tmp_path: Path) -> None:
-    (tmp_path / "config.yml").write_text("a: 1")
-    with pytest.raises(ConfigError, match=r"must be a file that ends in \.yaml"):
-        load_config(None, tmp_path / "config.yml")
-
-
-def test_broken_yaml_and_duplicate_keys(tmp_path: Path) -> None:
-    file = tmp_path / "broken.yaml"
-    for text, fragment in (("a: [1, 2", "not valid YAML"), ("a: 1\na: 2\n", "duplicate key"), ("", "is empty")):
-        file.write_text(text)
-        with pytest.raises(ConfigError, match=fragment):
-            load_config(None, file)
-
-
-def test_missing_file_lists_what_is_there(tmp_path: Path) -> None:
-    (tmp_path / "grpo_config.yaml").write_text("a: 1")
-    with pytest.raises(ConfigError, match=r"there is .*grpo_config\.yaml.*nearest: grpo_config"):
-        load_config(None, tmp_path, "grpo_confg")
+@pytest.mark.parametrize(
+    ("name", "text", "asked", "message"),
+    [
+        ("config.yml", "a: 1", "config.yml", r"must be a file that ends in \.yaml"),
+        ("config.yaml", "a: [1, 2", "config.yaml", "not valid YAML"),
+        ("config.yaml", "a: 1\na: 2\n", "config.yaml", "duplicate key"),
+        ("config.yaml", "", "config.yaml", "is empty"),
+        ("grpo_config.yaml", "a: 1", "grpo_confg", r"there is .*grpo_config\.yaml.*nearest: grpo_config"),
+    ],
+)
+def test_files_that_cannot_be_read(tmp_path: Path, name: str, text: str, asked: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, *((tmp_path / asked,) if "." in asked else (tmp_path, asked)))

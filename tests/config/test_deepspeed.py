@@ -145,15 +145,6 @@ def test_cases_load(case: str, algorithm: str) -> None:
     assert sorted(said) == (expected if case == "zero1_cpu_offload" else [])
 
 
-def test_neutral_sections_of_published_files_load(tmp_path: Path) -> None:
-    options = {
-        "activation_checkpointing": {"partition_activations": False, "cpu_checkpointing": False},
-        "deepspeed_config": {"dump_state": True, "data_efficiency": {"anything": 1}, "tensorboard": {"enabled": False}},
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
-    }
-    assert mistakes(tmp_path, changed({NAME: "deepspeed_train", CONFIG: options})) == ()
-
-
 def test_the_keys_are_those_of_the_installed_deepspeed() -> None:
     """Write them again as ``docs/site/deepspeed_keys.py`` says."""
     pytest.importorskip("deepspeed")

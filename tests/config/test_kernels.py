@@ -1,4 +1,4 @@
-"""``use_liger_kernel`` and ``compile``: where they cannot work they are refused before anything starts."""
+"""Kernels that cannot work here, or for this model, are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -9,30 +9,11 @@ import pytest
 
 from roll import preflight
 from roll.config.reading.errors import ConfigError
-from tests.config.good import changed, load, mistakes
+from roll.pipelines.policy_preflight import check_policy_host
+from tests.config.good import changed, load
 
 TRAINER, REFERENCE = "actor_train.model_args", "reference.model_args"
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
-
-
-@pytest.mark.parametrize("key", ["use_liger_kernel", "compile"])
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp", "deepspeed"])
-def test_accepted_for_every_role_that_computes(tmp_path: Path, key: str, strategy: str) -> None:
-    changes = KL | {
-        f"{TRAINER}.{key}": True,
-        f"{REFERENCE}.{key}": True,
-        "actor_train.strategy_args": {"strategy_name": f"{strategy}_train"},
-        "reference.strategy_args": {"strategy_name": f"{strategy}_infer"},
-    }
-    assert mistakes(tmp_path, changed(changes)) == ()
-
-
-@pytest.mark.parametrize("key", ["use_liger_kernel", "compile"])
-@pytest.mark.parametrize("strategy", ["hf_infer", "vllm"])
-def test_an_engine_has_no_use_for_them(tmp_path: Path, key: str, strategy: str) -> None:
-    changes = {f"actor_infer.model_args.{key}": True, "actor_infer.strategy_args": {"strategy_name": strategy}}
-    notices = load(tmp_path, changed(changes)).warnings
-    assert any(one.key == f"actor_infer.model_args.{key}" and "has no effect" in one.text for one in notices)
 
 
 def refusal(tmp_path: Path, changes: dict[str, Any]) -> str:
@@ -56,3 +37,13 @@ def test_what_the_host_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert f"{TRAINER}.compile" in (text := refusal(tmp_path, {f"{TRAINER}.compile": True})) and "CXX" in text
     engine = {"actor_infer.model_args.compile": True, "actor_infer.model_args.use_liger_kernel": True}
     preflight.require_packages(load(tmp_path, changed(engine)))
+
+
+def test_a_family_whose_attention_cannot_be_replaced(tmp_path: Path) -> None:
+    from transformers import GPTNeoConfig
+
+    folder = tmp_path / "model"
+    GPTNeoConfig(hidden_size=32, num_layers=2, attention_types=[[["global"], 2]], num_heads=4).save_pretrained(folder)
+    loaded = load(tmp_path, changed({"strict_on_policy": True, "pretrain": str(folder)}))
+    with pytest.raises(ConfigError, match="strict_on_policy = true: does not work here"):
+        check_policy_host(loaded)

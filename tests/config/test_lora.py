@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from roll.config import lora
 from roll.config.installation import install_command
 from roll.config.lora import is_pattern, names_of
-from roll.config.plan.render import render_plan
-from tests.config.good import GONE, GOOD_SFT, changed, load, mistakes
+from tests.config.good import GONE, changed, mistakes
 
 MODEL = "actor_train.model_args"
-KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 
 
 @pytest.mark.parametrize(
@@ -36,14 +33,6 @@ def test_names(written: Any, names: tuple[str, ...]) -> None:
 def test_a_pattern_may_have_commas() -> None:
     assert is_pattern(r".*layers\.\d{1,2}\.self_attn\.(q|v)_proj")
     assert not is_pattern("all-linear")
-
-
-@pytest.mark.parametrize("target", ["all-linear", "q_proj,v_proj", ["q_proj", "v_proj"], r".*\.(q|v)_proj"])
-@pytest.mark.parametrize("role", ["actor_train", "sft_train"])
-def test_targets_load(tmp_path: Path, role: str, target: Any) -> None:
-    base = GOOD_SFT if role == "sft_train" else None
-    changes = {f"{role}.model_args.lora_target": target}
-    assert mistakes(tmp_path, changed(changes, base) if base else changed(changes)) == ()
 
 
 def test_an_adapter_that_is_not_there(tmp_path: Path) -> None:
@@ -90,30 +79,3 @@ def test_an_adapter_decides_its_own_size(tmp_path: Path) -> None:
     assert problem.key == f"{MODEL}.lora_rank" and "which has 16" in problem.rule and problem.example == 16
     (problem,) = mistakes(tmp_path, changed(changes | {f"{MODEL}.additional_target": "lm_head"}))
     assert "decided by the adapter" in problem.rule
-
-
-def test_the_actor_is_its_own_reference(tmp_path: Path) -> None:
-    lora_keys = {f"{MODEL}.lora_target": "all-linear"}
-    (problem,) = mistakes(tmp_path, changed(KL | {"reference": GONE}))
-    assert problem.key == "reference"
-    loaded = load(tmp_path, changed(KL | lora_keys | {"reference": GONE}))
-    assert loaded.plan.needs_reference and "reference" not in loaded.plan.roles
-    console = Console(record=True, width=200)
-    render_plan(loaded, console)
-    assert "reference log-probs (actor_train without its adapters)" in console.export_text()
-
-
-def test_a_reference_of_its_own_is_started(tmp_path: Path) -> None:
-    loaded = load(tmp_path, changed(KL | {f"{MODEL}.lora_target": "all-linear"}))
-    assert "reference" in loaded.plan.roles
-    assert any("leave the section out" in notice.text for notice in loaded.warnings)
-
-
-def test_keys_without_effect_are_noted(tmp_path: Path) -> None:
-    changes = {
-        f"{MODEL}.lora_rank": 32,
-        "actor_infer.model_args.lora_target": "all-linear",
-        "actor_infer.model_args.lora_alpha": 16,
-    }
-    notices = {notice.key for notice in load(tmp_path, changed(changes)).warnings}
-    assert changes.keys() <= notices

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from roll.config.plan.plan import MicroBatching, micro_batching, with_packed_lengths
-from roll.config.plan.render import render_plan
 from roll.config.roles import SequencePackingArguments, TrainingArguments, WorkerConfig
-from tests.config.good import changed, load
-
-DYNAMIC = {"actor_train.use_dynamic_batching_in_train": True}
-TRAIN_BUDGET = "actor_train.max_tokens_per_microbatch_in_train"
 
 
 def role(**keys: Any) -> WorkerConfig:
@@ -58,35 +50,3 @@ def role(**keys: Any) -> WorkerConfig:
 def test_rule_of_a_role(keys: dict[str, Any], train: MicroBatching, infer: MicroBatching) -> None:
     filled = with_packed_lengths(role(**keys), 50)
     assert (micro_batching(filled, trains=True), micro_batching(filled, trains=False)) == (train, infer)
-
-
-def balanced(name: str, **arguments: Any) -> dict[str, Any]:
-    packing = {"algorithm": "load_balance"} | arguments
-    return {f"{name}.use_sequence_packing": True, f"{name}.sequence_packing_args": packing}
-
-
-@pytest.mark.parametrize(
-    ("changes", "lines"),
-    [
-        (
-            balanced("actor_train", max_packed_sequence_length_train=4096),
-            [
-                "2 ranks x 64 rows in balanced micro-batches of at most 4,096 tokens, without padding",
-                "actor_train: balanced micro-batches of at most 256 tokens, without padding",
-            ],
-        ),
-        (DYNAMIC | {TRAIN_BUDGET: 4096}, ["2 ranks x 64 rows in micro-batches of at most 4,096 tokens"]),
-        (
-            {"actor_train.use_remove_padding": True},
-            [
-                "2 ranks x 8 micro-batches of 8, without padding",
-                "actor_train: micro-batches of 16 rows, without padding",
-            ],
-        ),
-    ],
-)
-def test_the_plan_shows_budgets(tmp_path: Path, changes: dict[str, Any], lines: list[str]) -> None:
-    output = StringIO()
-    render_plan(load(tmp_path, changed(changes)), Console(width=200, file=output))
-    text = output.getvalue()
-    assert [line for line in lines if line not in text] == []

@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import yaml
 
-from roll.config.reading.errors import Problem
-from tests.config.good import GONE, GOOD, GOOD_RM, GOOD_SFT, LAKE, changed, load, mistakes, write_rows
-from tests.config.test_distillation import opd
-
-BASES = {"rlvr": GOOD, "sft": GOOD_SFT, "rm": GOOD_RM, "agentic": LAKE, "opd": opd()}
+from roll.config.reading.errors import ConfigError, Problem
+from roll.preflight import check_parts
+from tests.config.good import BASES, changed, load, mistakes, read_table, write_rows
 
 
 class Row(NamedTuple):
@@ -37,16 +34,8 @@ class Row(NamedTuple):
             return mistakes(folder, data | {"pretrain": "."}, check_files=True)
 
 
-class Table(yaml.SafeLoader):
-    pass
-
-
-Table.add_constructor("!gone", lambda loader, node: GONE)
-
-
 def rows(group: str) -> Iterator[Row]:
-    tables = yaml.load((Path(__file__).parent / "data/mistakes.yaml").read_text(), Table)
-    for table in tables[group]:
+    for table in read_table("mistakes")[group]:
         base = changed(table.get("with", {}), BASES[table["of"]])
         for changes, key, words, *example in ((*row, "=", "")[: max(3, len(row))] for row in table["rows"]):
             named = next(iter(changes)) + key[1:] if key.startswith("=") else key
@@ -63,6 +52,20 @@ def test_a_mistake_is_named(tmp_path: Path, row: Row) -> None:
     assert named and (len(problems) == 1 or not row.alone), problems
     assert "config.yaml" in named[0].source
     assert row.example is ... or named[0].example == row.example
+
+
+@pytest.mark.parametrize("row", [*rows("parts")], ids=lambda row: row.key)
+def test_what_parts_refuse_is_named_before_the_start(tmp_path: Path, row: Row) -> None:
+    loaded = load(tmp_path, changed(row.changes, row.base))
+    with pytest.raises(ConfigError) as caught:
+        check_parts(loaded)
+    assert {problem.key for problem in caught.value.problems} == {row.key}
+    assert row.words in str(caught.value)
+
+
+@pytest.mark.parametrize("base", ["rlvr", "sft", "rm", "agentic"])
+def test_parts_of_the_good_ones_are_there(tmp_path: Path, base: str) -> None:
+    check_parts(load(tmp_path, BASES[base]))
 
 
 @pytest.mark.parametrize("row", [*rows("notes")], ids=lambda row: row.key)

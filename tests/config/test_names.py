@@ -9,7 +9,14 @@ import pytest
 
 from roll.algorithms.registry import Registry
 from roll.config import algorithm, estimators, names
+from roll.config.checks.keys import REFUSALS
 from roll.config.reading.fields import Table
+from roll.config.reading.legacy_keys import DEAD_KEYS
+from roll.config.reading.schema import schema_paths
+from roll.config.strategies.registry import BACKENDS
+from roll.methods.sft_keys import SFTConfig
+from roll.pipelines.agentic.config import AgenticConfig
+from roll.pipelines.rlvr.config import RLVRConfig
 
 
 def ours(registry: Registry[Any]) -> set[str]:
@@ -45,22 +52,18 @@ def test_norms_kl_and_aggregation() -> None:
     assert set(algorithm.LOSS_AGG_MODES) == set(AGGREGATION_MODES)
 
 
-def test_templates() -> None:
+def test_templates_and_trackers() -> None:
     from roll.datasets.templates import TEMPLATES
+    from roll.tracking.trackers import OPTIONS
 
     assert set(names.TEMPLATES) == set(TEMPLATES)
+    assert set(names.TRACKERS) == set(OPTIONS)
 
 
 def test_rewards() -> None:
     from roll.rewards.registry import load_target
 
     assert all(dataclasses.is_dataclass(load_target(name)) for name in names.REWARDS)
-
-
-def test_trackers() -> None:
-    from roll.tracking.trackers import OPTIONS
-
-    assert set(names.TRACKERS) == set(OPTIONS)
 
 
 def test_group_filters() -> None:
@@ -74,3 +77,13 @@ def test_group_filters() -> None:
 @pytest.mark.parametrize("names_of_kind", [algorithm.KL_PENALTIES, algorithm.LOSS_AGG_MODES, algorithm.NORM_TYPES])
 def test_lists_have_no_doubles(names_of_kind: tuple[str, ...]) -> None:
     assert len(set(names_of_kind)) == len(names_of_kind)
+
+
+def test_every_refusal_can_happen() -> None:
+    """No pattern of the table is a dead letter: each names a key of the schema."""
+    known = {*schema_paths(RLVRConfig), *schema_paths(SFTConfig), *schema_paths(AgenticConfig)}
+    known |= {path for options in {backend.options for backend in BACKENDS.values()} for path in schema_paths(options)}
+    known |= {"backend_name", "proxy_type", *(key for keys in DEAD_KEYS.values() for key in keys)}
+    for refusal in REFUSALS:
+        last = refusal.pattern.rsplit(".", 1)[-1]
+        assert last in known or "*" in last, refusal.pattern

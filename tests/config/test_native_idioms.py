@@ -15,85 +15,7 @@ from roll.methods.sft_keys import SFTConfig
 from roll.pipelines.rlvr.config import RLVRConfig
 from tests.config.good import GOOD, changed, load, mistakes
 
-NATIVE = """
-hydra:
-  run:
-    dir: .
-  output_subdir: null
-
-defaults:
-  - ../presets/fsdp2_small@_here_
-  - ../presets/sampling@sampling
-
-exp_name: "native"
-pretrain: ${oc.env:ROLL_TEST_MODEL}
-reward_pretrain: ${pretrain}
-num_gpus_per_node: 8
-max_steps: 10
-rollout_batch_size: 64
-num_return_sequences_in_group: 4
-prompt_length: 128
-response_length: 128
-adv_estimator: "grpo"
-reward_clip: ~
-norm_mean_type: None
-postive_loss_coef: 1.0
-system_envs:
-  RAY_PROFILING: 1
-tag_to_template:
-  math: qwen2_5
-
-actor_train:
-  model_args:
-    flash_attn: sdpa
-    dtype: bf16
-    model_type: ~
-  training_args:
-    learning_rate: 1e-6
-    weight_decay: 0
-    per_device_train_batch_size: 8
-    gradient_accumulation_steps: 8
-  data_args:
-    template: native
-    file_name:
-      - data/math.jsonl
-    dataset_dir: data
-    messages: messages
-    interleave_probs: "1.0"
-  strategy_args:
-    strategy_name: fsdp2_train
-    strategy_config: ${fsdp2_small}
-  device_mapping: list(range(0,2))
-  infer_batch_size: 4
-
-actor_infer:
-  generating_args:
-    max_new_tokens: ${response_length}
-    temperature: ${sampling.temperature}
-    top_p: 1
-    top_k: -1
-    num_return_sequences: ${num_return_sequences_in_group}
-  strategy_args:
-    strategy_name: hf_infer
-    strategy_config:
-      gpu_memory_utilization: 0.8
-      block_size: 16
-  device_mapping: "[0] + list(range(1,2))"
-
-reference:
-  strategy_args:
-    strategy_name: fsdp2_infer
-    strategy_config: ~
-  device_mapping: "[0, 1]"
-
-rewards:
-  math_rule:
-    worker_cls: roll.pipeline.rlvr.rewards.math_rule_reward_worker.MathRuleRewardWorker
-    model_args:
-      model_name_or_path: ${reward_pretrain}
-    tag_included: [math]
-    world_size: 8
-"""
+NATIVE = (Path(__file__).parent / "data/native.yaml").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -179,58 +101,6 @@ def test_folder_relative_to_examples(native: Path, monkeypatch: pytest.MonkeyPat
     assert load_config(None, ".", "rlvr_config.yaml", check_files=False).plan.exp_name == "native"
 
 
-OVERRIDES: list[tuple[str, str, Any]] = [
-    ("max_steps=7", "max_steps", 7),
-    ("max_steps=1e2", "max_steps", 100),
-    ("+max_steps=7", "max_steps", 7),
-    ("++max_steps=7", "max_steps", 7),
-    ("save_steps=3", "save_steps", 3),
-    ("+critic_warmup=2", "critic_warmup", 2),
-    ("seed='5'", "seed", 5),
-    ("exp_name=tiny-run_2", "exp_name", "tiny-run_2"),
-    ("exp_name=7", "exp_name", "7"),
-    ('adv_estimator="reinforce++"', "estimator.name", "reinforce++"),
-    ("adv_estimator=reinforce++", "estimator.name", "reinforce++"),
-    ("use_pg_clip_range=true", "loss.options.clip_low", 0.2),
-    ("whiten_advantages=False", "whiten_advantages", False),
-    ("resume_from_checkpoint='true'", "resume_from_checkpoint", True),
-    ("resume_from_checkpoint=output/x/checkpoint-3", "resume_from_checkpoint", "output/x/checkpoint-3"),
-    ("value_clip=null", "value_clip", None),
-    ("value_clip=~", "value_clip", None),
-    ("value_clip=.5", "value_clip", 0.5),
-    ("track_with=[stdout,jsonl]", "track_with", ["stdout", "jsonl"]),
-    ("actor_train.training_args.learning_rate=3e-6", "actor_train.training_args.learning_rate", 3e-6),
-    ("actor_train.training_args.min_lr_ratio=0.1", "actor_train.training_args.min_lr_ratio", 0.1),
-    (
-        "actor_train.data_args.file_name=['a.parquet','b.json']",
-        "actor_train.data_args.file_name",
-        ["a.parquet", "b.json"],
-    ),
-    ("actor_infer.device_mapping=[1,0]", "actor_infer.device_mapping", [1, 0]),
-    ("actor_infer.device_mapping=list(range(0,4,2))", "actor_infer.device_mapping", [0, 2]),
-    ("actor_infer.device_mapping='[3] + [1]'", "actor_infer.device_mapping", [3, 1]),
-    ("actor_infer.device_mapping=[3]+list(range(2))", "actor_infer.device_mapping", [3, 0, 1]),
-    ("pretrain=/models/some model (v2), final", "pretrain", "/models/some model (v2), final"),
-    (r"pretrain=models\d (v2", "pretrain", r"models\d (v2"),
-    ("+system_envs.NCCL_DEBUG=INFO", "system_envs", {"NCCL_DEBUG": "INFO"}),
-    ("exp_name=run_${seed}", "exp_name", "run_42"),
-]
-
-
-@pytest.mark.parametrize(("override", "key", "value"), OVERRIDES)
-def test_override(tmp_path: Path, override: str, key: str, value: Any) -> None:
-    node: Any = load(tmp_path, changed({"seed": 42}), override).config
-    for name in key.split("."):
-        node = getattr(node, name)
-    assert node == value and type(node) is type(value)
-
-
-def test_override_takes_a_section_out(tmp_path: Path) -> None:
-    assert load(tmp_path, GOOD, "~reference").config.reference is None
-    assert load(tmp_path, GOOD, "reference=null").config.reference is None
-    assert load(tmp_path, GOOD, "~validation").plan.eval_steps == 0
-
-
 def test_wrong_overrides(tmp_path: Path) -> None:
     rules = {
         problem.key: str(problem) for problem in mistakes(tmp_path, GOOD, "justaword", "max_steps=1,2", "max_stps=1")
@@ -250,18 +120,6 @@ def test_numbers_without_a_dot(tmp_path: Path) -> None:
     assert config.actor_train.training_args.learning_rate == 1e-6
     assert config.error_max_len_threshold == 100_000_000 and isinstance(config.error_max_len_threshold, int)
     assert config.kl_horizon == 10_000
-
-
-def test_published_worker_classes(tmp_path: Path) -> None:
-    changes = {
-        "actor_train.worker_cls": "roll.pipeline.rlvr.actor_pg_worker.ActorPGWorker",
-        "actor_train.pg_variant": "topr",
-        "rewards.choice.worker_cls": "my_package.rewards.score",
-    }
-    loaded = load(tmp_path, changed(changes))
-    assert loaded.plan.roles["actor_train"].worker_cls is None
-    assert loaded.config.loss.name == "topr"
-    assert loaded.plan.roles["rewards.choice"].worker_cls == "my_package.rewards.score"
 
 
 @pytest.mark.parametrize("pipeline", [None, "rlvr", "sft"])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
 from roll import preflight
+from roll.config.installation import install_command
 from roll.config.loader import load_config
 from roll.config.model_files import is_installed
 from roll.config.reading.errors import ConfigError
 from roll.preflight import check_types, require_packages
 from tests.config.good import GOOD, changed, load, write_rows
+from tests.conftest import ROOT
 
 ENGINE = {"actor_infer.strategy_args.strategy_name": "vllm"}
 
@@ -92,7 +95,12 @@ def test_the_check_notes_a_package_that_is_not_here(tmp_path: Path, monkeypatch:
     assert "is not installed on this host" in notes["actor_infer.strategy_args.strategy_name"]
 
 
-def test_more_devices_than_a_node_has_are_perhaps_a_slip(tmp_path: Path) -> None:
-    loaded = load(tmp_path, changed({"num_gpus_per_node": 1, "actor_infer.device_mapping": [0]}, GOOD))
-    (note,) = [notice.text for notice in loaded.warnings if notice.key == "num_gpus_per_node"]
-    assert note.endswith("for one node write num_gpus_per_node: 2")
+def test_a_clone_is_named_by_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder in (tmp_path, ROOT):
+        monkeypatch.chdir(folder)
+        install_command.cache_clear()
+        *words, source = shlex.split(install_command("megatron"))
+        place, _, extra = source.partition("[")
+        assert words == ["pip", "install", "-e"] and extra == "megatron]"
+        assert (Path(place) / "setup.py").is_file()
+    install_command.cache_clear()

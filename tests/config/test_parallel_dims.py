@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from roll.config.roles import ModelArguments, WorkerConfig
 from roll.config.strategies.base import ParallelDims
 from roll.config.strategies.fsdp import Fsdp2StrategyConfig
 from roll.config.strategies.megatron import MegatronStrategyConfig
-from roll.pipelines.rlvr.plan import RLVRPlan
-from tests.config.good import changed, load, mistakes
-
-ULYSSES = "actor_train.model_args.ulysses_size"
 
 
 @pytest.mark.parametrize(
@@ -58,17 +52,3 @@ def test_ranks_fill_the_mesh():
     for replica in range(2):
         assert sum(i.is_data_source for i in infos if i.dp_rank == replica) == 1
         assert sum(i.is_first_of_replica for i in infos if i.dp_rank == replica) == 1
-
-
-def test_fewer_ranks_have_rows_of_their_own(tmp_path: Path) -> None:
-    changes = {ULYSSES: 2, "actor_train.device_mapping": "list(range(0,8))", "rollout_batch_size": 256}
-    plan = load(tmp_path, changed(changes)).plan
-    assert isinstance(plan, RLVRPlan)
-    assert (plan.roles["actor_train"].world_size, plan.roles["actor_train"].dp_size) == (8, 4)
-    assert plan.training["actor_train"].mini_batch_size == 8 * 8 * 4
-
-
-def test_the_default_strategy_has_it(tmp_path: Path) -> None:
-    data = changed({ULYSSES: 2})
-    del data["actor_train"]["strategy_args"]
-    assert mistakes(tmp_path, data) == ()

@@ -11,7 +11,7 @@ import yaml
 from roll.config.loader import load_config
 from roll.config.strategies.fsdp import Fsdp2StrategyConfig
 from roll.config.strategies.registry import typed_strategy_config
-from tests.config.good import changed, load
+from tests.config.good import changed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FSDP2 = sorted(file.stem for file in CONFIGS.glob("fsdp2_*.yaml"))
@@ -36,15 +36,6 @@ def test_preset(tmp_path: Path, preset: str) -> None:
     assert options.offload_policy == preset.endswith("offload")
     assert loaded.config.actor_infer.generating_args.top_k == -1
     assert not [notice for notice in loaded.warnings if "not comparable" in notice.text]
-
-
-def test_sampling_that_cuts_the_distribution_is_noted(tmp_path: Path) -> None:
-    sampling = {"top_p": 0.95, "top_k": 1_000_000, "min_p": 0.05}
-    changes = {f"actor_infer.generating_args.{name}": value for name, value in sampling.items()}
-    notices = [notice for notice in load(tmp_path, changed(changes)).warnings if "cuts the distribution" in notice.text]
-    said = [(notice.key.rpartition(".")[2], *notice.text.split(" cuts ")) for notice in notices]
-    assert [one[:2] for one in said] == [("top_p", "0.95"), ("top_k", "1000000"), ("min_p", "0.05")]
-    assert [rest.rpartition("; ")[2] for *_, rest in said] == ["1.0 is off", "-1 is off", "0 is off"]
 
 
 def test_a_key_may_have_the_name_of_a_folder_beside_the_file(tmp_path: Path) -> None:

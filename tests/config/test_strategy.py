@@ -16,22 +16,9 @@ from roll.config.strategies.hf_infer import HfInferStrategyConfig
 from roll.config.strategies.registry import BACKENDS, checkpoint_readers, strategy_keys, trains, typed_strategy_config
 
 SECTION_E_KEYS = {
-    "fsdp_size",
-    "param_dtype",
-    "reduce_dtype",
-    "reshard_after_forward",
-    "offload_policy",
-    "reduce_scatter_during_grad_accumulation",
-    "async_save_ckpt",
-    "save_only_model",
-    "wrap_policy",
-    "apply_expert_patch",
-    "apply_tiled_mlp",
-    "tiled_num_shards",
-    "model_type",
-    "ep_size",
-    "efsdp_size",
-    "moe_use_grouped_mm",
+    *("fsdp_size", "param_dtype", "reduce_dtype", "reshard_after_forward", "offload_policy", "async_save_ckpt"),
+    *("reduce_scatter_during_grad_accumulation", "save_only_model", "wrap_policy", "apply_expert_patch", "model_type"),
+    *("apply_tiled_mlp", "tiled_num_shards", "ep_size", "efsdp_size", "moe_use_grouped_mm"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -22,42 +21,7 @@ from roll.config.reading.schema import nested_section, rules_of, type_hints
 from roll.config.strategies.registry import BACKENDS
 from roll.methods.sft_keys import SFTConfig
 from roll.pipelines.rlvr.config import RLVRConfig
-from tests.config.good import GOOD, GOOD_SFT, changed, load
-
-TRAIN, INFER = "actor_train", "actor_infer"
-
-
-# (changes, key that is named, part of the note)
-@pytest.mark.parametrize(
-    ("changes", "keys"),
-    [
-        ({"use_pg_clip_range": True, "pg_clip_low": 0.1, "pg_clip_high": 0.3}, ("pg_clip_low", "use_pg_clip_range")),
-        ({"pg_variant": "gspo-token", "pg_clip": 0.1, "dual_clip_loss": True}, ("pg_clip", "dual_clip_loss")),
-        (
-            {"pg_variant": "my_package.losses.loss", "pg_clip": 0.1, "tis_upper_bound": 2},
-            ("pg_clip", "tis_upper_bound"),
-        ),
-        ({"estimator": "my_package.advantages.own", "lambd": 0.5, "gamma": 0.5}, ("lambd", "gamma")),
-        (
-            {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_clamp": 5, "kl_penalty": "k2"},
-            ("kl_loss_clamp", "kl_penalty"),
-        ),
-        (
-            {f"{INFER}.data_args": {}, f"{INFER}.infer_batch_size": 16},
-            (f"{INFER}.data_args", f"{INFER}.infer_batch_size"),
-        ),
-        ({"dual_clip_loss": False, "pg_variant": "cispo"}, ("dual_clip_loss",)),
-    ],
-)
-def test_keys_that_are_read_are_not_named(tmp_path: Path, changes: dict[str, Any], keys: tuple[str, ...]) -> None:
-    noted = " ".join(notice.key for notice in load(tmp_path, changed(changes)).warnings)
-    assert [key for key in keys if key in noted] == []
-
-
-def test_sections_of_supervised_training(tmp_path: Path) -> None:
-    changes = {"sft_train.generating_args.temperature": 1.0, "validation.training_args.learning_rate": 1.0}
-    loaded = load(tmp_path, changed({**changes, "validation.data_args.file_name": "val.jsonl"}, GOOD_SFT))
-    assert {"sft_train.generating_args", "validation.training_args"} <= {notice.key for notice in loaded.warnings}
+from tests.config.good import GOOD, load
 
 
 def loss_inputs() -> LossInputs:
@@ -138,43 +102,6 @@ def test_conditions_name_keys_that_there_are() -> None:
                 assert set(others) <= near | top | effective, (section.__name__, item.name)
 
 
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("+actor_train.generating_args.temperature=0.7", "actor_train.generating_args"),
-        ("+actor_infer.training_args.learning_rate=1e-5", "actor_infer.training_args"),
-        ("+actor_infer.data_args.file_name=x", "actor_infer.data_args"),
-        ("+rewards.math.training_args.learning_rate=1", "rewards.math.training_args"),
-        ("+lora_rank=8", "lora_rank"),
-    ],
-)
-def test_what_a_role_never_reads_is_noted_from_the_command_line(tmp_path: Path, override: str, key: str) -> None:
-    assert key in [notice.key for notice in load(tmp_path, GOOD, override).warnings]
-
-
-def test_a_key_that_an_interpolation_reads_is_of_use(tmp_path: Path) -> None:
-    adapter = {"lora_target": "all-linear", "lora_rank": "${lora_rank}"}
-    loaded = load(tmp_path, changed({"lora_rank": 4, "actor_train.model_args": adapter}, GOOD))
-    assert loaded.config.actor_train.model_args.lora_rank == 4  # type: ignore[attr-defined]
-    assert "lora_rank" not in [notice.key for notice in loaded.warnings]
-
-
 def test_a_new_section_of_the_command_line_is_attributed_to_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"command line: foo = "):
         load(tmp_path, GOOD, "+foo.bar=1")
-
-
-@pytest.mark.parametrize(
-    ("key", "belongs"),
-    [
-        ("temperature", "actor_infer.generating_args.temperature"),
-        ("max_new_tokens", "actor_infer.generating_args.max_new_tokens"),
-        ("learning_rate", "actor_train.training_args.learning_rate"),
-    ],
-)
-def test_a_misplaced_key_belongs_where_it_is_read(tmp_path: Path, key: str, belongs: str) -> None:
-    """The remedy, followed literally, is accepted and noted by nobody."""
-    with pytest.raises(ConfigError, match=re.escape(f"it belongs at {belongs}")):
-        load(tmp_path, GOOD, f"+{key}=1")
-    loaded = load(tmp_path, GOOD, f"++{belongs}=1")
-    assert not [notice for notice in loaded.warnings if notice.key.startswith(belongs.rpartition(".")[0])]

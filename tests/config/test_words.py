@@ -15,101 +15,24 @@ from roll.config.pipelines import NAMES, definition_of
 from roll.config.reading.errors import ConfigError, Problem
 from roll.config.reference import explain
 from roll.config.words.rows import OPTIONS, vocabulary
-from tests.config.good import GONE, GOOD, GOOD_SFT, changed, load, mistakes
+from tests.config.good import GONE, GOOD, GOOD_SFT, changed, load, mistakes, read_table
 from tests.config.test_mistakes import MISTAKES, Row
 
-TRAINING = "actor_train.training_args"
-SAMPLING = "actor_infer.generating_args"
-ENGINE = "actor_infer.strategy_args.strategy_config"
-
-WORDS: dict[str, tuple[Any, str]] = {
-    "num_generations": (8, "num_return_sequences_in_group"),
-    "n": (8, "num_return_sequences_in_group"),
-    "rollout_n": (8, "num_return_sequences_in_group"),
-    "n_samples_per_prompt": (8, "num_return_sequences_in_group"),
-    "group_size": (8, "num_return_sequences_in_group"),
-    "train_batch_size": (32, "rollout_batch_size"),
-    "batch_size": (32, "rollout_batch_size"),
-    "max_prompt_length": (64, "prompt_length"),
-    "prompt_max_len": (64, "prompt_length"),
-    "max_response_length": (64, "response_length"),
-    "max_completion_length": (64, "response_length"),
-    "max_tokens": (64, "response_length"),
-    "total_epochs": (3, "max_steps"),
-    "epochs": (3, "max_steps"),
-    "num_train_epochs": (3, "max_steps"),
-    "total_training_steps": (7, "max_steps"),
-    "kl_coef": (0.1, "init_kl_coef"),
-    "use_kl_in_reward": (True, "add_token_level_kl"),
-    "beta": (0.1, "kl_loss_coef"),
-    "epsilon": (0.3, "pg_clip"),
-    "clip_ratio": (0.3, "pg_clip"),
-    "clip_ratio_high": (0.3, "pg_clip_high"),
-    "entropy_coeff": (0.1, "entropy_loss_coef"),
-    "num_iterations": (2, "ppo_epochs"),
-    "advantage_estimator": ("rloo", "estimator"),
-    "loss_mode": ("gspo", "loss"),
-    "n_gpus": (4, "num_gpus_per_node"),
-    "n_gpus_per_node": (4, "num_gpus_per_node"),
-    "report_to": ("jsonl", "track_with"),
-    "logger": ("jsonl", "track_with"),
-    "experiment_name": ("other", "exp_name"),
-    "run_name": ("other", "exp_name"),
-    "save_freq": (5, "save_steps"),
-    "test_freq": (5, "eval_steps"),
-    "model_name_or_path": ("owner/other", "pretrain"),
-    "lr": (1.0e-5, f"{TRAINING}.learning_rate"),
-    "warmup_style": ("cosine", f"{TRAINING}.lr_scheduler_type"),
-    "gradient_checkpointing": (True, "actor_train.model_args.disable_gradient_checkpointing"),
-    "lora_r": (4, "actor_train.model_args.lora_rank"),
-    "use_peft": ("all-linear", "actor_train.model_args.lora_target"),
-    "bf16": ("fp32", "actor_train.model_args.dtype"),
-    "train_files": (["other.jsonl"], "actor_train.data_args.file_name"),
-    "val_files": (["other.jsonl"], "validation.data_args.file_name"),
-    "use_vllm": ("vllm", "actor_infer.strategy_args.strategy_name"),
-    "stop": (["END"], f"{SAMPLING}.stop_strings"),
-    "topk": (5, f"{SAMPLING}.top_k"),
-    "vllm_gpu_memory_utilization": (0.5, f"{ENGINE}.gpu_memory_utilization"),
-    "vllm_tensor_parallel_size": (2, f"{ENGINE}.tensor_parallel_size"),
-    "mask_truncated_completions": (True, "max_len_mask"),
-    "scale_rewards": (None, "norm_std_type"),
-}
-"""A word at the top of a file, a value of ours, and the key that is meant."""
-MISPLACED: dict[str, tuple[Any, str]] = {
-    "temperature": (0.7, f"{SAMPLING}.temperature"),
-    "top_p": (0.9, f"{SAMPLING}.top_p"),
-    "max_new_tokens": (16, f"{SAMPLING}.max_new_tokens"),
-    "learning_rate": (1.0e-5, f"{TRAINING}.learning_rate"),
-    "worker_cls": ("multiple_choice", "rewards.<name>.worker_cls"),
-    "validation.temperature": (0.7, "validation.generating_args.temperature"),
-    "reference.learning_rate": (1.0e-5, f"{TRAINING}.learning_rate"),
-    "actor_train.temperature": (0.7, f"{SAMPLING}.temperature"),
-    "actor_infer.lr": (1.0e-5, f"{TRAINING}.learning_rate"),
-    "temprature": (0.7, f"{SAMPLING}.temperature"),
-    "flash_attn": ("sdpa", "actor_train.model_args.attn_implementation"),
-    "tag_included": (["other"], "rewards.<name>.tag_included"),
-    "greedy": (False, "validation.greedy"),
-}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "beta": {"use_kl_loss": True},
-    "kl_coef": {"add_token_level_kl": True},
-    "clip_ratio_high": {"use_pg_clip_range": True},
-    "lora_r": {"actor_train.model_args.lora_target": "all-linear"},
-    "bf16": {"actor_infer.model_args.dtype": "fp32", "reference.model_args.dtype": "fp32"},
-    "vllm_gpu_memory_utilization": {"actor_infer.strategy_args": {"strategy_name": "vllm"}},
-    "vllm_tensor_parallel_size": {"actor_infer.strategy_args": {"strategy_name": "vllm"}},
-}
-"""What else the file has."""
+TABLE = read_table("words")
+WORDS: dict[str, tuple[Any, str]] = TABLE["words"]
+"""A word at the top of a file: a value of ours, and the key that is meant."""
 UNKNOWN = ("foo", "gpu_type", "my_setting", "total_whatever", "reward_shaping", "xyz", "lo", "grp", "ro")
 VAGUE = ("path", "type", "enable", "mode")
 """Names that mean something in their section only."""
 NAMED = re.compile(r"(?:it belongs at|here it is called|the nearest known one is) ([\w.<>]+)")
 
 
-@pytest.mark.parametrize(("word", "value", "key"), [(word, *rest) for word, rest in (WORDS | MISPLACED).items()])
+@pytest.mark.parametrize(
+    ("word", "value", "key"), [(word, *rest) for word, rest in (WORDS | TABLE["misplaced"]).items()]
+)
 def test_the_key_that_is_named_has_the_effect(tmp_path: Path, word: str, value: Any, key: str) -> None:
     """The run is another one with the value there, and nothing says that it is unread."""
-    base = changed(SETTINGS.get(word, {}))
+    base = changed(TABLE["settings"].get(word, {}))
     problem = next(one for one in mistakes(tmp_path, changed({word: value}, base)) if one.key == word)
     assert NAMED.findall(problem.rule) == [key] and "no effect" not in problem.rule
     before = plan_of(tmp_path, base)
@@ -161,19 +84,7 @@ def test_nothing_is_guessed(tmp_path: Path, word: str) -> None:
     assert problem.rule.startswith("unknown key") and not NAMED.search(problem.rule) and problem.example is None
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "word", "key"),
-    [
-        ("sft", "lr", "sft_train.training_args.learning_rate"),
-        ("sft", "batch_size", "sft_train.training_args.per_device_train_batch_size"),
-        ("distill", "lr", "student.training_args.learning_rate"),
-        ("dpo", "total_epochs", "actor_train.training_args.num_train_epochs"),
-        ("dpo", "pref_beta", "beta"),
-        ("agentic", "lr", "actor_train.training_args.learning_rate"),
-        ("sft", "num_generations", None),
-        ("rlvr", "max_turns", None),
-    ],
-)
+@pytest.mark.parametrize(("pipeline", "word", "key"), TABLE["pipelines"])
 def test_a_word_means_what_the_pipeline_has(pipeline: str, word: str, key: str | None) -> None:
     definition = definition_of(pipeline)
     offers = Guide(definition.config_class(), definition).called(word)
@@ -222,23 +133,7 @@ def test_explain_answers_the_same(word: str, key: str) -> None:
     assert any(name == row.key or f"`{name}`" in row.text for row in found)
 
 
-@pytest.mark.parametrize(
-    ("value", "key"),
-    [
-        ("grpo", "estimator"),
-        ("gspo", "loss"),
-        ("dapo", "loss_agg_mode"),
-        ("dr_grpo", "norm_std_type"),
-        ("lora", "lora_target"),
-        ("fsdp2", "strategy_name"),
-        ("vllm", "strategy_name"),
-        ("zero3", "strategy_name"),
-        ("cosine", "lr_scheduler_type"),
-        ("bfloat16", "dtype"),
-        ("tensorboard", "track_with"),
-        ("token-mean", "loss_agg_mode"),
-    ],
-)
+@pytest.mark.parametrize(("value", "key"), TABLE["values"])
 def test_values_are_explained_by_their_keys(value: str, key: str) -> None:
     assert key in [found.key for found in explain(value)]
 

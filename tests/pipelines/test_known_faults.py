@@ -36,8 +36,7 @@ from roll.protocol.metrics import Mean
 from roll.workers.model import ModelWorker, TrainWorker
 from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer
-from tests.config.good import GONE, changed, load
-from tests.config.test_distillation import TEACHER, opd
+from tests.config.good import GONE, TEACHER, changed, load, opd
 from tests.pipelines.in_process import Here, TokenModel, prepare, run_here, worker_on
 from tests.pipelines.test_teaching import TEACHERS, Teacher, scored
 from tests.support.keys import config_of

@@ -85,6 +85,7 @@ def test_a_later_step_finds_the_memory_of_the_first(tmp_path: Path) -> None:
     assert kernels and "prim" not in {kernel.namespace for kernel in kernels}, "what is asked of a tensor takes no time"
 
 
+@pytest.mark.long
 def test_a_whole_recipe_counts_every_process_and_takes_time(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))

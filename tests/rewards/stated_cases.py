@@ -7,7 +7,17 @@ end of a line.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+
+def rows_of(name: str, kind: str = "") -> list[list[Any]]:
+    """Rows of ``NAME.jsonl``; with a ``kind`` those that begin with it, without it."""
+    lines = (Path(__file__).parent / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines if not line.startswith("#")]
+    return [row[1:] for row in rows if row[0] == kind] if kind else rows
+
 
 PHRASINGS = (
     "The final answer is ${}$.",

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.rewards import RewardOptionError, RewardSample, build_reward, failure_rates
+from roll.rewards import RewardSample, build_reward, failure_rates
 from tests.rewards.http_service import Answer, in_turn, serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples/rewards/reward_server.py"
@@ -112,12 +112,3 @@ def test_one_batch_fails_alone_and_a_stall_is_a_timeout() -> None:
         reward.close()
     assert [result.score for result in results] == [0.5, 1.0, None, None, 0.5, 1.0]
     assert failure_rates(results[2:4]) == {"error_rate": 1.0, "timeout_rate": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({}, "url = ''"), ({"url": "ftp://x"}, "must be the service's address"), ({"batch_size": 0}, "at least 1")],
-)
-def test_options_that_cannot_work(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(RewardOptionError, match=words):
-        build_reward("http_reward", {"url": "http://127.0.0.1:1"} | options if options else {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,14 @@ from roll.config.installation import install_command
 from roll.rewards import RewardOptionError, RewardSample, build_reward
 from roll.rewards.ifeval import follows, loosened
 from roll.rewards.ifeval_instructions import CHECKS, FUNCTIONS, _spans, count_sentences
+from tests.rewards.stated_cases import rows_of
 
 GERMAN = "Der Garten hinter dem Haus ist im Sommer voller Blumen und die Kinder spielen dort gern."
 ENGLISH = "The garden behind the house is full of flowers in summer and the children like to play there."
 FRENCH = "Le jardin derrière la maison est plein de fleurs en été et les enfants aiment y jouer."
 
 
-CASES = [json.loads(line)[:4] for line in Path(__file__).with_name("ifeval_cases.jsonl").read_text().splitlines()]
+CASES = [row[:4] for row in rows_of("ifeval_cases")]
 """Name, arguments, text and verdict; the reason behind it is not read."""
 OF_IFEVAL = [*(case for case in CASES if ":" in case[0]), ["detectable_format:json_format", {}, "[" * 100_000, False]]
 OF_RLVR = [case for case in CASES if ":" not in case[0]]
@@ -40,20 +40,7 @@ def test_verdicts(identity: str, arguments: dict[str, Any], text: str, expected:
     assert not follows(" \n", identity, arguments), "an empty response follows nothing"
 
 
-@pytest.mark.parametrize(
-    ("text", "sentences"),
-    [
-        ("", 0),
-        ("no stop at all", 1),
-        ("One. And a rest", 2),
-        ('He said "Stop." Then he left.', 2),
-        ("Versions 2.5 and 3.1 came e.g. in May. Good.", 2),
-        ("It was I. You knew.", 2),
-        ("今天天气很好。我们去公园吧！", 2),
-        ("- Item one.\n- Item two.\n", 2),
-        ("etc.", 1),
-    ],
-)
+@pytest.mark.parametrize(("text", "sentences"), rows_of("sentences"))
 def test_sentences(text: str, sentences: int) -> None:
     assert count_sentences(text) == sentences
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ import pytest
 
 from roll.config.rewards import RewardComponentConfig, RewardConfig
 from roll.distributed import WorkerContext
-from roll.rewards import RewardOptionError, RewardResult, RewardSample, build_reward, failure_rates, reward_options
+from roll.rewards import RewardResult, RewardSample, build_reward, failure_rates, reward_options
 from roll.rewards.composition import concurrent_calls
 from roll.rewards.judge_reading import NoScore, ScoreReader, stated_word
 from roll.rollout.rewarding import RewardWorker
 from tests.rewards.http_service import Answer, Service, completion, in_turn, serving
+from tests.rewards.stated_cases import rows_of
 
 QUICK: dict[str, Any] = {"backoff": 0.001, "max_backoff": 0.01, "max_retries": 1}
 SAMPLE = RewardSample(
@@ -63,10 +63,9 @@ def test_scores_between_bounds_are_rescaled(written: float, rescale: bool, score
     assert reader.read({"message": {"content": f"Score: {written}"}}) == (score, written)
 
 
-LINES = Path(__file__).with_name("judge_cases.jsonl").read_text(encoding="utf-8").splitlines()
 NINES = "9" * 5000
 VERDICTS = [
-    *(json.loads(line) for line in LINES if not line.startswith("#")),
+    *rows_of("judge_cases"),
     *(["stop", "json", {}, f'{{"score": {NINES[:digits]}}}', None] for digits in (400, 5000)),
     ["stop", "number", {}, f"Score: {NINES[:400]}", None],
     ["stop", "json", {}, "{" * 5000, None],
@@ -209,27 +208,6 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
     (result,), service = judged(in_turn(completion("2")), prompt="{{ row.absent.deeper }}", extract="number")
     assert "the prompt cannot be made" in (result.error or "")
     assert service.bodies == []
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"base_url": ""}, "judge_api_url must be set"),
-        ({"model": ""}, "judge_model_name must be set"),
-        ({"prompt": "no/such/file.jinja"}, "is no file"),
-        ({"prompt": "{{ respons }}", "extract": "number"}, "did you mean 'response'"),
-        ({"prompt": "{{ response", "extract": "number"}, "not a Jinja template"),
-        ({"prompt": "{{ response }}"}, "extract must be set"),
-        ({"extract": "regex", "score_pattern": r"(\d)"}, "group named score"),
-        ({"extract": "number", "score_pattern": r"(?P<score>\d)"}, "belongs to extract: regex"),
-        ({"min_score": 3.0, "max_score": 1.0}, "must be less than max_score"),
-        ({"api_key_env": "NO_SUCH_VARIABLE"}, "no such variable"),
-        ({"extra_body": [1]}, "must be a section of keys"),
-    ],
-)
-def test_options_that_cannot_work(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(RewardOptionError, match=words.replace("(", r"\(")):
-        build_reward("llm_judge", {"base_url": "http://127.0.0.1:1/v1", "model": "m", **options})
 
 
 def test_through_the_worker_with_the_keys_of_the_section(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,13 @@ from roll.rewards.answers import isolated_number, stated_answer
 from roll.rewards.base import RewardFunction
 from roll.rewards.math_rule import MathVerifier, Verdict
 from roll.rewards.verifier_child import ANSWER_SECONDS
-from tests.rewards.stated_cases import RIGHT, WRONG
+from tests.rewards.stated_cases import RIGHT, WRONG, rows_of
 from tests.support.processes import have_ended
 
 
 @pytest.fixture(scope="module")
 def rule() -> Iterator[RewardFunction]:
-    rule = build_reward("math_rule", {"format_score": 0.1, "timeout": 10})
+    rule = build_reward("math_rule", {"format_score": 0.1, "timeout": 60})  # of a busy machine
     yield rule
     rule.close()
 
@@ -155,14 +155,16 @@ MISJUDGED = {
 """Those of which the rule says the opposite."""
 
 
-def test_nasty_cases(rule: RewardFunction) -> None:
-    samples = [RewardSample("", rf"So \boxed{{{answer}}}.", truth) for _, answer, truth in NASTY]
-    results = rule(samples)
+@pytest.mark.default_rows("0")
+@pytest.mark.parametrize("part", range(5))
+def test_nasty_cases(rule: RewardFunction, part: int) -> None:
+    assert len(NASTY) > 1000 and len(MISJUDGED) < 0.05 * len(NASTY)
+    cases = NASTY[part::5]
+    results = rule([RewardSample("", rf"So \boxed{{{answer}}}.", truth) for _, answer, truth in cases])
     assert all(result.metrics.get("answered") == 1.0 for result in results if result.error is None)
     found = [result.metrics.get("correct") for result in results]
-    wrong = {case[1:] for case, verdict in zip(NASTY, found, strict=True) if verdict != float(case[0] == "=")}
-    assert len(NASTY) > 1000 and len(wrong) < 0.05 * len(NASTY)
-    assert wrong == MISJUDGED
+    wrong = {case[1:] for case, verdict in zip(cases, found, strict=True) if verdict != float(case[0] == "=")}
+    assert wrong == MISJUDGED & {case[1:] for case in cases}
 
 
 def misjudged(rule: RewardFunction, cases: list[tuple[str, str]], right: bool) -> list[tuple[str, str]]:
@@ -188,16 +190,9 @@ def last_numeral(text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("The answer is $3$", "3"),
-        ("It costs $5 and then $6.", None),
-        ("I give up", None),
-        ("There are 7 of them and that is good", "7"),
-        ("$" * 500, None),
-        ("\\(" * 500, None),
-        ("the answer is " * 200, "the answer is"),
-        ("$1$ " * 600, "1"),
-        ("it is " + "7, " * 600, None),
-        ("4 = " * 500, None),
+        *rows_of("number_cases", "stated"),
+        *((text, None) for text in ("$" * 500, "\\(" * 500, "it is " + "7, " * 600, "4 = " * 500)),
+        *(("the answer is " * 200, "the answer is"), ("$1$ " * 600, "1")),
     ],
 )
 def test_what_a_text_states(text: str, answer: str | None) -> None:
@@ -207,18 +202,6 @@ def test_what_a_text_states(text: str, answer: str | None) -> None:
     assert time.process_time() - began < 0.5
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("It costs $5 and then $6.", "$6"),
-        ("The first is 4, the second 5", "5"),
-        ("3 + 4 = 7 (by rule 2).", "7"),
-        ("it is 2^10", None),
-        ("it lies in [0, 5]", None),
-        ("it is 10:30", None),
-        ("It is 7. See $x$.", None),
-        ("It is 7.\nSo \\frac{1}{7}", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "number"), rows_of("number_cases", "alone"))
 def test_numbers_that_stand_alone(text: str, number: str | None) -> None:
     assert isolated_number(text) == number

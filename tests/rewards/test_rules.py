@@ -8,20 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.rewards import RewardOptionError, RewardSample, build_reward
+from roll.rewards import RewardSample, build_reward
 from roll.rewards.base import RewardFunction
 from roll.rewards.text_rules import repeated_share, word_f1
+from tests.rewards.stated_cases import rows_of
 
 MATH = {"format_score": 0.1, "timeout": 10}
 CASES = [
-    *map(json.loads, Path(__file__).with_name("rule_cases.jsonl").read_text(encoding="utf-8").splitlines()),
+    *rows_of("rule_cases"),
     ["math_rule", MATH, "\\boxed{" + "4" * 2000 + "}", "4", 0.0, {"correct": 0.0, "answered": 0.0}],
 ]
 
@@ -64,22 +64,6 @@ def test_any_response_gets_a_score(response: str, method: str) -> None:
 def test_a_marked_answer_counts_whatever_stands_before(number: int, before: str) -> None:
     (result,) = build_reward("gsm8k_rule")([RewardSample("", f"{before}\n#### {number:,}", str(number))])
     assert result.score == 1.0
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("multiple_choice", {"choices": "A,B"}, "must be different letters"),
-        ("format", {"pattern": "("}, "not a regular expression"),
-        ("repetition_penalty", {"n": 0}, "must be at least"),
-        ("repetition_penalty", {"tolerated": 1.0}, "must be at least"),
-        ("length_penalty", {"free": 100, "limit": 100}, "less than limit 100"),
-        ("detection", {"iou_threshold": 0.0}, "iou_threshold"),
-    ],
-)
-def test_options_that_cannot_work(name: str, options: dict[str, object], message: str) -> None:
-    with pytest.raises(RewardOptionError, match=message):
-        build_reward(name, options)
 
 
 def test_a_pattern_that_never_ends_is_cut_off_and_reported() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -18,6 +15,7 @@ from roll.rewards.judge_reading import NoScore
 from roll.rewards.judge_reading import answer_text as judged_text
 from roll.rewards.registry import build_reward
 from roll.rewards.thoughts import opened_thought, response_decoder, said_by, split_thought
+from tests.rewards.stated_cases import rows_of
 
 WRITTEN = {
     "<think>": "<think>{}</think>{}",
@@ -44,12 +42,10 @@ def test_the_answer_is_read_after_the_thought(mark: str) -> None:
         assert after_thought(thought, f"question {mark}\n") is None
 
 
-LINES = Path(__file__).with_name("thoughts.jsonl").read_text(encoding="utf-8").splitlines()
-CASES = [json.loads(line) for line in LINES if not line.startswith("#")]
 ANALYSIS = "<|channel|>analysis<|message|>"
 
 
-@pytest.mark.parametrize(("response", "opened", "thought", "answer"), CASES)
+@pytest.mark.parametrize(("response", "opened", "thought", "answer"), rows_of("thoughts"))
 def test_every_reader_finds_the_same(response: str, opened: str, thought: str | None, answer: str | None) -> None:
     prompt = f"question\n{opened}\n"
     assert opened_thought(prompt) == opened

@@ -8,7 +8,6 @@ bound.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,20 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.config.loader import LoadedConfig, load_composed
-from roll.config.reading.compose import Composed
-from roll.config.reading.errors import ConfigError, Problems
-from roll.config.reading.yaml_files import SourceFile
+from roll.config.loader import LoadedConfig
 from roll.methods.base import PolicyLoss, SampledLoss
 from roll.methods.policy import PolicyMethod
 from roll.protocol import DataProto
 from roll.rollout.groups import build_batch
 from roll.strategies.base import Output
 from roll.translation import skyrl, verl
-from roll.translation.command import tree
 from roll.translation.engine import Translation
 from tests.support.sample_groups import make_group
-from tests.translation.conftest import Translate
+from tests.translation.conftest import Translate, run_of
 from tests.translation.source_formulas import (
     Responses,
     covariance,
@@ -40,24 +35,12 @@ from tests.translation.source_formulas import (
     verl_advantages,
     verl_critic,
 )
+from tests.translation.test_cases import text_of
 
 PROMPT, LONGEST = 3, 12
 LENGTHS = ((5, 12, 3, 7), (9, 1, 6, 4), (12, 8, 2, 10))
 Settings = dict[str, Any]
-VERL = (
-    "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=vllm actor_rollout_ref.model.path=m "
-    f"data.train_files=[gsm8k.parquet] data.max_prompt_length={PROMPT} data.max_response_length={LONGEST} "
-    "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=4 actor_rollout_ref.rollout.n=4 "
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 critic.ppo_mini_batch_size=4 "
-    "critic.ppo_micro_batch_size_per_gpu=1 trainer.n_gpus_per_node=1 "
-)
-SKYRL = (
-    "python -m skyrl_train.entrypoints.main_base trainer.policy.model.path=m data.train_data=[gsm8k.parquet] "
-    f"trainer.max_prompt_length={PROMPT} generator.sampling_params.max_generate_length={LONGEST} "
-    "trainer.train_batch_size=8 trainer.policy_mini_batch_size=4 trainer.critic_mini_batch_size=4 "
-    "generator.n_samples_per_prompt=4 trainer.placement.policy_num_gpus_per_node=1 "
-    "trainer.placement.ref_num_gpus_per_node=1 trainer.placement.critic_num_gpus_per_node=1 "
-)
+VERL, SKYRL = text_of("$SMALL_VERL "), text_of("$SMALL_SKYRL ")
 NEWER = SKYRL.replace("skyrl_train", "skyrl.train")
 CISPO: Settings = {"cispo.cispo_eps_clip_low": 1.0, "cispo.cispo_eps_clip_high": 4.0}
 """Defaults of the newer package."""
@@ -173,11 +156,9 @@ def command(base: str, settings: Settings) -> str:
 
 
 def translate_whole(translated: Translate, text: str) -> tuple[Translation, LoadedConfig[Any]]:
-    """As :func:`roll.translation.command.load`, without the file in between, which takes ten times as long."""
     translation = translated(text)
     assert translation.whole
-    composed = Composed(tree(translation), SourceFile(Path("translated.yaml")))
-    return translation, load_composed(None, composed, Problems(), check_files=False)
+    return translation, run_of(translation)
 
 
 def assert_equal(ours: Tensor, theirs: Tensor, leaf: Tensor) -> None:
@@ -445,6 +426,7 @@ MASKS: list[Settings] = [
 ]
 
 
+@pytest.mark.default_rows("defaults", "*clip_cov*", "*kl_cov*", "*cispo*", "*mask*", "*overlong*", "*seq_mean*")
 @pytest.mark.parametrize(
     "settings",
     [*SKYRL_CASES, *(case | {"loss_reduction": "sequence_mean"} for case in (*MASKS[:2], MASKS[3]))],
@@ -575,106 +557,3 @@ def test_scores_of_minus_one_and_one(translated: Translate) -> None:
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
     gradients = [torch.autograd.grad(loss, RESPONSES.log_probs)[0] for loss in (ours, theirs)]
     assert float((gradients[0] - gradients[1]).abs().max()) < 1e-5 * float(gradients[1].abs().max())
-
-
-REFUSED: list[tuple[str, Settings, str]] = [
-    *((VERL, {"algorithm.adv_estimator": name} | IN_REWARD, "put the KL into the loss") for name in ("grpo",)),
-    (
-        VERL,
-        {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"} | IN_REWARD,
-        "before reinforce_plus_plus_baseline",
-    ),
-    (VERL, {"algorithm.adv_estimator": "gdpo"}, "the rewards to normalise apart"),
-    (VERL, TOKEN_BASELINE | {IS: "token"}, "weighs the optimal token baseline there"),
-    (VERL, TOKEN_BASELINE | BYPASS, "leaves the optimal token baseline no sums"),
-    (VERL, GRPO | {"actor.policy_loss.loss_mode": "up"}, "known: vanilla"),
-    (VERL, GRPO | {"actor.clip_ratio": 0.3}, "write clip_ratio_low and clip_ratio_high"),
-    (VERL, GRPO | {"actor.policy_loss.loss_mode": "dppo_tv", "actor.clip_ratio_high": 0.3}, "one threshold"),
-    (VERL, GRPO | IN_LOSS | {"actor.kl_loss_type": "full"}, "not implemented in verl"),
-    (VERL, GRPO | {RS: "token_k1"}, "needs rollout_rs_threshold"),
-    (VERL, GRPO | {RS: "binary_kl", RS_BOUND: 0.1}, "criterion without an equal here"),
-    (VERL, GRPO | {RS: "token_k2", RS_BOUND: 1, "actor.loss_agg_mode": MODES[1]}, "by all responses, there"),
-    (VERL, {RS: "token_k2", RS_BOUND: 1}, "out of the advantages of this estimator"),
-    (VERL, GRPO | {RS: "token_k2", RS_BOUND: 1, IS: "sequence"}, "leaves the weights of sequences"),
-    (VERL, GRPO | IN_LOSS | {RS: "seq_sum_k2", RS_BOUND: 1, "actor.loss_agg_mode": MODES[2]}, "number of responses"),
-    (VERL, GRPO | BYPASS | {LOSS_TYPE: "reinforce", IS: "token", NORMALIZE: True}, "mean of each micro-batch"),
-    (VERL, {"actor.loss_agg_mode": MODES[3], "actor.loss_scale_factor": 30}, "counts for the actor alone"),
-    (VERL, {"critic.ppo_epochs": 2}, "one number of passes"),
-    (VERL, {"critic.shuffle": True}, "one key for both"),
-    (VERL, GRPO | BYPASS | {"actor.policy_loss.loss_mode": "gspo"}, "is replaced by rollout_correction.loss_type"),
-    (VERL, GRPO | {"algorithm.use_pf_ppo": True}, "PF-PPO"),
-    (VERL, GRPO | {"overlong.enable": True, "overlong.len": 4}, "reward_manager dapo only"),
-    (SKYRL, {"use_kl_in_reward": True}, "compares the rewards of a group"),
-    (SKYRL, {"advantage_batch_normalize": True}, "biased spread"),
-    (SKYRL, {"policy_loss_type": "dppo"}, "engine's log-probs"),
-    (SKYRL, {"policy_loss_type": "cispo", "cispo.cispo_anchor": "rollout"}, "engine's log-probs"),
-    (SKYRL, MASKS[0], "out of the number of tokens"),
-    (SKYRL, MASKS[3], "out of the number of tokens"),
-    (SKYRL, {"advantage_estimator": "maxrl", **NO_KL, "use_kl_in_reward": True}, "before maxrl compares"),
-    (SKYRL, MASKS[2] | {"off_policy_correction.tis_ratio_type": "sequence"}, "ratio of the sequence"),
-    (SKYRL, {"dynamic_sampling.type": "replace"}, "never by copies"),
-    (SKYRL, {"zero_variance_filter": True, "generator.n_samples_per_prompt": 1}, "two or more scores of 0 and 1"),
-    (SKYRL, {"generator.apply_overlong_filtering": True, "loss_reduction": "prompt_mean"}, "responses or prompts"),
-]
-
-
-@pytest.mark.parametrize(
-    ("base", "settings", "message"), REFUSED, ids=lambda value: name_of(value) if isinstance(value, dict) else ""
-)
-def test_what_cannot_be_kept_is_refused(base: str, settings: Settings, message: str, translated: Translate) -> None:
-    with pytest.raises(ConfigError) as error:
-        translated(command(base, settings))
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
-            {"loss": "cispo", "cispo_epsilon_low": 0.2, "cispo_epsilon_high": 0.2},
-        ),
-        (
-            "actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
-            {"loss": "sapo", "sapo_tau_pos": 1.0, "sapo_tau_neg": 1.05, "loss_agg_mode": "seq-mean-token-mean"},
-        ),
-        (
-            "bash x.sh trainer.algorithm.policy_loss_type=dual_clip trainer.algorithm.clip_ratio_c=4",
-            {
-                "loss": "ppo",
-                "use_pg_clip_range": True,
-                "pg_clip_low": 0.2,
-                "pg_clip_high": 0.2,
-                "dual_clip_loss": True,
-                "dual_clip_coef": 4.0,
-            },
-        ),
-        (
-            "algorithm.adv_estimator=rloo algorithm.gamma=0.9",
-            {
-                "estimator": "rloo",
-                "whiten_advantages": False,
-                "norm_std_type": "auto",
-                "norm_mean_type": "auto",
-                "gamma": 1.0,
-            },
-        ),
-        (
-            "algorithm.filter_groups.enable=true algorithm.filter_groups.metric=acc",
-            {"rewards.gsm8k_rule.query_filter_config.type": "std_filter"},
-        ),
-        (
-            "trainer.algorithm.dynamic_sampling.type=filter",
-            {"rewards.gsm8k_rule.query_filter_config.type": "std_filter"},
-        ),
-        (
-            "generator.apply_overlong_filtering=true trainer.algorithm.loss_reduction=token_mean "
-            "trainer.algorithm.use_kl_loss=false",
-            {"max_len_mask": True, "loss_agg_mode": "token-mean", "use_kl_loss": False},
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_a_change_brings_along_what_belongs_to_it(text: str, expected: dict[str, Any], translated: Translate) -> None:
-    """A loss has the options and defaults of its project; the rest of the recipe stays."""
-    assert translated(text).keys == expected

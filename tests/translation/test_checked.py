@@ -25,6 +25,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.default_rows("skyrl", "zero3_cpu_offload", "verl grpo")
 @pytest.mark.parametrize("name", WHOLE)
 def test_whole_commands_run_as_yaml_and_as_overrides(name: str, translated: Translate) -> None:
     translation = translated(WHOLE[name])
@@ -36,6 +37,7 @@ def test_whole_commands_run_as_yaml_and_as_overrides(name: str, translated: Tran
     assert on_top.config.pretrain == by_itself.config.pretrain
 
 
+@pytest.mark.default_rows("switch deepspeed", "tuning deepspeed", "memory")
 @pytest.mark.parametrize("name", [*CHANGES, *commands.README_YAML])
 def test_changes_run_on_the_quickstart(name: str, translated: Translate) -> None:
     text = CHANGES.get(name)

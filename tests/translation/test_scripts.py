@@ -17,68 +17,12 @@ from roll.translation.recording import REQUIRED, record
 RUN = "python3 -m verl.trainer.main_ppo"
 BATCH = "data.train_batch_size"
 
-FEATURES = {
-    "arithmetic": (f"a=$((4 * 2)); {RUN} {BATCH}=$((a + (1 << 3)))", 16),
-    "array": (f'args=({BATCH}=8 trainer.nnodes=1)\nargs+=({BATCH}=24)\n{RUN} "${{args[@]}}"', 24),
-    "associative array": (f"declare -A sizes=([small]=8 [large]=32)\n{RUN} {BATCH}=${{sizes[large]}}", 32),
-    "branch": (f"n=2\nif [ $n -gt 1 ]; then b=8; else b=4; fi\n{RUN} {BATCH}=$b", 8),
-    "test with pattern": (f"m=Qwen3-8B\nif [[ $m == *8B* ]]; then b=8; else b=4; fi\n{RUN} {BATCH}=$b", 8),
-    "case": (f"m=fsdp\ncase $m in fsdp*) b=12 ;; *) b=1 ;; esac\n{RUN} {BATCH}=$b", 12),
-    "quoted arguments": (f'set -- {BATCH}=40 "trainer.experiment_name=a b"\n{RUN} "$@"', 40),
-    "nested defaults": (f"{RUN} {BATCH}=${{SIZE:-${{OTHER:-48}}}}", 48),
-    "assigned default": (f': "${{SIZE:=56}}"\n{RUN} {BATCH}=$SIZE', 56),
-    "alternative value": (f"on=1\n{RUN} {BATCH}=8 ${{on:+{BATCH}=64}}", 64),
-    "heredoc": (f"read -r b <<END\n72\nEND\n{RUN} {BATCH}=$b", 72),
-    "heredoc of a file": (f"cat > sizes.env <<'END'\nb=80\nEND\nsource sizes.env\n{RUN} {BATCH}=$b", 80),
-    "function": (f'launch() {{ local b=$1; shift; {RUN} {BATCH}=$b "$@"; }}\nlaunch 88 trainer.nnodes=1', 88),
-    "loop": (f"b=0\nfor i in 1 2 3; do b=$((b + 32)); done\n{RUN} {BATCH}=$b", 96),
-    "substring and replacement": (f"t='n=104x'\n{RUN} {BATCH}=${{t:2:3}} trainer.experiment_name=${{t//=/_}}", 104),
-    "command substitution": (f"b=$(echo 56 56 | awk '{{print $1 + $2}}')\n{RUN} {BATCH}=$b", 112),
-    "python as a calculator": (f"b=$(python3 -c 'print(60 * 2)')\n{RUN} {BATCH}=$b", 120),
-    "counted devices": (f"n=$(nvidia-smi -L | wc -l)\n{RUN} {BATCH}=$((n * 16))", 128),
-    "trace": (f"set -euxo pipefail\nulimit -n 65535\n{RUN} {BATCH}=136 2>&1 | tee run.log", 136),
-    "continued lines": (f"{RUN} \\\n  {BATCH}=8 \\\n  trainer.nnodes=1 \\\n  {BATCH}=144 \\\n", 144),
-    "launcher in a variable": (
-        f"PYTHON=/opt/conda/envs/rl/bin/python\n$PYTHON -u -m verl.trainer.main_ppo {BATCH}=152",
-        152,
-    ),
-    "wrappers": (f"nohup timeout 3600 env A=1 {RUN} {BATCH}=160 > /var/log/none/run.log 2>&1 &\nwait", 160),
-    "ray job": (f"ray stop\nray start --head\nray job submit --address=http://h:1 --no-wait -- {RUN} {BATCH}=168", 168),
-    "ray job without a mark": (f"ray job submit --no-wait --runtime-env=env.yaml {RUN} {BATCH}=60", 60),
-    "Slurm's nodes": (
-        "#SBATCH --nodes=3\n#SBATCH --gres=gpu:h100:4\n"
-        'nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))\n'
-        f"{RUN} {BATCH}=$((${{#nodes[@]}} * SLURM_NNODES * $SLURM_GPUS_ON_NODE))",
-        36,
-    ),
-    "Slurm's one node": (f"#SBATCH --time=1:00\n{RUN} {BATCH}=$(($SLURM_JOB_NUM_NODES * 68))", 68),
-    "uv": (f"uv run --isolated --extra vllm --with ray==2.1 -m verl.trainer.main_ppo {BATCH}=176", 176),
-    "torchrun": (f"torchrun --standalone --nproc_per_node 8 -m verl.trainer.main_ppo {BATCH}=184", 184),
-    "coverage": (f"coverage run --data-file=/x --source=verl -m verl.trainer.main_ppo {BATCH}=24", 24),
-    "debugger": (f"python -m debugpy --listen 5678 --wait-for-client -m verl.trainer.main_ppo {BATCH}=12", 12),
-    "waiting for a service": (f"until curl -sf http://localhost:1; do sleep 60; done\n{RUN} {BATCH}=192", 192),
-    "data checked for": (f'[ -f /data/none.parquet ] || {{ echo "no data"; exit 1; }}\n{RUN} {BATCH}=200', 200),
-    "missing folder": (f"set -e\ncd /work/none\nsource /opt/none/activate\n{RUN} {BATCH}=208", 208),
-    "data prepared before": (f"python3 examples/data_preprocess/gsm8k.py --local_dir d\n{RUN} {BATCH}=216", 216),
-    "environment's run": (f"conda activate rl\nconda run -n rl python -m verl.trainer.main_ppo {BATCH}=20", 20),
-    "free devices": (
-        "free=()\nfor i in {0..7}; do\n  used=$(nvidia-smi -i $i --query-gpu=memory.used --format=csv,noheader)\n"
-        '  [ "$used" -lt 2000 ] && free+=($i)\ndone\n'
-        f"{RUN} {BATCH}=$((${{#free[@]}} * 4))",
-        32,
-    ),
-    "demanded variable": (f': "${{KEY:?set it}}"\n{RUN} {BATCH}=28 trainer.experiment_name=${{KEY:?}}', 28),
-    "first node": (
-        f'if [ "$(hostname)" == "$MASTER_ADDR" ]; then {RUN} {BATCH}=36\nelse ray start --address $MASTER_ADDR; fi',
-        36,
-    ),
-    "rank": (f'if [ "$NODE_RANK" == 0 ]; then {RUN} {BATCH}=44; fi', 44),
-    "waiting for nodes": (
-        f'while true; do [ "$(ray status | grep -c node_)" -eq 4 ] && break; sleep 9; done\n{RUN} {BATCH}=52',
-        52,
-    ),
-    "eval": (f"line='{RUN} {BATCH}=224'\neval $line", 224),
-}
+
+FEATURES: dict[str, tuple[str, int]] = {}
+for block in f"\n{Path(__file__).with_name('scripts.txt').read_text(encoding='utf-8')}".split("\n=== ")[1:]:
+    title, _, script = block.partition("\n")
+    number, _, feature = title.partition(" ")
+    FEATURES[feature] = (script.replace("<run>", RUN).replace("<batch>", BATCH), int(number))
 
 
 @pytest.fixture(scope="module")
