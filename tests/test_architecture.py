@@ -29,52 +29,21 @@ FLOORS = {
     1: {"config", "protocol", "platforms"},
     2: {"algorithms", "models", "datasets"},
     3: {
-        "environments",
-        "agents",
-        "strategies",
-        "weight_sync",
-        "distributed",
-        "rewards",
-        "rollout",
-        "checkpoint",
-        "tracking",
-        "serving",
+        *("environments", "agents", "strategies", "weight_sync", "distributed"),
+        *("rewards", "rollout", "checkpoint", "tracking", "serving"),
     },
     4: {"methods", "workers", "report"},
     5: {"pipelines"},
     6: {
-        "api",
-        "cli",
-        "clients",
-        "command_line",
-        "doctor",
-        "evaluate",
-        "preflight",
-        "rehearsal",
-        "replay",
-        "resumption",
-        "starter",
-        "sweep",
-        "training_service",
-        "translation",
+        *("api", "cli", "clients", "command_line", "doctor", "evaluate", "preflight", "rehearsal"),
+        *("replay", "resumption", "starter", "sweep", "training_service", "translation"),
     },
 }
 FLOOR_OF = {area: floor for floor, areas in FLOORS.items() for area in areas}
 STRANGERS = {("algorithms", "strategies"), ("strategies", "algorithms")}
 OPTIONAL = {
-    "vllm",
-    "sglang",
-    "deepspeed",
-    "megatron",
-    "peft",
-    "flash_attn",
-    "liger_kernel",
-    "gguf",
-    "wandb",
-    "swanlab",
-    "mlflow",
-    "tensordict",
-    "trl",
+    *("vllm", "sglang", "deepspeed", "megatron", "peft", "flash_attn", "liger_kernel", "gguf"),
+    *("wandb", "swanlab", "mlflow", "tensordict", "trl"),
 }
 BACKEND_FOLDERS = {name: f"strategies/{name}" for name in ("megatron", "vllm", "sglang")}
 """Packages whose classes a backend derives its own from: the modules of its folder import them, and no module outside
@@ -97,12 +66,6 @@ def imports(tree: ast.AST) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute"
             yield node.module or ""
-
-
-def imports_at_module_level(tree: ast.Module) -> Iterator[str]:
-    for statement in tree.body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            yield from imports(statement)
 
 
 def imported_files(tree: ast.AST, files: set[str]) -> set[str]:
@@ -160,7 +123,7 @@ def test_imports_run_downwards() -> None:
 
 def optional_imports(module: Path, tree: ast.Module) -> set[str]:
     """Optional packages, and modules of backends that need one, which come with every import of the module."""
-    names = set(imports_at_module_level(tree))
+    names = {name for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom) for name in imports(one)}
     found = {name.partition(".")[0] for name in names} & OPTIONAL
     for package, folder in BACKEND_FOLDERS.items():
         if module.is_relative_to(PACKAGE / folder):

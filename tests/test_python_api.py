@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -153,13 +154,7 @@ def test_objects_get_paths() -> None:
     assert objects.__getattr__("partial")(2) == 3
 
 
-def test_an_object_that_cannot_travel_is_refused() -> None:
-    lock = __import__("threading").Lock()
-    with pytest.raises(roll.ConfigError, match=r"rewards.math.worker_cls.*cannot be sent to the workers.*a module"):
-        roll.load_config(SFT, {"rewards.math.worker_cls": lambda response: lock})
-
-
-def test_callbacks_are_checked() -> None:
+def test_what_python_alone_may_give_is_checked(world: TinyWorld, tmp_path: Path) -> None:
     class Eager:
         def on_step(self, step: int, metrics: Any) -> bool:
             return True
@@ -168,9 +163,9 @@ def test_callbacks_are_checked() -> None:
         Callbacks([print])
     with pytest.raises(TypeError, match=r"Eager.on_step returned True: return roll.STOP"):
         Callbacks([Eager()]).call("on_step", 0, {})
-
-
-def test_runs_with_restarts_are_the_commands(world: TinyWorld, tmp_path: Path) -> None:
+    lock = Lock()
+    with pytest.raises(roll.ConfigError, match=r"rewards.math.worker_cls.*cannot be sent to the workers.*a module"):
+        roll.load_config(SFT, {"rewards.math.worker_cls": lambda response: lock})
     with pytest.raises(roll.ConfigError, match=r"max_restarts = 2: .*roll run"):
         roll.run(sft_settings(world, tmp_path), {"max_restarts": 2}, callbacks=[roll.Callback()])
 
@@ -194,8 +189,7 @@ import json, sys
 from pathlib import Path
 import pandas
 import roll
-from tests.examples.pages import named_files
-from tests.support.tiny_runs import TinyWorld, rlvr_settings, sft_settings
+from tests.support.tiny_runs import LengthGame, TinyWorld, agentic_settings, rlvr_settings
 
 world, output = TinyWorld(Path(sys.argv[1])), Path(sys.argv[2])
 BONUS = {"answer": 40.0}
@@ -203,14 +197,26 @@ BONUS = {"answer": 40.0}
 def score(response, ground_truth, offset=0.0):
     return {"score": BONUS["answer"] + offset, "length": len(response)}
 
+class Game(LengthGame):
+    def step(self, action):
+        return super().step(action)[0], 0.25, True, False, {}
+
+def estimator(inputs, options):
+    rewards = inputs.spread(inputs.response_rewards)
+    return rewards - 1.0, rewards
+
+def loss(inputs, options, metrics):
+    metrics.mean("actor/own", inputs.advantages[inputs.mask].sum(), inputs.num_tokens)
+    return -inputs.advantages * inputs.log_probs * inputs.mask
+
 class Watch:
     def __init__(self):
         self.steps, self.samples, self.checkpoints, self.ended = [], [], [], []
     def on_step(self, step, metrics):
-        self.steps.append(metrics["critic/score/mean"])
-        return roll.STOP if step == 1 else None
+        self.steps.append([metrics["critic/score/mean"], "val/sampled/accuracy" in metrics])
+        return roll.STOP if step == 2 else None
     def on_samples(self, step, samples):
-        self.samples += samples
+        self.samples += [row for row in samples if row["set"] == "train"]
     def on_checkpoint(self, step, path):
         self.checkpoints.append([step, path.name, path.is_dir()])
     def on_end(self, run):
@@ -220,17 +226,22 @@ if __name__ == "__main__":
     settings = rlvr_settings(world, output / "first")
     settings["rewards"]["digits"] |= {"worker_cls": score, "reward_kwargs": {"offset": 2.0}}
     settings["actor_train"]["training_args"]["save_hf_model"] = True
+    validation = {"data_args": {"file_name": [world.validation], "messages": "messages"}, "greedy": False}
+    changes = {"actor_train.data_args.dataset_filter": lambda row: row["tag"] == "even", "validation": validation}
+    changes |= {"async_generation_ratio": 1.0, "max_steps": 9, "eval_steps": 2, "save_steps": 1}
     watch = Watch()
-    run = roll.run(settings, ["max_steps=5", "save_steps=1"], callbacks=[watch])
-    frame, samples = pandas.DataFrame(run.metrics), pandas.DataFrame(run.samples)
-    second = roll.run(sft_settings(world, output / "second"), {"max_steps": 1})
+    run = roll.run(settings, changes, callbacks=[watch])
+    samples = pandas.DataFrame([row for row in run.samples if row["set"] == "train"])
+    own = {"custom_envs.game.env_type": Game, "pg_variant": loss, "estimator": estimator}
+    games = roll.run(agentic_settings(world, output / "games"), own)
     print(json.dumps({
         "steps": watch.steps, "checkpoints": watch.checkpoints, "ended": watch.ended,
         "same": [row["response"] for row in watch.samples] == list(samples["response"]),
-        "scores": sorted(set(samples["score"])), "lengths": bool((samples["metrics/length"] >= 0).all()),
-        "rows": list(frame["step"]), "model": (run.model_path / "config.json").is_file(),
-        "report": run.report.is_file(), "second": [row["step"] for row in second.metrics],
-        "no model": second.model_path,
+        "tags": sorted(set(samples["tag"])), "scores": sorted(set(samples["score"])),
+        "lengths": bool((samples["metrics/length"] >= 0).all()),
+        "validated": [row["step"] for row in run.metrics if "val/sampled/accuracy" in row],
+        "model": (run.model_path / "config.json").is_file(), "report": run.report.is_file(),
+        "advantage": games.metrics[0]["actor/own"], "no model": games.model_path,
     }))
 """
 
@@ -238,15 +249,16 @@ if __name__ == "__main__":
 @pytest.mark.long
 @pytest.mark.e2e
 def test_a_script_stops_its_run_and_starts_another(world: TinyWorld, tmp_path: Path) -> None:
-    """A reward of the script itself; a callback that ends the run after two of five steps, with a model."""
+    """A reward and a filter of the script itself; a callback that ends an asynchronous run after three of nine steps,
+    with a model, the last validation being that of the last step. Then an environment, a loss and an estimator."""
     found = in_python(SCRIPT, tmp_path, str(world.folder), str(tmp_path))
-    assert found["steps"] == [42.0, 42.0]
-    assert found["rows"] == [0, 1]
-    assert found["checkpoints"] == [[1, "checkpoint-1", True], [2, "checkpoint-2", True]]
+    assert found["steps"] == [[42.0, True], [42.0, False], [42.0, True]]
+    assert found["validated"] == [0, 2, 3]
+    assert found["checkpoints"] == [[step, f"checkpoint-{step}", True] for step in (1, 2, 3)]
     assert found["ended"] == [str(tmp_path / "first")]
-    assert found["scores"] == [42.0]
+    assert (found["tags"], found["scores"]) == (["even"], [42.0])
     assert all(found[name] for name in ("same", "lengths", "model", "report"))
-    assert found["second"] == [0]
+    assert found["advantage"] == pytest.approx(0.25 - 1)
     assert found["no model"] is None
 
 
@@ -306,13 +318,10 @@ def test_an_interrupted_run_under_a_loop_leaves_somebody_elses_ray(world: TinyWo
 @pytest.mark.matrix
 @pytest.mark.e2e
 def test_the_listing_of_the_page(recipes: Path) -> None:
-    text = (ROOT / "docs/python.md").read_text(encoding="utf-8")
-    assert len(text.split()) <= 750
-    *_, last = output_of(named_files(ROOT / "docs/python.md")["train.py"], recipes)
-    reward, model, report = last.split()
+    assert len((ROOT / "docs/python.md").read_text(encoding="utf-8").split()) <= 750
+    reward, model, report = output_of(named_files(ROOT / "docs/python.md")["train.py"], recipes)[-1].split()
     assert 0 < float(reward) < 1
-    assert (recipes / model / "config.json").is_file()
-    assert (recipes / report).is_file()
+    assert (recipes / model / "config.json").is_file() and (recipes / report).is_file()
 
 
 @pytest.mark.long
@@ -355,61 +364,3 @@ def test_the_notebook(recipes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "image/png" in drawn
     assert "score" in table
     assert "seed0/report.html" in files
-
-
-KINDS = """
-import json, sys
-from pathlib import Path
-import roll
-from tests.support.tiny_runs import LengthGame, TinyWorld, agentic_settings, rlvr_settings
-
-world, output = TinyWorld(Path(sys.argv[1])), Path(sys.argv[2])
-
-class Game(LengthGame):
-    def step(self, action):
-        return super().step(action)[0], 0.25, True, False, {}
-
-def estimator(inputs, options):
-    rewards = inputs.spread(inputs.response_rewards)
-    return rewards - 1.0, rewards
-
-def loss(inputs, options, metrics):
-    metrics.mean("actor/own", inputs.advantages[inputs.mask].sum(), inputs.num_tokens)
-    return -inputs.advantages * inputs.log_probs * inputs.mask
-
-class Stop:
-    def __init__(self, last):
-        self.last, self.metrics, self.tags = last, [], set()
-    def on_step(self, step, metrics):
-        self.metrics.append(metrics)
-        return roll.STOP if step == self.last else None
-    def on_samples(self, step, samples):
-        self.tags |= {row["tag"] for row in samples if row["set"] == "train"}
-
-if __name__ == "__main__":
-    games, ahead = Stop(9), Stop(2)
-    own = {"custom_envs.game.env_type": Game, "pg_variant": loss, "estimator": estimator}
-    roll.run(agentic_settings(world, output / "games"), own, callbacks=[games])
-    changes = {
-        "actor_train.data_args.dataset_filter": lambda row: row["tag"] == "even",
-        "async_generation_ratio": 1.0,
-        "max_steps": 9,
-        "eval_steps": 2,
-        "validation": {"data_args": {"file_name": [world.validation], "messages": "messages"}, "greedy": False},
-    }
-    run = roll.run(rlvr_settings(world, output / "ahead"), changes, callbacks=[ahead])
-    validated = [row["step"] for row in run.metrics if "val/sampled/accuracy" in row]
-    seen = [step for step, metrics in enumerate(ahead.metrics) if "val/sampled/accuracy" in metrics]
-    print(json.dumps([games.metrics[0]["actor/own"], sorted(ahead.tags), validated, seen]))
-"""
-
-
-@pytest.mark.long
-@pytest.mark.e2e
-def test_objects_of_every_kind_and_an_early_end_of_an_asynchronous_run(world: TinyWorld, tmp_path: Path) -> None:
-    """An environment, a loss, an estimator and a filter of a script. The last validation is that of the last step."""
-    advantage, tags, validated, seen = in_python(KINDS, tmp_path, str(world.folder), str(tmp_path))
-    assert advantage == pytest.approx(0.25 - 1)
-    assert tags == ["even"]
-    assert validated == [0, 2, 3]
-    assert seen == [0, 2]

@@ -42,6 +42,7 @@ def start(world: TinyWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
+@pytest.mark.default_rows("*-8", "grpo-0", "agent-3")
 @pytest.mark.parametrize("gpus", ["0", "3", "8"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_passes_the_check_without_a_note(
@@ -109,12 +110,6 @@ def test_models_that_are_none(start: Any, tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_file_runs_as_it_is(kind: str, start: Any) -> None:
     assert start(kind) == 0
-    small = {
-        "grpo": [
-            "rollout_batch_size=2",
-            "response_length=8",
-            "actor_train.training_args.gradient_accumulation_steps=4",
-        ],
-        "agent": ["sequence_length=512", "custom_envs.lake.max_tokens_per_step=4"],
-    }
-    assert cli.main(["run", f"{kind}.yaml", "max_steps=1", "eval_steps=0", "save_steps=0", *small.get(kind, [])]) == 0
+    batch = "rollout_batch_size=2 response_length=8 actor_train.training_args.gradient_accumulation_steps=4"
+    small = {"grpo": batch, "agent": "sequence_length=512 custom_envs.lake.max_tokens_per_step=4"}.get(kind, "")
+    assert cli.main(["run", f"{kind}.yaml", "max_steps=1", "eval_steps=0", "save_steps=0", *small.split()]) == 0

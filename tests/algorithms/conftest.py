@@ -1,14 +1,9 @@
 import pytest
-from hypothesis import settings
 
 from roll.algorithms.advantages import advantage_estimators
 from roll.algorithms.policy_losses import policy_losses
 from roll.config.estimators import ADV_ESTIMATORS
 from roll.config.policy_losses import POLICY_LOSSES
-
-# The first example of a test pays for lazy imports inside torch, and shared machines stall now and then.
-settings.register_profile("no-deadline", deadline=None)
-settings.load_profile("no-deadline")
 
 
 @pytest.fixture

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.aggregation import Groups, LossDenominators, denominators_from, denominators_of, group_tokens_of
@@ -71,6 +74,11 @@ batches = st.builds(
     length=st.integers(1, 12),
     density=st.sampled_from([0.0, 0.3, 0.7, 1.0]),
 )
+
+
+def each_batch(share: int = 3, **more: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test with batches, and with ``more`` arguments drawn for it; one in ``share`` of the usual examples."""
+    return lambda test: settings(max_examples=settings().max_examples // share)(given(batch=batches, **more)(test))
 
 
 def gae(rewards: Matrix, values: Matrix, mask: list[list[bool]], gamma: float, lambd: float) -> torch.Tensor:
@@ -151,18 +159,9 @@ def aggregate(
 
 
 def inputs_of(batch: Batch, rows: slice | torch.Tensor = slice(None), **changes: object) -> LossInputs:
-    inputs = LossInputs(
-        batch.log_probs[rows],
-        batch.advantages[rows],
-        batch.mask[rows],
-        batch.old_log_probs[rows],
-        batch.rollout_log_probs[rows],
-        batch.ref_log_probs[rows],
-        batch.entropy[rows],
-        batch.sample_weights[rows],
-        group_ids=Groups.of(batch.group_ids).index[rows],
-    )
-    return replace(inputs, **changes)
+    names = ("log_probs", "advantages", "mask", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy")
+    columns = {name: getattr(batch, name)[rows] for name in (*names, "sample_weights")}
+    return replace(LossInputs(**columns, group_ids=Groups.of(batch.group_ids).index[rows]), **changes)
 
 
 def whole(batch: Batch) -> LossDenominators:

@@ -148,14 +148,16 @@ def group_advantages(
 
 
 def sampled_gradients(
-    policy: TabularPolicy, sampler: Tensor, column: str, settings: Mapping[str, object]
+    policy: TabularPolicy, sampler: Tensor, variant: str = "vanilla", correction: object = None
 ) -> tuple[Tensor, Tensor]:
     """Gradient of each response that parameters ``sampler`` may sample, and its probability: (R, ...), (R,).
 
-    The loss gets the sampler's log-probs as ``column``; advantages are rewards minus the exact expectation.
+    The sampler is an engine that differs from the trainer, whose mismatch is corrected; of other losses than the
+    ``vanilla`` one the policy before the update. Advantages are rewards minus the exact expectation.
     """
     sampled = policy.log_probs(sampler).detach()
-    options = loss_options({"loss_agg_mode": "seq-mean-token-sum", **settings})
+    settings = {"loss_agg_mode": "seq-mean-token-sum", "pg_variant": variant, "train_infer_correction": correction}
+    options, column = loss_options(settings), "rollout_log_probs" if correction else "old_log_probs"
     log_probs = policy.log_probs()
     baseline = (log_probs.sum(-1).exp() * policy.rewards).sum().detach()
     gradients = []
@@ -165,17 +167,6 @@ def sampled_gradients(
         inputs = LossInputs(log_probs[row], advantages, policy.mask[row], **{column: sampled[row]})
         gradients.append(-policy.gradient(actor_loss(inputs, options, LossDenominators(1.0, 1.0)).loss))
     return torch.stack(gradients), sampled.sum(-1).exp()
-
-
-def corrected_gradients(policy: TabularPolicy, engine: Tensor, correction: object) -> tuple[Tensor, Tensor]:
-    """Gradients of responses sampled by an engine that differs from the trainer, corrected."""
-    settings = {"pg_variant": "vanilla", "train_infer_correction": correction}
-    return sampled_gradients(policy, engine, "rollout_log_probs", settings)
-
-
-def variant_gradients(policy: TabularPolicy, old: Tensor, settings: Mapping[str, object]) -> tuple[Tensor, Tensor]:
-    """Gradients of a policy loss off-policy: the responses were sampled by the policy before the update."""
-    return sampled_gradients(policy, old, "old_log_probs", settings)
 
 
 def expectation(gradients: Tensor, probability: Tensor) -> Tensor:
@@ -202,27 +193,14 @@ CORRECTIONS: dict[str, object] = {
     **{f"`{name}`": name for name in CORRECTION_PRESETS},
 }
 VARIANTS = (
-    "vanilla",
-    "ppo",
-    "gspo",
-    "gspo_token",
-    "cispo",
-    "tis",
-    "topr",
-    "raft++",
-    "kimi15",
-    "sapo",
-    "gmpo",
-    "dppo",
-    "vespo",
+    *("vanilla", "ppo", "gspo", "gspo_token", "cispo", "tis", "topr", "raft++"),
+    *("kimi15", "sapo", "gmpo", "dppo", "vespo"),
 )
+AUTO = ("auto", "auto")
 GROUP_ESTIMATORS: dict[str, tuple[str, tuple[str | None, str | None]]] = {
-    "`reinforce`": ("reinforce", ("auto", "auto")),
-    "`rloo`": ("rloo", ("auto", "auto")),
+    **{f"`{name}`": (name, AUTO) for name in ("reinforce", "rloo")},
     "`grpo` without std": ("grpo", ("group", None)),
-    "`opo`": ("opo", ("auto", "auto")),
-    "`reinforce++_baseline`": ("reinforce++_baseline", ("auto", "auto")),
-    "`grpo`": ("grpo", ("auto", "auto")),
+    **{f"`{name}`": (name, AUTO) for name in ("opo", "reinforce++_baseline", "grpo")},
 }
 END_TOKEN = 2
 Row = tuple[float, ...]
@@ -255,7 +233,7 @@ def correction_table() -> dict[str, Row]:
     policy = TabularPolicy(0)
     engine, exact = policy.perturbed(0.6), policy.exact_gradient()
     return {
-        label: bias_and_deviation(*corrected_gradients(policy, engine, correction), exact)
+        label: bias_and_deviation(*sampled_gradients(policy, engine, correction=correction), exact)
         for label, correction in CORRECTIONS.items()
     }
 
@@ -266,7 +244,7 @@ def variant_table() -> dict[str, Row]:
     old, exact = policy.perturbed(0.3), policy.exact_gradient()
     rows: dict[str, Row] = {}
     for name in VARIANTS:
-        gradients, probability = variant_gradients(policy, old, {"pg_variant": name})
+        gradients, probability = sampled_gradients(policy, old, name)
         direction = relative_bias(policy, expectation(gradients, probability))
         rows[f"`{name}`"] = (*direction, bias_and_deviation(gradients, probability, exact)[1])
     return rows

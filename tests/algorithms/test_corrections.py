@@ -6,7 +6,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -15,7 +14,7 @@ from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs
 from roll.config.corrections import CORRECTION_PRESETS, CorrectionOptions, CorrectionRule, RuleLevel, correction_options
 from roll.protocol.metrics import merge_metrics, to_floats
-from tests.algorithms.reference import Batch, batches, inputs_of, make_batch, mean
+from tests.algorithms.reference import Batch, each_batch, inputs_of, make_batch, mean
 
 
 def unit_of(mask: list[bool], t: int, level: str) -> list[int]:
@@ -92,7 +91,7 @@ rules = st.one_of(
 )
 
 
-@given(batch=batches, rule=rules)
+@each_batch(share=1, rule=rules)
 def test_every_rule_equals_the_loop(batch: Batch, rule: CorrectionRule) -> None:
     result = correct_mismatch(inputs_of(batch), CorrectionOptions((rule,)), MetricBuilder())
     weights, keep = by_loop(batch, rule)
@@ -100,7 +99,7 @@ def test_every_rule_equals_the_loop(batch: Batch, rule: CorrectionRule) -> None:
     assert_close(result.weights, weights, rtol=1e-9, atol=1e-12)
 
 
-@given(batch=batches, rule=rules, other=rules)
+@each_batch(rule=rules, other=rules)
 def test_rejections_equal_the_loop_and_leave_the_loss_to_the_other_rules(
     batch: Batch, rule: CorrectionRule, other: CorrectionRule
 ) -> None:
@@ -117,18 +116,14 @@ def test_rejections_equal_the_loop_and_leave_the_loss_to_the_other_rules(
     assert torch.equal(both.weights, alone.weights) and torch.equal(both.keep, alone.keep)
 
 
-@given(
-    batch=batches,
-    rule=st.builds(
-        CorrectionRule,
-        level=st.sampled_from(["token", "geometric", "sequence"]),
-        action=st.sampled_from(["truncate", "both"]),
-        high=st.sampled_from([None, 1.0, 1.1]),
-        normalize=st.just(True),
-    ),
+@each_batch(
+    level=st.sampled_from(["token", "geometric", "sequence"]),
+    action=st.sampled_from(["truncate", "both"]),
+    high=st.sampled_from([None, 1.0, 1.1]),
 )
-def test_the_scale_gives_weights_a_mean_of_one(batch: Batch, rule: CorrectionRule) -> None:
+def test_the_scale_gives_weights_a_mean_of_one(batch: Batch, level: Any, action: Any, high: float | None) -> None:
     """Over tokens, or over the responses that have any; the loss's own weights stay as they are."""
+    rule = CorrectionRule(level, action, high=high, normalize=True)
     options = CorrectionOptions((rule,))
     scale, metrics = weight_scale(batch.old_log_probs, batch.rollout_log_probs, batch.mask, options, None)
     weights, keep = by_loop(batch, rule)
@@ -143,21 +138,7 @@ def test_the_scale_gives_weights_a_mean_of_one(batch: Batch, rule: CorrectionRul
     assert torch.equal(correct_mismatch(inputs_of(batch), options, MetricBuilder()).weights, plain.weights)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"action": "mask"}, "mask has no weights"),
-        ({"policy": "current"}, "is not known before the update"),
-        ({"only_negative": True}, "which is before the advantages"),
-    ],
-)
-def test_weights_without_a_mean_before_the_update_are_refused(change: dict[str, Any], message: str) -> None:
-    assert correction_options([{"normalize": True, "high": 2.0}]).normalized
-    with pytest.raises(ValueError, match=message):
-        correction_options([{"normalize": True, "high": 2.0, **change}])
-
-
-@given(batch=batches, first=rules, second=rules)
+@each_batch(first=rules, second=rules)
 def test_rules_multiply_weights_and_intersect_masks(
     batch: Batch, first: CorrectionRule, second: CorrectionRule
 ) -> None:
@@ -202,23 +183,18 @@ def test_gradient_enters_the_weights_only_when_asked_and_on_policy() -> None:
 
 
 def test_rolls_spelling_maps_onto_the_vocabulary() -> None:
-    setting = {
-        "is_weight": {"enabled": True, "weight_type": "segment", "upper_bound": 1.5, "detach": False},
-        "filters": [
-            {"enabled": True, "agg_type": "sequence", "ratio_enabled": True, "ratio_high": 1.3},
-            {"enabled": False, "agg_type": "token", "ratio_enabled": True},
-            {"agg_type": "geometric", "diff_enabled": True, "diff_low": -0.1, "diff_high": 0.1},
-        ],
-    }
-    expected = CorrectionOptions(
-        (
-            CorrectionRule("segment", "truncate", high=1.5),
-            CorrectionRule("sequence", "mask", "ratio", 0.8, 1.3),
-            CorrectionRule("geometric", "mask", "prob_diff", -0.1, 0.1),
-        ),
-        detach=False,
+    filters = [
+        {"enabled": True, "agg_type": "sequence", "ratio_enabled": True, "ratio_high": 1.3},
+        {"enabled": False, "agg_type": "token", "ratio_enabled": True},
+        {"agg_type": "geometric", "diff_enabled": True, "diff_low": -0.1, "diff_high": 0.1},
+    ]
+    weight = {"enabled": True, "weight_type": "segment", "upper_bound": 1.5, "detach": False}
+    rules = (
+        CorrectionRule("segment", "truncate", high=1.5),
+        CorrectionRule("sequence", "mask", "ratio", 0.8, 1.3),
+        CorrectionRule("geometric", "mask", "prob_diff", -0.1, 0.1),
     )
-    assert correction_options(setting) == expected
+    assert correction_options({"is_weight": weight, "filters": filters}) == CorrectionOptions(rules, detach=False)
 
 
 def test_presets_rules_and_nothing() -> None:
@@ -227,6 +203,7 @@ def test_presets_rules_and_nothing() -> None:
     assert correction_options("icepop") is CORRECTION_PRESETS["icepop"]
     rule = {"level": "sequence", "action": "mask", "metric": "k3", "high": 0.1}
     assert correction_options([rule]) == CorrectionOptions((CorrectionRule("sequence", "mask", "k3", high=0.1),))
+    assert correction_options([{"normalize": True, "high": 2.0}]).normalized
 
 
 @pytest.mark.parametrize(
@@ -243,6 +220,9 @@ def test_presets_rules_and_nothing() -> None:
         ([{"action": "truncate", "metric": "k3"}], "k3"),
         ([{"low": 2.0, "high": 1.0}], "must not be greater than high"),
         (["tis"], "must be a section of keys"),
+        ([{"normalize": True, "action": "mask"}], "mask has no weights"),
+        ([{"normalize": True, "policy": "current"}], "is not known before the update"),
+        ([{"normalize": True, "only_negative": True}], "which is before the advantages"),
     ],
 )
 def test_mistakes_are_named(setting: object, message: str) -> None:
@@ -250,7 +230,7 @@ def test_mistakes_are_named(setting: object, message: str) -> None:
         correction_options(setting)
 
 
-@given(batch=batches, cut=st.integers(0, 7))
+@each_batch(cut=st.integers(0, 7))
 def test_mismatch_metrics_equal_the_loop_however_split(batch: Batch, cut: int) -> None:
     parts = []
     for rows in (slice(0, cut), slice(cut, None)):
@@ -265,9 +245,7 @@ def test_mismatch_metrics_equal_the_loop_however_split(batch: Batch, cut: int) -
     difference = batch.old_log_probs - batch.rollout_log_probs
     rows = [row[mask] for row, mask in zip(difference, batch.mask, strict=True) if bool(mask.any())]
     segments = [
-        math.exp(
-            leveled((batch.old_log_probs - batch.rollout_log_probs)[i].tolist(), batch.mask[i].tolist(), t, "segment")
-        )
+        math.exp(leveled(difference[i].tolist(), batch.mask[i].tolist(), t, "segment"))
         for i, t in batch.mask.nonzero().tolist()
     ]
     expected = {

@@ -64,14 +64,8 @@ def compare(student: torch.Tensor, teacher: torch.Tensor, k: int, **options: Any
     size = teacher.shape[1]
     whole = Vocabulary(size)
     top = top_tokens(whole, lambda rows: teacher[rows], len(teacher), 2, temperature, TopTokens(k, size))
-    targets = TargetDistributions(
-        "teacher",
-        top["top_ids"].long(),
-        top["top_log_probs"],
-        top["tail_log_prob"],
-        keys.kd_temperature,
-        partial(divergence, options=keys),
-    )
+    columns = (top["top_ids"].long(), top["top_log_probs"], top["tail_log_prob"])
+    targets = TargetDistributions("teacher", *columns, keys.kd_temperature, partial(divergence, options=keys))
     everything = slice(0, len(student))
     zeros = torch.zeros(len(student), dtype=torch.int64)
     return compared(whole, student, everything, zeros, 1.0, ("log_probs",), [targets])[0]["teacher/divergence"]

@@ -19,12 +19,12 @@ from tests.algorithms.tabular import (
     Row,
     TabularPolicy,
     bias_and_deviation,
-    corrected_gradients,
     expected_gradient,
     expected_group_gradient,
     group_advantages,
     markdown,
     relative_bias,
+    sampled_gradients,
 )
 from tests.support.keys import algorithm
 
@@ -53,12 +53,27 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 def test_unbiased_estimators(policy: TabularPolicy, estimator: str, group_size: int) -> None:
     small = TabularPolicy(0, vocabulary=3, length=2) if group_size == 3 else policy
     assert_close(expected_group_gradient(small, estimator, group_size), small.exact_gradient(), **TOLERANCE)
+    if estimator == "reinforce":  # remax subtracts the greedy reward, whatever it is
+        baseline = torch.full((len(policy.responses),), 0.7, dtype=torch.float64)
+        gradient = gradient_with(policy, algorithm(adv_estimator="remax"), baseline_rewards=baseline)
+        assert_close(gradient, policy.exact_gradient(), **TOLERANCE)
 
 
-def test_remax_is_unbiased_whatever_the_greedy_reward(policy: TabularPolicy) -> None:
-    baseline = torch.full((len(policy.responses),), 0.7, dtype=torch.float64)
-    gradient = gradient_with(policy, algorithm(adv_estimator="remax"), baseline_rewards=baseline)
-    assert_close(gradient, policy.exact_gradient(), **TOLERANCE)
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_gradients_that_are_right_but_for_their_length(group_size: int) -> None:
+    """grpo without std: the mean contains the response itself, so 1/n of its own reward is subtracted.
+
+    maxrl (2602.02710 theorem 1 and its centred form): with success probability p and N samples the expected gradient is
+    (1 - (1-p)^N)/p grad p from the successes; the centring term vanishes but where a group has no success, which leaves
+    (1 - (1-p)^(N-1))/p grad p."""
+    small = TabularPolicy(0, vocabulary=3, length=2)
+    gradient = expected_group_gradient(small, "grpo", group_size, ("group", None))
+    assert_close(gradient, (1 - 1 / group_size) * small.exact_gradient(), **TOLERANCE)
+    small.rewards = (small.rewards > small.rewards.median()).double()
+    probability = float((small.log_probs().sum(-1).exp() * small.rewards).sum())
+    assert 0.1 < probability < 0.9
+    factor = (1 - (1 - probability) ** (group_size - 1)) / probability
+    assert_close(expected_group_gradient(small, "maxrl", group_size), factor * small.exact_gradient(), **TOLERANCE)
 
 
 @pytest.mark.parametrize("end", [None, 2])
@@ -89,27 +104,6 @@ def test_ragged_lengths_bias_the_default_aggregation_only() -> None:
     assert relative_bias(policy, token_mean)[1] < 1e-9
     sequence_mean = expected_group_gradient(policy, "rloo", 2, loss_agg_mode="seq-mean-token-mean")
     assert relative_bias(policy, sequence_mean)[1] > 0.005
-
-
-@pytest.mark.parametrize("group_size", [2, 3])
-def test_maxrl_is_the_gradient_of_the_likelihood_cut_off_at_the_group(group_size: int) -> None:
-    """2602.02710 theorem 1 and its centred form: with success probability p and N samples the expected gradient is
-    (1 - (1-p)^N)/p grad p from the successes; the centring term vanishes but where a group has no success, which leaves
-    (1 - (1-p)^(N-1))/p grad p."""
-    policy = TabularPolicy(0, vocabulary=3, length=2)
-    policy.rewards = (policy.rewards > policy.rewards.median()).double()
-    probability = float((policy.log_probs().sum(-1).exp() * policy.rewards).sum())
-    assert 0.1 < probability < 0.9
-    factor = (1 - (1 - probability) ** (group_size - 1)) / probability
-    assert_close(expected_group_gradient(policy, "maxrl", group_size), factor * policy.exact_gradient(), **TOLERANCE)
-
-
-@pytest.mark.parametrize("group_size", [2, 3])
-def test_grpo_without_std_is_the_gradient_times_one_minus_one_over_n(group_size: int) -> None:
-    """The mean contains the response itself, so 1/n of its own reward is subtracted; the direction is right."""
-    small = TabularPolicy(0, vocabulary=3, length=2)
-    gradient = expected_group_gradient(small, "grpo", group_size, ("group", None))
-    assert_close(gradient, (1 - 1 / group_size) * small.exact_gradient(), **TOLERANCE)
 
 
 def test_gae_is_unbiased_at_lambda_1_with_any_critic_and_at_any_lambda_with_an_exact_one(policy: TabularPolicy) -> None:
@@ -150,27 +144,16 @@ def test_gradients_of_kl_losses_on_one_token() -> None:
         assert_close(bandit.gradient((probability * estimate).sum()), expected)
 
 
-@pytest.fixture(scope="module")
-def mismatch(policy: TabularPolicy) -> dict[str, tuple[float, float]]:
+@pytest.mark.parametrize(("level", "length", "bound"), [("sequence", 3, 1e-6), ("token", 1, 1e-9)])
+def test_ratios_remove_the_bias_of_a_mismatched_engine(level: str, length: int, bound: float) -> None:
+    """Of a whole response, and of a token where the response is one."""
+    policy = TabularPolicy(0, length=length)
     engine, exact = policy.perturbed(0.6), policy.exact_gradient()
-    names = {"none": None, "unbounded": [{"level": "sequence", "action": "truncate"}]}
-    names |= {name: name for name in ("tis", "seq_tis", "sequence_mask", "icepop", "geo_mask")}
-    return {
-        name: bias_and_deviation(*corrected_gradients(policy, engine, correction), exact)
-        for name, correction in names.items()
-    }
-
-
-def test_the_sequence_ratio_removes_the_bias_of_a_mismatched_engine(mismatch: dict[str, tuple[float, float]]) -> None:
-    assert mismatch["none"][0] > 0.1
-    assert mismatch["unbounded"][0] < 1e-6
-
-
-def test_token_ratios_are_exact_for_one_token() -> None:
-    bandit = TabularPolicy(3, vocabulary=4, length=1)
-    correction = [{"level": "token", "action": "truncate"}]
-    gradients, probability = corrected_gradients(bandit, bandit.perturbed(0.6), correction)
-    assert bias_and_deviation(gradients, probability, bandit.exact_gradient())[0] < 1e-9
+    corrections = (None, [{"level": level, "action": "truncate"}])
+    biased, unbiased = (
+        bias_and_deviation(*sampled_gradients(policy, engine, correction=one), exact)[0] for one in corrections
+    )
+    assert biased > 0.1 and unbiased < bound
 
 
 PAGE = (Path(__file__).parents[2] / "docs/algorithms.md").read_text(encoding="utf-8")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
@@ -16,17 +16,14 @@ from roll.algorithms.aggregation import (
     denominators_of,
 )
 from roll.algorithms.losses import (
-    LossOutputs,
     actor_loss,
-    register_policy_loss,
     value_loss,
 )
-from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import POLICY_LOSS_NAMES, LossInputs
 from roll.config.policy_losses import POLICY_LOSSES, ClipOptions
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms import reference
-from tests.algorithms.reference import Batch, batches, inputs_of, make_batch, whole
+from tests.algorithms.reference import Batch, each_batch, inputs_of, make_batch, whole
 from tests.support.keys import loss_options
 
 # These choose tokens by their rank within the micro-batch: a documented exception.
@@ -57,48 +54,39 @@ def with_gradient(
     batch: Batch, splits: list[slice | torch.Tensor], settings: dict[str, object]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     log_probs = batch.log_probs.clone().requires_grad_()
-    parts: list[LossOutputs] = []
-    for rows in splits:
-        parts.append(
-            actor_loss(inputs_of(replace(batch, log_probs=log_probs), rows), loss_options(settings), whole(batch))
-        )
+    changed, options = replace(batch, log_probs=log_probs), loss_options(settings)
+    parts = [actor_loss(inputs_of(changed, rows), options, whole(batch)) for rows in splits]
     total = torch.stack([part.loss for part in parts]).sum()
     (gradient,) = torch.autograd.grad(total, log_probs)
     return total.detach(), gradient, to_floats(merge_metrics(part.metrics for part in parts))
 
 
 @pytest.mark.parametrize("variant", SPLITTABLE)
-@settings(max_examples=25)
-@given(batch=batches, cut=st.integers(0, 7), mode=st.sampled_from(AGGREGATION_MODES))
-def test_micro_batches_ranks_and_row_order_change_nothing(variant: str, batch: Batch, cut: int, mode: str) -> None:
-    settings = {
-        **EVERYTHING, "pg_variant": variant, "loss_agg_mode": mode, "train_infer_correction": "sequence_mask"
-    }  # fmt: skip
-    expected = with_gradient(batch, [slice(None)], settings)
-    split = with_gradient(batch, [slice(0, cut), slice(cut, None)], settings)
-    shuffled = with_gradient(batch, [torch.randperm(len(batch.mask))], settings)
-    for loss, gradient, metrics in (split, shuffled):
-        assert_close(loss, expected[0], rtol=1e-10, atol=1e-12)
-        assert_close(gradient, expected[1], rtol=1e-10, atol=1e-12)
-        assert metrics == pytest.approx(expected[2], rel=1e-9, abs=1e-9)
-
-
-@pytest.mark.parametrize("variant", SPLITTABLE)
-@settings(max_examples=25)
-@given(batch=batches, padding=st.integers(1, 9), left=st.booleans())
-def test_padding_changes_nothing(variant: str, batch: Batch, padding: int, left: bool) -> None:
-    settings = {**EVERYTHING, "pg_variant": variant, "train_infer_correction": "icepop"}
-    sides = (padding, 0) if left else (0, padding)
-    padded = Batch(
-        **{
-            f.name: torch.nn.functional.pad(value, sides) if (value := getattr(batch, f.name)).dim() == 2 else value
-            for f in fields(batch)
-        }
-    )
-    loss, gradient, _ = with_gradient(batch, [slice(None)], settings)
-    padded_loss, padded_gradient, _ = with_gradient(padded, [slice(None)], settings)
-    assert_close(padded_loss, loss, rtol=1e-10, atol=1e-12)
-    assert_close(padded_gradient, torch.nn.functional.pad(gradient, sides), rtol=1e-10, atol=1e-12)
+@each_batch(
+    share=8,
+    cut=st.integers(0, 7),
+    mode=st.sampled_from(AGGREGATION_MODES),
+    sides=st.sampled_from([(0, 3), (9, 0)]),
+    correction=st.sampled_from(["sequence_mask", "icepop"]),
+)
+def test_micro_batches_row_order_and_padding_change_nothing(
+    variant: str, batch: Batch, cut: int, mode: str, sides: tuple[int, int], correction: str
+) -> None:
+    """Micro-batches of one rank or of several, padded left or right."""
+    settings = {**EVERYTHING, "pg_variant": variant, "loss_agg_mode": mode, "train_infer_correction": correction}
+    columns = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    pad = partial(torch.nn.functional.pad, pad=sides)
+    padded = Batch(**{name: pad(value) if value.dim() == 2 else value for name, value in columns.items()})
+    wanted, gradient, metrics = with_gradient(batch, [slice(None)], settings)
+    for given, splits, wanted_gradient in (
+        (batch, [slice(0, cut), slice(cut, None)], gradient),
+        (batch, [torch.randperm(len(batch.mask))], gradient),
+        (padded, [slice(None)], pad(gradient)),
+    ):
+        loss, found, others = with_gradient(given, splits, settings)
+        assert_close(loss, wanted, rtol=1e-10, atol=1e-12)
+        assert_close(found, wanted_gradient, rtol=1e-10, atol=1e-12)
+        assert others == pytest.approx(metrics, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
@@ -142,7 +130,7 @@ def test_on_policy_every_variant_has_the_policy_gradient(variant: str) -> None:
     assert_close(gradient, -advantages / (lengths * whole(batch).samples))
 
 
-@given(batch=batches)
+@each_batch()
 def test_metrics_equal_the_loop(batch: Batch) -> None:
     metrics = to_floats(actor_loss(inputs_of(batch), loss_options({"pg_clip": 0.1}), whole(batch)).metrics)
     log_ratio = (batch.log_probs - batch.old_log_probs)[batch.mask]
@@ -167,35 +155,30 @@ def test_metrics_equal_the_loop(batch: Batch) -> None:
 
 
 @pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_sample_weights_multiply_the_policy_gradient_of_their_row(mode: str) -> None:
+def test_weights_of_rows_and_the_policy_mask_touch_the_policy_gradient_alone(mode: str) -> None:
     batch = make_batch(14, 6, 9)
-    options = loss_options({"loss_agg_mode": mode, "rl_loss_coef": 0.5})
-    metrics = to_floats(actor_loss(inputs_of(batch), options, whole(batch)).metrics)
-    ratio = (batch.log_probs - batch.old_log_probs).exp()
-    surrogate = -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
-    weighted = reference.aggregate(surrogate, batch.mask, mode, 10.0, batch.sample_weights, batch.group_ids.tolist())
-    plain = reference.aggregate(surrogate, batch.mask, mode, 10.0, torch.ones(6), batch.group_ids.tolist())
-    assert metrics["actor/pg_loss"] == pytest.approx(plain)
-    assert metrics["actor/weighted_pg_loss"] == metrics["actor/total_loss"] == pytest.approx(0.5 * weighted)
-    assert metrics["actor/sample_weights_max"] == pytest.approx(float(batch.sample_weights.max()))
-
-
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
-def test_the_policy_mask_zeroes_tokens_of_the_policy_gradient_alone(mode: str) -> None:
-    batch = make_batch(15, 6, 9)
     chosen = batch.mask & (torch.rand(6, 9, generator=torch.Generator().manual_seed(1)) < 0.4)
-    inputs = replace(inputs_of(batch), policy_mask=chosen)
-    settings = {**EVERYTHING, "loss_agg_mode": mode}
-    metrics = to_floats(actor_loss(inputs, loss_options(settings), whole(batch)).metrics)
-    everywhere = to_floats(actor_loss(inputs_of(batch), loss_options(settings), whole(batch)).metrics)
     ratio = (batch.log_probs - batch.old_log_probs).exp()
     surrogate = -torch.minimum(ratio * batch.advantages, ratio.clamp(0.8, 1.2) * batch.advantages)
-    expected = reference.aggregate(
-        surrogate * chosen, batch.mask, mode, 10.0, batch.sample_weights, batch.group_ids.tolist()
+
+    def expected(loss: torch.Tensor, weights: torch.Tensor = batch.sample_weights) -> float:
+        return reference.aggregate(loss, batch.mask, mode, 10.0, weights, batch.group_ids.tolist())
+
+    options, everything = {"loss_agg_mode": mode, "rl_loss_coef": 0.5}, {**EVERYTHING, "loss_agg_mode": mode}
+    metrics, everywhere, masked = (
+        to_floats(actor_loss(inputs, loss_options(settings), whole(batch)).metrics)
+        for inputs, settings in (
+            (inputs_of(batch), options),
+            (inputs_of(batch), everything),
+            (replace(inputs_of(batch), policy_mask=chosen), everything),
+        )
     )
-    assert metrics["actor/weighted_pg_loss"] == pytest.approx(0.5 * expected)
+    assert metrics["actor/pg_loss"] == pytest.approx(expected(surrogate, torch.ones(6)))
+    assert metrics["actor/weighted_pg_loss"] == metrics["actor/total_loss"] == pytest.approx(0.5 * expected(surrogate))
+    assert metrics["actor/sample_weights_max"] == pytest.approx(float(batch.sample_weights.max()))
+    assert masked["actor/weighted_pg_loss"] == pytest.approx(0.5 * expected(surrogate * chosen))
     for term in ("actor/kl_loss", "actor/entropy"):
-        assert metrics[term] == everywhere[term]
+        assert masked[term] == everywhere[term]
 
 
 def test_log_ratio_has_no_gradient_outside_the_mask_and_beyond_its_bound() -> None:
@@ -208,16 +191,18 @@ def test_log_ratio_has_no_gradient_outside_the_mask_and_beyond_its_bound() -> No
     assert gradient.tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 
-def test_missing_columns_are_named() -> None:
-    batch = make_batch(4, 3, 5)
-    bare = LossInputs(batch.log_probs, batch.advantages, batch.mask)
-    for changed, name in (
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
         ({"use_kl_loss": True, "kl_loss_coef": 0.1}, "ref_log_probs"),
         ({"entropy_loss_coef": 0.1}, "entropy"),
         ({"train_infer_correction": "tis"}, "rollout_log_probs"),
-    ):
-        with pytest.raises(ValueError, match=name):
-            actor_loss(bare, loss_options(changed), whole(batch))
+    ],
+)
+def test_missing_columns_are_named(changed: dict[str, object], name: str) -> None:
+    batch = make_batch(4, 3, 5)
+    with pytest.raises(ValueError, match=name):
+        actor_loss(LossInputs(batch.log_probs, batch.advantages, batch.mask), loss_options(changed), whole(batch))
 
 
 @pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
@@ -243,22 +228,6 @@ def test_fault_5_every_option_of_a_variant_reaches_its_loss(variant: str) -> Non
         assert {name: getattr(built, name) for name in changed} == changed
 
 
-def asymmetric(inputs: LossInputs, options: ClipOptions, metrics: MetricBuilder) -> torch.Tensor:
-    metrics.mean("actor/mine", inputs.num_tokens, inputs.num_tokens)
-    return -inputs.advantages * inputs.log_probs * options.clip
-
-
-@pytest.mark.usefixtures("own_registrations")
-def test_a_users_own_loss_enters_by_dotted_path_and_by_decorator() -> None:
-    batch = make_batch(10, 3, 5)
-    by_path = loss_options({"pg_variant": f"{__name__}.asymmetric", "pg_clip": 0.5})
-    result = actor_loss(inputs_of(batch), by_path, whole(batch))
-    assert to_floats(result.metrics)["actor/mine"] == 1.0
-    register_policy_loss("asymmetric")(asymmetric)
-    by_name = actor_loss(inputs_of(batch), loss_options({"pg_variant": "asymmetric", "pg_clip": 0.5}), whole(batch))
-    assert_close(by_name.loss, result.loss)
-
-
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3", "abs"])
 @pytest.mark.parametrize("changes", [{}, {"kl_loss_importance_weighted": True}, {"train_infer_correction": "seq_tis"}])
 def test_gradient_of_the_whole_loss(kl: str, changes: dict[str, object]) -> None:
@@ -271,48 +240,41 @@ def test_gradient_of_the_whole_loss(kl: str, changes: dict[str, object]) -> None
     assert torch.autograd.gradcheck(loss, (batch.log_probs.requires_grad_(), batch.entropy.requires_grad_()))
 
 
-@given(batch=batches, clip=st.sampled_from([None, 0.1, 0.5]))
-def test_equals_the_loop(batch: Batch, clip: float | None) -> None:
-    values = batch.values + 0.3 * batch.advantages
+@each_batch(cut=st.integers(0, 7), clip=st.sampled_from([None, 0.1, 0.5]))
+def test_fault_11_the_critics_loss_is_the_loop_with_global_denominators(
+    batch: Batch, cut: int, clip: float | None
+) -> None:
+    """Shares of two ranks add up to the loss, and their gradients to its gradient."""
+    denominators = denominators_from(denominators_of(batch.mask))
+    values = (batch.values + 0.3 * batch.advantages).requires_grad_()
     total, count = 0.0, int(batch.mask.sum())
     for i, t in batch.mask.nonzero().tolist():
-        v, old, target = float(values[i, t]), float(batch.values[i, t]), float(batch.rewards[i, t])
+        v, old, target = float(values[i, t].detach()), float(batch.values[i, t]), float(batch.rewards[i, t])
         error = (v - target) ** 2
         if clip is not None:
             error = max(error, (min(max(v, old - clip), old + clip) - target) ** 2)
         total += 0.5 * error / count
-    denominators = denominators_from(denominators_of(batch.mask))
-    result = value_loss(values, batch.values, batch.rewards, batch.mask, clip, denominators)
-    assert_close(float(result.loss), total, rtol=1e-9, atol=1e-12)
-
-
-@given(cut=st.integers(0, 6), seed=st.integers(0, 1000))
-def test_fault_11_the_loss_uses_global_denominators(cut: int, seed: int) -> None:
-    """Shares of two ranks add up to the loss, and their gradients to its gradient."""
-    batch = make_batch(seed, 6, 8)
-    denominators = denominators_from(denominators_of(batch.mask))
-    values = (batch.values + 0.3 * batch.advantages).requires_grad_()
 
     def share(rows: slice) -> tuple[torch.Tensor, dict[str, float]]:
-        result = value_loss(values[rows], batch.values[rows], batch.rewards[rows], batch.mask[rows], 0.2, denominators)
+        result = value_loss(values[rows], batch.values[rows], batch.rewards[rows], batch.mask[rows], clip, denominators)
         return result.loss, result.metrics
 
     whole, whole_metrics = share(slice(None))
     parts = [share(slice(0, cut)), share(slice(cut, None))]
     summed = parts[0][0] + parts[1][0]
+    assert_close(float(whole.detach()), total, rtol=1e-9, atol=1e-12)
     assert_close(summed, whole)
     assert_close(torch.autograd.grad(summed, values), torch.autograd.grad(whole, values))
     merged = to_floats(merge_metrics(metrics for _, metrics in parts))
     assert merged == pytest.approx(to_floats(whole_metrics), abs=1e-12)
 
 
-def test_gradient() -> None:
+def test_gradient_of_the_critics_loss() -> None:
     batch = make_batch(2, 3, 5)
     denominators = denominators_from(denominators_of(batch.mask))
     values = (batch.values + 0.3 * batch.advantages).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda v: value_loss(v, batch.values, batch.rewards, batch.mask, 0.2, denominators).loss, values
-    )
+    columns = (batch.values, batch.rewards, batch.mask, 0.2, denominators)
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, *columns).loss, values)
 
 
 @pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
 
 from roll.algorithms.metrics import BatchColumns, BatchWatch, compute_data_metrics
 from roll.protocol.metrics import to_floats
-from tests.algorithms.reference import Batch, batches, mean, members, std
+from tests.algorithms.reference import Batch, each_batch, mean, members, std
 
 
 def columns_of(batch: Batch) -> BatchColumns:
-    length = batch.mask.shape[1]
-    return BatchColumns(
-        scores=batch.response_rewards,
-        response_level_rewards=batch.sample_weights,
-        token_level_rewards=batch.rewards,
-        advantages=batch.advantages,
-        returns=batch.log_probs,
-        response_mask=batch.mask,
-        attention_mask=torch.ones_like(batch.mask),
-        group_ids=batch.group_ids,
-        truncated=batch.mask.sum(-1) == length,
-        values=batch.values,
-    )
+    given = {name: getattr(batch, name) for name in ("advantages", "values", "group_ids")}
+    rewards = {"scores": batch.response_rewards, "response_level_rewards": batch.sample_weights}
+    masks = {"response_mask": batch.mask, "attention_mask": torch.ones_like(batch.mask)}
+    truncated = batch.mask.sum(-1) == batch.mask.shape[1]
+    others = {"token_level_rewards": batch.rewards, "returns": batch.log_probs, "truncated": truncated}
+    return BatchColumns(**given, **rewards, **masks, **others)
 
 
 def check(metrics: dict[str, float], name: str, values: list[float]) -> None:
@@ -37,7 +29,7 @@ def check(metrics: dict[str, float], name: str, values: list[float]) -> None:
     assert metrics[f"{name}/min"] == pytest.approx(min(values), rel=1e-5, abs=1e-6)
 
 
-@given(batch=batches)
+@each_batch()
 def test_values_and_lengths_equal_the_loop(batch: Batch) -> None:
     metrics = to_floats(compute_data_metrics(columns_of(batch)))
     scores = batch.response_rewards.tolist()
@@ -65,7 +57,7 @@ def test_values_and_lengths_equal_the_loop(batch: Batch) -> None:
         assert metrics[f"critic/{name}_response/advantages/std"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@given(batch=batches)
+@each_batch()
 def test_group_metrics_equal_the_loop(batch: Batch) -> None:
     metrics = to_floats(compute_data_metrics(columns_of(batch)))
     ids = batch.group_ids.tolist()
@@ -78,12 +70,8 @@ def test_group_metrics_equal_the_loop(batch: Batch) -> None:
     ratios = [mean([float(right[i]) for i in group]) for group in groups]
     mixed = [group for group, ratio in zip(groups, ratios, strict=True) if 0 < ratio < 1]
     check(metrics, "group/correct_ratio", ratios)
-    check(
-        metrics, "group/response_length_diff", [max(lengths[i] for i in g) - min(lengths[i] for i in g) for g in groups]
-    )
-    check(
-        metrics, "group/advantage_diff", [max(advantage[i] for i in g) - min(advantage[i] for i in g) for g in groups]
-    )
+    for name, values in (("response_length", lengths), ("advantage", advantage)):
+        check(metrics, f"group/{name}_diff", [max(values[i] for i in g) - min(values[i] for i in g) for g in groups])
     differences = [
         mean([advantage[i] for i in g if right[i]]) - mean([advantage[i] for i in g if not right[i]]) for g in mixed
     ]
@@ -97,23 +85,23 @@ VARIED, SAME = torch.tensor([0.0, 1.0, 0.0, 1.0]), torch.zeros(4)
 CUT, WHOLE = torch.tensor([True, True, True, False]), torch.zeros(4, dtype=torch.bool)
 
 
-def test_equal_scores_are_reported_once_after_several_steps_in_a_row() -> None:
-    watch = BatchWatch()
-    said = [watch.observe(scores, WHOLE) for scores in (SAME, SAME, VARIED, SAME, SAME, SAME, SAME)]
-    assert [len(messages) for messages in said] == [0, 0, 0, 0, 0, 1, 0]
-    assert "score 0" in said[5][0]
-
-
-def test_equal_scores_are_no_news_where_nothing_is_learnt_from_them() -> None:
-    watch = BatchWatch(learns_from_scores=False)
-    assert [len(watch.observe(SAME, truncated)) for truncated in (WHOLE, CUT, CUT, CUT)] == [0, 0, 0, 1]
-
-
-def test_truncation_is_reported_with_its_share() -> None:
-    watch = BatchWatch()
-    said = [watch.observe(VARIED, truncated) for truncated in (CUT, WHOLE, CUT, CUT, CUT, CUT)]
-    assert [len(messages) for messages in said] == [0, 0, 0, 0, 1, 0]
-    assert "75%" in said[4][0]
+@pytest.mark.parametrize(
+    ("learns", "scores", "truncated", "messages", "words"),
+    [
+        (True, [SAME, SAME, VARIED, SAME, SAME, SAME, SAME], [WHOLE] * 7, [0, 0, 0, 0, 0, 1, 0], "score 0"),
+        (False, [SAME] * 4, [WHOLE, CUT, CUT, CUT], [0, 0, 0, 1], "75%"),  # nothing is learnt from scores
+        (True, [VARIED] * 6, [CUT, WHOLE, CUT, CUT, CUT, CUT], [0, 0, 0, 0, 1, 0], "75%"),
+        (True, [SAME[:1]] * 4, [WHOLE[:1]] * 4, [0] * 4, ""),  # too few to judge
+        (True, [SAME[:0]] * 4, [WHOLE[:0]] * 4, [0] * 4, ""),
+    ],
+)
+def test_batches_that_teach_nothing_are_reported_once(
+    learns: bool, scores: list[torch.Tensor], truncated: list[torch.Tensor], messages: list[int], words: str
+) -> None:
+    watch = BatchWatch(learns_from_scores=learns)
+    said = [watch.observe(*batch) for batch in zip(scores, truncated, strict=True)]
+    assert [len(one) for one in said] == messages
+    assert all(words in one for step in said for one in step)
 
 
 def test_zero_advantages_are_reported_unless_equal_scores_say_why() -> None:
@@ -131,9 +119,3 @@ def test_zero_advantages_are_reported_unless_equal_scores_say_why() -> None:
     said = [watch.observe(SAME, WHOLE) + watch.observe_advantages(rounding, used, "grpo") for _ in range(4)]
     assert [len(messages) for messages in said] == [0, 0, 1, 0]
     assert "score 0" in said[2][0]
-
-
-def test_too_little_to_judge() -> None:
-    watch = BatchWatch()
-    for scores in (torch.zeros(1), torch.zeros(0)):
-        assert [watch.observe(scores, scores.bool()) for _ in range(4)] == [[]] * 4

@@ -18,12 +18,14 @@ import torch
 from torch.testing import assert_close
 
 from roll.algorithms import aggregation
-from roll.algorithms.advantages import AdvantageInputs, estimate_advantages
+from roll.algorithms.advantages import AdvantageInputs, estimate_advantages, register_advantage
 from roll.algorithms.aggregation import LossDenominators, group_tokens_of, row_weights, weighted_sum
 from roll.algorithms.kl import KLOptions, kl_estimate
-from roll.algorithms.losses import actor_loss
-from roll.algorithms.metrics import Correlation, MetricBuilder
+from roll.algorithms.losses import actor_loss, register_policy_loss
+from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.registry import Registry
+from roll.algorithms.samples import resolve_norm_types
+from roll.config.reading.fields import Choice
 from roll.protocol.metrics import to_floats
 from tests.algorithms.reference import inputs_of, make_batch, whole
 from tests.support.keys import algorithm, loss_options
@@ -52,11 +54,6 @@ def test_mistakes_are_named(name: str, message: str) -> None:
         registry.resolve(name)
 
 
-def test_correlation_of_constants_and_of_a_single_value_is_one() -> None:
-    assert Correlation(1, 1, 1, 1, 1, 1).value() == 1.0
-    assert Correlation(3, 3, 6, 3, 14, 6).value() == 1.0
-
-
 OWN = "tests.own_algorithms"
 
 
@@ -82,6 +79,26 @@ def test_advantage_estimator_with_an_option_of_its_own() -> None:
     outputs = estimate_advantages(AdvantageInputs(batch.rewards, batch.mask, batch.group_ids), options)
     totals = batch.rewards.sum(-1, keepdim=True).expand_as(batch.mask)
     assert_close(outputs.advantages, torch.where(batch.mask, totals - 0.25, 0.0).float())
+
+
+@pytest.mark.usefixtures("own_registrations")
+def test_what_a_decorator_registers_has_a_name() -> None:
+    from tests import own_algorithms
+
+    batch = make_batch(21, 6, 9)
+    inputs, options = AdvantageInputs(batch.rewards, batch.mask, batch.group_ids), own_algorithms.BarOptions()
+    register_advantage("by_name", norm=("batch", None))(lambda inputs, _: own_algorithms.above_a_bar(inputs, options))
+    assert resolve_norm_types(Choice("by_name")) == ("batch", None)
+    by_name, by_path = (
+        estimate_advantages(inputs, algorithm(adv_estimator=name)) for name in ("by_name", f"{OWN}:above_a_bar")
+    )
+    assert torch.equal(by_name.advantages, by_path.advantages)
+    register_policy_loss("gated_by_name", options=own_algorithms.GatedOptions)(own_algorithms.gated)
+    losses = [
+        actor_loss(inputs_of(batch), loss_options({"pg_variant": name}), whole(batch)).loss
+        for name in ("gated_by_name", f"{OWN}.gated")
+    ]
+    assert torch.equal(*losses)
 
 
 def test_aggregation_that_asks_for_groups() -> None:

@@ -16,7 +16,7 @@ from roll.algorithms.reward_models import (
     units_of,
 )
 from roll.config.losses import RewardLossConfig
-from roll.protocol.metrics import merge_metrics
+from roll.protocol.metrics import Deviation, merge_metrics
 from tests.algorithms.test_preferences import log_sigmoid
 
 UNITS = [0, 0, 0, 0, 1, 1, 2, 2, 2, -1]
@@ -73,6 +73,8 @@ def test_rankings_are_a_plain_loop_however_they_are_divided(options: dict[str, A
     assert float(loss.detach()) == pytest.approx(wanted, rel=1e-12)
     assert metrics["loss"].value() == pytest.approx(wanted, rel=1e-12)
     assert metrics["acc"].value() == pytest.approx(accuracy, rel=1e-12)
+    found = {name for name in metrics if name.startswith("acc_margin/")}
+    assert found == {"acc_margin/to_0.5", "acc_margin/1_to_2"}, "margins of 0 and 1.5"
     (gradient,) = torch.autograd.grad(loss, values)
     assert not gradient[~batch["score_mask"]].any() and not gradient[6:].any()
 
@@ -84,13 +86,6 @@ def test_rankings_are_a_plain_loop_however_they_are_divided(options: dict[str, A
     assert torch.allclose(torch.autograd.grad(summed, values)[0], gradient, rtol=1e-12)
     merged = merge_metrics(part for _, part in parts)
     assert {k: m.value() for k, m in merged.items()} == pytest.approx({k: m.value() for k, m in metrics.items()})
-
-
-def test_accuracy_by_margin() -> None:
-    values, batch = rows()
-    _, metrics = reward_model_loss(values, batch, RewardLossConfig(), 2.0, "")
-    found = {name for name in metrics if name.startswith("acc_margin/")}
-    assert found == {"acc_margin/to_0.5", "acc_margin/1_to_2"}, "margins of 0 and 1.5"
 
 
 POINTS = {
@@ -140,8 +135,6 @@ def test_correlation_is_pearsons() -> None:
 
 
 def test_a_deviation_merges_exactly() -> None:
-    from roll.protocol.metrics import Deviation
-
     values = torch.tensor([1.0, 4.0, 4.0, 7.0])
     ones = torch.ones(4, dtype=torch.float64)
     parts = [Deviation.of(values[:1], ones[:1]), Deviation.of(values[1:], ones[1:])]

@@ -117,10 +117,10 @@ def test_what_goes_on_is_not_refused(tmp_path: Path) -> None:
     check_resumption(load(tmp_path, changed(sft, GOOD_SFT)))
 
 
-def test_a_path_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
-    for path, words in ((tmp_path / "gone", "is not a folder"), (tmp_path, "holds no whole checkpoint")):
-        with pytest.raises(ConfigError, match=f"resume_from_checkpoint.*{words}"):
-            check_resumption(load(tmp_path, changed({"resume_from_checkpoint": str(path)})))
+@pytest.mark.parametrize(("path", "words"), [("gone", "is not a folder"), ("", "holds no whole checkpoint")])
+def test_a_path_that_is_not_there_is_a_mistake(tmp_path: Path, path: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"resume_from_checkpoint.*{words}"):
+        check_resumption(load(tmp_path, changed({"resume_from_checkpoint": str(tmp_path / path)})))
 
 
 @pytest.mark.parametrize(
@@ -130,10 +130,7 @@ def test_a_path_that_is_not_there_is_a_mistake(tmp_path: Path) -> None:
         ("[]", "format None"),
         ("\x80", "not readable"),
         (json.dumps({"format": FORMAT}), "no description of the model"),
-        (
-            json.dumps({"format": FORMAT, "model": {"strategy": "fsdp2_train", "more": 1}}),
-            "no description of the model",
-        ),
+        (f'{{"format": {FORMAT}, "model": {{"strategy": "fsdp2_train", "more": 1}}}}', "no description of the model"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tmp_path: Path, text: str, words: str) -> None:

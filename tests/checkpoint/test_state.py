@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.checkpoint.state import capture_rng_state, load_state, restore_rng_state, save_state
@@ -28,6 +28,7 @@ values = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(state=st.dictionaries(keys, values, max_size=5))
 def test_plain_values_round_trip(state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("state")
@@ -38,23 +39,15 @@ def test_plain_values_round_trip(state: dict[str, Any], tmp_path_factory: pytest
 
 
 def test_arrays_and_tensors_round_trip(tmp_path: Path) -> None:
-    shared = torch.arange(6.0)
+    shared, learnt = torch.arange(6.0), torch.randn(4, requires_grad=True)
     state = {
         "arrays": [
             np.arange(5, dtype=np.uint32),
             np.array(3.5, np.float16),
             np.eye(3)[:, ::2],
             np.zeros((0, 4), np.int8),
-            np.array([True, False]),
         ],
-        "tensors": (
-            torch.randn(2, 3).to(torch.bfloat16),
-            torch.tensor(7),
-            shared,
-            shared[2:],
-            torch.randn(4, requires_grad=True),
-            torch.randn(3, 4).t(),
-        ),
+        "tensors": (torch.randn(2, 3).bfloat16(), torch.tensor(7), shared, shared[2:], torch.randn(3, 4).t(), learnt),
         "numpy scalars": [np.float32(0.5), np.int64(-3), np.bool_(True)],
         "not finite": [math.inf, -math.inf, math.nan],
     }
@@ -84,11 +77,6 @@ def test_arrays_and_tensors_round_trip(tmp_path: Path) -> None:
 def test_what_cannot_be_saved_is_named(tmp_path: Path, state: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         save_state(tmp_path, state)
-
-
-def test_missing_state_raises(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_state(tmp_path)
 
 
 def draw() -> tuple[list[float], list[float], list[float]]:

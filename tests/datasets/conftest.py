@@ -41,6 +41,15 @@ def write_jsonl(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
+Write = Callable[..., str]
+"""``write_jsonl``: rows to the path of a file with them."""
+
+
+def row(row_id: str, tag: str = "easy", text: str = "How many eggs?", **more: object) -> dict[str, object]:
+    """A prompt in a conversation."""
+    return {"id": row_id, "tag": tag, "messages": [{"role": "user", "content": text}], **more}
+
+
 def rows_of(file: str, kind: str) -> list[list[Any]]:
     """Cases of a kind in ``FILE.jsonl``, without their kind."""
     lines = Path(__file__).with_name(f"{file}.jsonl").read_text(encoding="utf-8").splitlines()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, SftDataset
 from roll.datasets.sft import spans_of
-from tests.datasets.conftest import rows_of
+from tests.datasets.conftest import Write, rows_of
 
-Write = Callable[..., str]
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 4}}}
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -75,16 +71,10 @@ def in_columns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """As a file of columns has them: every message has every key, arguments are texts."""
     found = []
     for message in messages:
-        calls = message.get("tool_calls")
-        texts = [
-            {
-                "id": None,
-                "type": "function",
-                "function": {**c["function"], "arguments": json.dumps(c["function"]["arguments"])},
-            }
-            for c in calls or ()
-        ]
-        found.append({"role": message["role"], "content": message["content"] or None, "tool_calls": texts or None})
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        texts = [one | {"arguments": json.dumps(one["arguments"])} for one in functions]
+        calls = [{"id": None, "type": "function", "function": one} for one in texts] or None
+        found.append({"role": message["role"], "content": message["content"] or None, "tool_calls": calls})
     return found
 
 
@@ -99,21 +89,6 @@ def test_every_turn_of_the_assistant_is_learned(
         assert (row.input_ids, row.response_mask) == wanted
         assert row.prompt_length == row.response_mask.index(True)
         assert row.spans == spans_of(row.response_mask) and len(row.spans) == 6
-
-
-def test_a_table_of_conversations_is_learned_as_its_json_lines(
-    tokenizer: Any, write_jsonl: Write, tmp_path: Any
-) -> None:
-    other = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
-    talk = [TALK[1], TALK[2] | {"tool_calls": [other]}, *TALK[3:5]]
-    schema = {"type": "object", "properties": {"city": {"type": "string", "enum": ["Paris"]}}}
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
-    rows = [{"messages": TALK, "tools": TOOLS}, {"messages": talk, "tools": tools}]
-    table = pyarrow.Table.from_pylist(json.loads(json.dumps(rows).replace('"parameters": {}', '"strict": true')))
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
-    lines = write_jsonl(json.loads(json.dumps(rows).replace('"parameters": {}', '"strict": true')))
-    found = [build(tokenizer, file, tmp_path) for file in (lines, str(tmp_path / "rows.parquet"))]
-    assert [(row.input_ids, row.spans) for row in found[1]] == [(row.input_ids, row.spans) for row in found[0]]
 
 
 def test_a_single_turn_is_learned_as_the_last_response_is(tokenizer: Any, write_jsonl: Write, tmp_path: Any) -> None:

@@ -20,8 +20,7 @@ from roll.config.roles import DataArguments
 from roll.datasets import DataError, DomainSampler, PromptDataset, preparation
 from roll.datasets.making import BYTES_PER_PROCESS, num_processes
 from roll.datasets.store import MARK, from_json, to_json
-
-Write = Callable[..., str]
+from tests.datasets.conftest import Write
 
 
 def rows(count: int) -> list[dict[str, Any]]:
@@ -64,6 +63,24 @@ def test_cached_rows_equal_prepared_ones(
     assert warm[1090] == plain[1090] and warm[-3:] == plain[-3:]
     assert DomainSampler(warm.by_domain()).next_batch(9) == DomainSampler(plain.by_domain()).next_batch(9)
     assert entries(tmp_path) == [entry]
+    (entry / "rows.arrow").write_bytes(b"ARROW1")
+    with pytest.raises(DataError, match=rf"{entry}: these prepared rows cannot be read .* delete the folder"):
+        build(files)
+
+
+def test_small_files_are_not_worth_a_cache_and_ids_name_the_present_folders(
+    build: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same contents in other folders have other ids, and an entry of their own."""
+    rounds = [(4 * 2**20, None, 0), (1, False, 0), (1, None, 1), (1, None, 2)]
+    for number, (smallest, use_cache, entries_then) in enumerate(rounds):
+        monkeypatch.setattr(preparation, "SMALLEST", smallest)
+        names = [f"{number}a/rows.jsonl", f"{number}b/rows.json"]
+        for name in names:
+            (tmp_path / name).parent.mkdir()
+        found = build([write_jsonl(rows(1), name) for name in names], use_cache=use_cache)
+        assert [prompt.prompt_id for prompt in found] == [f"{name}/0" for name in names]
+        assert len(list((tmp_path / "cache").rglob("rows.arrow"))) == entries_then
 
 
 def test_another_content_setting_or_format_is_another_entry(
@@ -93,20 +110,6 @@ def test_another_content_setting_or_format_is_another_entry(
     assert len(entries(tmp_path)) == 8
 
 
-def test_ids_with_folders_in_them_are_those_of_the_present_folders(
-    build: Any, write_jsonl: Write, tmp_path: Path
-) -> None:
-    for folders in (("a", "b"), ("c", "d")):
-        files = []
-        for folder, name in zip(folders, ("rows.jsonl", "rows.json"), strict=True):
-            (tmp_path / folder).mkdir()
-            files.append(write_jsonl(rows(1), f"{folder}/{name}"))
-        assert [prompt.prompt_id for prompt in build(files)] == [
-            f"{folders[0]}/rows.jsonl/0",
-            f"{folders[1]}/rows.json/0",
-        ]
-
-
 def test_a_failed_preparation_leaves_nothing_and_skipped_rows_do_not_pass_for_good_ones(
     build: Any, write_jsonl: Write, tmp_path: Path
 ) -> None:
@@ -120,33 +123,9 @@ def test_a_failed_preparation_leaves_nothing_and_skipped_rows_do_not_pass_for_go
         build(files)
 
 
-def test_a_damaged_entry_is_named(build: Any, write_jsonl: Write, tmp_path: Path) -> None:
-    files = write_jsonl(rows(3))
-    build(files)
-    (entry,) = entries(tmp_path)
-    (entry / "rows.arrow").write_bytes(b"ARROW1")
-    with pytest.raises(DataError, match=rf"{entry}: these prepared rows cannot be read .* delete the folder"):
-        build(files)
-
-
-def test_small_files_are_not_worth_a_cache(
-    build: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = write_jsonl(rows(3))
-    for smallest, use_cache, entries_then in ((4 * 2**20, None, 0), (1, False, 0), (1, None, 1)):
-        monkeypatch.setattr(preparation, "SMALLEST", smallest)
-        build(files, use_cache=use_cache)
-        assert len(list((tmp_path / "cache").rglob("rows.arrow"))) == entries_then
-
-
 def test_values_that_json_lacks_keep_their_type(build: Any, tmp_path: Path) -> None:
-    values = {
-        "when": datetime.datetime(2024, 1, 2, 3, 4, 5),
-        "day": datetime.date(2024, 1, 2),
-        "price": decimal.Decimal("1.10"),
-        "image": b"\x00\xff",
-        "nested": {"deep": ["1", None, "é"]},
-    }
+    values = {"when": datetime.datetime(2024, 1, 2, 3, 4, 5), "day": datetime.date(2024, 1, 2), "image": b"\x00\xff"}
+    values |= {"price": decimal.Decimal("1.10"), "nested": {"deep": ["1", None, "é"]}}
     table = pyarrow.Table.from_pylist([{"prompt": "?", "tag": "t", **values}])
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     (prompt,) = build(str(tmp_path / "x.parquet"))

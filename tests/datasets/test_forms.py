@@ -49,13 +49,8 @@ def test_demonstrations(name: str, row: dict[str, Any]) -> None:
 
 
 def test_alpaca_has_a_system_message_a_history_and_an_input() -> None:
-    row = {
-        "instruction": "And twice that?",
-        "input": "in words",
-        "output": "ten",
-        "system": "Be short.",
-        "history": [["2 + 3?", "5"]],
-    }
+    row = {"instruction": "And twice that?", "input": "in words", "output": "ten", "system": "Be short."}
+    row["history"] = [["2 + 3?", "5"]]
     messages, response = read_demonstration(*read(row))
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
     assert (messages[-1]["content"], response) == ("And twice that?\nin words", "ten")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from roll.datasets import DataError, PromptDataset, SftDataset
 from roll.datasets.images import ImageReader
 from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.datasets.reading import SourceRow
+from roll.datasets.sft import spans_of
 from roll.datasets.vision_model import VisionModel, load_processing
 from roll.protocol.images import EncodedImage, ImageError, ImageProcessing
 from roll.protocol.vision import vision_inputs
 from tests import vision_models
-from tests.datasets.conftest import rows_of
+from tests.datasets.conftest import Write, rows_of
 
-Write = Callable[..., str]
 QUESTION = "How many shapes are there?"
 START, END, PAD = "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"
 
@@ -79,16 +79,11 @@ def test_the_settings_are_those_of_the_model(vision: VisionModel, folder: Path, 
 
 def test_patches_are_those_of_transformers(vision: VisionModel) -> None:
     """Bit for bit, from any file: resized up, resized down, untouched; grey and transparent images."""
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-    ours = vision.processing
-    theirs = Qwen2VLImageProcessorPil(
-        patch_size=8,
-        merge_size=2,
-        size={"shortest_edge": ours.min_pixels, "longest_edge": ours.max_pixels},
-        image_mean=[0.5] * 3,
-        image_std=[0.5] * 3,
-    )
+    ours, half = vision.processing, [0.5] * 3
+    limits = {"shortest_edge": ours.min_pixels, "longest_edge": ours.max_pixels}
+    theirs = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, size=limits, image_mean=half, image_std=half)
     for seed, size in enumerate([(48, 48), (200, 31), (7, 9), (150, 120)]):
         image = EncodedImage.of(png(seed, size))
         expected = theirs(images=[image.decode()], return_tensors="pt")
@@ -99,16 +94,10 @@ def test_patches_are_those_of_transformers(vision: VisionModel) -> None:
         (resized,) = found.resized_images()
         again = theirs(images=[resized], return_tensors="pt")["pixel_values"]
         assert torch.equal(again, expected["pixel_values"])  # an engine's own processor has nothing left to resize
-
-
-@pytest.mark.parametrize("size", [(48, 48), (333, 97), (5, 5), (1000, 10), (64, 4000)])
-@pytest.mark.parametrize("processing", [ImageProcessing(), vision_models.PROCESSING])
-def test_sizes_are_those_of_transformers(size: tuple[int, int], processing: ImageProcessing) -> None:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
-
-    factor = processing.patch_size * processing.merge_size
-    expected = smart_resize(*size, factor, processing.min_pixels, processing.max_pixels)
-    assert processing.resized(*size) == expected
+    for processing, size in product((ImageProcessing(), ours), [(48, 48), (333, 97), (5, 5), (1000, 10), (64, 4000)]):
+        factor = processing.patch_size * processing.merge_size
+        expected = smart_resize(*size, factor, processing.min_pixels, processing.max_pixels)
+        assert processing.resized(*size) == expected, size
 
 
 def test_every_form_of_an_image(words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel) -> None:
@@ -123,9 +112,7 @@ def test_every_form_of_an_image(words: Any, write_jsonl: Write, tmp_path: Path, 
     own: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": uri}}, content[1]]
     marked = f"<image>{QUESTION}"
     rows: list[dict[str, Any]] = [
-        {"prompt": marked, "images": ["a.png"]},
-        {"prompt": marked, "images": "b.png"},
-        {"prompt": marked, "images": [str(tmp_path / "b.png")]},
+        *({"prompt": marked, "images": images} for images in (["a.png"], "b.png", [str(tmp_path / "b.png")])),
         {"prompt": QUESTION, "image": uri},
         {"prompt": [{"role": "user", "content": content}], "images": [uri]},
         {"prompt": [{"role": "user", "content": own}]},
@@ -137,9 +124,8 @@ def test_every_form_of_an_image(words: Any, write_jsonl: Write, tmp_path: Path, 
     prompts += build(words, parquet(tmp_path / "bytes.parquet", [{"prompt": marked, "images": [data]}]), vision)
     as_struct = {"prompt": marked, "images": [{"bytes": data, "path": None}]}
     prompts += build(words, parquet(tmp_path / "struct.parquet", [as_struct]), vision)
-    expected = words(f"<|im_start|>user\n{START}{PAD * 9}{END}{QUESTION}<|im_end|>\n<|im_start|>assistant\n")[
-        "input_ids"
-    ]
+    text = f"<|im_start|>user\n{START}{PAD * 9}{END}{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
+    expected = words(text)["input_ids"]
     for prompt in prompts:
         assert prompt.token_ids == expected
         assert prompt.vision.num_tokens == [9]
@@ -183,16 +169,6 @@ def test_an_unreadable_image_is_a_counted_bad_row(
     assert kept.counts.bad == 1
 
 
-def test_pixels_of_a_program_and_a_model_of_text(words: Any, write_jsonl: Write) -> None:
-    pixels = np.zeros((48, 48, 3), np.uint8)
-    image = ImageReader(None).encoded(SourceRow(Path("env"), 1, {}), pixels, 0)
-    assert image.decode().tobytes() == pixels.tobytes()
-    with pytest.raises(DataError, match="expected bytes or a path, found ndarray"):
-        ImageReader(None).encoded(SourceRow(Path("env"), 1, {}), pixels[0], 0)
-    with pytest.raises(DataError, match="the model sees none"):
-        build(words, write_jsonl([{"prompt": "<image>x", "images": ["a.png"]}]), None)
-
-
 def test_too_long_prompts_are_counted_and_never_cut_inside_an_image(
     words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel
 ) -> None:
@@ -223,47 +199,43 @@ def test_rows_from_the_cache_have_their_images(
     assert limited.vision.num_tokens == [9]
 
 
-def test_demonstrations_with_images(words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel) -> None:
-    (tmp_path / "a.png").write_bytes(png())
-    rows = [{"prompt": "<image>x", "images": ["a.png"], "solution": "b #### 1"}, {"prompt": "x", "solution": "y"}]
-    seen, text = SftDataset.build(DataArguments(file_name=write_jsonl(rows)), words, 100, vision=vision)
-    assert seen.vision is not None
-    assert seen.vision.num_tokens == [9]
-    assert seen.input_ids[: seen.prompt_length].count(words.convert_tokens_to_ids(PAD)) == 9
-    assert words.decode(seen.input_ids[seen.prompt_length :]) == "b #### 1<|im_end|>"
-    assert text.vision is None
-    file = write_jsonl([{"prompt": "x", "solution": f"{PAD} y"}])
-    with pytest.raises(DataError, match="the text spells a placeholder itself"):
-        SftDataset.build(DataArguments(file_name=file), words, 100, vision=vision)
-
-
-def test_every_turn_of_the_assistant_between_images(
-    words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel
+@pytest.mark.parametrize("train_on", ["last", "assistant"])
+def test_demonstrations_with_images(
+    words: Any, write_jsonl: Write, tmp_path: Path, vision: VisionModel, train_on: Any
 ) -> None:
     """An image widens the row in front of the turns that carry the loss, which stay exactly theirs."""
     for name, size in (("a.png", (48, 48)), ("b.png", (96, 48))):
         (tmp_path / name).write_bytes(png(size=size))
     turns = [("user", "<image>x"), ("assistant", "b"), ("user", "and <image> y"), ("assistant", "#### 12")]
-    row = {
-        "messages": [dict(zip(("role", "content"), turn, strict=True)) for turn in turns],
-        "images": ["a.png", "b.png"],
-    }
-    data_args = DataArguments(file_name=write_jsonl([row]), messages="messages")
-    (seen,) = SftDataset.build(data_args, words, 200, vision=vision, train_on="assistant")
-    assert seen.vision is not None and len(set(seen.vision.num_tokens)) == 2
+    messages = [dict(zip(("role", "content"), turn, strict=True)) for turn in turns]
+    plain = [messages[0] | {"content": "x"}, messages[1]]
+    rows = [{"messages": messages, "images": ["a.png", "b.png"]}, {"messages": plain}]
+    data_args = DataArguments(file_name=write_jsonl(rows), messages="messages")
+    seen, text = SftDataset.build(data_args, words, 200, vision=vision, train_on=train_on)
+    assert seen.vision is not None and len(set(seen.vision.num_tokens)) == 2 and text.vision is None
     pad = words.convert_tokens_to_ids(PAD)
     assert seen.input_ids.count(pad) == sum(seen.vision.num_tokens)
-    pieces = [
-        words.decode(seen.input_ids[begin:end]) for begin, end in zip(seen.spans[::2], seen.spans[1::2], strict=True)
-    ]
-    assert [piece.replace("<|im_end|>", "").strip() for piece in pieces] == ["b", "#### 12"]
+    learned = words.decode([token for token, flag in zip(seen.input_ids, seen.response_mask, strict=True) if flag])
+    assert learned.split("<|im_end|>")[:-1] == (["b", "#### 12"] if train_on == "assistant" else ["#### 12"])
+    assert train_on == "last" or seen.spans == spans_of(seen.response_mask)
     assert not any(flag for flag, token in zip(seen.response_mask, seen.input_ids, strict=True) if token == pad)
+    spelt = DataArguments(file_name=write_jsonl([{"prompt": "x", "solution": f"{PAD} y"}]))
+    with pytest.raises(DataError, match="the text spells a placeholder itself"):
+        SftDataset.build(spelt, words, 100, vision=vision)
 
 
-def test_images_that_are_refused_or_laid_on_white(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_a_program_laid_on_white_and_refused(
+    words: Any, write_jsonl: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels, row = np.zeros((48, 48, 3), np.uint8), SourceRow(Path("env"), 1, {})
+    assert ImageReader(None).encoded(row, pixels, 0).decode().tobytes() == pixels.tobytes()
     file = io.BytesIO()
     Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(file, "PNG")
     assert EncodedImage.of(file.getvalue()).decode().getpixel((0, 0)) == (255, 255, 255), "it lies on white"
+    with pytest.raises(DataError, match="expected bytes or a path, found ndarray"):
+        ImageReader(None).encoded(row, pixels[0], 0)
+    with pytest.raises(DataError, match="the model sees none"):
+        build(words, write_jsonl([{"prompt": "<image>x", "images": ["a.png"]}]), None)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
     with pytest.raises(ImageError, match="40 x 40 pixels are more than the limit of 1000"):
         EncodedImage.of(png(size=(40, 40))).decode()
@@ -285,13 +257,16 @@ def test_judged_responses_to_images(
         {"id": "text", "prompt": "x", "chosen": "b", "rejected": "y"},
         {"id": "spelt", "prompt": "x", "chosen": f"b{PAD}", "rejected": "y"},
     ]
+
+    def judged(data_args: DataArguments, limit: int) -> JudgedDataset:
+        options = {"score_input": score_input, "vision": vision}
+        return JudgedDataset.build(data_args, words, limit, JudgedColumns(), "pairs", **options)
+
     for kept, number in ((rows[:1], 1), (rows[1:2], 1), (rows[::2], 2), ([rows[0], rows[3]], 1)):
         for _ in range(2):
             options = {"on_bad_row": "skip", "filter_overlong_prompts": False}
             data_args = DataArguments(file_name=write_jsonl(kept), truncation="left", **options)
-            built = JudgedDataset.build(
-                data_args, words, 100, JudgedColumns(), "pairs", score_input=score_input, vision=vision
-            )
+            built = judged(data_args, 100)
             assert len(built) == number
             seen = built[0]
             assert seen.vision is not None and seen.vision.num_tokens == [9]
@@ -300,4 +275,4 @@ def test_judged_responses_to_images(
             assert number == 1 or built[1].vision is None
     with pytest.raises(DataError, match="none of 1 pairs fits"):
         data_args = DataArguments(file_name=write_jsonl(rows[:1]), truncation="left", filter_overlong_prompts=False)
-        JudgedDataset.build(data_args, words, 16, JudgedColumns(), "pairs", score_input=score_input, vision=vision)
+        judged(data_args, 16)

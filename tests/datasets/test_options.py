@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,9 @@ import pytest
 from roll.config.data import CurriculumArguments
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, DomainSampler, EpochOrder, PromptDataset, SftDataset
+from tests.datasets.conftest import Write, row
 
-Write = Callable[..., str]
 DOMAINS = {"sums": ["easy", "hard"], "programs": ["code"]}
-
-
-def row(row_id: str, tag: str = "easy", text: str = "How many eggs?", **more: object) -> dict[str, object]:
-    return {"id": row_id, "tag": tag, "messages": [{"role": "user", "content": text}], **more}
 
 
 def build(tokenizer: Any, files: str, prompt_length: int = 1000, **options: Any) -> PromptDataset:
@@ -28,33 +23,27 @@ def short_and_even(row: dict[str, Any]) -> bool:
     return len(row["messages"][0]["content"]) < 40 and int(row["id"]) % 2 == 0
 
 
-def test_bad_rows_are_skipped_and_counted(tokenizer: Any, write_jsonl: Write, caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_rows_are_skipped_and_counted(
+    tokenizer: Any, write_jsonl: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strict = tmp_path / "strict.jinja"
+    strict.write_text("{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}?")
+    two = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     bad = ["{broken", row("2", "unknown"), {"id": "3", "tag": "easy"}, row("1"), row("4", messages=[{"role": "?"}])]
-    files = write_jsonl([row("1"), *bad, row("5", "code")])
-    dataset = build(tokenizer, files, on_bad_row="skip")
+    files = write_jsonl([row("1"), *bad, row("5", "code"), row("6", messages=two)])
+    dataset = build(tokenizer, files, on_bad_row="skip", template=str(strict))
     assert [(prompt.prompt_id, prompt.domain) for prompt in dataset] == [("1", "sums"), ("5", "programs")]
-    assert (dataset.counts.read, dataset.counts.bad) == (7, 5)
+    assert (dataset.counts.read, dataset.counts.bad) == (8, 6)
     assert dataset.counts.kept == {"sums": 1, "programs": 1}
-    assert "5 bad" in str(dataset.counts)
+    assert "6 bad" in str(dataset.counts)
     for reason in ("row 2: not valid JSON", "row 3: unknown tag", "row 4: column 'messages'", "duplicate id '1'"):
         assert reason in caplog.text
     with pytest.raises(DataError, match="row 2: not valid JSON"):
         build(tokenizer, files)
+    with pytest.raises(DataError, match=r"row 1: template '.*strict.jinja' cannot render .* one turn"):
+        build(tokenizer, write_jsonl([row("6", messages=two)]), template=str(strict))
     with pytest.raises(DataError, match=r"no row is left: 1 rows read, 0 kept, 0 too long, 1 bad"):
         build(tokenizer, write_jsonl(["[1]"]), on_bad_row="skip")
-
-
-def test_rows_that_a_template_refuses_are_bad_rows(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
-    strict = tmp_path / "strict.jinja"
-    strict.write_text(
-        "{% if messages|length > 1 %}{{ raise_exception('one turn') }}{% endif %}{{ messages[0].content }}"
-    )
-    two = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    files = write_jsonl([row("1"), row("2", messages=two), row("3")])
-    dataset = build(tokenizer, files, template=str(strict), on_bad_row="skip")
-    assert [prompt.prompt_id for prompt in dataset] == ["1", "3"]
-    with pytest.raises(DataError, match=r"row 2: template '.*strict.jinja' cannot render .* one turn"):
-        build(tokenizer, files, template=str(strict))
 
 
 @pytest.mark.parametrize(
@@ -75,16 +64,18 @@ def test_filters(tokenizer: Any, write_jsonl: Write, condition: Any, wanted: lis
     assert dataset.counts.filtered == 4 - len(wanted)
 
 
-def test_filters_that_do_not_work_say_why(tokenizer: Any, write_jsonl: Write) -> None:
-    files = write_jsonl([row("1", difficulty="very")])
-    with pytest.raises(DataError, match=r"row 1: dataset_filter asks for the column 'level'"):
-        build(tokenizer, files, dataset_filter={"level": 1})
-    with pytest.raises(DataError, match=r"row 1: dataset_filter wants a number in column 'difficulty', found 'very'"):
-        build(tokenizer, files, dataset_filter={"difficulty": {"min": 1}})
-    with pytest.raises(DataError, match="cannot be imported"):
-        build(tokenizer, files, dataset_filter="tests.datasets.nowhere.keep")
-    with pytest.raises(DataError, match="no row is left: 1 rows read, 0 kept, 0 too long, 1 filtered out"):
-        build(tokenizer, files, dataset_filter={"difficulty": "other"})
+@pytest.mark.parametrize(
+    ("condition", "words"),
+    [
+        ({"level": 1}, r"row 1: dataset_filter asks for the column 'level'"),
+        ({"difficulty": {"min": 1}}, r"row 1: dataset_filter wants a number in column 'difficulty', found 'very'"),
+        ("tests.datasets.nowhere.keep", "cannot be imported"),
+        ({"difficulty": "other"}, "no row is left: 1 rows read, 0 kept, 0 too long, 1 filtered out"),
+    ],
+)
+def test_filters_that_do_not_work_say_why(tokenizer: Any, write_jsonl: Write, condition: Any, words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        build(tokenizer, write_jsonl([row("1", difficulty="very")]), dataset_filter=condition)
 
 
 def test_system_prompts_and_variables(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
@@ -120,16 +111,11 @@ def test_truncation_cuts_the_question_and_keeps_the_template(tokenizer: Any, wri
     inner = cut.prompt_text.removeprefix(beginning).removesuffix(end)
     assert (text.startswith(inner[:4]), text.endswith(inner[-4:])) == (side != "left", side != "right")
     assert (dataset.counts.truncated, dataset.counts.too_long) == ({"sums": 1}, {})
-
-
-def test_too_long_without_filter_or_truncation_is_an_error(tokenizer: Any, write_jsonl: Write) -> None:
-    files = write_jsonl([row("1"), row("2", text="eggs " * 40)])
-    length = len(build(tokenizer, files)[0].token_ids)
-    with pytest.raises(DataError, match=rf"row 2: the prompt has \d+ tokens, prompt_length is {length}; set"):
-        build(tokenizer, files, length, filter_overlong_prompts=False)
+    with pytest.raises(DataError, match=rf"row 2: the prompt has \d+ tokens, prompt_length is {limit}; set"):
+        build(tokenizer, files, limit, filter_overlong_prompts=False)
     # Where the template alone is too long, nothing can be cut.
     with pytest.raises(DataError, match="none of 2 prompts fits into prompt_length = 2"):
-        build(tokenizer, files, 2, filter_overlong_prompts=False, truncation="left")
+        build(tokenizer, files, 2, filter_overlong_prompts=False, truncation=side)
 
 
 def test_a_curriculum_goes_from_easy_to_hard_and_then_shuffles() -> None:
@@ -159,6 +145,8 @@ def test_a_curriculum_over_files_and_its_state(tokenizer: Any, write_jsonl: Writ
             dataset.by_domain(), None, seed, DataArguments(**{"curriculum": data_args.curriculum} | changes)
         )
 
+    in_order = sampler(curriculum=None, shuffle=False).next_batch(12)
+    assert [prompt.prompt_id for prompt in in_order] == [*map(str, range(10)), "0@1", "1@1"]
     one = sampler()
     assert [prompt.prompt_id for prompt in one.next_batch(4)] == ["9", "8", "7", "6"]
     other = sampler()
@@ -168,12 +156,6 @@ def test_a_curriculum_over_files_and_its_state(tokenizer: Any, write_jsonl: Writ
         sampler(curriculum=None).load_state_dict(one.state_dict())
     with pytest.raises(DataError, match=r"data_args\.curriculum wants a number in column 'difficulty', found None"):
         build(tokenizer, write_jsonl([row("1")]), curriculum=CurriculumArguments())
-
-
-def test_unshuffled_data_comes_in_file_order(tokenizer: Any, write_jsonl: Write) -> None:
-    dataset = build(tokenizer, write_jsonl([row(str(i)) for i in range(6)]))
-    sampler = DomainSampler(dataset.by_domain(), data_args=DataArguments(shuffle=False))
-    assert [prompt.prompt_id for prompt in sampler.next_batch(8)] == ["0", "1", "2", "3", "4", "5", "0@1", "1@1"]
 
 
 def test_demonstrations_have_the_same_options(tokenizer: Any, write_jsonl: Write) -> None:

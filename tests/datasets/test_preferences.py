@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,8 @@ from roll.datasets.preferences import JudgedColumns, JudgedDataset
 from roll.rewards.base import RewardResult
 from roll.rollout.rewarding import ModelInput
 from roll.workers.model import RewardModelWorker
-from tests.datasets.conftest import rows_of
+from tests.datasets.conftest import Write, rows_of
 
-Write = Callable[..., str]
 ASK = "How many eggs?"
 USER = {"role": "user", "content": ASK}
 PROMPT = f"<|im_start|>user\n{ASK}<|im_end|>\n<|im_start|>assistant\n"
@@ -46,12 +44,6 @@ def test_shapes_of_rows(
     assert found.sides[0] == found.prompt_ids + found.responses[0]
 
 
-def test_columns_of_other_names(tokenizer: Any, write_jsonl: Write) -> None:
-    file = write_jsonl([{"ask": ASK, "good": "12", "bad": "21", "gap": 2.5}])
-    (row,) = build(tokenizer, file, "pairs", chosen="good", rejected="bad", margin="gap", prompt="ask")
-    assert [tokenizer.decode(ids) for ids in row.responses] == ["12<|im_end|>", "21<|im_end|>"] and row.margin == 2.5
-
-
 def test_pairs_with_a_longer_side_are_left_out_and_counted(tokenizer: Any, write_jsonl: Write) -> None:
     long, limit = PAIR | {"rejected": "21 " * 40}, len(tokenizer(PROMPT)["input_ids"]) + 10
     dataset = build(tokenizer, write_jsonl([long, PAIR]), "pairs", limit)
@@ -61,6 +53,10 @@ def test_pairs_with_a_longer_side_are_left_out_and_counted(tokenizer: Any, write
 
 
 def test_points_labels_and_steps(tokenizer: Any, write_jsonl: Write) -> None:
+    """By columns of other names, too."""
+    file = write_jsonl([{"ask": ASK, "good": "12", "bad": "21", "gap": 2.5}])
+    (row,) = build(tokenizer, file, "pairs", chosen="good", rejected="bad", margin="gap", prompt="ask")
+    assert [tokenizer.decode(ids) for ids in row.responses] == ["12<|im_end|>", "21<|im_end|>"] and row.margin == 2.5
     graded = {"prompt": ASK, "responses": ["12", "21"], "scores": [4, 0]}
     (points,) = build(tokenizer, write_jsonl([graded]), "points")
     assert points.scores == [4, 0]
@@ -106,21 +102,21 @@ def worker(tokenizer: Any) -> RewardModelWorker:
     return made
 
 
-def test_images_are_no_text(tokenizer: Any) -> None:
-    """A placeholder without its image would be scored as some word."""
+@pytest.mark.parametrize(
+    ("changes", "fits", "does_not", "words"),
+    [
+        ({"_image_token": 7}, [1, 2], [1, 7, 2], "the prompt has images"),  # else a placeholder is scored as a word
+        ({"_longest": 3}, [1, 2, 3], [1, 2, 3, 4], "4 tokens are more than the reward model's 3"),
+    ],
+)
+def test_what_a_reward_model_does_not_read(
+    tokenizer: Any, changes: dict[str, int], fits: list[int], does_not: list[int], words: str
+) -> None:
     reads = worker(tokenizer)
-    reads._image_token = 7
-    assert reads._read(ModelInput(token_ids=[1, 2])) == [1, 2]
-    found = reads._read(ModelInput(token_ids=[1, 7, 2]))
-    assert isinstance(found, RewardResult) and "the prompt has images" in str(found.error)
-
-
-def test_a_reward_model_scores_sequences_that_fill_its_positions(tokenizer: Any) -> None:
-    reads = worker(tokenizer)
-    reads._longest = 3
-    assert reads._read(ModelInput(token_ids=[1, 2, 3])) == [1, 2, 3]
-    found = reads._read(ModelInput(token_ids=[1, 2, 3, 4]))
-    assert isinstance(found, RewardResult) and "4 tokens are more than the reward model's 3" in str(found.error)
+    vars(reads).update(changes)
+    assert reads._read(ModelInput(token_ids=fits)) == fits
+    found = reads._read(ModelInput(token_ids=does_not))
+    assert isinstance(found, RewardResult) and words in str(found.error)
 
 
 def test_trl_5813_training_and_scoring_see_the_same_tokens(tokenizer: Any, write_jsonl: Write) -> None:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,7 @@ import pytest
 from roll.config.roles import DataArguments
 from roll.datasets import DataError, PromptDataset, SftDataset, ShuffledEpochs
 from roll.datasets.templates import TEMPLATES
-from tests.datasets.conftest import rows_of
-
-Write = Callable[..., str]
-
-
-def row(row_id: str, tag: str = "easy", text: str = "How many eggs?", **more: object) -> dict[str, object]:
-    return {"id": row_id, "tag": tag, "messages": [{"role": "user", "content": text}], **more}
+from tests.datasets.conftest import Write, row, rows_of
 
 
 def build(
@@ -35,19 +29,16 @@ def build(
 
 def test_a_row_carries_all_that_rewards_need(tokenizer: Any, write_jsonl: Write) -> None:
     written = row("r1", ground_truth=["72"], difficulty=3, extra={"a": 1})
-    (prompt,) = build(tokenizer, write_jsonl([written]))
+    others = [row(str(i), text=text) for i, text in enumerate(["a", "How many eggs? é", "x" * 50, "1234 + 5"])]
+    prompts = build(tokenizer, write_jsonl([written, *others]))
+    prompt = prompts[0]
     assert (prompt.prompt_id, prompt.domain, prompt.tag, prompt.ground_truth) == ("r1", "sums", "easy", ["72"])
     assert prompt.row == written
     assert prompt.prompt_text == "<|im_start|>user\nHow many eggs?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(prompt.token_ids) == prompt.prompt_text
-
-
-def test_batch_tokenising_equals_one_by_one(tokenizer: Any, write_jsonl: Write) -> None:
-    texts = ["a", "How many eggs? é", "x" * 50, "1234 + 5"]
-    rows = [row(str(i), text=text) for i, text in enumerate(texts)]
-    for prompt, written in zip(build(tokenizer, write_jsonl(rows)), rows, strict=True):
-        alone = tokenizer.apply_chat_template(written["messages"], add_generation_prompt=True)["input_ids"]
-        assert prompt.token_ids == alone
+    for one, given in zip(prompts, [written, *others], strict=True):
+        alone = tokenizer.apply_chat_template(given["messages"], add_generation_prompt=True)["input_ids"]
+        assert one.token_ids == alone
 
 
 STRICT_TEMPLATE = """{%- for m in messages %}{{ m.role + ' ' }}
@@ -59,39 +50,23 @@ STRICT_TEMPLATE = """{%- for m in messages %}{{ m.role + ' ' }}
 
 def test_a_table_gives_the_prompts_of_its_json_lines(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
     """Also where the lines were written from the table; the template is as strict as Llama-3.1's."""
-    rows = [
-        row("r1", ground_truth="72")
-        | {
-            "messages": [
-                {"role": "user", "content": "Weather?"},
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
-                },
-                {"role": "tool", "content": "7"},
-            ]
-        }
-        for name, arguments in (("weather", {"city": "Paris"}), ("add", {"a": 1, "b": 2}))
-    ]
-    rows[1] |= {"id": "r2", "ground_truth": None}
+    calls = [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "add", "arguments": {"a": 1, "b": 2}}]
+    said = [{"role": "assistant", "content": None, "tool_calls": [{"function": one}]} for one in calls]
+    talks = [[{"role": "user", "content": "Weather?"}, one, {"role": "tool", "content": "7"}] for one in said]
+    rows = [row("r1", messages=talks[0], ground_truth="72"), row("r2", messages=talks[1], ground_truth=None)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
     (tmp_path / "strict.jinja").write_text(STRICT_TEMPLATE)
     padded = json.loads(json.dumps(rows))
     for one in padded:
         one["messages"][0] |= {"tool_calls": None, "name": None}
         one["messages"][1]["tool_calls"][0] |= {"id": None}
-    found = [
-        build(tokenizer, file, data_args={"template": str(tmp_path / "strict.jinja")})
-        for file in (write_jsonl(rows), write_jsonl(padded, "padded.jsonl"), str(tmp_path / "rows.parquet"))
-    ]
+    files = (write_jsonl(rows), write_jsonl(padded, "padded.jsonl"), str(tmp_path / "rows.parquet"))
+    found = [build(tokenizer, file, data_args={"template": str(tmp_path / "strict.jinja")}) for file in files]
     texts = [[prompt.prompt_text for prompt in prompts] for prompts in found]
     assert texts[0] == texts[1] == texts[2]
     assert texts[0][1] == 'user Weather?\nassistant {"a": 1, "b": 2}\ntool 7\n'
-    assert {(prompt.prompt_id, prompt.ground_truth) for prompts in found for prompt in prompts} == {
-        ("r1", "72"),
-        ("r2", None),
-    }
+    truths = {(prompt.prompt_id, prompt.ground_truth) for prompts in found for prompt in prompts}
+    assert truths == {("r1", "72"), ("r2", None)}
 
 
 def test_prompt_columns_in_all_their_forms(tokenizer: Any, write_jsonl: Write) -> None:
@@ -104,11 +79,9 @@ def test_prompt_columns_in_all_their_forms(tokenizer: Any, write_jsonl: Write) -
         ({"question": "How many?", "messages": "unused"}, {"prompt": "question"}),
         ({"text": "How many?"}, {}),
     ]
-    texts = {
-        build(tokenizer, write_jsonl([{"tag": "easy", **columns}]), data_args=names)[0].prompt_text
-        for columns, names in forms
-    }
-    assert texts == {"<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"}
+    for columns, names in forms:
+        (prompt,) = build(tokenizer, write_jsonl([{"tag": "easy", **columns}]), data_args=names)
+        assert prompt.prompt_text == "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_templates_by_tag_before_global_before_role(tokenizer: Any, write_jsonl: Write) -> None:
@@ -119,24 +92,8 @@ def test_templates_by_tag_before_global_before_role(tokenizer: Any, write_jsonl:
     assert base.endswith("User: How many eggs?\nAssistant:")
     chatml = build(tokenizer, files, data_args={"template": "chatml"})[0].prompt_text
     assert chatml == build(tokenizer, files)[0].prompt_text
-
-
-def test_every_template_holds_the_question(tokenizer: Any, write_jsonl: Write) -> None:
     for name in TEMPLATES:
-        (prompt,) = build(tokenizer, write_jsonl([row("1")]), global_template=name)
-        assert "How many eggs?" in prompt.prompt_text, name
-
-
-def test_unknown_templates_and_tokenizers_without_one(tokenizer: Any, write_jsonl: Write) -> None:
-    files = write_jsonl([row("1")])
-    with pytest.raises(DataError, match=r"template 'qwen2\.5' is unknown; did you mean 'qwen2_5'"):
-        build(tokenizer, files, tag_to_template={"hard": "qwen2.5"})
-    template, tokenizer.chat_template = tokenizer.chat_template, None
-    try:
-        with pytest.raises(DataError, match="has no chat template; use template: chatml"):
-            build(tokenizer, files)
-    finally:
-        tokenizer.chat_template = template
+        assert "How many eggs?" in build(tokenizer, files, global_template=name)[0].prompt_text, name
 
 
 def test_long_prompts_are_left_out_and_counted(
@@ -155,58 +112,56 @@ def test_long_prompts_are_left_out_and_counted(
         build(tokenizer, files, domains, prompt_length=3)
 
 
-def test_a_validation_set_keeps_its_own_length(tokenizer: Any, write_jsonl: Write) -> None:
-    """A published fault: validation rows were filtered by the training prompt length."""
-    files = write_jsonl([row("1"), row("2", text="eggs " * 40)])
-    short, long = (len(prompt.token_ids) for prompt in build(tokenizer, files))
-    train = build(tokenizer, files, prompt_length=short)
-    validation = build(tokenizer, files, prompt_length=long)
-    assert (len(train), len(validation)) == (1, 2)
-
-
 def test_tags_lead_to_domains(tokenizer: Any, write_jsonl: Write) -> None:
     files = write_jsonl([row("1", "easy"), row("2", "kod"), row("3", "kod", domain="sums"), row("4", "hard")])
     dataset = build(tokenizer, files, {"sums": ["easy", "hard"], "programs": ["kod"]})
     groups = {domain: [p.prompt_id for p in rows] for domain, rows in dataset.by_domain().items()}
     assert groups == {"sums": ["1", "3", "4"], "programs": ["2"]}
+    (one,) = build(tokenizer, write_jsonl([row("1", "any")]), {"sums": []})
+    assert one.domain == "sums", "without tags it takes every row"
 
 
-def test_an_unknown_tag_is_an_error_and_never_a_default_domain(tokenizer: Any, write_jsonl: Write) -> None:
-    """A published fault: rows with unknown tags went to the domain ``math_rule`` without a word."""
-    files = write_jsonl([row("1", "easy"), row("2", "esay")])
-    domains = {"math_rule": ["easy"], "programs": ["kod"]}
-    with pytest.raises(DataError, match=r"data\.jsonl, row 2: unknown tag 'esay'; known tags are easy, kod"):
-        build(tokenizer, files, domains)
-    with pytest.raises(DataError, match=r"row 2: unknown tag 'esay'; known tags are easy;"):
-        build(tokenizer, files, {"math_rule": ["easy"]})
-    with pytest.raises(DataError, match=r"row 1: unknown domain 'maths'; the configured rewards are math_rule"):
-        build(tokenizer, write_jsonl([row("1", domain="maths")]), domains)
-    with pytest.raises(DataError, match="row 1: no tag and no domain"):
-        build(tokenizer, write_jsonl([{"prompt": "?"}]), domains)
+TWO = {"math_rule": ["easy"], "programs": ["kod"]}
 
 
-def test_one_domain_without_tags_takes_every_row(tokenizer: Any, write_jsonl: Write) -> None:
-    dataset = build(tokenizer, write_jsonl([row("1", "any"), {"prompt": "?"}][:1]), {"sums": []})
-    assert [prompt.domain for prompt in dataset] == ["sums"]
-    with pytest.raises(DataError, match="no domain configured"):
-        build(tokenizer, write_jsonl([row("1")]), {})
-    with pytest.raises(DataError, match=r"rewards\.b\.tag_included: tag 't' already belongs to rewards\.a"):
-        build(tokenizer, write_jsonl([row("1")]), {"a": ["t"], "b": ["t"]})
+@pytest.mark.parametrize(
+    ("given", "domains", "words"),
+    [
+        # A published fault: rows with unknown tags went to the domain ``math_rule`` without a word.
+        (row("2", "esay"), TWO, r"data\.jsonl, row 1: unknown tag 'esay'; known tags are easy, kod"),
+        (row("2", "esay"), {"math_rule": ["easy"]}, r"row 1: unknown tag 'esay'; known tags are easy;"),
+        (row("1", domain="maths"), TWO, "row 1: unknown domain 'maths'; the configured rewards are math_rule"),
+        ({"prompt": "?"}, TWO, "row 1: no tag and no domain"),
+        (row("1"), {}, "no domain configured"),
+        (row("1"), {"a": ["t"], "b": ["t"]}, r"rewards\.b\.tag_included: tag 't' already belongs to rewards\.a"),
+        ({"tag": "easy", "n": "?"}, TWO, r"row 1: neither messages nor prompt among the columns \['n', 'tag'\]"),
+    ],
+)
+def test_rows_without_a_place(
+    tokenizer: Any, write_jsonl: Write, given: dict[str, Any], domains: dict[str, list[str]], words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        build(tokenizer, write_jsonl([given]), domains)
+
+
+def test_arguments_that_exclude_each_other(tokenizer: Any, write_jsonl: Write) -> None:
+    files = write_jsonl([row("1")])
+    with pytest.raises(DataError, match="exclude each other"):
+        build(tokenizer, files, data_args={"messages": "messages", "prompt": "prompt"})
+    with pytest.raises(DataError, match="file_name is not set"):
+        PromptDataset.build(DataArguments(), tokenizer, 100, {"sums": []})
+    with pytest.raises(DataError, match=r"template 'qwen2\.5' is unknown; did you mean 'qwen2_5'"):
+        build(tokenizer, files, tag_to_template={"hard": "qwen2.5"})
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(DataError, match="has no chat template; use template: chatml"):
+        build(bare, files)
 
 
 @pytest.mark.parametrize(("bad", "message"), rows_of("bad_rows", "prompts"))
 def test_bad_rows_say_where_and_what(tokenizer: Any, write_jsonl: Write, bad: object, message: str) -> None:
     with pytest.raises(DataError, match=rf"data\.jsonl, row 2: {message}"):
         build(tokenizer, write_jsonl([row("1"), bad]))
-
-
-def test_neither_messages_nor_prompt(tokenizer: Any, write_jsonl: Write) -> None:
-    with pytest.raises(DataError, match=r"row 1: neither messages nor prompt among the columns \['puzzle', 'tag'\]"):
-        build(tokenizer, write_jsonl([{"tag": "easy", "puzzle": "?"}]))
-    with pytest.raises(DataError, match="exclude each other"):
-        build(tokenizer, write_jsonl([row("1")]), data_args={"messages": "messages", "prompt": "prompt"})
-    with pytest.raises(DataError, match="file_name is not set"):
-        PromptDataset.build(DataArguments(), tokenizer, 100, {"sums": []})
 
 
 def test_ids_of_several_files_and_of_rows_without(tokenizer: Any, write_jsonl: Write, tmp_path: Path) -> None:
@@ -233,18 +188,21 @@ def test_data_sets_load_without_the_heavy_packages() -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True).strip() == "[]"
 
 
-VERL = {
-    "data_source": "openai/gsm8k",
-    "prompt": [{"role": "user", "content": "How many eggs?"}],
-    "ability": "math",
-    "reward_model": {"style": "rule", "ground_truth": "72"},
-    "extra_info": {"split": "train", "index": 0},
-}
+QUESTION = [{"role": "user", "content": "How many eggs?"}]
+VERL = {"data_source": "openai/gsm8k", "prompt": QUESTION, "reward_model": {"style": "rule", "ground_truth": "72"}}
+VERL |= {"ability": "math", "extra_info": {"split": "train", "index": 0}}
 """A row as verl's own preparation scripts write it."""
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "json text", "SkyRL's parquet"])
-@pytest.mark.parametrize("named", [{}, {"prompt": "prompt"}, {"messages": "prompt", "tag": "data_source"}])
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("jsonl", {}),
+        ("parquet", {"prompt": "prompt"}),
+        ("json text", {"messages": "prompt", "tag": "data_source"}),
+        ("SkyRL's parquet", {}),
+    ],
+)
 def test_verls_own_files_load_by_their_own_columns(
     tokenizer: Any, tmp_path: Path, write_jsonl: Write, kind: str, named: dict[str, str]
 ) -> None:
@@ -259,16 +217,11 @@ def test_verls_own_files_load_by_their_own_columns(
         file = write_jsonl([row | text for row in rows])
     domains = {"sums": ["openai/gsm8k"], "proofs": ["lighteval/MATH"]}
     dataset = build(tokenizer, file, domains, data_args=named)
-    assert [(row.domain, row.tag, row.ground_truth) for row in dataset] == [
-        ("sums", "openai/gsm8k", "72"),
-        ("proofs", "lighteval/MATH", "72"),
-    ]
+    wanted = [("sums", "openai/gsm8k", "72"), ("proofs", "lighteval/MATH", "72")]
+    assert [(row.domain, row.tag, row.ground_truth) for row in dataset] == wanted
     assert "How many eggs?" in dataset[0].prompt_text and dataset.counts.without_truth == {}
-
-
-def test_a_tag_column_of_ones_own_goes_before_data_source(tokenizer: Any, write_jsonl: Write) -> None:
     (one,) = build(tokenizer, write_jsonl([{**VERL, "ability": "easy"}]), data_args={"tag": "ability"})
-    assert one.tag == "easy"
+    assert one.tag == "easy", "a tag column of one's own goes before data_source"
 
 
 def test_rows_without_truth_and_answered_prompts_are_counted(tokenizer: Any, write_jsonl: Write) -> None:

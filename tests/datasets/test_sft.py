@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ from roll.datasets import DataError, SftDataset
 from roll.datasets.columns import Columns
 from roll.datasets.reading import SourceRow
 from roll.datasets.sft import read_demonstration
-from tests.datasets.conftest import rows_of
+from tests.datasets.conftest import Write, rows_of
 
-Write = Callable[..., str]
 USER = {"role": "user", "content": "How many eggs?"}
 PROMPT = "<|im_start|>user\nHow many eggs?<|im_end|>\n<|im_start|>assistant\n"
 
@@ -49,16 +47,13 @@ def test_where_the_response_comes_from(tokenizer: Any, write_jsonl: Write) -> No
         ({"messages": [USER, answer]}, {}),
         ({"prompt": "How many eggs?", "output": "12"}, {"response": "output"}),
         ({"ask": "How many eggs?", "solution": "12"}, {"prompt": "ask"}),
+        ({"": "1", "prompt": "How many eggs?", "solution": "12"}, {}),  # pandas writes numbers of rows without a name
     ]
     for columns, names in forms:
         assert parts(tokenizer, build(tokenizer, write_jsonl([columns]), **names)) == [(PROMPT, "12<|im_end|>")]
-
-
-def test_earlier_answers_belong_to_the_prompt(tokenizer: Any, write_jsonl: Write) -> None:
-    turns = [USER, {"role": "assistant", "content": "12"}, USER, {"role": "assistant", "content": "24"}]
+    turns = [USER, answer, USER, {"role": "assistant", "content": "24"}]
     ((prompt, response),) = parts(tokenizer, build(tokenizer, write_jsonl([{"messages": turns}])))
-    assert "12<|im_end|>" in prompt
-    assert response == "24<|im_end|>"
+    assert "12<|im_end|>" in prompt and response == "24<|im_end|>", "earlier answers belong to the prompt"
 
 
 def test_further_input_follows_the_instruction(tokenizer: Any, write_jsonl: Write) -> None:
@@ -69,6 +64,11 @@ def test_further_input_follows_the_instruction(tokenizer: Any, write_jsonl: Writ
     assert "How many eggs?\n\nIn a box?<|im_end|>" in prompt and response == "12<|im_end|>"
     assert "user\nAdd.\n\n3 4<|im_end|>" in with_input[0]
     assert "user\nGo.<|im_end|>" in without[0]
+    question = [{"type": "image"}, {"type": "text", "text": "How many eggs?"}]
+    row = {"messages": [{"role": "user", "content": question}], "solution": "12", "input": "In a box?"}
+    source = SourceRow(Path("rows.jsonl"), 1, row)
+    messages, _ = read_demonstration(Columns.of(DataArguments(), source), source, "input")
+    assert messages[0]["content"] == [*question, {"type": "text", "text": "\n\nIn a box?"}]
 
 
 def test_the_system_message_is_in_a_column(tokenizer: Any, write_jsonl: Write) -> None:
@@ -87,20 +87,6 @@ def test_the_system_message_is_in_a_column(tokenizer: Any, write_jsonl: Write) -
         heads = ["Be brief.", "Mine.", "Be kind."]
         assert [text.partition("<|im_end|>")[0] for text in texts] == [f"<|im_start|>system\n{head}" for head in heads]
         assert all(text.count("system\n") == 1 for text in texts)
-
-
-def test_further_input_is_a_part_of_a_question_in_parts() -> None:
-    question = [{"type": "image"}, {"type": "text", "text": "How many eggs?"}]
-    row = {"messages": [{"role": "user", "content": question}], "solution": "12", "input": "In a box?"}
-    source = SourceRow(Path("rows.jsonl"), 1, row)
-    messages, _ = read_demonstration(Columns.of(DataArguments(), source), source, "input")
-    assert messages[0]["content"] == [*question, {"type": "text", "text": "\n\nIn a box?"}]
-
-
-def test_the_row_numbers_of_a_csv_by_pandas_are_not_learned(tokenizer: Any, tmp_path: Path) -> None:
-    file = tmp_path / "data.csv"
-    file.write_text(",prompt,solution\n1,How many eggs?,12\n")  # the column of row numbers has no name
-    assert parts(tokenizer, build(tokenizer, str(file))) == [(PROMPT, "12<|im_end|>")]
 
 
 def test_long_rows_are_left_out_and_counted(tokenizer: Any, write_jsonl: Write) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from roll.datasets.preparation import blocks_hash
 from roll.datasets.sft import SftMaker
 from roll.datasets.streaming import StreamedEpochs
 from roll.datasets.templates import Renderer, TemplateChoice
+from tests.datasets.conftest import Write
 
-Write = Callable[..., str]
 NUMBER, LIMIT = 23, 60
 
 
@@ -50,7 +49,7 @@ def test_an_epoch_gives_every_row_once_as_prepared_ones_are(tokenizer: Any, file
     assert [row.row_id for row in plain] == list(prepared)
 
 
-@pytest.mark.parametrize("drawn", [0, 1, 5, 12, 19, 20, 33])
+@pytest.mark.parametrize("drawn", [0, 5, 12, 20, 33])
 def test_it_continues_where_it_was(tokenizer: Any, file: str, drawn: int) -> None:
     whole = stream(tokenizer, file)
     whole.next_batch(drawn)
@@ -65,10 +64,7 @@ def test_it_continues_where_it_was(tokenizer: Any, file: str, drawn: int) -> Non
     Path(file).write_text(Path(file).read_text().replace("1", "2"))
     with pytest.raises(DataError, match="not the same data"):
         stream(tokenizer, file).load_state_dict(state)
-
-
-def test_a_stream_without_rows_ends(tokenizer: Any, write_jsonl: Write) -> None:
-    file = write_jsonl([{"prompt": "How?", "solution": "1" * 200}])
+    Path(file).write_text(json.dumps({"prompt": "How?", "solution": "1" * 200}))
     with pytest.raises(DataError, match="none of 1 demonstrations fits into sequence_length = 60"):
         stream(tokenizer, file).next_batch(1)
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roll.config.roles import DataArguments
-from roll.datasets import PromptDataset, SftDataset
 from roll.rewards import RewardSample, build_reward
 
 Modules = dict[str, ModuleType]
@@ -37,39 +35,28 @@ def calculations(path: Path) -> set[str]:
     }
 
 
-def test_a_solution_by_hand(tiny: Modules) -> None:
+def test_solutions_are_right_and_one_demonstration_in_three_is(artifacts: Any) -> None:
+    """Validation asks for calculations never seen in training."""
+    rows, demonstrations = read(artifacts.train_file), read(artifacts.demonstrations_file)
+    truths = {row["messages"][0]["content"]: row["ground_truth"] for row in rows}
+    rule = build_reward("gsm8k_rule")
+    rows += read(artifacts.validation_file)
+    assert (len(rows), len(demonstrations)) == (8200, 32000)
+    results = rule([RewardSample("", row["solution"], row["ground_truth"]) for row in rows[::4]])
+    assert all(result.score == 1.0 for result in results)
+    samples = [RewardSample("", d["response"], truths[d["messages"][0]["content"]]) for d in demonstrations[::8]]
+    share = sum(result.score or 0.0 for result in rule(samples)) / len(samples)
+    # 0.7^3 = 0.343 without a slip, and a few whose slips cancel out; a standard error of 0.008.
+    assert 0.32 < share < 0.39
+    seen, held_out = calculations(artifacts.train_file), calculations(artifacts.validation_file)
+    assert len(seen) > 1000 and len(held_out) > 50 and not seen & held_out
+
+
+def test_a_solution_by_hand_and_slips_that_are_carried_on(tiny: Modules) -> None:
     words = tiny["word_problems"]
     problem = words.WordProblem("", ("*", "-", "+"), (3, 7, 9, 3))
     assert words.solution(problem) == "3*7=21\n21-9=12\n12+3=15\n#### 15"
     assert (problem.answer, problem.results) == (15, [21, 12, 15])
-
-
-def test_every_solution_is_right_by_the_reward_rule(artifacts: Any) -> None:
-    rows = read(artifacts.train_file) + read(artifacts.validation_file)
-    results = build_reward("gsm8k_rule")([RewardSample("", row["solution"], row["ground_truth"]) for row in rows])
-    assert len(rows) == 8200
-    assert all(result.score == 1.0 for result in results)
-
-
-def test_validation_asks_for_calculations_never_seen_in_training(artifacts: Any) -> None:
-    seen, held_out = calculations(artifacts.train_file), calculations(artifacts.validation_file)
-    assert len(seen) > 1000
-    assert len(held_out) > 50
-    assert not seen & held_out
-
-
-def test_one_demonstration_in_three_is_right(artifacts: Any) -> None:
-    truths = {row["messages"][0]["content"]: row["ground_truth"] for row in read(artifacts.train_file)}
-    demonstrations = read(artifacts.demonstrations_file)
-    assert len(demonstrations) == 32000
-    samples = [RewardSample("", d["response"], truths[d["messages"][0]["content"]]) for d in demonstrations[::4]]
-    share = sum(result.score or 0.0 for result in build_reward("gsm8k_rule")(samples)) / len(samples)
-    # 0.7^3 = 0.343 without a slip, and a few whose slips cancel out; a standard error of 0.005.
-    assert 0.33 < share < 0.38
-
-
-def test_slips_are_carried_on(tiny: Modules) -> None:
-    words = tiny["word_problems"]
     problem = words.WordProblem("", ("+", "+", "+"), (2, 2, 2, 2))
     lines = words.demonstration(problem, random.Random(0), slip_probability=1.0).splitlines()
     results = [line.partition("=")[2] for line in lines[:-1]]
@@ -101,35 +88,16 @@ def test_the_tokenizer_survives_a_reload(artifacts: Any, tiny: Modules) -> None:
 
 
 def test_models_load_and_differ_by_seed_alone(artifacts: Any, tiny: Modules) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(artifacts.model_folder(0))
+    tokenizer, before = AutoTokenizer.from_pretrained(artifacts.model_folder(0)), torch.get_rng_state()
     zero, one = (AutoModelForCausalLM.from_pretrained(artifacts.model_folder(seed)) for seed in (0, 1))
     again = tiny["tiny_model"].make_model(tokenizer, seed=0)
+    assert torch.equal(before, torch.get_rng_state())
     weights = zero.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in again.state_dict().items())
     assert not torch.equal(weights["model.embed_tokens.weight"], one.state_dict()["model.embed_tokens.weight"])
     assert (zero.num_parameters(), zero.dtype) == (135_872, torch.float32)
     assert zero.config.vocab_size >= len(tokenizer)
     assert zero.generation_config.eos_token_id == tokenizer.eos_token_id != tokenizer.pad_token_id
-
-
-def test_making_a_model_leaves_the_random_state_alone(tiny: Modules, tokenizer: Any) -> None:
-    before = torch.get_rng_state()
-    tiny["tiny_model"].make_model(tokenizer, seed=5)
-    assert torch.equal(before, torch.get_rng_state())
-
-
-def test_the_files_are_what_the_pipelines_read(artifacts: Any, tmp_path: Path) -> None:
-    """One row in eight, from all over the files: they are alike."""
-    heads = []
-    for file in (artifacts.train_file, artifacts.demonstrations_file):
-        heads.append(tmp_path / file.name)
-        heads[-1].write_text("".join(file.read_text().splitlines(keepends=True)[::8]))
-    tokenizer = AutoTokenizer.from_pretrained(artifacts.model_folder(0))
-    data_args = DataArguments(file_name=str(heads[0]))
-    prompts = PromptDataset.build(data_args, tokenizer, 48, {"gsm8k_rule": ["tiny_word_problems"]})
-    data_args = DataArguments(file_name=str(heads[1]), response="response")
-    demonstrations = SftDataset.build(data_args, tokenizer, 80)
-    assert (len(prompts), len(demonstrations)) == (1000, 4000)
 
 
 def test_what_is_there_is_kept_and_what_is_not_is_made(artifacts: Any, tiny: Modules) -> None:

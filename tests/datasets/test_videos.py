@@ -8,7 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -23,14 +24,15 @@ from PIL import Image
 from roll.config.roles import DataArguments, ModelArguments, StrategyArguments, WorkerConfig
 from roll.datasets import DataError, PromptDataset, SftDataset
 from roll.datasets.images import ImageReader
+from roll.datasets.store import from_json, to_json
 from roll.datasets.vision_model import VisionModel, load_video_processing
 from roll.pipelines.rlvr.data import seen_by_engine
 from roll.protocol.images import EncodedImage
 from roll.protocol.video import EngineTime, VideoProcessing
 from roll.protocol.vision import VisionInputs, num_processed, vision_inputs
 from tests import vision_models
+from tests.datasets.conftest import Write
 
-Write = Callable[..., str]
 START, END, PAD = "<|vision_start|>", "<|vision_end|>", "<|video_pad|>"
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 TORCHVISION = os.environ.get("ROLL_TORCHVISION") or str(Path(sys.prefix) / "roll-torchvision")
@@ -103,13 +105,10 @@ def test_where_videos_stand(
     assert mixed.vision.videos[0].seconds_per_grid(mixed.vision.processing) == 2.0
 
 
-def test_frames_as_bytes_and_folders(
+def test_frames_as_bytes_and_folders_and_settings_that_do_not_fit(
     words: Any, write_jsonl: Write, folder: Path, models: dict[str, VisionModel]
 ) -> None:
-    import pyarrow.parquet
-
-    data = [frame.data.tobytes() for frame in FRAMES[:4]]
-    rows = [{"prompt": "<video>x", "videos": [[{"bytes": one, "path": None} for one in data]]}]
+    rows = [{"prompt": "<video>x", "videos": [[{"bytes": frame.data.tobytes(), "path": None} for frame in FRAMES[:4]]]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "bytes.parquet")
     (folder / "data").mkdir()
     files = write_jsonl([{"prompt": "<video>x", "clips": [names(4)]}], "data/paths.jsonl")
@@ -117,6 +116,13 @@ def test_frames_as_bytes_and_folders(
     (by_path,) = build(words, files, models["qwen3_vl"], video_folder=str(folder), videos="clips")
     assert by_bytes.token_ids == by_path.token_ids
     assert torch.equal(by_bytes.vision.pixel_values(), by_path.vision.pixel_values())
+    settings, images = folder / "video_preprocessor_config.json", vision_models.PROCESSING
+    settings.write_text('{"image_mean": [0.4, 0.5, 0.5]}')
+    with pytest.raises(DataError, match="image_mean of videos is"):
+        load_video_processing(str(folder), images, timed=True)
+    settings.write_text('{"size": {"shortest_edge": 4096, "longest_edge": 9000}}')
+    found = load_video_processing(str(folder), images, timed=True)
+    assert (found.min_pixels, found.max_pixels, found.max_frames) == (4096, 9000, 768)
 
 
 def test_models_and_engines_that_do_not_see_videos(
@@ -151,6 +157,13 @@ def test_an_engine_that_places_videos_differently(
     (kept,) = build(words, write_jsonl([long, short]), placed, on_bad_row="skip")
     assert kept.vision.videos[0].fps == 8
     assert len(build(words, write_jsonl([long]), placed, video_min_pixels=5 * 16 * 5 * 16)) == 1, "larger frames"
+    whole = replace(model.video, fps=7.0)
+    video = whole.encoded(vision_models.frames(0, 16, (160, 16)), 7.0, model.processing)
+    assert EngineTime(4.0, "float32").difference(video, model.processing) is None
+    assert EngineTime(4.0, "bfloat16").difference(video, model.processing) == (
+        "vllm rounds its 0.2857142984867096 seconds from one grid to the next to bfloat16 (0.28515625), and places its "
+        "last grid at position 7; the trainer's is 8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,17 +204,6 @@ def test_more_than_an_engine_keeps_room_for(
         build(words, write_jsonl([row]), replace(models["qwen3_vl"], **limits))  # type: ignore[arg-type]
     enough = replace(models["qwen3_vl"], most_images=2, most_videos=1)
     assert len(build(words, write_jsonl([row]), enough)) == 1
-
-
-def test_seconds_that_an_engine_rounds(models: dict[str, VisionModel]) -> None:
-    model = models["qwen2_5_vl"]
-    whole = replace(model.video, fps=7.0)
-    video = whole.encoded(vision_models.frames(0, 16, (160, 16)), 7.0, model.processing)
-    assert EngineTime(4.0, "float32").difference(video, model.processing) is None
-    assert EngineTime(4.0, "bfloat16").difference(video, model.processing) == (
-        "vllm rounds its 0.2857142984867096 seconds from one grid to the next to bfloat16 (0.28515625), and places its "
-        "last grid at position 7; the trainer's is 8"
-    )
 
 
 def test_demonstrations_and_the_cache(
@@ -299,7 +301,7 @@ def test_ids_and_patches_are_those_of_transformers(tmp_path: Path, words: Any, k
     Frames that are resized are within a step of 8 bits or two of its, which resizes without Pillow.
     """
     folder = vision_models.save(tmp_path / "model", kind)
-    cases = []
+    cases: list[dict[str, Any]] = []
     for name, count, size, fps, sample in (
         ("plain", 4, (48, 48), 2.0, False),
         ("odd", 5, (64, 32), 1.0, False),
@@ -313,28 +315,21 @@ def test_ids_and_patches_are_those_of_transformers(tmp_path: Path, words: Any, k
         np.save(folder / f"{name}.npy", whole)
         cases.append({"name": name, "fps": fps, "options": {"sample": sample}})
     (folder / "cases.json").write_text(json.dumps(cases))
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), TORCHVISION))),
-    }
-    subprocess.run(
-        [sys.executable, "-c", PARITY, str(folder), kind], check=True, env=environment, capture_output=True, timeout=300
-    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((os.environ.get("PYTHONPATH", ""), TORCHVISION))}
+    command = [sys.executable, "-c", PARITY, str(folder), kind]
+    subprocess.run(command, check=True, env=environment, capture_output=True, timeout=300)
     model = VisionModel.load(str(folder), words, trust_remote_code=False)
     assert model is not None
     for case, theirs in zip(cases, json.loads((folder / "found.json").read_text()), strict=True):
         frames = [EncodedImage.of(png(one)) for one in np.load(folder / f"{case['name']}.npy")]
-        video = ImageReader.of(DataArguments(file_name="x"), model).model.video.encoded(  # type: ignore[union-attr]
-            frames, case["fps"], model.processing
-        )
+        reader: Any = ImageReader.of(DataArguments(file_name="x"), model).model
+        video = reader.video.encoded(frames, case["fps"], model.processing)
         vision = vision_inputs([video], model.processing)
         text = f"a{model.video_placeholder(video)}b"
         counts = iter([count for _, count in vision.runs])
-        ids = [
-            one
-            for token in words(text)["input_ids"]
-            for one in [token] * (next(counts) if token == model.video_token_id else 1)
-        ]
+        ids = []
+        for token in words(text)["input_ids"]:
+            ids += [token] * (next(counts) if token == model.video_token_id else 1)
         assert vision.grid_thw.tolist() == theirs["grid"], case
         assert ids == theirs["ids"], case
         if kind == "qwen2_5_vl":
@@ -376,24 +371,7 @@ def test_a_group_carries_its_frames_once_and_they_are_cut_once() -> None:
     rows = pickle.loads(pickle.dumps([vision] * 8, protocol=5, buffer_callback=buffers.append), buffers=buffers)
     assert sum(len(one.raw()) for one in buffers) < 1.1 * sum(len(one.data) for one in vision.pictures)
     before = num_processed()
-    for one in (vision, *rows, VisionInputs.from_plain(json_like(vision.to_plain()))):
+    for one in (vision, *rows, VisionInputs.from_plain(from_json(to_json(vision.to_plain())))):
         assert torch.equal(one.pixel_values(), vision.pixel_values())
         assert one.image_keys == vision.image_keys
     assert num_processed() == before + 2
-
-
-def json_like(value: Any) -> Any:
-    """With lists in place of tuples, as stored files have them."""
-    if isinstance(value, dict):
-        return {key: json_like(one) for key, one in value.items()}
-    return [json_like(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def test_settings_of_other_videos_are_refused(tmp_path: Path) -> None:
-    images = vision_models.PROCESSING
-    (tmp_path / "video_preprocessor_config.json").write_text('{"image_mean": [0.4, 0.5, 0.5]}')
-    with pytest.raises(DataError, match="image_mean of videos is"):
-        load_video_processing(str(tmp_path), images, timed=True)
-    (tmp_path / "video_preprocessor_config.json").write_text('{"size": {"shortest_edge": 4096, "longest_edge": 9000}}')
-    found = load_video_processing(str(tmp_path), images, timed=True)
-    assert (found.min_pixels, found.max_pixels, found.max_frames) == (4096, 9000, 768)

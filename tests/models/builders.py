@@ -11,14 +11,7 @@ def tiny(family: str, head: str = "CausalLM", seed: int = 0, **options: Any) -> 
     """``Qwen2ForCausalLM``, say, of two small layers; ``options`` of its configuration."""
     import transformers
 
-    sizes = {
-        "vocab_size": 40,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-    }
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(seed)
     return getattr(transformers, f"{family}For{head}")(getattr(transformers, f"{family}Config")(**sizes | options))

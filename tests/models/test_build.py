@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +40,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("llama"))
 
 
-def arguments(folder: Path | None, **options: Any) -> ModelArguments:
-    return ModelArguments(model_name_or_path=None if folder is None else str(folder), **options)
+def arguments(folder: Path, **options: Any) -> ModelArguments:
+    return ModelArguments(model_name_or_path=str(folder), **options)
 
 
-def test_weights_are_float32_whatever_the_file_and_the_compute_type(folder: Path) -> None:
+def test_weights_are_float32_and_layers_recompute_by_default(folder: Path) -> None:
+    """Whatever the type of the file and of computation; without its package flash attention is sdpa."""
     model = build_model(arguments(folder, dtype="bf16"), "causal_lm")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     head = build_model(arguments(folder), "value").score
     assert head.weight.shape == (1, 16) and not head.weight.any() and not head.bias.any(), "a critic's is zero"
-
-
-def test_gradient_checkpointing_is_on_by_default(folder: Path) -> None:
-    for disabled in (False, True):
-        args = arguments(folder, disable_gradient_checkpointing=disabled)
+    for disabled, written in ((False, "fa2"), (True, "flash_attention_2")):
+        args = arguments(folder, disable_gradient_checkpointing=disabled, attn_implementation=written)
+        assert attention_implementation(args, checked_config(args, "causal_lm")) is None
         model = build_model(args, "causal_lm")
         enable_gradient_checkpointing(model, args)
         assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) is not disabled
+        assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -65,20 +66,13 @@ def test_gradient_checkpointing_is_on_by_default(folder: Path) -> None:
             {"freeze_module_prefix": "vision"},
             r"no parameter starts with 'vision'; the top modules are lm_head, model\.emb",
         ),
-        (
-            {"model_config_kwargs": {"atention_dropout": 0.1}},
-            r"llama model has no atention_dropout; it has .*att",
-        ),
+        ({"model_config_kwargs": {"atention_dropout": 0.1}}, r"llama model has no atention_dropout; it has .*att"),
+        ({"model_name_or_path": None}, "model_name_or_path: empty"),
     ],
 )
 def test_mistakes_are_named(folder: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_model(arguments(folder, **options), "causal_lm")
-
-
-def test_an_empty_path_is_named() -> None:
-    with pytest.raises(ValueError, match="model_name_or_path: empty"):
-        build_model(arguments(None), "causal_lm")
+        build_model(replace(arguments(folder), **options), "causal_lm")
 
 
 def save(folder: Path, weights: dict[str, torch.Tensor], config: Path) -> Path:
@@ -90,7 +84,6 @@ def save(folder: Path, weights: dict[str, torch.Tensor], config: Path) -> Path:
 
 Weights = dict[str, torch.Tensor]
 INCOMPLETE: dict[str, Callable[[Weights], Weights]] = {
-    "model.layers.1.mlp.up_proj.weight": lambda w: {k: v for k, v in w.items() if "1.mlp.up" not in k},
     "lm_head.weight": lambda w: {k: v for k, v in w.items() if k != "lm_head.weight"},
     "_orig_mod.": lambda w: {f"_orig_mod.{k}": v for k, v in w.items()},
     "_fsdp_wrapped_module.": lambda w: {k.replace("layers", "_fsdp_wrapped_module.layers"): v for k, v in w.items()},
@@ -98,7 +91,6 @@ INCOMPLETE: dict[str, Callable[[Weights], Weights]] = {
     "model.layers.2.mlp.up_proj.weight": lambda w: {k: v for k, v in w.items() if "2.mlp.up" not in k},
     "o_proj.weight": lambda w: {k: v for k, v in w.items() if "o_proj" not in k},
     "model.norm.weight": lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"},
-    "model.embed_tokens.weight": lambda w: {k: v for k, v in w.items() if k != "model.embed_tokens.weight"},
     "module.": lambda w: {f"module.{k}": v for k, v in w.items()},
     "shape [3, 32]": lambda w: w | {"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 32)},
     "model.layers.3.mlp.up_proj.weight": lambda w: w | {"model.layers.3.mlp.up_proj.weight": torch.zeros(3, 32)},
@@ -174,10 +166,3 @@ def test_whether_embeddings_are_tied_is_what_the_files_say(three_layers: Path, t
     model = build_model(arguments(folder), "causal_lm")
     assert model.config.tie_word_embeddings is not differs and has_tied_embeddings(model) is not differs
     assert torch.equal(model.get_output_embeddings().weight, weights["lm_head.weight"].float())
-
-
-def test_flash_attention_without_its_package_is_sdpa(folder: Path) -> None:
-    for written in ("fa2", "flash_attention_2"):
-        args = arguments(folder, attn_implementation=written)
-        assert attention_implementation(args, checked_config(args, "causal_lm")) is None
-        assert build_model(args, "causal_lm").config._attn_implementation == "sdpa"

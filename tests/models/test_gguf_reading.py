@@ -7,11 +7,11 @@ import shutil
 import urllib.request
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll import cli
@@ -23,29 +23,27 @@ from roll.config.roles import ModelArguments
 from roll.models import gguf_reading
 from roll.models.build import build_model
 from roll.models.gguf_reading import dequantise, describe, is_dequantised
+from roll.training_service.command import build_parser, read_options, start
 from tests.strategies.engine_models import save_model
 from tests.strategies.test_export import changed, checkpoint_of, llama
 
 gguf = pytest.importorskip("gguf")
 
-RECIPE = {
-    "pipeline": "rlvr",
-    "exp_name": "gguf",
-    "rollout_batch_size": 2,
-    "num_return_sequences_in_group": 2,
-    "prompt_length": 16,
-    "response_length": 8,
-    "estimator": "grpo",
-    "max_steps": 1,
-    "actor_train": {
-        "training_args": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
-        "data_args": {"file_name": "prompts.jsonl", "prompt": "prompt"},
-        "strategy_args": {"strategy_name": "fsdp2_train"},
-        "device_mapping": [0],
-    },
-    "actor_infer": {"strategy_args": {"strategy_name": "hf_infer"}, "device_mapping": [0]},
-    "rewards": {"text": {"worker_cls": "exact_match"}},
-}
+RECIPE = """
+pretrain: to be given
+rollout_batch_size: 2
+num_return_sequences_in_group: 2
+prompt_length: 16
+response_length: 8
+max_steps: 1
+output_dir: FOLDER/output
+actor_train:
+  training_args: {per_device_train_batch_size: 4, gradient_accumulation_steps: 1}
+  data_args: {file_name: FOLDER/prompts.jsonl, prompt: prompt}
+  strategy_args: {strategy_name: fsdp2_train}
+actor_infer: {strategy_args: {strategy_name: hf_infer}}
+rewards: {text: {worker_cls: exact_match}}
+"""
 
 
 @pytest.fixture(scope="session")
@@ -71,11 +69,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    """A file whose ``pretrain`` is to be given."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a b", "ground_truth": "c"}\n' * 4)
-    content = RECIPE | {"output_dir": str(tmp_path / "output")}
-    content["actor_train"]["data_args"]["file_name"] = str(tmp_path / "prompts.jsonl")  # type: ignore[index]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(tmp_path)))
     return tmp_path / "recipe.yaml"
 
 
@@ -85,7 +80,7 @@ def log_probs(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", ["f32", "f16", "q8_0"])
-def test_what_export_writes_is_read_as_the_same_model(trained: dict[str, Any], dtype: str) -> None:
+def test_what_export_writes_is_read_as_the_same_model(trained: dict[str, Any], dtype: str, tmp_path: Path) -> None:
     folder = loadable(str(trained[dtype]))
     assert folder == str(dequantise(trained[dtype]))
     ids = torch.randint(0, 320, (3, 40), generator=torch.Generator().manual_seed(0))
@@ -97,6 +92,8 @@ def test_what_export_writes_is_read_as_the_same_model(trained: dict[str, Any], d
     torch.testing.assert_close(log_probs(found, ids), log_probs(wanted, ids), rtol=0, atol=2e-6)
     if dtype == "f32":
         assert all(torch.equal(p, trained["weights"][name]) for name, p in found.named_parameters())
+        copies = [dequantise(Path(shutil.copyfile(trained[one], tmp_path / "model.gguf"))) for one in ("f32", "f16")]
+        assert copies[0] != copies[1], "a file with other contents is another model"
     text = "Ada has 12 apples, and gives 7 of them away.\n"
     own, read = (AutoTokenizer.from_pretrained(path) for path in (trained["model"], folder))
     # A GGUF file has a token for every row of the embeddings.
@@ -117,25 +114,21 @@ def test_a_check_reads_the_header_alone(trained: dict[str, Any], recipe: Path, i
     assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == written, "it was read once"
 
 
-def test_a_first_file_of_one(trained: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a b", "ground_truth": "c"}\n')
-    words = ["--model", str(trained["f16"]), "--data", str(tmp_path / "rows.jsonl")]
-    assert cli.main(["init", "grpo", *words, "--output", str(tmp_path / "grpo.yaml")]) == 0
-    assert cli.main(["check", str(tmp_path / "grpo.yaml")]) == 0
-    assert not is_dequantised(trained["f16"]), "its header is enough"
-
-
 def test_every_command_finds_the_same_folder(
     trained: dict[str, Any], recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from roll.evaluate import load_evaluation
     from roll.preflight import dequantise_models
 
-    path = str(trained["f16"])
+    path, rows = str(trained["f16"]), str(recipe.with_name("prompts.jsonl"))
+    words = ["init", "grpo", "--model", path, "--data", rows, "--output", str(recipe.with_name("grpo.yaml"))]
+    assert cli.main(words) == cli.main(["check", str(recipe.with_name("grpo.yaml"))]) == 0
+    assert not is_dequantised(trained["f16"]), "its header is enough"
+    capsys.readouterr()
     rehearsed = ["rehearse", str(recipe), f"pretrain={path}", "--json", "--no-suggestions"]
     assert cli.main(rehearsed) == 0
     assert json.loads(capsys.readouterr().out)
-    overrides = [f"pretrain={path}", "+validation.data_args.file_name=" + str(recipe.with_name("prompts.jsonl"))]
+    overrides = [f"pretrain={path}", f"+validation.data_args.file_name={rows}"]
     overrides.append("+validation.data_args.prompt=prompt")
     both = {"models": {"one": path, "other": str(trained["f32"])}}
     loaded = load_evaluation(str(recipe), None, overrides, both)
@@ -148,8 +141,6 @@ def test_every_command_finds_the_same_folder(
 
 
 def test_the_training_service_reads_it(trained: dict[str, Any], tmp_path: Path) -> None:
-    from roll.training_service.command import build_parser, read_options, start
-
     words = [str(trained["f32"]), "--model-name", "own", "--port", "0", "--output", str(tmp_path / "service")]
     server = start(read_options(build_parser().parse_args([*words, "--dtype", "fp32", "--max-length", "32"])))
     try:
@@ -158,15 +149,6 @@ def test_the_training_service_reads_it(trained: dict[str, Any], tmp_path: Path) 
     finally:
         server.close()
     assert is_dequantised(trained["f32"])
-
-
-def test_a_file_with_other_contents_is_another_model(trained: dict[str, Any], tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    folders = set()
-    for dtype in ("f32", "f16"):
-        shutil.copyfile(trained[dtype], file)
-        folders.add(dequantise(file))
-    assert len(folders) == 2
 
 
 def altered(
@@ -236,15 +218,11 @@ def test_a_missing_package_is_found_by_the_check(
 def test_nothing_is_kept_of_weights_that_were_not_written(
     trained: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     folder = describe(trained["f32"])
     before = sorted(folder.iterdir())
-    with monkeypatch.context() as patched:
-        patched.setattr("os.fsync", full)
-        with pytest.raises(OSError, match="No space left"):
-            dequantise(trained["f32"])
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr("os.fsync", Mock(side_effect=OSError(28, "No space left on device")))
+        dequantise(trained["f32"])
     assert sorted(folder.iterdir()) == before and list(folder.parent.iterdir()) == [folder]
     assert is_dequantised(trained["f32"]) is False
     dequantise(trained["f32"])

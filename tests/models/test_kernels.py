@@ -18,7 +18,7 @@ def _random(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("shape", [(1, 192), (8, 192), (257, 192), (2, 40, 192), (1, 3, 192)])
+@pytest.mark.parametrize("shape", [(1, 192), (257, 192), (2, 40, 192)])
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
 def test_values(shape: tuple[int, ...], with_bias: bool, dtype: torch.dtype, tolerance: float) -> None:
@@ -29,10 +29,8 @@ def test_values(shape: tuple[int, ...], with_bias: bool, dtype: torch.dtype, tol
     torch.testing.assert_close(linear(x, weight, bias).double(), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("rows", [4, 40, 400])
-@pytest.mark.parametrize(
-    "learns", [(True, True, True), (True, False, False), (False, True, True), (False, True, False)]
-)
+@pytest.mark.parametrize("rows", [4, 400])
+@pytest.mark.parametrize("learns", [(True, True, True), (True, False, False), (False, True, False)])
 def test_gradients(rows: int, learns: tuple[bool, bool, bool]) -> None:
     x, weight, bias = _random(2, rows, 96, seed=0), _random(160, 96, seed=1) / 96**0.5, _random(160, seed=2)
     upstream = _random(2, 160, rows, seed=3).transpose(1, 2)  # not contiguous
@@ -89,6 +87,7 @@ print(held() - begin)
 """
 
 
+@pytest.mark.matrix
 def test_workers_keep_little_for_shapes_that_do_not_come_again() -> None:
     grown = []
     for variables in ({}, WORKER_DEFAULTS):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -51,14 +52,7 @@ def inputs(tokens: int, with_bias: bool, dtype: torch.dtype = torch.float64, see
     seed=st.integers(0, 100),
 )
 def test_equals_log_softmax(
-    tokens: int,
-    chunk_tokens: int,
-    keep: bool,
-    with_bias: bool,
-    use: str,
-    temperature: float,
-    softcap: float | None,
-    seed: int,
+    tokens: int, chunk_tokens: int, keep: bool, with_bias: bool, use: str, temperature: float, softcap: Any, seed: int
 ) -> None:
     leaves = inputs(tokens, with_bias, torch.float32, seed)
     targets = torch.randint(0, 50, (tokens,), generator=torch.Generator().manual_seed(seed))
@@ -70,17 +64,8 @@ def test_equals_log_softmax(
         terms = {"log_probs": (log_probs * upstream[0]).sum(), "entropy": (entropy * upstream[1]).sum()}
         return sum(terms.values()) if use == "both" else terms[use]
 
-    log_probs, entropy, squares = token_log_probs(
-        leaves[0],
-        leaves[1],
-        targets,
-        bias=bias,
-        temperature=temperature,
-        with_entropy=True,
-        with_sum_of_squares=True,
-        memory=memory,
-        softcap=softcap,
-    )
+    options = {"with_entropy": True, "with_sum_of_squares": True, "memory": memory, "softcap": softcap}
+    log_probs, entropy, squares = token_log_probs(*leaves[:2], targets, bias=bias, temperature=temperature, **options)
     *wanted, wanted_squares = naive(leaves[0], leaves[1], targets, bias, temperature, softcap)
     assert squares is not None and not squares.requires_grad
     torch.testing.assert_close(squares.double(), wanted_squares, rtol=2e-5, atol=1e-7)
@@ -92,20 +77,16 @@ def test_equals_log_softmax(
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_only_what_is_asked_for_is_computed() -> None:
-    hidden, weight = inputs(5, False, torch.float32)
-    assert token_log_probs(hidden, weight, torch.zeros(5, dtype=torch.int64))[1:] == (None, None)
-
-
 def test_confident_predictions_keep_their_precision() -> None:
-    """A token of probability 1 - 1e-9 has a log-prob of -1e-9, not log(1.0) of a rounded softmax; nothing overflows."""
+    """A token of probability 1 - 1e-9 has a log-prob of -1e-9, not log(1.0) of a rounded softmax; nothing overflows.
+    A frozen matrix gets no gradient, and only what is asked for is computed."""
     weight = torch.tensor([[20.72], [0.0]])
     hidden = torch.tensor([[1.0], [1000.0]], requires_grad=True)
-    log_probs, entropy, _ = token_log_probs(hidden, weight, torch.tensor([1, 0]), with_entropy=True)
-    assert entropy is not None
+    log_probs, entropy, squares = token_log_probs(hidden, weight, torch.tensor([1, 0]), with_entropy=True)
+    assert entropy is not None and squares is None
     assert log_probs[0].item() == pytest.approx(-20.72) and log_probs[1].item() == 0.0
     (log_probs.sum() + entropy.sum()).backward()
-    assert hidden.grad is not None and bool(hidden.grad.isfinite().all())
+    assert hidden.grad is not None and bool(hidden.grad.isfinite().all()) and weight.grad is None
 
 
 def test_bf16_inputs_give_float32_results_and_bf16_gradients() -> None:
@@ -122,18 +103,11 @@ def test_bf16_inputs_give_float32_results_and_bf16_gradients() -> None:
     torch.testing.assert_close(log_probs, wanted, rtol=0, atol=0.08)
 
 
-def test_frozen_matrix_gets_no_gradient() -> None:
-    hidden, weight = inputs(4, False, torch.float32)
-    weight.requires_grad_(False)
-    token_log_probs(hidden, weight, torch.zeros(4, dtype=torch.int64))[0].sum().backward()
-    assert hidden.grad is not None and weight.grad is None
-
-
 def test_never_holds_all_logits() -> None:
     """Peak memory of forward and backward stays far below one float32 table of logits."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    tokens, vocabulary, largest = 4096, 8192, 0
+    tokens, vocabulary, largest = 2048, 8192, 0
 
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -146,10 +120,10 @@ def test_never_holds_all_logits() -> None:
     hidden = torch.randn(tokens, 8, requires_grad=True)
     weight = torch.randn(vocabulary, 8, requires_grad=True)
     with Watch():
-        memory = HeadMemory(chunk_bytes=2**20, min_chunk_tokens=1, kept_bytes=2**20)
+        memory = HeadMemory(chunk_bytes=2**19, min_chunk_tokens=1, kept_bytes=2**19)
         log_probs, *_ = token_log_probs(hidden, weight, torch.zeros(tokens, dtype=torch.int64), memory=memory)
         log_probs.sum().backward()
-    assert largest <= max(2**20 // 4, weight.numel())
+    assert largest <= max(2**19 // 4, weight.numel())
     assert largest < tokens * vocabulary // 100
 
 

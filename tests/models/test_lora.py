@@ -61,16 +61,6 @@ def test_targets(untied: Path, target: Any, ends: set[str], head: str) -> None:
     assert len(found) == 2 * len(ends), "in both layers"
 
 
-def test_only_adapters_are_trained_and_in_float32(tied: Path) -> None:
-    model, _ = adapted(tied, torch.bfloat16, lora_target="all-linear", lora_rank=4)
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == ("lora_" in name), name
-        assert parameter.dtype is (torch.float32 if "lora_" in name else torch.bfloat16), name
-    rank, scale = model.get_submodule("model.layers.0.mlp.up_proj").lora_A.default.weight.shape[0], 2.0
-    assert rank == 4
-    assert model.get_submodule("model.layers.0.mlp.up_proj").scaling["default"] == scale, "alpha is twice the rank"
-
-
 def test_a_new_adapter_changes_nothing_and_its_seed_decides(tied: Path) -> None:
     torch.manual_seed(11)
     before = torch.get_rng_state()
@@ -79,6 +69,7 @@ def test_a_new_adapter_changes_nothing_and_its_seed_decides(tied: Path) -> None:
     again, _ = adapted(tied, lora_target="q_proj")
     first, second = dict(model.named_parameters()), dict(again.named_parameters())
     assert all(torch.equal(first[name], second[name]) for name in first)
+    assert model.get_submodule("model.layers.0.self_attn.q_proj").scaling["default"] == 2, "alpha is twice the rank"
     batch = make_batch()
     with torch.no_grad():
         wanted, actual = plain_outputs(plain_model(tied), batch), plain_outputs(model, batch)
@@ -87,59 +78,11 @@ def test_a_new_adapter_changes_nothing_and_its_seed_decides(tied: Path) -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_disabled_adapters_leave_the_base_and_what_is_trained(untied: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(untied, tmp_path, whole=["lm_head"])
-    model, adapters = adapted(untied, adapter_name_or_path=str(adapter))
-    batch = make_batch()
-    with torch.no_grad():
-        with adapters.disabled():
-            base = plain_outputs(model, batch)["log_probs"]
-        adapted_log_probs = plain_outputs(model, batch)["log_probs"]
-        wanted = plain_outputs(plain_model(untied), batch)["log_probs"]
-    assert torch.equal(base, wanted)
-    assert (adapted_log_probs - wanted).abs().max() > 0.1
-    assert {"lm_head.modules_to_save.default.weight"} <= {n for n, p in model.named_parameters() if p.requires_grad}
-
-
 def merged(model: Any, adapters: Adapters) -> dict[str, torch.Tensor]:
     return {
         weight.name: merged_weight(*weight.parts, weight.scaling) if len(weight.parts) > 1 else weight.parts[0]
         for weight in adapters.merged(model.named_parameters())
     }
-
-
-def test_merged_weights_are_those_of_the_adapted_model(untied: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(untied, tmp_path, whole=["lm_head"])
-    model, adapters = adapted(untied, adapter_name_or_path=str(adapter))
-    plain, batch = plain_model(untied), make_batch()
-    plain.load_state_dict(merged(model, adapters))
-    with torch.no_grad():
-        wanted, actual = plain_outputs(model, batch), plain_outputs(plain, batch)
-    torch.testing.assert_close(actual["log_probs"], wanted["log_probs"], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"lora_target": "q_prj"},
-            r"lora_target: no module of the model matches 'q_prj'; its linear layers are down_proj, gate_proj, k_proj",
-        ),
-        ({"lora_target": "q_proj,nothing"}, r"no module of the model matches 'nothing'"),
-        ({"lora_target": r".*\.q_prj"}, r"no module of the model matches '\.\*\\\\\.q_prj'"),
-        ({"lora_target": "lm_head"}, r"'lm_head' matches lm_head, which cannot have an adapter"),
-        ({"lora_target": "embed_tokens"}, r"'embed_tokens' matches model\.embed_tokens, which cannot have an adapter"),
-        ({"lora_target": "self_attn"}, r"matches model\.layers\.0\.self_attn, which cannot have an adapter"),
-        (
-            {"lora_target": "q_proj", "additional_target": "head"},
-            r"additional_target: no module of the model is named 'head'; its modules are .*lm_head",
-        ),
-        ({"lora_target": "q_proj", "additional_target": "q_proj"}, r"which cannot have an adapter"),
-    ],
-)
-def test_mistakes_are_named(untied: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        adapted(untied, **options)
 
 
 @pytest.fixture(scope="module")
@@ -186,24 +129,38 @@ def test_merged_experts_are_those_of_the_adapted_model(moe: Path, tmp_path: Path
     torch.testing.assert_close(rows, weights[name][5, 24:], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("target", ["mlp.experts.gate_up_proj", "down_proj", r".*\.experts"])
-def test_experts_are_adapted_by_their_name_alone(moe: Path, target: str) -> None:
-    with pytest.raises(ValueError, match=r"gate_up_proj and down_proj, one tensor each .* all-linear,experts"):
-        adapted(moe, lora_target=target, lora_rank=2)
+NO_MODULE, CANNOT = "no module of the model matches", "which cannot have an adapter"
+EXPERTS = r"gate_up_proj and down_proj, one tensor each .* all-linear,experts"
+TIED = "cannot be trained .*ties its output matrix to its embeddings"
 
 
-def test_experts_that_are_laid_out_otherwise_are_refused(moe: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"are not laid out as \(experts, out, in\) .* \(gpt-oss\)"):
-        adapted(write_moe(tmp_path / "other", "gpt_oss"), lora_target="experts", lora_rank=2)
-    adapter = write_adapter(moe, tmp_path / "adapter", target=["q_proj"], tensors=["experts.down_proj"])
-    with pytest.raises(ValueError, match=r"target_parameters=\['experts.down_proj'\]; supported are both tensors"):
-        adapted(moe, adapter_name_or_path=str(adapter))
-
-
-@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
-def test_tied_matrices_are_not_trained_apart(tied: Path, module: str) -> None:
-    with pytest.raises(ValueError, match=rf"'{module}' cannot be trained .*ties its output matrix to its embeddings"):
-        adapted(tied, lora_target="q_proj", additional_target=module)
+@pytest.mark.parametrize(
+    ("model", "target", "message"),
+    [
+        ("untied", "q_prj", rf"lora_target: {NO_MODULE} 'q_prj'; its linear layers are down_proj, gate_proj, k_proj"),
+        ("untied", "q_proj,nothing", rf"{NO_MODULE} 'nothing'"),
+        ("untied", r".*\.q_prj", rf"{NO_MODULE} '\.\*\\\\\.q_prj'"),
+        ("untied", "lm_head", rf"'lm_head' matches lm_head, {CANNOT}"),
+        ("untied", "embed_tokens", rf"'embed_tokens' matches model\.embed_tokens, {CANNOT}"),
+        ("untied", "self_attn", rf"matches model\.layers\.0\.self_attn, {CANNOT}"),
+        ("untied", "q_proj + head", "additional_target: no module .* is named 'head'; its modules are .*lm_head"),
+        ("untied", "q_proj + q_proj", CANNOT),
+        ("tied", "q_proj + embed_tokens", rf"'embed_tokens' {TIED}"),
+        ("tied", "q_proj + lm_head", rf"'lm_head' {TIED}"),
+        ("moe", "mlp.experts.gate_up_proj", EXPERTS),
+        ("moe", "down_proj", EXPERTS),
+        ("moe", r".*\.experts", EXPERTS),
+        ("gpt_oss", "experts", r"are not laid out as \(experts, out, in\) .* \(gpt-oss\)"),
+    ],
+)
+def test_mistakes_are_named(
+    model: str, target: str, message: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """``+`` stands before a module that is trained in full."""
+    folder = write_moe(tmp_path, model) if model == "gpt_oss" else request.getfixturevalue(model)
+    lora, _, whole = target.partition(" + ")
+    with pytest.raises(ValueError, match=message):
+        adapted(folder, lora_target=lora, lora_rank=2, **({"additional_target": whole} if whole else {}))
 
 
 @pytest.mark.parametrize(
@@ -224,10 +181,14 @@ def test_adapters_that_do_not_fit_are_named(tied: Path, tmp_path: Path, changes:
         adapted(tied, adapter_name_or_path=str(adapter))
 
 
-def test_a_critic_does_not_start_from_a_policys_adapter(tied: Path, tmp_path: Path) -> None:
-    adapter = write_adapter(tied, tmp_path)
+def test_adapters_of_another_head_and_of_one_tensor_of_experts_are_refused(
+    tied: Path, moe: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match="has no value head"):
-        adapted(tied, head="value", adapter_name_or_path=str(adapter))
+        adapted(tied, head="value", adapter_name_or_path=str(write_adapter(tied, tmp_path / "policy")))
+    adapter = write_adapter(moe, tmp_path / "experts", target=["q_proj"], tensors=["experts.down_proj"])
+    with pytest.raises(ValueError, match=r"target_parameters=\['experts.down_proj'\]; supported are both tensors"):
+        adapted(moe, adapter_name_or_path=str(adapter))
 
 
 def test_without_peft_the_extra_is_named(tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:

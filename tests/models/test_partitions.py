@@ -31,21 +31,6 @@ def test_partitions_hold_every_item_once(lengths: list[int], k: int, equal: bool
         assert largest <= sum(lengths) / k + (1 - 1 / k) * max(lengths) + 1e-9
 
 
-def test_balance_is_close_on_realistic_lengths() -> None:
-    lengths = np.random.default_rng(0).integers(1, 4096, 2048)
-    for equal in (True, False):
-        loads = [int(lengths[partition].sum()) for partition in balance_partitions(lengths, 16, equal)]
-        assert max(loads) - min(loads) <= 32
-
-
-def test_items_without_cost_spread_by_count() -> None:
-    assert [len(p) for p in balance_partitions([0] * 12, 4)] == [3, 3, 3, 3]
-
-
-def test_workload_is_linear_plus_square() -> None:
-    assert workload([0, 100]).tolist() == [0.0, 24576.0 * 100 + 100.0**2]
-
-
 def first_fit_by_loop(lengths: list[int], capacity: int) -> list[list[int]]:
     packs: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -58,21 +43,13 @@ def first_fit_by_loop(lengths: list[int], capacity: int) -> list[list[int]]:
     return [sorted(pack) for pack in packs]
 
 
-@given(lengths=lengths_lists, capacity=st.integers(100, 300))
-def test_packing_is_first_fit_decreasing(lengths: list[int], capacity: int) -> None:
+@given(lengths=lengths_lists, capacity=st.integers(100, 300), wanted=st.integers(1, 10))
+def test_packing_is_first_fit_decreasing_into_packs_enough(lengths: list[int], capacity: int, wanted: int) -> None:
     assert pack_sequences(lengths, capacity) == first_fit_by_loop(lengths, capacity)
-
-
-@given(lengths=lengths_lists, wanted=st.integers(1, 10))
-def test_a_minimum_number_of_packs(lengths: list[int], wanted: int) -> None:
-    if len(lengths) < wanted:
-        with pytest.raises(ValueError, match="packs"):
-            pack_sequences(lengths, 200, wanted)
-        return
-    packs = pack_sequences(lengths, 200, wanted)
-    assert len(packs) >= wanted
+    packs = pack_sequences(lengths, capacity, min(wanted, len(lengths)))
+    assert len(packs) >= min(wanted, len(lengths))
     assert sorted(itertools.chain(*packs)) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in pack) <= 200 for pack in packs)
+    assert all(sum(lengths[i] for i in pack) <= capacity for pack in packs)
 
 
 @given(lengths=lengths_lists, more=st.integers(0, 5))
@@ -85,20 +62,23 @@ def test_balanced_packs_fit(lengths: list[int], more: int) -> None:
     assert all(sum(lengths[i] for i in pack) <= 120 for pack in packs)
 
 
-def test_balanced_packs_have_like_work_where_that_fits() -> None:
-    lengths = np.random.default_rng(2).integers(1, 4096, 512)
-    work = [float(workload(lengths[pack]).sum()) for pack in balance_packs(lengths, 40_000, 32)]
+def test_realistic_lengths_are_balanced_and_packed_closely() -> None:
+    lengths = np.random.default_rng(0).integers(1, 4096, 2048)
+    for equal in (True, False):
+        loads = [int(lengths[partition].sum()) for partition in balance_partitions(lengths, 16, equal)]
+        assert max(loads) - min(loads) <= 32
+    assert len(pack_sequences(lengths, 8192)) <= math.ceil(lengths.sum() / 8192) + 1
+    work = [float(workload(lengths[pack]).sum()) for pack in balance_packs(lengths[:512], 40_000, 32)]
     assert max(work) / min(work) < 1.01
-    with pytest.raises(ValueError, match="2 packs of 10 tokens are needed, not 1"):
-        balance_packs([8, 8], 10, 1)
-
-
-def test_packing_reaches_the_lower_bound_on_realistic_lengths() -> None:
-    lengths = np.random.default_rng(1).integers(1, 4096, 2048)
-    assert len(pack_sequences(lengths, 8192)) == math.ceil(lengths.sum() / 8192)
+    assert workload([0, 100]).tolist() == [0.0, 24576.0 * 100 + 100.0**2], "linear plus square"
+    assert [len(p) for p in balance_partitions([0] * 12, 4)] == [3, 3, 3, 3], "without cost, by count"
 
 
 def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="2 packs of 10 tokens are needed, not 1"):
+        balance_packs([8, 8], 10, 1)
+    with pytest.raises(ValueError, match="packs"):
+        pack_sequences([1, 2], 200, 3)
     with pytest.raises(ValueError, match=r"sequence 1 has 30 tokens.*at least 30"):
         pack_sequences([10, 30], 20)
     with pytest.raises(ValueError, match="8 or 12"):

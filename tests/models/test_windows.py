@@ -26,18 +26,14 @@ from tests.models.test_self_test import config_of, role_of
 
 WINDOW = 4
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+GEMMA = {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3": {},  # no window
     "Mistral": {"sliding_window": WINDOW},
     "Qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": MIXED},
-    "Gemma3Text": {"sliding_window": WINDOW, "layer_types": MIXED, "query_pre_attn_scalar": 8},
-    "Gemma2": {  # caps in attention and after the output matrix, both small enough to bend most scores
-        "sliding_window": WINDOW,
-        "layer_types": MIXED,
-        "query_pre_attn_scalar": 8,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
+    "Gemma3Text": GEMMA,
+    # caps in attention and after the output matrix, both small enough to bend most scores
+    "Gemma2": {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
 }
 
 
@@ -143,7 +139,9 @@ BATCHES = {"groups": groups, "tree-0": lambda: batch_of(random_tree(0)), "tree-1
 PATHS = ["kernel", "calls"]
 
 
-@pytest.mark.default_rows("*-Gemma[23]*-groups-*", "kernel-*-groups-*", "kernel-Qwen3-*", "calls-Mistral-*")
+@pytest.mark.default_rows(
+    "*-Gemma2-groups-*", "kernel-*-groups-tree*", "kernel-Qwen3-tree-1-*", "calls-Mistral-tree-0-*"
+)
 @pytest.mark.parametrize("lay_out", [packed_layout, tree_layout])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("kind", MODELS)
@@ -214,27 +212,25 @@ def test_what_a_layer_adds_is_refused_by_name(keywords: dict[str, Any], named: s
     layout_attention(torch.nn.Linear(1, 1), *states, None, **passed_down)
 
 
-@pytest.mark.parametrize("key", [None, "use_remove_padding", "use_prefix_sharing"])
 def test_soft_caps_pass_the_self_test_and_a_dropped_one_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    role = role_of(tmp_path, config_of("Gemma2", **MODELS["Gemma2"]), **({} if key is None else {key: True}))
-    args = role.model_args
-    assert attention_implementation(args, checked_config(args, "causal_lm")) == "eager"
-    self_test.check_role(role, "causal_lm", trains=True)
-    if key is not None:
-        right = attention.causal_attention
-        monkeypatch.setattr(
-            attention, "causal_attention", lambda *given: right(*given[:3], replace(given[3], softcap=None))
-        )
-        with pytest.raises(ValueError, match=r"this gemma2 model, .*, gives log_probs that are off"):
-            self_test.check_role(role, "causal_lm", trains=True)
+    right, dropped = attention.causal_attention, r"this gemma2 model, .*, gives log_probs that are off"
+    for key in ({}, {"use_remove_padding": True}, {"use_prefix_sharing": True}):
+        role = role_of(tmp_path, config_of("Gemma2", **MODELS["Gemma2"]), **key)
+        args = role.model_args
+        assert attention_implementation(args, checked_config(args, "causal_lm")) == "eager"
+        self_test.check_role(role, "causal_lm", trains=True)
+    without = lambda *given: right(*given[:3], replace(given[3], softcap=None))  # noqa: E731
+    monkeypatch.setattr(attention, "causal_attention", without)
+    with pytest.raises(ValueError, match=dropped):
+        self_test.check_role(role, "causal_lm", trains=True)
 
 
-def test_soft_caps_cannot_be_rounded_alike_by_engine_and_trainer() -> None:
-    for options in ({"attn_logit_softcapping": None}, {"final_logit_softcapping": None}):
-        with pytest.raises(ValueError, match=r"this gemma2 model caps .* strict_on_policy: false"):
-            make_invariant(model_of("Gemma2", **options))
+@pytest.mark.parametrize("left", ["attn_logit_softcapping", "final_logit_softcapping"])
+def test_soft_caps_cannot_be_rounded_alike_by_engine_and_trainer(left: str) -> None:
+    with pytest.raises(ValueError, match=r"this gemma2 model caps .* strict_on_policy: false"):
+        make_invariant(model_of("Gemma2", **{left: None}))
 
 
 def test_torch_s_kernel_knows_no_cap_and_the_package_s_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,25 +253,24 @@ def test_windows_pass_the_self_test_and_one_of_another_size_does_not(
 
 
 @pytest.mark.parametrize("key", ["use_prefix_sharing", "use_remove_padding"])
-@pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("kind", ["Qwen3", "Mistral"])
 def test_kernels_of_half_precision_are_tested_where_a_role_uses_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, aligned: bool, key: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, key: str
 ) -> None:
     """A kernel that does not align its mask to the last key is found in a tree."""
 
-    def kernel(*args: Any, **options: Any) -> Tensor:
-        if not aligned and bool((args[3] != args[4]).any()):
+    def unaligned(*args: Any, **options: Any) -> Tensor:
+        if bool((args[3] != args[4]).any()):
             options["window_size"] = (-1, -1)  # as if each run saw all of itself
         return slow_varlen_attn(*args, **options)
 
-    monkeypatch.setattr(varlen, "varlen_attn", kernel)
+    monkeypatch.setattr(varlen, "varlen_attn", slow_varlen_attn)
     for module in (attention, self_test):
         monkeypatch.setattr(module, "has_varlen", lambda device: True)
     role = role_of(tmp_path, config_of(kind), **{key: True})
-    if aligned or key == "use_remove_padding":
-        self_test.check_role(role, "causal_lm", trains=True)
-    else:
+    self_test.check_role(role, "causal_lm", trains=True)
+    monkeypatch.setattr(varlen, "varlen_attn", unaligned)
+    if key == "use_prefix_sharing":
         with pytest.raises(ValueError, match=r"shared prompts, gives in half precision log_probs that are off by"):
             self_test.check_role(role, "causal_lm", trains=True)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from roll import platforms
-from roll.platforms import CPU, PLATFORM_ENV, PLATFORMS, Platform, current_platform, use_cpu_below
+from roll.platforms import CPU, PLATFORM_ENV, Platform, current_platform, use_cpu_below
 
 MEBIBYTE = 1 << 20
 
@@ -26,13 +26,22 @@ def fresh_detection():
     current_platform.cache_clear()
 
 
-@pytest.mark.parametrize("name", ["cpu", "cuda", "rocm", "npu"])
-def test_platform_can_be_chosen(monkeypatch, fresh_detection, name):
+@pytest.mark.parametrize(
+    ("name", "device_type", "backend", "variable", "ray_resource"),
+    [
+        ("cpu", "cpu", "gloo", None, None),
+        ("cuda", "cuda", "nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
+        ("rocm", "cuda", "nccl", "HIP_VISIBLE_DEVICES", "GPU"),
+        ("npu", "npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
+    ],
+)
+def test_platform_can_be_chosen(monkeypatch, fresh_detection, name, device_type, backend, variable, ray_resource):
     monkeypatch.setenv(PLATFORM_ENV, name)
-    assert current_platform().name == name
-
-
-def test_unknown_platform(monkeypatch, fresh_detection):
+    platform = current_platform()
+    assert (platform.name, platform.device_type, platform.collective_backend) == (name, device_type, backend)
+    assert backend in platform.process_group_backend
+    assert (platform.visible_devices_env, platform.ray_resource) == (variable, ray_resource)
+    current_platform.cache_clear()
     monkeypatch.setenv(PLATFORM_ENV, "tpu")
     with pytest.raises(ValueError, match=r"ROLL_PLATFORM='tpu'.*cpu, cuda, rocm, npu"):
         current_platform()
@@ -46,13 +55,13 @@ def test_detection_agrees_with_torch(fresh_detection):
 
 def test_detection_without_devices_imports_no_torch(tmp_path):
     """A machine without device files must not pay for torch; looked at in a process of its own."""
-    code = (
-        "import sys, glob\n"
-        "import roll.platforms as detect\n"
-        "glob.glob = lambda pattern: []\n"
-        "assert detect.current_platform().name == 'cpu'\n"
-        "assert 'torch' not in sys.modules and 'ray' not in sys.modules\n"
-    )
+    code = """
+import sys, glob
+import roll.platforms as detect
+glob.glob = lambda pattern: []
+assert detect.current_platform().name == 'cpu'
+assert 'torch' not in sys.modules and 'ray' not in sys.modules
+"""
     environment = {k: v for k, v in os.environ.items() if k != PLATFORM_ENV}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
@@ -72,22 +81,6 @@ def test_an_example_of_two_devices_leaves_a_single_gpu_alone(
     assert current_platform().name == expected
     assert os.environ.get(PLATFORM_ENV) == ("cpu" if expected == "cpu" else chosen), "those that it starts follow"
     assert ("this machine's platform cuda has 1" in caplog.text) == (expected == "cpu")
-
-
-@pytest.mark.parametrize(
-    ("name", "device_type", "backend", "variable", "ray_resource"),
-    [
-        ("cpu", "cpu", "gloo", None, None),
-        ("cuda", "cuda", "nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
-        ("rocm", "cuda", "nccl", "HIP_VISIBLE_DEVICES", "GPU"),
-        ("npu", "npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
-    ],
-)
-def test_names(name, device_type, backend, variable, ray_resource):
-    platform = PLATFORMS[name]
-    assert (platform.device_type, platform.collective_backend) == (device_type, backend)
-    assert backend in platform.process_group_backend
-    assert (platform.visible_devices_env, platform.ray_resource) == (variable, ray_resource)
 
 
 def test_cpu_device():

@@ -91,20 +91,19 @@ def test_ranks_get_the_images_of_their_rows(batch: DataProto, monkeypatch: pytes
 
 
 def test_a_decompression_bomb_is_refused_while_another_thread_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second thread begins while the first decodes, and goes on when that has restored the filters of warnings."""
     file = io.BytesIO()
     PilImage.new("RGB", (4, 4)).save(file, "PNG")
     image, open_image = EncodedImage.of(file.getvalue()), PilImage.open
     outcomes: dict[str, str] = {}
-    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+    events = {name: threading.Event() for name in ("first is in", "second is in", "first is out")}
 
     def opened(stream: io.BytesIO) -> PilImage.Image:
-        if threading.current_thread().name == "first":
-            first_in.set()
-            second_in.wait(10)
-            return open_image(stream)
-        second_in.set()
-        first_out.wait(10)
-        monkeypatch.setattr(PilImage, "MAX_IMAGE_PIXELS", 15)
+        is_first = threading.current_thread().name == "first"
+        events["first is in" if is_first else "second is in"].set()
+        events["second is in" if is_first else "first is out"].wait(10)
+        if not is_first:
+            monkeypatch.setattr(PilImage, "MAX_IMAGE_PIXELS", 15)
         return open_image(stream)
 
     def decode() -> None:
@@ -119,9 +118,9 @@ def test_a_decompression_bomb_is_refused_while_another_thread_decodes(monkeypatc
     with warnings.catch_warnings(action="ignore"):
         first, second = (threading.Thread(target=decode, name=name) for name in ("first", "second"))
         first.start()
-        first_in.wait(10)
+        events["first is in"].wait(10)
         second.start()
         first.join()
-        first_out.set()
+        events["first is out"].set()
         second.join()
     assert outcomes == {"first": "decoded", "second": "4 x 4 pixels are more than the limit of 15"}

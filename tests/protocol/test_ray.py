@@ -12,7 +12,6 @@ import torch
 from roll.protocol import DataProto
 from roll.protocol.columns import Packed
 from roll.weight_sync.encoding import tensor_checksum
-from roll.weight_sync.storage_transports import TensorBundle
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,9 +38,6 @@ class Reader:
         """The column's sum without a copy, and its checksum."""
         view = data.batch.peek(column)
         return view.sum().item(), tensor_checksum(view)
-
-    def checksums(self, bundle: TensorBundle) -> dict[str, int]:
-        return {name: tensor_checksum(tensor) for name, tensor in bundle.tensors.items()}
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +84,3 @@ def test_dense_columns_are_read_in_the_object_store(reader: Any) -> None:
     first, second = ray.get(ref), ray.get(ref)
     assert first.batch.peek("x").data_ptr() == second.batch.peek("x").data_ptr() != values.data_ptr()
     assert ray.get(reader.peek.remote(ref, "x")) == (values.sum().item(), tensor_checksum(values))
-
-
-def test_tensor_bundle(reader: Any) -> None:
-    named = {"a": torch.randn(300, 500, dtype=torch.bfloat16), "b": torch.randn(7), "c": torch.tensor(1.0)}
-    ref = ray.put(TensorBundle(named))
-    assert ray.get(reader.checksums.remote(ref)) == {name: tensor_checksum(tensor) for name, tensor in named.items()}
-    first, second = ray.get(ref), ray.get(ref)
-    assert all(first.tensors[name].data_ptr() == second.tensors[name].data_ptr() for name in named)

@@ -36,34 +36,18 @@ def test_objects(tmp_path: Path) -> None:
         {"$odd": 1},
         {},
     ]
-    data = DataProto.from_dict({}, {"value": values}, {"when": {"step": 3, "sizes": (1, 2)}})
+    base = torch.arange(33).view(11, 3)
+    columns = {"z": base, "a": base, "view": base[:, 1:]}  # they share memory
+    data = DataProto.from_dict(columns, {"value": values}, {"when": {"step": 3, "sizes": (1, 2)}})
     data.save(tmp_path / "objects")
     loaded = DataProto.load(tmp_path / "objects")
-    assert loaded.equals(data)
+    assert loaded.equals(data) and list(loaded.batch) == ["z", "a", "view"]
     assert type(loaded.meta_info["when"]["sizes"]) is tuple
     loaded.non_tensor_batch["value"][5][0, 0] = 9  # arrays are writable
 
 
-def test_columns_that_share_memory_and_order(tmp_path: Path) -> None:
-    base = torch.arange(12).view(4, 3)
-    data = DataProto.from_dict({"z": base, "a": base, "view": base[:, 1:]})
-    data.save(tmp_path / "x")
-    loaded = DataProto.load(tmp_path / "x")
-    assert list(loaded.batch) == ["z", "a", "view"]
-    assert loaded.equals(data)
-
-
-def test_what_it_cannot_hold_is_named_and_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "data"
-    DataProto({"x": torch.ones(1)}).save(path)
-    bad = DataProto.from_dict({"x": torch.zeros(1)}, {"env": [{"state": object()}]})
-    with pytest.raises(TypeError, match=r"non_tensor_batch\['env'\]\['state'\] holds a object"):
-        bad.save(path)
-    assert DataProto.load(path).batch["x"].item() == 1
-    assert [file.name for file in tmp_path.iterdir()] == ["data"]
-
-
-def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of what it cannot hold, which is named; other files are refused."""
     path = tmp_path / "data"
     DataProto({"x": torch.ones(1)}).save(path)
 
@@ -71,14 +55,14 @@ def test_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
         Path(filename).write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
-    with pytest.raises(OSError, match="no space left"):
+    bad = DataProto.from_dict({"x": torch.zeros(1)}, {"env": [{"state": object()}]})
+    with pytest.raises(TypeError, match=r"non_tensor_batch\['env'\]\['state'\] holds a object"):
+        bad.save(path)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="no space left"):
+        patched.setattr("safetensors.torch.save_file", full_disk)
         DataProto({"x": torch.zeros(1)}).save(path)
     assert DataProto.load(path).batch["x"].item() == 1
     assert [file.name for file in tmp_path.iterdir()] == ["data"]
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="is no DataProto file: its format is None"):
         DataProto.load(tmp_path / "model.safetensors")

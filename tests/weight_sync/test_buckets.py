@@ -2,7 +2,6 @@
 
 import pickle
 import warnings
-from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -35,7 +34,7 @@ def assert_same(held: WeightBucket | TensorBundle, named: list[tuple[str, torch.
         assert torch.equal(tensors[name], tensor)
 
 
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(SPECS)
 def test_round_trip(specs: list[tuple[torch.dtype, list[int]]]) -> None:
     named = make(specs)
@@ -54,6 +53,9 @@ def test_views_and_alignment() -> None:
     assert (bucket.tensors()["layer.1"] == 2).all()
     assert torch.equal(bucket.tensors()["layer.2"], named[2][1])
     assert torch.equal(WeightBucket.pack(named).buffer, WeightBucket.pack(named).buffer), "gaps are zeros"
+    weight = torch.nn.Parameter(torch.randn(4, 6))
+    held = WeightBucket.pack([("w", weight), ("wt", weight.t())]).tensors()
+    assert torch.equal(held["w"], weight) and torch.equal(held["wt"], weight.t()) and not held["w"].requires_grad
 
 
 def test_bundles_pickle_and_are_read_without_a_copy() -> None:
@@ -72,15 +74,7 @@ def test_bundles_pickle_and_are_read_without_a_copy() -> None:
         assert tensor.data_ptr() == np.frombuffer(memory, np.uint8).ctypes.data
 
 
-def test_non_contiguous_and_parameter() -> None:
-    weight = torch.nn.Parameter(torch.randn(4, 6))
-    bucket = WeightBucket.pack([("w", weight), ("wt", weight.t())])
-    assert torch.equal(bucket.tensors()["w"], weight)
-    assert torch.equal(bucket.tensors()["wt"], weight.t())
-    assert not bucket.tensors()["w"].requires_grad
-
-
-@settings(deadline=None)
+@settings(max_examples=40)
 @given(SPECS, st.integers(1, 2000))
 def test_iter_buckets(specs: list[tuple[torch.dtype, list[int]]], bucket_bytes: int) -> None:
     named = make(specs)
@@ -91,17 +85,6 @@ def test_iter_buckets(specs: list[tuple[torch.dtype, list[int]]], bucket_bytes: 
         assert len(run) == 1 or WeightBucket.pack(run).buffer.numel() <= bucket_bytes
     for run, following in pairwise(runs):  # greedy: the next tensor would not have fitted
         assert WeightBucket.pack([*run, following[0]]).buffer.numel() > bucket_bytes
-
-
-def test_tensor_larger_than_the_bucket_and_lazy_source() -> None:
-    taken: list[str] = []
-
-    def source() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, size in (("small", 10), ("large", 1000), ("after", 10)):
-            taken.append(name)
-            yield name, torch.zeros(size)
-
-    buckets = iter_buckets(source(), 256)
-    assert [name for name, _ in next(buckets)] == ["small"]
-    assert taken == ["small", "large"]
-    assert [[name for name, _ in run] for run in buckets] == [["large"], ["after"]]
+    source = iter(named)
+    next(iter_buckets(source, 0), None)
+    assert len(list(source)) == max(len(named) - 2, 0), "no more is taken than the tensor that does not fit"

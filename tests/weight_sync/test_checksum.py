@@ -47,49 +47,42 @@ def formula(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 5), (4, 0, 2), (65, 33)], ids=str)
-def test_equals_formula(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    tensor = make(dtype, *shape)
-    assert tensor_checksum(tensor, "words") == formula(tensor)
-    assert 0 <= tensor_checksum(tensor) <= MASK
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool], ids=str)
-def test_equals_xxh3_of_the_bytes(dtype: torch.dtype) -> None:
-    tensor = make(dtype, 65, 33)
-    data = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
-    assert tensor_checksum(tensor) == xxhash.xxh3_64(data, seed=encoding._seed(tensor)).intdigest()
+def test_equals_formula_and_xxh3_of_the_bytes(dtype: torch.dtype) -> None:
+    for shape in ((), (0,), (1,), (7,), (4, 0, 2), (65, 33)):
+        tensor = make(dtype, *shape)
+        assert tensor_checksum(tensor, "words") == formula(tensor), shape
+        data = bytes(tensor.reshape(-1).view(torch.uint8).tolist())
+        assert tensor_checksum(tensor) == xxhash.xxh3_64(data, seed=encoding._seed(tensor)).intdigest()
 
 
 @KINDS
-def test_independent_of_chunk_size_and_layout(kind: ChecksumKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    tensor = make(torch.float32, 301, 77)
+def test_independent_of_chunk_size_layout_and_alignment(kind: ChecksumKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = make(torch.float32, 61, 77)
     expected = tensor_checksum(tensor, kind)
     assert tensor_checksum(tensor.t().contiguous().t(), kind) == expected
     assert tensor_checksum(torch.cat([tensor, tensor], dim=1)[:, 77:], kind) == expected
     assert tensor_checksum(tensor.clone().requires_grad_(), kind) == expected
     assert tensor_checksum(tensor[:1, ::77], kind) == tensor_checksum(tensor[:1, :1].clone(), kind)
+    half = make(torch.bfloat16, 999)
+    for offset in range(9):
+        assert tensor_checksum(torch.cat([half[:offset], half])[offset:], kind) == tensor_checksum(half, kind)
     for words in (1, 13, 1 << 20):
         monkeypatch.setattr(encoding, "_CPU_CHUNK_WORDS", words)
         assert tensor_checksum(tensor, kind) == expected
 
 
 @KINDS
-@pytest.mark.parametrize("offset", range(9))
-def test_independent_of_alignment(kind: ChecksumKind, offset: int) -> None:
-    tensor = make(torch.bfloat16, 999)
-    assert tensor_checksum(torch.cat([tensor[:offset], tensor])[offset:], kind) == tensor_checksum(tensor, kind)
-
-
-@KINDS
-def test_depends_on_dtype_and_shape(kind: ChecksumKind) -> None:
-    zeros = torch.zeros(24)
+def test_depends_on_dtype_shape_and_order(kind: ChecksumKind) -> None:
+    zeros, numbers = torch.zeros(24), torch.arange(1000)
     others = [zeros.view(torch.int32), zeros[:23], zeros.view(4, 6), zeros.view(6, 4), zeros.view(torch.bfloat16)]
-    assert len({tensor_checksum(tensor, kind) for tensor in [zeros, *others]}) == 6
+    cancelling = numbers.clone()
+    cancelling[10:13] += torch.tensor([1, -2, 1])
+    moved = [numbers, cancelling, numbers.flip(0), numbers.roll(1)]  # a plain sum is the same
+    assert len({tensor_checksum(tensor, kind) for tensor in [zeros, *others, *moved]}) == 10
 
 
 @KINDS
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50)
 @given(dtype=st.sampled_from(DTYPES), size=st.integers(1, 70), data=st.data())
 def test_one_flipped_bit(kind: ChecksumKind, dtype: torch.dtype, size: int, data: st.DataObject) -> None:
     original = make(torch.uint8, size * dtype.itemsize)
@@ -102,7 +95,7 @@ def test_one_flipped_bit(kind: ChecksumKind, dtype: torch.dtype, size: int, data
 
 
 @KINDS
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50)
 @given(dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), data=st.data())
 def test_swaps(kind: ChecksumKind, dtype: torch.dtype, data: st.DataObject) -> None:
     """Two elements change places; opposite signs and zeros are where a weighted sum would fail."""
@@ -112,16 +105,6 @@ def test_swaps(kind: ChecksumKind, dtype: torch.dtype, data: st.DataObject) -> N
     swapped = tensor.clone()
     swapped[i], swapped[j] = tensor[j].clone(), tensor[i].clone()
     assert tensor_checksum(swapped, kind) != tensor_checksum(tensor, kind)
-
-
-@KINDS
-def test_changes_that_cancel_in_a_sum(kind: ChecksumKind) -> None:
-    tensor = torch.arange(1000)
-    changed = tensor.clone()
-    changed[10:13] += torch.tensor([1, -2, 1])
-    assert tensor_checksum(changed, kind) != tensor_checksum(tensor, kind)
-    assert tensor_checksum(tensor.flip(0), kind) != tensor_checksum(tensor, kind)
-    assert tensor_checksum(tensor.roll(1), kind) != tensor_checksum(tensor, kind)
 
 
 @pytest.mark.gpu
