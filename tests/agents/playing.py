@@ -11,7 +11,7 @@ from typing import Any
 from roll.agents.agent_options import BlackBoxOptions
 from roll.agents.chat_ids import ChatTemplate
 from roll.agents.endpoint import AgentEndpoint, Session
-from roll.agents.episode import Agent, Episode, Limits, Model, Sampler, Task, run_episode
+from roll.agents.episode import Agent, Episode, Limits, Model, Task, run_episode
 from roll.rollout.groups import FinishedGroup
 from roll.strategies.engines.requests import FinishReason
 from tests.support.episodes import ids_of, sampled, trained_ids
@@ -89,15 +89,14 @@ async def opened(
     engine: Recorded,
     limits: Limits | None = None,
     tool_format: str = "hermes",
-    sample: Sampler | None = None,
     **options: Any,
 ) -> AsyncIterator[tuple[AgentEndpoint, Session]]:
-    """An endpoint with one session, whose calls ``sample`` answers in place of ``engine``."""
+    """An endpoint with one session."""
     endpoint = AgentEndpoint(BlackBoxOptions())
     endpoint.start()
     try:
         limits = limits or Limits(turns=1000, context=100_000)
-        model = Model(sample or engine, engine.template, tool_format, limits)
+        model = Model(engine, engine.template, tool_format, limits)
         session = Session(Task("t", 0, {"question": "1+1"}), model, **options)
         endpoint.open(session)
         yield endpoint, session

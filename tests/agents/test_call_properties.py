@@ -16,6 +16,8 @@ from roll.agents.tool_calls import detect_format, parse_response
 from tests.agents.templates import Family, published
 
 FAMILIES = {family.name: family for family in published() if family.name not in ("llama3", "deepseek_r1_distill")}
+SAME = ("qwen2_5", "qwen3_instruct_2507")
+"""Their calls are those of qwen3."""
 MARKS = (
     *("<think>", "</think>", "[/THINK]", "<tool_call>", "</tool_call>", "</function>", "</parameter>", "<function=f>"),
     *("<parameter=a>", "</arg_value>", "<arg_key>", "[TOOL_CALLS]", "<|end|>", "<|call|>", "<|im_end|>", "<|eot_id|>"),
@@ -79,7 +81,9 @@ def rendered(family: Family, calls: list[ToolCall]) -> str:
 
 
 @pytest.mark.skipif(not FAMILIES, reason="trl, which packages published chat templates, is not installed")
-@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.matrix] if name in SAME else []) for name in sorted(FAMILIES)]
+)
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(ARGUMENTS, min_size=1, max_size=2))
 def test_calls_are_read_back(name: str, arguments: list[dict[str, Any]]) -> None:

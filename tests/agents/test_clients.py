@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -12,9 +11,9 @@ from typing import Any
 import pytest
 
 from roll.agents.episode import Limits
-from roll.rollout.groups import FinishedGroup
+from tests.agents.conftest import rows
 from tests.agents.playing import Recorded, assert_trained_as_sampled, byte_soup, opened
-from tests.agents.templates import WRITTEN_HERE, Family, published
+from tests.agents.templates import WRITTEN_HERE, Family
 
 # Imported by those who need them: every test process collects this file.
 MISSING = [name for name in ("anthropic", "openai") if find_spec(name) is None]
@@ -41,7 +40,6 @@ CALC: dict[str, Any] = {
 }
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "1+1"}}\n</tool_call>'
 CHATML = WRITTEN_HERE[0]
-FAMILIES = [*WRITTEN_HERE, *published()]
 Calls = list[tuple[str, Any]]
 
 
@@ -204,7 +202,7 @@ async def goes_on(talk: Chat) -> None:
         talk.tell(f"result {turn}")
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", rows("qwen3", "deepseekv3", "gptoss"))
 @pytest.mark.asyncio
 async def test_byte_soup_through_every_interface(family: Family) -> None:
     """Whatever a library makes of byte soup, nothing sampled is tokenised again, and each id is trained once."""
@@ -251,61 +249,10 @@ async def test_errors_are_those_of_the_interfaces() -> None:
         with pytest.raises(anthropic.PermissionDeniedError, match="turn_limit"):
             await claude.messages.create(model="x", max_tokens=10, messages=messages)
         assert session.done.is_set()
-        with pytest.raises(openai.AuthenticationError):
-            wrong = client.with_options(api_key=session.key[:-1] + "~")
-            await wrong.chat.completions.create(model="x", messages=messages)
         endpoint.retire(session)
-        with pytest.raises(openai.APIStatusError) as gone:
-            await client.chat.completions.create(model="x", messages=messages)
-        assert gone.value.status_code == 410
-        with pytest.raises(anthropic.APIStatusError) as gone_too:
+        with pytest.raises(anthropic.APIStatusError) as gone:
             await claude.messages.create(model="x", max_tokens=10, messages=messages)
-        assert gone_too.value.status_code == 410
-
-
-@pytest.mark.asyncio
-async def test_a_hot_untrained_model_behind_the_clients() -> None:
-    """A real engine at temperature 2, with thinking that the template drops: what it was asked and gave is what is
-    trained, over all three interfaces at once."""
-    import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
-
-    from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-    from roll.strategies.hf_infer.engine import GenerationEngine
-    from roll.strategies.hf_infer.strategy import create_decoder
-
-    template = next(family for family in published() if family.name == "qwen3").chat_template()
-    tokenizer = template._tokenizer
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = Qwen2Config(vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=4096, **sizes)
-    model = Qwen2ForCausalLM(config)
-    model.generation_config = GenerationConfig()
-    decoder = create_decoder(model, 4096)
-    engine = GenerationEngine(decoder, tokenizer.decode, tuple(template.end_tokens), 4, 4096)
-    recorded = Recorded(template, lambda _: "")
-
-    async def sample(prompt_ids: list[int], max_new_tokens: int, options: Any) -> FinishedGroup:
-        await asyncio.sleep(0)
-        name = str(len(recorded.turns))
-        params = SamplingParams(min(max_new_tokens, 24), temperature=2.0, seed=len(recorded.turns))
-        engine.add_requests([GenerationRequest(name, prompt_ids, params)])
-        while not (done := engine.step()):
-            pass
-        (output,) = done
-        recorded.turns.append((list(prompt_ids), output.token_ids))
-        return FinishedGroup.from_samples([output], [""])
-
-    async with (
-        opened(recorded, sample=sample) as (endpoint, session),
-        clients(endpoint.url, session.key) as (one, other),
-    ):
-        await asyncio.gather(*map(goes_on, (Chat(one), Responses(one), Messages(other), Chat(one))))
-        conversations = session.model.conversations
-    assert_trained_as_sampled(recorded, conversations)
-    changed = sum(template.encode(template.decode(ids)) != ids for _, ids in recorded.turns)
-    assert changed > 4, "a tokenizer would have made other ids of these responses"
-    assert conversations.counts.breaks == conversations.counts.foreign_responses == 0
+        assert gone.value.status_code == 410
 
 
 WEATHER = {**CALC, "name": "weather"}
@@ -319,9 +266,8 @@ def opens_then_answers(prompt: str) -> str:
     return "weather" if head.startswith("<tool_call>") else "just a text"
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.asyncio
-async def test_a_demanded_call_is_made(stream: bool) -> None:
+async def test_a_demanded_call_is_made() -> None:
     """A named tool, any tool, none: through the clients, in all three interfaces; the conversation then goes on."""
     import anthropic
     import openai
@@ -332,7 +278,7 @@ async def test_a_demanded_call_is_made(stream: bool) -> None:
             some = len(tools) == 1 or name == "weather"
             for kind in (Chat, Responses, Messages):
                 talk = kind(other if kind is Messages else one, tools, "go")
-                _, calls = await talk.ask(stream, tool_choice=kind.choice(None if some else name))
+                _, calls = await talk.ask(stream=some, tool_choice=kind.choice(None if some else name))
                 assert calls == [(name, {"x": "1+1"})], (kind, name, some)
                 talk.tell("2")
                 assert await talk.ask() == ("just a text", [])

@@ -50,7 +50,8 @@ def sample(
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_grown_ids_are_the_template_s_own(family: Family) -> None:
-    """Where responses are plain text that tokenises back, the ids are those of the whole conversation's rendering."""
+    """Where responses are plain text that tokenises back, the ids are those of the whole conversation's rendering. The
+    end of a response that was cut is put in."""
     template = family.chat_template()
     conversations = Conversations(template)
     messages = [message("user", "hello 1")]
@@ -61,9 +62,9 @@ def test_grown_ids_are_the_template_s_own(family: Family) -> None:
             assert asked == template.prompt(messages)
         elif family.plain:
             assert asked == template.encode(template.render(messages))
-        end = [template.encode(family.ends[0])[0]]
-        text = " Left" if family.name == "mistral" else "Left"
-        messages += [sample(conversations, call, template.encode(text) + end, "Left"), message("user", f"world {turn}")]
+        ids = template.encode(" Left" if family.name == "mistral" else "Left")
+        ids, reason = (ids, "length") if turn == 1 else ([*ids, template.encode(family.ends[0])[0]], "stop")
+        messages += [sample(conversations, call, ids, "Left", reason), message("user", f"world {turn}")]
     assert conversations.counts.breaks == conversations.counts.foreign_responses == 0
     assert len(conversations.branches()) == 1
 
@@ -119,34 +120,26 @@ def test_merges_across_turns_are_not_made_again() -> None:
 
 
 def test_thinking_is_kept_or_begins_a_new_sample() -> None:
+    """What is not there breaks nothing."""
     family = next(family for family in WRITTEN_HERE if family.name == "drops thoughts")
     template = family.chat_template()
-    text = "<think>1 2</think>Left"
     end = template.encode("<|im_end|>")
-    for thinking, branches in (("keep", 1), ("new_sample", 2)):
+    for thinking, text, branches in (
+        ("keep", "<think>1 2</think>Left", 1),
+        ("new_sample", "<think>1 2</think>Left", 2),
+        ("new_sample", "Left", 1),
+    ):
         conversations = Conversations(template, thinking)  # type: ignore[arg-type]
         messages = [message("user", "hello")]
         call = conversations.ask(messages)
         messages += [sample(conversations, call, template.encode(text) + end, text), message("user", "world")]
         second = conversations.ask(messages)
-        if thinking == "new_sample":
-            assert conversations.prompt_ids(second) == template.prompt(messages)
-            assert conversations.counts.breaks == 1
+        assert conversations.counts.breaks == branches - 1
+        assert branches == 1 or conversations.prompt_ids(second) == template.prompt(messages)
         sample(conversations, second, end, "")
         found = conversations.branches()
         assert len(found) == branches
         assert sum(len(trained_ids(branch)) for branch in found) == len(template.encode(text)) + 2
-
-
-def test_thinking_that_is_not_there_breaks_nothing() -> None:
-    family = next(family for family in WRITTEN_HERE if family.name == "drops thoughts")
-    template = family.chat_template()
-    conversations = Conversations(template, "new_sample")
-    messages = [message("user", "hello")]
-    call = conversations.ask(messages)
-    messages += [sample(conversations, call, template.encode("Left<|im_end|>"), "Left"), message("user", "world")]
-    assert conversations.ask(messages).parent == 0
-    assert conversations.counts.breaks == 0
 
 
 def test_a_history_that_branches_trains_each_id_once() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -66,11 +67,12 @@ def test_contexts(template: ChatTemplate) -> None:
         "observation": ("{history}\nnow {current_observation}", 3),
     }
     for context, (text, branches) in shown.items():
-        episode, engine = play(
-            template, lambda: GuessNumber(max_steps=3), lambda _: "no", template=text, context=context, history_length=1
-        )
+        said = iter(["alpha", "beta", "gamma"])  # nobody's valid action
+        options: dict[str, Any] = {"template": text, "context": context, "history_length": 1}
+        episode, engine = play(template, lambda: GuessNumber(max_steps=3), lambda _, said=said: next(said), **options)
         assert len(episode.conversations.branches()) == branches, context
-        last = template.decode(engine.prompts()[-1])
+        _, second, last = map(template.decode, engine.prompts())
+        assert "alpha" in second and "beta" in last and ("alpha" in last) == (context == "append")
         if context == "append":
             assert "Turn 3: Not a number" in last and "(8 left)" in last
         else:
@@ -195,24 +197,9 @@ def test_limits_end_any_agent(template: ChatTemplate) -> None:
     assert (episode.outcome, len(episode.calls)) == ("turn_limit", 3)
 
 
-class Raising(GuessNumber):
-    def step(self, action: str) -> Any:
-        raise RuntimeError("broken")
-
-
-class Hanging(GuessNumber):
-    def step(self, action: str) -> Any:
-        time.sleep(60)
-
-
-class Sleeping(GuessNumber):
-    def reset(self, seed: int) -> Any:
-        time.sleep(60)
-
-
-class Garbage(GuessNumber):
-    def step(self, action: str) -> Any:
-        return "x", None, True, False, {}
+def broken(method: str, act: Callable[[], Any]) -> Callable[[], Any]:
+    """Makes environments one of whose methods does something else."""
+    return lambda: type("Broken", (GuessNumber,), {method: lambda self, given: act()})()
 
 
 class FailsOnce(GuessNumber):
@@ -232,10 +219,11 @@ class FailsOnce(GuessNumber):
 @pytest.mark.parametrize(
     ("make", "error"),
     [
-        (Raising, "env.step: RuntimeError: broken"),
-        (Hanging, "env.step: took more than 0.5 s"),
-        (Sleeping, "env.reset: took more than 0.5 s"),
-        (Garbage, "env.step: BrokenContract"),
+        (broken("step", lambda: {}["x"]), "env.step: KeyError: 'x'"),
+        (broken("step", lambda: time.sleep(60)), "env.step: took more than 0.5 s"),
+        (broken("step", lambda: asyncio.sleep(60)), "env.step: took more than 0.5 s"),
+        (broken("reset", lambda: time.sleep(60)), "env.reset: took more than 0.5 s"),
+        (broken("step", lambda: ("x", None, True, False, {})), "env.step: BrokenContract"),
         (lambda: 1 / 0, "env.reset: ZeroDivisionError"),
     ],
 )
@@ -283,37 +271,24 @@ def test_members_of_a_group_meet_the_same_task_and_many_run_at_once(template: Ch
     limits = Limits()
     agent = EnvironmentAgent("env", GuessNumber, EnvironmentOptions())
 
+    most, before = [], threading.active_count()
+
+    async def one(number: int) -> Episode:
+        model = Model(engine, template, "hermes", limits)
+        episode = await run_episode(Task("env", number // 4), agent, model, limits)
+        most.append(threading.active_count())
+        return episode
+
     async def all_of_them() -> list[Episode]:
-        return await asyncio.gather(
-            *(
-                run_episode(Task("env", n // 4), agent, Model(engine, template, "hermes", limits), limits)
-                for n in range(200)
-            )
-        )
+        return await asyncio.gather(*map(one, range(100)))
 
     episodes = asyncio.run(all_of_them())
-    assert all(episode.success for episode in episodes)
-    for first in range(0, 200, 4):
+    assert all(episode.success for episode in episodes) and max(most) - before < 50
+    for first in range(0, 100, 4):
         assert len({tuple(len(call.response_ids) for call in one.calls) for one in episodes[first : first + 4]}) == 1
-
-
-class SelfPlay:
-    """As in docs/algorithms.md: one asks, the other answers."""
-
-    async def run(self, task: Task, model: Model, episode: Episode) -> None:
-        proposer, solver = model.as_("proposer"), model.as_("solver")
-        question = await proposer.chat([{"role": "user", "content": "Ask something."}])
-        answer = await solver.chat([{"role": "user", "content": question.text}])
-        solver.reward(1.0 if answer.text == "42" else 0.0)
-        proposer.reward(-1.0 if answer.text == "42" else 1.0)
-
-
-def test_a_policy_in_several_parts(template: ChatTemplate) -> None:
-    engine = Recorded(template, lambda prompt: "42" if "6 x 7" in prompt else "6 x 7")
-    model = Model(engine, template, "hermes", Limits(turns=2))
-    episode = asyncio.run(run_episode(Task("play", 1), SelfPlay(), model, Limits()))
-    assert [(call.role, call.reward) for call in episode.calls] == [("proposer", -1.0), ("solver", 1.0)]
-    assert model.turns_left == 0 and episode.seconds.model > 0
+    longest = max(len(ids_of(episode.conversations.branches()[0])) for episode in episodes)
+    batch = build_episode_batch([EpisodeGroup(0, Task("env", 1), episodes)], "trajectory", 0).batch
+    assert batch["input_ids"].shape == (100, longest), "rows are no longer than it takes"
 
 
 class Searching:

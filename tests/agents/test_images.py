@@ -16,7 +16,7 @@ from roll.agents.agent_options import VerlOptions
 from roll.agents.chat_ids import ChatTemplate, TemplateError
 from roll.agents.conversation import Conversations
 from roll.agents.endpoint import Session
-from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions, _filled_content
+from roll.agents.environment_agent import EnvironmentAgent, EnvironmentOptions
 from roll.agents.episode import Episode, Limits, Model, Task, run_episode
 from roll.agents.images import ChatImages
 from roll.agents.registry import make_verifier
@@ -83,16 +83,22 @@ def assert_goes_together(template: ChatTemplate, ids: list[int], vision: VisionI
     assert ids.count(placeholder) == sum(vision.num_tokens) == TOKENS * images
 
 
+def lake_picture() -> Any:
+    return read_reset("lake", FrozenLake(**LAKE).reset(1)).observation[0]["content"][1]["image"]
+
+
 @pytest.mark.parametrize("context", ["append", "last", "observation"])
 def test_every_prompt_has_the_images_that_its_context_shows(template: ChatTemplate, context: str) -> None:
     engine = Walker(template)
-    text = "Turn {turn_idx}: {observation} Go!" if context != "observation" else "{history} now {current_observation}"
+    observed = context == "observation"
+    text = "{history} now {current_observation}" if observed else "{{{turn_idx!r:>4}}} {observation} Go!"
     episode = play(template, engine, template=text, context=context, history_length=1)
     assert episode.outcome in ("terminated", "truncated") and len(engine.prompts) > 1
     for turn, (ids, vision) in enumerate(engine.prompts):
         shown = {"append": turn + 1, "last": min(turn, 1) + 1, "observation": 1}[context]
         assert_goes_together(template, ids, vision, shown)
         said = template.decode(ids)
+        assert observed or f"{{{str(turn + 1)!r:>4}}} " in said
         assert ("(image)" in said) == (context == "observation" and turn > 0)
         assert context == "observation" or said.count("<|vision_end|> Go!") == shown
     if context == "append":
@@ -180,7 +186,7 @@ def test_requests_of_an_engine_have_the_images(template: ChatTemplate) -> None:
 
 def test_rows_of_verls_tool_agent_have_their_images(template: ChatTemplate) -> None:
     """In the place of each ``<image>``, counted for the longest prompt; more or fewer than places are an error."""
-    data = read_reset("lake", FrozenLake(**LAKE).reset(1)).observation[0]["content"][1]["image"].data.tobytes()
+    data = lake_picture().data.tobytes()
     row = {
         "prompt": [{"role": "system", "content": "Look."}, {"role": "user", "content": "<image>Where?<image>"}],
         "images": [{"bytes": data, "path": None}, {"bytes": data, "path": "b.png"}],
@@ -208,16 +214,9 @@ def test_rows_of_verls_tool_agent_have_their_images(template: ChatTemplate) -> N
     assert episode.outcome == "terminated"
 
 
-def test_a_policy_of_text_is_refused(template: ChatTemplate) -> None:
-    blind = ChatTemplate(tokenizer())
-    with pytest.raises(Exception, match="the policy is a model of text") as error:
-        play(blind, Walker(blind))
-    assert "vision-language" in str(error.value)
-
-
 @pytest.mark.parametrize("form", ["bytes", "uri", "pil", "openai"])
 def test_images_of_agents_come_in_many_forms(template: ChatTemplate, form: str) -> None:
-    picture = read_reset("lake", FrozenLake(**LAKE).reset(1)).observation[0]["content"][1]["image"]
+    picture = lake_picture()
     data = picture.data.tobytes()
     uri = "data:image/png;base64," + base64.b64encode(data).decode()
     value = {"bytes": data, "uri": uri, "pil": picture.decode(), "openai": {"url": uri}}[form]
@@ -243,20 +242,19 @@ def test_what_is_no_image_is_refused(template: ChatTemplate, content: Any, said:
         Conversations(template).ask([{"role": "user", "content": content}])
 
 
-def test_an_environment_with_a_broken_picture_is_named() -> None:
-    with pytest.raises(BrokenContract, match=r"mine: an image in the observation of reset: .*float64 \(4, 4\)"):
-        read_reset("mine", (np.zeros((4, 4)), {}))
-
-
-def test_an_environment_that_shows_a_video_is_named() -> None:
+def test_an_environment_with_a_broken_picture_or_a_video_is_named() -> None:
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "video", "video": []}]}
-    with pytest.raises(BrokenContract, match="mine: the observation of reset has a part of type 'video'; texts and"):
-        read_reset("mine", ([message], {}))
+    for shown, said in (
+        (np.zeros((4, 4)), r"mine: an image in the observation of reset: .*float64 \(4, 4\)"),
+        ([message], "mine: the observation of reset has a part of type 'video'; texts and"),
+    ):
+        with pytest.raises(BrokenContract, match=said):
+            read_reset("mine", (shown, {}))
 
 
 def test_programs_show_images_in_the_form_of_openai(template: ChatTemplate) -> None:
     """A conversation that a client sends again goes on from its ids; a policy of text says that it sees none."""
-    data = read_reset("lake", FrozenLake(**LAKE).reset(1)).observation[0]["content"][1]["image"].data.tobytes()
+    data = lake_picture().data.tobytes()
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(data).decode()}}
     content = [{"type": "text", "text": "Where?"}, picture]
 
@@ -274,23 +272,11 @@ def test_programs_show_images_in_the_form_of_openai(template: ChatTemplate) -> N
     for images, (ids, vision) in enumerate(engine.prompts, 1):
         assert_goes_together(template, ids, vision, images)
     assert model.conversations.calls[1].parent == 0
+    blind = ChatTemplate(tokenizer())
     with pytest.raises(Refusal, match="the policy is a model of text"):
-        asyncio.run(asked(ChatTemplate(tokenizer())))
+        asyncio.run(asked(blind))
+    with pytest.raises(Exception, match=r"the policy is a model of text.*vision-language"):
+        play(blind, Walker(blind))
     elsewhere = [{"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}]
     with pytest.raises(BadRequest, match="only content of type text"):
         read_chat({"messages": [{"role": "user", "content": elsewhere}]})
-
-
-def test_templates_are_filled_with_pictures_as_with_texts() -> None:
-    image = {"type": "image", "image": "digest"}
-    template = "{{{turn_idx!r:>4}}} {observation}{observation} {{}}{suffix}"
-    text = _filled_content(template, turn_idx=1, observation="seen", suffix="")
-    assert text == "{ '1'} seenseen {}"
-    parts = _filled_content(template, turn_idx=1, observation=["a", image, {"type": "text", "text": "b"}], suffix="")
-    assert parts == [
-        {"type": "text", "text": "{ '1'} a"},
-        image,
-        {"type": "text", "text": "ba"},
-        image,
-        {"type": "text", "text": "b {}"},
-    ]

@@ -10,8 +10,6 @@ import pytest
 
 from roll.agents.episode import Episode, Limits, Task
 from roll.agents.registry import make_agent
-from roll.rollout.episode_batch import build_episode_batch
-from roll.rollout.episodes import EpisodeGroup
 from tests.agents.playing import Recorded, assert_trained_as_sampled, played
 from tests.agents.templates import WRITTEN_HERE
 from tests.agents.test_agents import called
@@ -36,7 +34,7 @@ def run(
     return episode, engine
 
 
-@pytest.mark.parametrize("arguments", [(), ("stream",), ("chat",), ("chat", "stream")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [(), ("chat", "stream")], ids=" ".join)
 def test_openai_agents(arguments: tuple[str, ...]) -> None:
     """The conversation grows in one branch, over either interface."""
     pytest.importorskip("agents")
@@ -72,46 +70,6 @@ def test_two_parts_of_one_policy() -> None:
     pytest.importorskip("anthropic")
     episode, _ = run("self_play", says=["6 x 7?", "42"], reward="post", roles=["asker", "solver"])
     assert [(call.role, call.reward) for call in episode.calls] == [("asker", -1.0), ("solver", 1.0)], episode.error
-
-
-ROLES = ("planner", "solver", "checker")
-
-
-def test_several_clients_at_once() -> None:
-    """Three roles through three interfaces concurrently, in three episodes at a time, with a tool of an MCP server:
-    each role has one conversation of its own, rewards of its own, and rows of its own."""
-    for package in ("anthropic", "openai", "mcp"):
-        pytest.importorskip(package)
-
-    def says(prompt: str) -> str:
-        if "You solve." in prompt:
-            return "The sum is 5" if "\n5" in prompt else called("add", a=2, b=3)
-        return "5, as planned" if "You plan." in prompt else "checked"
-
-    engine = Recorded(WRITTEN_HERE[0].chat_template(), says)
-    command = [sys.executable, str(PROGRAMS / "several_clients.py")]
-    agent = make_agent("black_box", {"command": command, "reward": "post", "roles": list(ROLES)})
-    episodes = played(agent, engine, TASK, LIMITS, count=3)
-    for episode in episodes:
-        assert episode.outcome == "terminated", episode.error
-        by_role = {role: [call for call in episode.calls if call.role == role] for role in ROLES}
-        assert {role: len(calls) for role, calls in by_role.items()} == {"planner": 3, "solver": 2, "checker": 3}
-        for role, calls in by_role.items():
-            numbers = [episode.calls.index(call) for call in calls]
-            assert [call.parent for call in calls] == [None, *numbers[:-1]], f"the {role} goes on from its own calls"
-        assert {role: sum(call.reward for call in calls) for role, calls in by_role.items()} == {
-            "planner": 1.0,
-            "solver": 0.0,
-            "checker": 0.0,
-        }
-        counts = episode.conversations.counts
-        assert counts.foreign_responses == counts.breaks == 0
-    sampled = sum(len(ids) for _, ids in engine.turns)
-    branches = [branch for episode in episodes for branch in episode.conversations.branches()]
-    assert sum(len(trained_ids(branch)) for branch in branches) == sampled, "every sampled token once"
-    batch = build_episode_batch([EpisodeGroup(0, TASK, episodes)], "trajectory", 0)
-    assert sorted(batch.non_tensor_batch["role"].tolist()) == sorted(ROLES * 3)
-    assert int(batch.batch["response_mask"].sum()) == sampled
 
 
 def test_smolagents_code() -> None:

@@ -120,10 +120,10 @@ def test_a_reward_that_fails_is_no_zero(template: ChatTemplate) -> None:
 
 @needs_verifiers
 def test_what_cannot_be_played_is_said_with_its_key() -> None:
-    user = {
-        "id": "user-sim",
-        "user": {"client": {"type": "eval", "base_url": "http://localhost:1/v1", "api_key_var": "KEY"}},
-    }
+    client = {"type": "eval", "base_url": "http://localhost:1/v1", "api_key_var": "KEY"}
+    user = {"id": "user-sim", "user": {"client": client}}
+    docker = {"agent": {"harness": {"id": "codex"}, "runtime": {"type": "subprocess"}}}
+    wrong = {"taskset": {"cuont": 3, "count": "many"}}
     cases: list[tuple[str, dict[str, Any], dict[str, Any], list[tuple[str, str]]]] = [
         ("vowels-v1", {}, {}, []),
         ("vowels-v1", {"limit": 3}, {"taskset": {"count": 5}, "agent": {"max_turns": 2}}, []),
@@ -134,21 +134,11 @@ def test_what_cannot_be_played_is_said_with_its_key() -> None:
         ("letters-v1", {}, {}, [("select.limit", "has no end; 1000")]),
         ("vowels-v1", {"limit": 0}, {}, [("select.limit", "greater than or equal to 1")]),
         ("vowels-v1", {"include": {"idx": ["16:20"]}}, {}, [("select", "leaves no task")]),
-        (
-            "vowels-v1",
-            {},
-            {"taskset": {"cuont": 3, "count": "many"}},
-            [("taskset.count", "integer"), ("taskset.cuont", "not permitted")],
-        ),
+        ("vowels-v1", {}, wrong, [("taskset.count", "integer"), ("taskset.cuont", "not permitted")]),
         ("vowels-v1", {}, {"id": "nowhere"}, [("id", "no module nowhere")]),
         ("vowels-v1", {}, {"id": "user-sim"}, [("user.client", "assistant, user")]),
         ("vowels-v1", {}, {"agent": {"harness": {"id": "nowhere"}}}, [("agent.harness.id", "no module nowhere")]),
-        (
-            "vowels-v1",
-            {},
-            {"agent": {"harness": {"id": "codex"}, "runtime": {"type": "subprocess"}}},
-            [("agent.runtime.type", "docker")],
-        ),
+        ("vowels-v1", {}, docker, [("agent.runtime.type", "docker")]),
     ]
     options = [{"id": name, "turns": 3, "select": select, "env": env} for name, select, env, _ in cases]
     done = subprocess.run(

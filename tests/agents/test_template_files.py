@@ -13,7 +13,8 @@ import pytest
 from roll.agents.chat_ids import BOUNDARIES, ChatTemplate, TemplateError, probe_boundary
 from roll.agents.template_files import TemplateFiles
 from roll.config.weight_files import weights_problem
-from tests.agents.templates import WRITTEN_HERE, Family, published
+from tests.agents.conftest import rows
+from tests.agents.templates import Family
 
 TOOL = {"type": "function", "function": {"name": "calc", "description": "é", "parameters": {"type": "object"}}}
 CALL = {"id": "call00000", "type": "function", "function": {"name": "calc", "arguments": {"x": "1 < 2 é"}}}
@@ -26,13 +27,7 @@ TALK: list[dict[str, Any]] = [
 ]
 
 
-FAMILIES = [
-    pytest.param(one, id=one.name, marks=[pytest.mark.long] if one.name not in ("chatml", "qwen3", "gptoss") else [])
-    for one in (*WRITTEN_HERE, *published())
-]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", rows("chatml", "qwen3", "gptoss"))
 def test_as_the_tokenizer_renders(family: Family, tmp_path: Path) -> None:
     tokenizer = family.tokenizer()
     tokenizer.save_pretrained(tmp_path)

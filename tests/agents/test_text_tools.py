@@ -68,11 +68,6 @@ class Waits(GuessNumber):
         return super().step(action)
 
 
-def test_methods_that_may_wait_are_called_off_the_loop_within_tools() -> None:
-    played(TextTools([], ToolWrapperArguments()).around(Waits), "1")
-    assert Waits.threads and get_ident() not in Waits.threads
-
-
 class Decorated(GuessNumber):
     """An instant environment whose ``step`` returns an awaitable, as a decorated coroutine function does."""
 
@@ -85,9 +80,11 @@ class Decorated(GuessNumber):
         return answer()
 
 
-def test_what_an_instant_method_returns_is_awaited() -> None:
-    (_, step) = played(TextTools([], ToolWrapperArguments()).around(Decorated), "1")
-    assert len(step) == 5
+def test_methods_that_may_wait_are_called_off_the_loop_and_awaitables_awaited() -> None:
+    for kind in (Waits, Decorated):
+        (_, step) = played(TextTools([], ToolWrapperArguments()).around(kind), "1")
+        assert len(step) == 5
+    assert Waits.threads and get_ident() not in Waits.threads
 
 
 def reverse(text: str) -> str:
@@ -102,12 +99,12 @@ def reverse(text: str) -> str:
 def test_a_wrapped_environment(questions: str) -> None:
     tools = TextTools([text_tool(f"{__name__}.reverse", {})], ToolWrapperArguments(0.1, 0.5, 2))
     wrapped = tools.around(lambda: make_environment("roll_math", {"dataset_name": questions}))
-    call = '<tool_call>{"name": "reverse", "arguments": {"text": "abc"}}</tool_call>'
+    call = "<tool_call>\n<function=reverse>\n<parameter=text>\n123\n</parameter>\n</function>\n</tool_call>"
     begin, _ = played(wrapped)[0]
     assert begin.startswith("What is") and "<tool_call>" in begin
     answer = f"\\boxed{{{2 * int(begin.split()[2])}}}"
     _, first, broken, last = played(wrapped, call, "<tool_call>{</tool_call>", answer)
-    assert "cba" in first[0] and first[1:4] == (0.1, False, False)
+    assert "321" in first[0] and first[1:4] == (0.1, False, False), "the tool's schema says that it is a text"
     assert "cannot be read" in broken[0] and "last use of a tool" in broken[0]
     assert broken[4]["metrics"] == {"tool_calls": 1.0, "failed_tool_calls": 1.0}
     assert last[1:4] == (1.5, True, False), "the environment's 1, and 0.5 for a success with a tool"
@@ -146,32 +143,6 @@ def test_tools_that_do_not_exist() -> None:
         text_tool("search", {"url": "x"})
     with pytest.raises(ToolError, match="no_such_module"):
         text_tool("no_such_module.tool", {})
-
-
-def add(count: int, text: str) -> str:
-    """Join a number and a text.
-
-    Args:
-        count: The number.
-        text: The text.
-    """
-    return f"{count + 1}|{text}"
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        '<tool_call>{"name": "add", "arguments": {"count": 41, "text": "90210"}}</tool_call>',
-        "<tool_call>\n<function=add>\n<parameter=count>\n41\n</parameter>\n<parameter=text>\n90210\n</parameter>\n"
-        "</function>\n</tool_call>",
-        "<tool_call>add\n<arg_key>count</arg_key>\n<arg_value>41</arg_value>\n<arg_key>text</arg_key>\n"
-        "<arg_value>90210</arg_value>\n</tool_call>",
-    ],
-)
-def test_arguments_in_a_text_are_typed_by_the_tool(call: str) -> None:
-    tool = text_tool(f"{__name__}.add", {})
-    result = asyncio.run(tool.call(tool.find(f"So: {call}")))
-    assert "42|90210" in result.text and not result.failed
 
 
 def test_no_call_of_a_thought_is_made(questions: str) -> None:

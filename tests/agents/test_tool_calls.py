@@ -63,7 +63,23 @@ def test_text_without_calls_is_content(name: str) -> None:
         assert parsed.content == text or parsed.errors
 
 
+SCHEMA = {
+    "type": "object",
+    "$defs": {"Unit": {"enum": ["1", "2"]}},
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "flag": {"type": "boolean"},
+        "items": {"type": "array"},
+        "table": {"type": "object"},
+        "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "either": {"type": ["string", "integer"]},
+        "unit": {"$ref": "#/$defs/Unit"},
+    },
+}
+TOOLS = [{"type": "function", "function": {"name": "write", "parameters": SCHEMA}}]
 ONE_CALL = '{"name": "calc", "arguments": {}}'
+PAIR = "<arg_key>b</arg_key><arg_value>c</arg_value>"
 
 
 @pytest.mark.parametrize(
@@ -85,35 +101,30 @@ ONE_CALL = '{"name": "calc", "arguments": {}}'
         ("mistral", "[TOOL_CALLS] calc"),
         ("mistral", '[TOOL_CALLS] [{"arguments": {}}]'),
         ("deepseek", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>calc\n```json\n{x}\n```<｜tool▁call▁end｜>"),
-        ("llama3", '{"name": "calc", "parameters": {"x"'),
+        ("llama3", '{"name": "write", "parameters": {"x"'),
         ("gpt_oss", "<|channel|>commentary to=functions.calc<|message|>{x}"),
+        ("qwen_xml", "<function=write>\n<parameter=text>\na\n</function>"),
+        ("qwen_xml", "<function=write>\n<parameter=text>\na\n</parameter>\n<parameter=count>\n3\n</function>"),
+        ("qwen_xml", "<function=write>\n<parameter=text>\na\n<parameter=count>\n3\n</parameter>\n</function>"),
+        ("glm", "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>a\n</tool_call>"),
+        ("glm", "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>"),
+        ("glm", f"<tool_call>write\n<arg_key>text</arg_key><arg_value>a{PAIR}</tool_call>"),
     ],
 )
 def test_damaged_calls_are_named(name: str, text: str) -> None:
-    parsed = parse_response(text, name)
+    """And said: no argument is dropped for a missing mark."""
+    parsed = parse_response(text, name, TOOLS)
     assert parsed.calls == [] and len(parsed.errors) == 1
+    assert parsed.content == ("" if name == "gpt_oss" else text)
 
 
 def test_several_calls() -> None:
-    two = WRITTEN["hermes"] + '\n<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'
-    assert [call.name for call in parse_response(two, "hermes").calls] == ["calc", "other"]
-    assert [call.name for call in parse_response(WRITTEN["llama3"] + "; " + WRITTEN["llama3"], "llama3").calls] == [
-        "calc"
-    ] * 2
     named = '[TOOL_CALLS]calc{"x": "1+2", "n": 3}[TOOL_CALLS]other[ARGS]{}'
     assert [call.name for call in parse_response(named, "mistral").calls] == ["calc", "other"]
-    short = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>calc<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
-    assert parse_response(short, "deepseek").calls == [ToolCall("calc", {})]
     half = '<tool_call>{"name": "a", "arguments": {}}</tool_call><tool_call>{"name"}</tool_call>'
     parsed = parse_response(half, "hermes")
     assert [call.name for call in parsed.calls] == ["a"] and len(parsed.errors) == 1
-
-
-def test_thinking_is_set_apart() -> None:
-    for text in ("<think>\n1 2\n</think>\n\nLeft", "1 2\n</think>\n\nLeft"):
-        parsed = parse_response(text, "hermes")
-        assert (parsed.reasoning, parsed.content) == ("1 2", "Left")
-    assert parse_response("<think>cut", "hermes").content == ""
+    assert parse_response("<tool_call>[]</tool_call>", "hermes").errors == ["a list of no tool calls"]
 
 
 def test_formats_are_known_by_their_templates() -> None:
@@ -123,23 +134,6 @@ def test_formats_are_known_by_their_templates() -> None:
     assert found == (expected if published() else {})
     written = ("[TOOL_CALLS]", "{{ '<|tool_call_begin|>' }}", "<minimax:tool_call>", "nothing")
     assert [detect_format(one) for one in written] == ["mistral", "kimi", "minimax", "hermes"]
-
-
-SCHEMA = {
-    "type": "object",
-    "$defs": {"Unit": {"enum": ["1", "2"]}},
-    "properties": {
-        "text": {"type": "string"},
-        "count": {"type": "integer"},
-        "flag": {"type": "boolean"},
-        "items": {"type": "array"},
-        "table": {"type": "object"},
-        "maybe": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
-        "either": {"type": ["string", "integer"]},
-        "unit": {"$ref": "#/$defs/Unit"},
-    },
-}
-TOOLS = [{"type": "function", "function": {"name": "write", "parameters": SCHEMA}}]
 
 
 def _written(tool_format: str, **arguments: str) -> str:
@@ -157,8 +151,6 @@ def _written(tool_format: str, **arguments: str) -> str:
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
-        ("text", "90210", "90210"),
-        ("text", '"""Doc."""', '"""Doc."""'),
         ("text", '"quoted"', '"quoted"'),
         ("text", "null", "null"),
         ("text", '{"a": 1}', '{"a": 1}'),
@@ -172,7 +164,6 @@ def _written(tool_format: str, **arguments: str) -> str:
         ("flag", "false", False),
         ("items", "[1, 2]", [1, 2]),
         ("items", "1,000", "1,000"),
-        ("items", "{1, 2}", "{1, 2}"),
         ("table", '{"a": {"b": 1}}', {"a": {"b": 1}}),
         ("maybe", "null", None),
         ("maybe", "7", 7),
@@ -197,78 +188,18 @@ MARKS = {
     "qwen_xml": ["</parameter>", "</function>", "a </parameter>\n</function> b", "<tool_call> x", "</think>"],
     "minimax": ["</parameter>", "</invoke>", "a </parameter>\n</invoke> b", '<invoke name="x">', "</think>"],
     "glm": ["</tool_call>", "<tool_call>a</tool_call>", "</arg_value>", "</think>"],
-    "hermes": ["</tool_call>", "<tool_call>a</tool_call>", "<think>a</think>", "</think>"],
 }
 
 
-@pytest.mark.parametrize(("tool_format", "mark"), [(name, mark) for name, marks in MARKS.items() for mark in marks])
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_marks_within_arguments_are_text(tool_format: str, mark: str, tools: Any) -> None:
-    text = f"x {mark} y"
-
-    def call(*texts: str) -> str:
-        if tool_format != "hermes":
-            return _written(tool_format, **dict(zip(("text", "count"), texts, strict=False)))
-        arguments = dict(zip(("text", "count"), texts, strict=False))
-        return f'<tool_call>\n{{"name": "write", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
-
-    one = "3" if tool_format == "hermes" else 3
-    parsed = parse_response(f"So:\n{call(text, '3')}\nand\n{call('z')}\nDone.", tool_format, tools)
-    assert parsed.errors == []
-    assert parsed.calls == [ToolCall("write", {"text": text, "count": one}), ToolCall("write", {"text": "z"})]
-    assert parsed.content.split() == ["So:", "and", "Done."] and parsed.reasoning == ""
-
-
-@pytest.mark.parametrize(
-    ("tool_format", "text"),
-    [
-        ("qwen_xml", "<function=write>\n<parameter=text>\na\n</function>"),
-        ("qwen_xml", "<function=write>\n<parameter=text>\na\n</parameter>\n<parameter=count>\n3\n</function>"),
-        ("qwen_xml", "<function=write>\n<parameter=text>\na\n<parameter=count>\n3\n</parameter>\n</function>"),
-        ("glm", "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>a\n</tool_call>"),
-        ("glm", "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>"),
-        (
-            "glm",
-            "<tool_call>write\n<arg_key>text</arg_key><arg_value>a<arg_key>b</arg_key><arg_value>c</arg_value></tool_call>",
-        ),
-    ],
-)
-def test_no_argument_is_dropped_for_a_missing_mark(tool_format: str, text: str) -> None:
-    parsed = parse_response(text, tool_format, TOOLS)
-    assert parsed.calls == [] and len(parsed.errors) == 1 and parsed.content == text
-
-
-@pytest.mark.parametrize(
-    ("tool_format", "text"),
-    [
-        ("hermes", '<tool_call>{"name": "write", "arguments": ""}</tool_call>'),
-        ("llama3", '{"name": "write", "parameters": ""}'),
-    ],
-)
-def test_an_empty_text_of_arguments_is_an_empty_object(tool_format: str, text: str) -> None:
-    assert parse_response(text, tool_format, TOOLS).calls == [ToolCall("write", {})]
-
-
-@pytest.mark.parametrize("text", ['{"answer": 7}', '{"name": "Ada", "parameters": {}}', '{"name": 3'])
-def test_json_that_names_no_tool_is_an_answer(text: str) -> None:
-    parsed = parse_response(text, "llama3", TOOLS)
-    assert (parsed.calls, parsed.errors, parsed.content) == ([], [], text)
-    assert parse_response('{"name": "write", "parameters": {}}', "llama3", TOOLS).calls == [ToolCall("write", {})]
-
-
-def test_a_channel_that_the_prompt_opened_is_followed_by_calls() -> None:
-    opened, rest = "<|channel|>analysis<|message|>", "hm<|end|><|start|>assistant"
-    parsed = parse_response(rest + WRITTEN["gpt_oss"].rpartition(rest)[2], "gpt_oss", opened=opened)
-    assert (parsed.calls, parsed.reasoning) == ([CALL], "hm")
-
-
-@pytest.mark.parametrize("name", sorted(set(WRITTEN) - {"gpt_oss"}))
-def test_a_thought_that_the_prompt_opened_holds_no_call(name: str) -> None:
-    parsed = parse_response(WRITTEN[name], name, opened="<think>")
-    assert (parsed.calls, parsed.errors, parsed.content) == ([], [], "")
-    assert parsed.reasoning == WRITTEN[name]
-    after = parse_response(f"{WRITTEN[name]}</think>{WRITTEN[name]}", name, opened="<think>")
-    assert (after.calls, after.reasoning) == ([CALL], WRITTEN[name])
+@pytest.mark.parametrize("tool_format", MARKS)
+def test_marks_within_arguments_are_text(tool_format: str, tools: Any) -> None:
+    for mark in MARKS[tool_format]:
+        calls = _written(tool_format, text=f"x {mark} y", count="3"), _written(tool_format, text="z")
+        parsed = parse_response(f"So:\n{calls[0]}\nand\n{calls[1]}\nDone.", tool_format, tools)
+        arguments = {"text": f"x {mark} y", "count": 3}, {"text": "z"}
+        assert (parsed.calls, parsed.errors) == ([ToolCall("write", one) for one in arguments], []), mark
+        assert parsed.content.split() == ["So:", "and", "Done."] and parsed.reasoning == ""
 
 
 @pytest.mark.parametrize(
@@ -310,8 +241,3 @@ def test_a_call_of_llama_that_is_quoted_is_none(text: str, names: list[str]) -> 
     tools = [{"name": "get", "parameters": {"type": "object", "properties": {}}}]
     parsed = parse_response(text.replace("{CALL}", '{"name": "get", "parameters": {}}'), "llama3", tools)
     assert ([call.name for call in parsed.calls], parsed.errors) == (names, [])
-
-
-def test_an_empty_list_of_calls_is_an_error() -> None:
-    parsed = parse_response("<tool_call>[]</tool_call>", "hermes")
-    assert (parsed.calls, parsed.errors) == ([], ["a list of no tool calls"])

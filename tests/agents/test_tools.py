@@ -59,20 +59,12 @@ def broken() -> str:
 
 @pytest.mark.asyncio
 async def test_functions_as_tools() -> None:
-    box = ToolBox([tool_of(add), tool_of(slow), tool_of(broken), tool_of(blocking)], timeout=0.5, max_result=20)
+    box = ToolBox([tool_of(add), tool_of(slow), tool_of(broken)], timeout=0.5, max_result=20)
     parameters = box.schemas[0]["function"]["parameters"]
     assert parameters["required"] == ["a"] and set(parameters["properties"]) == {"a", "b"}
-    calls = [
-        ToolCall("add", {"a": 1, "b": 2}),
-        ToolCall("add", {"a": 1}),
-        ToolCall("add", {"a": "one"}),
-        ToolCall("add", {}),
-        ToolCall("add", {"a": 1, "c": 2}),
-        ToolCall("slow", {"seconds": 0}),
-        ToolCall("slow", {"seconds": 5}),
-        ToolCall("broken", {}),
-        ToolCall("nothing", {}),
-    ]
+    given = [{"a": 1, "b": 2}, {"a": 1}, {"a": "one"}, {}, {"a": 1, "c": 2}, {"seconds": 0}, {"seconds": 5}, {}, {}]
+    names = ["add"] * 5 + ["slow"] * 2 + ["broken", "nothing"]
+    calls = [ToolCall(name, arguments) for name, arguments in zip(names, given, strict=True)]
     results = await box.call_all(calls)
     assert [result.failed for result in results] == [False, False, True, True, True, False, True, True, True]
     assert [result.text for result in results[:2]] == ["3", "2"]
@@ -95,18 +87,12 @@ def named(function: str, self: str) -> str:
 
 
 @pytest.mark.asyncio
-async def test_arguments_of_any_name() -> None:
-    result = await ToolBox([tool_of(named)]).call(ToolCall("named", {"function": "f", "self": "s"}))
-    assert result == ToolResult("f of s")
-
-
-@pytest.mark.asyncio
-async def test_blocking_functions_run_in_threads() -> None:
-    box = ToolBox([tool_of(blocking)])
+async def test_arguments_of_any_name_threads_and_what_cannot_be_a_tool() -> None:
+    """Functions that block are called in threads."""
+    box = ToolBox([tool_of(named), tool_of(blocking)])
+    assert await box.call(ToolCall("named", {"function": "f", "self": "s"})) == ToolResult("f of s")
     assert [result.text for result in await box.call_all([ToolCall("blocking", {})] * 4)] == ["done"] * 4
 
-
-def test_what_cannot_be_a_tool() -> None:
     def bare(x):  # type: ignore[no-untyped-def]
         return x
 
@@ -150,12 +136,12 @@ async def test_mcp_server(way: str, http_server: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_mcp_servers_that_cannot_be_used() -> None:
+async def test_mcp_servers_that_cannot_be_used(http_server: str) -> None:
     sleeping = McpServer([sys.executable, "-c", "import time; time.sleep(60)"], start_timeout=1.0)
     for server, problem in (
         (McpServer(["/no/such/program"]), "cannot be used"),
         (sleeping, "did not answer within 1 s"),
-        (McpServer(SERVER, names=["subtract"]), "has no tools subtract; it has add"),
+        (McpServer(url=http_server, names=["subtract"]), "has no tools subtract; it has add"),
     ):
         with pytest.raises(ToolError, match=problem):
             await server.tools()

@@ -1,8 +1,11 @@
-"""verl's tool agent: its loop with tools and interactions of verl's form, and verl's own where the package is there."""
+"""verl's tool agent: its loop with tools and interactions of verl's form."""
 
 from __future__ import annotations
 
 import json
+import sys
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,43 +197,25 @@ def test_what_cannot_be_built_is_said() -> None:
     check_agent("verl", {"verifier": verifier, "response_length": 8})
 
 
-TOOLS = """
-tools:
-  - class_name: verl.tools.gsm8k_tool.Gsm8kTool
-    config: {type: native}
-    tool_schema:
-      type: function
-      function:
-        name: calc_gsm8k_reward
-        description: Score an answer.
-        parameters: {type: object, properties: {answer: {type: string, description: a}}, required: [answer]}
-"""
-INTERACTIONS = """
-interaction:
-  - {name: gsm8k, class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {}}
-"""
-
-
-def test_verls_own_tool_and_interaction(template: ChatTemplate, tmp_path: Path) -> None:
-    pytest.importorskip("verl.tools.utils.tool_registry")
-    pytest.importorskip("verl.interactions.utils.interaction_registry")
-    (tmp_path / "tools.yaml").write_text(TOOLS, encoding="utf-8")
-    (tmp_path / "interactions.yaml").write_text(INTERACTIONS, encoding="utf-8")
-    options = {
-        "tool_config_path": str(tmp_path / "tools.yaml"),
-        "interaction_config_path": str(tmp_path / "interactions.yaml"),
-        "response_length": 4000,
-        "verifier": {"worker_cls": "gsm8k_rule"},
-    }
-    extra = {
-        "tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": "5"}}},
-        "interaction_kwargs": {"name": "gsm8k", "query": "2+3?", "ground_truth": "5"},
-    }
-    said = [called("calc_gsm8k_reward", answer="4"), "#### 4", "#### 5"]
+def test_tools_and_interactions_of_files(
+    template: ChatTemplate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's registries build them from the files; stand-ins take their place here."""
+    for name, function, made in (
+        ("verl.tools.utils.tool_registry", "initialize_tools_from_config", [Check()]),
+        ("verl.interactions.utils.interaction_registry", "initialize_interactions_from_config", {"doubt": Doubt()}),
+    ):
+        module = module_from_spec(ModuleSpec(name, None))
+        setattr(module, function, lambda path, made=made: made if Path(path).exists() else None)
+        monkeypatch.setitem(sys.modules, name, module)
+    options: dict[str, Any] = {"response_length": 4000, "verifier": {"worker_cls": "gsm8k_rule"}}
+    for key in ("tool_config_path", "interaction_config_path"):
+        options[key] = str(tmp_path / key)
+        (tmp_path / key).touch()
     built = make_agent("verl", options)
     assert isinstance(built, VerlAgent)
-    episode = play(template, said, built, row(extra_info=extra))
+    episode = play(template, [called("check", answer="4"), "#### 4", "#### 5"], built)
     text = template.decode(episode.conversations.prompt_ids(episode.calls[-1]))
-    assert "Current parsed answer='4' reward=0.0" in text and "Your response is incorrect" in text
+    assert "right=False" in text and "Are you sure?" in text
     assert episode.reward == 1.0 and len(episode.calls) == 3
-    assert json.loads(json.dumps(episode.calls[0].tools))[0]["function"]["name"] == "calc_gsm8k_reward"
+    assert json.loads(json.dumps(episode.calls[0].tools))[0]["function"]["name"] == "check"

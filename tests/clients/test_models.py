@@ -20,7 +20,7 @@ from roll.config.losses import PreferenceLossConfig
 from roll.methods.preferences import DPO, PairLoss, pair_batch
 from roll.protocol import DataProto
 from roll.strategies.engines.requests import SamplingParams
-from tests.config.good import changed
+from tests.config.good import GONE, changed
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
 from tests.support.tiny_runs import TinyWorld, dpo_settings, make_world, rlvr_settings
 
@@ -57,10 +57,10 @@ def pairs(workers: roll.Workers) -> DataProto:
     return pair_batch([rows[index] for index in range(8)], workers.pad_token_id)
 
 
+@pytest.mark.long
 @pytest.mark.e2e
-@pytest.mark.parametrize(
-    "strategy", ["fsdp2_train", pytest.param("fsdp_train", marks=pytest.mark.long)], ids=["fsdp2", "fsdp1"]
-)
+@pytest.mark.default_rows("fsdp2_train")
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train"])
 def test_the_halves_of_a_step_are_the_step(strategy: str, workers: Callable[..., roll.Workers], tmp_path: Path) -> None:
     """To the last bit, from the same checkpoint, on two ranks; and gradients add up until the optimizer steps. Both
     roles leave the devices that they share in turn."""
@@ -191,17 +191,11 @@ def test_ctrl_c_ends_the_workers(world: TinyWorld, tmp_path: Path) -> None:
     [
         ({"resume_from_checkpoint": True, "save_steps": 1}, "resume_from_checkpoint = true: has no effect on a loop"),
         ({"max_restarts": 1}, "max_restarts = 1: .*from Python it is not"),
+        ({"max_steps": GONE}, r"max_steps.*: is needed: the learning rate's schedule ends there"),
     ],
 )
-def test_keys_of_a_run_that_a_loop_has_not(
+def test_keys_of_a_run_that_a_loop_has_not_or_needs(
     changes: dict[str, Any], said: str, world: TinyWorld, tmp_path: Path
 ) -> None:
     with pytest.raises(roll.ConfigError, match=said):
         roll.Workers(changed(changes, dpo_settings(world, tmp_path)))
-
-
-def test_a_loop_needs_the_end_of_its_schedule(world: TinyWorld, tmp_path: Path) -> None:
-    settings = dpo_settings(world, tmp_path)
-    del settings["max_steps"]
-    with pytest.raises(roll.ConfigError, match=r"max_steps.*: is needed: the learning rate's schedule ends there"):
-        roll.Workers(settings)

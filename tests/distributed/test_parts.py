@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from roll.config.roles import WorkerConfig
-from roll.distributed import actor
-from roll.distributed.actor import CallTimes, WorkerAddress, _show_devices, tail
-from roll.distributed.diagnosis import _working_thread, stacks
+from roll.distributed.actor import CallTimes, WorkerAddress, _show_devices
+from roll.distributed.diagnosis import stacks
 from roll.distributed.failures import DeadlineExceeded, RankReport, WorkerDied, WorkerFailed
 from roll.distributed.ray_node import object_store
 from roll.distributed.resources import SLOT_RESOURCE, _device_resource
@@ -102,8 +102,6 @@ def test_visible_devices_are_those_of_the_node(monkeypatch):
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
     _show_devices((3, 1))
-    import os
-
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,1"
     assert os.environ["HIP_VISIBLE_DEVICES"] == "7,5"
     with pytest.raises(ValueError, match=r"hides device 3"):
@@ -116,32 +114,6 @@ def test_object_store_size(tmp_path):
     assert object_store(1 << 60, tmp_path) == (1 << 60, str(tmp_path)), "more than shared memory holds goes to files"
     assert object_store(size, tmp_path)[0] == size
     assert folder in (None, str(tmp_path))
-
-
-def test_tail(tmp_path):
-    log = tmp_path / "log"
-    assert tail(log) == []
-    log.write_text("".join(f"line {i}\n\n" for i in range(50)))
-    assert tail(log, 2) == ["line 48", "line 49"]
-    before = log.stat().st_size
-    with log.open("a") as file:
-        file.write("new\n")
-    assert tail(log, 5, begin=before) == ["new"]
-
-
-def test_stack_of_the_thread_that_works():
-    entry = f'  File "{actor.__file__}", line 1 in call'
-    dump = [
-        "Thread 0x01 (most recent call first):",
-        '  File "mine.py", line 7 in wait',
-        '  File "mine.py", line 3 in step',
-        entry,
-        '  File "ray.py", line 2 in loop',
-        "Current thread 0x02 (most recent call first):",
-        '  File "ray.py", line 9 in main_loop',
-    ]
-    assert _working_thread(dump) == ['File "mine.py", line 7 in wait', 'File "mine.py", line 3 in step']
-    assert _working_thread(dump[5:]) == ['File "ray.py", line 9 in main_loop']
 
 
 def test_messages_put_the_cause_first():

@@ -124,13 +124,6 @@ def test_a_rewound_run_leaves_the_batch_out(stage: Stage) -> None:
     assert [start[:2] for start in stage.began_with] == [["None", []], ["c4", [5]], ["c4", [5, 6]]]
 
 
-def test_a_run_that_is_rewound_again_and_again_ends(stage: Stage) -> None:
-    rewound = [[("checkpoint", ["c4"]), ("reached", 5 + n), ("end", "rewind"), ("exit", 1)] for n in range(9)]
-    assert stage.run(*rewound, max_restarts=0) == 1
-    assert len(stage.began_with) == 4
-    assert "rewound 3 times to the same checkpoint" in stage.said[-1]
-
-
 def test_a_run_that_sigusr1_has_ended_is_not_started_again(stage: Stage) -> None:
     def ask() -> None:
         while not (stage.starts / "0").exists():

@@ -234,28 +234,6 @@ def _guest(runtime: RayRuntime, script: str, *arguments: str) -> subprocess.Pope
     return subprocess.Popen(command, env=env, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
 
 
-GUEST_SCRIPT = """
-import json
-from roll.config.roles import WorkerConfig
-from roll.distributed import Cluster, ResourceManager, ray_runtime
-with ray_runtime(4) as runtime:
-    role = WorkerConfig(world_size=1)
-    cluster = Cluster("guest", "tests.distributed.light_workers.BasicWorker", ResourceManager(1), role)
-    print(json.dumps([address.pid for address in cluster.addresses]))
-"""
-
-
-@pytest.mark.e2e
-def test_existing_ray_is_used_and_left_running(runtime, tmp_path):
-    """A second driver on the session's Ray: its workers end with it, the cluster and its other workers go on."""
-    output, errors = (guest := _guest(runtime, GUEST_SCRIPT)).communicate(timeout=90)
-    assert guest.returncode == 0, errors
-    (pid,) = json.loads(output)
-    assert not is_alive(pid)
-    host, _, port = runtime.address.rpartition(":")
-    socket.create_connection((host, int(port)), timeout=2).close()
-
-
 SIDE_BY_SIDE_SCRIPT = """
 import json, pathlib, sys, time
 from roll.config.roles import WorkerConfig
@@ -286,7 +264,8 @@ with ray_runtime(2):
 @pytest.mark.long
 @pytest.mark.e2e
 def test_two_runs_on_one_cluster_do_not_meet(runtime, tmp_path):
-    """Four devices, two runs of two each, with the same role and device ids; a third would have nothing."""
+    """Four devices, two runs of two each, with the same role and device ids; a third would have nothing. Their workers
+    end with them, the cluster goes on."""
     files = [str(tmp_path / "one"), str(tmp_path / "two")]
     runs = [_guest(runtime, SIDE_BY_SIDE_SCRIPT, *pair) for pair in (files, files[::-1])]
     seen = []
@@ -297,7 +276,10 @@ def test_two_runs_on_one_cluster_do_not_meet(runtime, tmp_path):
         seen.append(json.loads(told))
         assert "Another run may hold them" in refused
     assert [one["sum"] for one in seen] == [[3.0, 3.0]] * 2
-    assert len({pid for one in seen for pid in one["pids"]}) == 4
+    pids = {pid for one in seen for pid in one["pids"]}
+    assert len(pids) == 4 and not any(map(is_alive, pids))
+    host, _, port = runtime.address.rpartition(":")
+    socket.create_connection((host, int(port)), timeout=2).close()
 
 
 def test_environment_of_nodes():

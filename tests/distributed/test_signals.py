@@ -158,3 +158,49 @@ def test_one_that_another_node_has_got_is_taken_over(ending: EndingSignals) -> N
         get(signal.SIGTERM)
     ending.take_over(signal.SIGTERM)  # of a third node: nothing more
     assert ending.received == signal.SIGTERM
+
+
+async def interrupted() -> None:
+    await asyncio.sleep(0)
+    raise Interrupted(15)  # as the handler does, wherever it finds the main thread
+
+
+async def waits_for(tasks: list[asyncio.Task[None]]) -> None:
+    await asyncio.gather(*tasks)
+
+
+async def result_of(value: int) -> int:
+    for _ in range(8):
+        await asyncio.sleep(0)
+    return value
+
+
+@pytest.mark.parametrize("waiting", [0, 1, 3])
+def test_a_signal_inside_a_task_is_raised_once(waiting: int, caplog: pytest.LogCaptureFixture) -> None:
+    """What waits for that task ends with it, and what is run after it, to save the run, is not disturbed."""
+    driver = DriverLoop()
+    try:
+        task = driver.spawn(interrupted())
+        for _ in range(waiting):
+            task = driver.spawn(waits_for([task]))
+        with pytest.raises(Interrupted):
+            driver.run(result_of(1))
+        assert driver.run(result_of(2)) == 2
+        assert driver.run(result_of(3)) == 3
+    finally:
+        driver.close()
+    assert driver.is_closed
+    gc.collect()
+    assert not caplog.records, "an ending run is not a place for tracebacks of tasks"
+
+
+def test_what_is_waited_for_itself_isinterrupted() -> None:
+    driver = DriverLoop()
+    try:
+        task = driver.spawn(interrupted())
+        with pytest.raises(Interrupted):
+            driver.run(waits_for([task]))
+        with pytest.raises(Interrupted):
+            driver.run(task)
+    finally:
+        driver.close()

@@ -19,7 +19,7 @@ from roll.config.plan.plan import RunAhead
 from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.rollout.engines import EngineClient
-from roll.rollout.flow import GroupFlow, RolloutExhausted, build_filter, by_domain, collected
+from roll.rollout.flow import GroupFlow, build_filter, by_domain, collected
 from roll.rollout.groups import SampleGroup
 from roll.rollout.loops import GroupSettings, RolloutContext, RolloutLoop
 from roll.rollout.rewarding import RewardClient
@@ -47,7 +47,7 @@ class Bench:
     ratio: float = 1.0
     batch: int = 4
     additional: int = 0
-    steps: int = 200
+    steps: int = 100
     world_size: int = 3
     seed: int = 0
     in_flight: bool = True
@@ -166,13 +166,13 @@ def orders(groups: list[SampleGroup]) -> list[int]:
     ],
 )
 def test_no_sample_is_lost_or_doubled(bench: Any, tmp_path: Path, ratio: float, options: dict[str, Any]) -> None:
-    """200 steps with deaths, updates in flight, groups given up, validations in between and resumed runs."""
+    """100 steps with deaths, updates in flight, groups given up, validations in between and resumed runs."""
     one = bench(ratio=ratio, seed=int(10 * ratio), **options)
     additional, rng = one.additional, random.Random(one.seed)
     seen: list[int] = []
     for step in range(one.steps):
         seen += orders(one.step(step))
-        if step in (50, 120):
+        if step in (30, 70):
             one.engines.dead.add(step % 3)
         for _ in range(rng.randint(0, 4)):
             one.train()
@@ -261,13 +261,6 @@ def test_bounds() -> None:
     assert RunAhead.of(1, 8, num_additional=5).capacity == 21
     ahead = RunAhead.of(1.5, 8)
     assert [ahead.is_too_old(version, 7) for version in (4, 5, 6, 7)] == [True, False, False, False]
-
-
-def test_filters_that_let_nothing_through_end_the_run(bench: Any) -> None:
-    one = bench(filtered=True)
-    one.rewards.score = lambda sample: 0.5
-    with pytest.raises(RolloutExhausted, match=r"rejected 20\d groups while 4 were wanted and 0 accepted"):
-        one.step(0)
 
 
 def resume(one: Bench, state: dict[str, Any]) -> None:

@@ -70,24 +70,14 @@ def names(generations: list[Generation]) -> list[str]:
 
 
 @on_clock
-async def test_requests_go_to_the_engine_with_the_fewest_samples():
-    desk = Desk(FakeEngines(world_size=2))
+async def test_requests_go_to_the_engine_with_the_fewest_samples_until_nothing_is_left():
+    desk = Desk(FakeEngines(world_size=2, per_turn=1))
     desk.submit(8, 2, 2, 2, 4)
     assert desk.client.num_outstanding == 18
-    assert sorted(await desk.advance(2)) == ["0", "1", "2", "3", "4"]
+    assert len(await desk.advance()) == 2 and len(desk.engines.calls) == 1
+    assert len(await desk.advance(3)) == 3 and desk.engines.calls == []
     assert [desk.engines.seen[str(i)][0] for i in range(5)] == [0, 1, 1, 1, 1]
-
-
-@on_clock
-async def test_engines_work_until_nothing_is_left():
-    desk = Desk(FakeEngines(world_size=2, per_turn=1))
-    desk.submit(1, 1, 1, 1, 1)
-    assert len(await desk.advance()) == 2
-    assert len(desk.engines.calls) == 2
-    assert len(await desk.advance(2)) == 3
-    assert desk.engines.calls == []
-    assert desk.client.num_outstanding == 0
-    assert desk.client.busy_seconds == 0.5 * 5, "five turns of half a second"
+    assert (desk.client.num_outstanding, desk.client.busy_seconds) == (0, 0.5 * 5), "five turns of half a second"
 
 
 @on_clock
@@ -190,29 +180,23 @@ async def test_recalled_requests_come_back_with_what_they_have_and_go_on_elsewhe
 
 
 @on_clock
-async def test_what_is_finished_when_it_is_recalled_is_a_group():
+async def test_what_is_finished_when_it_is_recalled_is_a_group_and_the_rest_may_be_given_again_at_once():
     desk = Desk(FakeEngines(per_turn=1))
-    desk.submit(1, 1)
+    desk.submit(1, 1, 1)
     await settle()
-    assert names(await desk.recall()) == ["1"], "the turn in flight finished 0"
-    assert desk.done == ["0"]
-    assert desk.engines.calls == []
-    assert await desk.recall() == []
-
-
-@on_clock
-async def test_a_request_that_came_back_may_be_given_again_at_once():
-    desk = Desk(FakeEngines(per_turn=0))
-    desk.submit(1, 1)
+    recalled = await desk.recall()
+    assert (desk.done, names(recalled)) == (["0"], ["1", "2"]), "the turn in flight finished 0"
+    assert desk.engines.calls == [] and await desk.recall() == []
+    desk.engines.per_turn = 0
     for _ in range(3):
+        desk.client.resubmit(recalled)
         await desk.advance()
-        desk.client.resubmit(await desk.recall())
-    await settle()
-    (first, second) = await desk.recall()
+        recalled = await desk.recall()
+    first, _ = recalled
     assert len(first.request.partial[0].token_ids) == 7
     assert all(not held for held in desk.engines.held)
     first.abort()
-    desk.client.resubmit([first, second])
+    desk.client.resubmit(recalled)
     assert desk.client.num_outstanding == 1, "what was aborted while it was nowhere does not return"
 
 
@@ -245,27 +229,10 @@ async def test_engines_keep_their_samples_over_a_pause():
 
 @pytest.mark.parametrize("loss", [WorkerDied, WorkerFailed, DeadlineExceeded])
 @on_clock
-async def test_requests_of_a_lost_engine_go_to_the_others_and_nothing_is_lost(loss):
-    desk = Desk(FakeEngines(world_size=3, per_turn=1, loss=loss))
-    desk.submit(1, 1, 1, 1, 1, 1, 1, 1, 1)
-    await desk.advance()
-    desk.engines.dead = {0, 2}
-    while desk.engines.calls:
-        await desk.advance()
-    assert sorted(desk.done) == [str(i) for i in range(9)], "each once"
-    client = desk.client
-    # Both are lost at the same time, with two requests each.
-    assert (client.num_deaths, client.num_engines, client.num_reissued) == (2, 1, 4)
-    assert desk.engines.left_out == [0, 2]
-    desk.submit(1, first=20)
-    assert await desk.advance() == ["20"]
-
-
-@on_clock
-async def test_an_engine_is_killed_with_hundreds_of_requests_in_flight():
+async def test_an_engine_is_lost_with_hundreds_of_requests_in_flight(loss):
     """Whoever waits hears nothing of it; some of them are cancelled at the same time."""
     rng = random.Random(3)
-    engines = FakeEngines(world_size=4, per_turn=5, rng=rng)
+    engines = FakeEngines(world_size=4, per_turn=5, rng=rng, loss=loss)
     client = EngineClient(engines, max_running_requests=64)
     waiting = {
         str(i): asyncio.ensure_future(client.submit(GenerationRequest(str(i), [i % 50], PARAMS, 2))) for i in range(600)
@@ -401,12 +368,11 @@ class LostForGood(FakeEngines):
         return restart
 
 
-@pytest.mark.parametrize("passes", range(16))
-def test_the_last_engine_is_lost_while_another_fails_to_start(passes):
+def test_the_last_engine_is_lost_while_another_fails_to_start():
     """Nobody waits for ever, in whichever pass of the event loop it happens."""
 
     @on_clock
-    async def play() -> None:
+    async def play(passes: int) -> None:
         desk = Desk(LostForGood(world_size=2), max_restarts=1, fixed_weights=True)
         desk.client._restarts_left[1] = 0
         waiting = desk.submit(1, 1)
@@ -422,7 +388,8 @@ def test_the_last_engine_is_lost_while_another_fails_to_start(passes):
             with pytest.raises(WorkerDied):
                 await generation
 
-    play()
+    for passes in range(16):
+        play(passes)
 
 
 class ScoringEngines(FakeEngines):

@@ -10,7 +10,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulation.clock import Clock
@@ -120,6 +120,7 @@ def test_filtered_groups_are_replaced_and_the_same_prompts_used_whatever_the_tim
     assert result.num_aborted == 0
 
 
+@settings(max_examples=30)
 @given(benches, st.integers(1, 6))
 def test_additional_prompts_are_run_and_what_is_left_is_aborted(bench, additional):
     result = bench.collect(wanted=4, filters={"d": DIFFERENT}, num_additional=additional)
@@ -147,34 +148,22 @@ def test_seed_depends_on_the_draw_alone():
     assert list(seeds[0]) == ["10", "11", "12", "13", "14"]
 
 
-def test_fewer_prompts_than_wanted_is_all_there_is():
+def test_fewer_prompts_than_wanted_is_all_there_is_and_filters_are_the_domains_own():
     bench = Bench()
     bench.numbers = iter(range(3))
-    result = bench.collect(wanted=8)
-    assert len(result.groups) == 3
-
-
-def test_filters_are_the_domains_own():
+    assert len(bench.collect(wanted=8).groups) == 3
     bench = Bench(domains=lambda number: "other" if number % 2 else "d")
-    result = bench.collect(wanted=6, filters={"d": DIFFERENT})
-    for group in result.groups:
+    for group in bench.collect(wanted=6, filters={"d": DIFFERENT}).groups:
         assert group.item.domain == "other" or len(set(group.scores())) > 1
 
 
-def test_everything_filtered_ends_with_what_was_seen():
-    bench = Bench(rewards=FakeRewards(lambda sample: 0.25))
-    with pytest.raises(
-        RolloutExhausted, match=r"query_filter_config rejected 102 groups while 2 were wanted and 0"
-    ) as e:
-        bench.collect(wanted=2, filters={"d": DIFFERENT})
-    assert "0.250 to 0.250" in str(e.value)
-    assert MAX_DRAWS_PER_WANTED == 50
-
-
-def test_nothing_scored_names_the_failure_and_not_the_filter():
-    bench = Bench(rewards=FakeRewards(lambda sample: None))
+def test_everything_filtered_or_nothing_scored_ends_with_what_was_seen():
+    filtered = "query_filter_config rejected 102 groups while 2 were wanted and 0"
+    with pytest.raises(RolloutExhausted, match=filtered) as failure:
+        Bench(rewards=FakeRewards(lambda sample: 0.25)).collect(wanted=2, filters={"d": DIFFERENT})
+    assert "0.250 to 0.250" in str(failure.value) and MAX_DRAWS_PER_WANTED == 50
     with pytest.raises(RolloutExhausted, match=r"no sample could be scored in \d+ groups.*has no score") as failure:
-        bench.collect(wanted=2, filters={"d": build_filter("no_filter", {})})
+        Bench(rewards=FakeRewards(lambda sample: None)).collect(2, {"d": build_filter("no_filter", {})})
     assert "query_filter_config" not in str(failure.value)
 
 

@@ -61,6 +61,14 @@ class Serving:
         self.cluster.close()
 
 
+@pytest.fixture(scope="module")
+def shared(served_model: Path) -> Iterator[Serving]:
+    """A server for all tests of a module that leave it as it was."""
+    serving = Serving(served_model, 100)
+    yield serving
+    serving.close()
+
+
 @pytest.fixture
 def make_serving(served_model: Path) -> Iterator[Any]:
     made: list[Serving] = []

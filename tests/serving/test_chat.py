@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
@@ -88,19 +89,14 @@ def test_an_answer_that_is_interrupted_ends_there(model: Path) -> None:
     assert len(chat.messages) == 4, "a question without room for an answer leaves no trace"
 
 
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
-
-
-def test_every_line_of_a_pipe_is_a_question_of_its_own(model: Path) -> None:
-    words = [str(model), *GREEDY, "--system", "be brief"]
+def test_every_line_of_a_pipe_is_a_question_of_its_own(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = ["the answer is", "stop here"]
-    done = subprocess.run(
-        [*PROGRAM, *words], input="\n".join(["", *asked]) + "\n", text=True, capture_output=True, env=environment()
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["", *asked]) + "\n"))
+    assert cli.main(["chat", str(model), *GREEDY, "--system", "be brief"]) == 0
     plain, system = Plain(model), {"role": "system", "content": "be brief"}
-    assert done.stdout == "".join(f"{plain.answer([system, user(question)])}\n" for question in asked)
+    assert capsys.readouterr().out == "".join(f"{plain.answer([system, user(question)])}\n" for question in asked)
 
 
 def read_until(terminal: int, text: str, seconds: float = 90) -> str:
@@ -116,7 +112,8 @@ def read_until(terminal: int, text: str, seconds: float = 90) -> str:
 def test_a_conversation_in_a_terminal_ends_with_control_d(model: Path) -> None:
     terminal, other = pty.openpty()
     words = [*PROGRAM, str(model), *GREEDY]
-    process = subprocess.Popen(words, stdin=other, stdout=other, stderr=other, env=environment())
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))}
+    process = subprocess.Popen(words, stdin=other, stdout=other, stderr=other, env=environment)
     os.close(other)
     plain, messages = Plain(model), []
     try:
@@ -137,8 +134,7 @@ def test_a_conversation_in_a_terminal_ends_with_control_d(model: Path) -> None:
 
 def test_what_is_no_model_is_said(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong: dict[str, list[Any]] = {
-        "must be a model folder": [tmp_path / "gone"],
-        "a .gguf file or a hub name": [tmp_path],
+        "must be a model folder (with a config.json), a .gguf file or a hub name": [tmp_path],
         "temperature is -1.0": [model, "--temperature", -1],
         "max_new_tokens is 0": [model, "--max-new-tokens", 0],
     }

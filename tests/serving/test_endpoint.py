@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoModelForCausalLM
 
 from roll.rollout.engines import EngineClient
@@ -21,6 +22,7 @@ from tests.serving.local_cluster import LocalCluster
 PROMPT = [10, 20, 30, 40]
 PARAMS = SamplingParams(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=5)
 SAME = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 5, "return_token_ids": True}
+HI = [{"role": "user", "content": "Hi"}]
 
 
 def from_engines(cluster: LocalCluster, params: SamplingParams, num_samples: int) -> FinishedGroup:
@@ -30,9 +32,9 @@ def from_engines(cluster: LocalCluster, params: SamplingParams, num_samples: int
     return asyncio.run(ask())
 
 
-def test_completions_are_what_the_engines_give(serving: Any) -> None:
-    direct = from_engines(serving.cluster, PARAMS, 3)
-    body = serving.complete(**SAME, n=3, logprobs=0)
+def test_completions_are_what_the_engines_give(shared: Any) -> None:
+    direct = from_engines(shared.cluster, PARAMS, 3)
+    body = shared.complete(**SAME, n=3, logprobs=0)
     assert body["object"] == "text_completion"
     assert body["model"] == "tiny"
     choices = body["choices"]
@@ -43,30 +45,30 @@ def test_completions_are_what_the_engines_give(serving: Any) -> None:
         assert choice["prompt_token_ids"] == PROMPT
         assert choice["text"] == text
         np.testing.assert_array_equal(np.float32(choice["logprobs"]["token_logprobs"]), values)
-        assert "".join(choice["logprobs"]["tokens"]) == serving.tokenizer.decode(ids)
+        assert "".join(choice["logprobs"]["tokens"]) == shared.tokenizer.decode(ids)
     total = int(direct.lengths.sum())
     assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": total, "total_tokens": total + 4}
     # Text in gives what its token ids give.
-    text = serving.tokenizer.decode(PROMPT)
-    if serving.tokenizer(text).input_ids == PROMPT:
-        assert serving.complete(**SAME | {"prompt": text})["choices"][0]["token_ids"] == choices[0]["token_ids"]
-    several = serving.complete(**SAME | {"prompt": [PROMPT, [7, 8]]}, n=2)["choices"]
+    text = shared.tokenizer.decode(PROMPT)
+    if shared.tokenizer(text).input_ids == PROMPT:
+        assert shared.complete(**SAME | {"prompt": text})["choices"][0]["token_ids"] == choices[0]["token_ids"]
+    several = shared.complete(**SAME | {"prompt": [PROMPT, [7, 8]]}, n=2)["choices"]
     assert [choice["index"] for choice in several] == [0, 1, 2, 3]
     assert [choice["token_ids"] for choice in several[:2]] == [choice["token_ids"] for choice in choices[:2]]
     assert several[2]["prompt_token_ids"] == [7, 8]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_chat_uses_the_models_template_and_gives_top_log_probs(serving: Any, temperature: float) -> None:
+def test_chat_uses_the_models_template_and_gives_top_log_probs(shared: Any, temperature: float) -> None:
     """Of the distribution that was sampled; greedy samples are its most probable tokens."""
     messages = [{"role": "user", "content": [{"type": "text", "text": "How many "}, {"type": "text", "text": "bags?"}]}]
     asked = {"max_tokens": 5, "temperature": temperature, "seed": 2, "n": 3, "logprobs": True, "top_logprobs": 4}
-    body = serving.chat(messages=messages, return_token_ids=True, **asked)
+    body = shared.chat(messages=messages, return_token_ids=True, **asked)
     plain = [{"role": "user", "content": "How many bags?"}]
-    prompt = serving.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+    prompt = shared.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
     assert body["prompt_token_ids"] == prompt
     assert body["usage"]["prompt_tokens"] == len(prompt)
-    model = serving.cluster.workers[0].engine._decoder.model
+    model = shared.cluster.workers[0].engine._decoder.model
     for choice in body["choices"]:
         assert choice["message"]["role"] == "assistant"
         with torch.no_grad():
@@ -77,45 +79,38 @@ def test_chat_uses_the_models_template_and_gives_top_log_probs(serving: Any, tem
             assert temperature or int(row.argmax()) == own, "greedy"
             assert token["logprob"] == pytest.approx(float(row[own]), abs=1e-4)
             assert [top["logprob"] for top in token["top_logprobs"]] == pytest.approx(best.values.tolist(), abs=1e-4)
-            texts = [serving.tokenizer.decode([index]) for index in best.indices]
+            texts = [shared.tokenizer.decode([index]) for index in best.indices]
             assert [top["token"] for top in token["top_logprobs"]] == texts
             assert bytes(token["bytes"]).decode() == token["token"]
 
 
 def test_conversations_with_calls_and_developers(shared: Any) -> None:
     """Messages as OpenAI's clients keep them: a response that only calls, its arguments as JSON, and its result."""
-    function = {"name": "calc", "arguments": '{"x": "1+1"}'}
-    called = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": "a", "type": "function", "function": function}],
-    }
+    call = {"id": "a", "type": "function", "function": {"name": "calc", "arguments": '{"x": "1+1"}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "a", "content": "2"}
     asked = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
-    body = {"messages": [*asked, called, result], "max_tokens": 2, "return_token_ids": True}
-    made = {**called, "content": "", "tool_calls": [{**called["tool_calls"][0], "function": {**function}}]}
-    made["tool_calls"][0]["function"]["arguments"] = {"x": "1+1"}
-    plain = [{**asked[0], "role": "system"}, asked[1], made, {**result, "name": "calc"}]
+    read = call | {"function": {"name": "calc", "arguments": {"x": "1+1"}}}
+    made = called | {"content": "", "tool_calls": [read]}
+    plain = [asked[0] | {"role": "system"}, asked[1], made, result | {"name": "calc"}]
     wanted = shared.tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
-    assert shared.chat(**body)["prompt_token_ids"] == wanted
+    answer = shared.chat(messages=[*asked, called, result], max_tokens=2, return_token_ids=True)
+    assert answer["prompt_token_ids"] == wanted
     for calls in ("calc", [{"function": {}}], [None]):
         refused = shared.post("chat/completions", messages=[{**called, "tool_calls": calls}])
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
-    assert (
-        shared.post("chat/completions", messages=[*asked, {**result, "tool_call_id": ["a"]}], max_tokens=2).status_code
-        == 200
-    )
+    assert shared.chat(messages=[*asked, {**result, "tool_call_id": ["a"]}], max_tokens=2)["choices"]
 
 
-def test_stops_and_reasons(serving: Any) -> None:
-    whole = serving.complete(**SAME)["choices"][0]
+def test_stops_and_reasons(shared: Any) -> None:
+    whole = shared.complete(**SAME)["choices"][0]
     assert whole["finish_reason"] == "length"
     stop = whole["text"][3:5]
-    cut = serving.complete(**SAME, stop=[stop])["choices"][0]
+    cut = shared.complete(**SAME, stop=[stop])["choices"][0]
     assert cut["finish_reason"] == "stop"
     assert cut["text"] == whole["text"][: whole["text"].index(stop)]
     assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
-    ended = serving.complete(**SAME, stop_token_ids=[whole["token_ids"][2]])["choices"][0]
+    ended = shared.complete(**SAME, stop_token_ids=[whole["token_ids"][2]])["choices"][0]
     assert ended["token_ids"] == whole["token_ids"][: whole["token_ids"].index(whole["token_ids"][2]) + 1]
 
 
@@ -126,11 +121,11 @@ def events(response: Any) -> list[Any]:
     return [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
 
 
-def test_streams_say_the_same(serving: Any) -> None:
-    question = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "seed": 1, "n": 2}
-    whole = serving.chat(**question)
+def test_streams_say_the_same(shared: Any) -> None:
+    question = {"messages": HI, "max_tokens": 6, "seed": 1, "n": 2}
+    whole = shared.chat(**question)
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    pieces = events(serving.post("chat/completions", **question, **options))
+    pieces = events(shared.post("chat/completions", **question, **options))
     for choice in whole["choices"]:
         firsts = [piece["choices"][0] for piece in pieces if piece["choices"]]
         mine = [piece for piece in firsts if piece["index"] == choice["index"]]
@@ -145,11 +140,11 @@ LONG = SAME | {"max_tokens": 200, "logprobs": 2}
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_streams_grow_token_by_token(serving: Any, stops: bool) -> None:
-    whole = serving.complete(**LONG)["choices"][0]
+def test_streams_grow_token_by_token(shared: Any, stops: bool) -> None:
+    whole = shared.complete(**LONG)["choices"][0]
     question = LONG | ({"stop": [whole["text"][100:103]]} if stops else {})
-    whole = serving.complete(**question)["choices"][0]
-    pieces = [event["choices"][0] for event in events(serving.post("completions", **question, stream=True))]
+    whole = shared.complete(**question)["choices"][0]
+    pieces = [event["choices"][0] for event in events(shared.post("completions", **question, stream=True))]
     assert len(pieces) > 3, "they come while the engine is at work"
     assert "".join(piece["text"] for piece in pieces) == whole["text"]
     assert [token for piece in pieces for token in piece["token_ids"]] == whole["token_ids"]
@@ -158,29 +153,30 @@ def test_streams_grow_token_by_token(serving: Any, stops: bool) -> None:
     assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [whole["finish_reason"]]
 
 
-def test_whoever_leaves_a_stream_has_the_request_dropped(serving: Any) -> None:
-    body = {"model": "tiny", "stream": True} | LONG
-    with serving.client.stream("POST", "/v1/completions", json=body) as response:
-        next(response.iter_lines())
-        serving.cluster.free.clear()
-    serving.cluster.free.set()
-    deadline = time.monotonic() + 20
-    while serving.service.num_open and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert serving.service.num_open == 0
-    assert serving.service.counts["cancelled"] == 1
-
-
-def test_models_health_and_key(make_serving: Any) -> None:
+def test_models_health_key_and_metrics_for_prometheus(make_serving: Any) -> None:
     serving = make_serving(api_key="sesame")
     assert serving.client.get("/v1/models").status_code == 401
     assert serving.post("completions", **SAME).json()["error"]["type"] == "authentication_error"
     assert serving.client.get("/v1/models", headers={"x-api-key": "sesame"}).status_code == 200
     serving.client.headers["Authorization"] = "Bearer sesame"
     assert [model["id"] for model in serving.client.get("/v1/models").json()["data"]] == ["tiny"]
-    serving.complete(**SAME)
+    body = serving.complete(prompt=[5, 6, 7], max_tokens=4, n=2, seed=1)
     health = serving.client.get("/health").json()
     assert (health["status"], health["engines"], health["finished"], health["open_requests"]) == ("ok", 2, 1, 0)
+    assert serving.post("completions", prompt=[10_000]).status_code == 400
+    del serving.client.headers["Authorization"]
+    response = serving.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = {family.name: family for family in text_string_to_metric_families(response.text)}
+    outcomes = {one.labels["outcome"]: one.value for one in families["roll_serve_requests"].samples}
+    assert outcomes == {"finished": 1, "refused": 1, "turned_away": 0, "cancelled": 0}
+    values = {name.removeprefix("roll_serve_"): family.samples[0].value for name, family in families.items()}
+    assert (values["prompt_tokens"], values["generation_tokens"]) == (3, body["usage"]["completion_tokens"])
+    assert (values["requests_running"], values["requests_waiting"], values["engines"]) == (0, 0, 2)
+    latency = families["roll_serve_request_latency_seconds"]
+    buckets = [one.value for one in latency.samples if one.name.endswith("_bucket")]
+    assert latency.type == "histogram" and buckets == sorted(buckets) and buckets[-1] == 1
+    assert {one.name[-4:] for one in latency.samples} == {"cket", "_sum", "ount"}
 
 
 @pytest.mark.parametrize(
@@ -201,13 +197,8 @@ def test_models_health_and_key(make_serving: Any) -> None:
         ("completions", {"prompt": "a", "logit_bias": {"1": 5}}, 400, "logit_bias: is not available"),
         ("chat/completions", {"messages": []}, 400, "messages: is needed"),
         ("chat/completions", {"messages": [{"content": "a"}]}, 400, "role and content"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "type text"),
-        (
-            "chat/completions",
-            {"messages": [{"role": "u", "content": "a"}], "top_logprobs": 3},
-            400,
-            "needs logprobs",
-        ),
+        ("chat/completions", {"messages": [HI[0] | {"content": [{"type": "image_url"}]}]}, 400, "type text"),
+        ("chat/completions", {"messages": HI, "top_logprobs": 3}, 400, "needs logprobs"),
     ],
 )
 def test_what_cannot_be_answered_says_why(shared: Any, path: str, body: Any, status: int, words: str) -> None:
@@ -216,15 +207,6 @@ def test_what_cannot_be_answered_says_why(shared: Any, path: str, body: Any, sta
     assert words in response.json()["error"]["message"]
     neutral = {"presence_penalty": 0, "user": "me", "logit_bias": None, "response_format": {"type": "text"}}
     assert shared.complete(**SAME, **neutral)["choices"], "the engines are none the worse"
-
-
-@pytest.fixture(scope="module")
-def shared(served_model: Any) -> Any:
-    from tests.serving.conftest import Serving
-
-    serving = Serving(served_model, 100)
-    yield serving
-    serving.close()
 
 
 def test_many_at_once_are_spread_over_the_engines_and_too_many_are_turned_away(make_serving: Any) -> None:
@@ -259,34 +241,40 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def test_whoever_hangs_up_has_the_request_dropped(serving: Any) -> None:
-    serving.cluster.free.clear()
+def test_whoever_hangs_up_has_the_request_dropped(shared: Any) -> None:
+    """Also in the middle of a stream."""
+    before = shared.service.counts["cancelled"]
+    shared.cluster.free.clear()
     with pytest.raises(Exception, match="timed out"):
-        serving.client.post("/v1/completions", json=SAME, timeout=0.2)
-    wait_until(lambda: serving.service.counts["cancelled"] == 1)
-    serving.cluster.free.set()
-    wait_until(lambda: all(not worker.engine.num_unfinished for worker in serving.cluster.workers))
-    assert serving.service.num_open == 0
-    assert serving.complete(**SAME)["choices"]
+        shared.client.post("/v1/completions", json=SAME, timeout=0.2)
+    wait_until(lambda: shared.service.counts["cancelled"] == before + 1)
+    shared.cluster.free.set()
+    with shared.client.stream("POST", "/v1/completions", json={"model": "tiny", "stream": True} | LONG) as response:
+        next(response.iter_lines())
+        shared.cluster.free.clear()
+    shared.cluster.free.set()
+    wait_until(lambda: shared.service.counts["cancelled"] == before + 2 and shared.service.num_open == 0)
+    wait_until(lambda: all(not worker.engine.num_unfinished for worker in shared.cluster.workers))
+    assert shared.complete(**SAME)["choices"]
 
 
-def test_a_pause_drops_what_is_under_way_and_holds_what_comes(serving: Any) -> None:
+def test_a_pause_drops_what_is_under_way_and_holds_what_comes(shared: Any) -> None:
     long = SAME | {"max_tokens": 200, "min_tokens": 200}
     answers: list[Any] = []
-    first = threading.Thread(target=lambda: answers.append(serving.post("completions", **long)))
-    serving.cluster.free.clear()
+    first = threading.Thread(target=lambda: answers.append(shared.post("completions", **long)))
+    shared.cluster.free.clear()
     first.start()
-    wait_until(lambda: serving.service.num_open == 1)
-    serving.cluster.free.set()
-    serving.server.call(serving.service.pause())
+    wait_until(lambda: shared.service.num_open == 1)
+    shared.cluster.free.set()
+    shared.server.call(shared.service.pause())
     first.join()
     assert answers[0].status_code == 503
-    assert all(not worker.engine.num_unfinished for worker in serving.cluster.workers)
-    second = threading.Thread(target=lambda: answers.append(serving.post("completions", **SAME)))
+    assert all(not worker.engine.num_unfinished for worker in shared.cluster.workers)
+    second = threading.Thread(target=lambda: answers.append(shared.post("completions", **SAME)))
     second.start()
-    wait_until(lambda: serving.service.num_open == 1)
+    wait_until(lambda: shared.service.num_open == 1)
     assert len(answers) == 1
-    serving.server.call(serving.service.resume())
+    shared.server.call(shared.service.resume())
     second.join()
     assert answers[1].status_code == 200
 
@@ -307,11 +295,11 @@ def test_a_dead_engine_is_done_without_and_the_last_ones_death_is_told(serving: 
     assert "killed" in health.json()["reason"]
 
 
-def test_a_prompt_comes_back_with_its_log_probs(serving: Any) -> None:
+def test_a_prompt_comes_back_with_its_log_probs(shared: Any) -> None:
     """As clients that compare texts by their log-likelihood ask for it."""
-    model = AutoModelForCausalLM.from_pretrained(serving.tokenizer.name_or_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(shared.tokenizer.name_or_path, dtype=torch.float32)
     prompts = [list(range(5, 25)), list(range(40, 47))]
-    body = serving.complete(prompt=prompts, max_tokens=1, echo=True, logprobs=2, temperature=0)
+    body = shared.complete(prompt=prompts, max_tokens=1, echo=True, logprobs=2, temperature=0)
     for prompt, choice in zip(prompts, body["choices"], strict=True):
         found = choice["logprobs"]
         with torch.no_grad():
@@ -322,17 +310,17 @@ def test_a_prompt_comes_back_with_its_log_probs(serving: Any) -> None:
         assert len(found["tokens"]) == len(found["top_logprobs"]) == len(found["text_offset"]) == len(prompt) + 1
         best = [max(top.values()) for top in found["top_logprobs"][1:-1]]
         assert best == pytest.approx(wanted.max(-1).values.tolist(), abs=1e-5)
-        assert choice["text"].startswith(serving.tokenizer.decode(prompt))
-    plain = serving.complete(prompt=prompts[0], max_tokens=1, temperature=0)["choices"][0]["text"]
-    echoed = serving.complete(prompt=prompts[0], max_tokens=1, temperature=0, echo=True)["choices"][0]
-    assert echoed["text"] == serving.tokenizer.decode(prompts[0]) + plain and echoed["logprobs"] is None
-    assert serving.post("completions", model="tiny", prompt="a", echo=True, stream=True).status_code == 400
+        assert choice["text"].startswith(shared.tokenizer.decode(prompt))
+    plain = shared.complete(prompt=prompts[0], max_tokens=1, temperature=0)["choices"][0]["text"]
+    echoed = shared.complete(prompt=prompts[0], max_tokens=1, temperature=0, echo=True)["choices"][0]
+    assert echoed["text"] == shared.tokenizer.decode(prompts[0]) + plain and echoed["logprobs"] is None
+    assert shared.post("completions", model="tiny", prompt="a", echo=True, stream=True).status_code == 400
 
 
-def test_log_probs_of_prompts_in_vllms_form(serving: Any) -> None:
+def test_log_probs_of_prompts_in_vllms_form(shared: Any) -> None:
     prompts = [PROMPT, [7, 8, 9]]
-    choices = serving.complete(prompt=prompts, max_tokens=1, prompt_logprobs=3)["choices"]
-    model = serving.cluster.workers[0].engine._decoder.model
+    choices = shared.complete(prompt=prompts, max_tokens=1, prompt_logprobs=3)["choices"]
+    model = shared.cluster.workers[0].engine._decoder.model
     for prompt, choice in zip(prompts, choices, strict=True):
         rows = choice["prompt_logprobs"]
         assert len(rows) == len(prompt) and rows[0] is None
@@ -348,9 +336,9 @@ def test_log_probs_of_prompts_in_vllms_form(serving: Any) -> None:
             said = row[str(token)]
             assert said["logprob"] == pytest.approx(float(own), abs=1e-5)
             assert said["rank"] == int((table[place] > own).sum()) + 1
-            assert said["decoded_token"] == serving.tokenizer.decode([token])
-    whole = serving.complete(prompt=PROMPT, max_tokens=1, prompt_logprobs=-1)["choices"][0]["prompt_logprobs"]
+            assert said["decoded_token"] == shared.tokenizer.decode([token])
+    whole = shared.complete(prompt=PROMPT, max_tokens=1, prompt_logprobs=-1)["choices"][0]["prompt_logprobs"]
     assert len(whole[1]) == model.config.vocab_size
     for wrong in ({"prompt_logprobs": -2}, {"prompt_logprobs": 1, "stream": True}, {"prompt_logprobs": 1 << 20}):
-        response = serving.post("completions", model="tiny", prompt=PROMPT, **wrong)
+        response = shared.post("completions", model="tiny", prompt=PROMPT, **wrong)
         assert response.status_code == 400 and response.json()["error"]["param"] == "prompt_logprobs"

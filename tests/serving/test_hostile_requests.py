@@ -90,14 +90,13 @@ RAW: list[tuple[str, bytes]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_service_outlives_hostile_requests(make_serving: Any, stream: bool) -> None:
+def test_the_service_outlives_hostile_requests(make_serving: Any) -> None:
     serving = make_serving(max_open_requests=5000)
     expected = [choice["token_ids"] for choice in serving.complete(**HONEST)["choices"]]
     bodies = hostile_bodies()
-    if stream:
-        bodies = [(path, body[:-1] + b', "stream": true}') for path, body in bodies if body.endswith(b"}")][::4]
-    assert len(bodies) > (150 if stream else 500)
+    streams = [(path, body[:-1] + b', "stream": true}') for path, body in bodies if body.endswith(b"}")][::6]
+    assert len(bodies) > 500 and len(streams) > 100
+    bodies += streams
 
     def send(case: tuple[str, bytes]) -> tuple[int, str]:
         path, body = case
@@ -128,26 +127,26 @@ def test_the_service_outlives_hostile_requests(make_serving: Any, stream: bool) 
 
 
 def test_what_an_engine_does_not_refuse_in_time_is_the_requests_own_failure(
-    serving: Any, monkeypatch: pytest.MonkeyPatch
+    shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = serving.complete(**HONEST)["choices"]
+    expected = shared.complete(**HONEST)["choices"]
     # As if the bounds were missing: the engines meet such values, and 1e-40 makes logits infinite.
     monkeypatch.setattr("roll.serving.dialects.requests.check_sampling_params", lambda *_: None)
     monkeypatch.setattr("roll.strategies.engines.requests.check_sampling_params", lambda *_: None)
     with ThreadPoolExecutor(8) as threads:
         hostile = [{"temperature": 1e-40}, {"top_k": 2**63}, {"repetition_penalty": 1e-44}, {"temperature": 1e-40}]
-        failing = [threads.submit(serving.post, "completions", **HONEST | fields) for fields in hostile * 3]
-        honest = [threads.submit(serving.complete, **HONEST) for _ in range(6)]
+        failing = [threads.submit(shared.post, "completions", **HONEST | fields) for fields in hostile * 3]
+        honest = [threads.submit(shared.complete, **HONEST) for _ in range(6)]
     for future in failing:
         assert future.result().status_code in (200, 400), future.result().text
     assert any(future.result().status_code == 400 for future in failing)
     for future in honest:
         assert future.result()["choices"] == expected
-    assert serving.client.get("/health").json()["engines"] == 2
+    assert shared.client.get("/health").json()["engines"] == 2
 
 
-def test_a_body_without_end_is_read_no_further_than_the_limit(serving: Any) -> None:
-    host, port = serving.server.url.removeprefix("http://").split(":")
+def test_a_body_without_end_is_read_no_further_than_the_limit(shared: Any) -> None:
+    host, port = shared.server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
         sent, piece = 0, b"100000\r\n" + b" " * 2**20 + b"\r\n"
@@ -159,24 +158,24 @@ def test_a_body_without_end_is_read_no_further_than_the_limit(serving: Any) -> N
             pass  # the server has hung up
         answer = connection.recv(100)
     assert sent < 4 * MAX_BODY or b"413" in answer
-    assert serving.complete(**HONEST)["choices"]
+    assert shared.complete(**HONEST)["choices"]
 
 
-def test_templates_belong_to_the_server(serving: Any) -> None:
+def test_templates_belong_to_the_server(shared: Any) -> None:
     for body in ({"chat_template_kwargs": {"chat_template": "{{ 'x' }}"}}, {"chat_template": "{{ 'x' }}"}):
-        answer = serving.post("chat/completions", **CHAT, **body)
+        answer = shared.post("chat/completions", **CHAT, **body)
         assert answer.status_code == 400
         assert "chat_template" in answer.json()["error"]["message"]
     # A variable of the template's own is the client's to set.
-    plain = serving.chat(**CHAT, return_token_ids=True)["choices"]
+    plain = shared.chat(**CHAT, return_token_ids=True)["choices"]
     assert (
-        serving.chat(**CHAT, return_token_ids=True, chat_template_kwargs={"enable_thinking": False})["choices"] == plain
+        shared.chat(**CHAT, return_token_ids=True, chat_template_kwargs={"enable_thinking": False})["choices"] == plain
     )
 
 
-def test_what_cannot_fit_costs_others_little(serving: Any) -> None:
+def test_what_cannot_fit_costs_others_little(shared: Any) -> None:
     """Texts of 30 MB, millions of lists, log-probs of everything: refused in a moment, while others are served."""
-    wanted = serving.complete(**HONEST)["choices"]
+    wanted = shared.complete(**HONEST)["choices"]
     long = json.dumps({"model": "tiny", "prompt": "one two " * 3_500_000})
     lists = '{"model": "tiny", "prompt": [' + "[]," * 9_000_000 + "[]]}"
     chat = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "ab" * 14_000_000}]})
@@ -186,7 +185,7 @@ def test_what_cannot_fit_costs_others_little(serving: Any) -> None:
     def attack(body: tuple[str, str]) -> tuple[int, float]:
         began = time.perf_counter()
         with httpx2.Client(timeout=60, trust_env=False) as client:
-            return client.post(f"{serving.server.url}/v1/{body[1]}", content=body[0]).status_code, began
+            return client.post(f"{shared.server.url}/v1/{body[1]}", content=body[0]).status_code, began
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with ThreadPoolExecutor(3) as threads:
@@ -194,10 +193,10 @@ def test_what_cannot_fit_costs_others_little(serving: Any) -> None:
         latencies = []
         while not all(one.done() for one in refused):
             began = time.perf_counter()
-            assert serving.complete(**HONEST)["choices"] == wanted
+            assert shared.complete(**HONEST)["choices"] == wanted
             latencies.append(time.perf_counter() - began)
         assert {one.result()[0] for one in refused} <= {400, 413}
     assert max(latencies, default=0.0) < 5, "another client waits for none of it"
-    assert serving.post("completions", model="tiny", **everything).status_code == 400
+    assert shared.post("completions", model="tiny", **everything).status_code == 400
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     assert grown < 1500, f"{grown:.0f} MiB more at the peak, client and server in one process"

@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from roll.pipelines.serve import of_model, served_role
 from roll.serving.chat import Chat
 from roll.strategies.engines.requests import SamplingParams
 from tests.config.good import GOOD, changed, load
+from tests.conftest import ROOT
 
 
 def test_which_role_is_served_and_with_which_weights(tmp_path: Path, served_model: Path) -> None:
@@ -75,30 +78,36 @@ def test_what_is_neither_a_file_nor_a_model(
     assert of_model(str(served_model), None).role.strategy_args.strategy_name == "hf_infer", "on a CPU"
 
 
-@pytest.mark.long
-@pytest.mark.e2e
-def test_a_model_folder_is_enough(
-    shared_ray: str, served_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """OpenAI's client gets the answer that ``roll chat`` gives."""
-    monkeypatch.setenv("RAY_ADDRESS", shared_ray)
-    command = [sys.executable, "-m", "roll.cli", "serve", str(served_model), "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-    question = "Leo has 3 bags."
+@contextmanager
+def served(*words: str) -> Iterator[str]:
+    """The line in which a server says where it is; it ends by an interrupt, and well."""
+    command = [sys.executable, "-m", "roll.cli", "serve", *words, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert process.stdout is not None
-        said = next(line for line in process.stdout if "is served at" in line)
-        with openai.OpenAI(base_url=re.findall(r"http://\S+", said)[0], api_key="none", max_retries=0) as client:
-            (name,) = (model.id for model in client.models.list())
-            messages: Any = [{"role": "user", "content": question}]
-            done = client.chat.completions.create(model=name, messages=messages, max_tokens=12, temperature=0)
-        chat = Chat(str(served_model), None, SamplingParams(12, temperature=0.0))
-        assert name == served_model.name and done.choices[0].message.content == "".join(chat.ask(question))
+        yield next(line for line in process.stdout if "is served at" in line)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+def test_a_model_folder_is_enough(shared_ray: str, served_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenAI's client gets the answer that ``roll chat`` gives."""
+    monkeypatch.setenv("RAY_ADDRESS", shared_ray)
+    question = "Leo has 3 bags."
+    with (
+        served(str(served_model)) as said,
+        openai.OpenAI(base_url=re.findall(r"http://\S+", said)[0], api_key="none", max_retries=0) as client,
+    ):
+        (name,) = (model.id for model in client.models.list())
+        messages: Any = [{"role": "user", "content": question}]
+        done = client.chat.completions.create(model=name, messages=messages, max_tokens=12, temperature=0)
+    chat = Chat(str(served_model), None, SamplingParams(12, temperature=0.0))
+    assert name == served_model.name and done.choices[0].message.content == "".join(chat.ask(question))
 
 
 @pytest.mark.long
@@ -121,27 +130,13 @@ def test_the_command_answers_until_it_is_interrupted(
     }
     load(tmp_path, changed(changes))
     (file,) = tmp_path.glob("*.yaml")
-    command = [sys.executable, "-m", "roll.cli", "serve", str(file), "--port", "0", "--api-key-env", "MY_TOKEN"]
-    process = subprocess.Popen(
-        [*command, "--model-name", "tiny"], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
-    )
-    try:
-        assert process.stdout is not None
-        said = next(line for line in process.stdout if "is served at" in line)
-        url = re.findall(r"http://\S+", said)[0]
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 8, "seed": 3, "return_token_ids": True, "n": 4}
+    with served(str(file), "--api-key-env", "MY_TOKEN", "--model-name", "tiny") as said:
         assert "by 2 engines" in said
-        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 8, "seed": 3, "return_token_ids": True, "n": 4}
-        with httpx2.Client(base_url=url, trust_env=False, timeout=60) as client:
+        with httpx2.Client(base_url=re.findall(r"http://\S+", said)[0], trust_env=False, timeout=60) as client:
             assert client.post("/completions", json=body).status_code == 401
             client.headers["Authorization"] = "Bearer sesame"
-            answers = [client.post("/completions", json=body).json() for _ in range(3)]
+            first, second = (client.post("/completions", json=body).json()["choices"] for _ in range(2))
             refused = client.post("/completions", json=body | {"prompt": [9] * 500})
-        assert len(answers[0]["choices"]) == 4
-        assert answers[0]["choices"] == answers[1]["choices"] == answers[2]["choices"]
-        assert refused.status_code == 400
-        assert "must have 1 to 255" in refused.json()["error"]["message"]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
+    assert len(first) == 4 and first == second
+    assert refused.status_code == 400 and "must have 1 to 255" in refused.json()["error"]["message"]

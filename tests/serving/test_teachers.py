@@ -97,8 +97,8 @@ def test_columns_are_those_of_the_model_itself(make_serving: Any, count: int, li
 
 
 @pytest.mark.long
-def test_a_service_is_looked_at_before_anything_starts(serving: Any, tmp_path: Path, served_model: Path) -> None:
-    options = RemoteStrategyConfig(base_url=f"{serving.server.url}/v1")
+def test_a_service_is_looked_at_before_anything_starts(shared: Any, tmp_path: Path, served_model: Path) -> None:
+    options = RemoteStrategyConfig(base_url=f"{shared.server.url}/v1")
     assert list(service_problems(options, str(served_model), 5, 100)) == []
     other = tmp_path / "other"
     other.mkdir()
@@ -118,7 +118,7 @@ def test_a_service_is_looked_at_before_anything_starts(serving: Any, tmp_path: P
     named = RemoteStrategyConfig(base_url=options.base_url, model="mine")
     (problem,) = service_problems(named, str(served_model), 5, 100)
     assert "lists tiny; strategy_config.model" in problem
-    plan: Any = SimpleNamespace(section=teacher_role(serving.server.url, model="mine"), model_path=str(served_model))
+    plan: Any = SimpleNamespace(section=teacher_role(shared.server.url, model="mine"), model_path=str(served_model))
     with pytest.raises(ConfigError, match=r"teacher\.strategy_args\.strategy_config\.base_url"):
         check_teachers(str(served_model), {"teacher": ("teacher_pretrain", plan)}, 5, 64, Path("a.yaml"))
 
@@ -180,8 +180,10 @@ def test_answers_that_would_teach_something_else_are_refused(wrong_service: Any)
     service.close()
 
 
-def test_listed_tokens() -> None:
+def test_listed_tokens_and_ids_that_a_service_is_asked_for() -> None:
     """Ids that the student does not know are left out of the list, and their mass is in the rest."""
+    asked = probe_ids(1000, [990, 991, 5], 10)
+    assert asked[:3] == [5, 990, 991] and len(asked) == 10 and max(asked) < 1000 and len(set(probe_ids(4, [], 10))) == 4
     table = np.log([0.5, 0.3, 0.15, 0.05])
     entries = [(7, table[0]), (1, table[1]), (2, table[2])]
     log_probs, ids, rest = listed_tokens(entries, TopTokens(2, 5), 1.0)
@@ -226,12 +228,6 @@ def world_settings() -> dict[str, Any]:
             "device_mapping": [0],
         },
     }
-
-
-def test_ids_that_a_service_is_asked_for() -> None:
-    ids = probe_ids(1000, [990, 991, 5], 10)
-    assert ids[:3] == [5, 990, 991] and len(ids) == 10 and max(ids) < 1000
-    assert len(set(probe_ids(4, [], 10))) == 4
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import openai
 import pytest
 import torch
-from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 from tests.serving.conftest import Serving
@@ -145,30 +144,7 @@ def test_a_response_of_a_schema(client: openai.OpenAI) -> None:
     assert "".join(part.choices[0].delta.content or "" for part in parts).startswith("{")
 
 
-def test_a_template_without_tools(make_serving: Any) -> None:
-    refused = make_serving().post("chat/completions", messages=ASKED, tools=TOOLS)
+def test_a_template_without_tools(shared: Serving) -> None:
+    refused = shared.post("chat/completions", messages=ASKED, tools=TOOLS)
     assert refused.status_code == 400
     assert "chat template does not write any" in refused.json()["error"]["message"]
-
-
-def test_metrics_for_prometheus(make_serving: Any) -> None:
-    serving = make_serving(api_key="sesame")
-    serving.client.headers["Authorization"] = "Bearer sesame"
-    body = serving.complete(prompt=[5, 6, 7], max_tokens=4, n=2, seed=1)
-    assert serving.post("completions", prompt=[10_000]).status_code == 400
-    del serving.client.headers["Authorization"]
-    response = serving.client.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
-    families = {family.name: family for family in text_string_to_metric_families(response.text)}
-    outcomes = {one.labels["outcome"]: one.value for one in families["roll_serve_requests"].samples}
-    assert outcomes == {"finished": 1, "refused": 1, "turned_away": 0, "cancelled": 0}
-    values = {name: family.samples[0].value for name, family in families.items()}
-    assert values["roll_serve_prompt_tokens"] == 3
-    assert values["roll_serve_generation_tokens"] == body["usage"]["completion_tokens"]
-    assert (values["roll_serve_requests_running"], values["roll_serve_requests_waiting"]) == (0, 0)
-    assert values["roll_serve_engines"] == 2
-    latency = families["roll_serve_request_latency_seconds"]
-    assert latency.type == "histogram"
-    buckets = [one.value for one in latency.samples if one.name.endswith("_bucket")]
-    assert buckets == sorted(buckets) and buckets[-1] == 1
-    assert {one.name[-4:] for one in latency.samples} == {"cket", "_sum", "ount"}

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from roll.config.roles import ModelArguments
-from roll.serving.http import BadRequest
 from roll.strategies.engines.requests import SamplingParams
 from roll.training_service.adapters import Base, LoraOptions, Tenant
 from roll.training_service.sampling import Sampler, SampleRequest
-from roll.training_service.wire import Fields, messages
+from roll.training_service.wire import messages
 from tests.training_service.batches import data, documented, sequences
 from tests.training_service.conftest import MAX_LENGTH, NAME
 
@@ -61,6 +60,7 @@ class Reference:
         return total
 
 
+@pytest.mark.default_rows("cross_entropy", "ppo")
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"])
 def test_losses_and_steps_are_those_of_plain_torch(loss: str, client: Any, base_folder: Path) -> None:
     reference, batch = Reference(base_folder), data(loss)
@@ -90,9 +90,8 @@ def test_sums_of_two_passes_are_one_pass_of_all(connect: Connect) -> None:
 def test_a_forward_pass_leaves_no_gradient(client: Any) -> None:
     batch = data("cross_entropy")
     output = client.forward(batch, "cross_entropy").result()
-    assert [len(one["logprobs"].data) for one in output.loss_fn_outputs] == [
-        len(one.model_input.to_ints()) for one in batch
-    ]
+    lengths = [len(one["logprobs"].data) for one in output.loss_fn_outputs]
+    assert lengths == [len(one.model_input.to_ints()) for one in batch]
     with pytest.raises(tinker.RequestFailedError, match="there is no gradient"):
         client.optim_step(types.AdamParams()).result()
 
@@ -191,9 +190,8 @@ def test_stops_and_limits_of_samples(connect: Connect) -> None:
 
 def test_checkpoints_are_listed_published_loaded_and_deleted(connect: Connect) -> None:
     service = connect()
-    client = service.create_lora_training_client(
-        NAME, rank=RANK, train_unembed=False, user_metadata={"a": "b"}
-    ).result()
+    options = {"rank": RANK, "train_unembed": False, "user_metadata": {"a": "b"}}
+    client = service.create_lora_training_client(NAME, **options).result()
     client.forward_backward(data("cross_entropy"), "cross_entropy")
     client.optim_step(types.AdamParams(learning_rate=0.02))
     state = client.save_state("state", ttl_seconds=7200).result().path
@@ -256,22 +254,30 @@ def test_models_that_are_refused(change: dict[str, Any], message: str, connect: 
         connect().create_lora_training_client(**{"base_model": NAME, "rank": RANK, **change}).result()
 
 
-@pytest.mark.parametrize(
-    ("loss", "config", "message"),
-    [
-        ("gspo", None, "'gspo' is not served"),
-        ("stable_reinforce", None, "'stable_reinforce' is not served"),
-        ("ppo", {"clip": 0.1}, "loss_fn_config.clip: ppo does not have it"),
-        ("importance_sampling", None, "needs logprobs"),
-    ],
-)
-def test_losses_that_are_refused(loss: str, config: Any, message: str, client: Any) -> None:
+def test_passes_that_are_refused(client: Any) -> None:
     """By name, and the requests that follow go on."""
-    refused = client.forward_backward(data("cross_entropy" if loss != "ppo" else "ppo"), loss, config)
-    after = client.forward(data("cross_entropy"), "cross_entropy")
-    with pytest.raises(tinker.RequestFailedError, match=message):
-        refused.result()
-    assert after.result().metrics["loss:sum"] > 0
+    image = types.ImageChunk(data=b"no image, which nobody looks at", format="png", expected_tokens=2)
+    long = types.ModelInput.from_ints([5] * (MAX_LENGTH + 1))
+    batch, ratios = data("cross_entropy"), data("ppo")
+    cases: list[tuple[list[Any], str, Any, str]] = [
+        (batch, "gspo", None, "'gspo' is not served"),
+        (batch, "stable_reinforce", None, "'stable_reinforce' is not served"),
+        (ratios, "ppo", {"clip": 0.1}, "loss_fn_config.clip: ppo does not have it"),
+        (batch, "importance_sampling", None, "needs logprobs"),
+        ([of(types.ModelInput(chunks=[image]), 2)], "cross_entropy", None, "image chunks are not served"),
+        ([of(long, MAX_LENGTH + 1)], "cross_entropy", None, "the model takes 1 to 256"),
+    ]
+    for given, loss, config, message in cases:
+        refused = client.forward_backward(given, loss, config)
+        after = client.forward(batch, "cross_entropy")
+        with pytest.raises(tinker.RequestFailedError, match=message):
+            refused.result()
+        assert after.result().metrics["loss:sum"] > 0
+
+
+def of(model_input: Any, length: int) -> Any:
+    """A datum whose targets and weights are all the same."""
+    return types.Datum(model_input, {"target_tokens": [5] * length, "weights": [1.0] * length})
 
 
 def test_a_step_is_not_taken_without_a_pass_that_has_failed(client: Any) -> None:
@@ -290,32 +296,23 @@ def test_a_step_is_not_taken_without_a_pass_that_has_failed(client: Any) -> None
     assert client.forward(data("cross_entropy"), "cross_entropy").result().metrics["loss:sum"] < before
 
 
-def test_an_integer_that_no_float_holds_is_refused() -> None:
-    with pytest.raises(BadRequest, match="learning_rate"):
-        Fields({"learning_rate": 10**400}).get("learning_rate", float)
-
-
-def test_requests_that_are_refused_at_once_do_not_hold_up_later_ones(client: Any) -> None:
-    with pytest.raises(tinker.BadRequestError, match="inflight sampling clients are not served"):
-        client.save_weights_and_get_sampling_client(kind="inflight").result()
-    assert client.forward(data("cross_entropy"), "cross_entropy").result().loss_fn_outputs
-
-
-@pytest.mark.parametrize(
-    ("arguments", "params", "message"),
-    [
+def test_samples_that_are_refused(connect: Connect, client: Any) -> None:
+    """At once, which holds up no later request."""
+    sampler = connect().create_sampling_client(base_model=NAME).result()
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"prompt_alt_tokens_k": 2}, {}, "prompt_alt_tokens_k: not served"),
         ({}, {"stop": []}, "stop: .* is not served"),
         ({}, {"temperature": -1.0}, "temperature is -1.0"),
         ({"num_samples": 0}, {}, "num_samples: 0 must be in"),
-    ],
-)
-def test_samples_that_are_refused(arguments: Any, params: Any, message: str, connect: Connect) -> None:
-    sampler = connect().create_sampling_client(base_model=NAME).result()
-    given = {"num_samples": 1, **arguments}
-    sampling = types.SamplingParams(**{"max_tokens": 2, **params})
-    with pytest.raises(tinker.BadRequestError, match=message):
-        sampler.sample(types.ModelInput.from_ints([5, 6, 7]), sampling_params=sampling, **given).result()
+    ]
+    for arguments, params, message in cases:
+        given = {"num_samples": 1, **arguments}
+        sampling = types.SamplingParams(**{"max_tokens": 2, **params})
+        with pytest.raises(tinker.BadRequestError, match=message):
+            sampler.sample(types.ModelInput.from_ints([5, 6, 7]), sampling_params=sampling, **given).result()
+    with pytest.raises(tinker.BadRequestError, match="inflight sampling clients are not served"):
+        client.save_weights_and_get_sampling_client(kind="inflight").result()
+    assert client.forward(data("cross_entropy"), "cross_entropy").result().loss_fn_outputs
 
 
 def test_a_prompt_that_waits_several_times_is_computed_once(base_folder: Path, tmp_path: Path) -> None:
@@ -331,30 +328,6 @@ def test_a_prompt_that_waits_several_times_is_computed_once(base_folder: Path, t
     assert drawn["c"] == drawn["d"]
     assert len({*drawn["a"], *drawn["b"]}) == 5
     assert sampler._engine.prompt_counts[0] == 4 * len(prompt)
-
-
-def test_images_and_data_longer_than_the_limit_are_refused(client: Any) -> None:
-    image = types.ImageChunk(data=b"no image, which nobody looks at", format="png", expected_tokens=2)
-    for model_input, length, message in (
-        (types.ModelInput(chunks=[image]), 2, "image chunks are not served"),
-        (types.ModelInput.from_ints([5] * (MAX_LENGTH + 1)), MAX_LENGTH + 1, "the model takes 1 to 256"),
-    ):
-        tensors = {"target_tokens": [5] * length, "weights": [1.0] * length}
-        datum = types.Datum(model_input=model_input, loss_fn_inputs=tensors)
-        with pytest.raises(tinker.RequestFailedError, match=message):
-            client.forward_backward([datum], "cross_entropy").result()
-
-
-def test_the_key(connect: Connect, options: Callable[..., Any], tmp_path: Path) -> None:
-    from roll.training_service.command import start
-
-    server = start(options(tmp_path, api_key="tml-right"))
-    try:
-        assert connect(server.url, "tml-right").get_server_capabilities().supported_models[0].model_name == NAME
-        with pytest.raises(tinker.AuthenticationError):
-            connect(server.url, "tml-wrong").get_server_capabilities()
-    finally:
-        server.close()
 
 
 def test_the_example_of_the_page(
