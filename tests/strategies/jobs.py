@@ -276,11 +276,6 @@ def _exploding_loss(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Ten
     return loss * (float("inf") if dist.get_rank() == 0 else 1.0), metrics
 
 
-def each(function: Callable[..., Any], roles: dict[str, WorkerConfig], *args: Any) -> dict[str, Any]:
-    """``function(role, *args)`` for each of the roles, one after the other in the same processes."""
-    return {name: function(role, *args) for name, role in roles.items()}
-
-
 def refused(role: WorkerConfig, steps: int = 0) -> str:
     """The message of the ValueError that building the strategy raises."""
     try:

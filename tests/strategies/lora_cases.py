@@ -11,7 +11,6 @@ import torch
 
 from roll.config.roles import WorkerConfig
 from roll.protocol.metrics import to_floats
-from roll.strategies.base import WeightSelection
 from tests.strategies import jobs
 from tests.strategies.comparison import by_replica
 from tests.strategies.jobs import POLICY, weights_of
@@ -197,12 +196,3 @@ def initial_weights(role: WorkerConfig, value: bool = False) -> dict[str, torch.
         for name, p in named
         if p.requires_grad
     }
-
-
-def sent_weights(role: WorkerConfig) -> list[dict[str, torch.Tensor]]:
-    """All weights as they are sent: merged, W, A and B apart, and the trained ones of these."""
-    strategy = jobs.started(role, 10)
-    return [
-        {name: tensor.clone() for bucket in strategy.named_full_weights(4000, one) for name, tensor in bucket}
-        for one in (WeightSelection(), WeightSelection(False, True), WeightSelection(True, True))
-    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,11 @@ def engine_for(role: WorkerConfig) -> HfInferStrategy:
 
 
 def train_and_sync(
-    role: WorkerConfig, batch: TensorBatch, folder: Path, updates: list[tuple[str, str]], adapters_apart: bool = False
+    role: WorkerConfig,
+    batch: TensorBatch,
+    folder: Path,
+    updates: Sequence[tuple[str, str]],
+    adapters_apart: bool = False,
 ) -> list[tuple[int, int]]:
     """An optimizer step before each update, which is given as transport and mode; the engine holds the trainer's
     weights after each. Every mode follows a full update.

@@ -33,7 +33,6 @@ LAYOUTS = {
     "zero2-4": (4, "zero2", {}),
     "zero3-1": (1, "zero3", {}),
     "zero3-4": (4, "zero3", {}),
-    "zero2-offload-1": (1, "zero2", OFFLOAD),
     "zero3-offload-1": (1, "zero3", OFFLOAD | {"offload_param": True}),
     "megatron-1": (1, "megatron", {}),
     "dp2": (2, "megatron", SHARDED),
@@ -76,7 +75,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.default_rows("fsdp2-dense-fp32", "fsdp-dense-bf16", "zero2-dense-bf16", "dp2-dense-bf16")
+@pytest.mark.default_rows("fsdp2-dense-fp32", "zero2-dense-bf16", "dp2-dense-bf16")
 @pytest.mark.parametrize(("layout", "model", "dtype"), RESUMED)
 def test_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, layout, model, dtype):
     whole = run_in(run, jobs.train_and_save, layout, model, tmp_path, dtype=dtype)
@@ -95,7 +94,7 @@ ON_HOST = [
 ]
 
 
-@pytest.mark.default_rows("fsdp2-dense-bf16", "dp2-dense-bf16")
+@pytest.mark.matrix
 @pytest.mark.parametrize(("layout", "model", "dtype"), ON_HOST)
 def test_moments_in_host_memory_change_no_bit(run, tmp_path, monkeypatch, layout, model, dtype):
     """Begun there or continued from the other's checkpoint."""
@@ -124,27 +123,22 @@ def written(run, tmp_path_factory):
     return write
 
 
-ON_TWO = ("fsdp2", "fsdp", "zero0", "zero1", "zero2", "zero3", "tp2", "pp2", "dp2")
+# What every layout reads and writes is the same to the last bit: from FSDP2 to each of them and back is any to any.
+ON_TWO = ("fsdp", "zero0", "zero1", "zero2", "zero3", "tp2", "pp2", "dp2")
 EVERYWHERE = (*ON_TWO, "fsdp2-1", "fsdp2-hsdp", "fsdp-4", "zero3-4", "tp2-pp2")
 OTHERS = [
-    *(("tied", "fp32", writer, reader) for writer in ON_TWO for reader in EVERYWHERE if writer != reader),
+    *(("tied", "fp32", "fsdp2", reader) for reader in EVERYWHERE),
+    *(("tied", "fp32", writer, "fsdp2") for writer in ON_TWO),
     *(("tied", "fp32", writer, reader) for writer, reader in [("fsdp2", "fsdp2-4"), ("fsdp", "fsdp-1")]),
     *(("tied", "fp32", writer, reader) for writer, reader in [("zero2", "zero2-4"), ("zero3", "zero3-1")]),
-    ("tied", "fp32", "zero2-offload", "zero2-offload-1"),
     *(("tied", "bf16", writer, reader) for writer, reader in [("zero1", "zero1-1"), ("zero3", "zero3-4")]),
     ("tied", "bf16", "zero3-offload", "zero3-offload-1"),
-    *(
-        ("tied", "bf16", f"zero{writer}", f"zero{reader}")
-        for writer in range(4)
-        for reader in range(4)
-        if writer != reader
-    ),
+    *(("tied", "bf16", f"zero{one}", f"zero{(one + 1) % 4}") for one in range(4)),
     *(("untied", "fp32", writer, reader) for writer, reader in [("tp2-pp2", "zero1"), ("fsdp2-hsdp", "tp2")]),
-    *(("untied", "fp32", writer, reader) for writer, reader in [("fsdp-4", "dp2"), ("tp2", "fsdp2")]),
     *(("qwen2", "fp32", "tp2-pp2", reader) for reader in ("megatron-1", "tp2", "dp2", "pp4", "pp2-vpp2")),
     *(("qwen2", "bf16", "tp2-pp2", reader) for reader in ("dp2", "tp2-cp2")),
     *(("adapters", "fp32", writer, reader) for writer, reader in [("fsdp2", "tp2"), ("pp2", "zero3")]),
-    *(("adapters", "fp32", writer, reader) for writer, reader in [("zero2", "fsdp"), ("tp2", "fsdp2")]),
+    ("adapters", "fp32", "zero2", "fsdp"),
     *(("qwen3_moe", "fp32", writer, "fsdp2-1") for writer in ("fsdp2-units", "fsdp2-ep2", "fsdp-units")),
     *(("qwen3_moe", "fp32", writer, reader) for writer, reader in [("zero3", "zero2"), ("fsdp2", "ep2")]),
     *(("qwen3_moe", "fp32", writer, reader) for writer, reader in [("ep2", "zero3"), ("tp2-sp", "fsdp2")]),
@@ -154,9 +148,7 @@ OTHERS = [
 """Model, type, layout of the writer and of the reader."""
 
 
-@pytest.mark.default_rows(
-    "tied-fp32-fsdp2-tp2", "tied-fp32-fsdp-fsdp2", "tied-fp32-zero3-zero3-1", "*-tp2-pp2-pp2-vpp2"
-)
+@pytest.mark.default_rows("tied-fp32-fsdp2-tp2", "tied-fp32-fsdp2-zero1", "tied-fp32-zero3-fsdp2")
 @pytest.mark.parametrize(("model", "dtype", "writer", "reader"), OTHERS)
 def test_another_layout_goes_on_from_the_same_state(run, written, tmp_path, model, dtype, writer, reader):
     """The same float32 weights and moments to the last bit, and then the same steps."""

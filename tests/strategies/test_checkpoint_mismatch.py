@@ -61,7 +61,7 @@ def cross(roles: dict[str, WorkerConfig], batch: TensorBatch, folder: Path) -> d
     return said
 
 
-@pytest.mark.default_rows("fsdp2_train", "megatron_train")
+@pytest.mark.default_rows("fsdp2_train")
 @pytest.mark.parametrize("strategy", ["fsdp2_train", "fsdp_train", "deepspeed_train", "megatron_train"])
 def test_nothing_of_a_checkpoint_is_dropped(run_ranks, untied_model, tmp_path, strategy):
     pytest.importorskip({"deepspeed_train": "deepspeed", "megatron_train": "megatron.core"}.get(strategy, "peft"))

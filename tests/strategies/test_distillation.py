@@ -100,14 +100,12 @@ def expected(tied_model, teacher_model):
 
 
 CASES = {
-    "1-rank": (1, "fsdp2", {"micro_batch": 5}),
     "2-ranks-packed": (2, "fsdp2", PACKING),
     "2-ranks-shared-prompts": (2, "fsdp2", {"use_prefix_sharing": True}),
     "2-ranks-one-sequence": (2, "fsdp2", {"model_args": {"ulysses_size": 2}}),
     "fsdp": (2, "fsdp", {"use_remove_padding": True}),
     "megatron-tensor": (2, "megatron", {"config": {"tp": 2}}),
     "megatron-tensor-pipeline-packed": (4, "megatron", {"config": {"tp": 2, "pp": 2}, **PACKING}),
-    "megatron-context": (2, "megatron", {"config": {"cp": 2}}),
     "zero3": (2, "zero3", {}),
 }
 

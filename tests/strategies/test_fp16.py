@@ -18,18 +18,23 @@ from tests.strategies.comparison import STEPS
 from tests.strategies.samples import TensorBatch, policy_loss
 
 BACKENDS = {
-    **{name: (name, {}) for name in ("fsdp2", "fsdp", "zero0", "zero1", "zero2", "zero3")},
+    **{name: (name, {}) for name in ("fsdp2", "fsdp", "zero0", "zero1", "zero3")},
     "megatron-plain": ("megatron", {"dist_opt": False}),
     "megatron-distributed": ("megatron", {}),
 }
 """Strategies, and ways in which they keep the optimizer's states."""
+DIVIDED = {
+    "tp2-sp": ("megatron", {"tp": 2, "sp": True}),
+    "pp2": ("megatron", {"pp": 2}),
+    "cp2": ("megatron", {"cp": 2}),
+}
 HALF = {"reduce_dtype": "fp16", "reduce_scatter_during_grad_accumulation": False}
 
 
 def backend_of(name: str) -> tuple[str, dict[str, Any]]:
     if name.startswith("zero") and not computes_in_fp16():
         pytest.skip("DeepSpeed computes in fp16 on processors that do")
-    return BACKENDS[name]
+    return (BACKENDS | DIVIDED)[name]
 
 
 def test_the_scale_falls_at_once_and_rises_slowly():
@@ -43,15 +48,15 @@ def test_the_scale_falls_at_once_and_rises_slowly():
 
 @pytest.fixture(scope="module")
 def stepped(run):
-    """``stepped(backend, dtype, steps, half=False)``: after clipped steps, by rank; gradients summed in fp16 or not."""
+    """``stepped(backend, dtype, half=False)``: after a clipped step, by rank; gradients summed in fp16 or not."""
     found = {}
 
-    def train(backend, dtype, steps, half=False):
-        key = backend, dtype, steps, half
+    def train(backend, dtype, half=False):
+        key = backend, dtype, half
         if key not in found:
             strategy, config = backend_of(backend)
             options = {"dtype": dtype, "training": STEPS, "config": config | (HALF if half else {})}
-            found[key] = run(jobs.train, 2, strategy, "tied", steps, 0.5, **options)
+            found[key] = run(jobs.train, 2, strategy, "tied", 1, 0.5, **options)
         return found[key]
 
     return train
@@ -59,10 +64,12 @@ def stepped(run):
 
 @pytest.mark.long
 @pytest.mark.default_rows("fsdp2-True", "zero1-False", "megatron-distributed-False")
-@pytest.mark.parametrize(("backend", "half"), [*((one, False) for one in BACKENDS), ("fsdp2", True), ("fsdp", True)])
+@pytest.mark.parametrize(
+    ("backend", "half"), [*((one, False) for one in BACKENDS | DIVIDED), ("fsdp2", True), ("fsdp", True)]
+)
 def test_a_step_in_fp16_is_near_the_one_in_fp32(stepped, backend, half):
     """fp16 has 11 bits: 0.05% of each of a dozen products and sums. bf16, with 8 bits, is eight times as far off."""
-    for low, whole in zip(stepped(backend, "fp16", 1, half), stepped(backend, "fp32", 1), strict=True):
+    for low, whole in zip(stepped(backend, "fp16", half), stepped(backend, "fp32"), strict=True):
         if backend.startswith("fsdp"):
             assert low["dtypes"] == {"torch.float32"}
         assert low["metrics"]["loss_scale"] == INITIAL_SCALE
@@ -74,19 +81,6 @@ def test_a_step_in_fp16_is_near_the_one_in_fp32(stepped, backend, half):
             unscaled = low["gradients"][name] / INITIAL_SCALE
             limit = 5e-3 * float(gradient.abs().max())
             torch.testing.assert_close(unscaled, gradient, rtol=0, atol=limit)
-
-
-@pytest.mark.long
-@pytest.mark.default_rows("fsdp", "zero3")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_three_steps_in_fp16_are_near_those_in_fp32(stepped, backend):
-    """Weights move by up to 1e-2 a step here; the two runs part by a tenth of that in three. So do two backends."""
-    half, whole = (stepped(backend, dtype, 3)[0] for dtype in ("fp16", "fp32"))
-    fsdp2 = stepped("fsdp2", "fp16", 3)[0]
-    assert half["metrics"]["grad_norm"] == pytest.approx(fsdp2["metrics"]["grad_norm"], rel=5e-3)
-    for name, weight in whole["weights"].items():
-        torch.testing.assert_close(half["weights"][name].float(), fsdp2["weights"][name].float(), rtol=1e-3, atol=1e-3)
-        torch.testing.assert_close(half["weights"][name].float(), weight, rtol=1e-3, atol=1e-3)
 
 
 def overflow(role: WorkerConfig, batch: TensorBatch, folder: Path) -> dict[str, Any]:
@@ -118,7 +112,7 @@ def _large_loss(outputs: TensorBatch, batch: TensorBatch) -> tuple[torch.Tensor,
     return loss * (30.0 if torch.distributed.get_rank() == 0 else 1.0), metrics
 
 
-@pytest.mark.default_rows("fsdp2-2", "megatron-distributed-2")
+@pytest.mark.default_rows("fsdp2-2")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_overflow_on_one_rank_drops_the_update_everywhere(run, tmp_path, backend, world):

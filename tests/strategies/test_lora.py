@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 pytest.importorskip("peft")
 
-from roll.models.lora import DOWN_PART, UP_PART, merged_weight
 from roll.models.stored import StoredLayout
 from tests.strategies import jobs
 from tests.strategies import lora_cases as cases
@@ -21,8 +20,6 @@ SMOOTH = {"adam_epsilon": 1e-3}
 RECOMPUTE = {"model_args": {"disable_gradient_checkpointing": False}}
 COMPILED = {"model_args": {"compile": True}}
 PACKED = {"use_sequence_packing": True}
-OFFLOAD = {"offload": "cpu"}
-KEEP = {"reshard_after_forward": False}
 UNITS = {"wrap_policy": {"moe_experts": ["Qwen3MoeMLP"]}}
 EP = {"ep_size": 2}
 WRAPPED = {"wrap_policy": {"wrap_embeddings": True, "wrap_lm_output": True}}
@@ -44,7 +41,6 @@ ADAPTERS = {
     "qwen2_moe": ("qwen2_moe", {"target": [*ATTENTION, *SHARED], **EXPERTS}),
     "qwen3_moe": ("qwen3_moe", {"target": ATTENTION, **EXPERTS}),
     "mixtral": ("mixtral", {"target": ["o_proj"], **EXPERTS}),
-    "olmoe": ("olmoe", {"target": None, **EXPERTS}),
     "shared": ("qwen2_moe", {"target": SHARED}),
     "two-layers": ("qwen2_moe-2", {"target": ["q_proj", "v_proj", "shared_expert.down_proj"], **EXPERTS}),
     "two-layers-alone": ("qwen2_moe-2", {"target": None, **EXPERTS}),
@@ -103,80 +99,42 @@ def of_megatron(world, sizes, adapter, options=None):
 
 
 TRAINING = {
-    "fsdp2-1-rank": sharded(1, "fsdp2"),
-    "fsdp2": sharded(2, "fsdp2"),
     "fsdp2-shared-prompts": sharded(2, "fsdp2", use_prefix_sharing=True),
-    "fsdp2-packed": sharded(2, "fsdp2", **PACKED),
-    "fsdp2-offload": sharded(2, "fsdp2", {"offload_policy": True}),
-    "fsdp2-checkpointed": sharded(2, "fsdp2", **RECOMPUTE),
     "fsdp2-reentrant-checkpointed": sharded(
         2, "fsdp2", model_args={"disable_gradient_checkpointing": False, "gradient_checkpointing_use_reentrant": True}
     ),
     "fsdp2-hsdp-one-without-rows": sharded(4, "fsdp2", {"fsdp_size": 2}, micro_batch=2),
     "fsdp2-ulysses": sharded(2, "fsdp2", model_args={"ulysses_size": 2}),
     "fsdp2-more-in-full-own-units": sharded(2, "fsdp2", WRAPPED, "untied-whole"),
-    "fsdp2-compiled-packed": sharded(2, "fsdp2", **COMPILED, **PACKED),
     "fsdp-compiled": sharded(2, "fsdp", **COMPILED),
-    "zero3-compiled-packed": sharded(2, "zero3", **COMPILED, **PACKED),
     "fsdp": sharded(2, "fsdp"),
-    "fsdp-checkpointed": sharded(2, "fsdp", **RECOMPUTE),
     **{f"zero{stage}": sharded(2, f"zero{stage}") for stage in range(4)},
-    "zero3-persistent": sharded(2, "zero3", {"zero_optimization": {"stage3_param_persistence_threshold": 1e5}}),
-    "zero2-offload": sharded(2, "zero2", OFFLOAD),
-    "zero3-offload": sharded(2, "zero3", OFFLOAD | {"offload_param": True}),
-    "zero3-checkpointed": sharded(2, "zero3", **RECOMPUTE),
     "zero3-more-in-full": sharded(2, "zero3", adapter="untied-head"),
-    "fsdp2-experts": sharded(2, "fsdp2", {}, "two-layers"),
-    "fsdp-experts": sharded(2, "fsdp", {}, "two-layers"),
     "fsdp-experts-apart": sharded(2, "fsdp", UNITS, "two-layers"),
     "zero3-experts": sharded(2, "zero3", {}, "two-layers"),
     "fsdp2-experts-alone-checkpointed": sharded(2, "fsdp2", {}, "two-layers-alone", **RECOMPUTE),
     "fsdp2-experts-ep2": sharded(2, "fsdp2", EP, "two-layers"),
     "fsdp2-experts-ep2-of-4-apart": sharded(4, "fsdp2", EP | UNITS, "two-layers", split=(4, 3, 3, 2)),
-    "megatron-1-rank": of_megatron(1, {}, "qwen2"),
-    "dp2": of_megatron(2, {}, "qwen3"),
     "dp2-distributed-optimizer": of_megatron(2, {"dist_opt": True, "overlap_grad_reduce": True}, "llama"),
-    "tp2": of_megatron(2, {"tp": 2}, "qwen2"),
     "tp2-some-of-a-fused-matrix": of_megatron(2, {"tp": 2}, "part"),
-    "tp2-sp": of_megatron(2, {"tp": 2, "sp": True}, "qwen3"),
     "tp2-sp-more-in-full": of_megatron(2, {"tp": 2, "sp": True}, "whole", RECOMPUTE),
     "vpp2-more-in-full": of_megatron(2, {"pp": 2, "vpp": 2}, "whole"),
     "pp2-tied-recomputed": of_megatron(2, {"pp": 2}, "qwen2", RECOMPUTE),
-    "pp2-first-stage-frozen": of_megatron(2, {"pp": 2}, "last"),
     "vpp2-three-chunks-frozen": of_megatron(2, {"pp": 2, "vpp": 2}, "last"),
-    "cp2": of_megatron(2, {"cp": 2}, "qwen2"),
     "tp2-cp2-sp-packed": of_megatron(4, {"tp": 2, "cp": 2, "sp": True}, "qwen3", PACKED),
-    "tp2-dp2-distributed-optimizer": of_megatron(4, {"tp": 2, "dist_opt": True}, "qwen3"),
     "experts-allgather-recomputed": of_megatron(1, {"dispatcher": "allgather"}, "mixtral", RECOMPUTE),
-    "experts-alone-dp2": of_megatron(2, {}, "olmoe"),
     "experts-ep2": of_megatron(2, {"ep": 2}, "qwen3_moe"),
-    "experts-ep2-allgather-packed": of_megatron(2, {"ep": 2, "dispatcher": "allgather"}, "qwen2_moe", PACKED),
-    "experts-tp2-etp2": of_megatron(2, {"tp": 2, "sp": True}, "qwen2_moe"),
     "shared-expert-alone-tp2": of_megatron(2, {"tp": 2, "sp": True}, "shared", RECOMPUTE),
-    "experts-tp2-ep2-etp1": of_megatron(2, {"tp": 2, "sp": True, "etp": 1, "ep": 2}, "mixtral"),
-    "experts-etp2-of-replicas": of_megatron(2, {"etp": 2}, "qwen3_moe"),
-    "experts-pp2": of_megatron(2, {"pp": 2}, "qwen2_moe"),
-    "experts-cp2-ep2": of_megatron(2, {"cp": 2, "ep": 2}, "qwen3_moe"),
     "experts-ep2-pp2-dist-opt": of_megatron(4, {"ep": 2, "pp": 2, "dist_opt": True}, "qwen2_moe"),
     "experts-tp2-ep2-etp2": of_megatron(4, {"tp": 2, "sp": True, "ep": 2, "etp": 2}, "qwen2_moe"),
-    "experts-ep2-of-4-one-without-rows": of_megatron(4, {"ep": 2}, "qwen3_moe"),
 }
 
 
-@pytest.mark.default_rows(
-    "fsdp2-ulysses",
-    "fsdp2-more-in-full-own-units",
-    "fsdp",
-    "zero3",
-    "tp2-some-of-a-fused-matrix",
-    "tp2-sp-more-in-full",
-    "vpp2-three-chunks-frozen",
-    "experts-ep2",
-)
+@pytest.mark.default_rows("fsdp2-more-in-full-own-units", "fsdp", "zero3", "tp2-sp-more-in-full")
 @pytest.mark.parametrize("case", TRAINING)
 def test_training_equals_plain_peft(run_lora, wanted, case):
     world, strategy, name, options = TRAINING[case]
-    has_experts = "moe" in ADAPTERS[name][0] or name in ("mixtral", "olmoe")
+    has_experts = "moe" in ADAPTERS[name][0] or name == "mixtral"
     steps = 2 if has_experts else 3
     results, plain = run_lora(cases.train, world, strategy, name, steps, **options), wanted(name, steps)
     # Four layers, after two steps: there the plain model in float32 is 4e-6 from itself in float64.
@@ -191,9 +149,6 @@ def test_training_equals_plain_peft(run_lora, wanted, case):
 
 
 RESUMED = {
-    "fsdp2-1-rank": (1, "fsdp2", {}, "tied", "fp32", ()),
-    "fsdp2": (2, "fsdp2", {}, "tied", "fp32", ()),
-    "fsdp2-more-in-full": (2, "fsdp2", {}, "untied-whole", "fp32", ()),
     "fsdp2-more-in-full-own-units": (2, "fsdp2", WRAPPED, "untied-whole", "fp32", ()),
     "fsdp": (2, "fsdp", {}, "tied", "fp32", ((2, "fsdp2", {}),)),
     "fsdp-bf16": (2, "fsdp", {}, "tied", "bf16", ((2, "fsdp2", {}),)),
@@ -214,10 +169,9 @@ RESUMED = {
         {"tp": 2, "sp": True},
         "qwen2",
         "fp32",
-        ((1, "megatron", {}), (2, "megatron", {"pp": 2, "vpp": 2})),
+        ((2, "megatron", {"pp": 2, "vpp": 2}),),
     ),
     "tp2-pp2-bf16": (4, "megatron", {"tp": 2, "pp": 2, "dist_opt": True}, "qwen2", "bf16", ()),
-    "megatron-1-rank-more-in-full": (1, "megatron", {}, "whole", "fp32", ()),
     "experts-ep2-bf16": (2, "megatron", {"ep": 2, "dist_opt": True}, "qwen2_moe", "bf16", ()),
     "experts-tp2-ep2-etp2": (
         4,
@@ -228,14 +182,13 @@ RESUMED = {
         (
             (1, "megatron", {}),
             (2, "megatron", {"ep": 2, "dist_opt": True}),
-            (2, "megatron", {"pp": 2}),
             (2, "megatron", {"tp": 2, "sp": True, "etp": 1}),
         ),
     ),
 }
 
 
-@pytest.mark.default_rows("fsdp2-more-in-full-own-units", "fsdp-bf16", "tp2-sp")
+@pytest.mark.default_rows("fsdp2-more-in-full-own-units")
 @pytest.mark.parametrize("case", RESUMED)
 def test_resumed_is_uninterrupted_and_the_export_is_complete(run_lora, family, tmp_path, case):
     world, strategy, config, name, dtype, others = RESUMED[case]
@@ -282,7 +235,7 @@ DRAWN = {
             "qwen3",
             dtype,
             "all-linear",
-            [(1, "megatron", {}), (2, "megatron", {"tp": 2, "sp": True}), (2, "megatron", {"pp": 2})],
+            [(2, "megatron", {"tp": 2, "sp": True}), (2, "megatron", {"pp": 2})],
         )
         for dtype in ("fp32", "bf16")
     },
@@ -295,7 +248,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.default_rows("fsdp2", "megatron-bf16")
+@pytest.mark.default_rows("megatron-bf16")
 @pytest.mark.parametrize("case", DRAWN)
 def test_new_adapters_are_the_same_under_every_layout(run, case):
     """Also rounded in the same way."""
@@ -330,30 +283,7 @@ def test_what_is_trained_in_full_begins_as_the_base(run, family):
     assert_same_bits(whole, {name: plain[name].detach() for name in whole})
 
 
-@pytest.mark.default_rows("tp2")
-@pytest.mark.parametrize(("world", "sizes"), [(1, {}), (2, {"tp": 2}), (2, {"pp": 2})], ids=["1-rank", "tp2", "pp2"])
-def test_weights_are_sent_merged_or_apart(run_lora, family, adapter, world, sizes):
-    options = {"dtype": "bf16", "config": sizes, "batch": None}
-    merged, apart, trained = run_lora(cases.sent_weights, world, "megatron", "part", **options)[0]
-    plain = dict(plain_model(family("llama")).named_parameters())
-    adapted = dict(cases.plain_peft_model(family("llama"), adapter("part")).named_parameters())
-    assert merged.keys() == plain.keys()
-    assert trained.keys() == {name for name in apart if name.endswith((DOWN_PART, UP_PART))}
-    for name, weight in plain.items():
-        base = weight.bfloat16()
-        assert torch.equal(apart[name], base)
-        path = f"base_model.model.{name.removesuffix('.weight')}"
-        down, up = (adapted.get(f"{path}.lora_{part}.default.weight") for part in "AB")
-        assert (down is None) == (f"{name}{DOWN_PART}" not in trained)
-        if down is None:
-            assert torch.equal(merged[name], base)
-            continue
-        assert torch.equal(trained[f"{name}{DOWN_PART}"], down.bfloat16())
-        assert torch.equal(trained[f"{name}{UP_PART}"], up.bfloat16())
-        scaling = cases.ALPHA / cases.RANK
-        assert torch.equal(merged[name], merged_weight(base, down.bfloat16(), up.bfloat16(), scaling))
-
-
+@pytest.mark.default_rows("1-megatron_infer-options0-*")
 @pytest.mark.parametrize(
     ("world", "strategy", "options", "message"),
     [

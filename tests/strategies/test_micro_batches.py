@@ -33,11 +33,11 @@ from tests.strategies.samples import make_turns
 LONGEST = 12
 
 
-def batch(lengths: list[int], prompts: list[int] | None = None) -> TensorBatch:
+def batch(lengths: list[int], prompts: list[int] | None = None, width: int = LONGEST) -> TensorBatch:
     """Rows of the given lengths; a row's prompt is its first token, ``prompts[i]``, and the rest its response."""
-    columns = torch.arange(LONGEST)
+    columns = torch.arange(width)
     mask = columns < torch.tensor(lengths, dtype=torch.int64).reshape(-1, 1)
-    ids = columns.expand(len(lengths), LONGEST).clone()
+    ids = columns.expand(len(lengths), width).clone()
     if prompts is not None:
         ids[:, 0] = torch.tensor(prompts)
     return {"input_ids": ids, "attention_mask": mask, "response_mask": mask & (columns > 0)}
@@ -160,13 +160,10 @@ def test_pairs_that_do_not_fit_are_named():
         plan_micro_batches(whole, MicroBatching(rows=1, max_tokens=17), itself)
 
 
-def test_rows_of_like_lengths_come_together():
+def test_rows_of_like_lengths_come_together_and_packs_have_like_work():
     rule = MicroBatching(rows=1, max_tokens=24, width_multiple=4)
     plan = plan_micro_batches(batch([12, 2, 11, 3, 4, 1, 12]), rule, itself)
     assert plan == [[0, 6], [2, 4], [1, 3, 5]]
-
-
-def test_packs_have_like_work():
     rule = MicroBatching(rows=1, removes_padding=True, max_tokens=16, balances=True, min_count=3)
     lengths = [12, 4, 5, 5, 6, 3, 3, 4]
     plan = plan_micro_batches(batch(lengths), rule, itself)
@@ -238,21 +235,15 @@ def test_a_row_that_does_not_fit_is_named(removes_padding):
         plan_micro_batches(batch([4, 9]), rule, itself)
 
 
-def rows_of(lengths: list[int], width: int) -> dict[str, torch.Tensor]:
-    columns = torch.arange(width)
-    mask = columns < torch.tensor(lengths, dtype=torch.int64).reshape(-1, 1)
-    return {
-        "input_ids": columns.expand(len(lengths), width),
-        "attention_mask": mask,
-        "response_mask": mask & (columns > 0),
-        "advantages": torch.rand(len(lengths), width),
-        "scores": torch.arange(len(lengths)),
-    }
+def scored(lengths: list[int], width: int = LONGEST) -> TensorBatch:
+    """With a column of tokens and one of rows."""
+    count = len(lengths)
+    return batch(lengths, width=width) | {"advantages": torch.rand(count, width), "scores": torch.arange(count)}
 
 
 @given(lengths=st.lists(st.integers(0, 9), max_size=12), rows=st.integers(1, 5), padding=st.integers(0, 3))
 def test_micro_batches_hold_every_row_once_cut_to_the_longest(lengths, rows, padding):
-    whole = rows_of(lengths, 9 + padding)
+    whole = scored(lengths, 9 + padding)
     parts = [micro_batch(whole, own) for own in fixed_rows(len(lengths), rows)]
     assert [score for part in parts for score in part["scores"].tolist()] == list(range(len(lengths)))
     for part in parts:
@@ -260,16 +251,12 @@ def test_micro_batches_hold_every_row_once_cut_to_the_longest(lengths, rows, pad
         assert {part[name].shape[1] for name in ("input_ids", "attention_mask", "advantages")} == {max(1, longest)}
 
 
-def test_without_rows_there_is_nothing_to_predict():
-    part = micro_batch(rows_of([3, 4], 5), range(0))
-    assert is_empty(part) and part["input_ids"].shape == (1, 1)
-    assert not is_empty(micro_batch(rows_of([3, 4], 5), [0, 1]))
-
-
-def test_any_rows_are_cut_to_the_longest_of_them():
-    part = micro_batch(rows_of([3, 9, 4], 10), [0, 2])
-    assert part["scores"].tolist() == [0, 2]
+def test_rows_are_cut_to_the_longest_of_them_and_none_have_nothing_to_predict():
+    whole = scored([3, 9, 4])
+    part, nothing = micro_batch(whole, [0, 2]), micro_batch(whole, range(0))
+    assert part["scores"].tolist() == [0, 2] and not is_empty(part)
     assert part["input_ids"].shape == part["advantages"].shape == (2, 4)
+    assert is_empty(nothing) and nothing["input_ids"].shape == (1, 1)
 
 
 def test_tensors_in_metrics_become_floats_after_merging():

@@ -24,30 +24,22 @@ THREE = zero(3)["zero_optimization"]
 LAYOUTS: dict[str, tuple[int, str, str, dict[str, Any]]] = {
     "fsdp2-1-rank": (1, "fsdp2", "tied", {}),
     "fsdp2": (2, "fsdp2", "untied", {}),
-    "fsdp2-offload": (2, "fsdp2", "tied", {"config": {"offload_policy": True}}),
     "fsdp2-hsdp": (4, "fsdp2", "tied", {"config": {"fsdp_size": 2}}),
     "fsdp2-experts": (2, "fsdp2", "qwen3_moe", {}),
     "fsdp2-experts-ep2": (2, "fsdp2", "qwen3_moe", {"config": {"ep_size": 2}}),
     "fsdp2-adapters": (2, "fsdp2", "untied", {"model_args": ADAPTERS}),
-    "fsdp-1-rank": (1, "fsdp", "tied", {}),
     "fsdp": (2, "fsdp", "untied", {}),
     "fsdp-hsdp": (4, "fsdp", "tied", {"config": {"fsdp_size": 2}}),
     "fsdp-experts": (2, "fsdp", "qwen3_moe", {}),
     "zero0": (2, "zero0", "tied", {}),
     "zero1": (2, "zero1", "untied", {}),
-    "zero1-bf16": (2, "zero1", "tied", {"dtype": "bf16"}),
     "zero2": (2, "zero2", "untied", {}),
-    "zero2-4-ranks": (4, "zero2", "tied", {}),
     "zero2-offload": (2, "zero2", "tied", {"config": {"offload": "cpu"}}),
-    "zero2-experts": (2, "zero2", "qwen3_moe", {}),
     "zero3": (2, "zero3", "untied", {}),
     "zero3-groups": (2, "zero3", "tied", {"config": {"zero_optimization": THREE | {"sub_group_size": 5000}}}),
     "zero3-offload": (2, "zero3", "tied", {"config": {"offload": "cpu", "offload_param": True}}),
     "zero3-adapters": (2, "zero3", "untied", {"model_args": ADAPTERS}),
-    "megatron-1-rank": (1, "megatron", "qwen2", {}),
     "dp2": (2, "megatron", "qwen2", {"config": {"dist_opt": True}}),
-    "dp2-bf16": (2, "megatron", "qwen2", {"config": {"dist_opt": True}, "dtype": "bf16"}),
-    "tp2": (2, "megatron", "untied", {"config": {"tp": 2}}),
     "tp2-dp2": (4, "megatron", "qwen2", {"config": {"tp": 2, "dist_opt": True}}),
     "pp2-vpp2-dp2": (4, "megatron", "qwen2", {"config": {"pp": 2, "vpp": 2}}),
     "tp2-sp-experts": (2, "megatron", "qwen3_moe", {"config": {"tp": 2, "sp": True}}),
@@ -139,13 +131,7 @@ def plain(
     return weights
 
 
-@pytest.mark.default_rows(
-    "fsdp2-0.05-original",
-    "fsdp2-experts-None-default",
-    "fsdp-0.05-default",
-    "zero2-0.05-default",
-    "tp2-dp2-0.05-default",
-)
+@pytest.mark.default_rows("fsdp2-0.05-original", "fsdp-None-default", "zero2-0.05-default", "dp2-0.05-default")
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -163,29 +149,6 @@ def test_three_steps_equal_pytorch_on_whole_matrices(run, layout, max_grad_norm,
         assert difference <= 1e-6, (name, difference)
         moved += not torch.equal(weight, result["before"][name])
     assert moved == len(wanted) and all(math.isfinite(norm) for _, norm in result["steps"])
-
-
-RESUMED = [
-    *(
-        (name, "fp32")
-        for name in ("fsdp2", "fsdp2-hsdp", "fsdp2-experts-ep2", "fsdp2-adapters", "fsdp", "fsdp-experts")
-    ),
-    *((name, "fp32") for name in ("zero2-offload", "zero3-groups", "zero3-adapters", "tp2-dp2", "ep2-dp2-experts")),
-    *((name, "bf16") for name in ("zero0", "zero1", "zero3", "dp2")),
-]
-
-
-@pytest.mark.default_rows("fsdp2-experts-ep2-fp32")
-@pytest.mark.parametrize(("layout", "dtype"), RESUMED)
-def test_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, layout, dtype):
-    world, strategy, model, role = LAYOUTS[layout]
-    options = {**role, "dtype": dtype, "training": {"optimizer": SETTINGS["default"]}}
-    whole = run(jobs.train_and_save, world, strategy, model, tmp_path, **options)
-    resumed = run(jobs.load_and_train, world, strategy, model, tmp_path, **options)
-    for one, other in zip(whole, resumed, strict=True):
-        assert one["metrics"] == other["metrics"]
-        assert_same_bits(other["weights"], one["weights"])
-    assert_same_bits(contents_of(tmp_path / "resumed"), contents_of(tmp_path / "end"))
 
 
 def load_and_save(role: WorkerConfig, path: Path, out: Path) -> None:
@@ -226,6 +189,7 @@ def refusal(role: WorkerConfig, path: Path) -> str:
     return str(refused.value)
 
 
+@pytest.mark.default_rows("zero2")
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2"])
 def test_moments_of_another_optimizer_are_refused(run, tmp_path, strategy):
     muon = {"optimizer": SETTINGS["default"]}

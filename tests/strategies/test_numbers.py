@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from roll.config.roles import SequencePackingArguments
-from roll.strategies.training.optimizer import INITIAL_SCALE
 from tests.strategies import jobs
 from tests.strategies.comparison import (
     STEPS,
@@ -41,7 +40,6 @@ KEEP = {"reshard_after_forward": False}
 TILED = {"apply_tiled_mlp": True, "tiled_num_shards": 3}
 COMPILED = {"model_args": {"compile": True}}
 COMPILED_CHECKPOINTED = {"model_args": {"compile": True, "disable_gradient_checkpointing": False}}
-CHECKPOINTED_ULYSSES = {"model_args": ULYSSES | CHECKPOINTED["model_args"]}
 WHOLE = {"stage3_param_persistence_threshold": 1e5}
 SMALL_BUCKETS = zero(3)["zero_optimization"] | {"reduce_bucket_size": "1e3", "sub_group_size": 1e3}
 STEP_EACH = {"config": {"step_each_micro_batch": True}, "micro_batch": 2}
@@ -56,49 +54,31 @@ def of_megatron(world, sizes, model, options=None):
 
 
 GRADIENTS = {
-    "fsdp2-1-rank": (1, "fsdp2", "tied", {}),
     "fsdp2-micro-batch-1": (1, "fsdp2", "tied", {"micro_batch": 1}),
-    "fsdp2-1-rank-offload": (1, "fsdp2", "tied", {"config": {"offload_policy": True}}),
-    "fsdp2-no-padding": (1, "fsdp2", "tied", {"use_remove_padding": True}),
-    "fsdp2-dynamic": (1, "fsdp2", "tied", DYNAMIC),
     "fsdp2-packed": (1, "fsdp2", "tied", PACKING),
-    "fsdp2-2-ranks": (2, "fsdp2", "tied", {}),
-    "fsdp2-shared-prompts": (2, "fsdp2", "tied", SHARED),
     "fsdp2-tiled-mlp": (2, "fsdp2", "tied", {"config": TILED} | CHECKPOINTED | SHARED),
     "fsdp2-reduce-at-the-end": (2, "fsdp2", "tied", {"config": LATE}),
-    "fsdp2-no-reshard": (2, "fsdp2", "tied", {"config": KEEP}),
     "fsdp2-offload": (2, "fsdp2", "tied", {"config": {"offload_policy": True}}),
-    "fsdp2-checkpointed": (2, "fsdp2", "tied", CHECKPOINTED),
     "fsdp2-one-unit": (2, "fsdp2", "tied", {"config": ONE_UNIT}),
     "fsdp2-own-units": (2, "fsdp2", "untied", {"config": WRAPPED}),
     "fsdp2-dynamic-no-padding": (2, "fsdp2", "tied", DYNAMIC | {"use_remove_padding": True}),
     "fsdp2-packed-shared-prompts-checkpointed": (2, "fsdp2", "tied", PACKING | SHARED | CHECKPOINTED),
     "fsdp2-one-without-rows": (4, "fsdp2", "tied", {}),
     "fsdp2-hsdp": (4, "fsdp2", "tied", {"micro_batch": 2, "config": {"fsdp_size": 2}}),
-    "fsdp2-compiled": (2, "fsdp2", "tied", COMPILED_CHECKPOINTED),
     "fsdp2-compiled-shared-prompts": (2, "fsdp2", "tied", COMPILED_CHECKPOINTED | DYNAMIC | SHARED),
-    "fsdp2-compiled-tiled-mlp": (2, "fsdp2", "tied", COMPILED | {"config": TILED}),
     "fsdp2-compiled-ulysses": (2, "fsdp2", "tied", PACKING | {"model_args": ULYSSES | COMPILED["model_args"]}),
     "fsdp-compiled": (2, "fsdp", "tied", COMPILED_CHECKPOINTED),
     "zero2-compiled-packed": (2, "zero2", "tied", COMPILED | PACKING),
     "zero3-compiled": (2, "zero3", "tied", COMPILED_CHECKPOINTED | PACKING),
-    "ulysses-padded": (2, "fsdp2", "tied", {"model_args": ULYSSES}),
-    "ulysses-packed": (2, "fsdp2", "tied", PACKING | {"model_args": ULYSSES}),
     "ulysses-shared-prompts": (2, "fsdp2", "tied", DYNAMIC | SHARED | {"model_args": ULYSSES}),
     "ulysses-2x2": (4, "fsdp2", "tied", {"model_args": ULYSSES, "micro_batch": 5}),
-    "ulysses-2x2-hsdp": (4, "fsdp2", "tied", {"model_args": ULYSSES, "config": {"fsdp_size": 2}}),
     "ulysses-fsdp-packed": (2, "fsdp", "tied", PACKING | {"model_args": ULYSSES}),
-    "ulysses-fsdp-2x2": (4, "fsdp", "tied", CHECKPOINTED_ULYSSES),
     "ulysses-fewer-key-value-heads-than-ranks": (4, "fsdp2", "tied", {"model_args": {"ulysses_size": 4}}),
-    "fsdp-2-ranks": (2, "fsdp", "tied", {}),
     "fsdp-keep-and-reduce-at-the-end": (2, "fsdp", "tied", {"config": LATE | KEEP}),
-    "fsdp-checkpointed": (2, "fsdp", "tied", CHECKPOINTED),
     "fsdp-shared-prompts": (2, "fsdp", "tied", SHARED | CHECKPOINTED),
-    "fsdp-no-padding": (2, "fsdp", "tied", {"use_remove_padding": True, **CHECKPOINTED}),
     "fsdp-packed": (2, "fsdp", "tied", {**PACKING, "config": LATE}),
     "fsdp-dynamic": (2, "fsdp", "tied", DYNAMIC),
     "fsdp-micro-batch-1": (2, "fsdp", "tied", {"micro_batch": 1}),
-    "fsdp-one-unit": (2, "fsdp", "tied", {"config": ONE_UNIT}),
     "fsdp-own-units": (2, "fsdp", "untied", {"config": WRAPPED}),
     "fsdp-one-without-rows": (4, "fsdp", "tied", {}),
     "fsdp-hsdp": (4, "fsdp", "tied", {"micro_batch": 2, "config": {"fsdp_size": 2}}),
@@ -106,71 +86,38 @@ GRADIENTS = {
     "zero3-persistent": (2, "zero3", "tied", {"config": {"zero_optimization": WHOLE}}),
     "zero1-offload-is-none": (2, "zero1", "tied", {"config": {"offload": "cpu"}}),
     "zero2-offload": (2, "zero2", "tied", {"config": {"offload": "cpu"}}),
-    "zero3-offload-optimizer": (2, "zero3", "tied", {"config": {"offload": "cpu"}}),
     "zero3-offload-all": (2, "zero3", "tied", {"config": {"offload": "cpu", "offload_param": True}}),
     **{f"zero{stage}-step-each": (2, f"zero{stage}", "tied", STEP_EACH) for stage in (0, 2, 3)},
     "zero2-micro-batch-1": (2, "zero2", "tied", {"micro_batch": 1}),
-    "zero2-checkpointed": (2, "zero2", "tied", CHECKPOINTED),
     "zero2-shared-prompts": (2, "zero2", "tied", SHARED),
-    "zero3-shared-prompts": (2, "zero3", "tied", SHARED | CHECKPOINTED),
-    "zero2-packed": (2, "zero2", "tied", PACKING),
     "zero3-packed": (2, "zero3", "tied", PACKING | CHECKPOINTED),
     "zero2-dynamic": (2, "zero2", "tied", DYNAMIC),
     "zero3-small-buckets": (2, "zero3", "tied", {"config": {"zero_optimization": SMALL_BUCKETS}}),
-    "zero3-1-rank": (1, "zero3", "tied", {}),
     "zero3-one-without-rows": (2, "zero3", "tied", {"split": (12, 0)}),
-    "megatron-1-rank": of_megatron(1, {}, "qwen2"),
     "megatron-micro-batch-1": of_megatron(1, {}, "llama", {"micro_batch": 1}),
-    "dp2": of_megatron(2, {}, "qwen3"),
     "megatron-one-without-rows": of_megatron(4, {}, "qwen2"),
     "dp2-distributed-optimizer": of_megatron(2, {"dist_opt": True}, "qwen2"),
     "overlap": of_megatron(2, {"dist_opt": True, "overlap_grad_reduce": True, "ddp_bucket_size": 500}, "qwen3"),
-    "tp2": of_megatron(2, {"tp": 2}, "qwen2"),
-    "qwen3-tp2-sp": of_megatron(2, {"tp": 2, "sp": True}, "qwen3"),
-    "pp2-tied": of_megatron(2, {"pp": 2}, "qwen2"),
     "pp2-own-split": of_megatron(2, {"pp": 2, "pipeline_model_parallel_layout": "Et|tttL"}, "qwen3"),
     "cp2": of_megatron(2, {"cp": 2}, "llama"),
     "vpp2-tied": of_megatron(2, {"pp": 2, "vpp": 2}, "qwen2"),
     "tp2-dp2-distributed-optimizer": of_megatron(4, {"tp": 2, "dist_opt": True}, "qwen2"),
     "tp2-cp2-sp": of_megatron(4, {"tp": 2, "cp": 2, "sp": True}, "qwen3"),
-    "pp2-cp2": of_megatron(4, {"pp": 2, "cp": 2}, "qwen2"),
-    "pp2-dp2-distributed-optimizer-tied": of_megatron(4, {"pp": 2, "dist_opt": True}, "qwen2"),
-    "vpp2-tp2-sp": of_megatron(4, {"pp": 2, "vpp": 2, "tp": 2, "sp": True}, "llama"),
-    "megatron-packed": of_megatron(1, {}, "qwen2", PACKED),
     "tp2-sp-packed": of_megatron(2, {"tp": 2, "sp": True}, "qwen3", PACKED),
-    "cp2-packed": of_megatron(2, {"cp": 2}, "llama", PACKED),
-    "vpp2-packed": of_megatron(2, {"pp": 2, "vpp": 2}, "qwen2", PACKED),
     "dp2-balanced-packs": of_megatron(2, {}, "qwen2", BALANCED),
     "dp2-dynamic": of_megatron(2, {}, "qwen3", DYNAMIC),
-    "cp2-shared-prompts": of_megatron(2, {"cp": 2}, "qwen2", SHARED),
     "tp2-pp2-sp-shared-prompts": of_megatron(4, {"pp": 2, "tp": 2, "sp": True}, "qwen3", SHARED | CHECKPOINTED),
-    "recomputed": of_megatron(1, {}, "qwen3", CHECKPOINTED),
     "recomputed-sp": of_megatron(2, {"tp": 2, "sp": True, "recompute_granularity": "full"}, "qwen3", CHECKPOINTED),
     "recomputed-selectively": of_megatron(1, {"recompute_granularity": "selective"}, "qwen3", CHECKPOINTED),
     "recomputed-block-pp2": of_megatron(2, {"pp": 2} | BLOCKS, "qwen3", CHECKPOINTED),
-    "recomputed-vpp2": of_megatron(2, {"pp": 2, "vpp": 2}, "qwen3", CHECKPOINTED),
 }
 """Ranks, strategy, model, and options of the role by case."""
 
 
 @pytest.mark.default_rows(
-    "fsdp2-tiled-mlp",
-    "fsdp2-offload",
-    "fsdp2-packed",
-    "fsdp2-dynamic-no-padding",
-    "fsdp2-hsdp",
-    "ulysses-2x2",
-    "fsdp-own-units",
-    "fsdp-shared-prompts",
-    "fsdp-one-without-rows",
-    "zero2-step-each",
-    "zero3-offload-all",
-    "zero3-packed",
-    "dp2-distributed-optimizer",
-    "cp2",
-    "vpp2-tied",
-    "tp2-sp-packed",
-    "tp2-pp2-sp-shared-prompts",
+    *("fsdp2-offload", "fsdp2-packed-shared-prompts-checkpointed", "fsdp2-hsdp", "ulysses-shared-prompts"),
+    *("fsdp-shared-prompts", "zero2-step-each", "zero3-offload-all"),
+    *("dp2-distributed-optimizer", "cp2", "vpp2-tied", "tp2-sp-packed"),
 )
 @pytest.mark.parametrize("case", GRADIENTS)
 def test_gradient_and_outputs_equal_the_plain_model(run, expected, case):
@@ -184,15 +131,7 @@ def test_gradient_and_outputs_equal_the_plain_model(run, expected, case):
         assert results[0]["zero"] == (*facts, stage == 3 and case != "zero3-persistent")
 
 
-def test_extra_padding_changes_nothing(run):
-    (tight,), (loose,) = (
-        run(jobs.train, 1, "fsdp2", "tied", batch=make_batch(extra_padding=padding)) for padding in (0, 13)
-    )
-    assert_same_bits(loose["gradients"], tight["gradients"])
-    assert torch.equal(loose["outputs"]["log_probs"][:, :-13], tight["outputs"]["log_probs"])
-    assert not loose["outputs"]["log_probs"][:, -13:].any()
-
-
+@pytest.mark.default_rows("pp2")
 @pytest.mark.parametrize(
     ("world", "strategy", "model", "config"),
     [(1, "fsdp2", "tied", {}), (2, "megatron", "qwen2", {"pp": 2})],
@@ -210,10 +149,7 @@ def test_metrics_of_micro_batches_are_merged(run, expected, world, strategy, mod
 ADAMW = {
     "fsdp2-1-rank": (1, "fsdp2", "tied", {}),
     "fsdp2": (2, "fsdp2", "tied", {}),
-    "fsdp2-1-rank-packed": (1, "fsdp2", "tied", PACKING),
-    "fsdp2-packed": (2, "fsdp2", "tied", PACKING),
     "fsdp2-dynamic": (2, "fsdp2", "tied", DYNAMIC),
-    "ulysses": (2, "fsdp2", "tied", {"model_args": ULYSSES}),
     "ulysses-2x2-packed": (4, "fsdp2", "tied", PACKING | {"model_args": ULYSSES}),
     "fsdp": (2, "fsdp", "tied", {}),
     "fsdp-hsdp-keep": (4, "fsdp", "tied", {"config": {"fsdp_size": 2, **KEEP}}),
@@ -224,9 +160,7 @@ ADAMW = {
 }
 
 
-@pytest.mark.default_rows(
-    "None-fsdp2-1-rank", "0.05-fsdp2-dynamic", "0.05-fsdp-hsdp-keep", "None-zero2", "0.05-zero3", "0.05-pp2-*"
-)
+@pytest.mark.default_rows("0.05-fsdp2-dynamic", "0.05-fsdp-hsdp-keep", "None-zero2", "0.05-zero3", "0.05-pp2-*")
 @pytest.mark.parametrize("case", ADAMW)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 def test_optimizer_steps_equal_plain_adamw(run, family, case, max_grad_norm):
@@ -238,7 +172,7 @@ def test_optimizer_steps_equal_plain_adamw(run, family, case, max_grad_norm):
     assert_same_weights(result["weights"], plain_steps(family(model), max_grad_norm), atol)
 
 
-@pytest.mark.default_rows("fsdp2", "tp2")
+@pytest.mark.default_rows("tp2")
 @pytest.mark.parametrize(
     ("strategy", "model", "config"),
     [
@@ -260,10 +194,7 @@ def test_rows_with_nothing_to_learn_give_no_gradient(run, strategy, model, confi
 
 
 BF16 = {
-    "fsdp2-1-rank": (1, "fsdp2", "tied", {}),
     "fsdp2": (2, "fsdp2", "tied", {}),
-    "ulysses": (2, "fsdp2", "tied", {"model_args": ULYSSES}),
-    "fsdp-1-rank": (1, "fsdp", "tied", {}),
     "fsdp": (2, "fsdp", "tied", {}),
     **{f"zero{stage}": (2, f"zero{stage}", "tied", {}) for stage in range(4)},
     "dp2": of_megatron(2, {"dist_opt": True}, "qwen3"),
@@ -274,7 +205,7 @@ STILL = {"learning_rate": 0.0, "weight_decay": 0.0}
 """Leaves master weights as the files have them."""
 
 
-@pytest.mark.default_rows("fsdp2", "fsdp", "zero3", "dp2")
+@pytest.mark.default_rows("fsdp2", "zero3", "dp2")
 @pytest.mark.parametrize("case", BF16)
 def test_bf16_computes_in_bf16_and_keeps_float32_weights(run, expected, family, tmp_path, case):
     """Data-parallel strategies compute the same to the last bit."""
@@ -306,8 +237,8 @@ def assert_masters(folder, model):
     assert_same_bits(masters, {name: parameter.detach() for name, parameter in model.named_parameters()})
 
 
-@pytest.mark.default_rows("0", "3")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", [0, 3])
 def test_bf16_master_weights_are_those_of_a_model_that_is_loaded_whole(run, tied_model, tmp_path, stage):
     """Files that are not safetensors cannot be read in parts."""
     folder = shutil.copytree(tied_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -319,7 +250,6 @@ def test_bf16_master_weights_are_those_of_a_model_that_is_loaded_whole(run, tied
 DROPPED = {
     "fsdp2": ("fsdp2", "tied", {}),
     "fsdp": ("fsdp", "tied", {}),
-    "fsdp-bf16": ("fsdp", "tied", {"dtype": "bf16"}),
     **{f"zero{stage}": (f"zero{stage}", "tied", {}) for stage in range(4)},
     **{f"zero{stage}-bf16": (f"zero{stage}", "tied", {"dtype": "bf16"}) for stage in range(4)},
     "tp2": ("megatron", "qwen2", {"config": {"tp": 2}}),
@@ -327,7 +257,7 @@ DROPPED = {
 }
 
 
-@pytest.mark.default_rows("fsdp2", "fsdp", "zero2-bf16", "zero3", "tp2")
+@pytest.mark.default_rows("fsdp2", "fsdp", "zero3", "tp2")
 @pytest.mark.parametrize("case", DROPPED)
 def test_a_gradient_that_is_not_finite_is_dropped(run, case):
     strategy, model, options = DROPPED[case]
@@ -359,34 +289,6 @@ def test_pure_bf16_is_had_by_asking_for_it(run, tied_model):
         assert float(error.norm() / update.norm()) < limit, name
 
 
-def test_packed_bf16_is_as_close_as_padded(run, expected):
-    """Rounding differs with the order of sums, but stays within what bf16 leaves of float32 (see above)."""
-    wanted = expected("tied")
-    (padded,) = run(jobs.train, 1, "fsdp2", "tied", dtype="bf16", micro_batch=1)
-    for options in (PACKING, DYNAMIC | {"use_remove_padding": True}):
-        (packed,) = run(jobs.train, 1, "fsdp2", "tied", dtype="bf16", **options)
-        for name, values in wanted["outputs"].items():
-            error = (padded["outputs"][name] - values).abs().max()
-            assert float((packed["outputs"][name] - values).abs().max()) < 1.5 * float(error)
-        for name, values in wanted["gradients"].items():
-            for result in (padded, packed):
-                assert float((result["gradients"][name].float() - values).norm() / values.norm()) < 0.03, name
-
-
-@pytest.mark.default_rows("tp2-sp")
-@pytest.mark.parametrize(
-    "sizes", [{"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {"pp": 2, "vpp": 2}], ids=["tp2-sp", "pp2", "cp2", "vpp2"]
-)
-def test_fp16_scales_the_loss_however_the_model_is_divided(run, expected, sizes):
-    results, wanted = run(jobs.train, 2, "megatron", "qwen3", config=sizes, dtype="fp16"), expected("qwen3")
-    assert {result["metrics"]["loss_scale"] for result in results} == {INITIAL_SCALE}
-    # 11 bits: 0.05% of each of two dozen products and sums, of which some cancel in a norm's weight.
-    assert results[0]["metrics"]["grad_norm"] == pytest.approx(wanted["norm"], rel=2e-3)
-    for name, gradient in wanted["gradients"].items():
-        unscaled = results[0]["gradients"][name] / INITIAL_SCALE
-        assert 0 < float((unscaled - gradient).norm()) < 1e-2 * float(gradient.norm()), name
-
-
 def test_micro_batches_are_reported(run):
     lengths = make_batch()["attention_mask"].sum(1)
     padded = run(jobs.train, 1, "fsdp2", "tied", micro_batch=12)[0]["metrics"]
@@ -405,7 +307,7 @@ REFERENCES = {
 }
 
 
-@pytest.mark.default_rows("bf16-fsdp2", "bf16-fsdp", "bf16-zero2", "bf16-megatron")
+@pytest.mark.default_rows("bf16-fsdp2", "bf16-megatron")
 @pytest.mark.parametrize(
     ("dtype", "strategy"),
     # DeepSpeed knows no fp16 on many a CPU.
@@ -422,7 +324,6 @@ def test_reference_in_compute_dtype_equals_the_trainer(run, dtype, strategy):
 
 
 FORWARD = {
-    "fsdp2-1-rank": (1, "fsdp2_infer", "tied", {}),
     "fsdp2-one-without-rows": (4, "fsdp2_infer", "tied", SHARED),
     "fsdp-hsdp": (4, "fsdp_infer", "tied", {"config": {"fsdp_size": 2}}),
     **{f"zero{stage}": (2, f"zero{stage}_infer", "tied", {}) for stage in (0, 1, 3)},
@@ -435,7 +336,7 @@ FORWARD = {
 }
 
 
-@pytest.mark.default_rows("fsdp2-one-without-rows", "fsdp-hsdp", "zero3-shared-prompts", "vpp2")
+@pytest.mark.default_rows("fsdp2-one-without-rows", "zero3-shared-prompts", "vpp2")
 @pytest.mark.parametrize("case", FORWARD)
 def test_forward_with_temperature(run, family, case):
     world, strategy, model, options = FORWARD[case]
@@ -450,14 +351,11 @@ def test_forward_with_temperature(run, family, case):
 
 VALUES = {
     "fsdp2": (2, "fsdp2", "tied", {}),
-    "fsdp2-1-rank-shared-prompts": (1, "fsdp2", "tied", SHARED),
     "fsdp2-shared-prompts": (2, "fsdp2", "tied", SHARED),
     "fsdp2-packed": (2, "fsdp2", "tied", PACKING),
-    "ulysses": (2, "fsdp2", "tied", {"model_args": ULYSSES}),
     "ulysses-packed": (2, "fsdp2", "tied", PACKING | {"model_args": ULYSSES}),
     "fsdp": (2, "fsdp", "tied", {}),
     "zero3": (2, "zero3", "tied", {}),
-    "tp2": of_megatron(2, {"tp": 2}, "qwen2"),
     "tp2-sp": of_megatron(2, {"tp": 2, "sp": True}, "qwen2"),
     "pp2": of_megatron(2, {"pp": 2}, "qwen2"),
     "cp2": of_megatron(2, {"cp": 2}, "qwen2"),
@@ -478,7 +376,7 @@ def values_alone(run):
     return values
 
 
-@pytest.mark.default_rows("ulysses-packed", "fsdp", "zero3", "tp2-sp")
+@pytest.mark.default_rows("zero3")
 @pytest.mark.parametrize("case", VALUES)
 def test_value_model_starts_at_zero_and_learns(run, values_alone, case):
     world, strategy, model, options = VALUES[case]
@@ -489,15 +387,17 @@ def test_value_model_starts_at_zero_and_learns(run, values_alone, case):
     torch.testing.assert_close(values, values_alone(model), rtol=0, atol=1e-5)
 
 
-@pytest.mark.default_rows("fsdp2", "pp2")
-@pytest.mark.parametrize("case", [case for case in VALUES if case == "fsdp2" or VALUES[case][1] == "megatron"])
+@pytest.mark.default_rows("ulysses-packed", "pp2")
+@pytest.mark.parametrize("case", VALUES)
 def test_value_gradient_equals_the_plain_model(run, family, case):
     world, strategy, _, options = VALUES[case]
     folder = family("qwen3", value=True)
     results = run(jobs.train, world, strategy, folder, 1, None, True, **options)
-    assert_step_equals(results, plain_values(folder, make_batch()), relative=RELATIVE["megatron"])
+    # The bias is a sum that cancels.
+    assert_step_equals(results, plain_values(folder, make_batch()), relative=RELATIVE["megatron"], floor=0.1)
 
 
+@pytest.mark.matrix
 def test_value_model_in_bf16_is_the_same_in_parts_of_unequal_size(run, tmp_path):
     """The value head's single bias does not divide into two ranks' parts."""
     two, three = (
@@ -525,7 +425,7 @@ FROZEN = {
 }
 
 
-@pytest.mark.default_rows("0.05-fsdp2-checkpointed", "0.05-zero3", "0.05-tp2")
+@pytest.mark.default_rows("0.05-fsdp2-checkpointed", "0.05-zero3")
 @pytest.mark.parametrize("case", FROZEN)
 @pytest.mark.parametrize("max_grad_norm", [None, 0.05])
 def test_frozen_modules_do_not_change(run, family, case, max_grad_norm):
@@ -561,12 +461,11 @@ def test_sizes_of_ulysses_that_do_not_fit_are_refused(run):
         assert "ulysses_size: 3 does not divide the model's 4 attention heads; use one of 1, 2, 4" in message
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_stays_gathered_is_gathered_once_a_step(run, world):
+def test_what_stays_gathered_is_gathered_once_a_step(run):
     """Several micro-batches a step, in bfloat16; the same bits as with units that are freed."""
     options = {"micro_batch": 3, "model_args": {"dtype": "bf16"}}
     found = [
-        run(jobs.unit_gathers, world, "fsdp2", "tied", config={"reshard_after_forward": freed}, **options)
+        run(jobs.unit_gathers, 2, "fsdp2", "tied", config={"reshard_after_forward": freed}, **options)
         for freed in (False, "auto", True)
     ]
     for (units, kept, weights), (_, chosen, alike), (_, freed, same) in zip(*found, strict=True):

@@ -18,17 +18,12 @@ def rates(kind: str, **options: object) -> list[float]:
     return [schedule(step) for step in range(12)]
 
 
-def test_linear_falls_to_the_minimum_and_stays():
+def test_minimum_and_warm_up():
+    """Linear falls to the minimum and stays; warm-up starts above zero; its ratio is a share of all steps."""
     values = rates("linear", min_lr_ratio=0.1)
     assert values[0] == 2.0 and values[5] == pytest.approx(2.0 * 0.55)
     assert values[10] == values[11] == pytest.approx(0.2)
-
-
-def test_warm_up_starts_above_zero_and_ends_at_the_peak():
     assert rates("linear", warmup_steps=4)[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
-
-
-def test_warm_up_ratio_is_a_share_of_all_steps_and_steps_go_first():
     assert rates("constant", warmup_ratio=0.11)[:3] == pytest.approx([1.0, 2.0, 2.0])
     assert rates("constant", warmup_ratio=0.5, warmup_steps=1)[0] == 2.0
 
@@ -52,9 +47,8 @@ def test_warm_up_ratio_is_a_share_of_all_steps_and_steps_go_first():
         ("warmup_stable_decay", {"num_decay_steps": 4, "num_stable_steps": 2, "decay_type": "linear"}),
     ],
 )
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_equals_transformers_after_the_warm_up(kind, kwargs, warmup):
-    total = 20
+def test_equals_transformers_after_the_warm_up(kind, kwargs):
+    total, warmup = 20, 3
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
     theirs = get_scheduler(kind, optimizer, warmup, total, scheduler_specific_kwargs=dict(kwargs))
     args = TrainingArguments(

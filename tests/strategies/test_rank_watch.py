@@ -53,6 +53,7 @@ def start(scenario: str) -> tuple[subprocess.Popen[str], list[int]]:
     return process, [int(pid) for pid in process.stdout.readline().split()]
 
 
+@pytest.mark.long
 @pytest.mark.default_rows("fail_for_a_dead_rank")
 @pytest.mark.parametrize("scenario", [wait_for_ever, fail_for_a_dead_rank])
 def test_the_death_of_a_rank_is_that_of_the_engine(scenario):
@@ -67,6 +68,7 @@ def test_the_death_of_a_rank_is_that_of_the_engine(scenario):
     assert len(pids) == 3 and have_ended(pids)
 
 
+@pytest.mark.long
 def test_an_end_in_good_order_is_no_death():
     process, pids = start(begin.__name__)
     output, errors = process.communicate(timeout=30)

@@ -65,9 +65,7 @@ def scores_of_rank(folder: str, strategy: str, settings: dict[str, Any]) -> tupl
 
 
 CASES = [
-    ("hf_infer", 1, {}),
     ("hf_infer", 1, {"use_remove_padding": True}),
-    ("hf_infer", 2, {}),
     ("fsdp2_infer", 2, {}),
     ("fsdp_infer", 2, {}),
     ("deepspeed_infer", 2, {}),
@@ -76,6 +74,7 @@ CASES = [
 PACKAGES = {"deepspeed_infer": "deepspeed", "megatron_infer": "megatron"}
 
 
+@pytest.mark.default_rows("hf_infer-*", "fsdp2_infer-*")
 @pytest.mark.parametrize(("strategy", "ranks", "settings"), CASES)
 def test_scores_are_those_of_transformers(run_ranks, reward_model, strategy, ranks, settings):
     package = PACKAGES.get(strategy, "torch")

@@ -29,6 +29,7 @@ def refused_with_swapped_chunks(role: Any) -> str:
         return jobs.refused(role)
 
 
+@pytest.mark.default_rows("fsdp2_infer-*")
 @pytest.mark.parametrize(
     ("strategy", "options"),
     [("fsdp2", {}), ("fsdp2_infer", {"use_sequence_packing": True}), ("fsdp", {"use_prefix_sharing": True})],

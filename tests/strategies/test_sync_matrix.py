@@ -22,7 +22,7 @@ STRATEGIES = {
     "megatron-pp": ("megatron", {"pp": 2}),
 }
 UPDATES = {
-    "fsdp2": [(transport, mode) for transport in TRANSPORTS for mode in ("trained", "delta")],
+    "fsdp2": [(transport, ("trained", "delta")[number % 2]) for number, transport in enumerate(TRANSPORTS)],
     "others": [("shared_memory", "trained"), ("broadcast", "delta"), ("safetensors", "trained")],
 }
 
@@ -33,7 +33,7 @@ def folder(untied_model):
     return untied_model
 
 
-@pytest.mark.default_rows("fsdp2", "zero3", "megatron-pp")
+@pytest.mark.default_rows("fsdp2", "megatron-pp")
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_and_transport(run, folder, tmp_path, name):
     strategy, config = STRATEGIES[name]
@@ -51,16 +51,13 @@ def test_every_strategy_and_transport(run, folder, tmp_path, name):
 
 EXPERTS = {
     "fsdp2": ("qwen3_moe", "fsdp2", {}),
-    "fsdp2-glm4": ("glm4_moe", "fsdp2", {}),
     "fsdp2-gpt_oss": ("gpt_oss", "fsdp2", {}),
     "fsdp2-deepseek": ("deepseek_v3", "fsdp2", {}),
     "fsdp2-linear": ("qwen3_next", "fsdp2", {}),
     "fsdp2-adapters": ("qwen3_moe", "fsdp2", {}),
-    "zero3-adapters": ("qwen3_moe", "zero3", {}),
     "fsdp": ("olmoe", "fsdp", {}),
     "zero3": ("mixtral", "zero3", {}),
     "megatron-ep": ("qwen2_moe", "megatron", {"ep": 2}),
-    "megatron-ep-mixtral": ("mixtral", "megatron", {"ep": 2}),
     "megatron-ep-adapters": ("qwen2_moe", "megatron", {"ep": 2}),
 }
 
@@ -80,7 +77,7 @@ def test_experts_travel_as_they_are_stored(run, tmp_path, name):
     make_tokenizer().save_pretrained(folder)
     adapted = {"lora_target": "all-linear,experts", "lora_rank": 2} if name.endswith("adapters") else {}
     options = {"dtype": "bf16", "config": config, "model_args": adapted, "training": {"learning_rate": 1e-3}}
-    updates = [("shared_memory", "trained"), ("object_store", "full"), ("safetensors", "delta")]
+    updates = ("shared_memory", "trained"), ("safetensors", "delta")
     sent, _ = run(sync_cases.train_and_sync, 2, strategy, folder, tmp_path, updates, **options)
     travelling = on_the_way(folder)
     assert {tensors for tensors, _ in sent} == {len(travelling)}

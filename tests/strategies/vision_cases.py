@@ -12,6 +12,7 @@ import torch
 
 from roll.protocol.images import EncodedVideo
 from roll.protocol.vision import IMAGES, VisionInputs, patches_of, token_types, vision_token_ids
+from roll.strategies.base import Output, StateKind, WeightSelection
 from tests import vision_models
 from tests.strategies.samples import TensorBatch, policy_loss
 from tests.vision_models import VisionPrompt
@@ -167,14 +168,11 @@ def plain_results(folder: Path, batch: dict[str, Any], frozen: str | None = None
 
 def facts_of_freezing(role: Any, batch: dict[str, Any]) -> dict[str, Any]:
     """After a step: gradients and elements of optimizer states of this rank, weights that changed, and what is sent."""
-    from roll.strategies.base import StateKind, WeightSelection
-    from roll.strategies.factory import create_strategy
-    from tests.strategies.jobs import weights_of
+    from tests.strategies import jobs
 
-    strategy: Any = create_strategy(role)
-    strategy.initialize(num_training_steps=10)
+    strategy = jobs.started(role, 10)
     named = dict(strategy.model.language_model.named_parameters())
-    before = weights_of(strategy)
+    before = jobs.weights_of(strategy)
     step = strategy._clip_and_step
     gradients: dict[str, bool] = {}
 
@@ -185,7 +183,7 @@ def facts_of_freezing(role: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
     strategy._clip_and_step = recording
     strategy.train_step(batch, policy_loss, ("log_probs", "entropy"))
-    after = weights_of(strategy)
+    after = jobs.weights_of(strategy)
     selected = list(strategy.named_full_weights(2**30, WeightSelection(trained_only=True)))
     return {
         "with_gradient": [name for name, has in gradients.items() if has],
@@ -197,10 +195,9 @@ def facts_of_freezing(role: Any, batch: dict[str, Any]) -> dict[str, Any]:
 
 def types_that_arrive(role: Any, batch: dict[str, Any]) -> dict[str, set[torch.dtype]]:
     """Types of what the blocks of the vision tower are called with, in a forward pass."""
-    from roll.strategies.factory import create_strategy
+    from tests.strategies import jobs
 
-    strategy: Any = create_strategy(role)
-    strategy.initialize()
+    strategy = jobs.started(role)
     found: dict[str, set[torch.dtype]] = {"hidden": set(), "angles": set()}
 
     def record(_: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -217,11 +214,9 @@ def types_that_arrive(role: Any, batch: dict[str, Any]) -> dict[str, set[torch.d
 
 def log_probs_before_and_in_a_step(role: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the same weights: those of a forward pass, and those that the loss of an optimizer step gets."""
-    from roll.strategies.base import Output
-    from roll.strategies.factory import create_strategy
+    from tests.strategies import jobs
 
-    strategy: Any = create_strategy(role)
-    strategy.initialize(num_training_steps=10)
+    strategy = jobs.started(role, 10)
     before = strategy.forward(batch, [Output.LOG_PROBS])[Output.LOG_PROBS]
     rows: dict[int, torch.Tensor] = {}
 

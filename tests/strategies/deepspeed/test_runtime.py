@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll.config.installation import install_command
+from roll.config.loader import load_config
 from roll.platforms import CPU
 from roll.strategies.deepspeed.strategy import join_process_group
 
@@ -32,6 +33,19 @@ metrics = strategy.train_step(make_batch(), policy_loss, (Output.LOG_PROBS, Outp
 assert metrics["grad_norm"].value() > 0
 dist.destroy_process_group()
 """
+
+
+EXAMPLES = sorted((ROOT / "examples/deepspeed").glob("zero*.yaml"))
+
+
+def test_an_example_is_what_its_name_says():
+    assert len(EXAMPLES) == 6
+    for file in EXAMPLES:
+        plan = load_config(None, file, overrides=["adv_estimator=gae"], check_files=False).plan
+        for name in ("actor_train", "critic"):
+            config = plan.roles[name].section.strategy_args.strategy_config
+            offload = "cpu" if file.stem.endswith("cpu_offload") else "none"
+            assert (config["zero_stage"], config["offload"]) == (int(file.stem[4]), offload), (file, name)
 
 
 def test_without_deepspeed_the_error_names_the_extra(monkeypatch):

@@ -116,6 +116,7 @@ def test_a_conversation_and_its_next_turn(models, family):
 
 
 @pytest.mark.long
+@pytest.mark.default_rows("qwen3_next", "gpt_oss")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_interrupted_samples_and_recomputed_rows(models, family):
     """Samples go on in another engine, and in this one from keys, values and states computed anew."""

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from roll.strategies.engines.requests import GenerationRequest
-from roll.strategies.hf_infer.decoder import FusedDecoder, PromptStates
-from roll.strategies.hf_infer.generic import GenericDecoder
-from roll.strategies.hf_infer.strategy import create_decoder
+from roll.strategies.hf_infer.decoder import PromptStates
 from tests.strategies.hf_infer.helpers import (
     CONFIGS,
-    MAX_MODEL_LEN,
     build_engine,
     build_model,
     generate_greedy,
@@ -55,21 +51,6 @@ def test_equals_generate_in_a_large_batch():
     assert all(output.token_ids == expected[int(key[0])] for key, output in outputs.items())
 
 
-def test_weights_loaded_into_a_fused_model_are_the_ones_it_computes_with():
-    model, other = build_model("qwen3"), build_model("qwen3", seed=1)
-    engine_model = build_model("qwen3")
-    decoder = FusedDecoder(engine_model, MAX_MODEL_LEN)
-    assert decoder.weights.keys() == model.state_dict().keys()
-    prompt = random_prompts([11])
-    before = decoder.prefill(prompt).logits
-    torch.testing.assert_close(before, model(torch.tensor(prompt)).logits[:, -1], rtol=1e-5, atol=1e-5)
-    for name, tensor in other.state_dict().items():
-        decoder.weights[name].copy_(tensor)
-    after = decoder.prefill(prompt).logits
-    torch.testing.assert_close(after, other(torch.tensor(prompt)).logits[:, -1], rtol=1e-5, atol=1e-5)
-    assert (after - before).abs().max() > 0.1
-
-
 def test_prompt_is_computed_once_for_a_split_group():
     engine = build_engine(build_model("qwen2"), max_num_seqs=3)
     computed: list[Any] = []
@@ -84,11 +65,6 @@ def test_prompt_is_computed_once_for_a_split_group():
     outputs = run(engine, [GenerationRequest(str(i), p, greedy(5 + i), num_samples=8) for i, p in enumerate(prompts)])
     assert len(outputs) == 16
     assert computed == prompts
-
-
-def test_choice_of_decoder():
-    assert isinstance(create_decoder(build_model("llama"), MAX_MODEL_LEN), FusedDecoder)
-    assert isinstance(create_decoder(build_model("gpt2"), MAX_MODEL_LEN), GenericDecoder)
 
 
 @pytest.mark.gpu

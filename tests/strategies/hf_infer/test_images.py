@@ -18,6 +18,8 @@ from tests.strategies.hf_infer.images import build_engine, forward
 from tests.strategies.vision_cases import video_prompts, vision_keywords
 from tests.vision_models import VisionPrompt
 
+pytestmark = pytest.mark.default_rows("qwen2_5_vl", "qwen3_vl_moe")
+
 
 @pytest.fixture(scope="module")
 def tokenizer():

@@ -42,6 +42,7 @@ def watch_prefills(engine: GenerationEngine, monkeypatch: pytest.MonkeyPatch) ->
     return lengths
 
 
+@pytest.mark.default_rows("qwen2-generic", "llama-fused")
 @pytest.mark.parametrize("kind", ["fused", "generic"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_turns_of_a_conversation(name, kind, monkeypatch):

@@ -50,17 +50,17 @@ def test_log_probs_equal_a_full_forward_with_every_setting_in_one_batch(kind):
         np.testing.assert_allclose(output.log_probs, expected, rtol=0, atol=5e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("name", list(SETTINGS))
-def test_log_probs_equal_a_full_forward_with_one_setting(name):
+def test_log_probs_equal_a_full_forward_with_one_setting():
     """Batches of one kind take shorter ways through the sampler than mixed ones."""
-    model, params = build_model("qwen2"), SETTINGS[name]
-    prompts = random_prompts([3, 8])
-    requests = [GenerationRequest(str(i), prompt, params, num_samples=3) for i, prompt in enumerate(prompts)]
-    for (i, _), output in run(build_engine(model), requests).items():
-        expected = reference_log_probs(model, prompts[int(i)], output.token_ids, params)
-        np.testing.assert_allclose(output.log_probs, expected, rtol=0, atol=5e-5)
+    model, prompts = build_model("qwen2"), random_prompts([3, 8])
+    for name, params in SETTINGS.items():
+        requests = [GenerationRequest(str(i), prompt, params, num_samples=2) for i, prompt in enumerate(prompts)]
+        for (i, _), output in run(build_engine(model), requests).items():
+            expected = reference_log_probs(model, prompts[int(i)], output.token_ids, params)
+            np.testing.assert_allclose(output.log_probs, expected, rtol=0, atol=5e-5, err_msg=name)
 
 
+@pytest.mark.default_rows("fused-dtype0", "generic-dtype1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["fused", "generic"])
 def test_half_precision_log_probs(kind, dtype):

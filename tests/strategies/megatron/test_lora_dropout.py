@@ -75,15 +75,13 @@ def run_dropout(run, adapter):
     return run_with
 
 
-@pytest.mark.default_rows("1-rank", "tp2-sp")
+@pytest.mark.default_rows("tp2-sp")
 @pytest.mark.parametrize(
     ("world", "sizes", "more"),
     [
         pytest.param(1, {}, {}, id="1-rank"),
         pytest.param(1, {}, RECOMPUTE, id="recomputed"),
-        pytest.param(2, {"tp": 2}, {}, id="tp2"),
         pytest.param(2, {"tp": 2, "sp": True}, {}, id="tp2-sp"),
-        pytest.param(2, {"tp": 2, "sp": True}, RECOMPUTE, id="tp2-sp-recomputed"),
     ],
 )
 def test_a_step_equals_plain_peft_with_the_same_masks(run_dropout, wanted, world, sizes, more):
@@ -96,6 +94,7 @@ def test_a_step_equals_plain_peft_with_the_same_masks(run_dropout, wanted, world
     assert _SameMask.dropped / _SameMask.elements == pytest.approx(PROBABILITY, abs=3e-3)
 
 
+@pytest.mark.matrix
 def test_nothing_is_dropped_outside_of_updates_and_recomputation_repeats_the_masks(run_dropout):
     (dropped,) = run_dropout(1, {})
     (recomputed,) = run_dropout(1, {}, **RECOMPUTE)

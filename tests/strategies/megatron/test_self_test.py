@@ -18,11 +18,10 @@ def started(role: Any, value: bool = False) -> tuple[list[str], bool]:
     return messages, torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.default_rows("1-*-options1", "1-*-options2", "2-*-options4", "2-*-options6")
+@pytest.mark.default_rows("1-*-options1", "2-*-options5")
 @pytest.mark.parametrize(
     ("world", "sizes", "model", "options"),
     [
-        (1, {}, "qwen2", {}),
         (1, {}, "llama", {"use_sequence_packing": True}),
         (1, {}, "qwen3", {"use_prefix_sharing": True}),
         (2, {"tp": 2}, "qwen3", {"use_remove_padding": True}),

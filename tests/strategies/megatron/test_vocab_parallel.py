@@ -45,10 +45,7 @@ def _loss(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
     return (log_probs * factors).sum() + 0.3 * (entropy * factors.flip(0)).sum()
 
 
-@pytest.mark.default_rows(
-    *("1.0-1-rank", "0.6-2-ranks-in-chunks", "1.0-2-ranks-padded"),
-    *("0.6-4-ranks-one-with-padding-only", "1.0-no-tokens"),
-)
+@pytest.mark.default_rows("1.0-2-ranks-in-chunks", "0.6-4-ranks-one-with-padding-only", "1.0-no-tokens")
 @pytest.mark.parametrize(
     ("world", "vocabulary", "tokens", "chunk"),
     [(1, 11, 5, 2), (2, 12, 7, 3), (2, 11, 7, 100), (4, 5, 6, 4), (2, 9, 0, 4)],

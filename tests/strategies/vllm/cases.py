@@ -61,14 +61,10 @@ def greedy_answers(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
         return engine_answers(started, prompts)
 
 
-def not_finite_alone(folder: Path) -> dict[str, Any]:
+def not_finite_and_faulty(folder: Path) -> tuple[dict[str, Any], dict[str, list[str]]]:
     with engine(folder) as started:
-        return engine_cases.not_finite_alone(started, load(folder), 1)
-
-
-def faulty_updates(folder: Path) -> dict[str, list[str]]:
-    with engine(folder) as started:
-        return engine_cases.faulty_updates(started, load(folder))
+        alone = engine_cases.not_finite_alone(started, load(folder), 1)
+        return alone, engine_cases.faulty_updates(started, load(folder), first=2)
 
 
 def other_dtype(folder: Path) -> tuple[list[str], list[str]]:

@@ -107,33 +107,3 @@ def parts_of_ranks() -> dict[str, Any]:
         "vocabulary held": len(held_part(SimpleNamespace(shard_indices=own), padded, None, 6)),
         "fused": held_part(fused, whole, 1, 99).tolist(),
     }
-
-
-def answers_of_ranks() -> dict[str, Any]:
-    """Answers of all ranks, together."""
-    from roll.strategies.vllm.worker import RankFailure, RankMemory, check_results, joined_checksums
-
-    messages = []
-    for failures in (
-        [RankFailure(0, True, "no such name")],
-        [None, RankFailure(1, False, "broken")],
-        [RankFailure(0, True, "odd"), RankFailure(1, True, "odd")],
-    ):
-        try:
-            check_results(failures)
-        except (ValueError, RuntimeError) as error:
-            messages.append(f"{type(error).__name__}: {error}")
-    check_results([None, {}])
-    memory, receiver, seen = RankMemory(), RankMemory.receiver(), []
-    for size in (3, 1_000_000, 7):
-        tensors = {"a": torch.arange(size), "b": torch.ones(size, dtype=torch.bfloat16)}
-        payload = memory.pack(tensors)
-        seen.append(all(torch.equal(tensor, tensors[name]) for name, tensor in receiver.receive(payload).items()))
-    seen.append(Path(payload.path).exists())
-    memory.end(succeeded=False)
-    seen.append(Path(payload.path).exists())
-    return {
-        "messages": messages,
-        "joined": joined_checksums([{"a": 1, "b": 2}, {"b": 3, "c": 4}, {"a": 1}]),
-        "shared": seen,
-    }

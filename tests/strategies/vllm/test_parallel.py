@@ -47,14 +47,3 @@ def test_the_part_of_a_rank(in_engine_process):
     assert found["shared"] == rows[3:] and found["whole"]
     assert found["vocabulary"] == rows[4:] and found["vocabulary held"] == 2
     assert found["fused"] == rows[2:5]
-
-
-def test_the_answers_of_ranks(in_engine_process):
-    found = in_engine_process(parallel_cases.answers_of_ranks)
-    assert found["messages"] == [
-        "ValueError: no such name",
-        "RuntimeError: rank 1: broken",
-        "ValueError: rank 0: odd; rank 1: odd",
-    ]
-    assert found["joined"] == {"a": 1, "b": {1: 3, 0: 2}, "c": 4}
-    assert found["shared"] == [True, True, True, True, False]

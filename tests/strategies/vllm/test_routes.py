@@ -34,19 +34,12 @@ def test_vllm_has_what_is_asked_for(arguments):
     assert (arguments.recorded_routes(output.routed_experts, 7, 42, None, 0) == ROWS).all()
 
 
-@pytest.mark.parametrize(("num_experts", "dtype"), [(255, np.uint8), (256, np.int16)])
-def test_the_type_is_that_of_the_column(arguments, num_experts, dtype):
-    assert arguments.recorded_routes(ROWS, 7, num_experts, None, 0).dtype == dtype
-
-
-def test_a_continued_sample_keeps_what_it_was_sampled_with(arguments):
-    old = np.full((5, 2, 3), 9, np.uint8)
-    found = arguments.recorded_routes(ROWS, 7, 42, begun(old), 5)
-    assert (found[:5] == 9).all() and (found[5:] == ROWS[5:]).all()
-    found = arguments.recorded_routes(ROWS, 7, 42, begun(None), 5)
-    assert (found[:5] == 255).all() and (found[5:] == ROWS[5:]).all()
-
-
-@pytest.mark.parametrize("rows", [None, ROWS[:6]])
-def test_a_record_that_lacks_tokens_is_none(arguments, rows):
-    assert arguments.recorded_routes(rows, 7, 42, None, 0) is None
+def test_recorded_routes(arguments):
+    """In the type of the column; a continued sample keeps what it was sampled with; one that lacks tokens has none."""
+    for num_experts, dtype in ((255, np.uint8), (256, np.int16)):
+        assert arguments.recorded_routes(ROWS, 7, num_experts, None, 0).dtype == dtype
+    for old, kept in ((np.full((5, 2, 3), 9, np.uint8), 9), (None, 255)):
+        found = arguments.recorded_routes(ROWS, 7, 42, begun(old), 5)
+        assert (found[:5] == kept).all() and (found[5:] == ROWS[5:]).all()
+    for rows in (None, ROWS[:6]):
+        assert arguments.recorded_routes(rows, 7, 42, None, 0) is None

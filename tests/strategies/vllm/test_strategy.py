@@ -65,18 +65,16 @@ def test_lengths_and_refusals(in_engine_process, folders):
     check_refusals(in_engine_process(cases.refusals, folders["qwen2"]), ["step() between", "no_such"])
 
 
-def test_requests_without_finite_log_probs_fail(in_engine_process, folders):
+def test_requests_without_finite_log_probs_fail_and_faulty_updates_are_found(in_engine_process, folders):
     """vLLM's attention on a CPU multiplies what it masks: neighbours may get nan as well, but no nan is a sample."""
-    check_not_finite_alone(in_engine_process(cases.not_finite_alone, folders["qwen3"]), may_spread=True)
+    alone, faulty = in_engine_process(cases.not_finite_and_faulty, folders["qwen3"])
+    check_not_finite_alone(alone, may_spread=True)
+    check_faulty_updates(faulty)
 
 
 def test_refused_at_start(in_engine_process, tmp_path):
     heads = in_engine_process(cases.refused_at_start, tmp_path)
     assert "no attention for heads of size 16" in heads and "hf_infer" in heads
-
-
-def test_faulty_updates_are_found_and_the_next_one_puts_them_right(in_engine_process, folders):
-    check_faulty_updates(in_engine_process(cases.faulty_updates, folders["qwen3"]))
 
 
 def test_faults_behind_the_receiver_are_found(in_engine_process, folders):
