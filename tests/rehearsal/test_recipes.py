@@ -217,6 +217,7 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_changes_that_fit(tiny: An
         assert rehearse_recipe(changed, small_machine(room), given, known=known).fits
 
 
+@pytest.mark.matrix
 def test_a_recipe_that_cannot_fit_exits_with_1_and_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["rehearse", "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config_1gpu", "pretrain=Qwen/Qwen2.5-7B", "--no-suggestions"]
     assert main(words) == 1
@@ -264,9 +265,7 @@ def known() -> dict[Any, Any]:
     return {}
 
 
-@pytest.mark.default_rows(
-    "qwen2.5-0.5B-rlvr_fsdp2/rlvr_config", "qwen2.5-7B-rlvr_megatron/rlvr_config", "qwen3_agentic_gem/*"
-)
+@pytest.mark.default_rows("qwen2.5-7B-rlvr_megatron/rlvr_config")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_for_real_models_need_what_the_page_says(recipe: str, known: dict[Any, Any]) -> None:
     row = recipe_row(recipe, known)
@@ -281,7 +280,7 @@ def test_all_recipes_for_real_models_are_on_the_page() -> None:
     assert [line.split("`")[1] for line in rows.splitlines() if "`" in line] == list(RECIPES)
 
 
-@pytest.mark.default_rows("fsdp2")
+@pytest.mark.matrix
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed ZeRO-2", "megatron TP2"])
 def test_peaks_are_what_was_predicted(strategy: str) -> None:
     """Two ranks on this CPU: resident memory of a model of 10M weights, within the tenth that the page speaks of."""
