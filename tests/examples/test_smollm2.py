@@ -151,8 +151,7 @@ SHORT = {
 
 
 @pytest.mark.e2e
-@pytest.mark.long
-@pytest.mark.default_rows("agent_config")
+@pytest.mark.matrix
 @pytest.mark.parametrize("recipe", SHORT)
 def test_a_recipe_takes_steps(prepare: ModuleType, workplace: Path, shared_ray: str, recipe: str) -> None:
     prepare.prepare(workplace / "examples/smollm2/artifacts")

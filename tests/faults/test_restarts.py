@@ -106,6 +106,7 @@ def test_a_killed_rank_costs_no_number(start: Start, run: Run, world: TinyWorld,
     assert differences(FinishedRun(output), undisturbed) == []
 
 
+@pytest.mark.matrix
 def test_engines_and_environments_of_episodes_die_and_none_is_lost(
     start: Start, world: TinyWorld, tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def test_weights_swapped_in_answer_as_those_loaded_at_the_start(
     assert not list((both.logs / "evaluation" / "workers").glob("actor_train*"))
 
 
+@pytest.mark.matrix
 def test_a_killed_evaluation_continues_where_it_was_and_misses_its_threshold(
     start: Start, run: Run, world: TinyWorld, other: Path, both: FinishedRun, tmp_path: Path
 ) -> None:

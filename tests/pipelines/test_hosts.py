@@ -193,6 +193,7 @@ def test_a_slow_host_is_named(three_hosts: list[Host], world: TinyWorld, tmp_pat
     assert re.search(slow, errors), errors
 
 
+@pytest.mark.matrix
 def test_nodes_that_differ_or_are_missing_are_named(three_hosts: list[Host], world: TinyWorld, tmp_path: Path) -> None:
     """Another torch on one host, another token on the second, and a third that never comes."""
     older = tmp_path / "older"

@@ -228,6 +228,7 @@ def test_a_recipe_that_cannot_fit_exits_with_1_and_the_sum(capsys: pytest.Captur
 PACKED_SECONDS, PACKED_GIB = 2.218, 46.59
 
 
+@pytest.mark.matrix
 def test_a_step_that_was_measured_on_an_h100(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tmp_path / "recipe.yaml"
     role = {"model_args": {"dtype": "bf16", "disable_gradient_checkpointing": True}, "device_mapping": [0]}
