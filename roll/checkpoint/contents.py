@@ -42,7 +42,7 @@ class ModelContents:
     path: str | None = None
     """``model_name_or_path`` of the role that wrote it."""
     optimizer: str = "adamw"
-    """``training_args.optimizer.name`` of that role."""
+    """``training_args.optimizer.moments`` of that role."""
 
 
 def read_trainer_state(folder: Path) -> dict[str, Any]:
@@ -149,8 +149,7 @@ def _differences(written: ModelContents, present: ModelContents) -> Iterable[str
                 "(model_args.lora_alpha)"
             )
             break
-    # Moments of adamw_8bit are written as AdamW's.
-    if written.optimizer.removesuffix("_8bit") != present.optimizer.removesuffix("_8bit"):
+    if written.optimizer != present.optimizer:
         yield f"its moments are those of {written.optimizer} (training_args.optimizer: {present.optimizer} here)"
     if written.base != present.base and None not in (written.base, present.base):
         yield "its frozen parameters were those of another model folder (pretrain, model_args.model_name_or_path)"

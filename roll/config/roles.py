@@ -86,6 +86,11 @@ class OptimizerConfig:
     """Factor of Muon's update of an A x B matrix: ``match_adamw_rms`` 0.2 sqrt(max(A, B)), for AdamW's learning rates;
     ``original`` sqrt(max(1, A / B)), for those of Muon's authors."""
 
+    @property
+    def moments(self) -> str:
+        """The optimizer whose moments a checkpoint holds; those of ``adamw_8bit`` are written as AdamW's."""
+        return "muon" if self.name == "muon" else "adamw"
+
 
 @dataclass(frozen=True)
 class TrainingArguments:

@@ -33,7 +33,8 @@ from roll.models.lora import Adapters, inject
 from roll.models.self_test import check_role, use_own_operations
 from roll.platforms import current_platform
 from roll.strategies.base import Output
-from roll.strategies.training.optimizer import adamw, clip_, global_norm
+from roll.strategies.training.adamw import adamw
+from roll.strategies.training.optimizer import clip_, global_norm
 from roll.training_service.losses import TARGETS, check_datum, loss_of
 from roll.training_service.wire import Datum
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from roll.protocol import DataProto
 from roll.strategies.engines.requests import SamplingParams
 from tests.config.good import GONE, changed
 from tests.datasets.conftest import tiny  # noqa: F401  the modules of examples/tiny, as a fixture
-from tests.support.tiny_runs import TinyWorld, dpo_settings, make_world, rlvr_settings
+from tests.support.tiny_runs import TinyWorld, dpo_settings, let_go_of_process, make_world, rlvr_settings
 
 ROOT = Path(__file__).parents[2]
 Settings = Callable[[TinyWorld, Path], dict[str, Any]]
@@ -45,11 +44,7 @@ def workers(
         return roll.Workers(changed(changes, settings(world, tmp_path / "run")))
 
     yield made
-    package = logging.getLogger("roll")
-    for handler in list(package.handlers):
-        package.removeHandler(handler)
-    package.propagate = True
-    os.environ.pop("RAY_ADDRESS", None)
+    let_go_of_process()
 
 
 def pairs(workers: roll.Workers) -> DataProto:

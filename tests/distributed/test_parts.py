@@ -98,7 +98,7 @@ def test_too_few_devices(nodes, per_node, num_nodes, message):
 
 
 def test_visible_devices_are_those_of_the_node(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # not delenv: of a variable that is not there it restores nothing
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "4,5,6,7")
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
     _show_devices((3, 1))

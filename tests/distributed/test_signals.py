@@ -194,7 +194,7 @@ def test_a_signal_inside_a_task_is_raised_once(waiting: int, caplog: pytest.LogC
     assert not caplog.records, "an ending run is not a place for tracebacks of tasks"
 
 
-def test_what_is_waited_for_itself_isinterrupted() -> None:
+def test_what_is_waited_for_itself_is_interrupted() -> None:
     driver = DriverLoop()
     try:
         task = driver.spawn(interrupted())

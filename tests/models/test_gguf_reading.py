@@ -37,7 +37,6 @@ prompt_length: 16
 response_length: 8
 max_steps: 1
 output_dir: FOLDER/output
-num_gpus_per_node: 1  # not those of a Ray that other tests of this process have joined
 actor_train:
   training_args: {per_device_train_batch_size: 4, gradient_accumulation_steps: 1}
   data_args: {file_name: FOLDER/prompts.jsonl, prompt: prompt}

@@ -77,6 +77,12 @@ class FaultyEngine(GenerationWorker):
         return tensors
 
 
+class CorruptingEngine(FaultyEngine):
+    """Changes one element of one tensor at every update."""
+
+    fault = "corrupt"
+
+
 class EngineDyingInUpdate(GenerationWorker):
     """Rank 0 is killed by the first bucket of its second update."""
 

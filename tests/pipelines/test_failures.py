@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll.distributed import DeadlineExceeded
+from roll.distributed import DeadlineExceeded, WorkerFailed
 from tests.pipelines.conftest import Run
 from tests.support.subprocess_runs import Driver, Start, left_of
 from tests.support.tiny_runs import (
@@ -202,6 +202,16 @@ def test_a_worker_that_hangs_is_named_after_the_deadline(run: Run) -> None:
     assert "no answer from rank 0" in message
     assert "wait_for_ever" in message, "where it stands"
     assert time.monotonic() - began < 45
+
+
+@pytest.mark.long
+def test_a_run_ends_when_its_engine_holds_other_weights(run: Run) -> None:
+    with pytest.raises(WorkerFailed) as failure:
+        run({"actor_infer.worker_cls": f"{HERE}.faulty_workers.CorruptingEngine"})
+    message = str(failure.value)
+    assert "actor_train rank 0" in message
+    assert "'send_weights'" in message
+    assert "engine 0 holds other values than the trainer sent in 1 of" in message
 
 
 @pytest.mark.default_rows("DyingEngine")

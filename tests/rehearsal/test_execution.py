@@ -20,7 +20,7 @@ from roll.rehearsal.simulate import Task, rehearse
 from roll.rehearsal.stand_ins import fake_world
 from roll.rehearsal.tracker import Collective, Kind, Tracker
 from roll.strategies.base import StateKind
-from roll.strategies.training import optimizer
+from roll.strategies.training import adamw
 
 HIDDEN, LAYERS, VOCABULARY, INTERMEDIATE, RANKS = 64, 2, 128, 96, 4
 CONFIG = {
@@ -138,9 +138,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_fsdp2_holds_a_quarter_of_float32_weights_gradients_and_moments(run: Any) -> None:
     """Rounded up to 512 bytes for each tensor."""
     tensors = 1 + LAYERS * (7 + 3 + 2) + 1
-    parameters, moments = run.states[StateKind.MODEL_PARAMS], run.states[StateKind.OPTIMIZER_STATES]
+    parameters, optimizer = run.states[StateKind.MODEL_PARAMS], run.states[StateKind.OPTIMIZER_STATES]
     assert WEIGHTS <= parameters <= WEIGHTS + tensors * 512 + 512  # and rotary frequencies
-    assert 2 * WEIGHTS <= moments <= 2 * WEIGHTS + 3 * tensors * 512
+    assert 2 * WEIGHTS <= optimizer <= 2 * WEIGHTS + 3 * tensors * 512
     assert WEIGHTS <= run.works["train"].peak[Kind.GRADIENTS] <= WEIGHTS + tensors * 512
 
 
@@ -187,7 +187,7 @@ def test_moments_in_host_memory_are_all_that_leaves_the_device(tmp_path: Path, r
 
 
 def test_moments_in_eight_bits_are_counted_with_their_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "SMALLEST", 256)  # of this model's shards
+    monkeypatch.setattr(adamw, "MIN_8BIT_SIZE", 256)  # of this model's shards
     task = task_of(tmp_path, forward_rows=0, sends=False, rows_per_update=1, updates=1)
     training = replace(task.role.training_args, optimizer=OptimizerConfig("adamw_8bit"))
     run = rehearse(replace(task, role=replace(task.role, training_args=training)))

@@ -9,7 +9,6 @@ import pytest
 
 from roll.rewards import RewardSample, build_reward
 from roll.rewards.detection import Box, best_matching, iou, read_boxes
-from tests.rewards.stated_cases import rows_of
 
 
 @pytest.mark.parametrize(
@@ -28,9 +27,30 @@ def test_iou(one: tuple[float, ...], other: tuple[float, ...], expected: float) 
     assert iou(Box(*other), Box(*one)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("text", "boxes"), rows_of("box_cases"))
-def test_ways_to_write_boxes(text: str, boxes: list[list[float]]) -> None:
-    assert [[box.x1, box.y1, box.x2, box.y2] for box in read_boxes(text)] == boxes
+@pytest.mark.parametrize(
+    ("text", "boxes"),
+    [
+        ("[1, 2, 3, 4]", [(1, 2, 3, 4)]),
+        ("[[1,2,3,4],[5,6,7,8]]", [(1, 2, 3, 4), (5, 6, 7, 8)]),
+        ("The cat is at [10, 20.5, 30, 40] and (1,2,3,4).", [(10, 20.5, 30, 40), (1, 2, 3, 4)]),
+        ("from (5, 6) on: [(1, 2), (3, 4)]", [(1, 2, 3, 4)]),
+        ("[3, 4, 1, 2]", [(1, 2, 3, 4)]),
+        ("<box>(1,2),(3,4)</box>", [(1, 2, 3, 4)]),
+        ("<|box_start|>(1,2),(3,4)<|box_end|>", [(1, 2, 3, 4)]),
+        ("<box>1 2 3 4</box> <box>5, 6, 7, 8</box>", [(1, 2, 3, 4), (5, 6, 7, 8)]),
+        ('Here:\n```json\n[{"bbox_2d": [1, 2, 3, 4]}]\n```', [(1, 2, 3, 4)]),
+        ('{"objects": [{"bbox": [1, 2, 3, 4]}]}', [(1, 2, 3, 4)]),
+        ('I see [{"Position": [1, 2, 3, 4], "Confidence": 0.5}] there', [(1, 2, 3, 4)]),
+        ("[1, 2, 3]", []),
+        ("[1, 2, 3, 4, 5]", []),
+        ('["a", 2, 3, 4]', []),
+        ("no box", []),
+        ("[" * 50_000, []),
+        ("[1e999, 0, 1, 1]", []),
+    ],
+)
+def test_ways_to_write_boxes(text: str, boxes: list[tuple[float, ...]]) -> None:
+    assert [(box.x1, box.y1, box.x2, box.y2) for box in read_boxes(text)] == boxes
 
 
 def test_labels() -> None:

@@ -40,7 +40,20 @@ def test_verdicts(identity: str, arguments: dict[str, Any], text: str, expected:
     assert not follows(" \n", identity, arguments), "an empty response follows nothing"
 
 
-@pytest.mark.parametrize(("text", "sentences"), rows_of("sentences"))
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("", 0),
+        ("no stop at all", 1),
+        ("One. And a rest", 2),
+        ('He said "Stop." Then he left.', 2),
+        ("Versions 2.5 and 3.1 came e.g. in May. Good.", 2),
+        ("It was I. You knew.", 2),
+        ("今天天气很好。我们去公园吧！", 2),
+        ("- Item one.\n- Item two.\n", 2),
+        ("etc.", 1),
+    ],
+)
 def test_sentences(text: str, sentences: int) -> None:
     assert count_sentences(text) == sentences
 

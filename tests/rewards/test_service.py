@@ -18,7 +18,6 @@ from roll.rewards import service as service_module
 from roll.rewards.service import MAX_BODY, RewardPool, make_app
 from roll.serving.http import HttpServer
 from tests.rewards import own_rewards
-from tests.rewards.stated_cases import rows_of
 
 RIGHT = "```python\ndef double(x):\n    return 2 * x\n```"
 HALF = "```python\ndef double(x):\n    return x * x\n```"
@@ -110,7 +109,27 @@ def test_requests_that_cannot_be_understood(body: Any, words: str) -> None:
         assert words in answer["error"]["message"]
 
 
-@pytest.mark.parametrize(("reward", "options", "words"), rows_of("client_options"))
+@pytest.mark.parametrize(
+    ("reward", "options", "words"),
+    [
+        ("code_sandbox", {"readable": ["/"]}, "readable is set by the service"),
+        ("code_sandbox", {"preload": ["antigravity"]}, "preload is set by the service"),
+        ("code_sandbox", {"require": []}, "the service itself requires ['network']"),
+        ("code_sandbox", {"require": "network"}, "the service itself requires"),
+        ("code_sandbox", {"service_url": "http://10.0.0.1/", "api_key_env": "HOME"}, "is set by the service"),
+        ("code_sandbox", {"memory_mb": 1 << 40}, "memory_mb = 1099511627776: at most 8192 is granted"),
+        ("code_sandbox", {"timeout": 1e9}, "at most 600 is granted"),
+        ("code_sandbox", {"timeout": float("nan")}, "at most 600 is granted"),
+        ("code_sandbox", {"timeout": "1e9"}, "at most 600 is granted"),
+        ("code_sandbox", {"memory_mb": "100_000"}, "at most 8192 is granted"),
+        ("code_sandbox", {"processes": 10**400}, "at most 256 is granted"),
+        ("code_sandbox", [1], "must be an object"),
+        ("http_reward", {"url": "http://169.254.169.254/latest"}, "url is set by the service"),
+        ("llm_judge", {"prompt": "/etc/passwd"}, "prompt is set by the service"),
+        ("llm_judge", {"base_url": "http://evil/v1", "api_key_env": "HOME"}, "is set by the service"),
+        (f"{own_rewards.__name__}.shortness", {"scale": 3.0}, "scale is set by the service"),
+    ],
+)
 def test_clients_choose_only_what_has_no_effect_outside(reward: str, options: Any, words: str) -> None:
     own: dict[str, dict[str, Any]] = {
         "code_sandbox": {"require": ["network"], "readable": ["/opt"]},

@@ -12,8 +12,9 @@ from roll.config.strategies import registry
 from roll.config.strategies.base import Backend, StrategyConfig
 from roll.protocol.metrics import to_floats
 from roll.strategies.factory import create_strategy
+from roll.strategies.training.adamw import adamw
 from roll.strategies.training.data_parallel import DataParallelStrategy
-from roll.strategies.training.optimizer import TrainingProgress, adamw, decay_groups
+from roll.strategies.training.optimizer import TrainingProgress, decay_groups
 from tests.strategies.jobs import POLICY, weights_of
 from tests.strategies.samples import TensorBatch, policy_loss
 

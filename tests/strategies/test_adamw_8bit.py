@@ -14,9 +14,9 @@ import torch
 from roll.checkpoint.tensors import MOMENTS
 from roll.config.roles import OptimizerConfig, WorkerConfig
 from roll.rehearsal.formulas import moment_bytes
-from roll.strategies.training import optimizer
-from roll.strategies.training.eight_bit import BLOCK, SMALLEST_SCALE, EightBits, table
-from roll.strategies.training.optimizer import AdamW8bit, state_tensors
+from roll.strategies.training import adamw
+from roll.strategies.training.adamw import BLOCK, SMALLEST_SCALE, AdamW8bit, EightBits, table
+from roll.strategies.training.optimizer import state_tensors
 from tests.strategies import jobs
 from tests.strategies.comparison import assert_resumed, assert_same_bits, contents_of
 from tests.strategies.samples import TensorBatch, make_role
@@ -118,7 +118,7 @@ def test_steps_are_as_close_to_adamw_as_the_tables_numbers_are_to_each_other(dev
 
 
 def test_moments_take_two_bytes_a_weight_and_small_ones_stay_as_they_are():
-    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in ((64, 4 * BLOCK), (optimizer.SMALLEST - 1,))]
+    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in ((64, 4 * BLOCK), (adamw.MIN_8BIT_SIZE - 1,))]
     adam = AdamW8bit(weights, lr=1e-3, fused=True)
     for weight in weights:
         weight.grad = torch.randn_like(weight)
@@ -136,7 +136,7 @@ def test_moments_take_two_bytes_a_weight_and_small_ones_stay_as_they_are():
 def quantised(role: WorkerConfig, *args: Any) -> Any:
     """The job of the last argument, with moments of these tiny models in 8 bits too."""
     *others, job = args
-    with mock.patch.object(optimizer, "SMALLEST", 200):
+    with mock.patch.object(adamw, "MIN_8BIT_SIZE", 200):
         return job(role, *others)
 
 

@@ -9,7 +9,8 @@ from transformers import get_scheduler
 
 from roll.config.roles import TrainingArguments
 from roll.protocol.metrics import to_floats
-from roll.strategies.training.optimizer import HostAdamW, LearningRateSchedule, TrainingProgress, decay_groups
+from roll.strategies.training.adamw import HostAdamW
+from roll.strategies.training.optimizer import LearningRateSchedule, TrainingProgress, decay_groups
 
 
 def rates(kind: str, **options: object) -> list[float]:

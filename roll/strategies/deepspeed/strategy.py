@@ -25,12 +25,13 @@ from roll.models.log_probs import run_head_when_called
 from roll.platforms import Platform
 from roll.strategies.base import StateKind
 from roll.strategies.deepspeed.states import MasterStates, Run, full_shape, is_partitioned, set_masters
+from roll.strategies.training.adamw import adamw
 from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import MuonAndAdamW, hidden_matrices, muon_groups
-from roll.strategies.training.optimizer import INITIAL_SCALE, TrainingProgress, adamw, decay_groups
+from roll.strategies.training.optimizer import INITIAL_SCALE, TrainingProgress, decay_groups
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

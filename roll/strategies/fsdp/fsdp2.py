@@ -39,6 +39,7 @@ from roll.models.experts import EXPERTS, SparseLayer, run_every_expert
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.models.vision import vision_modules
 from roll.strategies.fsdp.exchange import exchange_over_gloo
+from roll.strategies.training.adamw import adamw, moment, set_moment
 from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
 from roll.strategies.training.experts import check_choices_may_differ
@@ -46,13 +47,10 @@ from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import Matrix, MuonAndAdamW, hidden_matrices, muon_groups
 from roll.strategies.training.optimizer import (
     TrainingProgress,
-    adamw,
     clip_,
     decay_groups,
     global_norm,
     local_tensor,
-    moment,
-    set_moment,
 )
 
 if TYPE_CHECKING:

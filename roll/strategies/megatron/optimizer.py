@@ -24,9 +24,9 @@ from roll.platforms import current_platform
 from roll.strategies.megatron.correspondence import Region
 from roll.strategies.megatron.cpu_compat import construction
 from roll.strategies.megatron.weights import OwnParameter
+from roll.strategies.training.adamw import adamw_class, moment, set_moment
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import Matrix, MuonAndAdamW, gathered_sizes
-from roll.strategies.training.optimizer import adamw_class, moment, set_moment
 
 
 def build_optimizer(

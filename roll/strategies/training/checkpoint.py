@@ -50,7 +50,7 @@ def describe_model(
         scalings=scalings,
         base=fingerprint(role.model_args.model_name_or_path) if frozen else None,
         path=role.model_args.model_name_or_path,
-        optimizer=role.training_args.optimizer.name,
+        optimizer=role.training_args.optimizer.moments,
     )
 
 

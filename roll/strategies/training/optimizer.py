@@ -1,4 +1,4 @@
-"""AdamW, learning-rate schedules, dynamic loss scaling, and clipping by the global gradient norm.
+"""Learning-rate schedules, dynamic loss scaling, parameter groups, and clipping by the global gradient norm.
 
 Schedules have Hugging Face's names: pure functions of the step, with nothing to save.  After the warm-up they equal
 those of ``transformers.get_scheduler``.  The warm-up is ``(step + 1) / warmup_steps``: no optimizer step is wasted on a
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,23 +19,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw as torch_adamw
 
-from roll.checkpoint.tensors import MOMENTS
 from roll.config.roles import TrainingArguments
-from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics, Sum
-from roll.strategies.training.eight_bit import EightBits
 
 logger = logging.getLogger(__name__)
 
 INVERSE_SQRT_TIMESCALE = 10_000
 """Steps of ``inverse_sqrt`` without a warm-up."""
 POLYNOMIAL_LR_END = 1e-7
-SMALLEST = 4096
-"""Elements of a tensor from which on :class:`AdamW8bit` keeps moments in 8 bits, as bitsandbytes does."""
-SCALES = "_scales"
-"""Ending of the key under which a moment's scales are."""
 
 
 class LearningRateSchedule:
@@ -149,136 +140,6 @@ def decay_groups(
         {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def adamw(groups: list[dict[str, Any]], args: TrainingArguments, on_host: bool = False) -> torch.optim.AdamW:
-    """AdamW (Loshchilov & Hutter, 2019, arXiv:1711.05101) by the fused kernel, which does a step in one pass over
-    memory, on CPU as on CUDA. ``on_host``: with its moments in host memory."""
-    return adamw_class(args, on_host)(
-        groups, lr=args.learning_rate, betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon, fused=True
-    )
-
-
-def adamw_class(args: TrainingArguments, on_host: bool) -> type[torch.optim.AdamW]:
-    if args.optimizer.name == "adamw_8bit":
-        return AdamW8bit
-    return HostAdamW if on_host else torch.optim.AdamW
-
-
-class AdamWByParameter(torch.optim.AdamW, ABC):
-    """AdamW that keeps moments elsewhere or in another form, and makes tensors on the device of them for its step, one
-    parameter at a time. The kernel and so the arithmetic are those of plain AdamW."""
-
-    @abstractmethod
-    def moment(self, parameter: Tensor, kind: str) -> Tensor:
-        """A copy of this rank's part of a moment, as the kernel takes it."""
-
-    @abstractmethod
-    def set_moment(self, parameter: Tensor, kind: str, values: Tensor) -> None:
-        """The inverse of :meth:`moment`; ``values`` may be on the host, and float32 whatever the parameter's type."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-        current_platform().synchronize()  # whoever reads moments next may do so on the host
-
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        own, state = local_tensor(parameter.detach()), self.state[parameter]
-        if not state:
-            # The fused kernel counts on the device, the others on the host.
-            state["step"] = torch.zeros((), device=own.device if group["fused"] else None)
-            average, squares = torch.zeros_like(own), torch.zeros_like(own)
-        else:
-            average, squares = (self.moment(parameter, kind) for kind in MOMENTS)
-        beta1, beta2 = group["betas"]
-        torch_adamw(
-            [own],
-            [local_tensor(gradient)],
-            [average],
-            [squares],
-            [],
-            [state["step"]],
-            foreach=group["foreach"],
-            fused=group["fused"],
-            amsgrad=False,
-            maximize=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
-        for kind, moment in zip(MOMENTS, (average, squares), strict=True):
-            self.set_moment(parameter, kind, moment)
-
-
-class HostAdamW(AdamWByParameter):
-    """AdamW with moments in (page-locked) host memory.
-
-    An update by the host's cores would carry a gradient and a weight over the bus in place of two moments each way, but
-    move twice the bytes in host memory and hold a copy of the weights there.
-    """
-
-    def moment(self, parameter: Tensor, kind: str) -> Tensor:
-        # Copies also where the device is the host, so that every host runs, and tests, the same lines.
-        return self.state[parameter][kind].to(local_tensor(parameter).device, non_blocking=True, copy=True)
-
-    def set_moment(self, parameter: Tensor, kind: str, values: Tensor) -> None:
-        state, own = self.state[parameter], local_tensor(parameter.detach())
-        if kind not in state:
-            state[kind] = torch.empty(own.shape, dtype=own.dtype, pin_memory=current_platform().pin_memory)
-        state[kind].copy_(values, non_blocking=True)
-
-
-class AdamW8bit(AdamWByParameter):
-    """AdamW with moments in 8 bits (:mod:`roll.strategies.training.eight_bit`), but for small tensors."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        # Not of the process, which may also rehearse runs on fake tensors.
-        self._codes: dict[tuple[str, torch.device], EightBits] = {}
-
-    def moment(self, parameter: Tensor, kind: str) -> Tensor:
-        state, own = self.state[parameter], local_tensor(parameter.detach())
-        if (scales := state.get(kind + SCALES)) is None:
-            return state[kind].clone()
-        return self._codes_of(kind, own.device).decode(state[kind], scales, like=own)
-
-    def set_moment(self, parameter: Tensor, kind: str, values: Tensor) -> None:
-        state, own = self.state[parameter], local_tensor(parameter.detach())
-        if own.numel() < SMALLEST:
-            made = {kind: values.to(own.device, own.dtype, copy=True)}
-        else:
-            codes, scales = self._codes_of(kind, own.device).encode(values.to(own.device))
-            made = {kind: codes, kind + SCALES: scales}
-        for key, tensor in made.items():
-            state[key] = state[key].copy_(tensor) if key in state else tensor
-
-    def _codes_of(self, kind: str, device: torch.device) -> EightBits:
-        if (kind, device) not in self._codes:
-            self._codes[kind, device] = EightBits(signed=kind == MOMENTS[0], device=device)
-        return self._codes[kind, device]
-
-
-def moment(optimizer: torch.optim.Optimizer, parameter: Tensor, kind: str) -> Tensor:
-    """This rank's part of a moment that the optimizer has, in whatever memory; no 8-bit codes."""
-    if isinstance(optimizer, AdamW8bit):
-        return optimizer.moment(parameter, kind)
-    return local_tensor(optimizer.state[parameter][kind])
-
-
-def set_moment(optimizer: torch.optim.Optimizer, parameter: Tensor, kind: str, values: Tensor) -> None:
-    """Make this rank's part of a moment, of the kind that the optimizer makes when it first steps a parameter."""
-    values = values.view(local_tensor(parameter.detach()).shape)
-    if isinstance(optimizer, AdamWByParameter):
-        optimizer.set_moment(parameter, kind, values)
-    else:
-        optimizer.state[parameter][kind] = made = torch.zeros_like(parameter)
-        local_tensor(made).copy_(values)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
