@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from asyncio import Task
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -123,6 +124,7 @@ class EngineRollout:
     def __init__(self, config: PolicyRunConfig, plan: PolicyPlan, engines: EngineClient, source: RolloutSource) -> None:
         self._config, self._plan, self._engines, self._source = config, plan, engines, source
         self._busy_before = 0.0
+        self._counts_before: Counter[str] = Counter()
         self._validation: Task[Validation] | None = None
         # Values of the last samples that their batch does not hold; none of a batch that was recorded.
         self.notes: Callable[[], Notes] = list
@@ -148,6 +150,11 @@ class EngineRollout:
         groups, metrics = self._collected() if self._ahead is None else self._collected_ahead(self._ahead, step)
         busy = self._engines.busy_seconds - self._busy_before
         self._busy_before = self._engines.busy_seconds
+        counts, self._counts_before = self._engines.counts - self._counts_before, Counter(self._engines.counts)
+        if drafts := counts["drafts"]:
+            accepted = float(counts["accepted_tokens"])
+            metrics["engine/draft_acceptance_rate"] = Mean(accepted, counts["drafted_tokens"])
+            metrics["engine/accepted_per_draft"] = Mean(accepted, drafts)
         batch, more = self._source.batch(groups, self.driver)
         tokens, sampled = (float(batch.batch[name].sum()) for name in ("attention_mask", "response_mask"))
         metrics |= {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -75,8 +75,7 @@ class EngineClient:
         self._wakes_in = 0
         self.failure: Exception | None = None  # that ended the last engine
         self.busy_seconds = 0.0  # of generation, summed over engines
-        self.prompt_tokens = 0  # of all prompts, as far as engines count them
-        self.reused_tokens = 0  # of prompts, that prefix caches had
+        self.counts: Counter[str] = Counter()  # of all engines: `GenerationStrategy.counts`
         self.num_turns = 0  # that engines have ended
         self.num_deaths = 0  # of engines
         self.num_reissued = 0  # requests that went to another engine because theirs was lost
@@ -292,8 +291,7 @@ class EngineClient:
             else:
                 self.num_turns += 1
                 self.busy_seconds += report.busy_seconds
-                self.prompt_tokens += report.prompt_counts[0]
-                self.reused_tokens += report.prompt_counts[1]
+                self.counts.update(report.counts)
                 for request_id, samples in report.progress.items():
                     generation = self._watched.get(request_id)
                     if generation is not None and generation.listener is not None:

@@ -4,6 +4,7 @@ training batch, which ``docs/architecture.md`` lists."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import compress, pairwise, repeat
@@ -113,8 +114,8 @@ class EngineReport:
     """By request that is watched and not finished: its samples so far, in any order."""
     num_unfinished: int = 0  # samples still queued or running
     busy_seconds: float = 0.0  # time spent generating during the turn
-    prompt_counts: tuple[int, int] = (0, 0)
-    """Prompt tokens since the last report, and those of them that the engine's prefix cache had."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """What the engine has counted since the last report: ``GenerationStrategy.counts``."""
 
 
 class Trajectory(Protocol):

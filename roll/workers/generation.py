@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -36,7 +36,6 @@ class GenerationWorker(Worker):
     """Runs one engine. Each :meth:`advance` call is a turn; the driver keeps one turn in flight per busy engine."""
 
     engine: GenerationStrategy
-    _prompt_counts = (0, 0)  # the engine's counts at the last report
 
     @register(Dispatch.ONE_TO_ALL)
     def initialize(self) -> None:
@@ -56,6 +55,7 @@ class GenerationWorker(Worker):
         self._open: dict[str, GenerationRequest] = {}
         self._finished: dict[str, list[GenerationOutput]] = {}
         self._quarantine = Quarantine(self.engine, self._begun)
+        self._counts: Counter[str] = Counter()  # of the engine, at the last report
 
     def advance(self, command: EngineCommand) -> EngineReport:
         """Take the turn that ``command`` describes; groups are reported when their last sample is done."""
@@ -76,7 +76,7 @@ class GenerationWorker(Worker):
             # Though nothing is complete: aborts, recalls and new requests reach the engine with its next command only.
             if time.perf_counter() - begin >= 10 * command.slice_seconds:
                 break
-        before, self._prompt_counts = self._prompt_counts, self.engine.prompt_counts
+        before, self._counts = self._counts, Counter(self.engine.counts)
         request_ids = [request_id for request_id in command.watch if request_id in self._open]
         progress = {request_id: list(self._finished[request_id]) for request_id in request_ids}
         for output in self.engine.running(request_ids) if request_ids else []:
@@ -87,7 +87,7 @@ class GenerationWorker(Worker):
             progress=progress,
             num_unfinished=self.engine.num_unfinished,
             busy_seconds=time.perf_counter() - begin,
-            prompt_counts=(self._prompt_counts[0] - before[0], self._prompt_counts[1] - before[1]),
+            counts=self._counts - before,
         )
 
     def _step(self, report_failures: bool, refused: dict[str, str]) -> list[GenerationOutput]:

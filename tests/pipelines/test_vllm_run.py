@@ -22,13 +22,17 @@ GAP = 1e-5  # float32 sums in another order; measured 9.5e-7
 
 
 def test_trainer_and_engine_agree_at_every_step(run: Run, wide_heads: TinyWorld, tmp_path: Path) -> None:
+    """Also where the engine verifies drafts of what followed any token before."""
     engine = role("vllm", [1], generating_args=GENERATING)
-    engine["strategy_args"]["strategy_config"] = {"load_format": "dummy", "max_num_seqs": 8}
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    options = {"load_format": "dummy", "max_num_seqs": 8, "speculative_config": drafts}
+    engine["strategy_args"]["strategy_config"] = options
     finished = run({"pretrain": str(wide_heads.model), "max_steps": STEPS, "actor_infer": engine}, output=tmp_path)
     assert finished.values("model_update/version") == list(range(STEPS))
     assert max(finished.values("actor/train_infer_log_diff_abs_max")) < GAP
     assert max(finished.values("actor/grad_norm")) > 0.0, "the weights move"
     assert all(length > 1 for length in finished.values("token/response_length/mean"))
+    assert all(0 <= share <= 1 for share in finished.values("engine/draft_acceptance_rate"))
 
 
 @pytest.mark.matrix

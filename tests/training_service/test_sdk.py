@@ -327,7 +327,7 @@ def test_a_prompt_that_waits_several_times_is_computed_once(base_folder: Path, t
     assert {name: len(own) for name, own in drawn.items()} == {name: own[1] for name, own in asked.items()}
     assert drawn["c"] == drawn["d"]
     assert len({*drawn["a"], *drawn["b"]}) == 5
-    assert sampler._engine.prompt_counts[0] == 4 * len(prompt)
+    assert sampler._engine.counts["prompt_tokens"] == 4 * len(prompt)
 
 
 def test_the_example_of_the_page(

@@ -12,6 +12,7 @@ from roll.config.reading.fields import setting
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import Backend, Package, PackagedEngineConfig
 
+SPECULATIONS = ("ngram", "suffix")  # methods of speculative decoding whose drafts come from tokens alone
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapters that an engine can make room for
 
 
@@ -53,6 +54,11 @@ class VllmStrategyConfig(PackagedEngineConfig):
     limit_mm_per_prompt: dict[Literal["image", "video"], int] = field(default_factory=dict)
     """``{image: n, video: m}``: most images and videos of a prompt; null or left out: vLLM's choice."""
 
+    speculative_config: dict[str, Any] | None = setting(None, example={"method": "ngram", "num_speculative_tokens": 4})
+    """Speculative decoding: drafts of ``method: ngram`` (from the sequence itself) or ``suffix`` (also from earlier
+    responses; needs ``arctic-inference``) are verified in one pass, which leaves the distribution of samples as it is.
+    Further keys are those of vLLM's ``SpeculativeConfig``."""
+
     @property
     def devices_per_worker(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
@@ -78,6 +84,25 @@ class VllmStrategyConfig(PackagedEngineConfig):
                 "needs an engine without stages: some tokens of a batch are in flight between them when weights arrive"
             )
             problems.add(f"{path}.in_flight_update", "keep", rule, "recompute")
+        if self.speculative_config is not None:
+            self._check_speculation(f"{path}.speculative_config", name, role, problems)
+
+    def _check_speculation(self, path: str, name: str, role: WorkerConfig, problems: Problems) -> None:
+        speculation = self.speculative_config or {}
+        method, number = speculation.get("method"), speculation.get("num_speculative_tokens")
+        if method not in SPECULATIONS:
+            # The weights of a draft model would stay what they are while the policy learns.
+            problems.add(f"{path}.method", method, f"must be one of {', '.join(SPECULATIONS)}: drafts without weights")
+        elif method == "ngram" and (type(number) is not int or number < 1):
+            rule = "must be an integer of at least 1: the tokens of a draft"
+            problems.add(f"{path}.num_speculative_tokens", number, rule, 4)
+        if role.router_replay.mode == "R3":
+            problems.add(path, speculation, "cannot be set with router_replay.mode: R3: leave one of them out")
+        if self.pipeline_parallel_size > 1:
+            problems.add(path, speculation, "needs an engine without stages: set pipeline_parallel_size: 1")
+        if role.generating_args.min_p:
+            rule = "must be 0 with speculative_config: vLLM's verification of drafts leaves it out"
+            problems.add(f"{name}.generating_args.min_p", role.generating_args.min_p, rule, 0)
 
 
 VLLM = Backend(

@@ -6,6 +6,7 @@ The steps of training are those that all policy pipelines share; the rollout tur
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -81,7 +82,7 @@ class EpisodeSource(RolloutSource):
         self.flow = GroupFlow(engines, None, self._tasks.draw, settings, loop=loop)
         self.codec = episode_codec(self._players)
         self._counts_before = dict(self.flow.counts)
-        self._prompts_before = (0, 0)
+        self._engine_counts_before: Counter[str] = Counter()
 
     def batch(self, groups: list[EpisodeGroup], driver: DriverLoop) -> tuple[DataProto, Metrics]:
         batch = build_episode_batch(
@@ -101,10 +102,11 @@ class EpisodeSource(RolloutSource):
             metrics["scheduler/set_aside_samples"] = Mean(quarantined)
         metrics["env/process_deaths"] = Mean(sum(one.num_deaths for one in self._processes))
         # The share of the prompts' tokens since the last step that came from a prefix cache, where engines count it.
-        sent = self._engines.prompt_tokens - self._prompts_before[0]
-        reused = self._engines.reused_tokens - self._prompts_before[1]
-        self._prompts_before = self._engines.prompt_tokens, self._engines.reused_tokens
-        return batch, metrics | ({"engine/prefix_hit": Mean(float(reused), sent)} if sent else {})
+        counts = self._engines.counts - self._engine_counts_before
+        self._engine_counts_before = Counter(self._engines.counts)
+        if sent := counts["prompt_tokens"]:
+            metrics["engine/prefix_hit"] = Mean(float(counts["reused_tokens"]), sent)
+        return batch, metrics
 
     def close(self, driver: DriverLoop) -> None:
         """End agents, tasks and environments' processes; a second call does nothing."""

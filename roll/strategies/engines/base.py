@@ -121,10 +121,10 @@ class GenerationStrategy(ABC):
         return []
 
     @property
-    def prompt_counts(self) -> tuple[int, int]:
-        """Tokens of all prompts since the start, and those of them that came from a prefix cache; zeros from an engine
-        that does not count them."""
-        return 0, 0
+    def counts(self) -> Mapping[str, int]:
+        """What the engine counts, since its start: ``prompt_tokens`` of all prompts, and ``reused_tokens`` of them that
+        a prefix cache had; ``drafts`` of speculation, their ``drafted_tokens``, and ``accepted_tokens`` of these."""
+        return {}
 
     def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
         """Log-probs of each prompt's own tokens, and the ``top`` most probable at each position (-1: all), descending.

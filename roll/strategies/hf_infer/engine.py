@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -90,9 +90,9 @@ class GenerationEngine:
         return Sampler(self._rows, made.vocab_size, made.device, made.masked_token_ids, made.is_invariant)
 
     @property
-    def prompt_counts(self) -> tuple[int, int]:
-        """Tokens of all prompts so far, and those of them that the prefix cache had."""
-        return self.num_prompt_tokens, self._prefixes.num_reused
+    def counts(self) -> Mapping[str, int]:
+        """See the base class."""
+        return {"prompt_tokens": self.num_prompt_tokens, "reused_tokens": self._prefixes.num_reused}
 
     @property
     def num_unfinished(self) -> int:

@@ -79,6 +79,8 @@ def engine_arguments(
             arguments["limit_mm_per_prompt"] = dict(options.limit_mm_per_prompt)
     if role.router_replay.mode == "R3":
         arguments["enable_return_routed_experts"] = True
+    if options.speculative_config is not None:
+        arguments |= {"speculative_config": dict(options.speculative_config), "disable_log_stats": False}
     wanted: dict[str, Any] = {
         "max_num_batched_tokens": options.max_num_batched_tokens,
         "kv_cache_memory_bytes": options.kv_cache_memory_bytes,

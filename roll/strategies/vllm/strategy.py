@@ -29,6 +29,7 @@ from roll.strategies.engines.requests import (
     check_request,
     continued,
 )
+from roll.strategies.vllm import speculation
 from roll.strategies.vllm.arguments import (
     ImagePrompts,
     by_position,
@@ -41,6 +42,7 @@ from roll.strategies.vllm.worker import POLICY, RankMemory, check_results, joine
 from roll.weight_sync.encoding import Checksum
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.inputs import EngineInput
     from vllm.outputs import RequestOutput
 
@@ -81,6 +83,7 @@ class VllmStrategy(PackagedEngine):
         self._records_routes = role.router_replay.mode == "R3"
         self._num_experts = 0
         self._memory = RankMemory()
+        self._drafts: speculation.DraftCounts | None = None
         self._watch = RankWatch([])
 
     def initialize(self) -> None:
@@ -96,7 +99,11 @@ class VllmStrategy(PackagedEngine):
         if platform.device_type == "cpu" and arguments["enforce_eager"]:
             # The sampler would still compile one helper, which needs a C++ compiler and takes seconds.
             torch.compiler.set_stance("force_eager")
-        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        loggers: list[Any] = []
+        if self._config.speculative_config is not None:
+            speculation.prepare(platform.device_type == "cpu")
+            loggers = [self._count_drafts]
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=loggers)
         self._engine.set_weight_version(str(self._version))
         if self._num_ranks > 1:
             self._watch = RankWatch([rank.proc for rank in self._engine.model_executor.workers])
@@ -217,6 +224,15 @@ class VllmStrategy(PackagedEngine):
             raise
         finally:
             self._scoring = {}
+
+    def _count_drafts(self, vllm_config: VllmConfig, engine_index: int) -> speculation.DraftCounts:
+        self._drafts = speculation.DraftCounts(vllm_config, engine_index)
+        return self._drafts
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """See the base class; of prompts vLLM's strategy counts nothing."""
+        return {} if self._drafts is None else self._drafts.counts
 
     @property
     def num_unfinished(self) -> int:

@@ -110,7 +110,7 @@ def test_a_conversation_and_its_next_turn(models, family):
     first = run(engine, [GenerationRequest("1", prompt, params, 2)])
     turns = [prompt + first["1", i].token_ids + further for i in range(2)] + [prompt[:18] + further]
     outputs = run(engine, [GenerationRequest(str(i), turn, params, 2) for i, turn in enumerate(turns)])
-    assert (engine.prompt_counts[1] == 0) == (family in LINEAR)
+    assert (engine.counts["reused_tokens"] == 0) == (family in LINEAR)
     for (name, _), output in outputs.items():
         assert_log_probs(model, turns[int(name)], output)
 

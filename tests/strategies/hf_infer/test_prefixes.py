@@ -57,7 +57,10 @@ def test_turns_of_a_conversation(name, kind, monkeypatch):
     outputs, expected = run(engine, requests), run(plain, requests)
     assert prefills == [], "nothing was computed from its start"
     assert engine._prefixes.num_reused >= 34 + 34 + 18
-    assert engine.prompt_counts == (20 + sum(map(len, turns)), engine._prefixes.num_reused)
+    assert engine.counts == {
+        "prompt_tokens": 20 + sum(map(len, turns)),
+        "reused_tokens": engine._prefixes.num_reused,
+    }
     for key, output in outputs.items():
         assert output.token_ids == expected[key].token_ids
         want = reference_log_probs(model, turns[int(key[0])], output.token_ids, params)

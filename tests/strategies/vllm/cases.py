@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -126,6 +127,53 @@ def sampled_gaps(folder: Path, settings: list[SamplingParams]) -> list[float]:
         max(gap for sample in range(3) for gap in distribution_gaps(model, prompt, outputs[str(i), sample], params))
         for i, params in enumerate(settings)
     ]
+
+
+def repeating_prompt(model: Any, temperature: float) -> tuple[list[int], torch.Tensor]:
+    """A prompt ``[a, b, ...]`` that a is likely to follow and after that b; the probabilities of what comes then."""
+    (prompt,) = helpers.random_prompts([11])
+
+    def after(rows: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return (model(rows).logits[:, -1] / temperature).softmax(-1)
+
+    tokens = torch.arange(model.config.vocab_size)
+    rows = torch.tensor(prompt).repeat(len(tokens), 1)
+    rows[:, 0] = tokens
+    a = int(after(rows).diagonal().argmax())
+    rows[:, 0], rows[:, 1] = a, tokens
+    then = after(torch.cat([rows, torch.full((len(rows), 1), a)], 1))
+    b = int((after(rows)[:, a] * then.diagonal().clamp(max=0.5)).argmax())
+    return rows[b].tolist(), then[b]
+
+
+def speculating(folder: Path, settings: list[SamplingParams]) -> dict[str, Any]:
+    """With drafts of what followed a token before: greedy tokens before and after an update, the largest gap of
+    :func:`sampled_gaps`, the engine's counts, and what is sampled where the draft of :func:`repeating_prompt` is."""
+    model = load(folder)
+    prompt, wanted = repeating_prompt(model, temperature=0.3)
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    with engine(folder, speculative_config=speculation) as started:
+        found: dict[str, Any] = {"greedy": [], "wanted": wanted.tolist(), "prompt": prompt}
+        pairs = GenerationRequest("pairs", prompt, SamplingParams(2, temperature=0.3, seed=5), 1000)
+        sampled = [output.token_ids for output in helpers.run(started, [pairs]).values()]
+        found["pair_counts"] = dict(started.counts)
+        found["second"] = Counter(second for first, second in sampled if first == prompt[0])
+        for version in range(2):
+            if version:
+                jolt(model, version)
+                found["wrong"] = update(started, model, version)
+            outputs = helpers.run(started, [GenerationRequest("greedy", prompt, helpers.greedy(60))])
+            found["greedy"].append((outputs["greedy", 0].token_ids, helpers.generate_greedy(model, prompt, 60)))
+        requests = [GenerationRequest(str(i), prompt, params, 3) for i, params in enumerate(settings)]
+        outputs = helpers.run(started, requests)
+    found["gap"] = max(
+        gap
+        for i, params in enumerate(settings)
+        for sample in range(3)
+        for gap in distribution_gaps(model, prompt, outputs[str(i), sample], params)
+    )
+    return found
 
 
 def update_in_flight(folder: Path, mode: str) -> dict[str, Any]:
