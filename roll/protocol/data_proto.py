@@ -286,24 +286,18 @@ class DataProto:
         bounds = accumulate(map(len, groups.values()), initial=0)
         return {value: ordered._slice(*bound) for value, bound in zip(groups, pairwise(bounds), strict=True)}
 
-    def make_iterator(
-        self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, group_key: str | None = None
-    ) -> Iterator[DataProto]:
+    def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
         """Mini-batches of ``mini_batch_size`` rows over ``epochs`` passes.
 
         Without a seed rows come in order, each mini-batch sharing memory; with one, every pass has its own permutation,
-        the same for the same seed.  The last mini-batch of a pass may be smaller.  With ``group_key`` rows of equal
-        value in that column stay together (next to each other, in their order): a mini-batch then holds as many whole
-        groups as fit into ``mini_batch_size``, and permutations are of groups.
+        the same for the same seed.  The last mini-batch of a pass may be smaller.
 
         Raises:
-            ValueError: ``mini_batch_size`` below 1 or below the size of a group.
+            ValueError: ``mini_batch_size`` below 1.
         """
         if mini_batch_size < 1:
             raise ValueError(f"mini_batch_size must be at least 1, got {mini_batch_size}")
-        values = None if group_key is None else self._group_values(group_key)
-        groups = None if values is None else joining.whole_groups(values, mini_batch_size, str(group_key))
-        orders = joining.mini_batch_rows(len(self), mini_batch_size, epochs, seed, groups)
+        orders = joining.mini_batch_rows(len(self), mini_batch_size, epochs, seed)
         return (self[rows] if isinstance(rows, slice) else self._take(rows) for rows in orders)
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:

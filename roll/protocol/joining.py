@@ -176,37 +176,11 @@ def row_groups(values: Iterable[Hashable]) -> dict[Hashable, np.ndarray]:
     return dict(zip(numbers, np.split(np.argsort(codes, kind="stable"), bounds), strict=False))
 
 
-def whole_groups(values: Iterable[Hashable], size: int, key: str) -> dict[Hashable, np.ndarray]:
-    """:func:`row_groups`; raises ``ValueError`` where one is larger than a mini-batch of ``size`` rows."""
-    groups = row_groups(values)
-    for value, rows in groups.items():
-        if len(rows) > size:
-            raise ValueError(
-                f"the group {key} = {value!r} has {len(rows)} rows and cannot stay together in a mini-batch of {size}: "
-                f"mini_batch_size must be at least {len(rows)}"
-            )
-    return groups
-
-
-def mini_batch_rows(
-    num_rows: int, size: int, epochs: int, seed: int | None, groups: Mapping[Hashable, np.ndarray] | None
-) -> Iterator[np.ndarray | slice]:
+def mini_batch_rows(num_rows: int, size: int, epochs: int, seed: int | None) -> Iterator[np.ndarray | slice]:
     """The rows of each mini-batch; a slice where they are consecutive. See ``DataProto.make_iterator``."""
     generator = None if seed is None else np.random.default_rng(seed)
     for _ in range(epochs):
-        if groups is not None:
-            whole = list(groups.values())
-            order = range(len(whole)) if generator is None else generator.permutation(len(whole))
-            run: list[np.ndarray] = []
-            for group in (whole[place] for place in order):
-                if run and sum(map(len, run)) + len(group) > size:
-                    yield np.concatenate(run)
-                    run = []
-                run.append(group)
-            if run:
-                yield np.concatenate(run)
-        elif generator is None:
-            yield from (slice(start, start + size) for start in range(0, num_rows, size))
-        else:
-            permutation = generator.permutation(num_rows)
-            yield from (permutation[start : start + size] for start in range(0, num_rows, size))
+        permutation = None if generator is None else generator.permutation(num_rows)
+        for start in range(0, num_rows, size):
+            rows = slice(start, start + size)
+            yield rows if permutation is None else permutation[rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from itertools import chain, groupby
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -275,22 +275,7 @@ class TestIterator:
         assert epochs(1) == [first, second]
         assert epochs(2) != [first, second]
 
-    @EXAMPLES
-    @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=30), st.integers(0, 9), st.integers(0, 20))
-    def test_groups_stay_together(self, keys: list[str], extra: int, seed: int) -> None:
-        data = DataProto({"x": torch.arange(len(keys))}, {"key": keys})
-        size = max(keys.count(key) for key in set(keys)) + extra
-        parts = list(data.make_iterator(size, seed=seed, group_key="key"))
-        seen = [key for part in parts for key, _ in groupby(part.non_tensor_batch["key"])]
-        assert sorted(seen) == sorted(set(keys))  # each group in one piece, in one mini-batch
-        assert all(len(part) <= size for part in parts)
-        for part in parts:
-            for key, group in part.group_by("key").items():
-                assert group.batch["x"].tolist() == [i for i, other in enumerate(keys) if other == key]
-
     def test_bad_sizes(self) -> None:
-        with pytest.raises(ValueError, match="mini_batch_size must be at least 3"):
-            small().make_iterator(2, group_key="prompt_id")
         with pytest.raises(ValueError, match="mini_batch_size must be at least 1, got 0"):
             small().make_iterator(0)
         with pytest.raises(ValueError, match="between 0 and the batch's 6 rows, got 7"):
