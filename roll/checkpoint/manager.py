@@ -132,14 +132,10 @@ class CheckpointManager:
         config: where copies go, which are never pruned, and which checkpoint is best (YAML ``checkpoint_config``).
 
     Raises:
-        ValueError: ``max_to_keep`` is negative, or copies go to ``root`` itself.
+        ValueError: copies go to ``root`` itself.
     """
 
     def __init__(self, root: str | Path, max_to_keep: int = 0, config: CheckpointConfig | None = None) -> None:
-        if max_to_keep < 0:
-            raise ValueError(
-                f"max_ckpt_to_keep: {max_to_keep} is negative; 0 keeps all checkpoints, 3 the newest three"
-            )
         self.root = Path(root)
         config = config or CheckpointConfig()
         place = config.output_dir

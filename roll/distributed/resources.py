@@ -43,10 +43,7 @@ class ResourceManager:
         """Reserve ``num_nodes`` nodes with ``num_devices_per_node`` devices each. Ray must be running. ``system_envs``:
         variables that each worker gets, besides those of its role. Raises ``ValueError``: no such nodes in the cluster,
         or they are taken for longer than ``timeout`` seconds."""
-        if num_devices_per_node < 1 or num_nodes < 1:
-            raise ValueError(
-                f"num_gpus_per_node ({num_devices_per_node}) and num_nodes ({num_nodes}) must be at least 1"
-            )
+        assert num_devices_per_node >= 1 and num_nodes >= 1, "a run has a device"
         self.num_devices_per_node = num_devices_per_node
         self.num_nodes = num_nodes
         self.system_envs = dict(system_envs or {})
@@ -83,20 +80,19 @@ class ResourceManager:
         if role.device_mapping is None:
             hidden, bundles, ranks = () if self._has_accelerators else None, self._bundles, range(role.world_size or 1)
             return [Placement(rank, bundles[rank % self.num_nodes], (), hidden) for rank in ranks]
-        self._check_mapping(name, role.device_mapping, role.num_gpus_per_worker)
-        size = role.num_gpus_per_worker
+        mapping, size, per_node = role.device_mapping, role.num_gpus_per_worker, self.num_devices_per_node
+        groups = [tuple(mapping[start : start + size]) for start in range(0, len(mapping), size)]
+        nodes = [{device // per_node for device in group} for group in groups]
+        # The check of a configuration names each of these mistakes; a list of one's own code is refused by the rule.
+        is_whole = mapping and len(groups[-1]) == size and len(set(mapping)) == len(mapping)
+        if not is_whole or not all(len(own) == 1 and own <= {*range(self.num_nodes)} for own in nodes):
+            raise ValueError(
+                f"{name}.device_mapping: {mapping} must name ids of 0 to {per_node * self.num_nodes - 1}, each once, "
+                f"{size} for each worker, which are on one node of num_gpus_per_node={per_node}"
+            )
         placements = []
-        for rank, start in enumerate(range(0, len(role.device_mapping), size)):
-            group = tuple(role.device_mapping[start : start + size])
-            nodes = {device // self.num_devices_per_node for device in group}
-            if len(nodes) > 1:
-                raise ValueError(
-                    f"{name}.device_mapping: the devices {list(group)} of worker {rank} are on nodes {sorted(nodes)}, "
-                    f"but a worker runs on one node (node n has ids n*{self.num_devices_per_node} to "
-                    f"(n+1)*{self.num_devices_per_node}-1): reorder the list or lower num_gpus_per_worker"
-                )
-            node = nodes.pop()
-            local = tuple(device % self.num_devices_per_node for device in group) if self._has_accelerators else None
+        for rank, (group, (node,)) in enumerate(zip(groups, nodes, strict=True)):
+            local = tuple(device % per_node for device in group) if self._has_accelerators else None
             placements.append(Placement(rank, self._bundles[node], group, local))
         return placements
 
@@ -104,23 +100,6 @@ class ResourceManager:
         """Give the devices back to Ray."""
         if ray_lost() is None:
             remove_placement_group(self.placement_group)
-
-    def _check_mapping(self, name: str, mapping: list[int], group_size: int) -> None:
-        num_devices = self.num_devices_per_node * self.num_nodes
-        missing = [device for device in mapping if not 0 <= device < num_devices]
-        if missing:
-            raise ValueError(
-                f"{name}.device_mapping: device {', '.join(map(str, missing))} does not exist; {self.num_nodes} "
-                f"node(s) of num_gpus_per_node={self.num_devices_per_node} have ids 0 to {num_devices - 1}"
-            )
-        if len(set(mapping)) != len(mapping):
-            twice = sorted({device for device in mapping if mapping.count(device) > 1})
-            raise ValueError(f"{name}.device_mapping: device {', '.join(map(str, twice))} is listed twice")
-        if not mapping or len(mapping) % group_size:
-            raise ValueError(
-                f"{name}.device_mapping: {len(mapping)} devices do not divide into workers of "
-                f"num_gpus_per_worker={group_size}; list a multiple of {group_size}"
-            )
 
 
 def _device_resource(nodes: list[dict[str, Any]], per_node: int, num_nodes: int) -> str:

@@ -219,7 +219,7 @@ def test_two_nodes_join_and_leave():
     assert head.returncode == 0, errors
     seen, refused = output.splitlines()
     assert json.loads(seen) == {"sum": [3.0, 3.0], "nodes": [2, 2], "global": ["both"] * 2, "node_of_device_0": True}
-    assert "are on nodes [0, 1], but a worker runs on one node" in refused
+    assert "wide.device_mapping: [1, 2] must name" in refused and "on one node of num_gpus_per_node=2" in refused
     follower_output, follower_errors = follower.communicate(timeout=60)
     assert follower.returncode == 0, follower_errors
     assert follower_output == ""
