@@ -81,7 +81,7 @@ class PPOConfig:
     target_entropy: float | None = setting(None, ge=0, example=0.2)
     """Entropy in nats a token below which the bonus acts: its weight begins at ``entropy_loss_coef``, grows by
     0.005 with every step below and falls with every step above, where the bonus is off. null: a fixed weight."""
-    use_kl_loss: bool = False
+    use_kl_loss: bool = setting(False, read_if={"kl_loss_coef": ()})
     """Add the KL to the reference policy to the loss."""
     kl_loss_coef: float = setting(0.0, ge=0, read_if={"use_kl_loss": (True,)})
     """Weight of that KL."""
@@ -91,7 +91,7 @@ class PPOConfig:
     """Bound of the ``k3`` estimate in the loss; null: none."""
     kl_loss_importance_weighted: bool = setting(False, read_if={"use_kl_loss": (True,)})
     """Weigh that estimate by the policy's ratio: unbiased after the first update of a batch."""
-    add_token_level_kl: bool = False
+    add_token_level_kl: bool = setting(False, read_if={"init_kl_coef": ()})
     """Subtract the KL to the reference policy from the reward, token by token."""
     kl_penalty: str = setting("kl", choices=KL_PENALTIES, dotted_path=True, read_if={"reference": ()})
     """Estimator of the KL in the reward."""

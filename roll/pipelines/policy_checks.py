@@ -209,10 +209,6 @@ def check_rewards_of_estimator(config: PolicyConfig, checks: Checks) -> None:
 
 def note_without_effect(config: PolicyConfig, checks: Checks) -> None:
     """Keys that are written and have no effect alongside the others."""
-    if config.use_kl_loss and config.kl_loss_coef == 0:
-        checks.note("use_kl_loss", "has no effect with kl_loss_coef 0")
-    if config.add_token_level_kl and config.init_kl_coef == 0:
-        checks.note("add_token_level_kl", "has no effect with init_kl_coef 0")
     has_entropy = config.entropy_loss_coef > 0 or config.target_entropy is not None
     if config.entropy_loss_agg_mode is not None and not has_entropy:
         checks.note("entropy_loss_agg_mode", "has no effect without entropy_loss_coef above 0")

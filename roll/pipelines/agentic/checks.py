@@ -75,8 +75,6 @@ def check_managers(config: AgenticConfig, checks: Checks) -> None:
             rule = f"must be a multiple of {key}.group_size {size}: whole groups of episodes make up a batch"
             checks.add(batch, episodes, rule, max(1, round(episodes / size)) * size)
     validation = config.val_env_manager
-    if validation is None and checks.written("val_batch_size"):
-        checks.note("val_batch_size", "has no effect without val_env_manager")
     if validation is not None:
         for name in ("group_filter_cls", "group_filter_config", "group_size_redundancy"):
             if checks.written(f"val_env_manager.{name}") and getattr(validation, name):

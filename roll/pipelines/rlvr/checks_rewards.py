@@ -126,8 +126,6 @@ def check_own_keys(key: str, name: str, reward: RewardConfig, checks: Checks) ->
         checks.missing(f"{key}.code_url", rule, "http://127.0.0.1:9000/score")
     if reward.code_url and "code_sandbox" not in used:
         checks.note(f"{key}.code_url", "has no effect: it is an option of code_sandbox")
-    elif reward.code_url and reward.use_local:
-        checks.note(f"{key}.code_url", "has no effect with use_local: true")
     if "crossthinkqa" in used:
         return
     if reward.response_length_penalty_coef:
