@@ -7,6 +7,7 @@ While the engines load one bucket, the trainer gathers the next: at most two buc
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -17,15 +18,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
 import torch
 
 from roll.config.plan.plan import Plan
 from roll.config.policy import TransportName, WeightSyncConfig, transport_name, update_mode
 from roll.config.roles import GenerationWorkerConfig
 from roll.config.run import RunConfig
-from roll.distributed import Cluster, RemoteError, WorkerFailed
+from roll.distributed import Cluster, DeadlineExceeded, PendingCall, RemoteError, WorkerFailed
 from roll.distributed.calls import is_peer_trouble
+from roll.distributed.dispatch import in_rank_order
 from roll.distributed.failures import RankReport
 from roll.platforms import current_platform
 from roll.protocol.metrics import Mean, Metrics
@@ -163,51 +164,23 @@ class RayEngines:
         """Call ``method`` of the workers of all engines; ``arguments(i)`` are those of the i-th engine."""
         calls = enumerate(self.workers.items())
         refs = {rank: worker.call.remote(method, (), *arguments(index)) for index, (rank, worker) in calls}
-        return partial(_answers, method, refs)
+        # Its deadline comes with the wait.
+        return partial(_answers, PendingCall("actor_infer", method, refs, math.inf, (), in_rank_order))
 
 
-_GRACE_SECONDS = 2.0
-"""Seconds to wait for further failures after the first: a broken connection is often reported by its healthy end first,
-and the engine that died shows up a moment later."""
-
-
-def _answers(method: str, refs: Mapping[int, ray.ObjectRef[Any]], update: str, end: float) -> list[Any]:
-    found: dict[int, Any] = {}
-    while waiting := {ref: rank for rank, ref in refs.items() if rank not in found}:
-        ready, late = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end - time.monotonic()))
-        # None ready: the deadline has passed, so every engine that has not answered counts as failed.
-        answered = {waiting[ref]: _answer(method, update, waiting[ref], ref) for ref in ready or late}
-        found |= answered
-        if any(isinstance(answer, _Failure) for answer in answered.values()):
-            # Keep listening, but not until the deadline: engines that wait for the failed one may never answer.
-            end = min(end, time.monotonic() + _GRACE_SECONDS)
-    failures = {rank: found[rank] for rank in refs if isinstance(found[rank], _Failure)}
-    if failures:
-        worst = min(failures.values(), key=lambda failure: failure.gravity)
-        # Only the gravest kind is dropped: engines that failed because a peer did are sound and get the update again.
-        to_blame = [rank for rank, failure in failures.items() if failure.gravity == worst.gravity]
-        raise WeightSyncError(worst.text, lost=to_blame)
-    return [found[rank] for rank in refs]
-
-
-def _answer(method: str, update: str, engine: int, ref: ray.ObjectRef[Any]) -> Any:
+def _answers(call: PendingCall[list[Any]], update: str, end: float) -> list[Any]:
     try:
-        return ray.get(ref, timeout=0)  # 0: it is ready, or it is too late
-    except ray.exceptions.GetTimeoutError:
-        return _Failure(2, f"{update}: engine {engine} was not done with {method!r} in time")
-    except ray.exceptions.RayTaskError as error:
-        cause = getattr(error.cause, "error", error.cause)
-        gravity = 3 if is_peer_trouble(str(cause)) else 1
-        return _Failure(gravity, f"{update}: engine {engine} failed in {method!r}: {cause}")
-    except ray.exceptions.RayActorError:
-        return _Failure(0, f"{update}: engine {engine} died in {method!r}")
-
-
-@dataclass(frozen=True)
-class _Failure:
-    gravity: int
-    """Likelihood that it is a consequence: 0 a death, 1 an error of its own, 2 a time-out, 3 trouble with a peer."""
-    text: str
+        return call.within(end - call.began).result()
+    except DeadlineExceeded as error:
+        late = ", ".join(map(str, error.silent_ranks))
+        text = f"{update}: engine {late} was not done with {call.method!r} in time"
+        raise WeightSyncError(text, lost=error.silent_ranks) from None
+    except RemoteError as error:
+        reason = error.reports[0].error
+        # An engine that fails because of a peer is sound, and gets the update again without the one that hangs.
+        lost = error.silent_ranks if is_peer_trouble(reason) and error.silent_ranks else [error.rank]
+        text = f"{update}: engine {error.rank} {error.verb} in {call.method!r}: {reason}"
+        raise WeightSyncError(text, lost=lost) from None
 
 
 _BLAME_SECONDS = 2.0
