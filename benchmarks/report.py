@@ -77,7 +77,7 @@ def recording(groups: int, size: int, response: int) -> tuple[float, float, int]
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     batch = step_batch(groups, size, 40, response, len(tokenizer))
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "samples.blocks"
+        file = Path(folder) / "samples.jsonl"
         recorder = SampleRecorder(SampleLog(file, 1 << 40), SampleLogConfig())
         waits, times = [], []
         for step in range(REPEATS):

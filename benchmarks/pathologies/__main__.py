@@ -40,7 +40,8 @@ BEGIN, END = "<!-- pathologies -->", "<!-- end of pathologies -->"
 HELD_OUT = ("<!-- held-out pathologies -->", "<!-- end of held-out pathologies -->")
 DONE = "done.json"
 """In the folder of a run that has ended, with the seed that it ran under."""
-RECORDED = ("config.yaml", "record/run.json", "record/samples.blocks", "record/timeline.jsonl", "logs/metrics.jsonl")
+SAMPLES = "record/samples.jsonl"
+RECORDED = ("config.yaml", "record/run.json", SAMPLES, "record/timeline.jsonl", "logs/metrics.jsonl")
 CALLS = "logs/workers/*.calls.jsonl"
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "disabled"}
@@ -124,7 +125,7 @@ def keep_record(name: str, output: Path) -> None:
     with tarfile.open(RECORDS / f"{name}.tar.xz", "w:xz") as archive:
         for file in filter(Path.is_file, files):
             data = file.read_bytes()
-            if file.suffix != ".blocks":
+            if file != output / SAMPLES:
                 for own, other in ((str(output), "output"), (f"{ROOT}/", ""), (socket.gethostname(), "host")):
                     data = data.replace(own.encode(), other.encode())
             entry = tarfile.TarInfo(str(file.relative_to(output)))

@@ -227,7 +227,7 @@ class _Index:
         return {"size": self.size, "columns": self._columns, "words": words}
 
 
-def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
+def _thinned(run: Run, index: _Index, limit: int) -> Iterator[str]:
     sizes = [len(block["samples"]) for block in run.blocks()]
     total, taken, seen = sum(sizes), 0, 0
     number = 0
@@ -247,11 +247,12 @@ def _thinned(run: Run, index: _Index, limit: int) -> Iterator[bytes]:
 
 def _json(out: TextIO, name: str, value: object) -> None:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=str)
-    _data(out, name, zlib.compress(text.encode("utf-8", "replace"), 6))
+    compressed = zlib.compress(text.encode("utf-8", "replace"), 6)
+    _data(out, name, base64.b64encode(compressed).decode("ascii"))
 
 
-def _data(out: TextIO, name: str, payload: bytes) -> None:
-    out.write(f'<script type="text/plain" id="{name}">{base64.b64encode(payload).decode("ascii")}</script>\n')
+def _data(out: TextIO, name: str, data: str) -> None:
+    out.write(f'<script type="text/plain" id="{name}">{data}</script>\n')
 
 
 def write_report(output_dir: Path) -> None:

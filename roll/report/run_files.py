@@ -27,8 +27,8 @@ from roll.tracking.run_record import (
     TIMELINE_NAME,
     WorkerCalls,
     decoded,
+    read_blocks,
     read_calls,
-    read_frames,
     read_timeline,
 )
 
@@ -129,9 +129,9 @@ class Run:
         since = _began(self.about) - 1.0
         return read_calls(self.log_dir / WORKERS_FOLDER, since)
 
-    def payloads(self) -> Iterator[bytes]:
-        """Compressed blocks, see :mod:`roll.tracking.run_record`."""
-        return (payload for _, _, payload in read_frames(self.folder / RECORD_FOLDER / SAMPLES_NAME))
+    def payloads(self) -> Iterator[str]:
+        """Data of blocks, see :mod:`roll.tracking.run_record`."""
+        return read_blocks(self.folder / RECORD_FOLDER / SAMPLES_NAME)
 
     def blocks(self) -> Iterator[dict[str, Any]]:
         return map(decoded, self.payloads())

@@ -13,7 +13,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,67 +144,85 @@ def strip_reducer_tags(metrics: Mapping[str, float]) -> dict[str, float]:
 METRICS_NAME = "metrics.jsonl"
 
 
-class JsonlTracker(Tracker):
-    """Appends a line a call: ``{"step": 3, "time": <seconds since 1970>, <name>: <number>, ...}``.
-
-    JSON has no nan or infinity: a number that is not finite is null.
+class JsonLines:
+    """Appends to a file of rows, a line of JSON each; every row has a ``step``.
 
     Args:
-        folder: where the files are.
+        path: of the file; its folder is made if need be.
         resume_step: the last step that counts: rows after it, and a torn last line, are dropped. None: a new run, an
-            earlier run's files are renamed to ``<name>.previous``.
+            earlier run's file is renamed to ``<name>.previous``.
+        max_bytes: of the file.
     """
 
+    def __init__(self, path: Path, resume_step: float | None, max_bytes: float = math.inf) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _cut(path, resume_step)
+        self._path, self._max_bytes = path, max_bytes
+        self._file: IO[bytes] | None = None
+        self._torn = False
+
+    def append(self, row: Mapping[str, Any]) -> bool:
+        """Write a row; False where there is no room for it within ``max_bytes``. JSON has no nan or infinity: such
+        numbers are null. Raises ``OSError``: the disk is full; the row is lost."""
+        if self._file is None:
+            # Unbuffered: whoever watches the file sees whole lines, and a killed run loses none.
+            self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+        text = json.dumps(finite, ensure_ascii=False, default=str) + "\n"
+        # A line that a full disk has cut off is ended before the next one.
+        line = b"\n" * self._torn + text.encode("utf-8", "surrogatepass")
+        if self._max_bytes < math.inf and self._file.tell() + len(line) > self._max_bytes:
+            return False
+        # Marked before the write: an exception leaves the line torn as well as a short write does.
+        self._torn = True
+        written = self._file.write(line)
+        # An unbuffered write may be short on a full disk, without an exception.
+        if written != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        self._torn = False
+        return True
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class JsonlTracker(Tracker):
+    """Appends a line a call: ``{"step": 3, "time": <seconds since 1970>, <name>: <number>, ...}``, to files in
+    ``folder``. ``resume_step``: as in :class:`JsonLines`."""
+
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
         self._folder, self.paths = folder, {"metrics": folder / METRICS_NAME}
-        for path in (folder / METRICS_NAME, *folder.glob("samples-*.jsonl")):
-            if path.exists():
-                lines = ((row["step"], json.dumps(row, ensure_ascii=False).encode() + b"\n") for row in _rows(path))
-                cut(path, lines, resume_step)
-        self._files: dict[str, IO[bytes]] = {}
-        self._torn: set[str] = set()
+        files = (folder / METRICS_NAME, *folder.glob("samples-*.jsonl"))
+        self._files = {path.name: JsonLines(path, resume_step) for path in files}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._append(METRICS_NAME, {"step": step, "time": time.time(), **metrics})
+        self._files[METRICS_NAME].append({"step": step, "time": time.time(), **metrics})
 
     def log_samples(self, name: str, rows: SampleTable, step: int) -> None:
+        file = f"samples-{name}.jsonl"
+        if file not in self._files:
+            self._files[file] = JsonLines(self._folder / file, None)
         for row in rows:
-            self._append(f"samples-{name}.jsonl", {"step": step, **row})
+            self._files[file].append({"step": step, **row})
 
     def close(self) -> None:
         for file in self._files.values():
             file.close()
-        self._files.clear()
-
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        if name not in self._files:
-            # Unbuffered: whoever watches the file sees whole lines, and a killed run loses none.
-            self._files[name] = open(self._folder / name, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        text = json.dumps(finite, ensure_ascii=False, default=str) + "\n"
-        # A line that a full disk has cut off is ended before the next one.
-        line = b"\n" * (name in self._torn) + text.encode("utf-8", "surrogatepass")
-        # Marked before the write: an exception leaves the line torn as well as a short write does.
-        self._torn.add(name)
-        written = self._files[name].write(line)
-        # An unbuffered write may be short on a full disk, without an exception.
-        if written != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._folder / name))
-        self._torn.discard(name)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a ``metrics.jsonl`` in order, rows of the same step merged; null is read as nan. Raises
     ``FileNotFoundError``: there is no such file."""
     rows: dict[int, dict[str, Any]] = {}
-    for row in _rows(path):
+    for row in read_rows(path):
         numbers = {key: math.nan if value is None else value for key, value in row.items()}
         rows.setdefault(row["step"], {}).update(numbers)
     return list(rows.values())
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Whole lines only: a run that was killed may leave half of its last one."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
@@ -219,15 +237,16 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
                 logger.warning("%s: line %d is no row of a step and left out", path, number)
 
 
-def cut(path: Path, steps: Iterable[tuple[int, bytes]], resume_step: int | None) -> None:
-    """Keep the ``steps`` of a file, as bytes, up to ``resume_step``; None: set the whole file aside for a new run."""
+def _cut(path: Path, resume_step: float | None) -> None:
+    """Keep the rows of a file up to ``resume_step``; None: set the whole file aside for a new run."""
     if resume_step is None:
         path.replace(path.with_name(f"{path.name}.previous"))
         return
     # Written anew and renamed: a kill in the middle leaves the former file whole.
     kept = path.with_name(f"{path.name}.kept")
-    with open(kept, "wb") as file:
-        file.writelines(data for step, data in steps if step <= resume_step)
+    with open(kept, "w", encoding="utf-8") as file:
+        rows = (row for row in read_rows(path) if row["step"] <= resume_step)
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
     kept.replace(path)

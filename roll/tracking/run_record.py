@@ -1,9 +1,11 @@
 """Record of a run, which reports are made of: samples, the driver's phases, the calls of workers, single requests.
 
-Samples are in one file, a compressed block a step.  A block is a frame of 16 bytes, ``magic, step, length, CRC-32 of
-the payload`` (little-endian), and a payload of zlib-compressed JSON.  A process that is killed leaves a torn last
-frame, which readers leave out and the next writer cuts off; a damaged frame in the middle costs its own step alone.
-The blocks go into a report as they are: browsers decompress them by themselves.
+Samples are in one file, a line of JSON a step::
+
+    {"step": 3, "crc": <CRC-32 of data>, "data": <the block: JSON, zlib-compressed, in base64>}
+
+A process that is killed leaves a torn last line, which readers leave out and the next writer cuts off; a damaged line
+in the middle costs its own step alone. The data go into a report as they are: browsers decompress them by themselves.
 
 The JSON of a block of samples (:mod:`roll.pipelines.sample_records` makes it)::
 
@@ -55,30 +57,26 @@ CallTimes`)::
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
-import struct
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import Any
 
-from roll.tracking.records import cut
+from roll.tracking.records import JsonLines, read_rows
 
 logger = logging.getLogger(__name__)
 
 RECORD_FOLDER = "record"  # folder in a run's output folder: samples, timeline, and the places of the rest of the run
-SAMPLES_NAME = "samples.blocks"
+SAMPLES_NAME = "samples.jsonl"
 
 MAX_BYTES = 1 << 30
-"""Most bytes of the record, compressed."""
-
-_FRAME = struct.Struct("<4siII")
-_MAGIC = b"RSB2"
-_LEVEL = 6
+"""Most bytes of the record of samples."""
 
 
 class SampleLog:
@@ -93,15 +91,11 @@ class SampleLog:
     """
 
     def __init__(self, path: Path, max_bytes: int, resume_step: int | None = None) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._max_bytes = path, max_bytes
+        self._lines = JsonLines(path, resume_step, max_bytes)
         self._ended = False
         self._pending: Future[None] | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        if path.exists():
-            cut(path, ((step, data) for step, data, _ in read_frames(path)), resume_step)
-        # Unbuffered: each block is a single write(), so a killed run leaves at most its last block torn.
-        self._file: BinaryIO = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
 
     def append(self, block: Mapping[str, Any]) -> None:
         """Write one block; the caller changes nothing in it afterwards."""
@@ -116,34 +110,29 @@ class SampleLog:
             pending.result()
 
     def _write(self, block: Mapping[str, Any]) -> None:
-        data = frame(block)
-        if self._file.tell() + len(data) > self._max_bytes:
-            self._ended = True
-            logger.warning(
-                "the record of samples has reached %d MiB: later samples are not kept", self._max_bytes >> 20
-            )
-            return
+        data = encoded(block)
+        reason: object = f"the limit of {self._max_bytes >> 20} MiB is reached"
         try:
-            self._file.write(data)
+            self._ended = not self._lines.append({"step": int(block["step"]), "crc": _crc(data), "data": data})
         except OSError as error:
-            self._ended = True
-            logger.warning("%s: %s; later samples are not kept", self._path, error)
+            self._ended, reason = True, error
+        if self._ended:
+            logger.warning("%s: %s; later samples are not kept", self._path, reason)
 
     def close(self) -> None:
         self.flush()
         self._writer.shutdown()
-        self._file.close()
+        self._lines.close()
 
 
-def frame(block: Mapping[str, Any]) -> bytes:
-    """A block as it is in the file; numbers that are not finite become null."""
+def encoded(block: Mapping[str, Any]) -> str:
+    """The data of a block; numbers that are not finite become null."""
     try:
         # Most blocks are finite: the tree is walked in Python only where json has refused it.
         text = json.dumps(block, ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
     except ValueError:
         text = json.dumps(_finite(block), ensure_ascii=False, separators=(",", ":"), default=str)
-    payload = zlib.compress(text.encode("utf-8", "replace"), _LEVEL)
-    return _FRAME.pack(_MAGIC, int(block["step"]), len(payload), zlib.crc32(payload)) + payload
+    return base64.b64encode(zlib.compress(text.encode("utf-8", "replace"), 6)).decode("ascii")
 
 
 def _finite(value: object) -> Any:
@@ -156,49 +145,24 @@ def _finite(value: object) -> Any:
     return value
 
 
-def decoded(payload: bytes) -> dict[str, Any]:
-    """The block of a payload."""
-    block: dict[str, Any] = json.loads(zlib.decompress(payload))
+def decoded(data: str) -> dict[str, Any]:
+    """The block of its data."""
+    block: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(data)))
     return block
 
 
-def read_frames(path: Path) -> Iterator[tuple[int, bytes, bytes]]:
-    """Step, whole frame and compressed payload of every block, in the order of writing, also while a run writes;
-    nothing where there is no file. What is damaged is passed over up to the next magic word."""
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        logger.warning("%s cannot be read: %s", path, error)
-        return
-    with file:
-        while head := file.read(_FRAME.size):
-            begin = file.tell() - len(head)
-            if len(head) == _FRAME.size:
-                magic, step, length, crc = _FRAME.unpack(head)
-                payload = file.read(length) if magic == _MAGIC else b""
-                if magic == _MAGIC and len(payload) == length and zlib.crc32(payload) == crc:
-                    yield step, head + payload, payload
-                    continue
-            logger.warning("%s: the block at byte %d is damaged or torn and left out", path, begin)
-            if not _seek_magic(file, begin + 1):
-                return
+def _crc(data: str) -> int:
+    return zlib.crc32(data.encode("utf-8", "replace"))
 
 
-def _seek_magic(file: BinaryIO, begin: int) -> bool:
-    """Go to the next magic word at or after ``begin``; False where there is none."""
-    file.seek(begin)
-    place, rest = begin, b""
-    while chunk := file.read(1 << 20):
-        found = (rest + chunk).find(_MAGIC)
-        if found >= 0:
-            file.seek(place - len(rest) + found)
-            return True
-        place += len(chunk)
-        # A magic word may lie across two chunks.
-        rest = chunk[-len(_MAGIC) + 1 :]
-    return False
+def read_blocks(path: Path) -> Iterator[str]:
+    """The data of every block, in the order of writing, also while a run writes; nothing where there is no file."""
+    for row in read_rows(path) if path.is_file() else ():
+        data = row.get("data")
+        if isinstance(data, str) and _crc(data) == row.get("crc"):
+            yield data
+        else:
+            logger.warning("%s: the block of step %d is damaged and left out", path, row["step"])
 
 
 TIMELINE_NAME = "timeline.jsonl"
@@ -216,26 +180,22 @@ class TimelineLog:
     """
 
     def __init__(self, path: Path, resumed: bool) -> None:
-        if path.exists() and not resumed:
-            path.replace(path.with_name(f"{path.name}.previous"))
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
-        self._file: IO[str] = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (open for the whole run)
+        # Steps after the checkpoint that a run resumes from have taken their time too.
+        self._lines = JsonLines(path, math.inf if resumed else None)
         self._failed = False
 
     def append(self, step: int, begin: float, end: float, phases: Sequence[Span]) -> None:
         spans = [[name, round(first, 4), round(last, 4)] for name, first, last in phases]
-        row = {"step": step, "begin": round(begin, 4), "end": round(end, 4), "phases": spans}
         try:
-            self._file.write(json.dumps(row) + "\n")
+            self._lines.append({"step": step, "begin": round(begin, 4), "end": round(end, 4), "phases": spans})
         except OSError as error:
             if not self._failed:
                 logger.warning("%s: %s; lines are lost, and the run goes on", self._path, error)
             self._failed = True
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._file.close()
+        self._lines.close()
 
 
 @dataclass(frozen=True)
@@ -253,11 +213,9 @@ def read_timeline(path: Path) -> list[dict[str, Any]]:
     """The driver's lines, in order; [] where there is no file."""
     return [
         row
-        for row in _lines(path)
+        for row in (read_rows(path) if path.is_file() else ())
         # A line may be damaged and still be JSON.
-        if isinstance(row, dict)
-        and isinstance(row.get("step"), int)
-        and all(isinstance(row.get(key), int | float) for key in ("begin", "end"))
+        if all(isinstance(row.get(key), int | float) for key in ("begin", "end"))
         and isinstance(row.get("phases"), list)
         and all(map(_is_span, row["phases"]))
     ]

@@ -34,14 +34,15 @@ def test_a_line_without_room_is_lost_and_no_other(tmp_path: Path, caplog: pytest
     journal = JsonlTracker(tmp_path)
     tracker, file = CompositeTracker([journal]), tmp_path / METRICS_NAME
     tracker.log({"loss": 0.0}, 0)
-    ours = journal._files[METRICS_NAME]
+    lines = journal._files[METRICS_NAME]
+    ours = lines._file
     with open("/dev/full", "wb", buffering=0) as full, caplog.at_level(logging.ERROR, logger="roll"):
-        journal._files[METRICS_NAME] = full
+        lines._file = full
         tracker.log({"loss": 1.0}, 1)
         tracker.log({"loss": 2.0}, 2)
     with file.open("ab") as torn:
         torn.write(b'{"step": 2, "lo')  # what there was room for
-    journal._files[METRICS_NAME] = ours
+    lines._file = ours
     tracker.log({"loss": 3.0}, 3)
     tracker.close()
     assert [(row["step"], row["loss"]) for row in read_metrics(file)] == [(0, 0.0), (3, 3.0)]

@@ -16,7 +16,7 @@ from tests.report.made_runs import made_block, made_run
 
 Damage = Callable[[Path], object]
 BINARY = bytes(range(256)) * 5
-FILES = ("logs/metrics.jsonl", "record/run.json", "record/samples.blocks", "record/timeline.jsonl", "config.yaml")
+FILES = ("logs/metrics.jsonl", "record/run.json", "record/samples.jsonl", "record/timeline.jsonl", "config.yaml")
 STEP = {"step": 2, "begin": 1.0, "end": 2.0, "phases": [["step_train", 1.0, 2.0]]}
 ODD_CALLS = ("null", '["update", 1]', '["update", "a", {}]', '{"x": 1}', '{"role": "a", "rank": 0, "devices": 5}')
 WORKER = "logs/workers/actor_train-0.calls.jsonl"

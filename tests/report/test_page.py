@@ -17,7 +17,7 @@ import pytest
 from roll.cli import main
 from roll.report.page import report_command, run_labels, write_page
 from roll.report.run_files import read_run
-from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, frame, read_frames
+from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_blocks
 from tests.report.made_runs import HOSTILE, made_block, made_run
 
 
@@ -28,30 +28,29 @@ def parts(page: str) -> dict[str, Any]:
 
 
 def test_blocks_survive_what_a_crash_leaves(tmp_path: Path) -> None:
-    file = tmp_path / "samples.blocks"
+    file = tmp_path / SAMPLES_NAME
     log = SampleLog(file, 1 << 30)
     for step in range(4):
         log.append({"step": step, "kind": "train", "value": float("nan")})
     log.close()
-    whole = file.read_bytes()
-    size = len(frame({"step": 0, "kind": "train", "value": None}))
-    damaged = bytearray(whole)
-    damaged[size + 20] ^= 0xFF  # in the second block
-    file.write_bytes(bytes(damaged[:-3]))  # and the last one is torn
-    assert [step for step, _, _ in read_frames(file)] == [0, 2]
+    first, second, third, last = file.read_text().splitlines(keepends=True)
+    damaged = second.replace('"data": "e', '"data": "f')
+    assert damaged != second
+    file.write_text(first + damaged + third + last[:-3])  # the last one is torn
+    assert [decoded(data)["step"] for data in read_blocks(file)] == [0, 2]
     SampleLog(file, 1 << 30, resume_step=0).close()
-    assert [decoded(payload) for _, _, payload in read_frames(file)] == [{"step": 0, "kind": "train", "value": None}]
+    assert [decoded(data) for data in read_blocks(file)] == [{"step": 0, "kind": "train", "value": None}]
     SampleLog(file, 1 << 30).close()
-    assert not list(read_frames(file))
-    assert file.with_name("samples.blocks.previous").is_file()
+    assert not list(read_blocks(file))
+    assert file.with_name(f"{SAMPLES_NAME}.previous").is_file()
 
 
 def test_record_stays_within_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = SampleLog(tmp_path / "samples.blocks", 150)
+    log = SampleLog(tmp_path / SAMPLES_NAME, 250)
     for step in range(20):
         log.append({"step": step, "kind": "train"})
     log.close()
-    assert 0 < (tmp_path / "samples.blocks").stat().st_size <= 150
+    assert 0 < (tmp_path / SAMPLES_NAME).stat().st_size <= 250
     assert caplog.text.count("later samples are not kept") == 1
 
 

@@ -24,7 +24,7 @@ from roll.report.page import write_page
 from roll.report.run_files import read_run
 from roll.rollout.episode_batch import build_episode_batch
 from roll.tracking import METRICS_NAME
-from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_frames
+from roll.tracking.run_record import RECORD_FOLDER, SAMPLES_NAME, SampleLog, decoded, read_blocks
 from tests import vision_models
 from tests.support.episodes import random_groups
 
@@ -71,11 +71,11 @@ def batch() -> DataProto:
 
 
 def recorded(tmp_path: Path, write: Any, **settings: int) -> list[dict[str, Any]]:
-    log = SampleLog(tmp_path / "samples.blocks", 1 << 30)
+    log = SampleLog(tmp_path / "samples.jsonl", 1 << 30)
     recorder = SampleRecorder(log, SampleLogConfig(**settings))
     write(recorder)
     recorder.close()
-    return [decoded(payload) for _, _, payload in read_frames(tmp_path / "samples.blocks")]
+    return [decoded(data) for data in read_blocks(tmp_path / "samples.jsonl")]
 
 
 def test_rows_of_a_training_batch(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_images_are_kept_once_and_small(tmp_path: Path) -> None:
     for step in range(2):
         recorder.policy(step, seen, lambda: notes, Letters(), None)  # type: ignore[arg-type]
     recorder.close()
-    first, images, second = (decoded(payload) for _, _, payload in read_frames(file))
+    first, images, second = map(decoded, read_blocks(file))
     assert [first["step"], images["kind"], second["step"]] == [0, "images", 1]
     assert sorted(images["images"]) == sorted(name for own in names for name in own)
     copy = Image.open(io.BytesIO(base64.b64decode(images["images"][names[0][0]])))

@@ -57,15 +57,16 @@ def test_peak_memory_belongs_to_all_open_phases() -> None:
     assert next(readings, None) is None
 
 
-def test_a_full_disk_costs_lines_of_the_record_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_costs_lines_of_the_record_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """``/dev/full`` is the kernel's full disk."""
-    timeline = TimelineLog(Path("/dev/full"), resumed=True)
+    timeline = TimelineLog(tmp_path / "timeline.jsonl", resumed=False)
+    (tmp_path / "timeline.jsonl").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING, logger="roll"):
         for step in range(2000):
             timeline.append(step, 0.0, 1.0, [("step_train", 0.0, 1.0)])
         timeline.close()
     (record,) = caplog.records
-    assert "/dev/full: " in record.getMessage()
+    assert f"{tmp_path}/timeline.jsonl: " in record.getMessage()
 
 
 def test_real_peak_of_this_process() -> None:
