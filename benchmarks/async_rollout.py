@@ -6,8 +6,7 @@ Each contestant is a whole run (``roll run`` with the tiny recipe) on two device
 answers end at random: most are short, a few reach the limit, which is ten times the median.  Learning rate 0 keeps it
 so.  Runs that are done are not repeated.  The figure is the median step after the first quarter.
 
-Ray starts its workers at niceness 15: where other programs run, ``RAY_worker_niceness=0`` lets them compete on equal
-terms.  Without idle cores generation and training still share what there is, and the table shows little but who waits.
+Without idle cores generation and training share what there is, and the table shows little but who waits.
 """
 
 from __future__ import annotations

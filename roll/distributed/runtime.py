@@ -54,6 +54,9 @@ DRIVER_SETTINGS = {
     "RAY_IGNORE_UNHANDLED_ERRORS": "1"
 }
 
+_NICENESS = {"RAY_worker_niceness": "0"}
+"""Ray's own is 15: beside other work of the host, the workers of a run would starve. Of the nodes started here, not of
+a cluster that is joined."""
 _JOIN_SECONDS = 600.0
 _HEAD_POLL_SECONDS = 1.0
 _HEAD_MISSES = 3
@@ -221,7 +224,9 @@ def _guarded(mark: str, folder: Path | None) -> Iterator[Guard]:
 @contextlib.contextmanager
 def _own_node(options: NodeOptions, inherited: Mapping[str, str], folder: Path) -> Iterator[Node]:
     forks = fork_server()
-    with environment({**inherited, **(forks.environment(WORKER_SCRIPT) if forks is not None else {})}):
+    niceness = {name: value for name, value in _NICENESS.items() if name not in os.environ}
+    forked = forks.environment(WORKER_SCRIPT) if forks is not None else {}
+    with environment({**inherited, **niceness, **forked}):
         # Blocked in processes that start here: a signal to the whole process group, or to all processes of a job, is
         # the driver's, which needs the others to save a checkpoint.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)

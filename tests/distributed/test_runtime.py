@@ -72,6 +72,8 @@ def test_nothing_is_left_running(tmp_path, how, sent, status):
     if sent:
         assert len(run_processes(started["mark"])) >= 6, "gcs, raylet, two workers and their two children at least"
         assert folder.parent.stat().st_mode & 0o777 == 0o700, "Ray opens its own folder to everyone"
+        niceness = {os.getpriority(os.PRIO_PROCESS, pid) for pid in started["children"]}  # that of their workers
+        assert niceness == {os.getpriority(os.PRIO_PROCESS, 0)}, "a run would starve beside other work"
     for number in sent:
         driver.send_signal(number) if number == signal.SIGKILL else os.killpg(driver.pid, number)
         time.sleep(2 * SAME_SECONDS if len(sent) > 1 else 0)
