@@ -327,9 +327,13 @@ class MegatronStrategy(OwnPart):
         names = [str(name) for name in outputs]
         with self._without_optimizer() if self.offloads_optimizer_in_steps else nullcontext():
             metrics: list[Metrics] = run(self.chunks, parts, names, temperature, loss_fn)
-        counts = [router.counts for router in self._routers if router.counts is not None]
-        if counts and metrics:
-            metrics.append(replay_metrics(torch.stack(counts).sum(0)))
+        if Output.ROUTES in batch and self._experts:
+            counts = [router.counts for router in self._routers if router.counts is not None]
+            total = torch.stack([torch.zeros(3, dtype=torch.int64, device=self.device), *counts]).sum(0)
+            # Without sequence parallelism tensor-parallel ranks count the same tokens: all numbers grow alike.
+            groups = [parallel_state.get_model_parallel_group(), parallel_state.get_context_parallel_group()]
+            replayed = replay_metrics(total, groups)
+            metrics += [replayed] if metrics else []
         return merged_floats(metrics)
 
     def optimizer_step(self) -> Metrics:

@@ -372,7 +372,7 @@ class DataParallelStrategy(GatheredWeights):
             counts = torch.tensor(counts, dtype=torch.float64, device=self.device) / (group.size() if group else 1)
             dist.all_reduce(counts, group=self.context_group)
         sizes: Metrics = {"tokens_per_micro_batch": Mean(counts[0]), "padding_ratio": Mean(counts[1], counts[0])}
-        return [metrics, sizes, {} if replayed is None else replay_metrics(replayed)]
+        return [metrics, sizes, {} if replayed is None else replay_metrics(replayed, [self.context_group])]
 
     def _device_tensors(self, kind: StateKind) -> list[torch.Tensor]:
         if kind is StateKind.OPTIMIZER_STATES:

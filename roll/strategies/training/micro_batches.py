@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from roll.config.plan.plan import MicroBatching
 from roll.models.experts import routes_of
@@ -23,6 +25,9 @@ from roll.models.patterns import common_beginnings, ends_of_responses, sharers
 from roll.models.vision import PROMPT_KEYS
 from roll.protocol.metrics import Mean, Metrics, merge_metrics
 from roll.strategies.base import Comparison, TensorBatch, target_columns
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)
@@ -253,9 +258,17 @@ def with_routes(layout: TokenLayout, column: torch.Tensor, layers: int, role: st
     return replace(layout, routes=routes_of(layout, column))
 
 
-def replay_metrics(counts: torch.Tensor) -> Metrics:
-    """``counts``: tokens, of each layer with experts, that took recorded routes, that had none, and that went elsewhere
-    than they would have."""
+def replay_metrics(counts: torch.Tensor, groups: Sequence[ProcessGroup | None]) -> Metrics:
+    """Collective. What the routers of all ranks of ``groups`` (None: of this rank) have replayed, each its own layers
+    and tokens.
+
+    Args:
+        counts: int64 (3,), tokens of each layer with experts that took recorded routes, that had none, and that went
+            elsewhere than they would have; summed in place.
+    """
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(counts, group=group)
     replayed, missing, changed = counts.tolist()
     if missing:
         _warn_once("router_replay: some tokens have no recorded route and choose anew; see moe_replay_missing")
