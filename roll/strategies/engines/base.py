@@ -116,8 +116,8 @@ class GenerationStrategy(ABC):
         return self.abort()
 
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
-        """Outputs of these requests so far, as :meth:`abort` would return them, without stopping them; empty from an
-        engine that keeps no such record."""
+        """Outputs so far of the unfinished samples of these requests, queued ones included, as :meth:`abort` would
+        return them, without stopping them; empty from an engine that keeps no such record."""
         return []
 
     @property

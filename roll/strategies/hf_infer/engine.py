@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -192,10 +193,11 @@ class GenerationEngine:
         return outputs
 
     def running(self, request_ids: Iterable[str]) -> list[GenerationOutput]:
-        """The running samples of these requests as they are."""
+        """The unfinished samples of these requests as they are, also those that wait for a free row."""
         wanted = set(request_ids)
         rows = [row for row, sample in enumerate(self._rows.samples) if sample.request.request_id in wanted]
-        return [self._rows.output(row, "abort") for row in rows]
+        waiting = [group.aborted() for group in self._queue if group.request.request_id in wanted]
+        return [*(self._rows.output(row, "abort") for row in rows), *chain.from_iterable(waiting)]
 
     def set_version(self, version: int) -> None:
         """Sample with weights ``version`` from now on; prompts that are admitted in part are recomputed."""

@@ -30,8 +30,9 @@ def run_in_pieces(make_engine: Any, requests: list[GenerationRequest], steps: in
         engine.add_requests(requests)
         for _ in range(steps):
             done |= {(output.request_id, output.sample_index): output for output in engine.step()}
+        told = engine.running(request.request_id for request in requests)
         aborted = engine.abort()
-        assert engine.num_unfinished == 0
+        assert engine.num_unfinished == 0 and told == aborted, "also of samples that wait for a free row"
         left = {output.request_id for output in aborted}
         requests = [
             interrupted(
