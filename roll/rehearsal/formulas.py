@@ -19,7 +19,7 @@ from roll.config.reading.errors import Problem
 from roll.config.roles import WorkerConfig
 from roll.config.strategies.base import ParallelDims, model_size
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, plan_zero
-from roll.config.strategies.fsdp import ShardedStrategyConfig
+from roll.config.strategies.fsdp import Fsdp1StrategyConfig, Fsdp2StrategyConfig, frees_gathered
 from roll.config.strategies.hf_infer import HfInferStrategyConfig
 from roll.config.strategies.megatron import MegatronStrategyConfig
 from roll.config.strategies.registry import backend_of, generation_strategies, trains, typed_strategy_config
@@ -133,14 +133,14 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
         attention = 4 * shape.hidden + 2 * (shape.heads + shape.kv_heads) * shape.head_dim
         per_rank = attention + 3 * (shape.hidden + shape.intermediate)
         trained = min(weights, float(shape.layers * role.section.model_args.lora_rank * per_rank))
-    if isinstance(config, ShardedStrategyConfig):
+    if isinstance(config, Fsdp1StrategyConfig | Fsdp2StrategyConfig):
         shards = config.parallel_dims(role.section, world).dp_shard
         master = BYTES[config.master_dtype] if learns else compute
         return States(
             parameters=((weights - trained) * compute + trained * master) / shards,
             gradients=learns * trained * master / shards,
             optimizer=learns * trained * moment_bytes(role.section, master) / shards,
-            gathered=(2 * shape.layer + shape.embeddings) * compute if shards > 1 or compute < master else 0.0,
+            gathered=gathered_weights(config, shape, compute) * compute if shards > 1 or compute < master else 0.0,
             on_host=config.offload_policy,
             optimizer_on_host=config.optimizer_cpu_offload,
         )
@@ -159,6 +159,16 @@ def role_states(role: RolePlan, shape: ModelShape) -> States | None:
     if isinstance(config, MegatronStrategyConfig):
         return megatron_states(role, config, shape, learns)
     return States(weights * compute, 0.0, 0.0)
+
+
+def gathered_weights(config: Fsdp1StrategyConfig | Fsdp2StrategyConfig, shape: ModelShape, compute: int) -> float:
+    """Most weights, of ``compute`` bytes each, that FSDP has put together at once: two layers and the embeddings, and
+    what it keeps from the forward to the backward pass."""
+    frees = config.reshard_after_forward
+    if isinstance(frees, str):  # auto
+        frees = frees_gathered(shape.total * compute, GPUS[DEFAULT_GPU].memory)
+    kept = 0.0 if frees is True else shape.total / (frees or 1)
+    return min(float(shape.total), kept + 2 * shape.layer + shape.embeddings)
 
 
 def megatron_states(role: RolePlan, config: MegatronStrategyConfig, shape: ModelShape, learns: bool) -> States:
@@ -240,7 +250,7 @@ def quick_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         if not role.section.model_args.disable_gradient_checkpointing:
             activations = float(shape.layers * tokens * shape.hidden * compute + 1.5 * inside)
         parts = [f"states {size(states.total - states.gathered)}"]
-        parts += [f"gathered layers {size(states.gathered)}"] if states.gathered else []
+        parts += [f"gathered weights {size(states.gathered)}"] if states.gathered else []
         parts.append(f"activations {size(activations)}")
         yield name, f"{weights}; about {size(states.total + activations)} a device: {', '.join(parts)}"
         # malloc keeps about as much of what was freed as the activations take.

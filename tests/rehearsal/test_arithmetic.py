@@ -75,6 +75,17 @@ def test_check_says_the_memory_of_each_role(capsys: pytest.CaptureFixture[str]) 
     assert f"memory      actor_train: {lines['actor_train']}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("reshard", "weights"),
+    [("true", "2.9 GiB"), ("8", "4.7 GiB"), ("false", "14.2 GiB"), ("auto", "2.9 GiB")],
+)
+def test_check_counts_weights_that_stay_gathered(reshard: str, weights: str) -> None:
+    """7.6156e9 of 2 bytes; two layers of 233e6 and both matrices of 545e6 are 1.56e9."""
+    key = "actor_train.strategy_args.strategy_config.reshard_after_forward"
+    loaded = load_config(None, SEVEN, overrides=[f"++{key}={reshard}"], check_files=False)
+    assert f"gathered weights {weights}" in dict(quick_lines(loaded.plan))["actor_train"]
+
+
 def test_an_engine_without_room_for_a_sample_is_refused_with_the_sum() -> None:
     plan = load_config(None, SEVEN, check_files=False).plan
     role, shape = plan.roles["actor_infer"], model_shape(known_config("Qwen2.5-7B") or {})
