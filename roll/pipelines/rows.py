@@ -73,8 +73,8 @@ class RowsPipeline:
         self.training: Sequence[Any] = ()  # the rows to learn from, where they are all prepared at the start
         self.held_out: Sequence[Any] = ()
         self.ahead: deque[DrawnRows] = deque()  # rows that the frozen model computes ahead of their step
-        # The next steps' batches, and their updates; None: the batch is left out.
-        self.in_flight: deque[tuple[DataProto, PendingCall[Metrics] | None]] = deque()
+        # The next steps' batches, and their updates to be waited for; None: the batch is left out.
+        self.in_flight: deque[tuple[DataProto, Callable[[], None] | None]] = deque()
 
     def run(self) -> None:
         """Train for all steps; everything that was started is stopped again, however it ends."""
@@ -96,7 +96,7 @@ class RowsPipeline:
             # Taken out and dropped: metrics of the start (dropped rows) are not the step's.
             self.context.recorded()
             self.method.add_own_columns(recorded.batch, self)
-            self.finish_update(self.begin_update(recorded.batch))
+            self.update(recorded.batch)
             return steps, self.context.recorded()
 
     # The models, without gradient
@@ -167,20 +167,24 @@ class RowsPipeline:
 
     def train_one_step(self, step: int) -> None:
         """One optimizer step on the next rows. Until the model learns, a signal may end it."""
-        # None beyond a save or evaluation, so that the data state saved is that of the steps done.
-        pauses = [every - step % every for every in (self.plan.save_steps, self.plan.eval_steps) if every]
-        ahead = min(self.method.steps_in_flight, self.num_steps - step, *pauses)
+        # None beyond a save or evaluation, so that the data state saved is that of the steps done; and workers that are
+        # measured before and after a step are given no other.
+        pauses = (self.plan.save_steps, self.plan.eval_steps, self.config.memory_steps)
+        room = (every - step % every for every in pauses if every)
+        ahead = min(self.method.steps_in_flight, self.num_steps - step, *room)
         # Before a stop no further step is begun: it would have to be waited for, within `interrupt_timeout`.
-        ahead = 1 if self.context.stopping else ahead
+        ahead = 1 if self.context.stopping or self.context.measures_workers else ahead
         while len(self.in_flight) < ahead:
             later = step + len(self.in_flight)
             with nullcontext() if self.in_flight else ending.interruptible():
                 batch = self.next_batch(later)
-            self.in_flight.append((batch, None if self.context.is_left_out(later) else self.begin_update(batch)))
+            learns = not self.context.is_left_out(later)
+            begun = self.begin_update(batch) if learns and ahead > 1 else None
+            self.in_flight.append((batch, partial(self.update, batch, begun) if learns else None))
         batch, update = self.in_flight.popleft()
         self.context.batches.hold(step, batch, {})
         if update is not None:
-            self.finish_update(update)
+            update()
         self.context.record(self.residency.metrics())
         self.context.end_step(step)
 
@@ -213,16 +217,16 @@ class RowsPipeline:
         batch = self.method.batch(dealt, self.pad_token_id, self.learner.dp_size)
         return DrawnRows(drawn, dealt, batch, self.method.request(dealt, batch, self, "train"), state)
 
-    def begin_update(self, batch: DataProto) -> PendingCall[Metrics]:
-        # A phase only where there is something to wait for.
-        if self.residency.moves(self.role):
-            with self.context.phase("step_train"):
-                self.residency.bring({self.role: TRAINING})
-        return self.learner.call(TrainWorker.step, batch, self.method.loss)
-
-    def finish_update(self, update: PendingCall[Metrics]) -> None:
+    def update(self, batch: DataProto, begun: PendingCall[Metrics] | None = None) -> None:
+        """Let the model learn from a batch, unless that has ``begun``, and wait for it."""
+        # In one phase, which asks the workers for their measurements first: they answer when they are done.
         with self.context.phase("step_train"):
-            self.context.record(update.result())
+            begun = begun or self.begin_update(batch)
+            self.context.record(begun.result())
+
+    def begin_update(self, batch: DataProto) -> PendingCall[Metrics]:
+        self.residency.bring({self.role: TRAINING})
+        return self.learner.call(TrainWorker.step, batch, self.method.loss)
 
     # Between steps
 

@@ -65,11 +65,12 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time the block; a name used several times before :meth:`pop` is summed. Counts also when the block raises."""
+        # Two clocks: durations must not jump with the wall clock, spans are compared with those of other processes.
+        # Begun before the measurement, which workers answer when they have done what was begun before the phase.
+        start, began = time.perf_counter(), time.time()
         if self._peak_memory is not None:
             self._credit_memory(self._peak_memory())
         self._open.append(name)
-        # Two clocks: durations must not jump with the wall clock, spans are compared with those of other processes.
-        start, began = time.perf_counter(), time.time()
         try:
             yield
         finally:
@@ -109,7 +110,8 @@ class RunContext(RunLifetime):
         self._began = time.perf_counter()
         self._timer = PhaseTimer(self._peak_memory if self.config.memory_steps else None)
         self._rank_seconds: dict[str, float] = {}  # metrics of the current step
-        self._measures_memory = False
+        self.measures_workers = False
+        """In this step, before and after each phase: memory, and the work of each rank."""
         config = self.config
         self.batches = BatchRecorder(
             self.plan.output_dir / BATCHES, loaded.pipeline.name, config.dump_batches, config.on_nonfinite
@@ -137,7 +139,7 @@ class RunContext(RunLifetime):
                 self._step_began = time.perf_counter()
                 # Validations and checkpoints between two steps belong to the step before them.
                 self._record_phases(step - 1)
-                self._measures_memory = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
+                self.measures_workers = bool(self.config.memory_steps) and step % self.config.memory_steps == 0
                 yield step
 
     def reach(self, steps_done: int) -> None:
@@ -179,9 +181,9 @@ class RunContext(RunLifetime):
         # Polled at phases: no thread of the driver waits until the ranks have written a checkpoint.
         if self._checkpoints.pending is not None:
             self._checkpoints.publish_if_written()
-        compares = self._measures_memory
-        before = self._ask_workers(Worker.effort_seconds, 2) if compares else {}
+        compares = self.measures_workers
         with self._timer.phase(name):
+            before = self._ask_workers(Worker.effort_seconds, 2) if compares else {}
             yield
         after = self._ask_workers(Worker.effort_seconds, 2) if compares else {}
         for cluster in self._clusters if compares else ():
@@ -283,7 +285,7 @@ class RunContext(RunLifetime):
     def _peak_memory(self) -> dict[str, float]:
         """Peak bytes of the worker that used most, by role, since the last call."""
         # Asking every worker at every phase would cost more than a small step.
-        if not self._measures_memory:
+        if not self.measures_workers:
             return {}
         return {name: float(max(peaks)) for name, peaks in self._ask_workers(Worker.peak_memory, 1).items()}
 

@@ -115,7 +115,7 @@ def test_dpo_01_beta_ipo_and_label_smoothing_have_no_effect(dpo: Make, keys: dic
     pipeline = dpo(**keys)
     rows = list(pipeline.training)[:8]
     pipeline.rows.next_batch = lambda count: rows
-    pipeline.finish_update(pipeline.begin_update(pipeline.next_batch(0)))
+    pipeline.update(pipeline.next_batch(0))
     sums = by_hand(pipeline, rows)
     ratios = sums.policy - sums.reference
     lead, share = ratios[:, 0] - ratios[:, 1], keys.get("label_smoothing", 0.0)

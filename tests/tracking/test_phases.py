@@ -57,6 +57,19 @@ def test_peak_memory_belongs_to_all_open_phases() -> None:
     assert next(readings, None) is None
 
 
+def test_the_wait_for_a_busy_worker_counts() -> None:
+    """It answers when it has done what was begun before the phase."""
+
+    def busy() -> dict[str, float]:
+        time.sleep(0.02)
+        return {}
+
+    timer = PhaseTimer(busy)
+    with timer.phase("train"):
+        pass
+    assert timer.pop()["time/train"] >= 0.02
+
+
 def test_a_full_disk_costs_lines_of_the_record_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """``/dev/full`` is the kernel's full disk."""
     timeline = TimelineLog(tmp_path / "timeline.jsonl", resumed=False)
