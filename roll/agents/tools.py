@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +47,7 @@ class ToolResult:
 
 def tool_of(function: Callable[..., Any]) -> Tool:
     """Build the tool of a function, with a schema from its type hints and its docstring in Google's style;
-    ``ToolError`` for an argument without a type hint or a description."""
+    ``ToolError`` for a function without a docstring, or an argument without a type hint or a description."""
     from transformers.utils.chat_template_utils import (
         DocstringParsingException,
         TypeHintParsingException,
@@ -57,7 +58,10 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         schema = get_json_schema(function)["function"]
     except (DocstringParsingException, TypeHintParsingException) as error:
         name = getattr(function, "__qualname__", repr(function))
-        raise ToolError(f"tool {name}: {error}") from error
+        code = getattr(inspect.unwrap(function), "__code__", None)  # None: not written in Python
+        place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        rule = "a tool has type hints, and a docstring in Google's style that describes each argument"
+        raise ToolError(f"tool {name}{place}: {error}; {rule}") from error
     parameters = schema.get("parameters", {"type": "object", "properties": {}})
     return Tool(schema["name"], schema["description"], parameters, function)
 

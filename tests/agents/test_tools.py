@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -96,7 +97,8 @@ async def test_arguments_of_any_name_threads_and_what_cannot_be_a_tool() -> None
     def bare(x):  # type: ignore[no-untyped-def]
         return x
 
-    with pytest.raises(ToolError, match="bare"):
+    place = re.escape(f"{__file__}:{bare.__code__.co_firstlineno}")
+    with pytest.raises(ToolError, match=rf"tool .*bare \({place}\): .*docstring"):
         tool_of(bare)
 
 
