@@ -93,7 +93,8 @@ class Divided:
     """Ranks that a copy is divided over."""
 
     width: int = 1
-    """Factor of hidden sizes, heads and experts, which ranks then divide evenly."""
+    """Factor of hidden sizes, heads and experts, which ranks then divide evenly. Above 1 they may be larger than the
+    model's own: nine heads on three ranks become twelve."""
     layers: int = 2
     """At least so many, a pipeline stage being a layer or more."""
 
@@ -225,16 +226,19 @@ def _changed(values: dict[str, Any], divided: Divided) -> dict[str, Any]:
 
 
 def _sizes(values: dict[str, Any], width: int) -> Iterator[tuple[str, Any]]:
+    def sized(size: int, own: int, widened: bool) -> int:
+        return size * width if widened and width > 1 and own else min(size, own)
+
     for key, size in SIZES.items():
-        size *= width if key in _WIDENED else 1
+        widened = key in _WIDENED
         if isinstance(values.get(key), int) and not isinstance(values.get(key), bool) and values[key] > 0:
-            yield key, min(size, values[key])
+            yield key, sized(size, values[key], widened)
         elif isinstance(values.get(key), list):  # of each layer
-            yield key, [min(size, value) if isinstance(value, int) else value for value in values[key]]
+            yield key, [sized(size, value, widened) if isinstance(value, int) else value for value in values[key]]
     heads = next((values[key] for key in _HEADS if isinstance(values.get(key), int)), None)
     shared = values.get("num_key_value_heads")
     if isinstance(shared, int) and heads is not None:
-        own = min(4 * width, heads)
+        own = sized(4, heads, True)
         yield "num_key_value_heads", own if shared == heads else 1 if shared == 1 else own // 2
     if isinstance(values.get("moe_k"), int):
         yield "moe_k", 2

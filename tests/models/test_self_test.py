@@ -23,7 +23,7 @@ from roll.models.log_probs import ResponseModel
 from roll.models.noise import Noise
 from roll.models.self_test import check_role, plain_values
 from roll.models.self_test_rows import rows_of
-from roll.models.small import ORIGINAL_LENGTH, small_model
+from roll.models.small import ORIGINAL_LENGTH, Divided, small_model
 from roll.platforms import current_platform
 from tests import vision_models
 
@@ -211,6 +211,16 @@ def test_a_small_copy_keeps_every_kind_of_layer_and_what_is_no_size() -> None:
     assert made.rope_parameters["original_max_position_embeddings"] == ORIGINAL_LENGTH
     assert made.rope_parameters["factor"] == 4.0 and made.max_position_embeddings == 4 * ORIGINAL_LENGTH
     assert config.num_hidden_layers == 4, "the model's own configuration is left alone"
+
+
+def test_a_small_copy_divides_evenly_where_the_model_does() -> None:
+    """SmolLM2 on three ranks: nine heads, three of keys."""
+    config = config_of("Llama", hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3)
+    model = small_model(config, "causal_lm", None, divided=Divided(3))
+    assert model is not None
+    made = model.config
+    sizes = made.hidden_size, made.intermediate_size, made.num_attention_heads, made.num_key_value_heads
+    assert [size % 3 for size in sizes] == [0] * 4 and made.num_key_value_heads < made.num_attention_heads
 
 
 @pytest.mark.default_rows("qwen2_5_vl-None-causal_lm", "qwen3_vl-use_prefix_sharing-causal_lm", "qwen3_vl_moe-*-value")
