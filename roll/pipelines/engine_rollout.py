@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roll.checkpoint.contents import CheckpointMismatchError
 from roll.config.plan.plan import RolePlan, RunAhead
 from roll.config.policy import PolicyRunConfig
 from roll.distributed import Cluster, DriverLoop
@@ -245,12 +246,20 @@ class EngineRollout:
         return {**state, "ahead": ahead}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken; the checkpoint of a synchronous run has nothing in flight."""
+        """Continue where ``state`` was taken; the checkpoint of a synchronous run has nothing in flight. Raises
+        ``CheckpointMismatchError``: another version of this package wrote the groups that were in flight."""
         self._source.flow.next_order = int(state["num_drawn"])
         self._source.load_state_dict(state)
         if self._ahead is not None:
             if "ahead" in state:
-                self.driver.run(self._ahead.load_state_dict(state["ahead"]))
+                try:
+                    self.driver.run(self._ahead.load_state_dict(state["ahead"]))
+                except (KeyError, TypeError) as error:
+                    raise CheckpointMismatchError(
+                        f"the groups in flight of this checkpoint have a form that is not known here ({error!r}): "
+                        "go on with the version of roll that wrote it, or start a new run from the model that it "
+                        "exported (pretrain)"
+                    ) from error
             self._ledger_before = self._ahead.counts()
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from roll.checkpoint.contents import CheckpointMismatchError
 from roll.datasets.types import PromptRow
 from roll.distributed import DriverLoop
 from roll.pipelines.engine_rollout import EngineRollout, RolloutSource, Validation, staleness_metrics
@@ -104,6 +105,21 @@ def test_steps_have_the_prompts_in_their_order_and_a_resumed_run_goes_on(ratio: 
         assert len(set(found)) == 4 * PROMPTS
     else:
         assert found == [f"p{number}" for number in range(4 * PROMPTS)]
+
+
+def test_groups_in_flight_of_another_version_are_refused() -> None:
+    """Samples and rewards of a group were two lists once."""
+    rollout = made(1.0, TokenEngines(2, random.Random(0)))
+    state = rollout.state_dict()
+    rollout.close()
+    group = {"order": 7, "version": 0, "finished": {}, "rewards": []} | row(7).state_dict()
+    state["ahead"]["complete"] = [group]
+    resumed = made(1.0, TokenEngines(2, random.Random(1)))
+    try:
+        with pytest.raises(CheckpointMismatchError, match=r"'members'.*the version of roll that wrote it"):
+            resumed.load_state_dict(state)
+    finally:
+        resumed.close()
 
 
 def test_staleness_counts_samples_and_tokens() -> None:
