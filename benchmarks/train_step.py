@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 
 from roll.config.roles import ModelArguments, OptimizerConfig, StrategyArguments, TrainingArguments, WorkerConfig
-from roll.platforms import current_platform
+from roll.platforms import VISIBLE_DEVICES, current_platform
 from roll.protocol.metrics import Metrics
 from roll.strategies.base import Output, TensorBatch
 from roll.strategies.factory import create_strategy
@@ -243,10 +243,10 @@ def run_rank(
 ) -> None:
     """Send wall and CPU seconds of each step, and the peak."""
     platform = current_platform()
-    if platform.visible_devices_env:
-        os.environ[platform.visible_devices_env] = str(rank)
-    else:
+    if platform.device_type == "cpu":
         torch.set_num_threads(1)
+    else:
+        os.environ.update(dict.fromkeys(VISIBLE_DEVICES, str(rank)))
     platform.set_device()
     store = folder / f"store_{contender.name}_{ranks}".replace(" ", "_")
     dist.init_process_group(platform.process_group_backend, init_method=f"file://{store}", rank=rank, world_size=ranks)

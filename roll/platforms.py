@@ -29,12 +29,15 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 _MEMINFO = Path("/proc/meminfo")
 
 
+VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+"""The variables that select a process's devices, before torch is imported: of CUDA, ROCm and NPUs."""
+
+
 @dataclass(frozen=True)
 class Platform:
     """One kind of device, as seen from the calling process.
 
-    A worker sees only its own devices (the visible-devices variable is set before torch is imported), so index 0 is
-    always the worker's first device.
+    A worker sees only its own devices (:data:`VISIBLE_DEVICES`), so index 0 is always the worker's first device.
     """
 
     name: str  # ``cpu``, ``cuda``, ``rocm`` or ``npu``
@@ -42,8 +45,6 @@ class Platform:
     collective_backend: str  # the ``torch.distributed`` backend for tensors on these devices
     process_group_backend: str
     """The backend for ``init_process_group``: collectives of CPU tensors and objects work on every platform."""
-    visible_devices_env: str | None = None
-    """The variable that selects a process's devices; None where devices are logical slots."""
     ray_resource: str | None = None  # the resource under which Ray counts these devices; None where Ray knows none
     pin_memory: bool = True  # True if page-locked host memory exists and speeds copies to the device
 
@@ -150,11 +151,11 @@ PLATFORMS: dict[str, Platform] = {
     one.name: one
     for one in (
         CPU,
-        Platform("cuda", "cuda", "nccl", "cpu:gloo,cuda:nccl", "CUDA_VISIBLE_DEVICES", "GPU"),
+        Platform("cuda", "cuda", "nccl", "cpu:gloo,cuda:nccl", "GPU"),
         # torch's ROCm build answers to the CUDA names, RCCL to NCCL's.
-        Platform("rocm", "cuda", "nccl", "cpu:gloo,cuda:nccl", "HIP_VISIBLE_DEVICES", "GPU"),
+        Platform("rocm", "cuda", "nccl", "cpu:gloo,cuda:nccl", "GPU"),
         # Through the package torch_npu.
-        Platform("npu", "npu", "hccl", "cpu:gloo,npu:hccl", "ASCEND_RT_VISIBLE_DEVICES", "NPU"),
+        Platform("npu", "npu", "hccl", "cpu:gloo,npu:hccl", "NPU"),
     )
 }
 

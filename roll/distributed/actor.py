@@ -30,6 +30,7 @@ from roll.config import objects
 from roll.config.reading.masking import MaskingFormatter, masked_text, register_secrets
 from roll.distributed.nodes import LOG_DIR_ENV, interface_of
 from roll.distributed.worker import Dispatch, Registration, Worker, WorkerContext, registrations
+from roll.platforms import VISIBLE_DEVICES
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +363,7 @@ def _worker_raised(error: Exception) -> WorkerRaised:
 
 def _show_devices(local_devices: tuple[int, ...]) -> None:
     """Let this process see only these devices of its node; ids count the devices that the node itself may see."""
-    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+    for variable in VISIBLE_DEVICES:
         inherited = os.environ.get(variable)
         names = [part.strip() for part in inherited.split(",")] if inherited else None
         if names is not None and any(device >= len(names) for device in local_devices):

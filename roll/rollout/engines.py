@@ -86,12 +86,6 @@ class EngineClient:
         return len(self._engines)
 
     @property
-    def num_outstanding(self) -> int:
-        """Unfinished samples submitted that have not come back."""
-        given = sum(engine.num_samples for engine in self._engines)
-        return given + sum(request.num_samples - len(request.finished) for request in self._waiting.values())
-
-    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 

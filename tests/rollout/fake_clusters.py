@@ -15,7 +15,7 @@ from benchmarks.simulation.clock import Clock
 from roll.distributed import DriverLoop, RemoteError, WorkerDied
 from roll.distributed.failures import RankReport
 from roll.rewards.base import RewardResult, RewardSample
-from roll.rollout.engines import EngineWorker
+from roll.rollout.engines import EngineClient, EngineWorker
 from roll.rollout.groups import EngineCommand, EngineReport, FinishedGroup
 from roll.rollout.rewarding import RewardWorker
 from roll.strategies.engines.requests import GenerationOutput, GenerationRequest
@@ -36,6 +36,12 @@ def on_clock(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., No
             driver.close()
 
     return run
+
+
+def outstanding(client: EngineClient) -> int:
+    """Unfinished samples submitted that have not come back."""
+    given = sum(engine.num_samples for engine in client._engines)
+    return given + sum(request.num_samples - len(request.finished) for request in client._waiting.values())
 
 
 async def settle(passes: int = 12) -> None:

@@ -25,7 +25,7 @@ from roll.rollout.loops import GroupSettings, RolloutContext, RolloutLoop
 from roll.rollout.rewarding import RewardClient
 from roll.rollout.scheduling import AsyncScheduler, prompt_codec
 from roll.strategies.engines.requests import SamplingParams
-from tests.rollout.fake_clusters import SLOWEST, FakeRewards
+from tests.rollout.fake_clusters import SLOWEST, FakeRewards, outstanding
 from tests.rollout.token_engines import LONGEST, TokenEngines, response
 
 GROUP_SIZE = 3
@@ -99,7 +99,7 @@ class Bench:
     def step(self, step: int) -> list[SampleGroup]:
         self.exchange(step)
         groups = self.driver.run(self.scheduler.collect(step))
-        assert not self.takes_turns or (self.client.num_outstanding == 0 and not self.engines.calls)
+        assert not self.takes_turns or (outstanding(self.client) == 0 and not self.engines.calls)
         self.check(step, groups)
         return groups
 

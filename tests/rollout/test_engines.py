@@ -13,7 +13,7 @@ from roll.rollout.engines import EngineClient, EngineWorker
 from roll.rollout.groups import FinishedGroup
 from roll.rollout.routing import EngineAccount, Generation, build_router
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
-from tests.rollout.fake_clusters import FakeCall, FakeEngines, let_be_done, on_clock, settle
+from tests.rollout.fake_clusters import FakeCall, FakeEngines, let_be_done, on_clock, outstanding, settle
 
 PARAMS = SamplingParams(max_new_tokens=4)
 
@@ -73,11 +73,11 @@ def names(generations: list[Generation]) -> list[str]:
 async def test_requests_go_to_the_engine_with_the_fewest_samples_until_nothing_is_left():
     desk = Desk(FakeEngines(world_size=2, per_turn=1))
     desk.submit(8, 2, 2, 2, 4)
-    assert desk.client.num_outstanding == 18
+    assert outstanding(desk.client) == 18
     assert len(await desk.advance()) == 2 and len(desk.engines.calls) == 1
     assert len(await desk.advance(3)) == 3 and desk.engines.calls == []
     assert [desk.engines.seen[str(i)][0] for i in range(5)] == [0, 1, 1, 1, 1]
-    assert (desk.client.num_outstanding, desk.client.busy_seconds) == (0, 0.5 * 5), "five turns of half a second"
+    assert (outstanding(desk.client), desk.client.busy_seconds) == (0, 0.5 * 5), "five turns of half a second"
 
 
 @on_clock
@@ -106,7 +106,7 @@ async def test_aborted_requests_never_come_back():
     await settle()
     desk.submit(1, first=7)
     desk.abort("1", "7")
-    assert desk.client.num_outstanding == 2
+    assert outstanding(desk.client) == 2
     assert await desk.advance(4) == ["0", "2"]
     assert desk.engines.aborted == ["1"], "the one that was still on its way is dropped here"
     assert "7" not in desk.engines.seen
@@ -125,7 +125,7 @@ async def test_whoever_is_cancelled_aborts_its_request():
     await settle()
     waiting[0].cancel()
     assert await waiting[1] is None, "who else waits for it hears of it"
-    assert desk.client.num_outstanding == 0
+    assert outstanding(desk.client) == 0
     await desk.advance(3)
     assert sorted(desk.engines.aborted) == ["0", "1"]
     assert desk.engines.calls == []
@@ -152,7 +152,7 @@ async def test_an_engine_has_no_more_requests_in_hand_than_it_may():
     desk.submit(1, 1, 1, 1, 1, 1, 1)
     await settle()
     desk.abort("5")
-    assert desk.client.num_outstanding == 6
+    assert outstanding(desk.client) == 6
     while desk.engines.calls:
         await desk.advance()
         assert max(len(held) for held in desk.engines.held) <= 2
@@ -170,13 +170,13 @@ async def test_recalled_requests_come_back_with_what_they_have_and_go_on_elsewhe
     # The recall waited for the turn that was in flight; the turn that recalled generated nothing.
     partial = [one.request.partial for one in recalled]
     assert [len(p[0].token_ids) if p else 0 for p in partial] == [0, 4, 4]
-    assert desk.client.num_outstanding == 6
+    assert outstanding(desk.client) == 6
     assert sorted(id_.partition("#")[0] for held in desk.engines.held for id_ in held) == ["2", "3"]
     desk.engines.per_turn = 10
     desk.client.resubmit(recalled)
     assert sorted(await desk.advance(3)) == ["0", "1", "2", "3", "4", "5"]
     assert len(desk.engines.seen["0"][1].partial[0].token_ids) == 4, "the engine was told what the sample has"
-    assert desk.client.num_outstanding == 0
+    assert outstanding(desk.client) == 0
 
 
 @on_clock
@@ -197,7 +197,7 @@ async def test_what_is_finished_when_it_is_recalled_is_a_group_and_the_rest_may_
     assert all(not held for held in desk.engines.held)
     first.abort()
     desk.client.resubmit(recalled)
-    assert desk.client.num_outstanding == 1, "what was aborted while it was nowhere does not return"
+    assert outstanding(desk.client) == 1, "what was aborted while it was nowhere does not return"
 
 
 @on_clock
@@ -251,7 +251,7 @@ async def test_an_engine_is_lost_with_hundreds_of_requests_in_flight(loss):
         if name not in gone:
             group = one.result()
             assert (group.request_id, group.token_ids.tolist()) == (name, [int(name) % 50] * 3)
-    assert (client.num_deaths, client.num_outstanding, sorted(engines.left_out)) == (2, 0, [1, 3])
+    assert (client.num_deaths, outstanding(client), sorted(engines.left_out)) == (2, 0, [1, 3])
     assert client.num_reissued > 60
 
 
@@ -265,7 +265,7 @@ async def test_a_recall_reaches_requests_whose_engine_dies_meanwhile():
     assert names(recalled) == ["0", "1", "2", "3"]
     partial = [bool(one.request.partial) for one in recalled]
     assert partial == [True, False, True, False], "1 and 3 start over"
-    assert (desk.client.num_outstanding, desk.engines.calls) == (0, [])
+    assert (outstanding(desk.client), desk.engines.calls) == (0, [])
 
 
 @on_clock

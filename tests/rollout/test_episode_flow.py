@@ -31,6 +31,7 @@ from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from tests.agents.templates import CHATML
 from tests.agents.tiny import make_tokenizer
 from tests.environments.plain import Plain
+from tests.rollout.fake_clusters import outstanding
 from tests.rollout.token_engines import TokenEngines
 
 SIZE = 3
@@ -216,7 +217,7 @@ def test_redundant_members_make_up_for_slow_ones(lakes: Any) -> None:
     assert all(not episode.failed for group in groups for episode in group.members)
     assert one.flow.counts == Counter(ended=4 * SIZE, cancelled=4)
     one.driver.run(one.client.drain())
-    assert one.client.num_outstanding == 0
+    assert outstanding(one.client) == 0
     SlowSometimes.made = 0
     one = lakes(SlowSometimes, retries=0)
     failed = [episode for group in one.collect(4).groups for episode in group.members if episode.failed]

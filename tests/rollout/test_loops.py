@@ -19,6 +19,7 @@ from roll.rollout.flow import GroupFlow, RolloutStalled, collected
 from roll.rollout.groups import FinishedGroup, SampleGroup, build_batch
 from roll.rollout.loops import GroupSettings, RolloutContext, rollout_loops
 from roll.rollout.scheduling import prompt_codec
+from tests.rollout.fake_clusters import outstanding
 from tests.rollout.test_asynchronous import GROUP_SIZE, PARAMS, Bench, bench, resume, row, validate
 from tests.rollout.token_engines import response
 
@@ -210,7 +211,7 @@ def test_a_loop_may_await_anything(bench: Any) -> None:
     assert len(orders) == 6 and all(order % 4 != 3 for order in orders) and set(orders) <= set(loop.answered)
     assert result.num_aborted >= 1 and 3 in loop.cancelled
     assert result.num_drawn == len(orders) + result.num_filtered + result.num_aborted
-    assert made.client.num_outstanding == 0 and made.engines.calls == []
+    assert outstanding(made.client) == 0 and made.engines.calls == []
 
 
 class Sleeps:
@@ -256,7 +257,7 @@ def test_a_failure_of_one_prompt_ends_the_step_and_cancels_the_others(bench: Any
     with pytest.raises(KeyError, match="no such tool"):
         collect(made, Fails(), wanted=8)
     made.driver.run(made.client.drain())
-    assert made.client.num_outstanding == 0 and made.router.num_pending == 0
+    assert outstanding(made.client) == 0 and made.router.num_pending == 0
     with pytest.raises(RuntimeError, match=r"CancelsItself.answer was cancelled by something that it awaits"):
         collect(made, CancelsItself())
     ahead = bench(ratio=1, loop=Fails())

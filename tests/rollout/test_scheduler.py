@@ -30,7 +30,7 @@ from roll.rollout.flow import (
 from roll.rollout.loops import GroupSettings
 from roll.rollout.rewarding import RewardClient
 from roll.strategies.engines.requests import SamplingParams
-from tests.rollout.fake_clusters import SLOWEST, FakeEngines, FakeRewards
+from tests.rollout.fake_clusters import SLOWEST, FakeEngines, FakeRewards, outstanding
 
 PARAMS = SamplingParams(max_new_tokens=8)
 DIFFERENT = build_filter("std_filter", {})
@@ -67,7 +67,7 @@ class Bench:
         """Note at all times how many groups are being generated or scored."""
         while True:
             await asyncio.sleep(SLOWEST / 20)
-            self.in_flight.append(self.client.num_outstanding // 3 + self.router.num_pending)
+            self.in_flight.append(outstanding(self.client) // 3 + self.router.num_pending)
 
     def draw(self, n: int) -> list[PromptRow]:
         return [row(number, self.domains(number)) for _, number in zip(range(n), self.numbers, strict=False)]
@@ -84,7 +84,7 @@ class Bench:
         finally:
             driver.close()
         assert self.engines.calls == [], "engines are at rest when their weights are exchanged"
-        assert self.client.num_outstanding == 0
+        assert outstanding(self.client) == 0
         assert self.router.num_pending == 0
         parts = len(result.groups) + result.num_filtered + result.num_aborted
         assert result.num_drawn == parts, "every prompt that was drawn is used, filtered or aborted"
