@@ -1,4 +1,5 @@
-"""Folders that appear whole or not at all, with a manifest of all files: size and hash, so that a torn copy is noticed.
+"""Files and folders that appear whole or not at all; a folder has a manifest of its files, with size and hash, so that
+a torn copy is noticed.
 
 A writer first takes the lock ``.NAME.RANDOM.lock``, then writes into ``.NAME.RANDOM.partial``, which is renamed at the
 end. One that dies leaves a hidden folder whose lock is free; :func:`sweep` finds and removes it. The lock is the
@@ -145,6 +146,23 @@ def flush_path(path: Path) -> None:
 def _hash_file(path: Path) -> str:
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+@contextmanager
+def atomic_file(final: Path) -> Iterator[Path]:
+    """Yield a hidden sibling of ``final`` to write to; on success it takes the place of ``final``, in one step.
+
+    A reader finds the former file or the new one, also after a kill. If the block raises, the hidden file is removed
+    and ``final`` is as it was. One writer at a time.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    partial = final.with_name(f".{final.name}.part")
+    try:
+        yield partial
+        partial.replace(final)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 @contextmanager

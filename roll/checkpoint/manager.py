@@ -23,6 +23,7 @@ from roll.checkpoint.folders import (
     SUPERSEDED,
     Checkpoint,
     CheckpointDamagedError,
+    atomic_file,
     atomic_folder,
     checkpoints_in,
     flush_folder,
@@ -116,11 +117,9 @@ class BestCheckpoint:
             return {}
 
     def _write(self) -> None:
-        self._record.parent.mkdir(parents=True, exist_ok=True)
         record = {"metric": self.metric, "mode": self.mode, "values": self._values}
-        new = self._record.with_name(f".{_BEST_RECORD}.new")
-        new.write_text(json.dumps(record) + "\n", encoding="utf-8")
-        new.replace(self._record)
+        with atomic_file(self._record) as new:
+            new.write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
 class CheckpointManager:

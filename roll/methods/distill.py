@@ -5,9 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from roll.algorithms.distillation import comparison_metrics, divergence
 from roll.algorithms.losses import options_from
+from roll.checkpoint.folders import atomic_file
 from roll.config.loader import LoadedConfig
 from roll.config.losses import DivergenceConfig
 from roll.config.model_files import model_folder, model_number, vocabulary_hash
@@ -313,12 +312,10 @@ class TeacherCache:
         name = f"shard-{number:05d}.safetensors"
         index = {"format": FORMAT, "made_with": self._made_with, "shards": [*self._shards, name]}
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, self._folder / f"{name}.part")
-            (self._folder / f"{INDEX}.part").write_text(json.dumps(index, indent=1), encoding="utf-8")
-            # The shard before the index: an index must never name a shard that is not whole.
-            os.replace(self._folder / f"{name}.part", self._folder / name)
-            os.replace(self._folder / f"{INDEX}.part", self._folder / INDEX)
+            # The shard, whose block ends first, before the index, which must never name one that is not whole.
+            with atomic_file(self._folder / INDEX) as names, atomic_file(self._folder / name) as shard:
+                save_file(tensors, shard)
+                names.write_text(json.dumps(index, indent=1), encoding="utf-8")
         except (OSError, SafetensorError) as error:  # of safetensors, whatever the system said
             self._ended = True
             need = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
@@ -328,9 +325,6 @@ class TeacherCache:
                 need,
                 error,
             )
-            for part in (f"{name}.part", f"{INDEX}.part"):
-                with suppress(OSError):
-                    (self._folder / part).unlink(missing_ok=True)
             return
         self._shards.append(name)
         # Not strict: `starts` has one entry more, the end of the last row.

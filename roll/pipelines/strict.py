@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from roll.checkpoint.folders import atomic_file
 from roll.config.loader import LoadedConfig
 from roll.config.policy import PolicyRunConfig
 from roll.config.reading.errors import ConfigError, Problem
@@ -133,11 +134,8 @@ class Certificate:
             ) from error
 
     def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        written = self._path.with_suffix(".writing")
-        written.write_text(json.dumps(self._facts, indent=1) + "\n")
-        # Atomic: a run that is killed while it writes leaves the last whole certificate.
-        os.replace(written, self._path)
+        with atomic_file(self._path) as written:
+            written.write_text(json.dumps(self._facts, indent=1) + "\n")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from roll import __version__
+from roll.checkpoint.folders import atomic_file
 from roll.config.reading.errors import ConfigError
 from roll.report.diagnosis import diagnose
 from roll.report.run_files import REPORT_NAME, Run, read_run
@@ -42,14 +43,8 @@ MAX_CALLS = 200_000  # spans of workers on the timeline; of longer runs the last
 def write_page(runs: Sequence[Run], file: Path, max_samples: int = MAX_SAMPLES) -> int:
     """Write the report of one or more runs, whole or not at all; the number of samples in it. ``max_samples``: of all
     runs together. Of more, whole steps are left out, evenly over each run, and the page says so."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.part")
-    try:
-        with part.open("w", encoding="utf-8", errors="replace") as out:
-            count = _write(out, runs, max_samples)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
+    with atomic_file(file) as part, part.open("w", encoding="utf-8", errors="replace") as out:
+        count = _write(out, runs, max_samples)
     return count
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from roll.checkpoint.folders import atomic_file
 from roll.config.loader import LoadedConfig
 from roll.config.pipelines import Panel
 from roll.config.plan.render import defaults_in_force
@@ -64,11 +65,9 @@ class RunFiles:
             "panels": [asdict(panel) for panel in pipeline.panels],
             "defaults": masked(defaults_in_force(self.loaded)),
         }
-        part = path.with_name(f"{path.name}.part")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps(about, indent=1, default=str), encoding="utf-8")
-            part.replace(path)
+            with atomic_file(path) as part:
+                part.write_text(json.dumps(about, indent=1, default=str), encoding="utf-8")
         except OSError as error:
             logger.error("%s was not written; the report will not know how the run ended: %s", path, error)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
+from roll.checkpoint.folders import atomic_file
 from roll.config.installation import install_command
 
 logger = logging.getLogger(__name__)
@@ -242,14 +243,11 @@ def _cut(path: Path, resume_step: float | None) -> None:
     if resume_step is None:
         path.replace(path.with_name(f"{path.name}.previous"))
         return
-    # Written anew and renamed: a kill in the middle leaves the former file whole.
-    kept = path.with_name(f"{path.name}.kept")
-    with open(kept, "w", encoding="utf-8") as file:
+    with atomic_file(path) as kept, open(kept, "w", encoding="utf-8") as file:
         rows = (row for row in read_rows(path) if row["step"] <= resume_step)
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         file.flush()
         os.fsync(file.fileno())
-    kept.replace(path)
 
 
 class StdoutTracker(Tracker):

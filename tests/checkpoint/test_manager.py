@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from roll.checkpoint import Checkpoint, CheckpointDamagedError, CheckpointManager
-from roll.checkpoint.folders import atomic_folder, sweep, verify_folder
+from roll.checkpoint.folders import atomic_file, atomic_folder, sweep, verify_folder
 from roll.config.run import CheckpointConfig
 
 
@@ -83,6 +83,18 @@ def test_a_lock_is_swept_away_while_no_writer_can_take_it(tmp_path: Path, monkey
     monkeypatch.setattr(Path, "unlink", unlink_held)
     sweep(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_replaced_when_it_is_whole(tmp_path: Path) -> None:
+    final = tmp_path / "made" / "file"
+    for text in ("old", "new"):
+        with atomic_file(final) as part:
+            part.write_text(text)
+            assert not final.exists() if text == "old" else final.read_text() == "old"
+    with pytest.raises(OSError, match="full"), atomic_file(final) as part:
+        part.write_text("torn")
+        raise OSError("full")
+    assert final.read_text() == "new" and names(final.parent) == ["file"]
 
 
 def test_block_that_fails_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from roll.checkpoint.folders import atomic_file
 from roll.config.loader import LoadedConfig
 from roll.config.model_files import model_folder
 from roll.config.policy import PolicyRunConfig
@@ -146,9 +146,8 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _write_whole(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with atomic_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 def read_samples(path: Path) -> Iterator[Record]:
