@@ -75,6 +75,10 @@ class ModelArguments:
     """Run code that comes with the model. Only for sources you trust."""
 
 
+EIGHT_BIT_BLOCK = 256
+"""Values of a moment that share a scale under ``adamw_8bit``, as in bitsandbytes; the paper's blocks have 2,048."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """``training_args.optimizer``: which optimizer, by its name alone (``optimizer: muon``) or with its options."""

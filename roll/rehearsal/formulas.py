@@ -16,7 +16,7 @@ from roll.config.lora import uses_lora
 from roll.config.model_files import model_config
 from roll.config.plan.plan import Plan, RolePlan
 from roll.config.reading.errors import Problem
-from roll.config.roles import WorkerConfig
+from roll.config.roles import EIGHT_BIT_BLOCK, WorkerConfig
 from roll.config.strategies.base import ParallelDims, model_size
 from roll.config.strategies.deepspeed import DeepSpeedStrategyConfig, plan_zero
 from roll.config.strategies.fsdp import Fsdp1StrategyConfig, Fsdp2StrategyConfig, frees_gathered
@@ -183,8 +183,8 @@ def megatron_states(role: RolePlan, config: MegatronStrategyConfig, shape: Model
 
 
 def moment_bytes(section: WorkerConfig, itemsize: int = 4) -> float:
-    """Bytes of a weight's two moments; in 8 bits a scale for every 256 comes to each."""
-    return 2 * (1 + 4 / 256 if section.training_args.optimizer.name == "adamw_8bit" else itemsize)
+    """Bytes of a weight's two moments; in 8 bits a float32 scale of each block comes to them."""
+    return 2 * (1 + 4 / EIGHT_BIT_BLOCK if section.training_args.optimizer.name == "adamw_8bit" else itemsize)
 
 
 def megatron_share(dims: ParallelDims, shape: ModelShape) -> float:

@@ -18,6 +18,7 @@ from roll.config.strategies.sglang import SglangStrategyConfig
 from roll.config.strategies.vllm import VllmStrategyConfig
 from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
 from roll.rehearsal.simulate import RoleRun
+from roll.rehearsal.tracker import Kind
 
 if TYPE_CHECKING:
     from roll.config.plan.plan import Plan, RolePlan, TrainingPlan
@@ -98,10 +99,11 @@ def candidates(loaded: LoadedConfig[Any], report: Rehearsal) -> Iterator[tuple[s
     holders = {owner for (owner, kind), number in use.peak.parts.items() if kind != "context" and number}
     for name in use.roles:
         if name in report.runs and name in holders:
-            yield from _of_role(plan, name)
+            yield from _of_role(plan, name, use.peak.parts.get((name, Kind.OPTIMIZER), 0.0) > 0)
 
 
-def _of_role(plan: Plan, name: str) -> Iterator[tuple[str, ...]]:
+def _of_role(plan: Plan, name: str, has_moments: bool) -> Iterator[tuple[str, ...]]:
+    """Changes of one role; ``has_moments``: its optimizer's states are on the device at the peak."""
     role = plan.roles[name]
     section, key, training = role.section, role.key, plan.training.get(name)
     options = typed_strategy_config(section.strategy_args)
@@ -129,10 +131,7 @@ def _of_role(plan: Plan, name: str) -> Iterator[tuple[str, ...]]:
             yield (f"++{path}.zero_stage=3",)
         if options.offload in (None, "none"):
             yield (f"++{path}.offload=cpu",)
-    if isinstance(options, ShardedStrategyConfig) and not (options.offload_policy or options.optimizer_cpu_offload):
-        if training is not None and section.training_args.optimizer.name == "adamw":
-            yield (f"++{path}.optimizer_cpu_offload=true",)
-        yield (f"++{path}.offload_policy=true",)
+    yield from _of_states(role, training is not None, has_moments)
     alone = training is not None and len(role.device_mapping) == plan.num_devices
     if training is not None and alone and training.gradient_accumulation_steps % 2 == 0:
         # Twice the devices for the role alone; its batch stays what it is.
@@ -140,6 +139,20 @@ def _of_role(plan: Plan, name: str) -> Iterator[tuple[str, ...]]:
             f"++{key}.device_mapping=list(range(0,{2 * len(role.device_mapping)}))",
             f"++{key}.training_args.gradient_accumulation_steps={training.gradient_accumulation_steps // 2}",
         )
+
+
+def _of_states(role: RolePlan, learns: bool, has_moments: bool) -> Iterator[tuple[str, ...]]:
+    """Other memory, or fewer bits, for a role's states."""
+    key, options = role.key, typed_strategy_config(role.section.strategy_args)
+    path = f"{key}.strategy_args.strategy_config"
+    is_adamw = learns and role.section.training_args.optimizer.name == "adamw"
+    stays = isinstance(options, ShardedStrategyConfig) and not (options.offload_policy or options.optimizer_cpu_offload)
+    if stays and is_adamw:
+        yield (f"++{path}.optimizer_cpu_offload=true",)
+    if is_adamw and has_moments and "adamw_8bit" in options.optimizers:
+        yield (f"++{key}.training_args.optimizer=adamw_8bit",)
+    if stays:
+        yield (f"++{path}.offload_policy=true",)
 
 
 def _smaller_micro_batches(role: RolePlan, training: TrainingPlan) -> Iterator[tuple[str, ...]]:

@@ -22,7 +22,7 @@ from roll.rehearsal.command import to_json, verdict
 from roll.rehearsal.recipe import Rehearsal, rehearse_recipe
 from roll.rehearsal.simulate import rehearse
 from roll.rehearsal.stand_ins import pairs
-from roll.rehearsal.suggestions import suggest
+from roll.rehearsal.suggestions import candidates, suggest
 from roll.rehearsal.tracker import Kind
 from roll.strategies.base import ModelHead, StateKind
 from tests.rehearsal.test_execution import (
@@ -210,6 +210,10 @@ def test_what_does_not_fit_is_refused_with_the_sum_and_changes_that_fit(tiny: An
     assert not report.fits
     (sentence,) = verdict(report)
     assert "does not fit on devices" in sentence and "more than the" in sentence
+    eight_bits = ("++actor_train.training_args.optimizer=adamw_8bit",)
+    assert eight_bits in candidates(loaded, report)
+    muon = load_config(None, loaded.source, None, ["actor_train.training_args.optimizer=muon"], check_files=False)
+    assert eight_bits not in candidates(muon, report), "another optimizer is no cure that was asked for"
     found = suggest(loaded, report, given, known=known)
     assert any("++actor_train.model_args.disable_gradient_checkpointing=false" in one.overrides for one in found)
     for one in found:

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from roll.checkpoint.tensors import MOMENTS
-from roll.config.roles import OptimizerConfig, WorkerConfig
+from roll.config.roles import EIGHT_BIT_BLOCK, OptimizerConfig, WorkerConfig
 from roll.rehearsal.formulas import moment_bytes
 from roll.strategies.training import adamw
-from roll.strategies.training.adamw import BLOCK, SMALLEST_SCALE, AdamW8bit, EightBits, table
+from roll.strategies.training.adamw import SMALLEST_SCALE, AdamW8bit, EightBits, table
 from roll.strategies.training.optimizer import state_tensors
 from tests.strategies import jobs
 from tests.strategies.comparison import assert_resumed, assert_same_bits, contents_of
@@ -41,9 +41,9 @@ def test_the_tables_are_those_of_the_paper():
 def values_of_all_sizes(signed: bool, blocks: int = 60) -> torch.Tensor:
     """Blocks of normal and of uniform numbers of many magnitudes and sizes, denormal ones and zeros among them."""
     torch.manual_seed(0)
-    magnitudes = 10.0 ** torch.empty(blocks, BLOCK).uniform_(-9, 0)
-    values = torch.where(torch.rand(blocks, 1) < 0.5, torch.randn(blocks, BLOCK), magnitudes)
-    values *= torch.rand(blocks, BLOCK) < 0.9
+    magnitudes = 10.0 ** torch.empty(blocks, EIGHT_BIT_BLOCK).uniform_(-9, 0)
+    values = torch.where(torch.rand(blocks, 1) < 0.5, torch.randn(blocks, EIGHT_BIT_BLOCK), magnitudes)
+    values *= torch.rand(blocks, EIGHT_BIT_BLOCK) < 0.9
     values *= 2.0 ** torch.linspace(-148, 120, blocks)[:, None]
     values[7] = 0.0
     return values if signed else values.abs()
@@ -71,7 +71,7 @@ def test_codes_are_those_of_the_nearest_numbers(device, signed):
 def test_decoded_numbers_have_the_same_codes_and_scales(device, signed):
     """Of values, and of any codes of which each block has one of its largest number; also a cut last block."""
     eight_bits, largest = EightBits(signed, torch.device(device)), len(table(signed)) - 1
-    any_codes = torch.randint(0, largest + 1, (300, BLOCK), dtype=torch.uint8, device=device)
+    any_codes = torch.randint(0, largest + 1, (300, EIGHT_BIT_BLOCK), dtype=torch.uint8, device=device)
     any_codes[::2, 5], any_codes[1::2, 5] = largest, 0 if signed else largest
     any_scales = 2.0 ** torch.linspace(-100, 127, 300, device=device)
     values = values_of_all_sizes(signed).to(device).flatten()
@@ -89,43 +89,50 @@ def relative_error(signed: bool, low: float) -> float:
     return max((other - one) / 2 / max(low, one) for one, other in pairs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of the masters, and of the moments in a step
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_are_as_close_to_adamw_as_the_tables_numbers_are_to_each_other(device):
+def test_steps_are_as_close_to_adamw_as_the_tables_numbers_are_to_each_other(device, dtype):
     """Gradients of a constant sign between .8 and 1 keep first moments above .7 of their block's largest and second
     ones above .5, where rounding changes them by at most r1 and r2 of themselves. A moment is a mean, with positive
     weights, of the one before and of the gradient (its square), so its own relative error does not grow in the kernel:
-    in step t it is at most (1 + r)^(t - 1) - 1, and that of an update m / sqrt(v) follows."""
+    in step t it is at most (1 + r)^(t - 1) - 1, and that of an update m / sqrt(v) follows. ``dtype`` rounds each moment
+    twice in the one optimizer and once in the other, and each weight once."""
     torch.manual_seed(0)
-    signs = torch.randn(64, BLOCK, device=device).sign()
+    rounding = torch.finfo(dtype).eps
+    signs = torch.randn(64, EIGHT_BIT_BLOCK, device=device).sign().to(dtype)
     first, second = relative_error(True, 0.7), relative_error(False, 0.5)
     assert 0.01 < first < 0.016 and 0.003 < second < 0.008
-    weights = [torch.nn.Parameter(torch.zeros(64, BLOCK, device=device)) for _ in range(2)]
+    first, second = first + 2 * rounding, second + 2 * rounding
+    weights = [torch.nn.Parameter(torch.zeros_like(signs)) for _ in range(2)]
     optimizers = [
         cls([own], lr=1.0, eps=1e-12, weight_decay=0.0, fused=True)
         for cls, own in zip((AdamW8bit, torch.optim.AdamW), weights, strict=True)
     ]
-    bound = torch.zeros_like(weights[1])
+    bound = torch.zeros_like(weights[1], dtype=torch.float32)
     for step in range(6):
         gradient = signs * torch.empty_like(signs).uniform_(0.8, 1.0)
-        before = weights[1].detach().clone()
+        before = weights[1].detach().clone().float()
         for own, one in zip(weights, optimizers, strict=True):
             own.grad = gradient.clone()
             one.step()
-        update = (weights[1].detach() - before).abs()
-        bound += update * ((1 + first) ** step * (1 - second) ** (-step / 2) - 1) + 1e-6
-    difference = (weights[0] - weights[1]).detach().abs()
+        after = weights[1].detach().float()
+        bound += (after - before).abs() * ((1 + first) ** step * (1 - second) ** (-step / 2) - 1)
+        bound += 1e-6 + rounding * (after.abs() + bound)
+    difference = (weights[0].float() - weights[1].float()).detach().abs()
     assert (difference <= bound).all() and difference.max() > 0.01
 
 
 def test_moments_take_two_bytes_a_weight_and_small_ones_stay_as_they_are():
-    weights = [torch.nn.Parameter(torch.ones(shape)) for shape in ((64, 4 * BLOCK), (adamw.MIN_8BIT_SIZE - 1,))]
+    weights = [
+        torch.nn.Parameter(torch.ones(shape)) for shape in ((64, 4 * EIGHT_BIT_BLOCK), (adamw.MIN_8BIT_SIZE - 1,))
+    ]
     adam = AdamW8bit(weights, lr=1e-3, fused=True)
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     adam.step()
     large, small = (list(adam.state[weight].values()) for weight in weights)
     bytes_of_step = 4
-    wanted = 64 * 4 * BLOCK * moment_bytes(make_role(Path(), training=EIGHT_BIT))
+    wanted = 64 * 4 * EIGHT_BIT_BLOCK * moment_bytes(make_role(Path(), training=EIGHT_BIT))
     assert sum(one.nbytes for one in large) - bytes_of_step == wanted
     assert all(one.dtype is torch.float32 for one in small) and len(state_tensors(adam)) == 5 + 3
     storages = [one.data_ptr() for one in state_tensors(adam)]
@@ -164,6 +171,13 @@ def test_resumed_equals_uninterrupted_bit_for_bit(run, tmp_path, layout, dtype):
     written, plain = contents_of(tmp_path), contents_of(tmp_path / "plain")
     assert written.keys() == plain.keys()
     assert any(not torch.equal(written[name], plain[name]) for name in written if name.startswith(MOMENTS[0]))
+
+
+def test_masters_in_bf16_resume_bit_for_bit_too(run, tmp_path):
+    """Their moments are decoded to bf16, which rounds by less than half the distance of two codes."""
+    options = {"dtype": "bf16", "config": {"master_dtype": "bf16"}}
+    whole = run_in(run, jobs.train_and_save, "fsdp2", tmp_path, **options)
+    assert_resumed(whole, run_in(run, jobs.load_and_train, "fsdp2", tmp_path, **options), tmp_path)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "megatron"])

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.optim.adamw import adamw as torch_adamw
 
 from roll.checkpoint.tensors import MOMENTS
-from roll.config.roles import TrainingArguments
+from roll.config.roles import EIGHT_BIT_BLOCK, TrainingArguments
 from roll.platforms import current_platform
 from roll.strategies.training.optimizer import local_tensor
 
@@ -25,8 +25,6 @@ MIN_8BIT_SIZE = 4096
 """Elements from which on a tensor's moments are kept in 8 bits, as in bitsandbytes."""
 SCALES = "_scales"
 """Suffix of the state key that holds a moment's scales."""
-BLOCK = 256
-"""Values that share a scale, as in bitsandbytes; the paper's blocks have 2,048."""
 SMALLEST_SCALE = 2.0**-100
 """A lower bound, below which decoded numbers would be denormal and lose precision; that of a block of zeros, too."""
 _BITS = 7
@@ -69,8 +67,8 @@ class EightBits:
         """Codes of the nearest numbers (uint8, flat, padded to whole blocks) and scales (float32, one a block). Without
         signs a positive value never becomes 0."""
         flat = values.flatten().float()
-        cut = -len(flat) % BLOCK
-        blocks = (pad(flat, (0, cut)) if cut else flat).view(-1, BLOCK)
+        cut = -len(flat) % EIGHT_BIT_BLOCK
+        blocks = (pad(flat, (0, cut)) if cut else flat).view(-1, EIGHT_BIT_BLOCK)
         scales = blocks.abs().amax(1, keepdim=True).clamp_(min=SMALLEST_SCALE)
         blocks = (blocks / scales).flatten()
         codes = self._first_codes.index_select(0, (blocks.view(torch.int32) >> 16).bitwise_and_(0xFFFF))
@@ -79,7 +77,7 @@ class EightBits:
 
     def decode(self, codes: Tensor, scales: Tensor, like: Tensor) -> Tensor:
         """The values, in the shape and type of ``like``."""
-        numbers = self._numbers.index_select(0, codes.int()).view(-1, BLOCK).mul_(scales[:, None])
+        numbers = self._numbers.index_select(0, codes.int()).view(-1, EIGHT_BIT_BLOCK).mul_(scales[:, None])
         return numbers.flatten()[: like.numel()].view(like.shape).to(like.dtype)
 
 
