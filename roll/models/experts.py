@@ -1,10 +1,8 @@
-"""Sparse layers of mixture-of-experts models: where they are, what their routers chose, and experts that are modules.
+"""Sparse layers of mixture-of-experts models: where they are, and what their routers chose.
 
 transformers 5 holds a layer's experts as two fused tensors (experts, rows, columns), which every pass uses.  Remote
-code and custom models may hold them as modules in a ``ModuleList``, of which a forward pass calls the chosen ones only.
-Sharded, each call is an all-gather: ranks that call different experts wait for each other, or, if they call equally
-many, get another expert's weights.  :func:`run_every_expert` makes each pass call all of them, in their order; those
-that were not chosen compute one token, whose result is multiplied by zero.
+code may hold them as modules in a ``ModuleList``, of which a pass calls the chosen ones only: ranks that divide the
+model's state would gather or reduce different ones, so such a model is refused there.
 
 A router is the child of a sparse layer with a weight of (experts, hidden).  It returns its logits, or (transformers 5)
 logits, weights and indices of the chosen experts.
@@ -18,11 +16,11 @@ from the live logits of the chosen experts, so routers get their gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -104,12 +102,11 @@ def chosen_experts(output: RouterOutput, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 class RoutingRecorder:
-    """Observes, replays or overrides a model's routers in a forward pass, by hooks that cost nothing when unused."""
+    """Observes or replays what a model's routers choose in a forward pass, by hooks that cost nothing when unused."""
 
     def __init__(self, layers: Sequence[SparseLayer]) -> None:
         self.layers = layers
         self._recorded: dict[int, tuple[Tensor, Tensor]] | None = None
-        self._forced: Tensor | None = None
         self.routes: Tensor | None = None
         """int64 (T, layers, k): choices for the next pass, and for the recomputation of its layers."""
         self.replay_counts: Tensor | None = None
@@ -118,17 +115,7 @@ class RoutingRecorder:
             layer.router.register_forward_hook(partial(self._on_router, index))
 
     def _on_router(self, index: int, module: nn.Module, args: object, output: RouterOutput) -> RouterOutput:
-        if self._forced is not None:
-            experts = self._forced
-            if isinstance(output, Tensor):
-                # The layer takes the top k of the logits itself, so these get logits that no router reaches.
-                output = output + 100.0 * torch.zeros_like(output).index_fill(-1, experts, 1.0)
-            else:  # weights keep their gradients
-                output = tuple(
-                    part if part.is_floating_point() else experts.to(part.dtype).expand_as(part).contiguous()
-                    for part in output
-                )
-        elif self.routes is not None:
+        if self.routes is not None:
             layer = self.layers[index]
             output, counts = replayed(output, self.routes[:, index], module, layer.scores_by_sigmoid)
             self.replay_counts = counts if self.replay_counts is None else self.replay_counts + counts
@@ -149,71 +136,6 @@ class RoutingRecorder:
             recorded += [self._recorded[index] for index in range(len(self.layers))]
         finally:
             self._recorded = None
-
-    @contextmanager
-    def forcing(self, experts: Sequence[int], device: torch.device) -> Iterator[None]:
-        """Route every token to these k experts in forward and backward passes inside the block."""
-        self._forced = torch.tensor(experts, device=device)
-        try:
-            yield
-        finally:
-            self._forced = None
-
-
-class _AllExperts(nn.ModuleList):
-    """Experts of which each is called at least once in a pass, in ascending order, whatever the layer's code calls."""
-
-    _token: Tensor | None
-    _called: set[int]
-    _next: int
-    _idle: list[Tensor]
-
-    def note_call(self, index: int, module: nn.Module, args: object) -> None:
-        if getattr(self, "_token", None) is not None:
-            self._called.add(index)
-
-    def around(self, forward: Callable[..., Any], hidden: Tensor, *args: object, **keywords: object) -> Any:
-        """The layer's ``forward``, and to its output a zero that depends on each expert that was not chosen."""
-        self._token, self._zero = hidden.flatten(0, -2)[:1], hidden.new_zeros(())
-        self._called, self._next, self._idle = set(), 0, []
-        output = forward(hidden, *args, **keywords)
-        self._run_idle(len(self))
-        # A product, as above, saves a tensor for the backward pass. Activation checkpointing stops recomputing at the
-        # last saved tensor, so with this one all ranks recompute up to here, also if the last expert is an idle one.
-        parts = [*self._idle, (self._token * self._zero).sum()]
-        self._token, self._idle = None, []
-        idle = torch.stack(parts).sum()
-        return (output[0] + idle, *output[1:]) if isinstance(output, tuple) else output + idle
-
-    def _run_idle(self, end: int) -> None:
-        """Call the experts before ``end`` that have not been called, on one token, times zero."""
-        for index in range(self._next, end):
-            if index not in self._called:
-                self._idle.append((super().__getitem__(index)(self._token) * self._zero).sum())
-        self._next = max(self._next, end)
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice) or getattr(self, "_token", None) is None:
-            return super().__getitem__(index)
-        self._run_idle(int(index))
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        for index, expert in enumerate(super().__iter__()):
-            if getattr(self, "_token", None) is not None:
-                self._run_idle(index)
-            yield expert
-
-
-def run_every_expert(layers: Sequence[SparseLayer]) -> None:
-    """Make the layers whose experts are modules call all of them in every pass, in place."""
-    for layer in layers:
-        if isinstance(layer.experts, nn.ModuleList):
-            layer.experts.__class__ = _AllExperts
-            experts: Any = layer.experts
-            for index, expert in enumerate(experts):
-                expert.register_forward_pre_hook(partial(experts.note_call, index))
-            layer.block.forward = partial(experts.around, layer.block.forward)
 
 
 @dataclass(frozen=True)

@@ -141,9 +141,6 @@ class _Rehearsed(DataParallelStrategy):
     def _self_test(self, context_group: ProcessGroup | None) -> Noise:
         return Noise()  # skipped, since it compares numbers
 
-    def _check_experts(self, learns: bool) -> None:
-        """Skipped likewise."""
-
     def _max_over_ranks(self, count: int) -> int:
         return count
 

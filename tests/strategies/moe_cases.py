@@ -10,7 +10,6 @@ from roll.config.roles import WorkerConfig
 from roll.models.layouts import row_layout, with_token_rows
 from roll.protocol.metrics import to_floats
 from roll.strategies.base import Output
-from roll.strategies.factory import create_strategy
 from roll.strategies.training import gather as gathering
 from tests.strategies import jobs
 from tests.strategies.samples import TensorBatch, policy_loss
@@ -36,36 +35,6 @@ def record_and_replay(
         rows = batch | {"routed_experts": routes} if replays else batch
         found.append(to_floats(strategy.train_step(rows, policy_loss, jobs.POLICY)))
     return routes, batch["response_mask"], found[0], found[1]
-
-
-def self_test_alone(role: WorkerConfig) -> str:
-    """The message of the self-test for a model with separate experts without the patch, which the check of the
-    configuration would refuse before."""
-    strategy: Any = create_strategy(role)
-    strategy._prepare_experts = lambda language_model: None
-    try:
-        strategy.initialize(10)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def self_test_of_zero3(role: WorkerConfig, withheld: tuple[str, ...], learns: bool) -> str:
-    """The message of the self-test where steps that keep ranks together are left out, by method; then that of another
-    start with all of them, for the ranks must not wait for each other."""
-    messages = []
-    for methods in (withheld, ()):
-        strategy: Any = create_strategy(role)
-        for method in methods:
-            setattr(strategy, method, lambda *args: None)
-        try:
-            strategy.initialize(10 if learns else 0)
-        except ValueError as error:
-            messages.append(str(error))
-        else:
-            messages.append("")
-    assert not messages[1], messages[1]
-    return messages[0]
 
 
 def buckets(role: WorkerConfig, bucket_bytes: int) -> tuple[list[dict[str, torch.Tensor]], int]:

@@ -24,7 +24,8 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": 1,
 }
-_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2}
+NUM_EXPERTS = 6
+_EXPERTS: dict[str, Any] = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": 2}
 _SHARED: dict[str, Any] = {**_EXPERTS, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
 _GROUPED: dict[str, Any] = {
     "n_routed_experts": 6,
@@ -97,7 +98,7 @@ def write_moe(folder: Path, family: str = "qwen3_moe", **changes: Any) -> Path:
 
 
 def divided(folder: Path) -> Path:
-    """A copy of a Qwen3-MoE model that sends token ids below half of the vocabulary to the first half of the experts,
+    """A copy of a model that sends token ids below half of the vocabulary to the first half of the experts,
     and the others to the second."""
     from transformers import AutoModelForCausalLM
 
@@ -107,7 +108,7 @@ def divided(folder: Path) -> Path:
         embeddings = model.get_input_embeddings().weight
         embeddings[:half, 0], embeddings[half:, 0] = 5.0, -5.0
         for layer in model.model.layers:
-            layer.mlp.gate.weight[:3, 0], layer.mlp.gate.weight[3:, 0] = 5.0, -5.0
+            layer.mlp.gate.weight[: NUM_EXPERTS // 2, 0], layer.mlp.gate.weight[NUM_EXPERTS // 2 :, 0] = 5.0, -5.0
     model.save_pretrained(folder.with_name(f"{folder.name}_divided"))
     return folder.with_name(f"{folder.name}_divided")
 
@@ -124,8 +125,8 @@ def register_separate() -> None:
 
     class SeparateConfig(Qwen2Config):
         model_type = SEPARATE
-        num_experts = 4
-        num_experts_per_tok = 2
+        num_experts = NUM_EXPERTS
+        num_experts_per_tok = NUM_EXPERTS // 2
 
     class SeparateMLP(Qwen2MLP):
         pass

@@ -284,8 +284,8 @@ MOE = (
     row(
         "mixture of experts: experts that are modules",
         "test_moe",
-        *[("test_separate_experts_need_the_patch", "with `apply_expert_patch`")] * 2,
-        *(GRADIENT, NO),
+        *[REFUSED] * 2,
+        *(("test_ranks_that_share_no_expert", "under ZeRO-0"), NO),
     ),
     row(
         "mixture of experts: balance loss",
@@ -310,12 +310,6 @@ MOE = (
         "test_sync_matrix",
         *(f"{BOUNDED}[{case}]" for case in ("fsdp2", "fsdp", "zero3")),
         Other("ranks hold matrices of single experts"),
-    ),
-    row(
-        "mixture of experts: self-test at the start",
-        "test_moe",
-        *["test_separate_experts_need_the_patch"] * 2,
-        *(("test_the_self_test_of_zero3_names_what_is_wrong", "made under ZeRO-3"), NO),
     ),
     row(
         "mixture of experts: router replay (R2, R3)",

@@ -155,6 +155,7 @@ DEAD_KEYS: dict[str, dict[str, str | None]] = {
         "dataset_dir": "file names start from the working directory",
         **dict.fromkeys(("audio_folder", "custom_data_kwargs_func")),
     },
+    "ShardedStrategyConfig": {"apply_expert_patch": "experts are fused, and every pass uses all of them"},
     "Fsdp1StrategyConfig": {"use_orig_params": "parameters keep their names and weight decay"},
     "Fsdp2StrategyConfig": {
         "tp_size": None,

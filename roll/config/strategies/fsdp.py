@@ -58,9 +58,6 @@ class ShardedStrategyConfig(HostStatesConfig):
     roles."""
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
     """Which modules become FSDP units of their own."""
-    apply_expert_patch: bool = False
-    """Run every expert in every pass: needed for models whose experts are modules, of which ranks would gather
-    different ones. Fused experts (the families in transformers) do not need it."""
     moe_use_grouped_mm: bool | None = None
     """Compute fused experts by one grouped matrix product (true) or one by one (false); null: as the model does."""
     reduce_scatter_during_grad_accumulation: bool = True

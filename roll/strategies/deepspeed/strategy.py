@@ -7,7 +7,6 @@ import math
 import os
 import sys
 import warnings
-import zlib
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ from roll.strategies.deepspeed.states import MasterStates, Run, full_shape, is_p
 from roll.strategies.training.adamw import adamw
 from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
-from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import MuonAndAdamW, hidden_matrices, muon_groups
 from roll.strategies.training.optimizer import INITIAL_SCALE, TrainingProgress, decay_groups
@@ -58,6 +56,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
         self._refuse_steps(num_training_steps)
         on_device = self.platform.device_type != "cpu"
         self.plan = plan_zero(self.config, self.environ, trains=num_training_steps > 0, has_accelerator=on_device)
+        self.divides_state = self.plan.stage > 0
         if not num_training_steps:
             self._load_model(self.compute_dtype)
             self._read_model()
@@ -65,7 +64,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
             self.model.eval()
             if self.plan.stage == 3:
                 self.engine = self._start_engine(None)
-                self._check_experts(learns=False)
             else:
                 self.model.to(self.device)
             return
@@ -103,55 +101,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
         loaded.clear()
         self._watch_balance()
         self.model.train()
-        # In fp16 the sums of gradients would have to be scaled.
-        self._check_experts(learns=self.progress.loss_scale is None)
-
-    def _check_experts(self, learns: bool) -> None:
-        """Collective. Under ZeRO-3 ranks gather parameters as they go; see :func:`check_choices_may_differ`."""
-        if not self.sparse_layers or self.world_size == 1 or self.plan.stage < 3:
-            return
-        from deepspeed.utils import safe_get_local_grad
-
-        def gradients() -> list[torch.Tensor | None]:
-            trained = (parameter for parameter in self.model.parameters() if learns and parameter.requires_grad)
-            return [safe_get_local_grad(parameter) for parameter in trained]
-
-        called: list[int] = []
-
-        def clear() -> None:
-            # Ranks that have called others have been given parts of others, and keep them for passes to come. DeepSpeed
-            # would compare the order at the next pass, and rank 0 not hear of it but wait for those that have.
-            own = zlib.crc32(repr(called).encode())
-            # The maximum of x and of -x in one collective: all are equal if and only if max = min.
-            ends = torch.tensor([own, -own], device=self.device)
-            dist.all_reduce(ends, op=dist.ReduceOp.MAX)
-            if int(ends[0]) != -int(ends[1]):
-                raise RuntimeError(
-                    "ranks called different modules, whose parameters all of them have to gather together"
-                )
-            if learns:
-                self.engine.optimizer.zero_grad()
-
-        if learns:
-            self._begin_micro_batch(last=True)
-        section = f"{self.role.name}.strategy_args.strategy_config"
-        advice = f"set {section}.zero_stage: 2, or leave {section}.zero_optimization.leaf_module to the model"
-        # DeepSpeed gathers parameters for the call of these modules, and not for those inside a leaf.
-        from deepspeed.utils import z3_leaf_module
-
-        modules = list(self.model.modules())
-        leaves = [module for module in modules if z3_leaf_module(module)]
-        inside = {id(inner) for leaf in leaves for inner in leaf.modules() if inner is not leaf}
-        hooks = [
-            module.register_forward_pre_hook(lambda module, args, number=number: called.append(number))
-            for number, module in enumerate(module for module in modules if id(module) not in inside)
-        ]
-        try:
-            differentiate = self._differentiate if learns else None
-            check_choices_may_differ(self.model, self.called, differentiate, gradients, clear, self.device, advice)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _read_model(self) -> MetaModel | None:
         """Collective. Read the weights of a model without any; what they were read from. None: it was loaded whole."""
@@ -244,8 +193,6 @@ class DeepSpeedStrategy(DataParallelStrategy):
             return
         names = set(getattr(language_model, "_no_split_modules", None) or ())
         layers = {type(module) for module in language_model.modules() if type(module).__name__ in names}
-        # Experts that are modules come and go together, whichever a rank has chosen.
-        layers |= {type(layer.block) for layer in self.sparse_layers if not layer.is_fused}
         if layers:
             deepspeed.utils.set_z3_leaf_modules(language_model, list(layers))
 
@@ -299,7 +246,7 @@ class DeepSpeedStrategy(DataParallelStrategy):
     def load(self, path: Path) -> None:
         masters = MasterStates(self.engine)
         if self.plan.stage == 3:
-            # A pass, such as the self-test of experts, leaves small parameters gathered; later passes would use those.
+            # A pass leaves small parameters gathered; later passes would use those.
             self.engine.optimizer.empty_partition_cache()
         with resumed(path, self.contents, self._buffers()) as (state, stored):
             runs = masters.runs()

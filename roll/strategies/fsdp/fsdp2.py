@@ -35,14 +35,13 @@ from roll.checkpoint.tensors import MOMENTS, MUON_MOMENTS, WEIGHT, Piece
 from roll.config.strategies.fsdp import Fsdp2StrategyConfig, ShardedStrategyConfig, WrapPolicy, frees_gathered
 from roll.models.build import DTYPES, enable_gradient_checkpointing, has_tied_embeddings, tile_mlp_layers
 from roll.models.expert_parallel import ExpertMesh, row_runs
-from roll.models.experts import EXPERTS, SparseLayer, run_every_expert
+from roll.models.experts import EXPERTS, SparseLayer
 from roll.models.log_probs import ResponseModel, output_matrices
 from roll.models.vision import vision_modules
 from roll.strategies.fsdp.exchange import exchange_over_gloo
 from roll.strategies.training.adamw import adamw, moment, set_moment
 from roll.strategies.training.checkpoint import resumed, save_training
 from roll.strategies.training.data_parallel import DataParallelStrategy
-from roll.strategies.training.experts import check_choices_may_differ
 from roll.strategies.training.gather import Pieces
 from roll.strategies.training.muon import Matrix, MuonAndAdamW, hidden_matrices, muon_groups
 from roll.strategies.training.optimizer import (
@@ -96,7 +95,7 @@ def _expert_units(layers: Sequence[SparseLayer], names: set[str]) -> list[nn.Mod
     other = names - {type(unit).__name__ for unit in units}
     if other and layers:
         # Configurations name transformers 4's class of a single expert; transformers 5 fuses a layer's into one module.
-        experts = [one for layer in layers for one in ([layer.experts] if layer.is_fused else layer.experts.children())]
+        experts = [layer.experts for layer in layers if layer.is_fused]
         logger.info(
             "strategy_config.wrap_policy.moe_experts: no module of a sparse layer is a %s; taken for %s",
             ", ".join(sorted(other)),
@@ -114,6 +113,7 @@ class ShardedStrategy(DataParallelStrategy):
 
     config: ShardedStrategyConfig
     mesh: DeviceMesh
+    divides_state = True
 
     def _configure(self) -> None:
         self.compute_dtype = DTYPES[self.config.param_dtype or self.role.model_args.dtype]
@@ -148,43 +148,11 @@ class ShardedStrategy(DataParallelStrategy):
             self.trainable = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
             self._watch_balance()
         self.model.train(num_training_steps > 0)
-        self._check_experts(learns=num_training_steps > 0)
 
     def _prepare_experts(self, language_model: PreTrainedModel) -> None:
-        layers, patch = self.sparse_layers, self.config.apply_expert_patch
-        if not layers:
-            return
-        if (grouped := self.config.moe_use_grouped_mm) is not None:
+        super()._prepare_experts(language_model)
+        if self.sparse_layers and (grouped := self.config.moe_use_grouped_mm) is not None:
             language_model.set_experts_implementation("grouped_mm" if grouped else "eager")
-        separate = [layer for layer in layers if not layer.is_fused]
-        where = f"{self.role.name}.strategy_args.strategy_config.apply_expert_patch"
-        if not separate:
-            if patch:
-                logger.info("%s: not needed, the experts of %s are fused", where, type(language_model).__name__)
-            return
-        if not patch and self.world_size > 1:
-            raise ValueError(
-                f"{where}: false, but the experts of {type(language_model).__name__} are modules ({separate[0].name}): "
-                "where ranks choose different ones, sharded weights and gradients would be mixed up; set it to true"
-            )
-        if patch:
-            run_every_expert(separate)
-
-    def _check_experts(self, learns: bool) -> None:
-        """Collective. See :func:`check_choices_may_differ`."""
-        if not self.sparse_layers or self.world_size == 1:
-            return
-        policy = f"{self.role.name}.strategy_args.strategy_config"
-
-        def gradients() -> list[torch.Tensor | None]:
-            grads = [parameter.grad for parameter in self.model.parameters()]
-            return [None if grad is None else local_tensor(grad) for grad in grads]
-
-        self._begin_micro_batch(last=True)  # so that the backward passes of the test reduce the gradients it compares
-        advice = f"set {policy}.apply_expert_patch: true, or leave {policy}.wrap_policy to the model"
-        differentiate, clear = self._differentiate if learns else None, self.model.zero_grad
-        check_choices_may_differ(self.model, self.called, differentiate, gradients, clear, self.device, advice)
-        self._reshard()
 
     @abstractmethod
     def _shard(self) -> None:

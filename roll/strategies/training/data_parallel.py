@@ -26,7 +26,6 @@ from roll.models.experts import (
     encoded,
     missing_mark,
     route_dtype,
-    run_every_expert,
     sparse_layers,
     with_shared_routes,
 )
@@ -87,6 +86,8 @@ class DataParallelStrategy(GatheredWeights):
     mixes_types = True
     """A layer may hold two dtypes: a frozen base in the compute dtype next to float32 adapters (FSDP1 flattens a unit
     into one tensor of one dtype)."""
+    divides_state = False
+    """Parameters, or gradients and the optimizer's states, are divided over ranks."""
 
     def _begin_micro_batch(self, last: bool) -> None:
         """Hook before each micro-batch of a training step; ``last``: the optimizer step comes after it."""
@@ -137,9 +138,14 @@ class DataParallelStrategy(GatheredWeights):
         return check_role(self.role, self.head.value, self.trains, context_group)
 
     def _prepare_experts(self, language_model: PreTrainedModel) -> None:
-        """Refuse sparse layers that this backend would compute wrong (or slowly), or change them in place."""
-        if any(not layer.is_fused for layer in self.sparse_layers):
-            run_every_expert(self.sparse_layers)
+        """Refuse sparse layers that this backend would compute wrong, or change them in place."""
+        separate = [layer.name for layer in self.sparse_layers if not layer.is_fused]
+        if separate and self.divides_state and self.world_size > 1:
+            raise ValueError(
+                f"{self.role.name}.strategy_args.strategy_name: {self.role.strategy_args.strategy_name}, but the "
+                f"experts of {type(language_model).__name__} are modules ({separate[0]}), of which ranks would gather "
+                "or reduce different ones; set a deepspeed strategy with strategy_config.zero_stage: 0"
+            )
 
     def _watch_balance(self) -> None:
         if self.sparse_layers:

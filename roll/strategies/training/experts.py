@@ -1,4 +1,4 @@
-r"""Mixture-of-experts in data-parallel training: the balance loss, gauges of the load, and a test of the layout.
+r"""Mixture-of-experts in data-parallel training: the balance loss, and gauges of the load.
 
 Balance loss (Switch Transformer, Fedus et al., 2021, arXiv:2101.03961, equations 4 to 6, pooled over layers as
 transformers does it), for E experts of which a token chooses k:
@@ -16,9 +16,8 @@ numbers between the forward and the backward pass; with several, a forward pass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,14 +25,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from roll.models.experts import RoutingSums, SparseLayer
-from roll.models.layouts import on_device, row_layout
 from roll.models.log_probs import ResponseModel
 from roll.protocol.metrics import Mean, Metrics
 
 SHARES_SHOWN = 32
 """Up to this many experts, each expert's share is a separate metric."""
-TOLERANCE = 0.02
-"""Relative tolerance of the layout's test. bf16 rounds to .004; another expert's weights are off by 0.2 or more."""
 
 
 class ExpertBalance:
@@ -129,74 +125,3 @@ class ExpertBalance:
         if dist.get_world_size() > 1:
             dist.all_reduce(total)
         return total
-
-
-def check_choices_may_differ(
-    model: ResponseModel,
-    compute: Callable[..., dict[str, Tensor]],
-    differentiate: Callable[[Tensor], None] | None,
-    gradients: Callable[[], list[Tensor | None]],
-    clear: Callable[[], None],
-    device: torch.device,
-    advice: str,
-) -> None:
-    """Collective. Check that ranks which choose different experts compute the same as when all choose alike.
-
-    Two rows of a few tokens: even ranks compute the first, by the first experts, while odd ranks compute the second, by
-    the last.  Then all ranks compute the first, and all the second, which is right under every layout.  Results and
-    ``gradients`` (this rank's shards) must agree.
-
-    Args:
-        differentiate: None where nothing is trained (or gradients cannot be read).
-        clear: drops all gradients. It may raise a RuntimeError, on all ranks, if the ranks called different modules.
-
-    Raises:
-        ValueError: they do not agree, so this sharding is wrong for the model; the message ends with ``advice``.
-    """
-    assert model.routing is not None
-    layer, rank, ranks = model.routing.layers[0], dist.get_rank(), dist.get_world_size()
-    embeddings: Any = model.language_model.get_input_embeddings()
-    name = "log_probs" if model.language_model.get_output_embeddings() is not None else "values"
-
-    def results(row: int, weight: float) -> Tensor:
-        ids = (torch.arange(6) * (row + 3) + row + 1)[None] % embeddings.num_embeddings
-        mask = torch.arange(6)[None] > 1
-        first = 0 if row == 0 else layer.num_experts - layer.top_k
-        assert model.routing is not None
-        with model.routing.forcing(range(first, first + layer.top_k), device):
-            values = compute(on_device(row_layout(ids, mask), device), (name,), 1.0)[name]
-            if differentiate is not None:
-                differentiate(values.sum() * weight)
-        return values.detach().float()
-
-    own = rank % 2
-    with torch.set_grad_enabled(differentiate is not None):
-        try:
-            apart = results(own, 1.0)
-            apart_gradients = [None if gradient is None else gradient.clone() for gradient in gradients()]
-            clear()
-            counts = [(ranks + 1) // 2, ranks // 2]
-            # ZeRO-3 compares what the ranks have gathered in a pass when the next one begins.
-            together = [results(row, counts[row] / ranks) for row in (0, 1)][own]
-        except RuntimeError as reason:
-            raise ValueError(f"{_WRONG}: {reason}; {advice}") from reason
-    error = _relative_error([apart], [together], device)
-    if differentiate is not None:
-        error = max(error, _relative_error(apart_gradients, gradients(), device))
-        clear()
-    if error > TOLERANCE:
-        raise ValueError(f"{_WRONG} (a relative error of {error:.1g}); {advice}")
-
-
-_WRONG = "this model computes something else when ranks choose different experts"
-
-
-def _relative_error(actual: Sequence[Tensor | None], wanted: Sequence[Tensor | None], device: torch.device) -> float:
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for one, other in zip(actual, wanted, strict=True):
-        # Gradients may be in host memory, and missing on one side or on both.
-        have, want = (sums.new_zeros(()) if part is None else part.to(device, torch.float64) for part in (one, other))
-        sums += torch.stack([(have - want).square().sum(), want.square().sum()])
-    dist.all_reduce(sums)
-    difference, size = sums.tolist()
-    return float((difference / size) ** 0.5) if size else float(difference > 0)
