@@ -45,22 +45,16 @@ def put_advantages(draft: Draft) -> None:
         draft.put("norm_std_type", "auto", "estimator")
     if stated and not draft.whole:
         draft.put("norm_mean_type", "auto", "estimator")
-    name = draft.raw.get("estimator", estimator)
-    if estimator.endswith(".grpo_passk"):
-        if draft.value_of("grpo_std") is False:
-            draft.put("adv_estimator_args.by_std", False, "grpo_std")
-    elif estimator != "grpo":
-        draft.without_effect(f"{name} does not divide by the spread, there as here", "grpo_std")
+    if estimator.endswith(".grpo_passk") and draft.value_of("grpo_std") is False:
+        draft.put("adv_estimator_args.by_std", False, "grpo_std")
     put_reward_weights(draft, estimator.endswith(".gdpo"))
     discounts = estimator in DISCOUNTING
     if draft.states("estimator", "gamma") and (discounts or not draft.whole):
         draft.put("gamma", draft.value_of("gamma") if discounts else 1.0, "gamma")
-    if not discounts:
-        draft.without_effect(f"{name} does not discount there", "gamma")
+        if not discounts:
+            draft.remark(["gamma"], f"{draft.raw.get('estimator', estimator)} does not discount there")
     if estimator == "gae" and draft.states("estimator", "lam"):
         draft.put("lambd", draft.value_of("lam"), "lam")
-    elif estimator != "gae":
-        draft.without_effect(f"{name} has no lambda", "lam")
     weight = draft.first_of("reward_kl_coef", *(("kl_loss_coef",) if draft.facts.get("one_kl_coef") else ()))
     if estimator in NORMALISING and draft.get("kl_in_reward") and weight and draft.states("estimator", "kl_in_reward"):
         rule = f"subtracts the KL there before {estimator} compares the rewards of a group, here after it"
@@ -72,7 +66,6 @@ def put_reward_weights(draft: Draft, used: bool) -> None:
     names = draft.get("gdpo_keys", default=[])
     weights = draft.get("gdpo_weights", default=[1.0] * len(names))
     if not used:
-        draft.without_effect("counts with gdpo only", "gdpo_keys", "gdpo_weights")
         return
     if not names or len(names) != len(weights):
         rule = "is needed with gdpo: the rewards to normalise apart, as many as algorithm.gdpo_reward_weights"
@@ -101,15 +94,8 @@ def put_kl(draft: Draft) -> None:
         if draft.value_of("kl_control") == "adaptive":
             draft.put("target_kl", draft.value_of("target_kl"), "target_kl", "kl_control")
             draft.put("kl_horizon", draft.value_of("kl_horizon"), "kl_horizon")
-        else:
-            if not draft.whole:
-                draft.put("target_kl", None, "kl_control")
-            draft.without_effect("the weight stays fixed", "target_kl", "kl_horizon")
-    if not in_loss:
-        unused = () if in_reward and draft.facts.get("one_kl_coef") else ("kl_loss_coef",)
-        draft.without_effect("no KL in the loss", *unused, "kl_loss_type")
-    if not in_reward:
-        draft.without_effect("no KL in the reward", *(fact for fact in facts[1:] if fact != "kl_type"))
+        elif not draft.whole:
+            draft.put("target_kl", None, "kl_control")
 
 
 def put_loss(draft: Draft) -> None:
@@ -119,16 +105,12 @@ def put_loss(draft: Draft) -> None:
         draft.put("loss", variant, "loss")
     if draft.states("loss", *LOSS_FACTS):
         kind = variant.rpartition(".")[2]  # SkyRL's own variants are found by a path
-        used = put_clip_range(draft, kind) | put_options(draft, kind)
-        name = draft.raw.get("loss", variant)
-        for fact in LOSS_FACTS:
-            if fact not in used:
-                draft.without_effect(f"{name} does not read it, there as here", fact)
+        put_clip_range(draft, kind)
+        put_options(draft, kind)
     # verl's `clip_ratio`: its losses read the two sides, which its files set to 0.2.
     both = {"clip_low", "clip_high"} <= draft.explicit
-    if "clip" in draft.explicit and (both or variant not in (*CLIPPING, "cispo", "gmpo", "dppo")):
-        draft.without_effect("clip_ratio_low and clip_ratio_high are what counts" if both else "not read", "clip")
-    elif "clip" in draft.explicit and draft.facts["clip"] != 0.2:
+    is_read = variant in (*CLIPPING, "cispo", "gmpo", "dppo") and not both
+    if is_read and "clip" in draft.explicit and draft.facts["clip"] != 0.2:
         rule = "has no effect in verl since clip_ratio_low and clip_ratio_high are 0.2 in its own files, and was all "
         draft.refuse("clip", f"{rule}there was before: write clip_ratio_low and clip_ratio_high")
     if draft.states("entropy_coef", "entropy_on"):
@@ -136,40 +118,34 @@ def put_loss(draft: Draft) -> None:
         draft.put("entropy_loss_coef", draft.value_of("entropy_coef") if on else 0.0, "entropy_coef", "entropy_on")
 
 
-def put_clip_range(draft: Draft, variant: str) -> set[str]:
-    """Clip range and dual clip of the losses that have them; returns the facts that count."""
+def put_clip_range(draft: Draft, variant: str) -> None:
+    """Clip range and dual clip of the losses that have them."""
     if variant not in CLIPPING:
-        return set()
+        return
     low, high = float(draft.value_of("clip_low")), float(draft.value_of("clip_high"))
     draft.put("use_pg_clip_range", True, "clip_low", "clip_high")
     draft.put("pg_clip_low", min(low, 1.0), "clip_low")  # ratios are positive: 1 is as good as no bound
     draft.put("pg_clip_high", high, "clip_high")
     # Their loss bounds negative advantages: verl's `vanilla` always, SkyRL's `dual_clip`.
-    dual = variant == "ppo" and draft.raw.get("loss", "vanilla") in draft.facts.get("dual_names", ())
-    if dual:
+    if variant == "ppo" and draft.raw.get("loss", "vanilla") in draft.facts.get("dual_names", ()):
         draft.put("dual_clip_loss", True, "dual_clip", "loss")
         draft.put("dual_clip_coef", float(draft.value_of("dual_clip")), "dual_clip")
     elif draft.states("loss") and not draft.whole:
         draft.put("dual_clip_loss", False, "loss")
-    return {"clip_low", "clip_high"} | ({"dual_clip"} if dual else set())
 
 
-def put_options(draft: Draft, variant: str) -> set[str]:
-    """Options that belong to one loss; returns the facts that count."""
-    used = set()
+def put_options(draft: Draft, variant: str) -> None:
+    """Options that belong to one loss."""
     for key, fact in OPTIONS_OF_LOSS.get(variant, {}).items():
         source = fact if draft.value_of(fact) is not None else SHARED_CLIP.get(fact, fact)
         draft.put(key, draft.value_of(source), source)
-        used.add(source)
     if variant == "engine_dppo":
         draft.put("use_pg_clip_range", True, "dppo_low", "dppo_high")
     if variant == "dppo":
-        used.add("clip_high")
         if draft.value_of("clip_low") != draft.value_of("clip_high"):
             draft.refuse("clip_high", "must equal clip_ratio_low with this loss: dppo has one threshold here")
         divergence = "kl" if str(draft.raw.get("loss")).endswith("kl") else "tv"
         draft.put("dppo_divergence", divergence, "loss")
-    return used
 
 
 def put_aggregation(draft: Draft) -> None:
@@ -195,16 +171,13 @@ def put_aggregation(draft: Draft) -> None:
     length = draft.value_of("norm_length")
     if length is None and draft.facts.get("norm_is_sequence"):
         length = draft.get("prompt_length", default=0) + draft.get("response_length", default=0)
-    if NORM not in modes:
-        draft.without_effect(f"no term is divided by it: {NORM} is not used", "norm_length")
-    elif length is not None:
+    if NORM in modes and length is not None:
         draft.put("loss_norm_length", int(length), "norm_length", "aggregation")
 
 
 def put_critic(draft: Draft) -> None:
     """The critic's loss: clip range and mode."""
     if "critic" not in draft.roles:
-        draft.without_effect("no critic in this run", "value_aggregation", "value_clip")
         if wait := draft.get("critic_wait"):
             text = f"the first {wait} steps train nothing there, and the actor here: 0 leaves them out"
             draft.remark(["critic_wait"], text)

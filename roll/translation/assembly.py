@@ -124,8 +124,6 @@ def put_tracking(draft: Draft) -> None:
             draft.remark(["project"], "left out: no tracker with projects is used")
     resume = draft.get("resume")
     named = draft.raw.get("resume") in ("resume_path", "from_path") or not draft.states("resume")
-    if draft.get("resume_path") is not None and not named:
-        draft.without_effect("resume_mode takes the newest checkpoint, or none", "resume_path")
     if draft.states("resume_path") and draft.get("resume_path") is not None and named:
         draft.put("resume_from_checkpoint", draft.facts["resume_path"], "resume_path")
     elif draft.states("resume") and resume is not None:
@@ -151,9 +149,8 @@ def put_adapters(draft: Draft) -> None:
 def put_reward(draft: Draft) -> None:
     """The reward of a whole run; options of a rule that scores no row go."""
     played = draft.facts.get("episodes") and "reward" in draft.raw
-    if played or put_reward_model(draft) or put_function(draft):
-        draft.without_effect("no row is scored by it", "sandbox_url")
-    elif draft.get("sandbox_url"):
+    is_scored = played or put_reward_model(draft) or put_function(draft)
+    if not is_scored and draft.get("sandbox_url"):
         for name, sources in BY_SOURCE.items():
             draft.put(f"rewards.{name}.worker_cls", name, "sandbox_url")
             draft.put(f"rewards.{name}.tag_included", sources, "sandbox_url")
@@ -162,7 +159,7 @@ def put_reward(draft: Draft) -> None:
         draft.put("rewards.code_sandbox.reward_kwargs.partial", True, "sandbox_url")
         text = "rows of another data_source are refused when the data are read: add it to tag_included of their rule"
         draft.remark(["sandbox_url"], text)
-    else:
+    elif not is_scored:
         put_rule(draft)
     if draft.whole and "rewards.gsm8k_rule.worker_cls" not in draft.keys:
         for key in [key for key in draft.keys if key.startswith("rewards.gsm8k_rule.")]:

@@ -21,17 +21,11 @@ K3_CLAMP = 10.0  # both projects hold k3 within this bound anyway
 WHITENING = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
 # Keys of a teacher's section, next to `inference`, which configures the engine that computes its log-probs.
 OPTIONS = ("model_path", "key", "num_replicas", "enable_resource_pool", "n_gpus_per_node", "nnodes")
-COUNTING = (
-    *("distill_mode", "distill_topk", "distill_rewards", "distill_coef", "distill_clamp", "distill_floor"),
-    *("distill_pg", "distill_low", "distill_high", "distill_gpus", "distill_nodes", "distill_pool", "teacher"),
-)
-UNUSED = "without use_task_rewards there is no such term"
 
 
 def find_distillation(draft: Draft) -> None:
     """Decide the form, and state what follows for the KL and the policy loss."""
     if not draft.get("distill"):
-        draft.without_effect("counts with distillation.enabled", *COUNTING)
         return
     if not draft.whole:
         draft.refuse("distill", "belongs to a whole run: give the command, with its model and devices")
@@ -89,9 +83,10 @@ def _check_with_rewards(draft: Draft, form: str) -> None:
 
 def _state_alone(draft: Draft, form: str) -> None:
     """State what holds without rewards, where verl computes no policy loss and so no KL or entropy of it."""
-    draft.without_effect(UNUSED, "kl_loss", "kl_in_reward", "entropy_coef", "distill_coef", "loss")
     for fact, value in (("kl_loss", False), ("kl_in_reward", False), ("entropy_coef", 0.0), ("loss", "ppo")):
         draft.state(fact, value)
+        if fact in draft.explicit:
+            draft.remark([fact], "left out: without use_task_rewards there is no such term")
     draft.raw["loss"] = "vanilla"
     if form == "advantage":
         for fact, own in (("clip_low", "distill_low"), ("clip_high", "distill_high")):
@@ -118,11 +113,6 @@ def put_distillation(draft: Draft) -> None:
     if form is None:
         return
     with_rewards, clamp = bool(draft.get("distill_rewards", default=True)), draft.get("distill_clamp")
-    for fact in ("distill_low", "distill_high"):
-        if form != "advantage" or with_rewards:
-            draft.without_effect("its ratio is 1 in the one update of a batch", fact)
-    if form != "topk":
-        draft.without_effect("counts with forward_kl_topk", "distill_topk", "distill_floor")
     if form == "loss":
         draft.put("kl_loss_clamp", min(K3_CLAMP, float(clamp)) if clamp else K3_CLAMP, "distill_clamp")
         if not with_rewards:

@@ -36,7 +36,6 @@ def find_episodes(draft: Draft) -> None:
     turns, name = int(draft.get("turns", default=1)), str(draft.raw.get("reward", ""))
     wanted = turns > 1 or str(draft.facts.get("reward")).startswith("skyrl:")
     if not wanted:
-        draft.without_effect("one turn", "max_input", "gym_options", "turn_rows")
         return
     if draft.get("turn_rows"):
         find_turn_rows(draft)
@@ -75,7 +74,6 @@ OF_TOOLS = {
     "prompt_key": "prompt_key",
     "image_key": "image_key",
 }
-COLUMNS = ("prompt_key", "image_key")  # those of them that single turns have, too
 
 
 def find_tool_episodes(draft: Draft) -> None:
@@ -87,7 +85,6 @@ def find_tool_episodes(draft: Draft) -> None:
     if draft.get("shown_tools") not in (None, draft.get("tool_file")):
         draft.refuse("shown_tools", "must be that of multi_turn.tool_config_path, or left out")
     if not found:
-        draft.without_effect("one turn", *(fact for fact in OF_TOOLS if fact not in COLUMNS), "tool_format")
         return
     if not draft.whole:
         draft.refuse(found[0], TURNS)

@@ -158,9 +158,7 @@ def put_adapters_of_family(draft: Draft, sees: bool, has_experts: bool) -> None:
 def put_routes(draft: Draft) -> None:
     """Replay of the experts that were chosen, and what is frozen."""
     mode = draft.get("replay", default="disabled")
-    if mode == "disabled":
-        draft.without_effect("routes are not replayed", "engine_replay")
-    else:
+    if mode != "disabled":
         draft.put("actor_train.router_replay.mode", mode, "replay")
     if mode == "R2":
         draft.put("enable_old_logprobs_recompute", True, "replay")
@@ -169,5 +167,3 @@ def put_routes(draft: Draft) -> None:
     frozen = next((fact for fact in ("freeze_vision", "text_alone.actor") if draft.get(fact)), None)
     if frozen is not None and VISION in needed(draft.facts.get("family") or {}):
         draft.put("actor_train.model_args.freeze_module_prefix", "vision_model", frozen)
-    else:
-        draft.without_effect("no vision tower is frozen", "freeze_vision")

@@ -134,8 +134,6 @@ def find_engines(draft: Draft) -> None:
     """Take SkyRL's servers for engines of the run itself, on devices after the trainer's: one for each address."""
     facts = ("engines_local", "engine_urls", "engine_proxy")
     if draft.get("engines_local", default=True):
-        if draft.get("engine_proxy") or (draft.get("engine_urls") and "engine_urls" in draft.explicit):
-            draft.without_effect("run_engines_locally is true", *facts[1:])
         return
     if draft.get("colocate", default=True):
         rule = "leaves the engines to servers of their own, which share no devices with the trainer"
@@ -164,7 +162,6 @@ def put_run_ahead(draft: Draft) -> None:
     """
     fully = draft.facts.get("fully_async") or draft.facts.get("runs_ahead")
     if not fully and not draft.facts.get("one_step_off"):
-        draft.without_effect("the run is synchronous", "staleness", "runs_ahead")
         return
     because = ("colocate", "staleness", "runs_ahead", "v1_mode", "warmup")
     draft.put("async_generation_ratio", draft.value_of("staleness") if fully else 1, *because)

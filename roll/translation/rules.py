@@ -136,10 +136,6 @@ class Draft:
             if fact in self.written and text not in (texts := self.remarks.setdefault(fact, [])):
                 texts.append(text)
 
-    def without_effect(self, because: str, *facts: str) -> None:
-        """Remark on the facts that the text itself states that they are left out."""
-        self.remark([fact for fact in facts if fact in self.explicit], f"left out: {because}")
-
     def refuse(self, fact: str, rule: str, example: object = None) -> None:
         """Note that what states a fact has no translation."""
         self.problems.add(self.names.get(fact, fact), self.raw.get(fact, self.facts.get(fact)), rule, example)

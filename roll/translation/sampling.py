@@ -21,7 +21,6 @@ WEIGHTS = ("is_level", "is_bound", "is_normalized")
 def put_bypass(draft: Draft) -> None:
     """verl's ``bypass_mode``: the engine's log-probs replace the old ones, and a separate key names the loss."""
     if not draft.get("bypass"):
-        draft.without_effect("without bypass_mode it does not count", "bypass_loss")
         return
     if draft.raw.get("loss", "vanilla") != "vanilla":
         draft.refuse("loss", "is replaced by rollout_correction.loss_type with bypass_mode: leave it out", "vanilla")
@@ -60,10 +59,8 @@ def verl_rules(draft: Draft) -> list[dict[str, Any]]:
         draft.refuse("is_level", rule, None)
     rejections = rejection_rules(draft, level, bypass)
     if level is None:
-        draft.without_effect("without rollout_is there are no weights", "is_bound", "is_normalized")
         return rejections
-    if bypass and draft.value_of("bypass_loss") != "reinforce":
-        draft.without_effect("ppo_clip in bypass_mode has its ratio and no weights", *WEIGHTS)
+    if bypass and draft.value_of("bypass_loss") != "reinforce":  # ppo_clip, which has its ratio and no weights
         return rejections
     bound = draft.value_of("is_bound")
     if bound is None:
@@ -87,7 +84,6 @@ def rejection_rules(draft: Draft, weight_level: object, bypass: bool) -> list[di
     names = [name.strip() for name in str(draft.get("rejection", default="")).split(",") if name.strip()]
     thresholds = str(draft.get("rejection_bound", default="")).split(",")
     if not names:
-        draft.without_effect("without rollout_rs nothing is rejected", "rejection_bound", "rejection_low")
         return []
     if len(thresholds) not in (1, len(names)) or not thresholds[0]:
         draft.refuse("rejection", "needs rollout_rs_threshold: one for all criteria, or one for each")
@@ -150,8 +146,7 @@ def bounds(threshold: object) -> tuple[float | None, float]:
 def skyrl_rules(draft: Draft) -> list[dict[str, Any]]:
     """SkyRL's ``off_policy_correction``, and its older ``use_tis``."""
     level, metric = draft.get("tis_type"), draft.get("mask_metric")
-    if "_cov" in str(draft.get("loss")):
-        draft.without_effect(f"{draft.raw.get('loss')} does not read it", "tis_type", "mask_metric", "use_tis")
+    if "_cov" in str(draft.get("loss")):  # which does not read it
         return []
     if draft.get("use_tis"):
         cap = draft.get("tis_cap", default=-1.0)
@@ -177,8 +172,6 @@ def mask_rules(draft: Draft, level: object, metric: object) -> list[dict[str, An
     band = {side: bound for side in ("low", "high") if (bound := draft.get(f"token_mask_{side}")) is not None}
     facts = tuple(f"token_mask_{side}" for side in band)
     if level is None and metric is None:
-        alone = "without tis_ratio_type or sequence_mask_metric it does not count there"
-        draft.without_effect(alone, "outlier_low", "outlier_high", *facts)
         return []
     rules: list[dict[str, Any]] = [] if high is None else [{"level": "max", "action": "mask", "high": high}]
     if low is not None:  # the largest k1 is minus the logarithm of the smallest ratio
@@ -201,7 +194,6 @@ COUNTING_MEAN = "roll.algorithms.skyrl_losses.sequence_mean"
 def put_group_filter(draft: Draft) -> None:
     """Dynamic sampling: groups whose scores are all the same are replaced."""
     if not draft.get("filter_on"):
-        draft.without_effect("groups are not filtered", "filter_metric", "filter_limit")
         return
     metric, rule = draft.get("filter_metric", default="acc"), "there; groups are judged by their scores here"
     if metric in WITH_PENALTY and draft.get("overlong_on"):
@@ -244,9 +236,7 @@ def ignores_scale(draft: Draft) -> bool:
 
 def put_overlong(draft: Draft) -> None:
     """DAPO's soft punishment of responses near the length limit."""
-    facts = ("overlong_len", "overlong_factor", "max_response")
     if not draft.get("overlong_on"):
-        draft.without_effect("the over-long buffer is not enabled", *facts[:2])
         return
     if draft.get("reward_manager", default="dapo") != "dapo":
         draft.refuse("overlong_on", "counts with reward_manager dapo only")

@@ -90,10 +90,7 @@ def put_columns(draft: Draft, section: str) -> None:
     """The conversation, or the columns of one question and its answer, whose entries have dotted names here."""
     if draft.get("conversations", default=True):
         draft.put(f"{section}.data_args.messages", str(draft.get("messages", default="messages")), "messages")
-        unread = ("prompt_column", "response_column", "prompt_entries", "response_entries")
-        draft.without_effect("rows are conversations", *unread)
         return
-    draft.without_effect("without multiturn.enable rows have a question and an answer", "messages")
     for name in ("prompt", "response"):
         column, entries = draft.get(f"{name}_column"), draft.get(f"{name}_entries", default=[])
         keys = column if isinstance(column, list) else [column]
@@ -148,7 +145,6 @@ def put_run(draft: Draft) -> None:
             put_columns(draft, section)
     if draft.get("steps"):
         draft.put("max_steps", int(draft.facts["steps"]), "steps")
-        draft.without_effect("the number of steps counts", "passes_over_data")
     else:
         draft.put(
             f"{SECTION}.training_args.num_train_epochs",

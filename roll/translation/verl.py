@@ -166,13 +166,9 @@ def prepare(draft: Draft) -> None:
         draft.state("staleness", draft.get("warmup", default=1))
         if draft.get("v1_mode") == "separate_async":
             draft.facts["colocate"] = False
-    else:
-        draft.without_effect("the run is synchronous", "warmup", "v1_mode")
-    if not draft.get("pool_nodes"):
-        draft.without_effect("0 nodes are for the engines alone", "pool_nodes", "pool_gpus")
-    elif draft.get("colocate", default=True):
+    if draft.get("pool_nodes") and draft.get("colocate", default=True):
         draft.refuse("pool_nodes", "goes with actor_rollout_ref.hybrid_engine=false", 0)
-    else:
+    elif draft.get("pool_nodes"):
         for name in ("nodes", "gpus"):
             draft.state(f"engine_{name}", draft.value_of(f"pool_{name}"))
             draft.remark([f"pool_{name}"], "devices of the engines alone")
