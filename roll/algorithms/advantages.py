@@ -19,7 +19,7 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import Groups, masked_whiten
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.registry import Registry, with_options
+from roll.algorithms.registry import Registry
 from roll.algorithms.returns import discounted_returns, generalized_advantages
 from roll.algorithms.samples import EPS, divisor, exceeds_rounding, token_level_rewards
 from roll.algorithms.turns import Turns
@@ -128,23 +128,9 @@ class AdvantageOutputs:
 
 EstimatorFunction = Callable[[AdvantageInputs, Any], tuple[Tensor, Tensor]]
 
-advantage_estimators: Registry[EstimatorFunction] = Registry("estimator", ADV_ESTIMATORS, GaeOptions)
-
-
-def register_advantage(
-    name: str, *, options: type = GaeOptions, aliases: tuple[str, ...] = (), **traits: Any
-) -> Callable[[EstimatorFunction], EstimatorFunction]:
-    """Decorator: make an estimator selectable as ``estimator: name``; ``options`` is the dataclass of its options.
-
-    A name of :data:`roll.config.estimators.ADV_ESTIMATORS` has everything there; another one is added to it, with those
-    ``traits`` of :class:`~roll.config.estimators.Estimator` that it has, such as ``norm`` or ``needs_values``.
-    """
-
-    def decorate(function: EstimatorFunction) -> EstimatorFunction:
-        advantage_estimators.add(function, name, aliases, Estimator(name, aliases, options, **traits))
-        return with_options(options)(function)
-
-    return decorate
+advantage_estimators: Registry[EstimatorFunction] = Registry("estimator", ADV_ESTIMATORS, GaeOptions, Estimator)
+register_advantage = advantage_estimators.register
+"""Its traits are those of :class:`~roll.config.estimators.Estimator`, such as ``norm`` or ``needs_values``."""
 
 
 @register_advantage("gae")
@@ -361,9 +347,6 @@ def agentic_reinforce(inputs: AdvantageInputs, options: DiscountOptions) -> tupl
     turns = inputs.turns
     returns = turns.spread(turns.returns(inputs.token_level_rewards, options.gamma))
     return returns, returns
-
-
-ADVANTAGE_NAMES = advantage_estimators.names
 
 
 class AdvantageEstimator:

@@ -40,8 +40,8 @@ class KLOptions:
     """Estimator of a divergence, and its clamps."""
 
     estimator: str = "k3"
-    """One of :data:`KL_ESTIMATORS`, or the dotted path of a function (YAML: ``kl_penalty`` for the reward,
-    ``kl_loss_type`` for the loss)."""
+    """One of :data:`~roll.config.algorithm.KL_PENALTIES`, or the dotted path of a function (YAML: ``kl_penalty`` for
+    the reward, ``kl_loss_type`` for the loss)."""
     log_ratio_clamp: float | None = 20.0
     """The log-ratio enters k3 within +- this bound: exp overflows float32 at 88; null for none."""
     value_clamp: float | None = 10.0
@@ -55,7 +55,7 @@ Estimator = Callable[[Tensor, Tensor, KLOptions], Tensor]
 """``(log_probs, ref_log_probs, options) -> estimate``, all float (B, L)."""
 
 kl_estimators: Registry[Estimator] = Registry("KL estimator")
-register_kl = kl_estimators.decorator
+register_kl = kl_estimators.register
 """Decorator ``(name, aliases=())``: make an estimator selectable as ``kl_loss_type: name`` and ``kl_penalty: name``."""
 
 
@@ -65,8 +65,7 @@ def kl_estimate(
     """Per-token estimate of KL(policy || reference), in nats.
 
     Args:
-        log_probs: float (B, L), or log-softmax (B, L, V) for ``full``.
-        ref_log_probs: the same shape.
+        log_probs, ref_log_probs: float (B, L).
         options: estimator and clamps.
         log_ratio_to_old: float (B, L), log pi - log pi_old, for ``importance_weighted``.
 
@@ -74,12 +73,11 @@ def kl_estimate(
         float (B, L).
 
     Raises:
-        ValueError: for an unknown estimator, or ``full`` without the vocabulary dimension.
+        ValueError: for an unknown estimator.
     """
     estimate = kl_estimators.resolve(options.estimator)(log_probs, ref_log_probs, options)
     if options.importance_weighted:
-        if log_ratio_to_old is None:
-            raise ValueError("an importance-weighted KL estimate needs log_ratio_to_old")
+        assert log_ratio_to_old is not None
         estimate = log_ratio_to_old.exp() * estimate
     return estimate
 
@@ -126,20 +124,6 @@ def _straight_through(estimator: Estimator) -> Estimator:
 kl_estimators.add(_straight_through(k1), "k1+", ("kl+",))
 kl_estimators.add(_straight_through(absolute), "abs+")
 kl_estimators.add(_straight_through(k3), "k3+", ("low_var_kl+",))
-
-
-@register_kl("full")
-def full(log_probs: Tensor, ref_log_probs: Tensor, options: KLOptions) -> Tensor:
-    """sum_v pi d, from log-probs of the whole vocabulary."""
-    if log_probs.dim() != 3:
-        raise ValueError(
-            f"KL estimator 'full' needs log-probs of the whole vocabulary (B, L, V), got shape "
-            f"{tuple(log_probs.shape)}; choose k1, k2 or k3 for log-probs of the sampled tokens"
-        )
-    return (log_probs.exp() * (log_probs - ref_log_probs)).sum(-1)
-
-
-KL_ESTIMATORS = kl_estimators.names_and_aliases
 
 
 def finite_mean(values: Tensor, rows: Tensor) -> tuple[float, int]:

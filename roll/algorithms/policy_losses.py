@@ -18,7 +18,7 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import level_log_ratio, masked_mean, row_mean
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.registry import Registry, with_options
+from roll.algorithms.registry import Registry
 from roll.config.policy_losses import (
     POLICY_LOSSES,
     CispoOptions,
@@ -111,22 +111,8 @@ class LossInputs:
 
 PolicyLossFunction = Callable[[LossInputs, Any, MetricBuilder], Tensor]
 
-policy_losses: Registry[PolicyLossFunction] = Registry("loss", POLICY_LOSSES, PpoOptions)
-
-
-def register_policy_loss(
-    name: str, *, options: type = PpoOptions, aliases: tuple[str, ...] = ()
-) -> Callable[[PolicyLossFunction], PolicyLossFunction]:
-    """Decorator: make a policy loss selectable as ``loss: name``; ``options`` is the dataclass of its options.
-
-    A name of :data:`roll.config.policy_losses.POLICY_LOSSES` has both there; another one is added to it.
-    """
-
-    def decorate(function: PolicyLossFunction) -> PolicyLossFunction:
-        policy_losses.add(function, name, aliases, PolicyLoss(name, aliases, options))
-        return with_options(options)(function)
-
-    return decorate
+policy_losses: Registry[PolicyLossFunction] = Registry("loss", POLICY_LOSSES, PpoOptions, PolicyLoss)
+register_policy_loss = policy_losses.register
 
 
 def clip_range(options: ClipOptions) -> tuple[float, float]:
@@ -394,6 +380,3 @@ def kl_cov(inputs: LossInputs, options: KlCovOptions, metrics: MetricBuilder) ->
     penalised = torch.zeros_like(covariance).index_fill(0, chosen, options.coef).view_as(inputs.mask)
     metrics.mean("actor/kl_cov_frac", float(count), inputs.num_tokens)
     return -inputs.log_ratio.exp() * inputs.advantages + penalised * inputs.log_ratio.abs()
-
-
-POLICY_LOSS_NAMES = policy_losses.names

@@ -72,7 +72,7 @@ def pair_sums(log_probs: Tensor, mask: Tensor, reference: Tensor | None) -> Pair
 
 PairLoss = Callable[[PairSums, PreferenceLossConfig], Tensor]
 pair_losses: Registry[PairLoss] = Registry("loss_type", PREFERENCE_LOSSES)
-register = pair_losses.decorator
+register = pair_losses.register
 
 
 @register("sigmoid")

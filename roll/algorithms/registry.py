@@ -36,10 +36,18 @@ class Registry(Generic[F]):
         table: the configuration's table of these names, where there is one: it knows their aliases, and learns names
             that are registered in addition.
         options: of functions that declare none (:func:`with_options`).
+        row: makes a row of the table, of a name, its aliases, its options and further traits.
     """
 
-    def __init__(self, kind: str, table: Table[Any] | None = None, options: type | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        table: Table[Any] | None = None,
+        options: type | None = None,
+        row: Callable[..., Row] | None = None,
+    ) -> None:
         self.kind = kind
+        self._row = row
         self._default = options
         self._table = table
         self._entries: dict[str, F] = {}
@@ -61,12 +69,21 @@ class Registry(Generic[F]):
         if row is not None and known is None and self._table is not None:
             self._table.add(row)
 
-    def decorator(self, name: str, aliases: tuple[str, ...] = ()) -> Callable[[F], F]:
-        """A decorator that registers the function below it."""
+    def register(
+        self, name: str, *, options: type | None = None, aliases: tuple[str, ...] = (), **traits: Any
+    ) -> Callable[[F], F]:
+        """Decorator: make the function below selectable by ``name``.
+
+        A name of the configuration's table has everything there; another one is added to it, with these ``traits``.
+
+        Args:
+            options: the dataclass of its options; None: those of the registry.
+        """
 
         def decorate(function: F) -> F:
-            self.add(function, name, aliases)
-            return function
+            row = None if self._row is None else self._row(name, aliases, options or self._default, **traits)
+            self.add(function, name, aliases, row)
+            return function if options is None else with_options(options)(function)
 
         return decorate
 
@@ -74,11 +91,6 @@ class Registry(Generic[F]):
     def names(self) -> tuple[str, ...]:
         """Registered names in order of registration, without aliases."""
         return tuple(self._names)
-
-    @property
-    def names_and_aliases(self) -> tuple[str, ...]:
-        """Everything that a YAML file may say, dotted paths apart."""
-        return tuple(self._entries)
 
     def resolve(self, name: str) -> F:
         """The function called ``name``; raises ``ValueError`` naming the nearest known one."""

@@ -10,12 +10,10 @@ from torch import Tensor
 
 from roll.algorithms.aggregation import Groups
 from roll.algorithms.metrics import MetricBuilder
-from roll.config.algorithm import PPOConfig
+from roll.config.algorithm import NORM_TYPES, PPOConfig
 from roll.config.estimators import traits
 from roll.config.reading.fields import Choice
 from roll.protocol.metrics import Metrics
-
-NORM_TYPES = ("batch", "group", "running", None)
 
 NormType = Literal["batch", "group", "running"] | None
 
@@ -87,7 +85,7 @@ class RewardOptions:
 
     def __post_init__(self) -> None:
         for key in ("norm_mean_type", "norm_std_type"):
-            if getattr(self, key) not in NORM_TYPES:
+            if getattr(self, key) not in (*NORM_TYPES, None):
                 raise ValueError(f"{key} {getattr(self, key)!r} is unknown; known: batch, group, running, null")
         if self.reward_clip is not None and self.reward_clip <= 0:
             raise ValueError(f"reward_clip must be positive, got {self.reward_clip}; null switches it off")
@@ -196,10 +194,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
         lengths: (B,) response lengths in tokens.
         max_length, buffer: tokens, 0 < buffer <= max_length.
     """
-    if not 0 < buffer <= max_length:
-        raise ValueError(
-            f"the over-long buffer must lie in (0, {max_length}], got {buffer}; try {max_length // 5 or 1}"
-        )
     excess = (lengths.float() - (max_length - buffer)) / buffer
     return -factor * excess.clamp(0.0, 1.0)
 
@@ -282,8 +276,6 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
         mask: bool (B, L).
         fraction: in (0, 1]; 0.2 in the paper. 1 keeps everything.
     """
-    if not 0.0 < fraction <= 1.0:
-        raise ValueError(f"the entropy fraction must lie in (0, 1], got {fraction}; the paper uses 0.2")
     kept = entropy[mask]
     count = max(round(fraction * kept.numel()), 1)
     if count >= kept.numel():

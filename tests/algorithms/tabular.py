@@ -23,10 +23,11 @@ from roll.algorithms.advantages import (
     AdvantageOutputs,
     estimate_advantages,
 )
-from roll.algorithms.aggregation import AGGREGATION_MODES, LossDenominators, group_tokens_of
+from roll.algorithms.aggregation import LossDenominators, group_tokens_of
 from roll.algorithms.losses import actor_loss
 from roll.algorithms.policy_losses import LossInputs
 from roll.algorithms.samples import RewardOptions, RewardPostprocessor, resolve_norm_types, token_level_rewards
+from roll.config.algorithm import LOSS_AGG_MODES
 from roll.config.corrections import CORRECTION_PRESETS
 from roll.config.estimators import traits
 from roll.config.reading.fields import Choice
@@ -224,7 +225,7 @@ def aggregation_table() -> dict[str, Row]:
     policy = TabularPolicy(0, end=END_TOKEN)
     return {
         f"`{mode}`": relative_bias(policy, expected_group_gradient(policy, "rloo", 2, loss_agg_mode=mode))[1:]
-        for mode in AGGREGATION_MODES
+        for mode in LOSS_AGG_MODES
     }
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from roll.algorithms.advantages import (
-    ADVANTAGE_NAMES,
     AdvantageInputs,
     estimate_advantages,
 )
@@ -21,6 +20,7 @@ from roll.protocol.metrics import to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, each_batch, make_batch
 from tests.support.keys import algorithm
+from tests.support.names import ADVANTAGE_NAMES
 
 
 def inputs_of(batch: Batch) -> AdvantageInputs:

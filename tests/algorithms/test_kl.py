@@ -43,12 +43,11 @@ def test_estimators_equal_their_formulas(name: str, batch: Batch) -> None:
 
 
 @given(seed=st.integers(0, 2**31))
-def test_k1_and_k3_are_unbiased_and_full_is_exact(seed: int) -> None:
+def test_k1_and_k3_are_unbiased(seed: int) -> None:
     """Expectations over the policy by enumeration of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     policy, reference = torch.randn(2, 1, 1, 7, dtype=torch.float64, generator=generator).log_softmax(-1)
     exact = (policy.exp() * (policy - reference)).sum()
-    assert_close(kl_estimate(policy, reference, KLOptions("full")).sum(), exact)
     unclamped = {"log_ratio_clamp": None, "value_clamp": None}
     for name in ("k1", "k3"):
         estimates = kl_estimate(policy, reference, KLOptions(name, **unclamped))
@@ -87,10 +86,9 @@ def test_k3_is_precise_near_0_and_overflows_without_the_clamps() -> None:
     assert bool(kl_estimate(far, zero, KLOptions("k3", value_clamp=None)).isfinite().all())
 
 
-@pytest.mark.parametrize(("name", "words"), [("full", r"vocabulary.*\(1, 2\)"), ("k4", r"k4.*k1")])
-def test_mistakes_are_named(name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), KLOptions(name))
+def test_an_unknown_estimator_is_named() -> None:
+    with pytest.raises(ValueError, match=r"k4.*k1"):
+        kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), KLOptions("k4"))
 
 
 def test_controllers() -> None:

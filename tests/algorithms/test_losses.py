@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from roll.algorithms.aggregation import (
-    AGGREGATION_MODES,
     denominators_from,
     denominators_of,
 )
@@ -19,12 +18,14 @@ from roll.algorithms.losses import (
     actor_loss,
     value_loss,
 )
-from roll.algorithms.policy_losses import POLICY_LOSS_NAMES, LossInputs
+from roll.algorithms.policy_losses import LossInputs
+from roll.config.algorithm import LOSS_AGG_MODES
 from roll.config.policy_losses import POLICY_LOSSES, ClipOptions
 from roll.protocol.metrics import merge_metrics, to_floats
 from tests.algorithms import reference
 from tests.algorithms.reference import Batch, each_batch, inputs_of, make_batch, whole
 from tests.support.keys import loss_options
+from tests.support.names import POLICY_LOSS_NAMES
 
 # These choose tokens by their rank within the micro-batch: a documented exception.
 SPLITTABLE = [name for name in POLICY_LOSS_NAMES if name not in ("clip_cov", "kl_cov", "m2po")]
@@ -65,7 +66,7 @@ def with_gradient(
 @each_batch(
     share=8,
     cut=st.integers(0, 7),
-    mode=st.sampled_from(AGGREGATION_MODES),
+    mode=st.sampled_from(LOSS_AGG_MODES),
     sides=st.sampled_from([(0, 3), (9, 0)]),
     correction=st.sampled_from(["sequence_mask", "icepop"]),
 )
@@ -154,7 +155,7 @@ def test_metrics_equal_the_loop(batch: Batch) -> None:
     assert {name: metrics[name] for name in expected} == pytest.approx({k: float(v) for k, v in expected.items()})
 
 
-@pytest.mark.parametrize("mode", AGGREGATION_MODES)
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_weights_of_rows_and_the_policy_mask_touch_the_policy_gradient_alone(mode: str) -> None:
     batch = make_batch(14, 6, 9)
     chosen = batch.mask & (torch.rand(6, 9, generator=torch.Generator().manual_seed(1)) < 0.4)
@@ -189,20 +190,6 @@ def test_log_ratio_has_no_gradient_outside_the_mask_and_beyond_its_bound() -> No
     assert_close(log_ratio, torch.tensor([[0.5, 0.0, -20.0, 20.0]]))
     (gradient,) = torch.autograd.grad(log_ratio.sum(), log_probs)
     assert gradient.tolist() == [[1.0, 0.0, 0.0, 0.0]]
-
-
-@pytest.mark.parametrize(
-    ("changed", "name"),
-    [
-        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, "ref_log_probs"),
-        ({"entropy_loss_coef": 0.1}, "entropy"),
-        ({"train_infer_correction": "tis"}, "rollout_log_probs"),
-    ],
-)
-def test_missing_columns_are_named(changed: dict[str, object], name: str) -> None:
-    batch = make_batch(4, 3, 5)
-    with pytest.raises(ValueError, match=name):
-        actor_loss(LossInputs(batch.log_probs, batch.advantages, batch.mask), loss_options(changed), whole(batch))
 
 
 @pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)

@@ -11,9 +11,10 @@ import torch
 from torch.testing import assert_close
 
 from roll.algorithms.metrics import MetricBuilder
-from roll.algorithms.policy_losses import POLICY_LOSS_NAMES, LossInputs, policy_losses, token_covariance
+from roll.algorithms.policy_losses import LossInputs, policy_losses, token_covariance
 from tests.algorithms.reference import Batch, each_batch, make_batch, mean
 from tests.support.keys import loss_options
+from tests.support.names import POLICY_LOSS_NAMES
 
 
 def per_token(variant: str, inputs: LossInputs, **settings: object) -> torch.Tensor:

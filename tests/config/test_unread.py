@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from roll.algorithms.advantages import ADVANTAGE_NAMES, AdvantageInputs, advantage_estimators
+from roll.algorithms.advantages import AdvantageInputs, advantage_estimators
 from roll.algorithms.metrics import MetricBuilder
 from roll.algorithms.policy_losses import LossInputs, policy_losses
 from roll.config.algorithm import ADV_ESTIMATORS
@@ -22,6 +22,7 @@ from roll.config.strategies.registry import BACKENDS
 from roll.methods.sft_keys import SFTConfig
 from roll.pipelines.rlvr.config import RLVRConfig
 from tests.config.good import GOOD, load
+from tests.support.names import ADVANTAGE_NAMES
 
 
 def loss_inputs() -> LossInputs:
@@ -56,7 +57,7 @@ def test_policy_losses_read_their_options(variant: str) -> None:
     assert read == {item.name for item in fields(own)}
 
 
-@pytest.mark.parametrize("estimator", [name for name in ADVANTAGE_NAMES if name in ADV_ESTIMATORS])
+@pytest.mark.parametrize("estimator", ADVANTAGE_NAMES)
 def test_estimators_read_their_options(estimator: str) -> None:
     read: set[str] = set()
     rewards = torch.zeros(4, 3)
