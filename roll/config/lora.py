@@ -76,13 +76,15 @@ def check_lora(name: str, role: WorkerConfig, trains: bool, in_rl: bool, checks:
     args, path = role.model_args, f"{name}.model_args"
     strategy = role.strategy_args.strategy_name
     if name == "actor_infer":
-        _note_without_effect(path, args, "the engine gets the trainer's weights, with the adapters merged in", checks)
+        for key in ("lora_target", "adapter_name_or_path", "lora_rank", "lora_alpha", "lora_dropout"):
+            if checks.written(f"{path}.{key}") and getattr(args, key) is not None:
+                reason = "the engine gets the trainer's weights, with the adapters merged in"
+                checks.note(f"{path}.{key}", f"has no effect: {reason}")
         return
     if not uses_lora(args):
         if args.additional_target:
             rule = "goes with lora_target: it names modules trained in full in addition to adapters"
             checks.add(f"{path}.additional_target", args.additional_target, rule, "~")
-        _note_without_effect(path, args, "no lora_target", checks)
         return
     key = f"{path}.lora_target" if args.lora_target else f"{path}.adapter_name_or_path"
     value = args.lora_target or args.adapter_name_or_path
@@ -118,12 +120,6 @@ def is_trained_whole_everywhere(name: str) -> bool:
     embeddings, output matrix, norms."""
     last = name.rpartition(".")[2]
     return last in ("embed_tokens", "lm_head") or last.endswith("norm")
-
-
-def _note_without_effect(path: str, args: ModelArguments, reason: str, checks: Checks) -> None:
-    for key in ("lora_target", "adapter_name_or_path", "lora_rank", "lora_alpha", "lora_dropout"):
-        if checks.written(f"{path}.{key}") and getattr(args, key) is not None:
-            checks.note(f"{path}.{key}", f"has no effect: {reason}")
 
 
 def _check_adapter(path: str, args: ModelArguments, checks: Checks) -> None:

@@ -258,9 +258,13 @@ class WorkerConfig:
     """Form micro-batches from rows of like lengths, by tokens instead of samples, in training."""
     use_dynamic_batching_in_infer: bool = False
     """Form micro-batches from rows of like lengths, by tokens instead of samples, in passes without gradient."""
-    max_tokens_per_microbatch_in_train: int | None = setting(None, ge=1)
+    max_tokens_per_microbatch_in_train: int | None = setting(
+        None, ge=1, read_if={"use_dynamic_batching_in_train": (True,)}
+    )
     """Most tokens of a micro-batch, padding included, with ``use_dynamic_batching_in_train``."""
-    max_tokens_per_microbatch_in_infer: int | None = setting(None, ge=1)
+    max_tokens_per_microbatch_in_infer: int | None = setting(
+        None, ge=1, read_if={"use_dynamic_batching_in_infer": (True,)}
+    )
     """Most tokens of a micro-batch, padding included, with ``use_dynamic_batching_in_infer``."""
     sequence_length_round_in_train: int = setting(8, ge=1)
     """Widths of micro-batches with padding are rounded up to a multiple of this, in training with dynamic batching."""

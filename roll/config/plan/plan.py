@@ -118,8 +118,6 @@ def _check_dynamic(
     budget: int | None = getattr(role, key.rpartition(".")[2])
     multiple: int = getattr(role, f"sequence_length_round_in_{kind}")
     if not getattr(role, switch.rpartition(".")[2]):
-        if budget is not None:
-            problems.note(key, f"no effect without use_dynamic_batching_in_{kind}")
         return
     if not is_used:
         problems.note(switch, "no effect: this role does not train")

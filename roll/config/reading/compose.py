@@ -169,6 +169,8 @@ def _first_lines(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).strip().splitlines()[:4])
 
 
+CIRCLE = "refers to itself, or to a key that does: write the value out in one place"
+_CIRCLE = re.compile("Recursive interpolation|Interpolation to parent node")
 KEY = re.compile(r"[^\s.\[\]=]+(\.[^\s.\[\]=]+|\[\d+\])*")  # key of an override: names with dots between them
 
 
@@ -181,7 +183,9 @@ def _resolve(config: DictConfig, written: Mapping[str, str], problems: Problems)
             OmegaConf.select(config, path, throw_on_resolution_failure=True)
         except (OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
             broken.append(path)
-            rule = _circle_rule(path, written) or _interpolation_rule(config, raw, error)
+            # OmegaConf 2.3.0 recurses, later ones say what they found.
+            is_circle = isinstance(error, RecursionError) or _CIRCLE.match(str(error))
+            rule = CIRCLE if is_circle else _interpolation_rule(config, raw, error)
             if rule is not None:
                 problems.add(path, raw, rule)
     for path in broken:
@@ -213,21 +217,6 @@ def _interpolations(node: object, prefix: str) -> Iterator[tuple[str, str]]:
             yield path, str(child._value())
         elif not child._is_none() and not child._is_missing():
             yield from _interpolations(child, f"{path}.")
-
-
-def _circle_rule(path: str, written: Mapping[str, str]) -> str | None:
-    """The rule for a key that refers to itself, directly or by way of others; None for other keys."""
-    seen: set[str] = set()
-    queue = [path]
-    while queue:
-        for name in re.findall(r"\$\{([\w.]+)\}", written.get(queue.pop(), "")):
-            if name == path or path.startswith(f"{name}."):
-                way = "" if name in written[path] else f", by way of {', '.join(sorted(seen))}"
-                return f"refers to itself{way}: write the value out in one place"
-            if name not in seen:
-                seen.add(name)
-                queue.append(name)
-    return None
 
 
 def _interpolation_rule(config: DictConfig, raw: str, error: Exception) -> str | None:

@@ -245,52 +245,42 @@ def parse_device_mapping(value: object) -> list[int]:
 
 def _parse_expression(text: str) -> list[Any]:
     """The ids of a sum of lists and ranges."""
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(RULE) from None
-    # A sum nests to the left, so that a loop is enough.
-    terms = []
-    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        terms.append(node.right)
-        node = node.left
+    depth, terms = 0, [""]
+    for mark in text:
+        depth += (mark in "([") - (mark in ")]")
+        if mark == "+" and depth == 0:
+            terms.append("")
+        else:
+            terms[-1] += mark
     ids: list[Any] = []
-    for term in (node, *reversed(terms)):
-        ids += _read_term(term)
+    for term in terms:
+        ids += _read_term(term.strip())
         _check_number(len(ids))
     return ids
 
 
-def _read_term(node: ast.expr) -> list[int]:
+def _read_term(text: str) -> Sequence[Any]:
     """The ids of a list or a range, perhaps inside ``list()``."""
-    match node:
-        case ast.Call(func=ast.Name(id="list"), args=[inner], keywords=[]):
-            node = inner
-    match node:
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_integer(item) for item in items]
-        case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]) if 1 <= len(arguments) <= 3:
-            bounds = [_integer(argument) for argument in arguments]
-            if len(bounds) == 3 and bounds[2] == 0:
-                raise ValueError("the step of range() must not be 0")
-            ids = range(*bounds)
-            _check_number(max(0, -(-(ids.stop - ids.start) // ids.step)))
-            return list(ids)
-    raise ValueError(RULE)
+    if inner := re.fullmatch(r"list\((.*)\)", text, re.DOTALL):
+        text = inner[1].strip()
+    bounds = re.fullmatch(r"range\((.*)\)", text, re.DOTALL)
+    try:
+        numbers = ast.literal_eval(f"[{bounds[1]}]" if bounds else text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(RULE) from None
+    if not isinstance(numbers, list | tuple) or any(type(number) is not int for number in numbers):
+        raise ValueError(RULE)
+    if bounds is None:
+        return numbers
+    if not 1 <= len(numbers) <= 3:
+        raise ValueError(RULE)
+    if numbers[2:] == [0]:
+        raise ValueError("the step of range() must not be 0")
+    ids = range(*numbers)
+    _check_number(max(0, -(-(ids.stop - ids.start) // ids.step)))
+    return ids
 
 
 def _check_number(number: int) -> None:
     if number > MAX_DEVICES:
         raise ValueError(f"names {number} devices; at most {MAX_DEVICES} are allowed")
-
-
-def _integer(node: ast.expr) -> int:
-    match node:
-        case ast.Constant(value=bool()):
-            raise ValueError(RULE)
-        case ast.Constant(value=int() as number):
-            return number
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() as operand):
-            return -_integer(operand)
-        case _:
-            raise ValueError(RULE)
