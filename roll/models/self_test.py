@@ -31,7 +31,7 @@ from roll.models.kernels import use_liger, use_products
 from roll.models.layout_setup import dependent_rotaries, use_layout_attention
 from roll.models.layouts import on_device, padded
 from roll.models.log_probs import ResponseModel
-from roll.models.noise import Noise, find_noise
+from roll.models.noise import Noise, changes_in_training
 from roll.models.self_test_rows import PADDED, Rows, rows_of
 from roll.models.small import Divided, small_model
 from roll.models.vision import reads_images
@@ -73,16 +73,19 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: 
     where = f"{role.name}.model_args.model_name_or_path: {args.model_name_or_path}"
     config = checked_config(args, head)
     reads_images(config)  # refuses families whose towers are not known
-    # Dropout that is written is wanted: then names alone would switch off what the user asked for.
-    untried = Noise(by_name=not any("drop" in key for key in args.model_config_kwargs))
+    # Dropout that is written is wanted, and without a copy nothing tells it from other dropout.
+    untried = Noise() if any("drop" in key for key in args.model_config_kwargs) else Noise(places=None)
     with torch.random.fork_rng(devices=[]):
         model = _copy_of(config, role, head)
-        tried = None if model is None else _by_itself(model, head)
+        tried = None if model is None else _by_itself(model, head, trains)
         # Ranks that share rows must take the same path, or one would wait for another's part.
         if not agreed(tried is not None, context_group) or model is None or tried is None:
             logger.warning("%s: not self-tested, since no small copy of a %s model works", where, config.model_type)
             return untried
         untouched, noise, wanted = tried
+        if noise is None:
+            rule = "gives other log-probs in training than in evaluation without dropout and jitter, too"
+            raise ValueError(f"{where}: this {config.model_type} model {rule}; use another family (Qwen, Llama ...)")
         if dependent_rotaries(model):
             context_group = None  # ranks that share rows know no lengths of rows; see set_row_lengths
         differences: dict[str, str | None] = {}
@@ -102,7 +105,7 @@ def check_role(role: WorkerConfig, head: HeadName, trains: bool, context_group: 
         where,
         ", ".join(differences),
         time.monotonic() - begin,
-        f"; kept in evaluation mode: {', '.join(sorted(noise.pinned))}" if noise.pinned else "",
+        f"; switched off: {', '.join(sorted(map('.'.join, noise.places or ())))}" if noise.places else "",
     )
     return noise
 
@@ -152,13 +155,22 @@ def agreed(holds: bool, group: ProcessGroup | None) -> bool:
     return bool(flag)
 
 
-def _by_itself(model: PreTrainedModel, head: HeadName) -> tuple[PreTrainedModel, Noise, Computed] | None:
-    """Another copy, what is to be switched off in the model, and what transformers computes; None where the copy, whose
-    sizes its family has never seen, cannot be computed at all."""
-    untouched = copy.deepcopy(model)
+def _by_itself(
+    model: PreTrainedModel, head: HeadName, trains: bool
+) -> tuple[PreTrainedModel, Noise | None, Computed] | None:
+    """Another copy, what is to be switched off in the model (None: that does not do), and what transformers
+    computes; None where the copy, whose sizes its family has never seen, cannot be computed at all."""
+    untouched, quiet = copy.deepcopy(model), copy.deepcopy(model)
+    noise: Noise | None = Noise()
     try:
-        # Many tokens: a router may draw only where two experts score nearly the same.
-        noise = find_noise(model, torch.randint(2, 62, (8, 24)))
+        if trains:
+            noise = Noise.of(model)
+            noise.silence(quiet)
+            # Many tokens: a router may draw only where two experts score nearly the same.
+            ids = torch.randint(2, 62, (8, 24))
+            with torch.no_grad():
+                wanted = model(input_ids=ids, use_cache=False).logits
+            noise = None if changes_in_training(quiet, ids, wanted) else noise
         return untouched, noise, plain_values(model, rows_of(model), head)
     except (*FAILURES, ValueError, StopIteration) as error:
         logger.debug("self-test: no copy of %s is computed: %r", model.config.model_type, error)

@@ -22,7 +22,7 @@ TRAINED = (
     *("granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
     *("jamba", "kimi_linear", "lfm2", "lfm2_moe", "llama", "mamba", "minimax", "ministral", "ministral3"),
     *("mistral", "mixtral", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
-    *("persimmon", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
+    *("persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next"),
     *("rwkv", "seed_oss", "smollm3", "stablelm", "starcoder2", "zamba", "zamba2", "zaya"),
 )
 """Their log-probs and gradients in padded rows are those of transformers."""
