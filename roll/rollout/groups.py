@@ -115,7 +115,7 @@ class EngineReport:
     num_unfinished: int = 0  # samples still queued or running
     busy_seconds: float = 0.0  # time spent generating during the turn
     counts: Counter[str] = field(default_factory=Counter)
-    """What the engine has counted since the last report: ``GenerationStrategy.counts``."""
+    """Counts since the last report, under the names of ``GenerationStrategy.counts``."""
 
 
 class Trajectory(Protocol):

@@ -122,8 +122,8 @@ class GenerationStrategy(ABC):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """What the engine counts, since its start: ``prompt_tokens`` of all prompts, and ``reused_tokens`` of them that
-        a prefix cache had; ``drafts`` of speculation, their ``drafted_tokens``, and ``accepted_tokens`` of these."""
+        """Counts since the start, those that the engine keeps: ``prompt_tokens`` of all prompts, and ``reused_tokens``,
+        which a prefix cache had; ``drafts`` of speculation, their ``drafted_tokens``, and the ``accepted_tokens``."""
         return {}
 
     def prompt_scores(self, prompts: Sequence[Sequence[int]], top: int) -> list[PromptScore]:
