@@ -271,7 +271,7 @@ def text_part(config: PretrainedConfig) -> PretrainedConfig:
         return config
     part = config.get_text_config()
     # What only the whole may say: transformers takes the part at its word.
-    part.tie_word_embeddings = part.tie_word_embeddings or config.tie_word_embeddings
+    part.tie_word_embeddings = part.tie_word_embeddings or getattr(config, "tie_word_embeddings", False)
     for name in ("dtype", "architectures", "quantization_config"):
         if getattr(part, name, None) is None and getattr(config, name, None) is not None:
             setattr(part, name, getattr(config, name))

@@ -111,7 +111,9 @@ def test_a_word_as_a_value_leads_to_its_keys(tmp_path: Path) -> None:
 
 def test_what_goes_together_is_said(tmp_path: Path) -> None:
     (problem,) = mistakes(tmp_path, changed({"beta": 0.1}))
-    assert "here it is called kl_loss_coef, together with use_kl_loss" in problem.rule
+    assert "here it is called kl_loss_coef, which has no effect without use_kl_loss" in problem.rule
+    (problem,) = mistakes(tmp_path, changed({"lora_r": 8}))
+    assert problem.rule.endswith("lora_rank, together with actor_train.model_args.lora_target")
 
 
 def test_sections_of_other_projects_lead_to_the_translation(tmp_path: Path) -> None:

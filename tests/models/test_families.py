@@ -50,9 +50,13 @@ COMPLETED: dict[str, dict[str, Any]] = {
 }
 """What their configuration without arguments lacks, so that transformers itself computes no such model; models that are
 published have it."""
-WITHOUT_COPY = {"blt", "gemma4_assistant", "gemma4_unified_assistant", "reformer"}
+WITHOUT_COPY = {
+    *("blt", "gemma4_assistant", "gemma4_unified_assistant", "reformer"),
+    *("emu3", "mllama", "qwen4_exp", "xlnet"),
+}
 """The widths of blt's parts are products of one another, which no key says. Assistants of Gemma 4 read the hidden
-states of the model that they assist. Reformer attends within random buckets, others in each pass."""
+states of the model that they assist. Reformer attends within random buckets, others in each pass. Three read images in
+a way that is not known here, and xlnet's ``d_head`` follows from other sizes."""
 NOT_BY_DEFAULT = {"musicgen", "musicgen_melody"}
 """Their configuration without arguments cannot be saved."""
 
