@@ -7,7 +7,7 @@ spread evenly from 8 to 64 (1:8) and shuffled.  There are four times as many sam
 longest row, which is what a padded batch must do, and only wanted tokens count.
 The runs alternate and each figure is the median.
 
-    OMP_NUM_THREADS=1 python benchmarks/generation.py [--repeats 5] [--models tiny,10m] [--concurrency 64,256]
+    OMP_NUM_THREADS=1 python benchmarks/generation.py [--repeats 5] [--models tiny,10m,smollm2] [--concurrency 64,256]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config
 
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
 from roll.strategies.engines.base import GenerationStrategy
@@ -64,6 +64,20 @@ MODELS = {
         max_position_embeddings=256,
         tie_word_embeddings=True,
         initializer_range=0.08,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        bos_token_id=None,
+    ),
+    "smollm2": LlamaConfig(  # of the shape of SmolLM2-135M; what its weights are costs nothing
+        vocab_size=49152,
+        hidden_size=576,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        intermediate_size=1536,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.04,
         eos_token_id=EOS,
         pad_token_id=0,
         bos_token_id=None,
@@ -210,7 +224,7 @@ def main() -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with_vllm = vllm_is_installed() and not args.no_vllm
     names = ["hf_infer", "generate", *(["vllm"] if with_vllm else [])]
-    print(f"{'model':6} {'rows':>5} {'lengths':8} " + " ".join(f"{name + ' tok/CPU-s':>20}" for name in names), end="")
+    print(f"{'model':7} {'rows':>5} {'lengths':8} " + " ".join(f"{name + ' tok/CPU-s':>20}" for name in names), end="")
     print(" " + " ".join(f"{'x ' + name:>11}" for name in names[1:]))
     for model_name in args.models.split(","):
         for concurrency in map(int, args.concurrency.split(",")):
@@ -232,7 +246,7 @@ def line(model_name: str, concurrency: int, varied: bool, args: argparse.Namespa
         if engine is not None:
             engine.shutdown()
     rates = {name: work.num_tokens / value for name, value in seconds.items()}
-    print(f"{model_name:6} {concurrency:5} {'1:8' if varied else 'equal':8} ", end="")
+    print(f"{model_name:7} {concurrency:5} {'1:8' if varied else 'equal':8} ", end="")
     print(" ".join(f"{rate:20,.0f}" for rate in rates.values()), end=" ")
     print(
         " ".join(f"{rates['hf_infer'] / rate:11.2f}" for name, rate in rates.items() if name != "hf_infer"), flush=True

@@ -30,20 +30,23 @@ class DraftCounts(StatLoggerBase):
         """Nothing: the strategy logs what the engine has."""
 
 
-def prepare(on_cpu: bool) -> None:
-    """Repair what speculation breaks in vLLM 0.32; to be called before the engine is made.
+def keep_threads() -> None:
+    """On a CPU, to be called before the engine is made: numba, which looks for drafts, would set the number of OpenMP
+    threads to its own, and oneDNN's products that were prepared for another number would be wrong."""
+    os.environ["NUMBA_THREADING_LAYER"] = "workqueue"  # read when vLLM imports numba, also in ranks of their own
 
-    - Where no request of a batch has a draft, filtering by ``top_k`` fails on the empty rows.
+
+def repair_sampling(on_cpu: bool) -> None:
+    """Repair, in this process, what vLLM 0.32 does with drafts.
+
+    - Where no request of a batch has one, filtering by ``top_k`` fails on the empty rows.
     - On a CPU, what gives each drafted token the temperature, ``top_k`` and ``top_p`` of its request writes them into a
       converted copy of its output: sampling then reads memory which nobody has written, and log-probs are of no
       distribution at all.
-    - On a CPU, numba, which looks for drafts, sets the number of OpenMP threads to its own. oneDNN's products that were
-      prepared for another number are wrong.
     """
     rejection_sampler.apply_sampling_constraints = _constrained
     if on_cpu:
         rejection_sampler.expand_batch_to_tokens = _expanded
-        os.environ["NUMBA_THREADING_LAYER"] = "workqueue"  # read when vLLM imports numba, with the proposer
 
 
 _apply_sampling_constraints = rejection_sampler.apply_sampling_constraints

@@ -101,7 +101,7 @@ class VllmStrategy(PackagedEngine):
             torch.compiler.set_stance("force_eager")
         loggers: list[Any] = []
         if self._config.speculative_config is not None:
-            speculation.prepare(platform.device_type == "cpu")
+            speculation.keep_threads()
             loggers = [self._count_drafts]
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=loggers)
         self._engine.set_weight_version(str(self._version))
@@ -110,6 +110,8 @@ class VllmStrategy(PackagedEngine):
             self._ask_ranks("roll_begin", os.getpid())
         if self.takes_adapters:
             self._ask_ranks("roll_add_adapter")
+        if self._config.speculative_config is not None:
+            self._ask_ranks("roll_repair_sampling")
         self._vocab_size = self._engine.model_config.get_vocab_size()
         self._num_experts = self._engine.model_config.get_num_experts()
         cache = self._engine.vllm_config.cache_config

@@ -25,6 +25,7 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from roll.models.lora import DOWN_PART, UP_PART
+from roll.strategies.vllm.speculation import repair_sampling
 from roll.strategies.vllm.verification import ReloadVerifier, meant_part, quieten
 from roll.weight_sync.encoding import Checksum, tensor_checksum
 from roll.weight_sync.transports import Receiver, SharedMemorySender, SharedPayload
@@ -154,6 +155,10 @@ class WeightReceiver:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
+
+    @returning_failures
+    def roll_repair_sampling(self) -> None:
+        repair_sampling(on_cpu=self.model_runner.device.type == "cpu")
 
     @returning_failures
     def roll_add_adapter(self) -> None:

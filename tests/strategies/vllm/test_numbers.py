@@ -7,7 +7,14 @@ from functools import partial
 import pytest
 
 from tests.strategies.engine_cases import SETTINGS, moe_folder
-from tests.strategies.engine_checks import FP32_GAP, check_experts, check_greedy, check_in_flight, check_interrupted
+from tests.strategies.engine_checks import (
+    FP32_GAP,
+    check_experts,
+    check_greedy,
+    check_in_flight,
+    check_interrupted,
+    check_speculation,
+)
 from tests.strategies.greedy_answers import check_answers
 from tests.strategies.vllm import cases
 
@@ -46,18 +53,7 @@ def test_speculation_changes_no_distribution(in_engine_process, folders):
     """Of log-probs, greedy tokens, and what is sampled where a draft is verified (chi-square). Without the repairs of
     :mod:`roll.strategies.vllm.speculation` log-probs are 12 nats off, and the update is found wrong."""
     settings = [params for params in SETTINGS if not params.min_p]
-    found = in_engine_process(cases.speculating, folders["qwen2"], settings)
-    assert not found["wrong"] and found["gap"] < FP32_GAP
-    assert all(tokens == wanted for tokens, wanted in found["greedy"])
-    second, wanted, counts = found["second"], found["wanted"], found["pair_counts"]
-    number = second.total()
-    assert counts["drafts"] >= number > 200 and 0 < counts["accepted_tokens"] < counts["drafts"]
-    likely = sorted(range(len(wanted)), key=wanted.__getitem__)[-5:]
-    assert found["prompt"][1] in likely
-    cells = [(second[token], number * wanted[token]) for token in likely]
-    cells.append((number - sum(seen for seen, _ in cells), number - sum(expected for _, expected in cells)))
-    # Five degrees of freedom: by chance, one seed in 10,000 is above.
-    assert sum((seen - expected) ** 2 / expected for seen, expected in cells) < 25.7, cells
+    check_speculation(in_engine_process(cases.speculating, folders["qwen2"], settings))
 
 
 def test_a_sample_does_not_depend_on_its_neighbours(in_engine_process, folders):
