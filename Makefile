@@ -127,7 +127,7 @@ install-verifiers: $(VERIFIERS)/.installed
 
 # vLLM engines of several ranks, one test at a time: their ranks spin while they wait for each other.
 test-vllm-parallel: $(VENV)/.installed-test $(VLLM)
-	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_strategy.py tests/pipelines/test_vllm_ranks_run.py -k ranks $(PYTEST_ARGS)
+	TEST_VLLM_PARALLEL=1 $(BIN)/python -m pytest -q tests/strategies/vllm/test_parallel.py tests/strategies/vllm/test_speculation.py tests/strategies/vllm/test_strategy.py tests/pipelines/test_vllm_ranks_run.py -k ranks $(PYTEST_ARGS)
 
 docker-test:
 	tests/docker/build_and_run.sh

@@ -173,5 +173,5 @@ def test_the_index_of_algorithms_is_that_of_the_registries() -> None:
     }
     sections = [(re.search(r"^Defined in .*\]\(([\w-]+\.md)", part, re.M), part) for part in text.split("\n## ")[1:]]
     rows = [(name, page[1]) for page, part in sections if page for name in re.findall(r"\[`([^`]+)`\]", part)]
-    assert len(rows) > 70
+    assert len(rows) >= 70
     assert [row for row in rows if f"`{row[0]}`" not in (ROOT / "docs" / row[1]).read_text(encoding="utf-8")] == []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.strategies.engine_cases import SETTINGS, moe_folder
-from tests.strategies.engine_checks import check_experts, check_greedy, check_in_flight, check_speculation
-from tests.strategies.vllm import cases, parallel_cases
+from tests.strategies.engine_cases import moe_folder
+from tests.strategies.engine_checks import check_experts, check_greedy, check_in_flight
+from tests.strategies.vllm import parallel_cases
 from tests.support.engines import whole_engines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -37,14 +37,6 @@ def test_experts_of_two_ranks(in_engine_process, tmp_path):
     assert found["unread"] == [[], []]
     assert found["spoilt"].startswith("weight update 3: engine 3 holds other values than the trainer sent in 2 of")
     assert "mlp.experts.5.up_proj.weight" in found["spoilt"] and found["spoilt"].endswith(", on rank 1 of it")
-
-
-@whole_engines
-@pytest.mark.timeout(900)
-def test_drafts_are_verified_by_two_ranks(in_engine_process, folders):
-    settings = [params for params in SETTINGS if not params.min_p]
-    found = in_engine_process(cases.speculating, folders["qwen3"], settings, tensor_parallel_size=2)
-    check_speculation(found)
 
 
 def test_the_part_of_a_rank(in_engine_process):
