@@ -90,6 +90,7 @@ def spread(world: TinyWorld, output: Path, changes: Mapping[str, Any]) -> Path:
     return output / "input" / "config.yaml"
 
 
+@pytest.mark.matrix
 def test_two_hosts_compute_what_one_does(three_hosts: list[Host], run: Run, world: TinyWorld, tmp_path: Path) -> None:
     """Trainers and engines on both; gloo over the hosts' own cable, the hosts' names being in no resolver."""
     config = spread(world, tmp_path, {})

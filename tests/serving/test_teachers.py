@@ -268,6 +268,7 @@ def vllm_server(tiny: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 @pytest.mark.long
+@pytest.mark.matrix
 def test_vllms_own_server_is_a_teacher(vllm_server: tuple[str, Path]) -> None:
     """Its log-probs are the model's, at the same places, of some tokens and of the whole vocabulary; and it is refused
     where its limits are too small."""

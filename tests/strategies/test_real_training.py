@@ -163,7 +163,7 @@ def distances(role: WorkerConfig, batch: TensorBatch, file: Path) -> Figures:
     return found
 
 
-@pytest.mark.default_rows("fsdp2-packed")
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES)
 def test_training_equals_plain_transformers(rank_pool, run, smollm2, adapter, batch, reference, case):
     """No parameter is twice as far from float64 as the farthest of plain transformers is.

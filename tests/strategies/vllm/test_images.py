@@ -65,7 +65,7 @@ def test_videos_are_placed_differently_where_it_is_said(tmp_path):
     assert counts["bfloat16", False] > counts["float32", False], "seconds are rounded"
 
 
-@pytest.mark.default_rows("qwen3_5-2")
+@pytest.mark.default_rows("qwen3_5-1")
 @pytest.mark.parametrize(("family", "ranks"), [("qwen3_5", 1), ("qwen3_5", 2), ("qwen3_5_moe", 1), ("qwen3_next", 1)])
 def test_linear_attention_before_and_after_updates(tmp_path, family, ranks):
     """In bf16, which vLLM computes it in on a CPU: as near to the model in float32 as transformers in bf16 is. Every

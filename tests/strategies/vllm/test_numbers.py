@@ -21,6 +21,7 @@ def test_greedy_tokens_and_log_probs_after_updates(in_engine_process, folders, n
     check_greedy(in_engine_process(cases.greedy_after_updates, folders[name], dtype), dtype)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(900)
 def test_greedy_answers_of_smollm2_are_those_of_generate(in_engine_process, smollm2):
     check_answers(smollm2, partial(in_engine_process, cases.greedy_answers))
