@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -39,6 +40,14 @@ MAX_NEW_TOKENS = 64
 MIN_NEW_TOKENS = MAX_NEW_TOKENS // 8
 EOS = 1
 
+COMMON: dict[str, Any] = {
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.08,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
 MODELS = {
     "tiny": Qwen2Config(
         vocab_size=448,
@@ -47,12 +56,7 @@ MODELS = {
         num_attention_heads=2,  # of size 32: vLLM has no smaller ones on a CPU
         num_key_value_heads=2,
         intermediate_size=192,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.08,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        bos_token_id=None,
+        **COMMON,
     ),
     "10m": Qwen2Config(
         vocab_size=2048,
@@ -61,12 +65,7 @@ MODELS = {
         num_attention_heads=5,
         num_key_value_heads=5,
         intermediate_size=1024,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.08,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        bos_token_id=None,
+        **COMMON,
     ),
     "smollm2": LlamaConfig(  # of the shape of SmolLM2-135M; what its weights are costs nothing
         vocab_size=49152,
@@ -75,12 +74,7 @@ MODELS = {
         num_attention_heads=9,
         num_key_value_heads=3,
         intermediate_size=1536,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.04,
-        eos_token_id=EOS,
-        pad_token_id=0,
-        bos_token_id=None,
+        **COMMON,
     ),
 }
 

@@ -111,7 +111,7 @@ def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str, turn_ids: Tenso
 
     ``token``: its own; ``segment``: mean over its turn, a run of masked tokens or, in it, of equal ``turn_ids``;
     ``geometric`` or ``seq``: mean over its response (GSPO, arXiv 2507.18071 eq. 7); ``sequence``: the sum over it;
-    ``max``: the largest of its response.
+    ``max``: the largest of its response.  Raises ``ValueError`` for another level.
     """
     if level == "token":
         return log_ratio
@@ -130,6 +130,8 @@ def level_log_ratio(log_ratio: Tensor, mask: Tensor, level: str, turn_ids: Tenso
     total = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True)
     if level in ("geometric", "seq"):
         total = total / mask.sum(-1, keepdim=True).clamp(min=1)
+    elif level != "sequence":
+        raise ValueError(f"unknown ratio level {level!r}; known: token, segment, geometric (seq), sequence, max")
     return torch.where(mask, total, 0.0)
 
 
@@ -211,8 +213,12 @@ def seq_mean_token_sum(mask: Tensor, denominators: LossDenominators) -> Tensor:
 
 @register_aggregation("seq-mean-token-sum-norm")
 def seq_mean_token_sum_norm(mask: Tensor, denominators: LossDenominators) -> Tensor:
-    """1 / (N norm_length)."""
-    assert denominators.norm_length, "the configured length"
+    """1 / (N norm_length). Raises ``ValueError`` where there is no length."""
+    if not denominators.norm_length or denominators.norm_length <= 0:
+        raise ValueError(
+            "loss_agg_mode 'seq-mean-token-sum-norm' needs a positive norm_length, got "
+            f"{denominators.norm_length}; the configured response length is the usual choice"
+        )
     total = max(denominators.samples, 1.0) * denominators.norm_length
     return mask.new_ones(len(mask), dtype=torch.float64) / total
 
@@ -259,12 +265,14 @@ def row_weights(
         group_ids: int64 (B,), indices into ``denominators.group_tokens``, for modes that need groups.
         sequence_tokens: int64 (B,), masked tokens of all rows of a row's trajectory; None: rows are samples.
 
-    Raises ``ValueError`` for an unknown mode.
+    Raises ``ValueError`` for an unknown mode, or for one that needs groups when there are none.
     """
     function, parameters = _mode(mode)
     by_name = {"sequence_tokens": sequence_tokens} if "sequence_tokens" in parameters else {}
     if not needs_groups(mode):
         return function(mask, denominators, **by_name)
+    if group_ids is None or denominators.group_tokens is None:
+        raise ValueError(f"loss_agg_mode {mode!r} needs group_ids: which rows answer the same prompt")
     return function(mask, denominators, group_ids, **by_name)
 
 

@@ -73,11 +73,12 @@ def kl_estimate(
         float (B, L).
 
     Raises:
-        ValueError: for an unknown estimator.
+        ValueError: for an unknown estimator, or a weighted estimate without ``log_ratio_to_old``.
     """
     estimate = kl_estimators.resolve(options.estimator)(log_probs, ref_log_probs, options)
     if options.importance_weighted:
-        assert log_ratio_to_old is not None
+        if log_ratio_to_old is None:
+            raise ValueError("an importance-weighted KL estimate needs log_ratio_to_old")
         estimate = log_ratio_to_old.exp() * estimate
     return estimate
 

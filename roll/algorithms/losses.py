@@ -53,10 +53,14 @@ correction_functions: Registry[CorrectionFunction] = Registry("train_infer_corre
 
 
 def correct_mismatch(inputs: LossInputs, options: CorrectionOptions, metrics: MetricBuilder) -> Correction:
-    """Apply the rules in ``options`` and log what they did."""
+    """Apply the rules in ``options`` and log what they did.
+
+    Raises ``ValueError`` where there are no ``rollout_log_probs``.
+    """
     # Rules apply in any order: weights multiply, masks intersect.
     keep, weights = inputs.mask, torch.ones_like(inputs.log_probs)
-    assert inputs.rollout_log_probs is not None
+    if inputs.rollout_log_probs is None:
+        raise ValueError("train_infer_correction needs rollout_log_probs: let the engine return log-probs")
     if options.function is not None:
         own = correction_functions.resolve(options.function)(inputs, metrics)
         return Correction(own.weights, own.keep & inputs.mask)
@@ -236,6 +240,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     loss = rl_loss_coef * pg + kl_loss_coef * KL(pi || ref) - entropy_loss_coef * entropy, each aggregated by
     ``loss_agg_mode`` (or a mode of its own) with the same global denominators; plus ``divergence_term`` where there
     is one.  Sample weights and corrections act on the first term.
+
+    Raises ``ValueError`` where a term needs ``ref_log_probs``, ``entropy`` or ``rollout_log_probs`` and has none.
     """
     mask, mode, of_rows = inputs.mask, options.loss_agg_mode, (denominators, inputs.group_ids, inputs.sequence_tokens)
     weights = row_weights(mask, mode, *of_rows)
@@ -257,7 +263,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
     metrics.mean("actor/pg_loss", weighted_sum(per_token.detach(), mask, weights), share)
     # With a coefficient of 0 the reference may not have been computed at all.
     if options.use_kl_loss and options.kl_loss_coef != 0.0:
-        assert inputs.ref_log_probs is not None
+        if inputs.ref_log_probs is None:
+            raise ValueError("use_kl_loss needs ref_log_probs: the log-probs of the reference policy")
         estimator = KLOptions(
             options.kl_loss_type,
             value_clamp=options.kl_loss_clamp,
@@ -272,7 +279,8 @@ def actor_loss(inputs: LossInputs, options: ActorLossOptions, denominators: Loss
         metrics.mean("actor/opd_loss", distillation, share)
         total = total + distillation
     if options.entropy_loss_coef != 0.0:
-        assert inputs.entropy is not None
+        if inputs.entropy is None:
+            raise ValueError(f"entropy_loss_coef {options.entropy_loss_coef} needs the entropy of the current policy")
         entropy_weights = row_weights(mask, options.entropy_loss_agg_mode or mode, *of_rows)
         total = total - options.entropy_loss_coef * weighted_sum(inputs.entropy, mask, entropy_weights)
     if inputs.entropy is not None:

@@ -194,6 +194,10 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int, factor: floa
         lengths: (B,) response lengths in tokens.
         max_length, buffer: tokens, 0 < buffer <= max_length.
     """
+    if not 0 < buffer <= max_length:
+        raise ValueError(
+            f"the over-long buffer must lie in (0, {max_length}], got {buffer}; try {max_length // 5 or 1}"
+        )
     excess = (lengths.float() - (max_length - buffer)) / buffer
     return -factor * excess.clamp(0.0, 1.0)
 
@@ -276,6 +280,8 @@ def top_entropy_mask(entropy: Tensor, mask: Tensor, fraction: float) -> Tensor:
         mask: bool (B, L).
         fraction: in (0, 1]; 0.2 in the paper. 1 keeps everything.
     """
+    if not 0.0 < fraction <= 1.0:
+        raise ValueError(f"the entropy fraction must lie in (0, 1], got {fraction}; the paper uses 0.2")
     kept = entropy[mask]
     count = max(round(fraction * kept.numel()), 1)
     if count >= kept.numel():

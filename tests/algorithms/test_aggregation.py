@@ -81,9 +81,18 @@ def test_fault_4_the_norm_length_is_a_constant_and_samples_divide() -> None:
         assert_close(aggregate(values, where, "seq-mean-token-sum-norm", whole(mask, 8.0)), expected)
 
 
-def test_an_unknown_mode_is_named() -> None:
-    with pytest.raises(ValueError, match=r"token_mean.*token-mean"):
-        aggregate(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool), "token_mean", LossDenominators(1.0, 1.0))
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [
+        ("token_mean", r"token_mean.*token-mean"),
+        ("seq-mean-token-sum-norm", "norm_length"),
+        ("prompt-mean", r"prompt-mean.*group_ids"),
+    ],
+)
+def test_unknown_mode_and_missing_length_are_named(mode: str, words: str) -> None:
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ValueError, match=words):
+        aggregate(torch.ones(1, 1), mask, mode, LossDenominators(1.0, 1.0))
 
 
 def test_skyrls_older_mean_is_one_of_each_micro_batch() -> None:

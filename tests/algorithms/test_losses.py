@@ -192,6 +192,20 @@ def test_log_ratio_has_no_gradient_outside_the_mask_and_beyond_its_bound() -> No
     assert gradient.tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1}, "ref_log_probs"),
+        ({"entropy_loss_coef": 0.1}, "entropy"),
+        ({"train_infer_correction": "tis"}, "rollout_log_probs"),
+    ],
+)
+def test_missing_columns_are_named(changed: dict[str, object], name: str) -> None:
+    batch = make_batch(4, 3, 5)
+    with pytest.raises(ValueError, match=name):
+        actor_loss(LossInputs(batch.log_probs, batch.advantages, batch.mask), loss_options(changed), whole(batch))
+
+
 @pytest.mark.parametrize("variant", POLICY_LOSS_NAMES)
 def test_fault_5_every_option_of_a_variant_reaches_its_loss(variant: str) -> None:
     """Every option of the variant is taken from ``loss``, from ``pg_variant_args`` and under its flat name."""

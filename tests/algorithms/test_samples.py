@@ -124,6 +124,10 @@ def test_mistakes_are_named() -> None:
         RewardOptions("group", "groups")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reward_clip"):
         RewardOptions(reward_clip=-1.0)
+    with pytest.raises(ValueError, match="buffer"):
+        overlong_penalty(torch.tensor([1]), 10, 20)
+    with pytest.raises(ValueError, match=r"0\.2"):
+        top_entropy_mask(torch.zeros(1, 1), torch.ones(1, 1).bool(), 0.0)
 
 
 @each_batch(coef=st.sampled_from([0.0, 0.3]))

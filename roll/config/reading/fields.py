@@ -243,17 +243,13 @@ def parse_device_mapping(value: object) -> list[int]:
     return ids
 
 
+_SUM = re.compile(r"\+(?![^(\[]*[)\]])")  # a plus sign that is in no bracket
+
+
 def _parse_expression(text: str) -> list[Any]:
     """The ids of a sum of lists and ranges."""
-    depth, terms = 0, [""]
-    for mark in text:
-        depth += (mark in "([") - (mark in ")]")
-        if mark == "+" and depth == 0:
-            terms.append("")
-        else:
-            terms[-1] += mark
     ids: list[Any] = []
-    for term in terms:
+    for term in _SUM.split(text):
         ids += _read_term(term.strip())
         _check_number(len(ids))
     return ids

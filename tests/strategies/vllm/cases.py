@@ -147,12 +147,14 @@ def repeating_prompt(model: Any, temperature: float) -> tuple[list[int], torch.T
     return rows[b].tolist(), then[b]
 
 
-def speculating(folder: Path, settings: list[SamplingParams], **options: Any) -> dict[str, Any]:
+def speculating(folder: Path, settings: list[SamplingParams], method: str, **options: Any) -> dict[str, Any]:
     """With drafts of what followed a token before: greedy tokens before and after an update, the largest gap of
     :func:`sampled_gaps`, the engine's counts, and what is sampled where the draft of :func:`repeating_prompt` is."""
     model = load(folder)
     prompt, wanted = repeating_prompt(model, temperature=0.3)
-    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
+    if method == "ngram":
+        speculation |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
     with engine(folder, speculative_config=speculation, **options) as started:
         found: dict[str, Any] = {"greedy": [], "wanted": wanted.tolist(), "prompt": prompt}
         pairs = GenerationRequest("pairs", prompt, SamplingParams(2, temperature=0.3, seed=5), 1000)

@@ -30,11 +30,15 @@ def in_own_process() -> Iterator[Callable[..., Any]]:
         yield in_process
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("qwen2", {}), pytest.param("qwen3", {"tensor_parallel_size": 2}, marks=whole_engines)],
-    ids=["one rank", "two ranks"],
-)
+ARCTIC = pytest.mark.skipif(find_spec("arctic_inference") is None, reason="arctic-inference is not installed")
+CASES = [
+    pytest.param("qwen2", {"method": "ngram"}, id="ngram"),
+    pytest.param("qwen2", {"method": "suffix"}, id="suffix", marks=ARCTIC),
+    pytest.param("qwen3", {"method": "ngram", "tensor_parallel_size": 2}, id="ngram-two-ranks", marks=whole_engines),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
 @pytest.mark.timeout(900)
 def test_speculation_changes_no_distribution(in_own_process, folders, name, options):
     settings = [params for params in SETTINGS if not params.min_p]
