@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from roll.config.model_files import model_folder
 from roll.config.roles import ModelArguments, StrategyArguments, WorkerConfig
+from roll.models.gguf_reading import dequantised_path
 from roll.strategies.engines.requests import GenerationRequest, SamplingParams
 from roll.strategies.factory import create_generation_strategy
 
@@ -35,7 +35,7 @@ def main() -> None:
     for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    folder = str(model_folder(str(ARTIFACTS / "SmolLM2-135M-Instruct.gguf")))
+    folder = dequantised_path(str(ARTIFACTS / "SmolLM2-135M-Instruct.gguf"))
     lines = (ARTIFACTS / "instructions_train.jsonl").read_text(encoding="utf-8").splitlines()[: args.prompts]
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     prompts = [
